@@ -1,0 +1,49 @@
+"""Fixtures for every test. The pack is imported as `anyshape`, never from the repo folder on `sys.path`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tools import embed
+
+if TYPE_CHECKING:
+    from tools.comfy_server import ComfyServer
+
+# Before any test module is imported: from here on `import nodes` can only be ComfyUI's.
+embed.hide_repo()
+embed.bare_pack()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not embed.has_cuda():
+        pytest.skip("needs a CUDA device, and torch sees none on this machine")
+
+
+@pytest.fixture(scope="session")
+def comfy() -> Path:
+    """ComfyUI importable in this process; gives its folder."""
+    return embed.use_comfyui()
+
+
+@pytest.fixture(scope="session")
+def pack(comfy: Path) -> ModuleType:
+    """The pack, as the module `anyshape`."""
+    return embed.load_pack()
+
+
+@pytest.fixture(scope="session")
+def demo_pack(comfy: Path) -> ModuleType:
+    """The demo's node pack, as the module `anyshape_demo`."""
+    return embed.load_demo()
+
+
+@pytest.fixture(scope="session")
+def server() -> "Iterator[ComfyServer]":
+    """The real ComfyUI server, running with the pack and the demo nodes."""
+    from tools.comfy_server import ComfyServer
+
+    with ComfyServer() as running:
+        yield running

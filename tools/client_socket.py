@@ -1,0 +1,83 @@
+"""Follows one prompt on ComfyUI's websocket until it has ended."""
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import aiohttp
+
+if TYPE_CHECKING:
+    from tools.comfy_server import ComfyServer
+
+Message = tuple[str, dict[str, Any]]
+
+
+class PromptError(RuntimeError):
+    """A prompt failed or was refused. Carries `node_id`, `node_type`, `kind` and ComfyUI's `traceback` where it gave one."""
+
+    def __init__(
+        self, message: str, node_id: str = "", node_type: str = "", kind: str = "", traceback: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.node_id, self.node_type, self.kind, self.traceback = node_id, node_type, kind, traceback
+
+    @classmethod
+    def failed(cls, data: dict[str, Any]) -> "PromptError":
+        """From an `execution_error` message."""
+        where = f"node {data['node_id']} ({data['node_type']})"
+        trace = "".join(data.get("traceback", []))
+        message = f"{where} failed with {data['exception_type']}: {data['exception_message'].strip()}\n{trace}"
+        return cls(message, data["node_id"], data["node_type"], data["exception_type"], trace)
+
+    @classmethod
+    def refused(cls, reply: dict[str, Any]) -> "PromptError":
+        """From the reply to a prompt that did not pass ComfyUI's validation."""
+        lines, node_id, node_type = [f"ComfyUI refused the workflow: {reply['error']['message']}"], "", ""
+        for node_id, node in reply.get("node_errors", {}).items():  # noqa: B007 - the last one names the node
+            node_type = node["class_type"]
+            lines += [f"node {node_id} ({node_type}): {e['message']}: {e['details']}" for e in node["errors"]]
+        return cls("\n".join(lines), node_id, node_type, reply["error"]["type"])
+
+
+def follow_prompt(
+    server: "ComfyServer",
+    workflow: dict[str, Any],
+    on_progress: Callable[[str, dict[str, Any]], None] | None,
+    timeout: float,
+) -> str:
+    """Queue `workflow` and wait for its end; returns its prompt id. Raises PromptError, ConnectionError or TimeoutError."""
+    return asyncio.run(asyncio.wait_for(_follow(server, workflow, on_progress), timeout))
+
+
+async def _follow(
+    server: "ComfyServer", workflow: dict[str, Any], on_progress: Callable[[str, dict[str, Any]], None] | None
+) -> str:
+    # The socket is open before the prompt is queued, so that no message is missed.
+    url = f"{server.url}/ws?clientId={server.client_id}"
+    async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
+        prompt_id = await asyncio.to_thread(server.queue, workflow)
+        failure = None
+        async for kind, data in _messages(socket, prompt_id):
+            if on_progress:
+                on_progress(kind, data)
+            if kind == "execution_error":
+                failure = PromptError.failed(data)
+            elif kind == "execution_interrupted":
+                failure = PromptError("The prompt was interrupted.", data["node_id"], data["node_type"], kind)
+            elif kind == "executing" and data["node"] is None:  # sent once the prompt is in the history
+                break
+        else:
+            raise ConnectionError("it closed the websocket (it may have crashed)")
+    if failure:
+        raise failure
+    return prompt_id
+
+
+async def _messages(socket: aiohttp.ClientWebSocketResponse, prompt_id: str) -> Any:
+    """The JSON messages about one prompt; binary previews and other prompts' messages are left out."""
+    async for message in socket:
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            continue
+        content = message.json()
+        if content["data"].get("prompt_id") == prompt_id:
+            yield content["type"], content["data"]

@@ -1,0 +1,221 @@
+"""The real ComfyUI server, started for tests and the demo, and a small client for it.
+
+    with ComfyServer() as server:
+        entry = server.run(workflow)                       # the prompt's entry in /history
+        picture = server.view(entry["outputs"]["9"]["images"][0])
+
+The server runs in a process of its own on a free loopback port, with a base directory of its own under `.cache/server`, so it
+reads and writes nothing of a ComfyUI that a person uses. A workflow is in ComfyUI's API format: `{node id: {"class_type":
+..., "inputs": {...}}}`.
+"""
+
+import io
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import requests
+from PIL import Image
+
+from tools.client_socket import PromptError, follow_prompt
+from tools.embed import has_cuda, make_base
+from tools.paths import CACHE, ROOT, ProjectError, cache_env, comfyui_path
+
+__all__ = ["ComfyServer", "PromptError", "ServerError", "prompt_seconds"]
+
+Workflow = dict[str, dict[str, Any]]
+Progress = Callable[[str, dict[str, Any]], None]
+
+# Folder name in custom_nodes -> the folder that holds the pack.
+PACKS = {"AnyShape": ROOT, "anyshape_demo": ROOT / "demo"}
+
+
+class ServerError(ProjectError):
+    """The server did not start, died, or did not answer; the message ends with the last lines of its log."""
+
+
+def prompt_seconds(entry: dict[str, Any]) -> float:
+    """How long a prompt ran in the server, from a history entry: execution_start to its end, in seconds."""
+    stamps = {name: data["timestamp"] for name, data in entry["status"]["messages"] if "timestamp" in data}
+    return (stamps["execution_success"] - stamps["execution_start"]) / 1000
+
+
+class ComfyServer:
+    """A running ComfyUI with the pack and the demo nodes; a context manager.
+
+    packs: the node packs to load, `{folder name in custom_nodes: folder}`. A pack that fails to import is an error.
+    cpu: None means where there is no CUDA device.
+    arguments: more command line arguments for ComfyUI.
+    start_timeout: seconds until the server must answer.
+    """
+
+    def __init__(
+        self,
+        packs: dict[str, Path] | None = None,
+        cpu: bool | None = None,
+        arguments: tuple[str, ...] = (),
+        start_timeout: float = 180,
+    ) -> None:
+        self.packs = {name: folder for name, folder in PACKS.items() if (folder / "__init__.py").exists()}
+        if packs is not None:
+            self.packs = packs
+        self.cpu = not has_cuda() if cpu is None else cpu
+        self.arguments = arguments
+        self.start_timeout = start_timeout
+        self.client_id = "anyshape-tools"
+        self.http = requests.Session()
+        self.http.trust_env = False  # a proxy has no business between this process and the loopback
+
+    # Starting and stopping ---------------------------------------------------------------------------------------
+
+    def __enter__(self) -> "ComfyServer":
+        self.comfyui = comfyui_path()
+        (CACHE / "server").mkdir(parents=True, exist_ok=True)
+        self.base = make_base(Path(tempfile.mkdtemp(dir=CACHE / "server")))
+        for name, folder in self.packs.items():
+            (self.base / "custom_nodes" / name).symlink_to(folder, target_is_directory=True)
+        self.log_file = self.base / "server.log"
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._start()
+        try:
+            self._wait_until_up()
+            self._check_packs()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        with self.log_file.open("wb") as log:
+            self.process = subprocess.Popen(
+                self._command(),
+                cwd=self.base,
+                env=_server_env(self.comfyui),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that its compile workers can be stopped with it
+            )
+
+    def _command(self) -> list[str]:
+        command = [sys.executable, str(self.comfyui / "main.py"), "--listen", "127.0.0.1", "--port", str(self.port)]
+        command += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
+        command += ["--disable-auto-launch", "--dont-print-server", "--disable-api-nodes"]
+        command += ["--use-pytorch-cross-attention", *(["--cpu"] if self.cpu else []), *self.arguments]
+        return command
+
+    def _wait_until_up(self) -> None:
+        deadline = time.monotonic() + self.start_timeout
+        while time.monotonic() < deadline:
+            if self.process.poll() is not None:
+                raise self.error(f"ComfyUI ended with exit code {self.process.returncode} while it was starting.")
+            try:
+                return self._request("GET", "/system_stats", timeout=5).raise_for_status()
+            except requests.ConnectionError:
+                time.sleep(0.2)
+        raise self.error(f"ComfyUI did not answer within {self.start_timeout:.0f} s of its start.")
+
+    def _check_packs(self) -> None:
+        failed = [line for line in self.log().splitlines() if "IMPORT FAILED" in line and str(self.base) in line]
+        if failed:
+            raise self.error("ComfyUI could not import a node pack: " + "; ".join(failed))
+
+    def __exit__(self, *_: object) -> None:
+        self._signal(signal.SIGTERM)
+        try:
+            self.process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._signal(signal.SIGKILL)
+            self.process.wait(timeout=10)
+        self.http.close()
+        shutil.rmtree(self.base, ignore_errors=True)
+
+    def _signal(self, which: int) -> None:
+        try:
+            os.killpg(self.process.pid, which)
+        except ProcessLookupError:
+            pass  # it has already ended
+
+    def log(self) -> str:
+        """All that the server has printed so far."""
+        return self.log_file.read_text(errors="replace")
+
+    def error(self, message: str) -> ServerError:
+        """A ServerError with the end of the log."""
+        tail = "\n".join(self.log().splitlines()[-40:])
+        return ServerError(f"{message}\nThe end of its log:\n{tail}")
+
+    # The client --------------------------------------------------------------------------------------------------
+
+    def _request(self, method: str, path: str, timeout: float = 60, **more: Any) -> requests.Response:
+        return self.http.request(method, self.url + path, timeout=timeout, **more)
+
+    def get(self, path: str, **query: Any) -> requests.Response:
+        """GET a path such as `/anyshape/stats`; an HTTP error status raises."""
+        response = self._request("GET", path, params=query)
+        response.raise_for_status()
+        return response
+
+    def object_info(self) -> dict[str, Any]:
+        """Every node's inputs and outputs by node id, as the frontend sees them."""
+        return self.get("/object_info").json()
+
+    def queue(self, workflow: Workflow) -> str:
+        """Queue a workflow and return its prompt id; a workflow that ComfyUI refuses raises PromptError."""
+        response = self._request("POST", "/prompt", json={"prompt": workflow, "client_id": self.client_id})
+        if response.status_code == 400:
+            raise PromptError.refused(response.json())
+        response.raise_for_status()
+        return response.json()["prompt_id"]
+
+    def run(self, workflow: Workflow, on_progress: Progress | None = None, timeout: float = 600) -> dict[str, Any]:
+        """Queue a workflow, follow it to its end, and return its history entry (`outputs`, `status`).
+
+        on_progress: called with each websocket message's type and data, such as `("progress", {"value": 3, "max": 8, ...})`.
+        timeout: seconds for the whole prompt.
+        """
+        try:
+            prompt_id = follow_prompt(self, workflow, on_progress, timeout)
+        except (ConnectionError, TimeoutError, requests.ConnectionError) as failure:
+            raise self.error(f"ComfyUI did not finish the prompt: {failure}") from failure
+        return self.history(prompt_id)
+
+    def history(self, prompt_id: str) -> dict[str, Any]:
+        """The history entry of a prompt that has ended."""
+        return self.get(f"/history/{prompt_id}").json()[prompt_id]
+
+    def view(self, image: dict[str, str]) -> Image.Image:
+        """A picture by its entry in a node's output: `{"filename", "subfolder", "type"}`."""
+        return Image.open(io.BytesIO(self.get("/view", **image).content))
+
+    def interrupt(self) -> None:
+        """Stop the prompt that is running."""
+        self._request("POST", "/interrupt").raise_for_status()
+
+    def free(self) -> None:
+        """Unload all models and drop the cached outputs."""
+        self._request("POST", "/free", json={"unload_models": True, "free_memory": True}).raise_for_status()
+
+
+def _server_env(comfyui: Path) -> dict[str, str]:
+    env = {**os.environ, **cache_env(), "PYTHONUNBUFFERED": "1"}
+    if ROOT not in comfyui.parents:
+        env["PYTHONPYCACHEPREFIX"] = str(CACHE / "pyc")  # write nothing into a ComfyUI that is not ours
+    kept = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry).resolve() != ROOT]
+    env["PYTHONPATH"] = os.pathsep.join(kept)
+    return env
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
