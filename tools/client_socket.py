@@ -13,7 +13,7 @@ Message = tuple[str, dict[str, Any]]
 
 
 class PromptError(RuntimeError):
-    """A prompt failed or was refused. Carries `node_id`, `node_type`, `kind` and ComfyUI's `traceback` where it gave one."""
+    """A prompt failed or was refused. Carries `node_id`, `node_type`, `kind` and, of a failed node, `traceback`."""
 
     def __init__(
         self, message: str, node_id: str = "", node_type: str = "", kind: str = "", traceback: str = ""
@@ -45,7 +45,10 @@ def follow_prompt(
     on_progress: Callable[[str, dict[str, Any]], None] | None,
     timeout: float,
 ) -> str:
-    """Queue `workflow` and wait for its end; returns its prompt id. Raises PromptError, ConnectionError or TimeoutError."""
+    """Queue `workflow`, wait for its end and return its prompt id.
+
+    Raises PromptError where ComfyUI reports a failure, ConnectionError or TimeoutError where it stops answering.
+    """
     return asyncio.run(asyncio.wait_for(_follow(server, workflow, on_progress), timeout))
 
 

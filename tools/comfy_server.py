@@ -4,9 +4,9 @@
         entry = server.run(workflow)                       # the prompt's entry in /history
         picture = server.view(entry["outputs"]["9"]["images"][0])
 
-The server runs in a process of its own on a free loopback port, with a base directory of its own under `.cache/server`, so it
-reads and writes nothing of a ComfyUI that a person uses. A workflow is in ComfyUI's API format: `{node id: {"class_type":
-..., "inputs": {...}}}`.
+The server runs in a process of its own on a free loopback port, with a base directory of its own under
+`.cache/server`, so it reads and writes nothing of a ComfyUI that a person uses. A workflow is in ComfyUI's API format:
+`{node id: {"class_type": ..., "inputs": {...}}}`.
 """
 
 import io
@@ -180,7 +180,7 @@ class ComfyServer:
     def run(self, workflow: Workflow, on_progress: Progress | None = None, timeout: float = 600) -> dict[str, Any]:
         """Queue a workflow, follow it to its end, and return its history entry (`outputs`, `status`).
 
-        on_progress: called with each websocket message's type and data, such as `("progress", {"value": 3, "max": 8, ...})`.
+        on_progress: called with each websocket message's type and data: `("progress", {"value": 3, "max": 8, ...})`.
         timeout: seconds for the whole prompt.
         """
         try:

@@ -1,8 +1,8 @@
 """Puts ComfyUI and the pack into one Python process, without the pack's folder ever being on `sys.path`.
 
-The pack has a package `nodes` and ComfyUI has a module `nodes`: were the pack's folder on `sys.path`, ComfyUI would import
-the wrong one. So the folder is taken off, and the pack is registered as the package `anyshape` instead, as ComfyUI itself
-does under a longer name. Typical use:
+The pack has a package `nodes` and ComfyUI has a module `nodes`: were the pack's folder on `sys.path`, ComfyUI would
+import the wrong one. So the folder is taken off, and the pack is registered as the package `anyshape` instead, as
+ComfyUI itself does under a longer name. Typical use:
 
     from tools import embed
 
@@ -94,8 +94,8 @@ def _set_arguments(wanted: dict[str, Any]) -> None:
             raise ValueError(f"ComfyUI has no argument {name!r}. See comfy/cli_args.py for the names it has.")
         if getattr(args, name) != value and "comfy.model_management" in sys.modules:
             raise RuntimeError(
-                f"ComfyUI is already loaded in this process with {name}={getattr(args, name)!r}, so it cannot be changed "
-                f"to {value!r}. Call embed.use_comfyui() before anything imports comfy.model_management."
+                f"ComfyUI is already loaded in this process with {name}={getattr(args, name)!r}, too late to make it "
+                f"{value!r}. Call embed.use_comfyui() before anything imports comfy.model_management."
             )
         setattr(args, name, value)
 
