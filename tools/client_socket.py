@@ -9,7 +9,7 @@ import aiohttp
 if TYPE_CHECKING:
     from tools.comfy_server import ComfyServer
 
-Message = tuple[str, dict[str, Any]]
+OnProgress = Callable[[str, dict[str, Any]], None]
 
 
 class PromptError(RuntimeError):
@@ -42,7 +42,7 @@ class PromptError(RuntimeError):
 def follow_prompt(
     server: "ComfyServer",
     workflow: dict[str, Any],
-    on_progress: Callable[[str, dict[str, Any]], None] | None,
+    on_progress: OnProgress | None,
     timeout: float,
 ) -> str:
     """Queue `workflow`, wait for its end and return its prompt id.
@@ -52,9 +52,23 @@ def follow_prompt(
     return asyncio.run(asyncio.wait_for(_follow(server, workflow, on_progress), timeout))
 
 
-async def _follow(
-    server: "ComfyServer", workflow: dict[str, Any], on_progress: Callable[[str, dict[str, Any]], None] | None
-) -> str:
+async def _follow(server: "ComfyServer", workflow: dict[str, Any], on_progress: OnProgress | None) -> str:
+    ticking = asyncio.create_task(_tick(on_progress)) if on_progress else None
+    try:
+        return await _listen(server, workflow, on_progress)
+    finally:
+        if ticking:
+            ticking.cancel()
+
+
+async def _tick(on_progress: OnProgress) -> None:
+    """ComfyUI says nothing while a model compiles; whoever waits hears at least that a second has passed."""
+    while True:
+        await asyncio.sleep(1)
+        on_progress("waiting", {})
+
+
+async def _listen(server: "ComfyServer", workflow: dict[str, Any], on_progress: OnProgress | None) -> str:
     # The socket is open before the prompt is queued, so that no message is missed.
     url = f"{server.url}/ws?clientId={server.client_id}"
     async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:

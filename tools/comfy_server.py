@@ -18,21 +18,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import requests
 from PIL import Image
 
-from tools.client_socket import PromptError, follow_prompt
+from tools.client_socket import OnProgress, PromptError, follow_prompt
 from tools.embed import has_cuda, make_base
 from tools.paths import CACHE, ROOT, ProjectError, cache_env, comfyui_path
 
 __all__ = ["ComfyServer", "PromptError", "ServerError", "prompt_seconds"]
 
 Workflow = dict[str, dict[str, Any]]
-Progress = Callable[[str, dict[str, Any]], None]
 
 # Folder name in custom_nodes -> the folder that holds the pack.
 PACKS = {"AnyShape": ROOT, "anyshape_demo": ROOT / "demo"}
@@ -177,10 +175,11 @@ class ComfyServer:
         response.raise_for_status()
         return response.json()["prompt_id"]
 
-    def run(self, workflow: Workflow, on_progress: Progress | None = None, timeout: float = 600) -> dict[str, Any]:
+    def run(self, workflow: Workflow, on_progress: OnProgress | None = None, timeout: float = 600) -> dict[str, Any]:
         """Queue a workflow, follow it to its end, and return its history entry (`outputs`, `status`).
 
-        on_progress: called with each websocket message's type and data: `("progress", {"value": 3, "max": 8, ...})`.
+        on_progress: called with each websocket message's type and data: `("progress", {"value": 3, "max": 8, ...})`,
+        and with `("waiting", {})` every second.
         timeout: seconds for the whole prompt.
         """
         try:

@@ -22,7 +22,7 @@ from typing import Any
 
 from tools.paths import CACHE, ROOT, cache_env, comfyui_path
 
-__all__ = ["bare_pack", "comfyui_path", "has_cuda", "hide_repo", "load_demo", "load_pack", "use_comfyui"]
+__all__ = ["bare_demo", "bare_pack", "comfyui_path", "has_cuda", "hide_repo", "load_demo", "load_pack", "use_comfyui"]
 
 # Packages of the repo that stay importable by their plain name after the repo folder has left sys.path.
 DEV_PACKAGES = ("tools", "bench")
@@ -110,9 +110,14 @@ def load_pack() -> ModuleType:
     return _run_init(bare_pack())
 
 
+def bare_demo() -> ModuleType:
+    """The package `anyshape_demo` (the folder demo/) without running its `__init__.py`."""
+    return _package("anyshape_demo", ROOT / "demo")
+
+
 def load_demo() -> ModuleType:
     """The demo's node pack as the package `anyshape_demo`, its `__init__.py` run. Call `use_comfyui` first."""
-    return _run_init(_package("anyshape_demo", ROOT / "demo"))
+    return _run_init(bare_demo())
 
 
 def _package(name: str, folder: Path) -> ModuleType:

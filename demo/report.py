@@ -1,0 +1,112 @@
+"""What the demo found: the table, the contact sheet, and the verdict."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from .workflows import Case
+
+Pictures = list[Image.Image]
+
+COLUMNS = ("size", "batch", "VAE", "first s", "steady s", "eager s", "largest difference", "state", "recompiles")
+CELL, CAPTION, ACROSS = 160, 34, 4  # contact sheet: pixels a picture, pixels of text below it, cases a row
+
+
+@dataclass
+class Row:
+    """One case as measured. Times are seconds a prompt in the server, from its start to its end, decode included."""
+
+    case: Case
+    eager_seconds: float = math.nan
+    first_seconds: float = math.nan
+    seconds: float = math.nan
+    difference: int = 0  # largest absolute difference between compiled and eager pictures, in steps of 8-bit colour
+    states: dict[str, str] = field(default_factory=dict)  # "unet" and "vae" -> graph, kernels, regions or eager
+    compiled: int = 0  # graphs that were compiled while the case ran
+    recompiles: int = 0
+    pictures: dict[str, Pictures] = field(default_factory=dict)  # "eager", "compiled"
+
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        times = [f"{value:.2f}" for value in (self.first_seconds, self.seconds, self.eager_seconds)]
+        switch = "on" if self.case.vae else "off"
+        difference = f"{self.difference}/255"
+        state = ", ".join(f"{kind} {state}" for kind, state in sorted(self.states.items())) or "unknown"
+        size = f"{self.case.width}x{self.case.height}"
+        return [size, str(self.case.batch), switch, *times, difference, state, str(self.recompiles)]
+
+    def entry(self) -> dict[str, Any]:
+        """The row in report.json; colours, and with them `max_abs_diff`, go from 0 to 1."""
+        return {
+            "width": self.case.width,
+            "height": self.case.height,
+            "batch": self.case.batch,
+            "first_seconds": self.first_seconds,
+            "seconds": self.seconds,
+            "eager_seconds": self.eager_seconds,
+            "max_abs_diff": self.difference / 255,
+            "text": self.case.text,
+            "vae_compiled": self.case.vae,
+            "states": self.states,
+            "compiled": self.compiled,
+            "recompiles": self.recompiles,
+        }
+
+
+def largest_difference(ours: Pictures, eager: Pictures) -> int:
+    """The largest absolute difference over all pixels of all pictures, in steps of 8-bit colour (0 to 255)."""
+    pairs = zip(ours, eager, strict=True)
+    return max(int(np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).max()) for a, b in pairs)
+
+
+def problems(rows: list[Row], tolerance: int) -> list[str]:
+    """What is not as it must be, in plain words; empty when all is well."""
+    found = []
+    warm = set()  # False: one image a prompt has run; True: several have
+    for row in rows:
+        name = row.case.name
+        if row.difference > tolerance:
+            found.append(f"{name}: a picture differs from eager by {row.difference}/255; {tolerance}/255 is allowed.")
+        if row.recompiles:
+            found.append(f"{name}: {row.recompiles} recompiles; there must be none.")
+        if row.compiled and (row.case.batch > 1) in warm:
+            found.append(f"{name}: compiled {row.compiled} graphs; only a first batch of 1, and of more, may compile.")
+        warm.add(row.case.batch > 1)
+    return found
+
+
+def table(rows: list[Row]) -> str:
+    """The rows as text, columns aligned."""
+    lines = [list(COLUMNS), *(row.cells() for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([text[0], rule, *text[1:]])
+
+
+def contact_sheet(rows: list[Row]) -> Image.Image:
+    """All cases: the first picture of each in eager (left) and compiled (right), with its figures below."""
+    down = math.ceil(len(rows) / ACROSS)
+    sheet = Image.new("RGB", (ACROSS * 2 * CELL, down * (CELL + CAPTION)), "white")
+    for index, row in enumerate(rows):
+        left, top = index % ACROSS * 2 * CELL, index // ACROSS * (CELL + CAPTION)
+        for offset, kind in enumerate(("eager", "compiled")):
+            _paste(sheet, row.pictures[kind][0], left + offset * CELL, top)
+        ImageDraw.Draw(sheet).text((left + 6, top + CELL), _caption(row), fill="black", font=ImageFont.load_default(11))
+    return sheet
+
+
+def _paste(sheet: Image.Image, picture: Image.Image, left: int, top: int) -> None:
+    small = picture.convert("RGB")
+    small.thumbnail((CELL - 8, CELL - 8))
+    sheet.paste(small, (left + (CELL - small.width) // 2, top + (CELL - small.height) // 2))
+
+
+def _caption(row: Row) -> str:
+    return (
+        f'{row.case.name}, "{row.case.text}": eager left, compiled right\n'
+        f"{row.eager_seconds:.2f} s, {row.seconds:.2f} s; difference {row.difference}/255"
+    )
