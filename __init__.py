@@ -1,0 +1,20 @@
+"""AnyShape: compiled diffusion models that stay fast when the resolution and the batch change."""
+
+from comfy_api.latest import ComfyExtension, io
+
+from .nodes import NODES, routes
+
+
+class AnyShape(ComfyExtension):
+    """The pack's nodes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:  # noqa: D102
+        return NODES
+
+
+async def comfy_entrypoint() -> AnyShape:
+    """What ComfyUI calls to load the pack."""
+    return AnyShape()
+
+
+routes.register()

@@ -1,0 +1,197 @@
+"""The one decision per call: replay | capture | kernels | regions | eager.
+
+A family turns a model's forward into a ``Call``; the engine runs it on the fastest tier that is safe, counts what it
+did, and turns every failure of ours into the next slower tier. Eager is the last and never ours to break.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from . import graphs, kernels, region_ops
+from .errors import CaptureFailed, Unavailable
+from .key import ShapeKey
+from .ops import FusedOps
+from .stats import COMPILES, STATS, ModelStats, ShapeStats
+
+log = logging.getLogger(__name__)
+
+MODES = ("auto", "kernels", "regions", "off")
+MAX_BUDGET_MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose on the node. Raises ValueError naming the input, the value and the accepted ones."""
+
+    mode: str = "auto"
+    graph_budget_mb: int = 2048  # 0: no graphs
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}")
+        if not 0 <= self.graph_budget_mb <= MAX_BUDGET_MB:
+            raise ValueError(
+                f"graph_budget_mb is {self.graph_budget_mb}; give 0 (no graphs) to {MAX_BUDGET_MB}, in megabytes"
+            )
+
+    @property
+    def graph_budget_bytes(self) -> int:
+        """The budget in bytes."""
+        return self.graph_budget_mb * graphs.MIB
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward, as a family sees it. Valid for this call only: it holds the caller's tensors."""
+
+    key: ShapeKey
+    inputs: dict[str, Tensor]  # everything that may differ from call to call
+    forward: Callable[[FusedOps, dict[str, Tensor]], Tensor]  # pure, unless graph_obstacle says otherwise
+    eager: Callable[[], Tensor]  # ComfyUI's own forward
+    weights: int  # weights.WeightWatch.fingerprint, now
+    width: int  # image pixels
+    height: int
+    batch: int  # images a prompt
+    obstacle: str = ""  # why only eager is right; "" if fused forwards are
+    graph_obstacle: str = ""  # why the forward may not be captured; "" if it may
+
+
+@dataclass
+class Engine:
+    """The decisions for one model. Holds no reference to it, and none to a call's tensors.
+
+    ``passthrough``: exceptions that are messages, not failures (the user's interrupt).
+    ``uses_graphs``: False for models that a graph does not make faster (a VAE is bound by the GPU).
+    """
+
+    stats: ModelStats
+    passthrough: tuple[type[BaseException], ...] = ()
+    uses_graphs: bool = True
+    _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
+    _started: set[tuple[str, torch.dtype]] = field(default_factory=set)  # tiers whose first call is over
+
+    def __call__(self, call: Call, settings: Settings) -> Tensor:
+        """The model's output for ``call``, from the fastest tier that is safe."""
+        shape = self.stats.shape(str(call.key), call.width, call.height, call.batch)
+        shape.calls += 1
+        if shape.calls > 1:
+            with shape.times.measure(call.key.device):
+                return self._run(call, settings, shape)
+        started = time.perf_counter()
+        out = self._run(call, settings, shape)
+        if call.key.device.type == "cuda":
+            torch.cuda.synchronize(call.key.device)  # once a shape: the first call's true cost
+        shape.first_call_seconds = time.perf_counter() - started
+        return out
+
+    def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Tensor:
+        obstacle = call.obstacle
+        if not obstacle:
+            for tier in _tiers(settings, call.key.device):
+                if tier in self._retired:
+                    continue
+                try:
+                    return self._fast(tier, call, settings, shape)
+                except self.passthrough:
+                    raise
+                except Exception as error:  # noqa: BLE001  the one place that turns a failure into a slower tier
+                    self._step_down(tier, error, call)
+            obstacle = "; ".join(self._retired.values()) or "the fast forward failed, see the log"
+        self._note(shape, "eager", obstacle)
+        return call.eager()
+
+    def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Tensor:
+        obstacle = self._graph_obstacle(call, settings)
+        if not obstacle:
+            out = graphs.cache(call.key.device).replay(id(self), call.key, call.weights, call.inputs)
+            if out is not None:
+                shape.state, shape.reason = "graph", ""
+                shape.replays += 1
+                return out
+        ops = _load(tier, call.key.device)
+        out = self._forward(ops, call)
+        if obstacle:
+            self._note(shape, tier, obstacle if obstacle != _BY_DESIGN else "")
+        else:
+            self._capture(ops, call, settings, shape)
+        return out
+
+    def _graph_obstacle(self, call: Call, settings: Settings) -> str:
+        if call.key.device.type != "cuda" or not self.uses_graphs:
+            return _BY_DESIGN
+        if settings.graph_budget_mb == 0:
+            return "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
+        return call.graph_obstacle
+
+    def _forward(self, ops: FusedOps, call: Call) -> Tensor:
+        """Runs the fused forward; compilations in its first call are expected, later ones are recompiles."""
+        graphs_before, kernels_before, started = COMPILES.graphs, ops.compiled_variants(), time.perf_counter()
+        out = call.forward(ops, call.inputs)
+        new_graphs = COMPILES.graphs - graphs_before
+        new_kernels = ops.compiled_variants() - kernels_before
+        if new_graphs or new_kernels:
+            self.stats.compile_seconds += time.perf_counter() - started
+            self.stats.region_graphs += new_graphs
+            if (ops.name, call.key.inputs[0].dtype) in self._started:
+                self.stats.recompiles += new_graphs + new_kernels
+        self._started.add((ops.name, call.key.inputs[0].dtype))
+        return out
+
+    def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats) -> None:
+        """Captures the shape's graph right after its first fused forward; the next call replays it."""
+        try:
+            shape.bytes = graphs.cache(call.key.device).capture(
+                id(self), call.key, call.weights, lambda inputs: call.forward(ops, inputs), call.inputs,
+                settings.graph_budget_bytes,
+            )  # fmt: skip
+            shape.state, shape.reason = "graph", ""
+        except CaptureFailed as error:
+            self._note(shape, ops.name, str(error))
+
+    def _step_down(self, tier: str, error: Exception, call: Call) -> None:
+        if isinstance(error, torch.OutOfMemoryError):
+            graphs.drop_owner(id(self))
+            torch.cuda.empty_cache()
+            STATS.fallback(self.stats.name, f"out of memory in the {tier} tier; its graphs were dropped")
+            return
+        reason = str(error) if isinstance(error, Unavailable) else f"{tier} failed: {type(error).__name__}: {error}"
+        self._retired[tier] = reason
+        if STATS.fallback(self.stats.name, reason) == 1:
+            level = logging.INFO if isinstance(error, Unavailable) else logging.WARNING
+            log.log(level, "AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=level > logging.INFO)
+
+    def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
+        if reason and STATS.fallback(self.stats.name, reason) == 1:
+            log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
+        shape.state, shape.reason = state, reason
+
+    def drop_graphs(self) -> None:
+        """Gives the memory of this model's graphs back; the next call of a shape captures it again."""
+        graphs.drop_owner(id(self))
+
+    def __del__(self) -> None:
+        graphs.drop_owner(id(self))
+
+
+_BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed
+
+
+def _tiers(settings: Settings, device: torch.device) -> tuple[str, ...]:
+    """The tiers to try, fastest first. ``auto`` does not ask a CPU for kernels, ``kernels`` does and says what happens."""
+    if settings.mode == "regions" or (settings.mode == "auto" and device.type != "cuda"):
+        return ("regions",)
+    return ("kernels", "regions")
+
+
+def _load(tier: str, device: torch.device) -> FusedOps:
+    if tier == "kernels":
+        return kernels.load(device)
+    return _REGIONS
+
+
+_REGIONS = region_ops.RegionOps()

@@ -1,0 +1,79 @@
+"""What every family shares: ComfyUI layers as weights for fused operations, and the look for foreign code in a model.
+
+ComfyUI may keep a layer's weights elsewhere or in another dtype and cast them at each call (low VRAM, fp8, LoRA
+applied on the fly). ``cast_bias_weight`` is its own way to get them; we use it and nothing else.
+"""
+
+import comfy.model_management
+import comfy.ops
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..ops import FusedOps, Norm, Weights
+
+
+def is_cast(layer: nn.Module) -> bool:
+    """Whether ComfyUI fetches this layer's weights at each call, so that they have no fixed address."""
+    return bool(
+        getattr(layer, "comfy_cast_weights", False)
+        or getattr(layer, "weight_function", None)
+        or getattr(layer, "bias_function", None)
+    )
+
+
+def weights_of(layer: nn.Module, like: Tensor) -> Weights:
+    """The layer's weight and bias, on the device and in the dtype of ``like``."""
+    if is_cast(layer):
+        return Weights(*comfy.ops.cast_bias_weight(layer, like)[:2])
+    return Weights(layer.weight, layer.bias)
+
+
+def norm_of(layer: nn.Module, like: Tensor) -> Norm:
+    """The parameters of a GroupNorm or LayerNorm layer."""
+    weights = weights_of(layer, like) if layer.weight is not None else Weights(None, None)
+    return Norm(weights.weight, weights.bias, layer.eps, getattr(layer, "num_groups", 1))
+
+
+def conv(ops: FusedOps, layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(convolution of x [N, C, H, W], the bias still to be added, or None)."""
+    if not ops.defer_bias or is_cast(layer) or layer.padding_mode != "zeros":
+        return layer(x), None
+    return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups), layer.bias
+
+
+def pointwise(layer: nn.Module, tokens: Tensor) -> Tensor:
+    """A linear layer or a 1x1 convolution on tokens [B, T, C]."""
+    weights = weights_of(layer, tokens)
+    return F.linear(tokens, weights.weight.flatten(1), weights.bias)
+
+
+def to_tokens(x: Tensor) -> Tensor:
+    """[B, C, H, W] -> [B, H * W, C]; free in channels_last."""
+    return x.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def to_image(tokens: Tensor, like: Tensor) -> Tensor:
+    """[B, H * W, C] -> [B, C, H, W] of the height and width of ``like``, in channels_last."""
+    return tokens.unflatten(1, like.shape[2:]).permute(0, 3, 1, 2)
+
+
+def is_altered(module: nn.Module) -> bool:
+    """Whether another pack changed what calling this module does (hooks, a replaced ``forward``)."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or any(name in module.__dict__ and _is_foreign(module, name) for name in ("forward", "_forward"))
+    )
+
+
+def _is_foreign(module: nn.Module, name: str) -> bool:
+    # ComfyUI leaves the class's own method behind as an attribute when it undoes an object patch
+    return getattr(module.__dict__[name], "__func__", None) is not getattr(type(module), name, None)
+
+
+def has_altered_parts(module: nn.Module) -> bool:
+    """``is_altered`` for the module or anything in it."""
+    return any(is_altered(part) for part in module.modules())
+
+
+INTERRUPTS: tuple[type[BaseException], ...] = (comfy.model_management.InterruptProcessingException,)

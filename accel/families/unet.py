@@ -1,0 +1,220 @@
+"""ComfyUI's ``UNetModel`` (SD1.5, SD2, SDXL and their kin) in fused operations.
+
+``forward`` mirrors ``UNetModel._forward`` (comfy/ldm/modules/diffusionmodules/openaimodel.py) step by step, so that
+ControlNet residuals, FreeU, IPAdapter-style attention patches and the rest meet the same points; only the inside of the
+blocks that nobody patched is ours.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import comfy.ldm.modules.attention as attention
+import torch
+import torch.nn.functional as F
+from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, SpatialTransformer
+from comfy.ldm.modules.diffusionmodules import openaimodel
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, UNetModel, Upsample
+from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
+from torch import Tensor, nn
+
+from ..ops import FusedOps
+from .layers import conv, has_altered_parts, norm_of, pointwise, to_image, to_tokens, weights_of
+
+Control = dict[str, list[Tensor | None]] | None
+ATTENTION_PATCHES = ("attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "middle_patch")
+
+
+def unsupported(model: nn.Module) -> str:
+    """Why this diffusion model is not a UNet that ``forward`` mirrors; "" if it is."""
+    if type(model) is not UNetModel:
+        return f"{type(model).__name__} is not a UNet that AnyShape knows"
+    if model.predict_codebook_ids:
+        return "UNets that predict codebook ids are not supported"
+    foreign = {type(layer).__name__ for layer in _layers(model) if not _is_known(layer)}
+    return f"the UNet has layers that AnyShape does not know: {', '.join(sorted(foreign))}" if foreign else ""
+
+
+def _layers(model: UNetModel) -> list[nn.Module]:
+    stages = [*model.input_blocks, *model.output_blocks, *([model.middle_block] if model.middle_block else [])]
+    return [layer for stage in stages for layer in stage]
+
+
+def _is_known(layer: nn.Module) -> bool:
+    # exact types: VideoResBlock and SpatialVideoTransformer are subclasses with other forwards
+    return type(layer) in (ResBlock, SpatialTransformer, Upsample, Downsample) or isinstance(layer, nn.Conv2d)
+
+
+class Plan:
+    """Which blocks of one UNet may run on fused operations, decided once a sampling run.
+
+    A block runs its own forward if another pack hooked or replaced any part of it, or if it is of a form that no
+    model in use has (scale-shift norm, gated feed-forward absent, ...).
+    """
+
+    def __init__(self, model: UNetModel) -> None:
+        self.altered = has_altered_parts(model)
+        self.res_blocks = {id(m) for m in model.modules() if type(m) is ResBlock and _plain_res_block(m)}
+        self.transformer_blocks = {
+            id(m) for m in model.modules() if type(m) is BasicTransformerBlock and _plain_transformer_block(m)
+        }
+        if self.altered:
+            self._leave_out_altered(model)
+
+    def _leave_out_altered(self, model: UNetModel) -> None:
+        for module in model.modules():
+            if isinstance(module, (ResBlock, BasicTransformerBlock)) and has_altered_parts(module):
+                self.res_blocks.discard(id(module))
+                self.transformer_blocks.discard(id(module))
+
+
+def _plain_res_block(m: ResBlock) -> bool:
+    return (
+        isinstance(m.in_layers[-1], nn.Conv2d)
+        and not m.use_scale_shift_norm
+        and not m.exchange_temb_dims
+        and not m.skip_t_emb
+        and not m.training
+    )
+
+
+def _plain_transformer_block(m: BasicTransformerBlock) -> bool:
+    return (
+        not m.ff_in
+        and m.is_res
+        and type(m.attn1) is CrossAttention
+        and type(m.attn2) is CrossAttention
+        and not m.disable_self_attn
+        and not m.switch_temporal_ca_to_sa
+        and type(m.ff.net[0]) is attention.GEGLU
+        and not m.training
+    )
+
+
+def res_block(ops: FusedOps, m: ResBlock, x: Tensor, emb: Tensor) -> Tensor:
+    """openaimodel.ResBlock._forward; x [N, C, H, W], emb [N, E] = SiLU(embedding)."""
+    h = ops.group_norm(x, norm_of(m.in_layers[0], x))
+    if m.updown:
+        h, x = m.h_upd(h), m.x_upd(x)
+    h, bias = conv(ops, m.in_layers[-1], h)
+    shift = m.emb_layers[1](emb).type(h.dtype)
+    h = ops.group_norm(h, norm_of(m.out_layers[0], h), shift if bias is None else shift + bias)
+    h, bias = conv(ops, m.out_layers[-1], h)
+    return ops.bias_add(h, bias, m.skip_connection(x))
+
+
+def transformer_block(
+    ops: FusedOps, m: BasicTransformerBlock, x: Tensor, context: Tensor, options: dict[str, Any]
+) -> Tensor:
+    """attention.BasicTransformerBlock.forward without patches; x [B, T, C], context [B, L, D]."""
+    a1, a2, ff = m.attn1, m.attn2, m.ff.net
+    q, k, v = ops.query_key_value(x, norm_of(m.norm1, x), *(weights_of(p, x) for p in (a1.to_q, a1.to_k, a1.to_v)))
+    a = _attend(a1, q, k, v, options)
+    x, q = ops.cross_query(a, x, weights_of(a1.to_out[0], x), norm_of(m.norm2, x), weights_of(a2.to_q, x))
+    a = _attend(a2, q, a2.to_k(context), a2.to_v(context), options)
+    out, up, down = (weights_of(p, x) for p in (a2.to_out[0], ff[0].proj, ff[2]))
+    return ops.feed_forward(a, x, out, norm_of(m.norm3, x), up, down)
+
+
+def _attend(m: CrossAttention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    # looked up at each call: the backend is the user's choice, and other packs may replace it
+    return attention.optimized_attention(
+        q, k, v, m.heads, attn_precision=m.attn_precision, transformer_options=options
+    )
+
+
+class UNetForward:
+    """One forward of a UNet in fused operations. Made for a call, dropped after it."""
+
+    def __init__(self, ops: FusedOps, model: UNetModel, plan: Plan, options: dict[str, Any]) -> None:
+        self.ops, self.model, self.plan, self.options = ops, model, plan, options
+        self.patches: dict[str, list[Callable]] = options.get("patches", {})
+        self.replacements: dict[str, dict] = options.get("patches_replace", {})
+
+    def __call__(
+        self, x: Tensor, timesteps: Tensor, context: Tensor | None, y: Tensor | None, control: Control
+    ) -> Tensor:
+        """UNetModel._forward; x [N, C, H, W] -> [N, C', H, W]."""
+        model, options = self.model, self.options
+        options["original_shape"], options["transformer_index"] = list(x.shape), 0
+        emb = self._embedding(x, timesteps, y)
+        h = x.contiguous(memory_format=torch.channels_last) if self.ops.channels_last else x
+        h, skips = self._down(h, emb, context, control)
+        options["block"] = ("middle", 0)
+        if model.middle_block is not None:
+            h = self._stage(model.middle_block, h, emb, context)
+        h = openaimodel.apply_control(h, control, "middle")
+        h = self._up(h, skips, emb, context, control).type(x.dtype)
+        h = self.ops.group_norm(h, norm_of(model.out[0], h))
+        return model.out[2](h).contiguous()
+
+    def _embedding(self, x: Tensor, timesteps: Tensor, y: Tensor | None) -> Tensor:
+        model = self.model
+        if (y is not None) != (model.num_classes is not None):
+            raise ValueError("the model takes a pooled embedding y and got none, or got one that it does not take")
+        emb = model.time_embed(timestep_embedding(timesteps, model.model_channels, repeat_only=False).to(x.dtype))
+        for patch in self.patches.get("emb_patch", ()):
+            emb = patch(emb, model.model_channels, self.options)
+        return emb if y is None else emb + model.label_emb(y)
+
+    def _down(
+        self, h: Tensor, emb: Tensor, context: Tensor | None, control: Control
+    ) -> tuple[Tensor, list[Tensor]]:
+        skips = []
+        for index, stage in enumerate(self.model.input_blocks):
+            self.options["block"] = ("input", index)
+            h = openaimodel.apply_control(self._stage(stage, h, emb, context), control, "input")
+            for patch in self.patches.get("input_block_patch", ()):
+                h = patch(h, self.options)
+            skips.append(h)
+            for patch in self.patches.get("input_block_patch_after_skip", ()):
+                h = patch(h, self.options)
+        return h, skips
+
+    def _up(
+        self, h: Tensor, skips: list[Tensor], emb: Tensor, context: Tensor | None, control: Control
+    ) -> Tensor:
+        for index, stage in enumerate(self.model.output_blocks):
+            self.options["block"] = ("output", index)
+            skip = openaimodel.apply_control(skips.pop(), control, "output")
+            for patch in self.patches.get("output_block_patch", ()):
+                h, skip = patch(h, skip, self.options)
+            h = torch.cat([h, skip], dim=1)
+            h = self._stage(stage, h, emb, context, skips[-1].shape if skips else None)
+        return h
+
+    def _stage(
+        self, stage: nn.Module, h: Tensor, emb: Tensor, context: Tensor | None, output_shape: torch.Size | None = None
+    ) -> Tensor:
+        silu_emb = F.silu(emb)
+        for layer in stage:
+            if id(layer) in self.plan.res_blocks:
+                h = res_block(self.ops, layer, h, silu_emb)
+            elif isinstance(layer, SpatialTransformer):
+                h = self._transformer(layer, h, context)
+                self.options["transformer_index"] += 1
+            else:  # Upsample, Downsample, the first convolution, blocks that are not plain, and whatever a patch handles
+                h = openaimodel.forward_timestep_embed([layer], h, emb, context, self.options, output_shape)
+        return h
+
+    def _transformer(self, m: SpatialTransformer, x: Tensor, context: Tensor | list | None) -> Tensor:
+        """attention.SpatialTransformer.forward."""
+        contexts = context if isinstance(context, list) else [context] * len(m.transformer_blocks)
+        self.options["activations_shape"] = list(x.shape)
+        h = to_tokens(self.ops.group_norm(x, norm_of(m.norm, x), silu=False))
+        h = pointwise(m.proj_in, h)
+        for index, block in enumerate(m.transformer_blocks):
+            self.options["block_index"] = index
+            if contexts[index] is not None and self._is_ours(block, index):
+                h = transformer_block(self.ops, block, h, contexts[index], self.options)
+            else:
+                h = block(h, context=contexts[index], transformer_options=self.options)
+        return x + to_image(pointwise(m.proj_out, h), x)
+
+    def _is_ours(self, block: BasicTransformerBlock, index: int) -> bool:
+        """Whether nobody patched this block, by type or by place."""
+        if id(block) not in self.plan.transformer_blocks or any(name in self.patches for name in ATTENTION_PATCHES):
+            return False
+        place = self.options["block"]
+        return not any(
+            key in self.replacements.get(name, {}) for name in ("attn1", "attn2") for key in (place, (*place, index))
+        )

@@ -1,0 +1,197 @@
+"""ComfyUI's KL autoencoder (SD, SDXL, SD3, Flux) in fused operations.
+
+``Decoder.forward`` and ``Encoder.forward`` (comfy/ldm/modules/diffusionmodules/model.py) are mirrored; quantisation,
+latent batch norm, tiling and everything else around them stay ComfyUI's own code, run on a shallow copy of the
+autoencoder whose decoder and encoder are ours. The shared autoencoder is never touched.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import comfy.ldm.modules.diffusionmodules.model as blocks
+import comfy.ops
+import comfy.sd
+import torch
+from comfy.ldm.models.autoencoder import AutoencodingEngineLegacy
+from torch import Tensor, nn
+
+from ..engine import Call, Engine, Settings
+from ..key import shape_key
+from ..ops import FusedOps
+from ..stats import STATS
+from ..weights import ChannelsLastWeights
+from .attach import engine_for
+from .layers import conv, has_altered_parts, norm_of, pointwise, to_image, to_tokens
+
+SETTINGS = Settings(graph_budget_mb=0)
+_KNOWN = (
+    blocks.Decoder, blocks.Encoder, blocks.ResnetBlock, blocks.AttnBlock, blocks.Upsample, blocks.Downsample,
+    nn.Module, nn.ModuleList, nn.SiLU, nn.Dropout,
+)  # fmt: skip
+
+
+def unsupported(model: nn.Module) -> str:
+    """Why this autoencoder is not one whose forward is mirrored here; "" if it is."""
+    if not isinstance(model, AutoencodingEngineLegacy):
+        return f"{type(model).__name__} is not a VAE that AnyShape knows (it knows the KL VAEs of SD, SDXL, SD3 and Flux)"
+    for part, wanted in ((model.decoder, blocks.Decoder), (model.encoder, blocks.Encoder)):
+        foreign = {type(m).__name__ for m in part.modules() if type(m) not in _KNOWN and not _is_layer(m)}
+        if type(part) is not wanted or foreign:
+            return f"the VAE has parts that AnyShape does not know: {', '.join(sorted(foreign)) or type(part).__name__}"
+    return ""
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Conv2d, nn.GroupNorm))
+
+
+def compile_vae(vae: comfy.sd.VAE) -> tuple[comfy.sd.VAE, str]:
+    """(a VAE that decodes and encodes compiled, what the user should know or ""); ``vae`` stays as it is.
+
+    A VAE that cannot be compiled comes back as it is, with the reason.
+    """
+    model = vae.first_stage_model
+    obstacle = unsupported(model)
+    if obstacle:
+        message = f"{obstacle}. It runs in eager, as without this node"
+        STATS.fallback(type(model).__name__, message)
+        return vae, message
+    compiled = copy.copy(vae)
+    compiled.patcher = vae.patcher.clone()
+    compiled.first_stage_model = _with_fused_parts(model, vae.downscale_ratio)
+    return compiled, ""
+
+
+def _with_fused_parts(model: nn.Module, pixels: int) -> nn.Module:
+    """A shallow copy of the autoencoder: the same layers, weights and code, but a fused decoder and encoder."""
+    shadow = copy.copy(model)
+    shadow._modules = dict(model._modules)
+    shadow._modules["decoder"] = _fused_part(model.decoder, decode, pixels)
+    shadow._modules["encoder"] = _fused_part(model.encoder, encode, 1)
+    return shadow
+
+
+def _fused_part(part: nn.Module, fused: Callable[..., Tensor], pixels: int) -> nn.Module:
+    """A shallow copy of a decoder or encoder whose forward goes through the engine.
+
+    pixels: image pixels a side of one element of the input (8 for a latent, 1 for an image).
+    """
+    shadow = copy.copy(part)
+    engine = engine_for(part, type(part).__name__, "vae", uses_graphs=False)
+    shadow.forward = _Forward(engine, part, fused, pixels)
+    return shadow
+
+
+class _Forward:
+    """The forward of one decoder or encoder through its engine."""
+
+    def __init__(self, engine: Engine, part: nn.Module, fused: Callable[..., Tensor], pixels: int) -> None:
+        self._engine, self._part, self._fused, self._pixels = engine, part, fused, pixels
+
+    def __call__(self, x: Tensor, **options: Any) -> Tensor:
+        """x [N, C, H, W]: a latent for the decoder, an image for the encoder."""
+        if torch.compiler.is_compiling():
+            return self._part(x, **options)
+        inputs = {"x": x}
+        call = Call(
+            key=shape_key(inputs),
+            inputs=inputs,
+            forward=self._run,
+            eager=lambda: self._part(x, **options),
+            weights=0,
+            width=x.shape[-1] * self._pixels,
+            height=x.shape[-2] * self._pixels,
+            batch=x.shape[0],
+            obstacle=_obstacle(self._part, x, options),
+        )
+        return self._engine(call, SETTINGS)
+
+    def _run(self, ops: FusedOps, tensors: dict[str, Tensor]) -> Tensor:
+        layout = ChannelsLastWeights()
+        try:
+            if ops.channels_last:
+                layout.apply(self._part)
+            return self._fused(ops, self._part, tensors["x"])
+        finally:
+            layout.restore()
+
+
+def _obstacle(part: nn.Module, x: Tensor, options: dict[str, Any]) -> str:
+    if torch.is_grad_enabled():
+        return "gradients are on (training), so the VAE runs in eager"
+    if options:
+        return f"the VAE was called with {', '.join(sorted(options))}, which only ComfyUI's own forward understands"
+    if x.ndim != 4 or getattr(part, "give_pre_end", False):
+        return "only images [N, C, H, W] are compiled, not video or audio latents"
+    if has_altered_parts(part):
+        return "another node replaced or hooked a part of the VAE, so it runs in eager"
+    return ""
+
+
+def decode(ops: FusedOps, m: blocks.Decoder, z: Tensor) -> Tensor:
+    """Decoder.forward; z [N, C, h, w] -> image [N, 3, 8h, 8w]."""
+    h = _middle(ops, m.mid, m.conv_in(_laid_out(ops, z)))
+    for level in reversed(range(m.num_resolutions)):
+        h = _level(ops, m.up[level], h)
+        if level != 0:
+            h = _upsample(ops, m.up[level].upsample, h)
+    h = m.conv_out(ops.group_norm(h, norm_of(m.norm_out, h))).contiguous()
+    return torch.tanh(h) if m.tanh_out else h
+
+
+def encode(ops: FusedOps, m: blocks.Encoder, x: Tensor) -> Tensor:
+    """Encoder.forward; image [N, 3, H, W] -> moments [N, 2C, H/8, W/8]."""
+    h = m.conv_in(_laid_out(ops, x))
+    for level in range(m.num_resolutions):
+        h = _level(ops, m.down[level], h)
+        if level != m.num_resolutions - 1:
+            h = m.down[level].downsample(h)
+    h = _middle(ops, m.mid, h)
+    return m.conv_out(ops.group_norm(h, norm_of(m.norm_out, h))).contiguous()
+
+
+def _laid_out(ops: FusedOps, x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last) if ops.channels_last else x
+
+
+def _level(ops: FusedOps, level: nn.Module, h: Tensor) -> Tensor:
+    for index, block in enumerate(level.block):
+        h = res_block(ops, block, h)
+        if len(level.attn) > 0:
+            h = attn_block(ops, level.attn[index], h)
+    return h
+
+
+def _middle(ops: FusedOps, mid: nn.Module, h: Tensor) -> Tensor:
+    h = attn_block(ops, mid.attn_1, res_block(ops, mid.block_1, h))
+    return res_block(ops, mid.block_2, h)
+
+
+def _upsample(ops: FusedOps, m: blocks.Upsample, x: Tensor) -> Tensor:
+    """Upsample.forward for images; bf16 included, which old torch versions cannot interpolate."""
+    if m.scale_factor != 2.0:
+        return m(x)
+    x = ops.upsample2x(x)
+    return m.conv(x) if m.with_conv else x
+
+
+def res_block(ops: FusedOps, m: blocks.ResnetBlock, x: Tensor) -> Tensor:
+    """ResnetBlock.forward without a time embedding; x [N, C, H, W]."""
+    h, bias = conv(ops, m.conv1, ops.group_norm(x, norm_of(m.norm1, x)))
+    shift = None if bias is None else bias.to(h.dtype).expand(h.shape[0], -1)
+    h, bias = conv(ops, m.conv2, ops.group_norm(h, norm_of(m.norm2, h), shift))
+    if m.in_channels != m.out_channels:
+        x = m.conv_shortcut(x) if m.use_conv_shortcut else m.nin_shortcut(x)
+    return ops.bias_add(h, bias, x)
+
+
+def attn_block(ops: FusedOps, m: blocks.AttnBlock, x: Tensor) -> Tensor:
+    """AttnBlock.forward; single-head attention over the pixels of x [N, C, H, W]."""
+    if not ops.channels_last or m.optimized_attention is not blocks.pytorch_attention:
+        return m(x)
+    tokens = to_tokens(ops.group_norm(x, norm_of(m.norm, x), silu=False))
+    q, k, v = (pointwise(layer, tokens)[:, None] for layer in (m.q, m.k, m.v))
+    # SDPA as ComfyUI's pytorch_attention calls it, without its three copies: the tokens lie right already
+    out = comfy.ops.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False)
+    return ops.bias_add(to_image(pointwise(m.proj_out, out[:, 0]), x), None, x)

@@ -1,0 +1,78 @@
+"""Element-wise fusions: GEGLU, last bias + skip connection, nearest upsampling. Any size; see ``reference``."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def geglu_kernel(p, out, ROWS, INNER, BR: tl.constexpr, BC: tl.constexpr):
+    """p [ROWS, 2 * INNER] -> out [ROWS, INNER]."""
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    mask = (r[:, None] < ROWS) & (c[None, :] < INNER)
+    row = r[:, None].to(tl.int64)
+    h = tl.load(p + row * 2 * INNER + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    g = tl.load(p + row * 2 * INNER + INNER + c[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = h * 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    tl.store(out + row * INNER + c[None, :], y.to(out.dtype.element_ty), mask=mask)
+
+
+def geglu(p: Tensor) -> Tensor:
+    """[..., 2I] -> [..., I]."""
+    p = p.contiguous()
+    inner = p.shape[-1] // 2
+    out = p.new_empty(*p.shape[:-1], inner)
+    rows = p.numel() // (2 * inner)
+    geglu_kernel[(triton.cdiv(rows, 4), triton.cdiv(inner, 256))](p, out, rows, inner, 4, 256)
+    return out
+
+
+@triton.jit(do_not_specialize=["ROWS"])
+def bias_add_kernel(x, bias, residual, y, ROWS, C, HAS_BIAS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """y = x + bias + residual; all [ROWS, C] but bias [C]."""
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    in_c = c < C
+    mask = (r[:, None] < ROWS) & in_c[None, :]
+    offset = r[:, None].to(tl.int64) * C + c[None, :]
+    v = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+    v += tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        v += tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + offset, v.to(y.dtype.element_ty), mask=mask)
+
+
+def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """x [N, C, H, W] + bias [C] + residual; the result is channels_last."""
+    n, c, h, w = x.shape
+    x = x.contiguous(memory_format=torch.channels_last)
+    residual = residual.contiguous(memory_format=torch.channels_last)
+    y = torch.empty_like(x)
+    rows = n * h * w
+    grid = (triton.cdiv(rows, 64), triton.cdiv(c, 64))
+    bias_add_kernel[grid](x, x if bias is None else bias, residual, y, rows, c, bias is not None, 64, 64)
+    return y
+
+
+@triton.jit(do_not_specialize=["ROWS", "W"])
+def upsample_kernel(x, y, ROWS, W, C, BR: tl.constexpr, BC: tl.constexpr):
+    """x [ROWS, C], ROWS = N * H * W -> y [N, 2H, 2W, C]: each row is written to four places."""
+    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    mask = (r[:, None] < ROWS) & (c[None, :] < C)
+    v = tl.load(x + r[:, None].to(tl.int64) * C + c[None, :], mask=mask, other=0.0)
+    top = (r // W).to(tl.int64) * 4 * W + (r % W) * 2  # row of y that holds the upper left copy
+    for dy in tl.static_range(2):
+        for dx in tl.static_range(2):
+            tl.store(y + (top + dy * 2 * W + dx)[:, None] * C + c[None, :], v, mask=mask)
+
+
+def upsample2x(x: Tensor) -> Tensor:
+    """[N, C, H, W] -> [N, C, 2H, 2W], nearest neighbour; the result is channels_last."""
+    n, c, h, w = x.shape
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.empty(n, c, 2 * h, 2 * w, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+    upsample_kernel[(triton.cdiv(n * h * w, 64), triton.cdiv(c, 64))](x, y, n * h * w, w, c, 64, 64)
+    return y

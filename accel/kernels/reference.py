@@ -1,0 +1,61 @@
+"""The fused operations in plain torch: what every kernel must compute, and what runs where no kernel can.
+
+Each function states the mathematics once. The Triton kernels are tested against these in float64, and the compiled
+regions (``accel.region_ops``) are compilations of these very functions.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def group_norm(
+    x: Tensor,  # [N, C, H, W]
+    weight: Tensor | None,  # [C]
+    bias: Tensor | None,  # [C]
+    groups: int,
+    eps: float,
+    shift: Tensor | None = None,  # [N, C]
+    silu: bool = True,
+) -> Tensor:
+    """SiLU(GroupNorm(x + shift)): the timestep embedding and the bias of the convolution before go into ``shift``."""
+    if shift is not None:
+        x = x + shift[:, :, None, None]
+    y = F.group_norm(x, groups, weight, bias, eps)
+    return F.silu(y) if silu else y
+
+
+def add_layer_norm(
+    x: Tensor,  # [..., C]
+    residual: Tensor | None,  # like x
+    weight: Tensor | None,  # [C]
+    bias: Tensor | None,  # [C]
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """(x + residual, LayerNorm(x + residual)) over the last axis."""
+    if residual is not None:
+        x = x + residual
+    return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def geglu(p: Tensor) -> Tensor:
+    """[..., 2I] -> [..., I]: first half times GELU (erf) of the second (Shazeer 2020, "GLU Variants", eq. 6)."""
+    h, gate = p.chunk(2, dim=-1)
+    return h * F.gelu(gate)
+
+
+def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """x [N, C, H, W] + bias [C] + residual [N, C, H, W]."""
+    if bias is not None:
+        x = x + bias[None, :, None, None]
+    return x + residual
+
+
+def upsample2x(x: Tensor) -> Tensor:
+    """[N, C, H, W] -> [N, C, 2H, 2W], nearest neighbour."""
+    return F.interpolate(x, scale_factor=2.0, mode="nearest")
+
+
+def to_float64(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Copies in float64 (for tests: the reference of the reference)."""
+    return tuple(None if t is None else t.to(torch.float64) for t in tensors)

@@ -1,0 +1,136 @@
+"""The fused operations as symbolic-size regions: what runs where there is no Triton.
+
+Every argument is brought into a form in which no dimension is ever 1 for a real model: a batch is merged with the
+tokens or with the groups, and attention itself stays outside, with whatever backend the user chose. So a handful of
+graphs serve every size, batch, context length and channel count of one dtype, and batch 1 needs none of its own.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .kernels import reference
+from .ops import FusedOps, Norm, Weights
+from .regions import Region
+
+
+def _normalise(x: Tensor, dims: tuple[int, ...], eps: Tensor) -> Tensor:
+    var, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
+    return (x - mean) * torch.rsqrt(var + eps)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: Tensor) -> Tensor:  # [R, C]
+    return (_normalise(x.float(), (-1,), eps) * weight.float() + bias.float()).to(x.dtype)
+
+
+def _query_key_value(x: Tensor, w: Tensor, b: Tensor, eps: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple:
+    n = _layer_norm(x, w, b, eps)
+    return F.linear(n, q), F.linear(n, k), F.linear(n, v)
+
+
+def _cross_query(
+    a: Tensor, x: Tensor, out_w: Tensor, out_b: Tensor, w: Tensor, b: Tensor, eps: Tensor, q: Tensor
+) -> tuple:
+    x = x + F.linear(a, out_w, out_b)
+    return x, F.linear(_layer_norm(x, w, b, eps), q)
+
+
+def _feed_forward(
+    a: Tensor, x: Tensor, out_w: Tensor, out_b: Tensor, w: Tensor, b: Tensor, eps: Tensor,
+    up_w: Tensor, up_b: Tensor, down_w: Tensor, down_b: Tensor,
+) -> Tensor:  # fmt: skip
+    x = x + F.linear(a, out_w, out_b)
+    p = F.linear(_layer_norm(x, w, b, eps), up_w, up_b)
+    return x + F.linear(reference.geglu(p), down_w, down_b)
+
+
+def _group_norm_silu(
+    x: Tensor,  # [R, D, HW], R = batch * groups, D = channels a group
+    scale: Tensor,  # [R, D]
+    offset: Tensor,  # [R, D]
+    eps: Tensor,  # []
+) -> Tensor:
+    y = _normalise(x.float(), (1, 2), eps) * scale.float()[:, :, None] + offset.float()[:, :, None]
+    return F.silu(y).to(x.dtype)
+
+
+QUERY_KEY_VALUE = Region(_query_key_value)
+CROSS_QUERY = Region(_cross_query)
+FEED_FORWARD = Region(_feed_forward)
+GROUP_NORM_SILU = Region(_group_norm_silu)
+ALL = (QUERY_KEY_VALUE, CROSS_QUERY, FEED_FORWARD, GROUP_NORM_SILU)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[..., C] -> [R, C], contiguous: strides are guarded."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _complete(norm: Norm, *layers: Weights) -> bool:
+    """A region takes every parameter; a layer that lacks one (no model in use does) runs in plain torch."""
+    return norm.weight is not None and norm.bias is not None and all(layer.bias is not None for layer in layers)
+
+
+def _uniform(weight: Tensor) -> Tensor:
+    """The same storage under a tensor whose kind depends on the caller's mode alone.
+
+    A parameter loaded outside inference mode and one that a LoRA made inside it differ in their dispatch keys, which
+    Dynamo guards; without this the first LoRA would compile everything again.
+    """
+    view = torch.empty(0, dtype=weight.dtype, device=weight.device)
+    return view.set_(weight.untyped_storage(), weight.storage_offset(), weight.size(), weight.stride())
+
+
+def _affine(norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    return _uniform(norm.weight), _uniform(norm.bias), norm.weight.new_full((), norm.eps, dtype=torch.float32)
+
+
+def _layer(weights: Weights) -> tuple[Tensor, Tensor]:
+    return _uniform(weights.weight), _uniform(weights.bias)
+
+
+class RegionOps(FusedOps):
+    """See ``FusedOps``: the transformer's parts between attentions, and GroupNorm with SiLU, as compiled regions."""
+
+    name = "regions"
+
+    def group_norm(self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
+        if not silu or norm.weight is None or norm.bias is None:
+            return super().group_norm(x, norm, shift, silu)
+        if shift is not None:
+            x = x + shift[:, :, None, None]
+        n, c = x.shape[:2]
+        shape = (n * norm.groups, c // norm.groups)
+        weight, bias, eps = _affine(norm)
+        scale, offset = weight.expand(n, c).reshape(shape), bias.expand(n, c).reshape(shape)
+        return GROUP_NORM_SILU(x.contiguous().view(*shape, -1), scale, offset, eps).view(x.shape)
+
+    def query_key_value(  # noqa: D102
+        self, x: Tensor, norm: Norm, q: Weights, k: Weights, v: Weights
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if not _complete(norm) or q.bias is not None or k.bias is not None or v.bias is not None:
+            return super().query_key_value(x, norm, q, k, v)
+        out = QUERY_KEY_VALUE(_rows(x), *_affine(norm), *(_uniform(p.weight) for p in (q, k, v)))
+        return tuple(t.view(*x.shape[:-1], -1) for t in out)
+
+    def cross_query(self, a: Tensor, x: Tensor, out: Weights, norm: Norm, q: Weights) -> tuple[Tensor, Tensor]:  # noqa: D102
+        if not _complete(norm, out) or q.bias is not None:
+            return super().cross_query(a, x, out, norm, q)
+        y, query = CROSS_QUERY(_rows(a), _rows(x), *_layer(out), *_affine(norm), _uniform(q.weight))
+        return y.view(x.shape), query.view(*x.shape[:-1], -1)
+
+    def feed_forward(self, a: Tensor, x: Tensor, out: Weights, norm: Norm, up: Weights, down: Weights) -> Tensor:  # noqa: D102
+        if not _complete(norm, out, up, down):
+            return super().feed_forward(a, x, out, norm, up, down)
+        y = FEED_FORWARD(_rows(a), _rows(x), *_layer(out), *_affine(norm), *_layer(up), *_layer(down))
+        return y.view(x.shape)
+
+
+def graphs() -> int:
+    """How many region graphs this process has compiled."""
+    return sum(region.graphs for region in ALL)
+
+
+def misses() -> int:
+    """Calls whose guards failed since the process started; they ran uncompiled and right."""
+    return sum(region.misses for region in ALL)

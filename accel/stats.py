@@ -1,0 +1,213 @@
+"""Counters and events: what the info node, the web panel and the tests read.
+
+``snapshot()`` gives the contract's dict. Nothing here holds a model, a graph or a tensor alive.
+"""
+
+import statistics
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+VERSION = 1
+MAX_MODELS = 32  # oldest forgotten first; a session that loads more wants the recent ones
+MAX_SHAPES = 256  # of one model
+TIMES_KEPT = 64
+
+
+@dataclass
+class CompileCounter:
+    """Graphs compiled in this process and the seconds that took, all regions together."""
+
+    graphs: int = 0
+    seconds: float = 0.0
+
+    def add(self, graphs: int, seconds: float) -> None:
+        """Counts one compilation."""
+        self.graphs += graphs
+        self.seconds += seconds
+
+
+COMPILES = CompileCounter()
+
+
+class CallTimes:
+    """The durations of recent calls. On CUDA by events, read when they are done: measuring never waits."""
+
+    def __init__(self) -> None:
+        self._done: deque[float] = deque(maxlen=TIMES_KEPT)
+        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=TIMES_KEPT)
+
+    @contextmanager
+    def measure(self, device: torch.device) -> Iterator[None]:
+        """Times the body, which runs on ``device``."""
+        if device.type != "cuda":
+            started = time.perf_counter()
+            yield
+            self._done.append((time.perf_counter() - started) * 1e3)
+            return
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._pending.append((start, end))
+
+    def median_ms(self) -> float:
+        """Median of the recent calls that have ended, milliseconds; 0.0 before the second call."""
+        while self._pending and self._pending[0][1].query():
+            start, end = self._pending.popleft()
+            self._done.append(start.elapsed_time(end))
+        return statistics.median(self._done) if self._done else 0.0
+
+
+@dataclass
+class ShapeStats:
+    """One size and batch of one model; sizes in image pixels, batch in images a prompt."""
+
+    key: str
+    width: int
+    height: int
+    batch: int
+    state: str = "eager"
+    calls: int = 0
+    replays: int = 0
+    first_call_seconds: float = 0.0
+    bytes: int = 0
+    reason: str = ""
+    times: CallTimes = field(default_factory=CallTimes, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's entry."""
+        names = ("key", "width", "height", "batch", "state", "calls", "replays", "bytes", "reason")
+        entry = {name: getattr(self, name) for name in names}
+        return entry | {
+            "first_call_seconds": round(self.first_call_seconds, 4),
+            "median_ms": round(self.times.median_ms(), 3),
+        }
+
+
+@dataclass
+class ModelStats:
+    """One model (or VAE); kept for the report after the model is gone."""
+
+    name: str
+    kind: str  # "unet" | "dit" | "vae" | "controlnet"
+    region_graphs: int = 0
+    recompiles: int = 0
+    compile_seconds: float = 0.0
+    shapes: dict[str, ShapeStats] = field(default_factory=dict)
+
+    def shape(self, key: str, width: int, height: int, batch: int) -> ShapeStats:
+        """The entry for ``key``, made when new; the least recently made is forgotten beyond ``MAX_SHAPES``."""
+        if key not in self.shapes:
+            if len(self.shapes) >= MAX_SHAPES:
+                self.shapes.pop(next(iter(self.shapes)))
+            self.shapes[key] = ShapeStats(key, width, height, batch)
+        return self.shapes[key]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's entry."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "region_graphs": self.region_graphs,
+            "recompiles": self.recompiles,
+            "compile_seconds": round(self.compile_seconds, 3),
+            "shapes": [shape.as_dict() for shape in list(self.shapes.values())],
+        }
+
+
+@dataclass
+class GraphStats:
+    """The memory of captured CUDA graphs, all devices together."""
+
+    budget_bytes: int = 0
+    used_bytes: int = 0
+    evictions: int = 0
+
+
+class Stats:
+    """Everything that has been counted since the start or the last ``clear``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._models: deque[ModelStats] = deque(maxlen=MAX_MODELS)
+        self._fallbacks: Counter[tuple[str, str]] = Counter()
+        self.graphs = GraphStats()
+
+    def model(self, name: str, kind: str) -> ModelStats:
+        """A new entry; a second model of the same name gets a number."""
+        with self._lock:
+            twins = sum(m.name.split(" #")[0] == name for m in self._models)
+            entry = ModelStats(f"{name} #{twins + 1}" if twins else name, kind)
+            self._models.append(entry)
+            return entry
+
+    def fallback(self, where: str, reason: str) -> int:
+        """Counts a step down to a slower tier and returns how often it has happened."""
+        with self._lock:
+            self._fallbacks[where, reason] += 1
+            return self._fallbacks[where, reason]
+
+    def clear(self) -> None:
+        """Forgets calls, shapes and fallbacks; compiled code and captured graphs stay."""
+        with self._lock:
+            self._fallbacks.clear()
+            self.graphs.evictions = 0
+            for model in self._models:
+                model.shapes.clear()
+
+    def snapshot(self) -> dict[str, Any]:
+        """The contract's dict (``docs/architecture.md``), JSON-ready."""
+        with self._lock:
+            models = [model.as_dict() for model in self._models]
+            fallbacks = [{"where": w, "reason": r, "count": n} for (w, r), n in self._fallbacks.items()]
+        return {
+            "version": VERSION,
+            "torch": torch.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            "models": models,
+            "graphs": vars(self.graphs).copy(),
+            "fallbacks": fallbacks,
+            "skip": [],
+            "artifacts": {"dir": "", "loaded": 0, "saved": 0, "rejected": []},
+        }
+
+
+STATS = Stats()
+
+
+def snapshot() -> dict[str, Any]:
+    """What has been counted so far, by the contract."""
+    return STATS.snapshot()
+
+
+@contextmanager
+def expect(**wanted: int) -> Iterator[None]:
+    """Raises AssertionError unless the body moves each named total by exactly that much.
+
+    Names: ``region_graphs``, ``recompiles``, ``calls``, ``replays``, ``fallbacks``, ``evictions``. An oracle for tests.
+    """
+    before = _totals()
+    yield
+    moved = {name: value - before[name] for name, value in _totals().items() if name in wanted}
+    if moved != wanted:
+        raise AssertionError(f"expected the counters to move by {wanted}, they moved by {moved}")
+
+
+def _totals() -> dict[str, int]:
+    now = snapshot()
+    shapes = [shape for model in now["models"] for shape in model["shapes"]]
+    return {
+        "region_graphs": sum(m["region_graphs"] for m in now["models"]),
+        "recompiles": sum(m["recompiles"] for m in now["models"]),
+        "calls": sum(s["calls"] for s in shapes),
+        "replays": sum(s["replays"] for s in shapes),
+        "fallbacks": sum(f["count"] for f in now["fallbacks"]),
+        "evictions": now["graphs"]["evictions"],
+    }

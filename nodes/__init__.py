@@ -1,0 +1,7 @@
+"""The nodes that users drag: a schema and a few lines each; the work is in ``accel``."""
+
+from .compile_model import CompileModel
+from .compile_vae import CompileVAE
+from .shape_cache_info import ShapeCacheInfo
+
+NODES = [CompileModel, CompileVAE, ShapeCacheInfo]

@@ -1,0 +1,37 @@
+"""Compile VAE: a VAE that decodes and encodes fast at every size, switched per workflow."""
+
+import comfy.sd
+from comfy_api.latest import io
+
+from ..accel.families.vae import compile_vae
+from .messages import say
+
+
+class CompileVAE(io.ComfyNode):
+    """Returns a copy of the VAE whose decoder and encoder go through the engine."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:  # noqa: D102
+        return io.Schema(
+            node_id="AnyShapeCompileVAE",
+            display_name="Compile VAE",
+            category="AnyShape",
+            description="Makes VAE decode and encode faster, at any size and batch. Other workflows that use the same "
+            "VAE are not affected.",
+            inputs=[
+                io.Vae.Input("vae", tooltip="The VAE to speed up."),
+                io.Boolean.Input(
+                    "enabled", default=True, tooltip="Off: the VAE passes through, exactly as without this node."
+                ),
+            ],
+            outputs=[io.Vae.Output(tooltip="The same VAE, faster. Deleting the node restores the original.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, vae: comfy.sd.VAE, enabled: bool) -> io.NodeOutput:  # noqa: D102
+        if not enabled:
+            return io.NodeOutput(vae)
+        compiled, message = compile_vae(vae)
+        say(message, cls.hidden.unique_id)
+        return io.NodeOutput(compiled)

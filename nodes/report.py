@@ -1,0 +1,44 @@
+"""The stats as text that a person reads."""
+
+from typing import Any
+
+MIB = 1 << 20
+
+
+def report(snapshot: dict[str, Any]) -> str:
+    """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
+    models = [_model(model) for model in snapshot["models"]] or ["Nothing has run through a compile node yet."]
+    parts = [*models, _graphs(snapshot["graphs"]), _fallbacks(snapshot["fallbacks"])]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _model(model: dict[str, Any]) -> str:
+    head = (
+        f"{model['name']} ({model['kind']}): {len(model['shapes'])} sizes, {model['region_graphs']} region graphs, "
+        f"{model['recompiles']} recompiles, {model['compile_seconds']:.1f} s compiling"
+    )
+    rows = [f"{'size':>11} {'batch':>5} {'state':>8} {'calls':>6} {'first s':>8} {'ms':>8} {'MB':>6}  why"]
+    rows += [_shape(shape) for shape in model["shapes"]]
+    return "\n".join([head, *rows])
+
+
+def _shape(s: dict[str, Any]) -> str:
+    size = f"{s['width']}x{s['height']}"
+    return (
+        f"{size:>11} {s['batch']:>5} {s['state']:>8} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
+        f"{s['median_ms']:>8.1f} {s['bytes'] / MIB:>6.0f}  {s['reason']}"
+    ).rstrip()
+
+
+def _graphs(graphs: dict[str, Any]) -> str:
+    if not graphs["budget_bytes"]:
+        return ""
+    return (
+        f"CUDA graphs: {graphs['used_bytes'] / MIB:.0f} of {graphs['budget_bytes'] / MIB:.0f} MB, "
+        f"{graphs['evictions']} evicted"
+    )
+
+
+def _fallbacks(fallbacks: list[dict[str, Any]]) -> str:
+    lines = [f"- {f['where']}, {f['count']} times: {f['reason']}" for f in fallbacks]
+    return "\n".join(["Stepped down to something slower:", *lines]) if lines else ""
