@@ -32,10 +32,10 @@ PATCH_KEYS = ("patches", "patches_replace")
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
 
 
-def engine_for(module: nn.Module, name: str, kind: str, uses_graphs: bool = True) -> Engine:
-    """The engine of ``module``: one for all clones of its patcher, gone when the module is."""
+def engine_for(module: nn.Module, name: str, kind: str, **traits: bool) -> Engine:
+    """The engine of ``module``: one for all clones of its patcher, gone when the module is. ``traits``: see Engine."""
     if module not in _ENGINES:
-        _ENGINES[module] = Engine(STATS.model(name, kind), INTERRUPTS, uses_graphs)
+        _ENGINES[module] = Engine(STATS.model(name, kind), INTERRUPTS, **traits)
     return _ENGINES[module]
 
 
@@ -152,7 +152,7 @@ class _Session:
             return run
 
     def forward(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
-        """DIFFUSION_MODEL: puts our forward in place of the innermost one, so that other packs' wrappers stay outside."""
+        """DIFFUSION_MODEL: our forward takes the place of the innermost one; other packs' wrappers stay around it."""
         model, original = executor.class_obj, executor.original
 
         def ours(*inner: Any, **extra: Any) -> Tensor:

@@ -117,9 +117,7 @@ def transformer_block(
 
 def _attend(m: CrossAttention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     # looked up at each call: the backend is the user's choice, and other packs may replace it
-    return attention.optimized_attention(
-        q, k, v, m.heads, attn_precision=m.attn_precision, transformer_options=options
-    )
+    return attention.optimized_attention(q, k, v, m.heads, attn_precision=m.attn_precision, transformer_options=options)
 
 
 class UNetForward:
@@ -156,9 +154,7 @@ class UNetForward:
             emb = patch(emb, model.model_channels, self.options)
         return emb if y is None else emb + model.label_emb(y)
 
-    def _down(
-        self, h: Tensor, emb: Tensor, context: Tensor | None, control: Control
-    ) -> tuple[Tensor, list[Tensor]]:
+    def _down(self, h: Tensor, emb: Tensor, context: Tensor | None, control: Control) -> tuple[Tensor, list[Tensor]]:
         skips = []
         for index, stage in enumerate(self.model.input_blocks):
             self.options["block"] = ("input", index)
@@ -170,9 +166,7 @@ class UNetForward:
                 h = patch(h, self.options)
         return h, skips
 
-    def _up(
-        self, h: Tensor, skips: list[Tensor], emb: Tensor, context: Tensor | None, control: Control
-    ) -> Tensor:
+    def _up(self, h: Tensor, skips: list[Tensor], emb: Tensor, context: Tensor | None, control: Control) -> Tensor:
         for index, stage in enumerate(self.model.output_blocks):
             self.options["block"] = ("output", index)
             skip = openaimodel.apply_control(skips.pop(), control, "output")
@@ -192,7 +186,7 @@ class UNetForward:
             elif isinstance(layer, SpatialTransformer):
                 h = self._transformer(layer, h, context)
                 self.options["transformer_index"] += 1
-            else:  # Upsample, Downsample, the first convolution, blocks that are not plain, and whatever a patch handles
+            else:  # up- and downsampling, the first convolution, blocks that are not plain, what a patch handles
                 h = openaimodel.forward_timestep_embed([layer], h, emb, context, self.options, output_shape)
         return h
 

@@ -34,7 +34,9 @@ _KNOWN = (
 def unsupported(model: nn.Module) -> str:
     """Why this autoencoder is not one whose forward is mirrored here; "" if it is."""
     if not isinstance(model, AutoencodingEngineLegacy):
-        return f"{type(model).__name__} is not a VAE that AnyShape knows (it knows the KL VAEs of SD, SDXL, SD3 and Flux)"
+        return (
+            f"{type(model).__name__} is not a VAE that AnyShape knows (it knows the KL VAEs of SD, SDXL, SD3 and Flux)"
+        )
     for part, wanted in ((model.decoder, blocks.Decoder), (model.encoder, blocks.Encoder)):
         foreign = {type(m).__name__ for m in part.modules() if type(m) not in _KNOWN and not _is_layer(m)}
         if type(part) is not wanted or foreign:
@@ -78,7 +80,7 @@ def _fused_part(part: nn.Module, fused: Callable[..., Tensor], pixels: int) -> n
     pixels: image pixels a side of one element of the input (8 for a latent, 1 for an image).
     """
     shadow = copy.copy(part)
-    engine = engine_for(part, type(part).__name__, "vae", uses_graphs=False)
+    engine = engine_for(part, type(part).__name__, "vae", uses_graphs=False, image_layout=True)
     shadow.forward = _Forward(engine, part, fused, pixels)
     return shadow
 

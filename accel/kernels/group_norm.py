@@ -67,7 +67,9 @@ def coefficients_kernel(
         b = b0 + tl.arange(0, BB)
         mask = (b[:, None] < BLOCKS) & in_g[None, :]
         count = tl.minimum(HW - b * ROWS, ROWS).to(tl.float32)[:, None]
-        total += tl.where(mask, count * (tl.load(base[None, :] + b[:, None] * 2 * C, mask=mask, other=0.0) + t[None, :]), 0.0)
+        total += tl.where(
+            mask, count * (tl.load(base[None, :] + b[:, None] * 2 * C, mask=mask, other=0.0) + t[None, :]), 0.0
+        )
     size = HW.to(tl.float32) * CG
     mean = tl.sum(tl.sum(total, 0), 0) / size
     spread = tl.zeros((BB, BCG), tl.float32)
@@ -123,9 +125,10 @@ def _coefficients(
     ab = torch.empty(n, 2, c, device=x.device, dtype=torch.float32)
     moments_kernel[(blocks, triton.cdiv(c, BLOCK_C), n)](x, part, h * w, rows, c, BLOCK_R, BLOCK_C)
     cg = c // groups
+    block_cg = triton.next_power_of_2(cg)
     coefficients_kernel[(groups, n)](
         part, part if shift is None else shift, ab if weight is None else weight, ab if bias is None else bias, ab,
-        h * w, rows, blocks, c, cg, eps, shift is not None, weight is not None, bias is not None, 16, triton.next_power_of_2(cg),
+        h * w, rows, blocks, c, cg, eps, shift is not None, weight is not None, bias is not None, 16, block_cg,
     )  # fmt: skip
     return ab
 

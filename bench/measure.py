@@ -1,0 +1,84 @@
+"""Timing by CUDA events, device memory, and the JSON that every benchmark writes."""
+
+import argparse
+import datetime
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def median_ms(fn: Callable[[], Any], repeats: int = 12, warmup: int = 3) -> float:
+    """Median duration of ``fn`` on the device, milliseconds."""
+    for _ in range(warmup):
+        fn()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in pairs:
+        start.record()
+        fn()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in pairs)
+
+
+@contextmanager
+def seconds(into: dict[str, float], name: str) -> Iterator[None]:
+    """Wall-clock seconds of the body, device work included, as ``into[name]``."""
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    yield
+    torch.cuda.synchronize()
+    into[name] = round(time.perf_counter() - started, 3)
+
+
+def used_mib() -> float:
+    """Device memory in use by everyone, MiB."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / (1 << 20)
+
+
+def relative_error(out: Tensor, reference: Tensor) -> float:
+    """||out - reference|| / ||reference||, in float32."""
+    out, reference = out.float(), reference.float()
+    return ((out - reference).norm() / reference.norm()).item()
+
+
+def options(description: str) -> argparse.ArgumentParser:
+    """A parser with ``--json FILE``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write the figures, with machine, versions, date and command")
+    return parser
+
+
+def write(path: Path | None, figures: dict[str, Any]) -> None:
+    """Writes ``figures`` with the conditions they were measured under; nothing without a path."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(conditions() | figures, indent=1) + "\n")
+
+
+def conditions() -> dict[str, Any]:
+    """Machine, versions, date and command."""
+    import comfyui_version
+    import triton
+
+    return {
+        "machine": f"{torch.cuda.get_device_name()}, {platform.machine()}",
+        "versions": {
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "python": platform.python_version(),
+            "comfyui": comfyui_version.__version__,
+        },
+        "date": datetime.date.today().isoformat(),
+        "command": " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
+    }

@@ -1,0 +1,91 @@
+"""Full-size models with random weights (speed does not depend on them), and one sampling run as ComfyUI does it."""
+
+import comfy.model_management as mm
+import comfy.model_patcher
+import comfy.sample
+import comfy.sd
+import comfy.supported_models
+import torch
+from comfy.ldm.models.autoencoder import AutoencoderKL
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
+
+SPATIAL = {"image_size": 32, "in_channels": 4, "out_channels": 4, "use_spatial_transformer": True, "legacy": False}
+UNETS = {
+    "sdxl": (
+        comfy.supported_models.SDXL,
+        {"model_channels": 320, "num_res_blocks": [2, 2, 2], "channel_mult": (1, 2, 4), "context_dim": 2048,
+         "transformer_depth": [0, 0, 2, 2, 10, 10], "transformer_depth_output": [0, 0, 0, 2, 2, 2, 10, 10, 10],
+         "transformer_depth_middle": 10, "use_linear_in_transformer": True, "adm_in_channels": 2816,
+         "num_classes": "sequential", "num_head_channels": 64},
+    ),
+    "sd15": (
+        comfy.supported_models.SD15,
+        {"model_channels": 320, "num_res_blocks": [2, 2, 2, 2], "channel_mult": (1, 2, 4, 4), "context_dim": 768,
+         "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0], "transformer_depth_middle": 1, "num_head_channels": -1,
+         "transformer_depth_output": [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0], "use_linear_in_transformer": False,
+         "num_heads": 8},
+    ),
+}  # fmt: skip
+VAE_CONFIG = {
+    "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
+    "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+
+
+def randomise(module: nn.Module, seed: int = 0) -> None:
+    """Random weights that keep activations near unit scale, so that fp16 neither overflows nor rounds to nothing."""
+    generator = torch.Generator(next(module.parameters()).device).manual_seed(seed)
+    for parameter in module.parameters():
+        fan_in = parameter[0].numel() if parameter.ndim > 1 else 0
+        value = torch.randn(parameter.shape, generator=generator, device=parameter.device)
+        parameter.data.copy_(value * fan_in**-0.5 if fan_in else value * 0.1)
+    for layer in module.modules():
+        if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)):
+            layer.weight.data.add_(1.0)
+    module.requires_grad_(False)
+
+
+def unet(name: str, dtype: torch.dtype = torch.float16, **changes: object) -> ModelPatcher:
+    """The UNet ``name`` ("sdxl" or "sd15"), on ComfyUI's device; ``changes`` to its config make a smaller one."""
+    family, config = UNETS[name]
+    model_config = family(SPATIAL | config | changes)
+    model_config.unet_config.update({k: v for k, v in config.items() if k in ("num_heads", "num_head_channels")})
+    model_config.unet_config.update(changes)
+    model_config.set_inference_dtype(dtype, None)
+    device = mm.get_torch_device()
+    model = model_config.get_model({}, "", device=device)
+    randomise(model)
+    return ModelPatcher(model, load_device=device, offload_device=mm.unet_offload_device())
+
+
+def vae(dtype: torch.dtype | None = None, **changes: object) -> comfy.sd.VAE:
+    """The KL autoencoder of SD and SDXL."""
+    config = VAE_CONFIG | changes
+    model = AutoencoderKL(ddconfig=config, embed_dim=config["z_channels"])
+    randomise(model)
+    return comfy.sd.VAE(
+        sd=model.state_dict(), config={"params": {"ddconfig": config, "embed_dim": config["z_channels"]}}, dtype=dtype
+    )
+
+
+def conditioning(patcher: ModelPatcher, tokens: int = 77, seed: int = 0) -> list:
+    """A random prompt as CONDITIONING, with the pooled embedding that SDXL takes."""
+    generator = torch.Generator().manual_seed(seed)
+    width = patcher.model.model_config.unet_config["context_dim"]
+    pooled = torch.randn(1, 1280, generator=generator)
+    return [[torch.randn(1, tokens, width, generator=generator), {"pooled_output": pooled}]]
+
+
+def sample(
+    patcher: ModelPatcher, width: int, height: int, batch: int = 1, steps: int = 20, cfg: float = 7.0,
+    tokens: int = 77, seed: int = 0, sampler: str = "euler", scheduler: str = "normal",
+) -> Tensor:  # fmt: skip
+    """One txt2img run through ``comfy.sample``; the latent [batch, 4, height / 8, width / 8]."""
+    latent = torch.zeros(batch, 4, height // 8, width // 8)
+    noise = comfy.sample.prepare_noise(latent, seed)
+    positive, negative = (conditioning(patcher, tokens, seed + i) for i in (1, 2))
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            patcher, noise, steps, cfg, sampler, scheduler, positive, negative, latent, seed=seed, disable_pbar=True
+        )

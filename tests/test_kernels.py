@@ -1,0 +1,131 @@
+"""Every Triton kernel against its float64 reference on fresh random input.
+
+On a GPU compiled; elsewhere by Triton's interpreter, on smaller tensors.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tools import embed
+
+CUDA = embed.has_cuda()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
+
+from anyshape.accel.kernels import reference  # noqa: E402
+from anyshape.accel.kernels.group_norm import group_norm  # noqa: E402
+from anyshape.accel.kernels.layer_norm import MAX_CHANNELS, add_layer_norm  # noqa: E402
+from anyshape.accel.kernels.pointwise import bias_add, geglu, upsample2x  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if CUDA else []
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16] if CUDA else [torch.float32]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SMALL = [(1, 32, 1, 1), (1, 64, 5, 7), (3, 96, 9, 11), (2, 320, 12, 9)]
+LARGE = [(1, 320, 128, 128), (8, 640, 45, 33), (2, 1280, 23, 45), (1, 128, 544, 408), (2, 1920, 17, 17)]
+SIZES = SMALL + (LARGE if CUDA else [])
+
+
+@pytest.fixture(autouse=True)
+def _fresh_input():
+    seed = int.from_bytes(os.urandom(4), "little")
+    torch.manual_seed(seed)
+    print("seed", seed)
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def assert_close(out, expected, dtype):
+    error = (out.double() - expected).norm() / expected.norm()
+    assert torch.isfinite(out).all()
+    assert error <= TOLERANCE[dtype], f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("variant", ["plain", "shift", "no silu", "bare", "strided"])
+def test_group_norm(size, dtype, variant):
+    n, c, h, w = size
+    x = randn(n, c, h, w, dtype=dtype)
+    if variant == "strided":
+        x = randn(n, c, w, 2 * h, dtype=dtype).transpose(2, 3)[:, :, ::2]
+    weight, bias = (None, None) if variant == "bare" else (randn(c, dtype=dtype), randn(c, dtype=dtype))
+    shift = randn(n, c, dtype=dtype) if variant == "shift" else None
+    out = group_norm(x, weight, bias, 32, 1e-5, shift, silu=variant != "no silu")
+    exact = reference.to_float64(x, weight, bias, shift)
+    assert_close(out, reference.group_norm(*exact[:3], 32, 1e-5, exact[3], variant != "no silu"), dtype)
+    assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_group_norm_does_not_cancel(size):
+    """A mean far above the spread: E[x^2] - E[x]^2 would lose every digit in float32."""
+    x = randn(*size) + 1000.0
+    if size[2] * size[3] * size[1] == 32:
+        pytest.skip("one value a group: the spread is zero")
+    c = size[1]
+    weight, bias = randn(c), randn(c)
+    out = group_norm(x, weight, bias, 32, 1e-5, silu=False)
+    expected = reference.group_norm(*reference.to_float64(x, weight, bias), 32, 1e-5, silu=False)
+    eager = reference.group_norm(x, weight, bias, 32, 1e-5, silu=False)
+    ours, theirs = ((y.double() - expected).norm() / expected.norm() for y in (out, eager))
+    assert ours < max(2e-3, 3 * theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, c", [(1, 64), (77, 320), (315, 640), (48, 1280), (5, 2048)])
+@pytest.mark.parametrize("residual", [True, False])
+def test_add_layer_norm(rows, c, dtype, residual):
+    x, weight, bias = randn(2, rows, c, dtype=dtype), randn(c, dtype=dtype), randn(c, dtype=dtype)
+    rest = randn(2, rows, c, dtype=dtype) if residual else None
+    total, out = add_layer_norm(x, rest, weight, bias, 1e-5)
+    exact_total, exact = reference.add_layer_norm(*reference.to_float64(x, rest, weight, bias), 1e-5)
+    assert_close(total, exact_total, dtype)
+    assert_close(out, exact, dtype)
+
+
+def test_add_layer_norm_names_the_limit():
+    x = torch.zeros(1, MAX_CHANNELS + 1, device=DEVICE)
+    with pytest.raises(ValueError, match=str(MAX_CHANNELS)):
+        add_layer_norm(x, None, None, None, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, inner", [(1, 64), (77, 1280), (13, 300), (6, 5120)])
+def test_geglu(rows, inner, dtype):
+    p = randn(2, rows, 2 * inner, dtype=dtype)
+    assert_close(geglu(p), reference.geglu(p.double()), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_bias_add(size, dtype, with_bias):
+    x, residual = randn(*size, dtype=dtype), randn(*size, dtype=dtype)
+    bias = randn(size[1], dtype=dtype) if with_bias else None
+    exact = reference.to_float64(x, bias, residual)
+    assert_close(bias_add(x, bias, residual), reference.bias_add(*exact), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_upsample(size, dtype):
+    x = randn(*size, dtype=dtype)
+    assert torch.equal(upsample2x(x), reference.upsample2x(x))
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU compiles the kernels anyway")
+def test_every_kernel_compiles_for_every_card():
+    """Needs no GPU. In a process of its own: here the kernels are interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.compile_kernels"], cwd=embed.ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("ok") == 7 * 7

@@ -1,0 +1,50 @@
+"""Compiles every Triton kernel for every card that is supported, without a GPU: python -m tools.compile_kernels."""
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from tools import embed
+
+embed.bare_pack()
+
+from anyshape.accel.kernels import group_norm, layer_norm, pointwise  # noqa: E402
+
+CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
+FLAGS = {"SILU": True, "BR": 32, "BC": 64, "BB": 16, "BCG": 16}
+KERNELS = (
+    group_norm.moments_kernel,
+    group_norm.coefficients_kernel,
+    group_norm.apply_kernel,
+    layer_norm.add_layer_norm_kernel,
+    pointwise.geglu_kernel,
+    pointwise.bias_add_kernel,
+    pointwise.upsample_kernel,
+)
+FLOAT32 = ("part", "ab")
+SCALARS = {"eps": "fp32"} | dict.fromkeys(("HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "W"), "i32")
+
+
+def _type(name: str) -> str:
+    return SCALARS.get(name) or ("*fp32" if name in FLOAT32 else "*fp16")
+
+
+def compile_for(kernel: triton.JITFunction, capability: int) -> None:
+    """Compiles ``kernel`` to machine code for one compute capability (75 for 7.5)."""
+    names = kernel.arg_names
+    constants = {name: FLAGS.get(name, True) for name in names if name in FLAGS or name.startswith("HAS_")}
+    signature = {name: "constexpr" if name in constants else _type(name) for name in names}
+    places = {(names.index(name),): value for name, value in constants.items()}
+    triton.compile(ASTSource(kernel, signature, constexprs=places), target=GPUTarget("cuda", capability, 32))
+
+
+def main() -> None:
+    """Prints a line a kernel and card; raises what the compiler raises."""
+    for capability in CAPABILITIES:
+        for kernel in KERNELS:
+            compile_for(kernel, capability)
+            print(f"sm_{capability} {kernel.__name__} ok")
+
+
+if __name__ == "__main__":
+    main()
