@@ -1,0 +1,233 @@
+"""The engine on a real GPU: parity at every size, graphs, their budget, and weights that move."""
+
+import gc
+import os
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.gpu
+
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-3}
+SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
+ODD = [(960, 720), (728, 720), (544, 408), (512, 512)]
+
+
+@pytest.fixture(scope="module")
+def models(pack):
+    from bench import models
+
+    return models
+
+
+@pytest.fixture(autouse=True)
+def _clean(pack):
+    from anyshape.accel import graphs, stats
+
+    stats.STATS.clear()
+    yield
+    gc.collect()
+    for cache in graphs._CACHES.values():
+        cache.clear()
+
+
+def compiled(patcher, **settings):
+    from anyshape.accel.engine import Settings
+    from anyshape.accel.families.attach import compile_model
+
+    out, message = compile_model(patcher, Settings(**settings))
+    assert message == ""
+    return out
+
+
+def forward(patcher, width, height, rows=2, tokens=77, seed=0):
+    """One call of the diffusion model inside a sampling run, on random input."""
+    import comfy.model_management as mm
+    from comfy.patcher_extension import WrapperExecutor, WrappersMP
+
+    mm.load_models_gpu([patcher])
+    model = patcher.model.diffusion_model
+    g = torch.Generator("cuda").manual_seed(seed)
+    config = patcher.model.model_config.unet_config
+    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(model.dtype)  # noqa: E731
+    x, context = randn(rows, 4, height // 8, width // 8), randn(rows, tokens, config["context_dim"])
+    y = randn(rows, config["adm_in_channels"]) if config.get("num_classes") else None
+    t = torch.full((rows,), 500.0, device="cuda")
+    options = {"wrappers": patcher.wrappers, "cond_or_uncond": [1, 0]}
+
+    def run():
+        with torch.inference_mode():
+            return model(x, t, context=context, y=y, transformer_options=dict(options))
+
+    outer = [w for ws in patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).values() for w in ws]
+    return WrapperExecutor.new_executor(run, outer).execute()
+
+
+def error(out, reference):
+    assert torch.isfinite(out).all()
+    return ((out.float() - reference.float()).norm() / reference.float().norm()).item()
+
+
+def shapes():
+    from anyshape.accel import stats
+
+    return [s for m in stats.snapshot()["models"] for s in m["shapes"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_parity_and_replay(models, name, dtype):
+    """First call (kernels), second and third (graph) on other input, all equal to eager."""
+    patcher = models.unet(name, dtype, **SMALL)
+    fast = compiled(patcher)
+    seed = int.from_bytes(os.urandom(3), "little")
+    for width, height in ODD:
+        for call in range(3):
+            args = (width, height, 2, 77, seed + call)
+            assert error(forward(fast, *args), forward(patcher, *args)) < TOLERANCE[dtype], (seed, width, height, call)
+    assert {s["state"] for s in shapes()} == {"graph"}
+    assert all(s["replays"] == 2 for s in shapes())
+
+
+def test_full_size_sdxl(models):
+    patcher = models.unet("sdxl")
+    fast = compiled(patcher)
+    for width, height in ODD:
+        for call in range(2):
+            out, expected = forward(fast, width, height, seed=call), forward(patcher, width, height, seed=call)
+            assert error(out, expected) < TOLERANCE[torch.float16]
+
+
+def test_nothing_compiles_after_the_first_call(models):
+    from anyshape.accel import stats
+
+    fast = compiled(models.unet("sdxl", **SMALL))
+    forward(fast, 512, 512)
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        for index, (width, height) in enumerate(ODD + [(520, 776), (256, 1000), (64, 64), (1024, 1024)]):
+            forward(fast, width, height, rows=1 + index % 4, tokens=77 * (1 + index % 3), seed=index)
+
+
+@pytest.mark.parametrize("mode", ["regions", "auto"])
+def test_mixed_sampling_run(models, mode):
+    """Through comfy.sample: other sizes, batches, prompts' lengths, CFG off; the picture of eager, nothing compiled."""
+    from anyshape.accel import stats
+
+    patcher = models.unet("sd15", **SMALL)
+    fast = compiled(patcher, mode=mode)
+    models.sample(fast, 512, 512, steps=2)
+    runs = [(512, 768, 1, 7.0, 77), (544, 408, 2, 7.0, 154), (728, 720, 1, 1.0, 77), (512, 512, 4, 3.0, 231)]
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        outs = [models.sample(fast, w, h, b, steps=4, cfg=cfg, tokens=tokens) for w, h, b, cfg, tokens in runs]
+    for out, (w, h, b, cfg, tokens) in zip(outs, runs, strict=True):
+        assert error(out, models.sample(patcher, w, h, b, steps=4, cfg=cfg, tokens=tokens)) < 1e-2
+
+
+def test_weights_are_left_as_they_were(models):
+    patcher = models.unet("sd15", **SMALL)
+    state = {name: (p.data_ptr(), p.stride(), p.clone()) for name, p in patcher.model.named_parameters()}
+    models.sample(compiled(patcher), 512, 512, steps=2)
+    for name, p in patcher.model.named_parameters():
+        pointer, stride, value = state[name]
+        assert (p.data_ptr(), p.stride()) == (pointer, stride)
+        assert torch.equal(p, value)
+
+
+def test_lora_on_and_off(models):
+    """A graph captured with other weights is never replayed."""
+    from anyshape.accel import stats
+
+    patcher = models.unet("sd15", **SMALL)
+    fast = compiled(patcher)
+    models.sample(fast, 512, 512, steps=2)
+    name = "diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight"
+    conv = "diffusion_model.input_blocks.1.0.in_layers.2.weight"
+    weights = patcher.model.state_dict()
+    changed = fast.clone()
+    changed.add_patches({key: (torch.randn_like(weights[key]),) for key in (name, conv)}, 0.3)
+    eager = patcher.clone()
+    eager.patches, eager.patches_uuid = changed.patches, changed.patches_uuid
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        plain, with_lora, again = (models.sample(p, 512, 512, steps=3) for p in (fast, changed, fast))
+    assert error(with_lora, models.sample(eager, 512, 512, steps=3)) < 1e-2
+    assert error(plain, models.sample(patcher, 512, 512, steps=3)) < 1e-2
+    assert error(again, plain) < 1e-3
+    assert error(with_lora, plain) > 1e-2
+
+
+def test_budget_is_kept(models):
+    from anyshape.accel import graphs, stats
+
+    patcher = models.unet("sd15", **SMALL)
+    fast = compiled(patcher, graph_budget_mb=96)
+    for width, height in [(256, 256), (512, 512), (768, 768), (256, 512), (2048, 2048), (256, 256)]:
+        assert error(forward(fast, width, height), forward(patcher, width, height)) < 5e-3
+        assert stats.snapshot()["graphs"]["used_bytes"] <= 96 * graphs.MIB
+    assert stats.snapshot()["graphs"]["evictions"] > 0
+    large = next(s for s in shapes() if s["width"] == 2048)
+    assert large["state"] == "kernels" and "graph_budget_mb" in large["reason"]
+
+
+def test_no_budget_no_graphs(models):
+    patcher = models.unet("sd15", **SMALL)
+    fast = compiled(patcher, graph_budget_mb=0)
+    forward(fast, 512, 512), forward(fast, 512, 512)
+    (shape,) = shapes()
+    assert shape["state"] == "kernels" and "graph_budget_mb is 0" in shape["reason"]
+
+
+def test_patches_keep_the_forward_out_of_a_graph(models):
+    patcher = models.unet("sd15", **SMALL)
+    calls = []
+
+    def scale(h, options):
+        calls.append(options["block"])
+        return h * 1.5
+
+    patched = patcher.clone()
+    patched.set_model_input_block_patch(scale)
+    patched.set_model_attn2_replace(lambda q, k, v, options: v.mean(1, keepdim=True).expand_as(q), "output", 3)
+    outs = []
+    for each in (patched, compiled(patched)):
+        calls.clear()
+        outs.append(models.sample(each, 512, 512, steps=3))
+        assert len(calls) == 3 * 12
+    assert error(*outs) < 1e-2
+    assert shapes()[-1]["state"] == "kernels" and "input_block_patch" in shapes()[-1]["reason"]
+
+
+def test_model_and_graphs_are_freed(models):
+    import comfy.model_management as mm
+
+    mm.unload_all_models()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    patcher = models.unet("sd15", **SMALL)
+    models.sample(compiled(patcher), 512, 512, steps=2)
+    del patcher
+    mm.unload_all_models()
+    mm.cleanup_models_gc()
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_vae(models, dtype):
+    import comfy.model_management as mm
+    from anyshape.accel.families.vae import compile_vae
+
+    vae = models.vae(dtype, ch=64)
+    fast, message = compile_vae(vae)
+    assert message == ""
+    mm.load_models_gpu([vae.patcher])
+    strides = [p.stride() for p in vae.first_stage_model.parameters()]
+    with torch.inference_mode():
+        for width, height, batch in [(512, 512, 1), (544, 408, 2), (728, 720, 1), (256, 256, 4)]:
+            z = torch.randn(batch, 4, height // 8, width // 8)
+            image, expected = fast.decode(z), vae.decode(z)
+            assert error(image, expected) < TOLERANCE[dtype]
+            assert error(fast.encode(expected), vae.encode(expected)) < TOLERANCE[dtype]
+    assert strides == [p.stride() for p in vae.first_stage_model.parameters()]
+    assert {s["state"] for s in shapes()} == {"kernels"}
