@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -32,7 +33,7 @@ from anyshape_demo.workflows import CASES, QUICK, SAMPLER, Case, cache_info, pic
 
 from tools.comfy_server import ComfyServer, PromptError, ServerError, prompt_seconds
 from tools.embed import has_cuda
-from tools.paths import ProjectError, cache_env
+from tools.paths import ProjectError, project_env
 
 # Largest allowed difference to eager, in steps of 8-bit colour. On the CPU all is in float32; on a GPU in half
 # precision, where eight steps of sampling can carry a rounding error to the edge of a shape.
@@ -147,7 +148,7 @@ def info_node(server: ComfyServer) -> tuple[dict[str, Any], Image.Image]:
 
 def write(out: Path, rows: list[Row], stats: dict[str, Any], chart: Image.Image) -> None:
     """Pictures, contact sheet, chart and report.json."""
-    shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(out / "pictures", ignore_errors=True)
     (out / "pictures").mkdir(parents=True)
     for number, row in enumerate(rows, 1):
         for kind, images in row.pictures.items():
@@ -181,7 +182,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     """The whole demo; returns the exit code."""
-    os.environ.update(cache_env())
+    os.environ.update(project_env())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("The demo was stopped."))  # so that the server is stopped too
     options, start = parse(), time.monotonic()
     tolerance = TOLERANCE_CUDA if has_cuda() else TOLERANCE_CPU
     print("Starting the ComfyUI server with the pack and the demo's nodes (10 to 20 s) ...", flush=True)

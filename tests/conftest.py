@@ -1,5 +1,6 @@
 """Fixtures for every test. The pack is imported as `anyshape`, never from the repo folder on `sys.path`."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -8,11 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tools import embed
+from tools.paths import project_env
 
 if TYPE_CHECKING:
     from tools.comfy_server import ComfyServer
 
-# Before any test module is imported: from here on `import nodes` can only be ComfyUI's.
+# Before any test module is imported: caches stay in the project, and `import nodes` can only be ComfyUI's.
+os.environ.update(project_env())
 embed.hide_repo()
 embed.bare_pack()
 

@@ -72,12 +72,13 @@ def test_torch_is_the_measured_one() -> None:
 def test_caches_stay_in_the_project(monkeypatch) -> None:
     for name in paths.KEEP_IF_SET:
         monkeypatch.delenv(name, raising=False)
-    assert all(Path(value).is_relative_to(ROOT / ".cache") for value in paths.cache_env().values())
+    env = paths.project_env()
+    assert all(Path(env[name]).is_relative_to(ROOT / ".cache") for name in paths.CACHE_FOLDERS)
 
 
 def test_a_pip_cache_of_the_user_is_kept(monkeypatch) -> None:
     monkeypatch.setenv("PIP_CACHE_DIR", "somewhere")
-    assert "PIP_CACHE_DIR" not in paths.cache_env()
+    assert "PIP_CACHE_DIR" not in paths.project_env()
 
 
 def test_wrong_comfyui_path_is_told_before_anything_else(tmp_path) -> None:

@@ -26,7 +26,7 @@ from PIL import Image
 
 from tools.client_socket import OnProgress, PromptError, follow_prompt
 from tools.embed import has_cuda, make_base
-from tools.paths import CACHE, ROOT, ProjectError, cache_env, comfyui_path
+from tools.paths import CACHE, ROOT, ProjectError, comfyui_path, project_env
 
 __all__ = ["ComfyServer", "PromptError", "ServerError", "prompt_seconds"]
 
@@ -206,7 +206,7 @@ class ComfyServer:
 
 
 def _server_env(comfyui: Path) -> dict[str, str]:
-    env = {**os.environ, **cache_env(), "PYTHONUNBUFFERED": "1"}
+    env = {**os.environ, **project_env(), "PYTHONUNBUFFERED": "1"}
     if ROOT not in comfyui.parents:
         env["PYTHONPYCACHEPREFIX"] = str(CACHE / "pyc")  # write nothing into a ComfyUI that is not ours
     kept = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry).resolve() != ROOT]

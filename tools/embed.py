@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tools.paths import CACHE, ROOT, cache_env, comfyui_path
+from tools.paths import CACHE, ROOT, comfyui_path, project_env
 
 __all__ = ["bare_demo", "bare_pack", "comfyui_path", "has_cuda", "hide_repo", "load_demo", "load_pack", "use_comfyui"]
 
@@ -87,7 +87,7 @@ def _defaults() -> dict[str, Any]:
 
 def _set_arguments(wanted: dict[str, Any]) -> None:
     """Set ComfyUI's arguments; once its model management is loaded they may only be asked for again as they are."""
-    os.environ.update(cache_env())
+    os.environ.update(project_env())
     args = importlib.import_module("comfy.cli_args").args
     for name, value in wanted.items():
         if not hasattr(args, name):

@@ -25,7 +25,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from tools.paths import CACHE, ROOT, VENV, VENV_COMFYUI, ProjectError, cache_env, comfyui_path
+from tools.paths import CACHE, ROOT, VENV, VENV_COMFYUI, ProjectError, comfyui_path, project_env
 
 # Raise this when the steps below change in a way that an existing .venv must follow.
 VERSION = "1"
@@ -204,7 +204,7 @@ def _pip(*arguments: str) -> None:
     with LOG.open("a") as log, Heartbeat() as heart:
         process = subprocess.Popen(
             command,
-            env={**os.environ, **cache_env()},
+            env={**os.environ, **project_env()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
