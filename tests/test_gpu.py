@@ -8,7 +8,7 @@ import torch
 
 pytestmark = pytest.mark.gpu
 
-TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-3}
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
 SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
 ODD = [(960, 720), (728, 720), (544, 408), (512, 512)]
 
@@ -25,7 +25,8 @@ def _clean(pack):
     from anyshape.accel import graphs, stats
 
     stats.STATS.clear()
-    yield
+    with torch.backends.cudnn.flags(allow_tf32=False):  # or float32 is compared at TF32's precision
+        yield
     gc.collect()
     for cache in graphs._CACHES.values():
         cache.clear()
