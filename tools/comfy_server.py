@@ -9,6 +9,7 @@ The server runs in a process of its own on a free loopback port, with a base dir
 `{node id: {"class_type": ..., "inputs": {...}}}`.
 """
 
+import importlib.util
 import io
 import os
 import shutil
@@ -108,8 +109,22 @@ class ComfyServer:
         command = [sys.executable, str(self.comfyui / "main.py"), "--listen", "127.0.0.1", "--port", str(self.port)]
         command += ["--base-directory", str(self.base), "--database-url", "sqlite:///:memory:"]
         command += ["--disable-auto-launch", "--dont-print-server", "--disable-api-nodes"]
-        command += ["--use-pytorch-cross-attention", *(["--cpu"] if self.cpu else []), *self.arguments]
+        command += [
+            "--use-pytorch-cross-attention",
+            *(["--cpu"] if self.cpu else []),
+            *self._frontend(),
+            *self.arguments,
+        ]
         return command
+
+    def _frontend(self) -> list[str]:
+        """ComfyUI wants a web page to serve; where its frontend package is not installed an empty one will do."""
+        if importlib.util.find_spec("comfyui_frontend_package"):
+            return []
+        page = self.base / "frontend" / "index.html"
+        page.parent.mkdir()
+        page.touch()
+        return ["--front-end-root", str(page.parent)]
 
     def _wait_until_up(self) -> None:
         deadline = time.monotonic() + self.start_timeout
