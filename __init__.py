@@ -4,6 +4,8 @@ from comfy_api.latest import ComfyExtension, io
 
 from .nodes import NODES, routes
 
+WEB_DIRECTORY = "./web"
+
 
 class AnyShape(ComfyExtension):
     """The pack's nodes."""

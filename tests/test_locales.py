@@ -1,0 +1,99 @@
+"""The texts that the frontend shows in each language, and the nodes' help pages: complete, current and served."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tools.paths import ROOT
+
+LANGUAGES = ("en", "zh")
+FORMATTING = re.compile(r"[@{}|]")  # the frontend's translator gives these a meaning of their own
+NODE_IDS = ("AnyShapeCompileModel", "AnyShapeCompileVAE", "AnyShapeShapeCacheInfo")
+
+
+def translation(language: str) -> dict[str, Any]:
+    return json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+
+
+def described(schema: Any) -> dict[str, Any]:
+    """What nodeDefs.json must hold for a node: its texts, as its schema gives them."""
+    return {
+        "display_name": schema.display_name,
+        "description": schema.description,
+        "inputs": {i.id: {"name": i.display_name or i.id, "tooltip": i.tooltip} for i in schema.inputs},
+        "outputs": {
+            str(index): {"name": o.display_name or o.io_type, "tooltip": o.tooltip}
+            for index, o in enumerate(schema.outputs)
+        },
+    }
+
+
+def leaves(tree: dict[str, Any], path: str = "") -> Iterator[tuple[str, str]]:
+    """Every text of a nested dict with the path that leads to it."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{path}{key}/")
+        else:
+            yield path + key, value
+
+
+@pytest.fixture(scope="module")
+def schemas(pack) -> dict[str, Any]:
+    """Every node of the pack, by its id, as `described`."""
+    found = [node.define_schema() for node in pack.nodes.NODES]
+    return {schema.node_id: described(schema) for schema in found}
+
+
+def test_all_nodes_are_covered(schemas) -> None:
+    assert set(schemas) == set(NODE_IDS), "NODE_IDS of this file names the nodes whose help pages are looked for"
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_no_key_is_missing_or_extra(schemas, language) -> None:
+    wanted, found = (dict(leaves(tree)) for tree in (schemas, translation(language)))
+    assert not sorted(wanted.keys() - found.keys()), "missing"
+    assert not sorted(found.keys() - wanted.keys()), "no node has this"
+
+
+def test_english_says_what_the_schema_says(schemas) -> None:
+    """The frontend prefers the file, so a text changed in the schema alone would never be seen."""
+    assert translation("en") == schemas
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_texts_are_texts(language) -> None:
+    wrong = {path: text for path, text in leaves(translation(language)) if not text or FORMATTING.search(text)}
+    assert not wrong
+
+
+def test_chinese_is_chinese() -> None:
+    """A text that was only copied has none of the script; a name such as VAE may stay."""
+    han = re.compile(r"[\u4e00-\u9fff]")
+    copied = [path for path, text in leaves(translation("zh")) if not han.search(text) and text != "VAE"]
+    assert not copied
+
+
+@pytest.mark.parametrize("node_id", NODE_IDS)
+def test_help_pages_name_every_input(schemas, node_id) -> None:
+    for page in (f"{node_id}.md", f"{node_id}/zh.md"):
+        text = (ROOT / "web" / "docs" / page).read_text(encoding="utf-8")
+        assert text.startswith("# "), page
+        assert not [name for name in schemas[node_id]["inputs"] if f"`{name}`" not in text], page
+
+
+@pytest.mark.parametrize("node_id", NODE_IDS)
+def test_help_pages_are_served(server, node_id) -> None:
+    """At the addresses where the frontend asks for them: the language first, then the page without one."""
+    for page in (f"{node_id}.md", f"{node_id}/zh.md"):
+        served = server.get(f"/extensions/AnyShape/docs/{page}")
+        assert served.content == (ROOT / "web" / "docs" / page).read_bytes()
+
+
+def test_translations_are_served(server) -> None:
+    served = server.get("/i18n").json()
+    for language in LANGUAGES:
+        mine = {name: node for name, node in served[language]["nodeDefs"].items() if name in NODE_IDS}
+        assert mine == translation(language)
