@@ -59,6 +59,7 @@ class Call:
     batch: int  # images a prompt
     obstacle: str = ""  # why only eager is right; "" if fused forwards are
     graph_obstacle: str = ""  # why the forward may not be captured; "" if it may
+    eager_parts: str = ""  # why some parts of the forward run in eager on any tier; "" if none does
 
 
 @dataclass
@@ -93,7 +94,7 @@ class Engine:
         return out
 
     def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Tensor:
-        obstacle = call.obstacle
+        obstacle, retired = call.obstacle, dict(self._retired)
         if not obstacle:
             for tier in _tiers(settings, call.key.device):
                 if tier in self._retired:
@@ -106,7 +107,11 @@ class Engine:
                     self._step_down(tier, error, call)
             obstacle = "; ".join(self._retired.values()) or "the fast forward failed, see the log"
         self._note(shape, "eager", obstacle)
-        return call.eager()
+        try:
+            return call.eager()
+        except Exception:
+            self._retired = retired  # the call itself is wrong (another node's patch, its input), not our tiers
+            raise
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Tensor:
         obstacle = self._graph_obstacle(call, settings)
@@ -119,7 +124,7 @@ class Engine:
         ops = self._load(tier, call.key.device)
         out = self._forward(ops, call)
         if obstacle:
-            self._note(shape, tier, obstacle if obstacle != _BY_DESIGN else "")
+            self._note(shape, tier, obstacle if obstacle != _BY_DESIGN else call.eager_parts)
         else:
             self._capture(ops, call, settings, shape)
         return out

@@ -30,6 +30,22 @@ class Weights:
     bias: Tensor | None  # [out]
 
 
+@dataclass(frozen=True)
+class Stream:
+    """A transformer's residual stream: ``value`` + the ``pending`` biases, which are added where they cost nothing.
+
+    ``owned``: nobody else holds ``value``, so a fused operation may write into it.
+    """
+
+    value: Tensor  # [B, T, C]
+    pending: tuple[Tensor, ...] = ()  # each [C]
+    owned: bool = False
+
+    def settled(self) -> Tensor:
+        """The stream as one tensor."""
+        return sum(self.pending, self.value)
+
+
 class FusedOps:
     """Every fused operation in plain torch: the eager tier's meaning, and what the faster tiers are tested against."""
 
@@ -40,10 +56,6 @@ class FusedOps:
     def group_norm(self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:
         """SiLU(GroupNorm(x + shift)); x [N, C, H, W], shift [N, C]."""
         return reference.group_norm(x, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
-
-    def add_layer_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:
-        """(x + residual, LayerNorm(x + residual)); [..., C]."""
-        return reference.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
 
     def geglu(self, p: Tensor) -> Tensor:
         """[..., 2I] -> [..., I]."""
@@ -62,21 +74,29 @@ class FusedOps:
         return 0
 
     def query_key_value(
-        self, x: Tensor, norm: Norm, q: Weights, k: Weights, v: Weights
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The projections of LayerNorm(x) [B, T, C] that self-attention needs."""
-        _, n = self.add_layer_norm(x, None, norm)
-        return linear(n, q), linear(n, k), linear(n, v)
+        self, stream: Stream, norm: Norm, q: Weights, k: Weights, v: Weights
+    ) -> tuple[Stream, Tensor, Tensor, Tensor]:
+        """The stream, and the projections of its LayerNorm that self-attention needs; [B, T, C]."""
+        x = stream.settled()
+        n = _layer_norm(x, norm)
+        return Stream(x), linear(n, q), linear(n, k), linear(n, v)
 
-    def cross_query(self, a: Tensor, x: Tensor, out: Weights, norm: Norm, q: Weights) -> tuple[Tensor, Tensor]:
-        """Ends self-attention and begins cross-attention: y = x + out(a), and q(LayerNorm(y)); [B, T, C]."""
-        x, n = self.add_layer_norm(linear(a, out), x, norm)
-        return x, linear(n, q)
+    def cross_query(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, q: Weights) -> tuple[Stream, Tensor]:
+        """Ends self-attention and begins cross-attention: y = stream + out(a), and q(LayerNorm(y)); [B, T, C]."""
+        x = stream.settled() + linear(a, out)
+        return Stream(x), linear(_layer_norm(x, norm), q)
 
-    def feed_forward(self, a: Tensor, x: Tensor, out: Weights, norm: Norm, up: Weights, down: Weights) -> Tensor:
-        """Ends cross-attention and runs the GEGLU feed-forward: y = x + out(a), y + down(GEGLU(up(LayerNorm(y))))."""
-        x, n = self.add_layer_norm(linear(a, out), x, norm)
-        return x + linear(self.geglu(linear(n, up)), down)
+    def feed_forward(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, up: Weights, down: Weights) -> Stream:
+        """Ends cross-attention and runs the GEGLU feed-forward.
+
+        y = stream + out(a), y + down(GEGLU(up(LayerNorm(y)))); [B, T, C].
+        """
+        x = stream.settled() + linear(a, out)
+        return Stream(x + linear(self.geglu(linear(_layer_norm(x, norm), up)), down))
+
+
+def _layer_norm(x: Tensor, norm: Norm) -> Tensor:
+    return reference.stream_layer_norm(x, (), norm.weight, norm.bias, norm.eps)[1]
 
 
 def linear(x: Tensor, weights: Weights) -> Tensor:

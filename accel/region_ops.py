@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import reference
-from .ops import FusedOps, Norm, Weights
+from .ops import FusedOps, Norm, Stream, Weights
 from .regions import Region
 
 
@@ -81,6 +81,11 @@ def _complete(norm: Norm, *layers: Weights) -> bool:
     return norm.weight is not None and norm.bias is not None and all(layer.bias is not None for layer in layers)
 
 
+def _is_one_row(x: Tensor) -> bool:
+    """A single token (an image of 64x64, deep in the UNet) would need graphs of its own: it runs in plain torch."""
+    return x.numel() == x.shape[-1]
+
+
 def _uniform(weight: Tensor) -> Tensor:
     """The same storage under a tensor whose kind depends on the caller's mode alone.
 
@@ -111,7 +116,7 @@ class RegionOps(FusedOps):
         self.channels_last = self.defer_bias = channels_last
 
     def group_norm(self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
-        if x.device.type == "cpu" or not silu or not _complete(norm):
+        if x.device.type == "cpu" or not silu or not _complete(norm) or x.shape[2:].numel() == 1:
             return super().group_norm(x, norm, shift, silu)
         if shift is not None:
             x = x + shift[:, :, None, None]
@@ -122,31 +127,35 @@ class RegionOps(FusedOps):
         return GROUP_NORM_SILU(x.contiguous().view(*shape, -1), scale, offset, eps).view(x.shape)
 
     def bias_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:  # noqa: D102
-        if bias is None or not self.channels_last:
+        if bias is None or not self.channels_last or x.numel() == x.shape[1]:
             return super().bias_add(x, bias, residual)
         n, _, h, w = x.shape
         y = BIAS_ADD(_image_rows(x), _uniform(bias), _image_rows(residual))
         return y.view(n, h, w, -1).permute(0, 3, 1, 2)
 
     def query_key_value(  # noqa: D102
-        self, x: Tensor, norm: Norm, q: Weights, k: Weights, v: Weights
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if not _complete(norm) or q.bias is not None or k.bias is not None or v.bias is not None:
-            return super().query_key_value(x, norm, q, k, v)
+        self, stream: Stream, norm: Norm, q: Weights, k: Weights, v: Weights
+    ) -> tuple[Stream, Tensor, Tensor, Tensor]:
+        with_bias = q.bias is not None or k.bias is not None or v.bias is not None
+        if not _complete(norm) or with_bias or _is_one_row(stream.value):
+            return super().query_key_value(stream, norm, q, k, v)
+        x = stream.settled()
         out = QUERY_KEY_VALUE(_rows(x), *_affine(norm), *(_uniform(p.weight) for p in (q, k, v)))
-        return tuple(t.view(*x.shape[:-1], -1) for t in out)
+        return Stream(x), *(t.view(*x.shape[:-1], -1) for t in out)
 
-    def cross_query(self, a: Tensor, x: Tensor, out: Weights, norm: Norm, q: Weights) -> tuple[Tensor, Tensor]:  # noqa: D102
-        if not _complete(norm, out) or q.bias is not None:
-            return super().cross_query(a, x, out, norm, q)
+    def cross_query(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, q: Weights) -> tuple[Stream, Tensor]:  # noqa: D102
+        if not _complete(norm, out) or q.bias is not None or _is_one_row(stream.value):
+            return super().cross_query(a, stream, out, norm, q)
+        x = stream.settled()
         y, query = CROSS_QUERY(_rows(a), _rows(x), *_layer(out), *_affine(norm), _uniform(q.weight))
-        return y.view(x.shape), query.view(*x.shape[:-1], -1)
+        return Stream(y.view(x.shape)), query.view(*x.shape[:-1], -1)
 
-    def feed_forward(self, a: Tensor, x: Tensor, out: Weights, norm: Norm, up: Weights, down: Weights) -> Tensor:  # noqa: D102
-        if not _complete(norm, out, up, down):
-            return super().feed_forward(a, x, out, norm, up, down)
+    def feed_forward(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, up: Weights, down: Weights) -> Stream:  # noqa: D102
+        if not _complete(norm, out, up, down) or _is_one_row(stream.value):
+            return super().feed_forward(a, stream, out, norm, up, down)
+        x = stream.settled()
         y = FEED_FORWARD(_rows(a), _rows(x), *_layer(out), *_affine(norm), *_layer(up), *_layer(down))
-        return y.view(x.shape)
+        return Stream(y.view(x.shape))
 
 
 def graphs() -> int:

@@ -137,14 +137,16 @@ class Stats:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._models: deque[ModelStats] = deque(maxlen=MAX_MODELS)
+        self._named: Counter[str] = Counter()  # models made so far, by name
         self._fallbacks: Counter[tuple[str, str]] = Counter()
         self.graphs = GraphStats()
 
     def model(self, name: str, kind: str) -> ModelStats:
         """A new entry; a second model of the same name gets a number."""
         with self._lock:
-            twins = sum(m.name.split(" #")[0] == name for m in self._models)
-            entry = ModelStats(f"{name} #{twins + 1}" if twins else name, kind)
+            self._named[name] += 1
+            number = self._named[name]
+            entry = ModelStats(f"{name} #{number}" if number > 1 else name, kind)
             self._models.append(entry)
             return entry
 

@@ -66,6 +66,11 @@ def write(path: Path | None, figures: dict[str, Any]) -> None:
     path.write_text(json.dumps(conditions() | figures, indent=1) + "\n")
 
 
+def _nameless(argument: str) -> str:
+    """A path without its folders: they say nothing about the figures."""
+    return Path(argument).name if "/" in argument else argument
+
+
 def conditions() -> dict[str, Any]:
     """Machine, versions, date and command."""
     import comfyui_version
@@ -80,5 +85,5 @@ def conditions() -> dict[str, Any]:
             "comfyui": comfyui_version.__version__,
         },
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python -m", sys.modules["__main__"].__spec__.name, *sys.argv[1:]]),
+        "command": " ".join(["python -m", sys.modules["__main__"].__spec__.name, *map(_nameless, sys.argv[1:])]),
     }

@@ -18,7 +18,7 @@ if not CUDA:
 
 from anyshape.accel.kernels import reference  # noqa: E402
 from anyshape.accel.kernels.group_norm import group_norm  # noqa: E402
-from anyshape.accel.kernels.layer_norm import MAX_CHANNELS, add_layer_norm  # noqa: E402
+from anyshape.accel.kernels.layer_norm import MAX_CHANNELS, stream_layer_norm  # noqa: E402
 from anyshape.accel.kernels.pointwise import bias_add, geglu, upsample2x  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -78,20 +78,28 @@ def test_group_norm_does_not_cancel(size):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows, c", [(1, 64), (77, 320), (315, 640), (48, 1280), (5, 2048)])
-@pytest.mark.parametrize("residual", [True, False])
-def test_add_layer_norm(rows, c, dtype, residual):
-    x, weight, bias = randn(2, rows, c, dtype=dtype), randn(c, dtype=dtype), randn(c, dtype=dtype)
-    rest = randn(2, rows, c, dtype=dtype) if residual else None
-    total, out = add_layer_norm(x, rest, weight, bias, 1e-5)
-    exact_total, exact = reference.add_layer_norm(*reference.to_float64(x, rest, weight, bias), 1e-5)
+@pytest.mark.parametrize("pending", [0, 1, 2, 3])
+@pytest.mark.parametrize("affine", [True, False])
+def test_stream_layer_norm(rows, c, dtype, pending, affine):
+    x, biases = randn(2, rows, c, dtype=dtype), tuple(randn(c, dtype=dtype) for _ in range(pending))
+    weight, bias = (randn(c, dtype=dtype), randn(c, dtype=dtype)) if affine else (None, None)
+    exact_total, exact = reference.stream_layer_norm(
+        x.double(), reference.to_float64(*biases), *reference.to_float64(weight, bias), 1e-5
+    )
+    before = x.clone()
+    total, out = stream_layer_norm(x, biases, weight, bias, 1e-5, store=True)
     assert_close(total, exact_total, dtype)
     assert_close(out, exact, dtype)
+    kept, again = stream_layer_norm(x, biases, weight, bias, 1e-5, store=False)
+    assert kept is x and torch.equal(x, before) and torch.equal(again, out)
 
 
-def test_add_layer_norm_names_the_limit():
+def test_stream_layer_norm_names_the_limits():
     x = torch.zeros(1, MAX_CHANNELS + 1, device=DEVICE)
     with pytest.raises(ValueError, match=str(MAX_CHANNELS)):
-        add_layer_norm(x, None, None, None, 1e-5)
+        stream_layer_norm(x, (), None, None, 1e-5, store=False)
+    with pytest.raises(ValueError, match="got 64, 4"):
+        stream_layer_norm(x[:, :64], (x[0, :64],) * 4, None, None, 1e-5, store=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

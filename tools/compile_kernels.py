@@ -11,12 +11,12 @@ embed.bare_pack()
 from anyshape.accel.kernels import group_norm, layer_norm, pointwise  # noqa: E402
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
-FLAGS = {"SILU": True, "BR": 32, "BC": 64, "BB": 16, "BCG": 16}
+FLAGS = {"SILU": True, "BR": 32, "BC": 64, "BB": 16, "BCG": 16, "STORE": True, "PENDING": 3}
 KERNELS = (
     group_norm.moments_kernel,
     group_norm.coefficients_kernel,
     group_norm.apply_kernel,
-    layer_norm.add_layer_norm_kernel,
+    layer_norm.stream_layer_norm_kernel,
     pointwise.geglu_kernel,
     pointwise.bias_add_kernel,
     pointwise.upsample_kernel,

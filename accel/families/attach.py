@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 KEY = "anyshape"
 LATENT_TO_PIXELS = 8  # every model whose forward is ComfyUI's UNetModel
 PATCH_KEYS = ("patches", "patches_replace")
+ALTERED = "another node replaced or hooked a part of the model: that part runs in eager"
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
 
@@ -174,7 +175,7 @@ class _Session:
 
         if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
             return eager()
-        obstacle = _obstacle(x, context, extra)
+        obstacle = _foreign_forward(model, original) or _obstacle(x, context, extra)
         run = None if obstacle else self._run(model)
         inputs = _flatten(x, timesteps, context, y, control)
         lengths = {name: len(residuals) for name, residuals in (control or {}).items()}
@@ -189,8 +190,16 @@ class _Session:
             batch=max(1, x.shape[0] // max(1, len(options.get("cond_or_uncond", (0,))))),
             obstacle=obstacle,
             graph_obstacle=_graph_obstacle(run, options) if run else "",
+            eager_parts=ALTERED if run and run.plan.altered else "",
         )
         return engine_for(model, self.name, "unet")(call, self.settings)
+
+
+def _foreign_forward(model: nn.Module, original: Callable[..., Tensor]) -> str:
+    """Why the model's forward is not the one that ``unet`` mirrors; "" if it is."""
+    if getattr(original, "__func__", None) is type(model)._forward:
+        return ""
+    return "another node replaced the model's forward, so the model runs in eager"
 
 
 def _obstacle(x: Tensor, context: Tensor | list | None, extra: dict[str, Any]) -> str:
@@ -212,7 +221,7 @@ def _graph_obstacle(run: _Run, options: dict[str, Any]) -> str:
     if run.cast:
         return "weights are cast or streamed at each call (low VRAM, fp8): no graph; free VRAM or use an fp16 model"
     if run.plan.altered:
-        return "another node replaced or hooked a part of the model: that part runs in eager, without a graph"
+        return f"{ALTERED}, without a graph"
     patches = sorted({name for key in PATCH_KEYS for name, value in options.get(key, {}).items() if value})
     if "optimized_attention_override" in options:
         patches.append("optimized_attention_override")

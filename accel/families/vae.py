@@ -6,6 +6,7 @@ autoencoder whose decoder and encoder are ours. The shared autoencoder is never 
 """
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import comfy.ldm.modules.diffusionmodules.model as blocks
 import comfy.ops
 import comfy.sd
 import torch
-from comfy.ldm.models.autoencoder import AutoencodingEngineLegacy
+from comfy.ldm.models.autoencoder import AutoencodingEngine
 from torch import Tensor, nn
 
 from ..engine import Call, Engine, Settings
@@ -33,7 +34,7 @@ _KNOWN = (
 
 def unsupported(model: nn.Module) -> str:
     """Why this autoencoder is not one whose forward is mirrored here; "" if it is."""
-    if not isinstance(model, AutoencodingEngineLegacy):
+    if not isinstance(model, AutoencodingEngine):
         return (
             f"{type(model).__name__} is not a VAE that AnyShape knows (it knows the KL VAEs of SD, SDXL, SD3 and Flux)"
         )
@@ -80,6 +81,7 @@ def _fused_part(part: nn.Module, fused: Callable[..., Tensor], pixels: int) -> n
     pixels: image pixels a side of one element of the input (8 for a latent, 1 for an image).
     """
     shadow = copy.copy(part)
+    shadow._forward_hooks, shadow._forward_pre_hooks = OrderedDict(), OrderedDict()  # or the part's own run twice
     engine = engine_for(part, type(part).__name__, "vae", uses_graphs=False, image_layout=True)
     shadow.forward = _Forward(engine, part, fused, pixels)
     return shadow

@@ -17,9 +17,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_C = 64
-BLOCK_R = 32
-MAX_ROW_BLOCKS = 256
+# tuned on an H200; see docs/architecture.md
+MOMENTS_BLOCK = (64, 32)  # rows, channels
+APPLY_BLOCK = (32, 64)
+MAX_ROW_BLOCKS = 64  # of an image; a large one is split further so that one block stays below MAX_ROWS
+MAX_ROWS = 2048
 
 
 @triton.jit(do_not_specialize=["HW", "ROWS"])
@@ -110,8 +112,9 @@ def apply_kernel(x, ab, y, HW, C, BR: tl.constexpr, BC: tl.constexpr, SILU: tl.c
 
 def _row_blocks(rows: int) -> tuple[int, int]:
     """(rows a block, blocks): enough blocks to fill the device, few enough to merge quickly."""
-    blocks = min(MAX_ROW_BLOCKS, triton.cdiv(rows, 2 * BLOCK_R))
-    per_block = triton.cdiv(triton.cdiv(rows, blocks), BLOCK_R) * BLOCK_R
+    step = MOMENTS_BLOCK[0]
+    blocks = max(min(MAX_ROW_BLOCKS, triton.cdiv(rows, 2 * step)), triton.cdiv(rows, MAX_ROWS))
+    per_block = triton.cdiv(triton.cdiv(rows, blocks), step) * step
     return per_block, triton.cdiv(rows, per_block)
 
 
@@ -123,12 +126,12 @@ def _coefficients(
     rows, blocks = _row_blocks(h * w)
     part = torch.empty(n, blocks, 2, c, device=x.device, dtype=torch.float32)
     ab = torch.empty(n, 2, c, device=x.device, dtype=torch.float32)
-    moments_kernel[(blocks, triton.cdiv(c, BLOCK_C), n)](x, part, h * w, rows, c, BLOCK_R, BLOCK_C)
+    moments_kernel[(blocks, triton.cdiv(c, MOMENTS_BLOCK[1]), n)](x, part, h * w, rows, c, *MOMENTS_BLOCK)
     cg = c // groups
     block_cg = triton.next_power_of_2(cg)
     coefficients_kernel[(groups, n)](
         part, part if shift is None else shift, ab if weight is None else weight, ab if bias is None else bias, ab,
-        h * w, rows, blocks, c, cg, eps, shift is not None, weight is not None, bias is not None, 16, block_cg,
+        h * w, rows, blocks, c, cg, eps, shift is not None, weight is not None, bias is not None, 32, block_cg,
     )  # fmt: skip
     return ab
 
@@ -148,5 +151,6 @@ def group_norm(
     shift = None if shift is None else shift.expand(n, c).contiguous()
     ab = _coefficients(x, weight, bias, groups, eps, shift)
     y = torch.empty_like(x)
-    apply_kernel[(triton.cdiv(h * w, 64), triton.cdiv(c, BLOCK_C), n)](x, ab, y, h * w, c, 64, BLOCK_C, silu)
+    grid = (triton.cdiv(h * w, APPLY_BLOCK[0]), triton.cdiv(c, APPLY_BLOCK[1]), n)
+    apply_kernel[grid](x, ab, y, h * w, c, *APPLY_BLOCK, silu)
     return y

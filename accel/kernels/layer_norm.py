@@ -1,4 +1,8 @@
-"""Residual add + LayerNorm in one pass, for any number of rows; see ``reference.add_layer_norm``."""
+"""LayerNorm of a residual stream with biases still to be added, for any number of rows; see ``reference``.
+
+The layers before it end in a matrix product that adds to the stream in place (``addmm_``), which leaves their biases
+out. They are added here, where the row is read anyway.
+"""
 
 import torch
 import triton
@@ -6,23 +10,27 @@ import triton.language as tl
 from torch import Tensor
 
 MAX_CHANNELS = 8192  # one program holds a row in registers
+MAX_PENDING = 3  # biases: self-attention's, cross-attention's and the feed-forward's
 
 
 @triton.jit
-def add_layer_norm_kernel(
-    x, residual, weight, bias, total, y, C, eps,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr,
+def stream_layer_norm_kernel(
+    x, p0, p1, p2, weight, bias, total, y, C, eps,
+    PENDING: tl.constexpr, STORE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One row of [ROWS, C] a program: total = x + residual, y = LayerNorm(total) * weight + bias."""
+    """One row of [ROWS, C] a program: total = x + p0 + p1 + p2, y = LayerNorm(total) * weight + bias."""
     row = tl.program_id(0).to(tl.int64) * C
     c = tl.arange(0, BC)
     mask = c < C
     v = tl.load(x + row + c, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        v += tl.load(residual + row + c, mask=mask, other=0.0).to(tl.float32)
-        v = v.to(total.dtype.element_ty)
-        tl.store(total + row + c, v, mask=mask)
-        v = v.to(tl.float32)  # eager normalises the rounded sum; so does this
+    if PENDING > 0:
+        v += tl.load(p0 + c, mask=mask, other=0.0).to(tl.float32)
+    if PENDING > 1:
+        v += tl.load(p1 + c, mask=mask, other=0.0).to(tl.float32)
+    if PENDING > 2:
+        v += tl.load(p2 + c, mask=mask, other=0.0).to(tl.float32)
+    if STORE:
+        tl.store(total + row + c, v.to(total.dtype.element_ty), mask=mask)
     mean = tl.sum(v, 0) / C
     d = tl.where(mask, v - mean, 0.0)
     out = d / tl.sqrt(tl.sum(d * d, 0) / C + eps)
@@ -33,22 +41,28 @@ def add_layer_norm_kernel(
     tl.store(y + row + c, out.to(y.dtype.element_ty), mask=mask)
 
 
-def add_layer_norm(
+def stream_layer_norm(
     x: Tensor,  # [..., C]
-    residual: Tensor | None,  # like x
+    pending: tuple[Tensor, ...],  # each [C]
     weight: Tensor | None,  # [C]
     bias: Tensor | None,  # [C]
     eps: float,
+    store: bool,
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual, LayerNorm(x + residual)); raises ValueError for rows that one program cannot hold."""
+    """(x + pending if ``store`` else x, LayerNorm(x + pending)).
+
+    Raises ValueError for rows that one program cannot hold, or more biases than a transformer block leaves.
+    """
     c = x.shape[-1]
-    if c > MAX_CHANNELS:
-        raise ValueError(f"add_layer_norm takes at most {MAX_CHANNELS} channels, got {c}")
+    if c > MAX_CHANNELS or len(pending) > MAX_PENDING:
+        raise ValueError(
+            f"stream_layer_norm takes at most {MAX_CHANNELS} channels and {MAX_PENDING} biases, got {c}, {len(pending)}"
+        )
     x = x.contiguous()
-    residual = None if residual is None else residual.contiguous()
-    total, y = x if residual is None else torch.empty_like(x), torch.empty_like(x)
-    add_layer_norm_kernel[(x.numel() // c,)](
-        x, x if residual is None else residual, x if weight is None else weight, x if bias is None else bias,
-        total, y, c, eps, residual is not None, weight is not None, bias is not None, triton.next_power_of_2(c),
+    total, y = torch.empty_like(x) if store else x, torch.empty_like(x)
+    p0, p1, p2 = (*pending, x, x, x)[:MAX_PENDING]
+    stream_layer_norm_kernel[(x.numel() // c,)](
+        x, p0, p1, p2, x if weight is None else weight, x if bias is None else bias, total, y, c, eps,
+        len(pending), store, weight is not None, bias is not None, triton.next_power_of_2(c), num_warps=2,
     )  # fmt: skip
     return total, y

@@ -25,16 +25,15 @@ def group_norm(
     return F.silu(y) if silu else y
 
 
-def add_layer_norm(
+def stream_layer_norm(
     x: Tensor,  # [..., C]
-    residual: Tensor | None,  # like x
+    pending: tuple[Tensor, ...],  # each [C]
     weight: Tensor | None,  # [C]
     bias: Tensor | None,  # [C]
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(x + residual, LayerNorm(x + residual)) over the last axis."""
-    if residual is not None:
-        x = x + residual
+    """(x + pending, LayerNorm(x + pending)) over the last axis: a residual stream with biases still to be added."""
+    x = sum(pending, x)
     return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 

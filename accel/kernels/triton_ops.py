@@ -5,14 +5,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops import FusedOps, Norm
+from ..ops import FusedOps, Norm, Stream, Weights, linear
 from . import group_norm, layer_norm, pointwise
 
 _KERNELS = (
     group_norm.moments_kernel,
     group_norm.coefficients_kernel,
     group_norm.apply_kernel,
-    layer_norm.add_layer_norm_kernel,
+    layer_norm.stream_layer_norm_kernel,
     pointwise.geglu_kernel,
     pointwise.bias_add_kernel,
     pointwise.upsample_kernel,
@@ -29,9 +29,6 @@ class TritonOps(FusedOps):
     def group_norm(self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
         return group_norm.group_norm(x, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
 
-    def add_layer_norm(self, x: Tensor, residual: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor]:  # noqa: D102
-        return layer_norm.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
-
     def geglu(self, p: Tensor) -> Tensor:  # noqa: D102
         return pointwise.geglu(p)
 
@@ -41,8 +38,36 @@ class TritonOps(FusedOps):
     def upsample2x(self, x: Tensor) -> Tensor:  # noqa: D102
         return pointwise.upsample2x(x)
 
+    def query_key_value(  # noqa: D102
+        self, stream: Stream, norm: Norm, q: Weights, k: Weights, v: Weights
+    ) -> tuple[Stream, Tensor, Tensor, Tensor]:
+        stream, n = _normalise(stream, norm, store=bool(stream.pending) or not stream.owned)
+        return stream, linear(n, q), linear(n, k), linear(n, v)
+
+    def cross_query(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, q: Weights) -> tuple[Stream, Tensor]:  # noqa: D102
+        stream, n = _normalise(_add_product(stream, a, out), norm)
+        return stream, linear(n, q)
+
+    def feed_forward(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, up: Weights, down: Weights) -> Stream:  # noqa: D102
+        stream, n = _normalise(_add_product(stream, a, out), norm)
+        return _add_product(stream, self.geglu(linear(n, up)), down)
+
     def compiled_variants(self) -> int:  # noqa: D102
         return sum(sum(_variants(kernel)) for kernel in _KERNELS)
+
+
+def _normalise(stream: Stream, norm: Norm, store: bool = False) -> tuple[Stream, Tensor]:
+    """(the stream, its LayerNorm); with ``store`` the pending biases become part of a value of our own."""
+    value, n = layer_norm.stream_layer_norm(stream.value, stream.pending, norm.weight, norm.bias, norm.eps, store)
+    return Stream(value, (), owned=True) if store else stream, n
+
+
+def _add_product(stream: Stream, a: Tensor, layer: Weights) -> Stream:
+    """stream + layer(a), by a matrix product that adds in place; the bias stays pending."""
+    rows = stream.value.view(-1, stream.value.shape[-1])
+    rows.addmm_(a.reshape(-1, a.shape[-1]), layer.weight.t())
+    pending = stream.pending if layer.bias is None else (*stream.pending, layer.bias)
+    return Stream(stream.value, pending, owned=True)
 
 
 def _variants(kernel: Any) -> Iterator[int]:
