@@ -78,6 +78,12 @@ def problems(rows: list[Row], tolerance: int) -> list[str]:
     return found
 
 
+def fallbacks(stats: dict[str, Any]) -> str:
+    """Why something ran slower than it could, a line each; empty when nothing did."""
+    lines = [f"  {found['where']}: {found['reason']} ({found['count']} times)" for found in stats["fallbacks"]]
+    return "\n".join(["Not as fast as it could be:", *lines]) if lines else ""
+
+
 def table(rows: list[Row]) -> str:
     """The rows as text, columns aligned."""
     lines = [list(COLUMNS), *(row.cells() for row in rows)]

@@ -28,7 +28,7 @@ if __package__ != "anyshape_demo":  # started by its path: the pack's folder lea
 
     embed.bare_demo()
 
-from anyshape_demo.report import Row, contact_sheet, largest_difference, problems, table
+from anyshape_demo.report import Row, contact_sheet, fallbacks, largest_difference, problems, table
 from anyshape_demo.workflows import CASES, QUICK, SAMPLER, Case, cache_info, picture
 
 from tools.comfy_server import ComfyServer, PromptError, ServerError, prompt_seconds
@@ -171,6 +171,7 @@ def main_job(server: ComfyServer, cases: tuple[Case, ...], out: Path, tolerance:
     print(f"\n{table(rows)}\n")
     steps = f"{SAMPLER['steps']} steps and decode"
     print(f"Times are seconds a prompt ({steps}). Differences are steps of 8-bit colour; {tolerance} are allowed.")
+    print(fallbacks(stats))
     return problems(rows, tolerance)
 
 

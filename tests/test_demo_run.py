@@ -1,6 +1,7 @@
 """The demo's main job, on a few of its cases, through the real server."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,12 @@ def test_states_are_shown(written) -> None:
     for prompt in written["prompts"]:
         assert prompt["states"]["unet"] in STATES
         assert ("vae" in prompt["states"]) == prompt["vae_compiled"]
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="there is no C++ compiler here")
+def test_nothing_falls_back_to_eager(written) -> None:
+    assert written["fallbacks"] == []
+    assert not [prompt for prompt in written["prompts"] if "eager" in prompt["states"].values()]
 
 
 def test_models_are_counted(written) -> None:
