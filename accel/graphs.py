@@ -50,8 +50,10 @@ class GraphCache:
     device: torch.device
     used_bytes: int = 0
     _entries: OrderedDict[tuple[int, ShapeKey], CapturedGraph] = field(default_factory=OrderedDict)
-    _too_large: dict[tuple[int, ShapeKey], int] = field(default_factory=dict)  # bytes that the shape would need
+    _refused: dict[tuple[int, ShapeKey], str] = field(default_factory=dict)  # and why
+    _budget: int = 0  # bytes; refusals are for this budget
     _pool: tuple[int, int] | None = None
+    _stream: torch.cuda.Stream | None = None  # one for all captures: the pool's blocks belong to a stream
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def replay(self, owner: int, key: ShapeKey, weights: int, inputs: dict[str, Tensor]) -> Tensor | None:
@@ -74,61 +76,97 @@ class GraphCache:
         ``forward`` must have run once on these shapes. Raises ``CaptureFailed`` with what the user can do.
         """
         with self._lock:
-            self._refuse_known(owner, key, budget)
-            entry = self._record(forward, inputs, weights)
-            self._entries[owner, key] = entry
-            self.used_bytes += entry.bytes
-            self._shrink(budget)
-            if (owner, key) not in self._entries:
-                self._too_large[owner, key] = entry.bytes
-                self._refuse_known(owner, key, budget)
-            return entry.bytes
+            self._set_budget(budget)
+            if (owner, key) in self._refused:
+                raise CaptureFailed(self._refused[owner, key])
+            try:
+                return self._keep((owner, key), lambda: self._record_or_make_room(forward, inputs, weights))
+            except CaptureFailed as error:
+                self._refused[owner, key] = str(error)
+                raise
 
     def drop_owner(self, owner: int) -> None:
         """Forgets every graph of ``owner`` (its model was unloaded or freed)."""
         with self._lock:
             for name in [name for name in self._entries if name[0] == owner]:
                 self._drop(name)
-            self._too_large = {name: size for name, size in self._too_large.items() if name[0] != owner}
+            self._refused = {name: why for name, why in self._refused.items() if name[0] != owner}
 
     def clear(self) -> None:
         """Forgets every graph; the pool's memory goes back to the driver."""
         with self._lock:
-            self._shrink(-1)
-            self._too_large.clear()
+            self._evict_down_to(-1)
+            self._refused.clear()
 
-    def _refuse_known(self, owner: int, key: ShapeKey, budget: int) -> None:
-        need = self._too_large.get((owner, key), 0)
-        if need > budget:
+    def _set_budget(self, budget: int) -> None:
+        if budget != self._budget:
+            self._budget = budget
+            self._refused.clear()
+
+    def _keep(self, name: tuple[int, ShapeKey], record: Callable[[], CapturedGraph]) -> int:
+        """Records and files a graph; the least recently used give way, and one that is too large alone is refused."""
+        self._file(name, record())
+        crowded = len(self._entries) > 1
+        self._evict_down_to(self._budget, keep=1)
+        if self.used_bytes > self._budget and crowded:  # the pool shrinks only when empty: begin anew with this graph
+            self._drop(name)
+            self._file(name, record())
+        if self.used_bytes > self._budget:
+            need = self.used_bytes
+            self._drop(name)
             raise CaptureFailed(
-                f"this size needs {need // MIB} MB for its graph, graph_budget_mb is {budget // MIB}: it runs without "
-                f"a graph. Raise graph_budget_mb to {need // MIB + 64} for more speed at this size"
+                f"this size needs {need // MIB} MB for its graph, graph_budget_mb is {self._budget // MIB}: it runs "
+                f"without a graph. Raise graph_budget_mb to {need // MIB + 64} for more speed at this size"
             )
+        return self._entries[name].bytes
+
+    def _file(self, name: tuple[int, ShapeKey], entry: CapturedGraph) -> None:
+        self._entries[name] = entry
+        self.used_bytes += entry.bytes
+
+    def _record_or_make_room(self, forward: Forward, inputs: dict[str, Tensor], weights: int) -> CapturedGraph:
+        try:
+            return self._record(forward, inputs, weights)
+        except RuntimeError:  # out of memory comes in several guises while a stream is captured
+            self._evict_down_to(-1)
+            torch.cuda.empty_cache()
+        try:
+            return self._record(forward, inputs, weights)
+        except RuntimeError as error:
+            raise CaptureFailed(
+                f"no graph could be captured for this size ({error}): it runs without one. If memory is short, lower "
+                f"graph_budget_mb or the image size, or close other programs that use the GPU"
+            ) from error
 
     def _record(self, forward: Forward, inputs: dict[str, Tensor], weights: int) -> CapturedGraph:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             static = {name: torch.empty_like(value).copy_(value) for name, value in inputs.items()}
-        torch.cuda.empty_cache()  # so that the difference of free memory is what the graph took
         before = _free(self.device)
-        graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        try:
-            # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                output = forward(static)
-        except torch.OutOfMemoryError as error:
-            raise CaptureFailed(
-                "not enough memory to capture a graph of this size: it runs without one. Lower graph_budget_mb or the "
-                "image size, or close other programs that use the GPU"
-            ) from error
+        graph, output = self._recorded(forward, static)
         return CapturedGraph(graph, static, output, weights, max(0, before - _free(self.device)))
 
-    def _shrink(self, budget: int) -> None:
-        while self._entries and self.used_bytes > budget:
+    def _recorded(self, forward: Forward, static: dict[str, Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """As ``torch.cuda.graph``, which also collects garbage and empties the allocator's cache: 20 ms a size."""
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        torch.cuda.synchronize(self.device)
+        with torch.cuda.stream(self._stream):
+            # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                output = forward(static)
+            finally:
+                graph.capture_end()
+        return graph, output
+
+    def _evict_down_to(self, budget: int, keep: int = 0) -> None:
+        """Drops the least recently used graphs until ``budget`` bytes or ``keep`` graphs are left."""
+        while len(self._entries) > keep and self.used_bytes > budget:
             self._drop(next(iter(self._entries)))
             STATS.graphs.evictions += 1
-        self._report(max(budget, 0))
+        self._report()
 
     def _drop(self, name: tuple[int, ShapeKey]) -> None:
         before = _free(self.device)
@@ -140,11 +178,10 @@ class GraphCache:
         self.used_bytes = max(0, self.used_bytes - max(0, _free(self.device) - before)) if self._entries else 0
         if not self._entries:
             self._pool = None
-        self._report(None)
+        self._report()
 
-    def _report(self, budget: int | None) -> None:
-        if budget is not None:
-            STATS.graphs.budget_bytes = budget
+    def _report(self) -> None:
+        STATS.graphs.budget_bytes = self._budget
         STATS.graphs.used_bytes = sum(cache.used_bytes for cache in _CACHES.values())
 
     def __len__(self) -> int:

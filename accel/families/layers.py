@@ -47,6 +47,14 @@ def pointwise(layer: nn.Module, tokens: Tensor) -> Tensor:
     return F.linear(tokens, weights.weight.flatten(1), weights.bias)
 
 
+def product(ops: FusedOps, layer: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    """(``pointwise`` without its bias, the bias still to be added, or None)."""
+    if not ops.defer_bias:
+        return pointwise(layer, tokens), None
+    weights = weights_of(layer, tokens)
+    return F.linear(tokens, weights.weight.flatten(1)), weights.bias
+
+
 def to_tokens(x: Tensor) -> Tensor:
     """[B, C, H, W] -> [B, H * W, C]; free in channels_last."""
     return x.permute(0, 2, 3, 1).flatten(1, 2)

@@ -18,7 +18,7 @@ from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor, nn
 
 from ..ops import FusedOps, Stream, linear
-from .layers import conv, has_altered_parts, is_altered, norm_of, pointwise, to_image, to_tokens, weights_of
+from .layers import conv, has_altered_parts, is_altered, norm_of, pointwise, product, to_image, to_tokens, weights_of
 
 Control = dict[str, list[Tensor | None]] | None
 ATTENTION_PATCHES = ("attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "middle_patch")
@@ -54,9 +54,9 @@ class Plan:
     def __init__(self, model: UNetModel) -> None:
         self.altered = has_altered_parts(model)
         self.res_blocks = {id(m) for m in model.modules() if type(m) is ResBlock and _plain_res_block(m)}
-        plain = [m for m in model.modules() if type(m) is BasicTransformerBlock and _plain_transformer_block(m)]
-        self.ordered_blocks = plain  # as the forward meets them
-        self.transformer_blocks = {id(m) for m in plain}
+        self.transformer_blocks = {
+            id(m) for m in model.modules() if type(m) is BasicTransformerBlock and _plain_transformer_block(m)
+        }
         self.transformers = {id(m) for m in model.modules() if type(m) is SpatialTransformer}
         self.plain_out = not has_altered_parts(model.out)
         if self.altered:
@@ -69,7 +69,6 @@ class Plan:
                 self.transformer_blocks.discard(id(module))
             if isinstance(module, SpatialTransformer) and _has_altered_frame(module):
                 self.transformers.discard(id(module))
-        self.ordered_blocks = [m for m in self.ordered_blocks if id(m) in self.transformer_blocks]
 
 
 def _has_altered_frame(m: SpatialTransformer) -> bool:
@@ -116,18 +115,16 @@ def res_block(ops: FusedOps, m: ResBlock, x: Tensor, emb: Tensor) -> Tensor:
 
 
 def transformer_block(
-    ops: FusedOps, m: BasicTransformerBlock, stream: Stream, text: tuple[Tensor, Tensor], options: dict[str, Any]
+    ops: FusedOps, m: BasicTransformerBlock, stream: Stream, context: Tensor, options: dict[str, Any]
 ) -> Stream:
-    """attention.BasicTransformerBlock.forward without patches.
-
-    stream [B, T, C]; text: the keys and values of cross-attention, each [B, L, C].
-    """
+    """attention.BasicTransformerBlock.forward without patches; stream [B, T, C], context [B, L, D]."""
     a1, a2, ff, x = m.attn1, m.attn2, m.ff.net, stream.value
     projections = (weights_of(layer, x) for layer in (a1.to_q, a1.to_k, a1.to_v))
     stream, q, k, v = ops.query_key_value(stream, norm_of(m.norm1, x), *projections)
     a = _attend(a1, q, k, v, options)
     stream, q = ops.cross_query(a, stream, weights_of(a1.to_out[0], x), norm_of(m.norm2, x), weights_of(a2.to_q, x))
-    a = _attend(a2, q, *text, options)
+    k, v = (linear(context, weights_of(layer, context)) for layer in (a2.to_k, a2.to_v))
+    a = _attend(a2, q, k, v, options)
     out, up, down = (weights_of(layer, x) for layer in (a2.to_out[0], ff[0].proj, ff[2]))
     return ops.feed_forward(a, stream, out, norm_of(m.norm3, x), up, down)
 
@@ -135,46 +132,6 @@ def transformer_block(
 def _attend(m: CrossAttention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     # looked up at each call: the backend is the user's choice, and other packs may replace it
     return attention.optimized_attention(q, k, v, m.heads, attn_precision=m.attn_precision, transformer_options=options)
-
-
-class TextProjections:
-    """The keys and values that cross-attention takes from the text, [B, L, C] each.
-
-    They do not depend on the image. While a graph is captured all of them are put on a branch of their own, so that
-    these many small products (3 % of an SDXL forward) run in the gaps that the large ones leave.
-    """
-
-    def __init__(self, context: Tensor, blocks: list[BasicTransformerBlock]) -> None:
-        self._context = context
-        self._ready: dict[int, tuple[tuple[Tensor, Tensor], torch.cuda.Event]] = {}
-        if context.is_cuda and torch.cuda.is_current_stream_capturing():
-            self._branch(blocks)
-
-    def _branch(self, blocks: list[BasicTransformerBlock]) -> None:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for block in blocks:
-                text, event = _project_text(block, self._context), torch.cuda.Event()
-                event.record()
-                self._ready[id(block)] = text, event
-
-    def of(self, block: BasicTransformerBlock) -> tuple[Tensor, Tensor]:
-        """(keys, values) for ``block``."""
-        if id(block) not in self._ready:
-            return _project_text(block, self._context)
-        text, event = self._ready[id(block)]
-        torch.cuda.current_stream().wait_event(event)
-        return text
-
-    def join(self) -> None:
-        """Ends the branch: a capture must not leave one open, used or not."""
-        for _, event in self._ready.values():
-            torch.cuda.current_stream().wait_event(event)
-
-
-def _project_text(m: BasicTransformerBlock, context: Tensor) -> tuple[Tensor, Tensor]:
-    return linear(context, weights_of(m.attn2.to_k, context)), linear(context, weights_of(m.attn2.to_v, context))
 
 
 class UNetForward:
@@ -190,7 +147,6 @@ class UNetForward:
         model, options = self.model, self.options
         options["original_shape"], options["transformer_index"] = list(x.shape), 0
         emb = self._embedding(x, timesteps, y)
-        self.text = TextProjections(context, self.plan.ordered_blocks)
         h = x.contiguous(memory_format=torch.channels_last) if self.ops.channels_last else x
         h, skips = self._down(h, emb, context, control)
         options["block"] = ("middle", 0)
@@ -198,7 +154,6 @@ class UNetForward:
             h = self._stage(model.middle_block, h, emb, context)
         h = openaimodel.apply_control(h, control, "middle")
         h = self._up(h, skips, emb, context, control).type(x.dtype)
-        self.text.join()
         if not self.plan.plain_out:
             return model.out(h).contiguous()
         h = self.ops.group_norm(h, norm_of(model.out[0], h))
@@ -257,10 +212,11 @@ class UNetForward:
         for index, block in enumerate(m.transformer_blocks):
             self.options["block_index"] = index
             if self._is_ours(block, index):
-                stream = transformer_block(self.ops, block, stream, self.text.of(block), self.options)
+                stream = transformer_block(self.ops, block, stream, context, self.options)
             else:
                 stream = Stream(block(stream.settled(), context=context, transformer_options=self.options))
-        return x + to_image(pointwise(m.proj_out, stream.settled()), x)
+        h, bias = product(self.ops, m.proj_out, stream.settled())
+        return self.ops.bias_add(to_image(h, x), bias, x)
 
     def _is_ours(self, block: BasicTransformerBlock, index: int) -> bool:
         """Whether nobody patched this block, by type or by place."""

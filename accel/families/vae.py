@@ -23,7 +23,7 @@ from ..ops import FusedOps
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from .attach import engine_for
-from .layers import conv, has_altered_parts, norm_of, pointwise, to_image, to_tokens
+from .layers import conv, has_altered_parts, norm_of, pointwise, product, to_image, to_tokens
 
 SETTINGS = Settings(graph_budget_mb=0)
 _KNOWN = (
@@ -198,4 +198,5 @@ def attn_block(ops: FusedOps, m: blocks.AttnBlock, x: Tensor) -> Tensor:
     q, k, v = (pointwise(layer, tokens)[:, None] for layer in (m.q, m.k, m.v))
     # SDPA as ComfyUI's pytorch_attention calls it, without its three copies: the tokens lie right already
     out = comfy.ops.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False)
-    return ops.bias_add(to_image(pointwise(m.proj_out, out[:, 0]), x), None, x)
+    h, bias = product(ops, m.proj_out, out[:, 0])
+    return ops.bias_add(to_image(h, x), bias, x)
