@@ -232,3 +232,29 @@ def test_vae(models, dtype):
             assert error(fast.encode(expected), vae.encode(expected)) < TOLERANCE[dtype]
     assert strides == [p.stride() for p in vae.first_stage_model.parameters()]
     assert {s["state"] for s in shapes()} == {"kernels"}
+
+
+def test_a_crowded_pool_begins_anew(models):
+    """Graphs of small sizes give way to a size that fits the budget by itself."""
+    patcher = models.unet("sd15", **SMALL)
+    fast = compiled(patcher, graph_budget_mb=200)
+    for width in range(256, 1024, 64):
+        forward(fast, width, 256)
+    forward(fast, 1024, 1024)
+    assert shapes()[-1]["state"] == "graph"
+    assert error(forward(fast, 1024, 1024, seed=1), forward(patcher, 1024, 1024, seed=1)) < 5e-3
+
+
+def test_a_capture_that_fails_costs_only_the_graph(models, monkeypatch):
+    from anyshape.accel import graphs
+
+    def refuse(self, forward, static):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(graphs.GraphCache, "_recorded", refuse)
+    patcher = models.unet("sd15", **SMALL)
+    fast = compiled(patcher)
+    for seed in (0, 1):
+        assert error(forward(fast, 512, 512, seed=seed), forward(patcher, 512, 512, seed=seed)) < 5e-3
+    (shape,) = shapes()
+    assert shape["state"] == "kernels" and "out of memory" in shape["reason"]
