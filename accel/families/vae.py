@@ -52,9 +52,11 @@ def _is_layer(module: nn.Module) -> bool:
 def compile_vae(vae: comfy.sd.VAE) -> tuple[comfy.sd.VAE, str]:
     """(a VAE that decodes and encodes compiled, what the user should know or ""); ``vae`` stays as it is.
 
-    A VAE that cannot be compiled comes back as it is, with the reason.
+    A VAE that cannot be compiled comes back as it is, with the reason; one that is compiled already, as it is.
     """
     model = vae.first_stage_model
+    if _is_compiled(model):
+        return vae, ""
     obstacle = unsupported(model)
     if obstacle:
         message = f"{obstacle}. It runs in eager, as without this node"
@@ -64,6 +66,11 @@ def compile_vae(vae: comfy.sd.VAE) -> tuple[comfy.sd.VAE, str]:
     compiled.patcher = vae.patcher.clone()
     compiled.first_stage_model = _with_fused_parts(model, vae.downscale_ratio)
     return compiled, ""
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    decoder = getattr(model, "decoder", None)
+    return isinstance(getattr(decoder, "forward", None), _Forward)
 
 
 def _with_fused_parts(model: nn.Module, pixels: int) -> nn.Module:
