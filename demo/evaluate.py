@@ -43,7 +43,7 @@ class Setting:
 
     sampler: str = "euler"
     scheduler: str = "simple"
-    steps: int = 10
+    steps: int = 8
     cfg: float = 2.0
 
 
@@ -179,7 +179,9 @@ def main() -> None:
     }
     logging.info("%s", json.dumps(figures))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "proof.json").write_text(json.dumps(proof | ({"sweep": others} if others else {}), indent=1) + "\n")
+    (options.out / "proof.json").write_text(
+        json.dumps(proof | ({"sweep_256x256": others} if others else {}), indent=1) + "\n"
+    )
     grid(pictures).save(options.out / "samples.png", optimize=True)
 
 

@@ -1,0 +1,190 @@
+"""The demo model: what it is made of, that ComfyUI's own means work on it, and that it has learned its emoji."""
+
+import importlib
+import logging
+import time
+from types import ModuleType
+
+import pytest
+import torch
+
+LIMIT_BYTES = 12_000_000
+SHOWN = 6  # of the proof's 50 prompts, those sampled here
+
+
+@pytest.fixture(scope="module")
+def demo(demo_pack) -> ModuleType:
+    """demo/model.py."""
+    return importlib.import_module("anyshape_demo.model")
+
+
+@pytest.fixture(scope="module")
+def evaluate(demo_pack) -> ModuleType:
+    """demo/evaluate.py."""
+    return importlib.import_module("anyshape_demo.evaluate")
+
+
+@pytest.fixture(scope="module")
+def loaded(demo) -> tuple:
+    """MODEL, VAE and text encoder."""
+    return demo.load()
+
+
+def test_file_is_small_and_half_precision(demo):
+    weights, metadata = demo.read_file()
+    assert demo.FILE.stat().st_size <= LIMIT_BYTES
+    assert {w.dtype for w in weights.values()} == {torch.float16}
+    assert all(w.isfinite().all() for w in weights.values())
+    prefixes = (demo.UNET_PREFIX, demo.VAE_PREFIX, demo.TEXT_PREFIX)
+    assert all(key.startswith(prefixes) for key in weights)
+    assert len(set(metadata["prompts"])) == len(metadata["codepoints"]) >= 500
+
+
+def test_architecture_is_stable_diffusions(loaded):
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+    from comfy.ldm.modules.attention import SpatialTransformer
+    from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
+
+    patcher, vae, _ = loaded
+    unet = patcher.model.diffusion_model
+    assert type(unet) is UNetModel and type(vae.first_stage_model) is AutoencoderKL
+    assert len(unet.channel_mult) == 3 and len(unet.output_blocks) == len(unet.input_blocks)
+    for blocks in (unet.input_blocks, unet.output_blocks):
+        widths = {module.in_channels for block in blocks for module in block if isinstance(module, SpatialTransformer)}
+        assert widths == {64, 128}, "cross-attention at two levels"
+    assert any(isinstance(module, SpatialTransformer) for module in unet.middle_block)
+
+
+def test_nothing_wants_gradients(loaded):
+    patcher, vae, _ = loaded
+    modules = (patcher.model, vae.first_stage_model)
+    assert not any(p.requires_grad for module in modules for p in module.parameters())
+    assert not any(m.training for m in (patcher.model.diffusion_model, vae.first_stage_model))
+
+
+def test_every_weight_of_the_file_is_used(demo, loaded):
+    patcher, vae, _ = loaded
+    weights, _ = demo.read_file()
+    assert set(demo.under(weights, demo.VAE_PREFIX)) == set(vae.first_stage_model.state_dict())
+    assert set(demo.under(weights, demo.UNET_PREFIX)) == set(patcher.model.diffusion_model.state_dict())
+
+
+@pytest.mark.parametrize(("height", "width"), [(25, 33), (24, 40), (33, 25)])
+def test_latents_with_odd_sides(loaded, height, width):
+    patcher, vae, text = loaded
+    with torch.inference_mode():
+        x, t, context = torch.randn(2, 4, height, width), torch.tensor([999.0, 10.0]), text.encode("rocket")
+        out = patcher.model.diffusion_model(x, t, context=context.repeat(2, 1, 1))
+        picture = vae.decode(torch.randn(1, 4, height, width))
+    assert out.shape == x.shape and out.isfinite().all()
+    assert picture.shape == (1, height * 8, width * 8, 3)
+
+
+def test_autoencoder_gives_the_picture_back(loaded, evaluate):
+    vae = loaded[1]
+    emoji = torch.nn.functional.interpolate(evaluate.load_references()[:2], scale_factor=4, mode="bicubic").clamp(0, 1)
+    pixels = emoji.movedim(1, -1)
+    with torch.inference_mode():
+        latent = vae.encode(pixels)
+        made = vae.decode(latent)
+    assert latent.shape == (2, 4, 24, 24)
+    assert (made - pixels).abs().mean() < 0.03
+    scaled = loaded[0].model.process_latent_in(latent)
+    assert 0.5 < scaled.std() < 2, "the latent format's scale factor fits the latents"
+
+
+def test_prompt_lengths(demo, loaded):
+    text = loaded[2]
+    width = demo.CONTEXT_DIM
+    for words, tokens in ((0, 77), (2, 77), (77, 77), (78, 154), (200, 231)):
+        ((context, extra),) = demo.encode(text, " ".join(["rocket"] * words))
+        assert context.shape == (1, tokens, width) and extra["pooled_output"].shape == (1, width)
+
+
+def test_unknown_words(loaded, caplog):
+    text = loaded[2]
+    with caplog.at_level(logging.WARNING):
+        context = text.encode("red aple")
+    assert "'aple'" in caplog.text and "apple" in caplog.text
+    assert torch.equal(context, text.encode("red"))
+    with pytest.raises(ValueError, match="'rokcet'.*rocket"):
+        text.encode("rokcet")
+
+
+def test_weight_patches_find_their_keys_and_go_again(loaded, evaluate):
+    patcher = loaded[0].clone()
+    key = "diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight"
+    difference = torch.ones_like(patcher.model_state_dict()[key])
+    assert patcher.add_patches({key: (difference,)}, 0.5) == [key]
+    setting = evaluate.Setting(steps=2)
+
+    def picture(model) -> torch.Tensor:
+        with torch.inference_mode():
+            return evaluate.generate((model, *loaded[1:]), ["rocket"], [1], (64, 64), setting)
+
+    plain, patched = picture(loaded[0]), picture(patcher)
+    assert not torch.allclose(plain, patched, atol=1e-3)
+    assert torch.equal(plain, picture(loaded[0]))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_dtype_can_be_chosen(demo, dtype):
+    patcher, vae, _ = demo.load(dtype)
+    assert patcher.model.get_dtype() == vae.vae_dtype == demo.DTYPES[dtype]
+
+
+def test_activations_fit_in_half_precision(loaded, evaluate):
+    """The weights may be run in fp16 anywhere, so nothing on the way may come near its limit of 65504."""
+    patcher, vae, _ = loaded
+    largest = 0.0
+
+    def watch(module, inputs, output) -> None:
+        nonlocal largest
+        if torch.is_tensor(output):
+            largest = max(largest, output.abs().max().item())
+
+    modules = [m for root in (patcher.model.diffusion_model, vae.first_stage_model) for m in root.modules()]
+    handles = [module.register_forward_hook(watch) for module in modules]
+    try:
+        with torch.inference_mode():
+            evaluate.generate(loaded, ["octopus"], [1], (256, 256), evaluate.Setting(steps=4, cfg=5.0))
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert 0 < largest < 6000
+
+
+@pytest.mark.parametrize(("size", "steps"), [((256, 256), 8), ((200, 264), 8)])
+def test_pictures_show_what_was_asked_for(loaded, evaluate, size, steps):
+    """A part of the proof (demo/proof.json has it all): each picture is nearest to its own emoji among all 50."""
+    features, nearest = evaluate.features, evaluate.nearest
+    started = time.monotonic()
+    prompts = loaded[2].prompts
+    places = list(range(0, evaluate.COUNT, evaluate.COUNT // SHOWN))[:SHOWN]
+    names = [prompts[evaluate.proof_indices(len(prompts))[place]] for place in places]
+    with torch.inference_mode():
+        pictures = evaluate.generate(loaded, names, list(range(SHOWN)), size, evaluate.Setting(steps=steps))
+    found = nearest(features(pictures), features(evaluate.load_references()))
+    assert found.tolist() == places, names
+    assert time.monotonic() - started < 60
+
+
+def test_white_stays_white(loaded, evaluate):
+    with torch.inference_mode():
+        picture = evaluate.generate(loaded, ["rocket"], [3], (320, 192), evaluate.Setting(steps=8))[0]
+    assert picture[:, :, :40].mean() > 0.97 and picture[:, :, -40:].mean() > 0.97
+
+
+def test_nodes_give_what_comfyui_expects(demo_pack):
+    nodes = importlib.import_module("anyshape_demo.nodes")
+    schemas = {node.define_schema().node_id: node.define_schema() for node in (nodes.DemoLoader, nodes.DemoPrompt)}
+    assert set(schemas) == {"AnyShapeDemoLoader", "AnyShapeDemoPrompt"}
+    assert [output.io_type for output in schemas["AnyShapeDemoLoader"].outputs] == [
+        "MODEL",
+        "VAE",
+        "ANYSHAPE_DEMO_TEXT",
+    ]
+    assert all(entry.tooltip for schema in schemas.values() for entry in schema.inputs)
+    model, vae, text = nodes.DemoLoader.execute().result
+    (conditioning,) = nodes.DemoPrompt.execute(text, "").result
+    assert conditioning[0][0].shape == (1, 77, 96)
