@@ -1,0 +1,473 @@
+"""The engine's parts in plain torch: settings, keys, counters, reports and regions. No ComfyUI here."""
+
+import importlib.util
+import json
+import threading
+
+import pytest
+import torch
+
+from tools import embed
+from tools.paths import ROOT
+
+embed.bare_pack()
+
+from anyshape.accel import region_ops, regions, stats  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.engine import Call, Engine, Settings  # noqa: E402
+from anyshape.accel.errors import Unavailable  # noqa: E402
+from anyshape.accel.key import shape_key  # noqa: E402
+from anyshape.accel.ops import FusedOps, Norm, Stream, Weights  # noqa: E402
+from anyshape.accel.regions import Region  # noqa: E402
+
+
+def node_module(name):
+    """A module of nodes/ on its own: the package itself needs ComfyUI."""
+    spec = importlib.util.spec_from_file_location(f"lone_{name}", ROOT / "nodes" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Settings ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"mode": "fast"}, ["mode", "'fast'", "auto", "kernels", "regions", "off"]),
+        ({"mode": None}, ["mode", "None", "auto"]),
+        ({"graph_budget_mb": -1}, ["graph_budget_mb", "-1", "0", str(1 << 20), "megabytes"]),
+        ({"graph_budget_mb": (1 << 20) + 1}, ["graph_budget_mb", str((1 << 20) + 1), "megabytes"]),
+    ],
+)
+def test_bad_settings_name_the_input_the_value_and_the_fix(bad, words) -> None:
+    with pytest.raises(ValueError) as refused:
+        Settings(**bad)
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_good_settings() -> None:
+    assert Settings() == Settings("auto", 2048)
+    assert Settings("off", 0).graph_budget_bytes == 0
+    assert Settings(graph_budget_mb=1 << 20).graph_budget_bytes == 1 << 40
+
+
+# Keys -------------------------------------------------------------------------------------------------------------
+
+
+def key(shape=(2, 4, 8, 8), dtype=torch.float32, structure=None, **more):
+    return shape_key({"x": torch.zeros(shape, dtype=dtype), "timesteps": torch.zeros(2), **more}, structure)
+
+
+def test_equal_calls_have_equal_keys() -> None:
+    assert key() == key() and hash(key()) == hash(key())
+    assert key(structure={"output": 3}) == key(structure={"output": 3})
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"shape": (1, 4, 8, 8)},
+        {"shape": (2, 4, 8, 9)},
+        {"dtype": torch.bfloat16},
+        {"y": torch.zeros(2, 8)},
+        {"context": torch.zeros(2, 77, 8)},
+        {"structure": {"output": 3}},
+    ],
+    ids=str,
+)
+def test_what_a_graph_depends_on_is_in_the_key(other) -> None:
+    assert key() != key(**other)
+
+
+def test_structures_differ_by_length_and_name() -> None:
+    keys = {key(structure=s) for s in ({"output": 3}, {"output": 4}, {"input": 3}, {"output": 3, "middle": 1}, {})}
+    assert len(keys) == 5
+
+
+def test_a_key_reads_well() -> None:
+    residual = {"control.output.0": torch.zeros(2, 8)}
+    text = str(key(context=torch.zeros(2, 77, 8), structure={"output": 1}, **residual))
+    assert text == "x[2x4x8x8] context[2x77x8] output*1 float32"
+
+
+# Counters ---------------------------------------------------------------------------------------------------------
+
+CONTRACT = {
+    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"},
+    "model": {"name", "kind", "region_graphs", "recompiles", "compile_seconds", "shapes"},
+    "shape": {
+        "key", "width", "height", "batch", "state", "calls", "replays", "first_call_seconds", "median_ms", "bytes",
+        "reason",
+    },
+    "graphs": {"budget_bytes", "used_bytes", "evictions"},
+    "fallback": {"where", "reason", "count"},
+    "artifacts": {"dir", "loaded", "saved", "rejected"},
+}  # fmt: skip
+TYPES = {
+    **dict.fromkeys(["region_graphs", "recompiles", "width", "height", "batch", "calls", "replays", "bytes"], int),
+    **dict.fromkeys(["name", "kind", "key", "state", "reason"], str),
+    **dict.fromkeys(["compile_seconds", "first_call_seconds", "median_ms"], float),
+}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counters of the test's own, with one model and one shape in them."""
+    own = stats.Stats()
+    monkeypatch.setattr(stats, "STATS", own)
+    shape = own.model("UNet", "unet").shape("k", 512, 768, 2)
+    shape.calls, shape.state = 3, "regions"
+    with shape.times.measure(torch.device("cpu")):
+        pass
+    own.fallback("UNet", "a reason")
+    own.fallback("UNet", "a reason")
+    return own
+
+
+def test_snapshot_keeps_the_contract(counted) -> None:
+    now = stats.snapshot()
+    (model,), (fallback,) = now["models"], now["fallbacks"]
+    (shape,) = model["shapes"]
+    found = {"": now, "model": model, "shape": shape, "graphs": now["graphs"], "fallback": fallback}
+    for name, part in {**found, "artifacts": now["artifacts"]}.items():
+        assert set(part) == CONTRACT[name], name
+    assert now["version"] == 1 and isinstance(now["device"], str)
+    for name, value in {**model, **shape}.items():
+        assert name == "shapes" or type(value) is TYPES[name], name
+    assert fallback == {"where": "UNet", "reason": "a reason", "count": 2}
+
+
+def test_snapshot_is_json(counted) -> None:
+    now = stats.snapshot()
+    assert json.loads(json.dumps(now)) == now
+
+
+def test_a_snapshot_does_not_change_afterwards(counted) -> None:
+    now = json.dumps(stats.snapshot())
+    kept = stats.snapshot()
+    counted.model("another", "vae").shape("k", 8, 8, 1).calls = 9
+    counted.graphs.used_bytes = 7
+    counted.fallback("UNet", "a reason")
+    assert json.dumps(kept) == now
+
+
+def test_old_models_are_forgotten(counted) -> None:
+    for index in range(stats.MAX_MODELS + 5):
+        counted.model(f"model {index}", "unet")
+    names = [model["name"] for model in stats.snapshot()["models"]]
+    assert len(names) == stats.MAX_MODELS and names[-1] == f"model {stats.MAX_MODELS + 4}" and "UNet" not in names
+
+
+def test_old_shapes_are_forgotten(counted) -> None:
+    model = counted.model("many", "unet")
+    for width in range(stats.MAX_SHAPES + 3):
+        model.shape(f"{width}", width, 8, 1).calls += 1
+    assert len(model.shapes) == stats.MAX_SHAPES and "2" not in model.shapes and "3" in model.shapes
+    model.shape("3", 3, 8, 1).calls += 1
+    assert model.shapes["3"].calls == 2
+
+
+def test_models_of_one_name_are_told_apart(counted) -> None:
+    """For as long as a session lasts: the first ones are long forgotten, the last ones still differ."""
+    for _ in range(3 * stats.MAX_MODELS):
+        counted.model("UNet", "unet")
+    names = [model["name"] for model in stats.snapshot()["models"]]
+    assert len(set(names)) == len(names) and all(name.startswith("UNet") for name in names)
+
+
+def test_clear_keeps_the_models(counted) -> None:
+    counted.clear()
+    now = stats.snapshot()
+    assert now["fallbacks"] == [] and [model["shapes"] for model in now["models"]] == [[]]
+
+
+def test_expect_is_an_oracle(counted) -> None:
+    with stats.expect(fallbacks=1, calls=0):
+        counted.fallback("here", "why")
+    with pytest.raises(AssertionError, match=r"'fallbacks': 0.*'fallbacks': 1"), stats.expect(fallbacks=0):
+        counted.fallback("here", "why")
+    with pytest.raises(AssertionError), stats.expect(calls=1):
+        pass
+    with pytest.raises(AssertionError), stats.expect(no_such_counter=0):
+        pass
+
+
+def test_times_are_medians() -> None:
+    times = stats.CallTimes()
+    assert times.median_ms() == 0.0
+    times._done.extend([1.0, 100.0, 2.0])
+    assert times.median_ms() == 2.0
+
+
+# Reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_report_text(counted) -> None:
+    counted.graphs.budget_bytes, counted.graphs.used_bytes, counted.graphs.evictions = 64 << 20, 32 << 20, 1
+    text = node_module("report").report(stats.snapshot())
+    for part in ("UNet (unet): 1 sizes", "0 recompiles", "512x768", "regions", "32 of 64 MB, 1 evicted"):
+        assert part in text
+    assert "- UNet, 2 times: a reason" in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_report_of_nothing() -> None:
+    assert "Nothing has run" in node_module("report").report(stats.Stats().snapshot())
+
+
+def is_image(chart) -> bool:
+    """ComfyUI's IMAGE: [B, H, W, 3] in 0..1."""
+    in_range = 0 <= chart.min() and chart.max() <= 1
+    return chart.ndim == 4 and chart.shape[0] == 1 and chart.shape[3] == 3 and chart.dtype == torch.float32 and in_range
+
+
+def test_chart(counted) -> None:
+    draw = node_module("chart").draw
+    small, counted_model = draw(stats.snapshot()), counted.model("more", "vae")
+    for state in ("graph", "kernels", "regions", "eager"):
+        counted_model.shape(state, 8, 8, 1).state = state
+    large = draw(stats.snapshot())
+    assert is_image(small) and is_image(large) and large.shape[1] > small.shape[1] and small.std() > 0.05
+
+
+def test_chart_of_nothing_says_so() -> None:
+    chart = node_module("chart").draw(stats.Stats().snapshot())
+    assert is_image(chart) and chart.min() < 0.5
+
+
+def test_chart_of_many_sizes_stays_small(counted) -> None:
+    for width in range(200):
+        counted.model("UNet", "unet").shape(f"{width}", width, 8, 1)
+    assert node_module("chart").draw(stats.snapshot()).shape[1] < 2000
+
+
+# The decision -----------------------------------------------------------------------------------------------------
+
+
+def call(forward, eager=lambda: torch.zeros(1), **changes):
+    inputs = {"x": torch.ones(2, 4, 8, 8)}
+    return Call(shape_key(inputs), inputs, forward, eager, weights=0, width=64, height=64, batch=2, **changes)
+
+
+@pytest.fixture
+def engine(counted):
+    return Engine(counted.model("Engine", "unet"), passthrough=(KeyboardInterrupt, InterruptedError))
+
+
+def states(engine):
+    return [(shape.state, shape.reason) for shape in engine.stats.shapes.values()]
+
+
+def test_the_fast_forward_is_used(engine) -> None:
+    out = engine(call(lambda ops, inputs: inputs["x"] * 2), Settings())
+    assert torch.equal(out, torch.full((2, 4, 8, 8), 2.0))
+    assert states(engine) == [("regions", "")]
+
+
+def test_an_obstacle_means_eager(engine) -> None:
+    out = engine(call(lambda ops, inputs: 1 / 0, obstacle="because"), Settings())
+    assert torch.equal(out, torch.zeros(1))
+    assert states(engine) == [("eager", "because")]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), Unavailable("not here"), torch._dynamo.exc.Unsupported("x")])
+def test_a_failure_retires_the_tier(engine, error) -> None:
+    tried = []
+
+    def fail(ops, inputs):
+        tried.append(ops.name)
+        raise error
+
+    for _ in range(3):
+        assert torch.equal(engine(call(fail), Settings()), torch.zeros(1))
+    assert tried == ["regions"]
+    assert states(engine)[0][0] == "eager" and str(error) in states(engine)[0][1]
+
+
+def test_an_interrupt_is_no_failure(engine) -> None:
+    def stop(ops, inputs):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        engine(call(stop), Settings())
+    engine(call(lambda ops, inputs: inputs["x"]), Settings())
+    assert states(engine) == [("regions", "")]
+
+
+def test_an_error_that_eager_raises_too_is_not_ours(engine) -> None:
+    def wrong(*_):
+        raise ValueError("the caller's")
+
+    with pytest.raises(ValueError, match="the caller's"):
+        engine(call(wrong, eager=wrong), Settings())
+    engine(call(lambda ops, inputs: inputs["x"]), Settings())
+    assert states(engine) == [("regions", "")]
+
+
+def test_calls_are_timed(engine) -> None:
+    for _ in range(3):
+        engine(call(lambda ops, inputs: inputs["x"]), Settings())
+    (shape,) = engine.stats.as_dict()["shapes"]
+    assert (
+        shape["calls"] == 3
+        and shape["first_call_seconds"] >= 0
+        and len(engine.stats.shapes[shape["key"]].times._done) == 2
+    )
+
+
+def test_a_recompile_is_counted(engine) -> None:
+    """A tier may compile in its first call; what it compiles later is what this pack promises not to do."""
+    region = Region(scaled)
+    forward = lambda ops, inputs: region(torch.ones(rows, 4), torch.ones(4))  # noqa: E731
+    counts = []
+    for rows in (2, 3, 1, 1):  # noqa: B007  (the forward reads it)
+        engine(call(forward), Settings())
+        counts.append((engine.stats.region_graphs, engine.stats.recompiles))
+    assert counts == [(1, 0), (1, 0), (2, 1), (2, 1)]
+    assert engine.stats.compile_seconds > 0
+
+
+# Regions ----------------------------------------------------------------------------------------------------------
+
+
+def scaled(x, w):
+    return torch.nn.functional.silu(x) * w + x
+
+
+def checked(region, *args):
+    """The region's result, compared with the plain function's."""
+    out = region(*args)
+    assert torch.allclose(out, region._fn(*args), atol=1e-6)
+    return out
+
+
+def test_sizes_are_symbolic() -> None:
+    region = Region(scaled)
+    for rows, columns in [(4, 8), (5, 8), (4, 9), (1000, 3), (2, 2)]:
+        checked(region, torch.randn(rows, columns), torch.randn(columns))
+    assert (region.graphs, region.misses) == (1, 0)
+
+
+def test_a_size_of_one_is_a_variant() -> None:
+    region = Region(scaled)
+    for rows in (1, 3, 1, 7):
+        checked(region, torch.randn(rows, 8), torch.randn(8))
+    assert (region.graphs, region.misses) == (2, 0)
+
+
+def test_the_same_tensor_twice() -> None:
+    """x for both arguments, then two tensors: one graph, which must not have learned that they are one."""
+    region = Region(scaled)
+    x = torch.randn(6, 6)
+    for second in (x, torch.randn(6, 6), x):
+        checked(region, x, second)
+    assert (region.graphs, region.misses) == (1, 0)
+
+
+def test_a_miss_is_counted_and_right() -> None:
+    region = Region(scaled)
+    checked(region, torch.randn(4, 8), torch.randn(8))
+    checked(region, torch.randn(8, 4).t(), torch.randn(8))  # other strides than the compiled graph's
+    assert (region.graphs, region.misses) == (1, 1)
+
+
+def test_variants_are_bounded(monkeypatch) -> None:
+    monkeypatch.setattr(regions, "MAX_VARIANTS", 1)
+    region = Region(scaled)
+    checked(region, torch.randn(4, 8), torch.randn(8))
+    for _ in range(2):
+        checked(region, torch.randn(4, 8).double(), torch.randn(8).double())
+    assert (region.graphs, region.misses) == (1, 2)
+
+
+def test_the_callers_tensors_stay_unmarked() -> None:
+    """A mark would make every later torch.compile user's graphs dynamic."""
+    region, x, w = Region(scaled), torch.randn(4, 8), torch.nn.Parameter(torch.randn(8))
+    attributes = dir(x), dir(w)
+    with torch.no_grad():
+        region(x, w), region(x, w)
+    assert (dir(x), dir(w)) == attributes
+    assert not hasattr(x, "_dynamo_dynamic_indices") and x._version == 0
+
+
+def test_a_worker_thread_compiles() -> None:
+    """ComfyUI runs prompts in a thread that is not the main one."""
+    region, results = Region(scaled), []
+
+    def work():
+        with torch.inference_mode():
+            results.append(
+                torch.equal(region(torch.ones(4, 8), torch.ones(8)), scaled(torch.ones(4, 8), torch.ones(8)))
+            )
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert results == [True, True] and (region.graphs, region.misses) == (1, 0)
+
+
+def test_two_regions_of_one_function_are_apart() -> None:
+    """Neither fills the other's cache, and the function itself stays as it is for others."""
+    first, second = Region(scaled), Region(scaled)
+    checked(first, torch.randn(4, 8), torch.randn(8))
+    assert second.graphs == 0
+    checked(second, torch.randn(4, 8), torch.randn(8))
+    assert first.graphs == second.graphs == 1
+    assert first._fn is scaled and not hasattr(scaled, "_torchdynamo_orig_callable")
+
+
+def unsupported_by_compile(x):
+    raise_if_compiling()
+    return x
+
+
+def raise_if_compiling():
+    torch._dynamo.graph_break()
+
+
+def test_what_does_not_compile_raises_and_is_tried_again() -> None:
+    region = Region(unsupported_by_compile)
+    for _ in range(2):
+        with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+            region(torch.randn(4))
+    assert region.graphs == 0
+
+
+def transformer_weights(channels, inner):
+    """Norm and layers of a feed-forward."""
+    layers = [(channels, channels), (2 * inner, channels), (channels, inner)]
+    norm = Norm(torch.ones(channels), torch.zeros(channels), 1e-5)
+    return [Weights(torch.randn(shape) / 4, torch.randn(shape[0])) for shape in layers], norm
+
+
+def feed_forward(ops, made, x):
+    (out, up, down), norm = made
+    with torch.inference_mode():
+        return ops.feed_forward(x, Stream(x * 2), out, norm, up, down).settled()
+
+
+def test_weights_made_in_and_out_of_inference_mode_share_a_graph() -> None:
+    """A LoRA rewrites some weights inside inference mode, the others were loaded outside."""
+    ops, (outside, norm) = region_ops.RegionOps(), transformer_weights(32, 8)
+    with torch.inference_mode():
+        inside, _ = transformer_weights(32, 8)
+    feed_forward(ops, (outside, norm), torch.randn(2, 5, 32))
+    graphs, misses = region_ops.graphs(), region_ops.misses()
+    for layers in (inside, [inside[0], outside[1], inside[2]], outside):
+        x = torch.randn(3, 7, 32)
+        wanted = feed_forward(FusedOps(), (layers, norm), x)
+        assert torch.allclose(feed_forward(ops, (layers, norm), x), wanted, atol=1e-4)
+    assert (region_ops.graphs(), region_ops.misses()) == (graphs, misses)
+
+
+def test_region_ops_equal_plain_torch() -> None:
+    """One row included, which no graph may see: a size of 1 would need one of its own."""
+    made, ops = transformer_weights(16, 24), region_ops.RegionOps()
+    feed_forward(ops, made, torch.randn(2, 5, 16))
+    graphs = region_ops.graphs()
+    for rows in ((1, 1), (1, 9), (4, 1), (3, 64)):
+        x = torch.randn(*rows, 16)
+        assert torch.allclose(feed_forward(ops, made, x), feed_forward(FusedOps(), made, x), atol=1e-4)
+    assert region_ops.graphs() == graphs

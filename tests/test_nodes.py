@@ -1,0 +1,255 @@
+"""The three nodes through the real server: contract, bad values, stats, and one model with and without them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tools.comfy_server import ComfyServer, PromptError
+
+# The contract: node id -> display name, inputs (type or choices, default, minimum) in order, outputs.
+MODES = ["auto", "kernels", "regions", "off"]
+CONTRACT = {
+    "AnyShapeCompileModel": (
+        "Compile Model",
+        {"model": ("MODEL", None, None), "mode": (MODES, "auto", None), "graph_budget_mb": ("INT", 2048, 0)},
+        {"MODEL": "MODEL"},
+    ),
+    "AnyShapeCompileVAE": (
+        "Compile VAE",
+        {"vae": ("VAE", None, None), "enabled": ("BOOLEAN", True, None)},
+        {"VAE": "VAE"},
+    ),
+    "AnyShapeShapeCacheInfo": (
+        "Shape Cache Info",
+        {"after": ("*", None, None)},
+        {"report": "STRING", "stats": "STRING", "chart": "IMAGE"},
+    ),
+}
+STATS = {
+    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"},
+    "model": {"name", "kind", "region_graphs", "recompiles", "compile_seconds", "shapes"},
+    "shape": {
+        "key", "width", "height", "batch", "state", "calls", "replays", "first_call_seconds", "median_ms", "bytes",
+        "reason",
+    },
+    "graphs": {"budget_bytes", "used_bytes", "evictions"},
+    "artifacts": {"dir", "loaded", "saved", "rejected"},
+}  # fmt: skip
+CLOSE = 4 / 255  # of a pixel's range; what the demo allows
+SIZE = {"width": 136, "height": 120, "batch_size": 2}  # a latent of 17 x 15
+
+
+# Schemas ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def described(server: ComfyServer) -> dict:
+    return server.object_info()
+
+
+def as_contract(node: dict) -> tuple:
+    """A node of /object_info in the form of CONTRACT."""
+    inputs = {}
+    for name, (kind, *rest) in {**node["input"].get("required", {}), **node["input"].get("optional", {})}.items():
+        options = rest[0] if rest else {}
+        kind = options.get("options", kind) if kind == "COMBO" else kind
+        inputs[name] = (kind, options.get("default"), options.get("min"))
+    return node["display_name"], inputs, dict(zip(node["output_name"], node["output"], strict=True))
+
+
+@pytest.mark.parametrize("node_id", CONTRACT)
+def test_schema(described, node_id) -> None:
+    node = described[node_id]
+    assert as_contract(node) == CONTRACT[node_id]
+    assert list(as_contract(node)[1]) == list(CONTRACT[node_id][1])
+    assert node["category"] == "AnyShape" and not node["experimental"] and not node["deprecated"]
+
+
+def test_only_the_info_node_is_an_end(described) -> None:
+    assert {name: described[name]["output_node"] for name in CONTRACT} == {
+        "AnyShapeCompileModel": False, "AnyShapeCompileVAE": False, "AnyShapeShapeCacheInfo": True
+    }  # fmt: skip
+    assert set(described["AnyShapeShapeCacheInfo"]["input"].get("required", {})) == set()
+
+
+def test_tooltips_everywhere(pack) -> None:
+    """On every input and every output, long enough to say something."""
+    for node in pack.nodes.NODES:
+        schema = node.define_schema()
+        for slot in [*schema.inputs, *schema.outputs]:
+            assert slot.tooltip and len(slot.tooltip) > 10, (schema.node_id, slot)
+        assert len(schema.description) > 40
+
+
+def test_the_ids_are_the_packs_own(pack) -> None:
+    """Other packs have a CompileModel too, and the last one loaded wins."""
+    assert all(node.define_schema().node_id.startswith("AnyShape") for node in pack.nodes.NODES)
+
+
+# Workflows --------------------------------------------------------------------------------------------------------
+
+
+def node(class_type: str, **inputs: object) -> dict:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def demo(sampled: list, decoded: list, seed: int = 5, **more: dict) -> dict:
+    """Text to image on the demo model, with the MODEL ``sampled`` and the VAE ``decoded``; ``more``: further nodes."""
+    return {
+        "loader": node("AnyShapeDemoLoader", dtype="fp32"),
+        "yes": node("AnyShapeDemoPrompt", text_encoder=["loader", 2], text="rocket"),
+        "no": node("AnyShapeDemoPrompt", text_encoder=["loader", 2], text=""),
+        "latent": node("EmptyLatentImage", **SIZE),
+        "sampler": node(
+            "KSampler", model=sampled, positive=["yes", 0], negative=["no", 0], latent_image=["latent", 0], seed=seed,
+            steps=3, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0,
+        ),
+        "decode": node("VAEDecode", samples=["sampler", 0], vae=decoded),
+        "save": node("SaveImage", images=["decode", 0], filename_prefix="nodes"),
+        **more,
+    }  # fmt: skip
+
+
+def without(**more: dict) -> dict:
+    return demo(["loader", 0], ["loader", 1], **more)
+
+
+def with_nodes(mode: str = "auto", enabled: bool = True, budget: int = 2048, seed: int = 5) -> dict:
+    model = node("AnyShapeCompileModel", model=["loader", 0], mode=mode, graph_budget_mb=budget)
+    vae = node("AnyShapeCompileVAE", vae=["loader", 1], enabled=enabled)
+    return demo(["model", 0], ["vae", 0], seed, model=model, vae=vae)
+
+
+def files(server: ComfyServer, flow: dict, node_id: str = "save") -> list[bytes]:
+    """The saved files of a workflow, which must really have sampled."""
+    ran = []
+    entry = server.run(flow, lambda kind, data: ran.append(data.get("node")) if kind == "executing" else None)
+    assert "sampler" in ran
+    return [server.get("/view", **image).content for image in entry["outputs"][node_id]["images"]]
+
+
+def pixels(server: ComfyServer, flow: dict) -> np.ndarray:
+    """The pictures of a workflow, [B, H, W, 3] in 0..1."""
+    entry = server.run(flow)
+    pictures = [server.view(image).convert("RGB") for image in entry["outputs"]["save"]["images"]]
+    return np.stack([np.asarray(picture, dtype=np.float32) / 255 for picture in pictures])
+
+
+def stats(server: ComfyServer) -> dict:
+    return server.get("/anyshape/stats").json()
+
+
+def calls(server: ComfyServer) -> int:
+    return sum(shape["calls"] for model in stats(server)["models"] for shape in model["shapes"])
+
+
+@pytest.fixture(scope="module")
+def plain(server) -> tuple[list[bytes], np.ndarray]:
+    """What the workflow without our nodes makes: its files, and the same as pixels."""
+    saved, before = files(server, without()), calls(server)
+    shown = pixels(server, without(again=node("SaveImage", images=["decode", 0], filename_prefix="again")))
+    assert calls(server) == before
+    return saved, shown
+
+
+def test_with_without_with(server, plain) -> None:
+    """One checkpoint, A with the nodes, B without, A with: B's files are those of a run that never saw us."""
+    first = pixels(server, with_nodes())
+    count = calls(server)
+    assert count > 0
+    assert files(server, without()) == plain[0]
+    assert calls(server) == count
+    again = pixels(server, with_nodes())
+    assert calls(server) > count
+    assert np.array_equal(first, again)
+    assert first.shape == (2, 120, 136, 3) and np.abs(first - plain[1]).max() <= CLOSE
+
+
+def test_switched_off_is_plain(server, plain) -> None:
+    before = calls(server)
+    assert np.array_equal(pixels(server, with_nodes(mode="off", enabled=False)), plain[1])
+    assert calls(server) == before
+
+
+@pytest.mark.parametrize(("mode", "budget"), [("regions", 0), ("kernels", 0), ("auto", 1 << 20)])
+def test_every_setting_makes_the_image(server, plain, mode, budget) -> None:
+    """Kernels on a machine without a GPU and a budget larger than any card included."""
+    assert np.abs(pixels(server, with_nodes(mode, budget=budget)) - plain[1]).max() <= CLOSE
+
+
+def test_a_second_seed_compiles_nothing(server, plain) -> None:
+    server.run(with_nodes())
+    before = [(model["name"], model["region_graphs"], model["recompiles"]) for model in stats(server)["models"]]
+    server.run(with_nodes(seed=6))
+    after = [(model["name"], model["region_graphs"], model["recompiles"]) for model in stats(server)["models"]]
+    assert before == after and {model["kind"] for model in stats(server)["models"]} >= {"unet", "vae"}
+
+
+# Stats ------------------------------------------------------------------------------------------------------------
+
+
+def check_stats(found: dict) -> None:
+    assert set(found) == STATS[""] and found["version"] == 1
+    assert set(found["graphs"]) == STATS["graphs"] and set(found["artifacts"]) == STATS["artifacts"]
+    for model in found["models"]:
+        assert set(model) == STATS["model"]
+        assert all(set(shape) == STATS["shape"] for shape in model["shapes"])
+    assert all(set(fallback) == {"where", "reason", "count"} for fallback in found["fallbacks"])
+
+
+def test_the_route_and_the_node_agree(server, plain) -> None:
+    """After a run: the size in image pixels and the batch in images a prompt, as the user set them."""
+    server.run(with_nodes())
+    flow = {"info": node("AnyShapeShapeCacheInfo"), "show": node("PreviewAny", source=["info", 1])}
+    outputs = server.run(flow)["outputs"]
+    shown, text = json.loads(outputs["show"]["text"][0]), outputs["info"]["text"][0]
+    check_stats(shown)
+    routed = stats(server)
+    check_stats(routed)
+    assert [model["shapes"] for model in shown["models"]] == [model["shapes"] for model in routed["models"]]
+    for kind in ("unet", "vae"):
+        ours = [s for model in shown["models"] if model["kind"] == kind for s in model["shapes"]]
+        assert any((s["width"], s["height"], s["batch"]) == (136, 120, 2) for s in ours), kind
+    assert "136x120" in text and "recompiles" in text
+
+
+def test_the_info_node_runs_each_time_and_after_its_input(server, plain) -> None:
+    """ComfyUI caches outputs; this node's would be old. The chart is a picture."""
+    info = node("AnyShapeShapeCacheInfo", after=["decode", 0])
+    flow = with_nodes() | {"info": info, "chart": node("SaveImage", images=["info", 2], filename_prefix="chart")}
+    order = [[], []]
+    for ran in order:
+        entry = server.run(flow, lambda kind, d, ran=ran: ran.append(d.get("node")) if kind == "executing" else None)
+    assert "info" in order[0] and "info" in order[1]
+    assert "sampler" not in order[1]  # the rest comes from ComfyUI's cache
+    (chart,) = (server.view(image) for image in entry["outputs"]["chart"]["images"])
+    assert chart.width > 500 and len(chart.convert("RGB").getcolors(1 << 20)) > 10
+
+
+# Bad values -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"budget": -1}, ["graph_budget_mb", "-1", "min of 0"]),
+        ({"budget": (1 << 20) + 1}, ["graph_budget_mb", str((1 << 20) + 1), "max of"]),
+        ({"budget": "much"}, ["graph_budget_mb", "much"]),
+        ({"mode": "x"}, ["mode", "'x'", "regions"]),
+    ],
+    ids=str,
+)
+def test_bad_values_are_refused(server, bad, words) -> None:
+    """By ComfyUI, before anything runs, with the node, the input and the value."""
+    with pytest.raises(PromptError) as refused:
+        server.run(with_nodes(**bad))
+    assert refused.value.node_type == "AnyShapeCompileModel"
+    assert [word for word in words if word not in str(refused.value)] == []
+
+
+def test_a_missing_model_is_refused(server) -> None:
+    flow = with_nodes()
+    del flow["model"]["inputs"]["model"]
+    with pytest.raises(PromptError, match="model"):
+        server.run(flow)

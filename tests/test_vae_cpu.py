@@ -1,0 +1,312 @@
+"""Compile VAE on ComfyUI's own autoencoders, on the CPU: the picture of eager, a shared VAE that stays as it is."""
+
+import pytest
+import torch
+
+CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
+SIZES = [(64, 64, 1), (200, 264, 2), (264, 200, 1), (8, 8, 1), (72, 40, 4)]  # width, height in pixels, batch
+
+
+@pytest.fixture(scope="module")
+def models(pack):
+    from bench import models
+
+    return models
+
+
+@pytest.fixture(scope="module")
+def vae(models):
+    return models.vae(torch.float32, ch=32, num_res_blocks=1)
+
+
+@pytest.fixture
+def fresh(models):
+    """A VAE of the test's own: what is retired there harms no other test."""
+    return models.vae(torch.float32, ch=32, num_res_blocks=1)
+
+
+@pytest.fixture(autouse=True)
+def _clean(pack):
+    from anyshape.accel import stats
+
+    stats.STATS.clear()
+
+
+def compiled(vae):
+    from anyshape.accel.families.vae import compile_vae
+
+    out, message = compile_vae(vae)
+    assert message == ""
+    return out
+
+
+def latent(width, height, batch=1, channels=4):
+    generator = torch.Generator().manual_seed(width * 31 + height)
+    return torch.randn(batch, channels, height // 8, width // 8, generator=generator)
+
+
+def picture(width, height, batch=1):
+    return torch.rand(batch, height, width, 3, generator=torch.Generator().manual_seed(width * 31 + height))
+
+
+def decode(vae, *args, **kwargs):
+    with torch.inference_mode():
+        return vae.decode(latent(*args, **kwargs))
+
+
+def encode(vae, *args):
+    with torch.inference_mode():
+        return vae.encode(picture(*args))
+
+
+def error(out, reference):
+    """Relative L2."""
+    assert out.shape == reference.shape and torch.isfinite(out).all()
+    return ((out - reference).norm() / reference.norm()).item()
+
+
+def shapes():
+    from anyshape.accel import stats
+
+    return [s for m in stats.snapshot()["models"] for s in m["shapes"]]
+
+
+def fallbacks():
+    from anyshape.accel import stats
+
+    return stats.snapshot()["fallbacks"]
+
+
+def states():
+    return {s["state"] for s in shapes()}
+
+
+# Parity -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_decode_and_encode_equal_eager(vae, size):
+    fast = compiled(vae)
+    image = decode(vae, *size)
+    assert 0.01 < image.std() and image.shape == (size[2], size[1], size[0], 3)
+    assert error(decode(fast, *size), image) < CLOSE
+    assert error(encode(fast, *size), encode(vae, *size)) < CLOSE
+    assert states() == {"regions"}
+    assert {(s["width"], s["height"], s["batch"]) for s in shapes()} == {size}
+
+
+def test_odd_pictures_are_cropped_as_in_eager(vae):
+    fast = compiled(vae)
+    assert error(encode(fast, 203, 67), encode(vae, 203, 67)) < CLOSE
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_tiled_equals_eager(vae, batch):
+    fast = compiled(vae)
+    size = (200, 136, batch)
+    with torch.inference_mode():
+        tiles = {"tile_x": 16, "tile_y": 16, "overlap": 4}
+        wanted = vae.decode_tiled(latent(*size), **tiles)
+        assert error(fast.decode_tiled(latent(*size), **tiles), wanted) < CLOSE
+        assert error(wanted, vae.decode(latent(*size))) > CLOSE  # it was tiled
+        pixels = {"tile_x": 128, "tile_y": 128, "overlap": 32}
+        out, wanted = (each.encode_tiled(picture(*size), **pixels) for each in (fast, vae))
+    assert error(out, wanted) < CLOSE
+    assert states() == {"regions"} and len(shapes()) > 4
+
+
+def test_no_size_compiles(vae):
+    """After the first decode and the first encode: no size, no batch, and no second VAE."""
+    from anyshape.accel import region_ops, stats
+
+    fast = compiled(vae)
+    decode(fast, 64, 64), encode(fast, 64, 64)
+    misses, graphs = region_ops.misses(), region_ops.graphs()
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        for width, height, batch in [*SIZES, (128, 64, 3), (64, 128, 1), (8, 16, 1)]:
+            decode(fast, width, height, batch), encode(fast, width, height, batch)
+        decode(compiled(vae), 80, 80)
+    assert (region_ops.misses(), region_ops.graphs()) == (misses, graphs)
+
+
+# The shared VAE ---------------------------------------------------------------------------------------------------
+
+
+def test_toggling_leaves_the_shared_vae_as_it_was(vae):
+    """A with the node, B without, A with, on one VAE: B to the bit what it was before."""
+    before, image, moments = vae_footprint(vae), decode(vae, 72, 64), encode(vae, 72, 64)
+    fast = compiled(vae)
+    first = decode(fast, 72, 64), encode(fast, 72, 64)
+    count = sum(s["calls"] for s in shapes())
+    assert torch.equal(decode(vae, 72, 64), image) and torch.equal(encode(vae, 72, 64), moments)
+    assert sum(s["calls"] for s in shapes()) == count == 2
+    assert torch.equal(decode(fast, 72, 64), first[0]) and torch.equal(encode(fast, 72, 64), first[1])
+    assert vae_footprint(vae) == before
+    assert vae.patcher is not fast.patcher and vae.patcher.model is vae.first_stage_model
+
+
+def vae_footprint(vae):
+    modules = [(name, id(m), sorted(m.__dict__)) for name, m in vae.first_stage_model.named_modules()]
+    weights = [(p.data_ptr(), p.stride(), p.double().sum().item()) for p in vae.first_stage_model.parameters()]
+    return modules, weights, sorted(vae.__dict__)
+
+
+def test_weights_and_their_names_are_shared(vae):
+    """A node that saves or loads the VAE's weights finds what it knows, and no byte is copied."""
+    fast = compiled(vae)
+    own, ours = vae.get_sd(), fast.get_sd()
+    assert list(own) == list(ours)
+    assert all(own[name].data_ptr() == ours[name].data_ptr() for name in own)
+    assert fast.model_size() == vae.model_size()
+
+
+def test_disabled_passes_through(vae, pack):
+    from anyshape.nodes import CompileVAE
+
+    assert CompileVAE.execute(vae, False).args[0] is vae
+
+
+def test_compiling_twice_is_compiling_once(vae):
+    once = compiled(vae)
+    fast = compiled(once)
+    assert once is not vae and fast is once
+    assert error(decode(fast, 64, 64), decode(vae, 64, 64)) < CLOSE
+    assert [s["calls"] for s in shapes()] == [1]
+
+
+# Other VAEs -------------------------------------------------------------------------------------------------------
+
+
+def test_tiny_autoencoder_passes_through(models):
+    """TAESD: a family that we do not know; the message says so, the pictures are ComfyUI's."""
+    import comfy.sd
+    from anyshape.accel.families.vae import compile_vae
+    from comfy.taesd.taesd import TAESD
+
+    model = TAESD()
+    models.randomise(model)
+    tiny = comfy.sd.VAE(sd=model.state_dict(), dtype=torch.float32)
+    assert type(tiny.first_stage_model) is TAESD
+    out, message = compile_vae(tiny)
+    assert out is tiny and "TAESD" in message and "eager" in message
+    assert torch.equal(decode(out, 64, 72), decode(tiny, 64, 72))
+    assert [f["reason"] for f in fallbacks()] == [message]
+
+
+def test_video_vae_passes_through(models):
+    """HunyuanVideo's: the same class, but layers for five dimensions."""
+    import comfy.sd
+    from anyshape.accel.families.vae import compile_vae
+    from comfy.ldm.models.autoencoder import AutoencoderKL
+
+    config = models.VAE_CONFIG | {"ch": 32, "num_res_blocks": 1, "conv3d": True, "time_compress": 4}
+    params = {"ddconfig": config, "embed_dim": 4}
+    model = AutoencoderKL(**params)
+    models.randomise(model)
+    video = comfy.sd.VAE(sd=model.state_dict(), config={"params": params}, dtype=torch.float32)
+    out, message = compile_vae(video)
+    assert out is video and "does not know" in message
+    with torch.inference_mode():
+        assert video.first_stage_model.decode(torch.randn(1, 4, 1, 8, 8)).shape == (1, 3, 1, 64, 64)
+
+
+def flux_vae(models):
+    """SD3's and Flux's: 16 channels and no quantisation layers, which ComfyUI builds from another class."""
+    import comfy.sd
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+
+    config = models.VAE_CONFIG | {"z_channels": 16}
+    blocks = "comfy.ldm.modules.diffusionmodules.model."
+    model = AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": blocks + "Encoder", "params": config},
+        decoder_config={"target": blocks + "Decoder", "params": config},
+    )
+    models.randomise(model)
+    return comfy.sd.VAE(sd=model.state_dict(), dtype=torch.float32)
+
+
+def test_flux_vae_is_compiled(models):
+    wide = flux_vae(models)
+    fast = compiled(wide)
+    assert error(decode(fast, 64, 72, channels=16), decode(wide, 64, 72, channels=16)) < CLOSE
+    assert error(encode(fast, 64, 72), encode(wide, 64, 72)) < CLOSE
+    assert states() == {"regions"}
+
+
+# What goes wrong --------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_in_our_decode(fresh, monkeypatch):
+    """ComfyUI's own decoder makes the picture, and a smaller one is fast again."""
+    limit_ours(monkeypatch, 64)
+    fast = compiled(fresh)
+    assert torch.equal(decode(fast, 128, 128), decode(fresh, 128, 128))
+    assert any("out of memory" in f["reason"] for f in fallbacks())
+    decode(fast, 64, 64)
+    assert [s["state"] for s in shapes()] == ["eager", "regions"]
+
+
+def test_out_of_memory_everywhere(fresh, monkeypatch):
+    """ComfyUI falls back to its tiles, whose decoding is ours again."""
+    import comfy.ldm.modules.diffusionmodules.model as blocks
+
+    limit_ours(monkeypatch, 1024)  # the tallest tile
+    own = blocks.Decoder.forward
+
+    def tight(self, z, **kwargs):
+        if z.shape[2] > 128:
+            raise torch.OutOfMemoryError("injected")
+        return own(self, z, **kwargs)
+
+    monkeypatch.setattr(blocks.Decoder, "forward", tight)
+    wanted, out = decode(fresh, 64, 1288), decode(compiled(fresh), 64, 1288)
+    assert error(out, wanted) < CLOSE
+    tiles = [s for s in shapes() if s["height"] <= 1024]
+    assert tiles and {s["state"] for s in tiles} == {"regions"}
+
+
+def limit_ours(monkeypatch, height):
+    """Memory for pictures of that height, no more."""
+    from anyshape.accel.region_ops import RegionOps
+
+    own = RegionOps.bias_add
+
+    def tight(self, x, *args):
+        if x.shape[2] > height:
+            raise torch.OutOfMemoryError("injected")
+        return own(self, x, *args)
+
+    monkeypatch.setattr(RegionOps, "bias_add", tight)
+
+
+def test_a_failing_tier_gives_the_eager_picture(fresh, monkeypatch):
+    from anyshape.accel.region_ops import RegionOps
+
+    monkeypatch.setattr(RegionOps, "bias_add", lambda self, *args: 1 / 0)
+    fast = compiled(fresh)
+    for _ in range(2):
+        assert torch.equal(decode(fast, 64, 64), decode(fresh, 64, 64))
+    (fallback,) = fallbacks()
+    assert "ZeroDivisionError" in fallback["reason"]
+
+
+@pytest.mark.parametrize("name", ["mid.attn_1.q", "up.1.block.0", "conv_in", "norm_out", ""])
+def test_a_hook_takes_effect(vae, name):
+    fast, plain = compiled(vae), decode(vae, 64, 64)
+    handle = vae.first_stage_model.decoder.get_submodule(name).register_forward_hook(lambda m, args, out: out * 1.5)
+    try:
+        wanted, out = decode(vae, 64, 64), decode(fast, 64, 64)
+    finally:
+        handle.remove()
+    assert error(wanted, plain) > 1e-3 and torch.equal(out, wanted)
+    assert any("hooked" in f["reason"] for f in fallbacks())
+
+
+def test_training_runs_in_eager(vae):
+    z = latent(64, 64).requires_grad_(True)
+    out = compiled(vae).first_stage_model.decode(z)
+    assert torch.equal(out, vae.first_stage_model.decode(z))
+    out.mean().backward()
+    assert z.grad.norm() > 0
+    assert "gradients are on" in fallbacks()[0]["reason"]
