@@ -110,7 +110,8 @@ def res_block(ops: FusedOps, m: ResBlock, x: Tensor, emb: Tensor) -> Tensor:
     h, bias = conv(ops, m.out_layers[-1], h)
     if isinstance(m.skip_connection, nn.Conv2d):
         x, skip_bias = conv(ops, m.skip_connection, x)
-        bias = bias if skip_bias is None else bias + skip_bias
+        if skip_bias is not None:
+            bias = skip_bias if bias is None else bias + skip_bias
     return ops.bias_add(h, bias, x)
 
 
