@@ -94,7 +94,7 @@ class Engine:
         return out
 
     def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Tensor:
-        obstacle, retired = call.obstacle, dict(self._retired)
+        obstacle, retired, failures = call.obstacle, dict(self._retired), []
         if not obstacle:
             for tier in _tiers(settings, call.key.device):
                 if tier in self._retired:
@@ -104,8 +104,8 @@ class Engine:
                 except self.passthrough:
                     raise
                 except Exception as error:  # noqa: BLE001  the one place that turns a failure into a slower tier
-                    self._step_down(tier, error, call)
-            obstacle = "; ".join(self._retired.values()) or "the fast forward failed, see the log"
+                    failures.append(self._step_down(tier, error, call))
+            obstacle = "; ".join(dict.fromkeys([*self._retired.values(), *failures]))
         self._note(shape, "eager", obstacle)
         try:
             return call.eager()
@@ -166,17 +166,20 @@ class Engine:
         except CaptureFailed as error:
             self._note(shape, ops.name, str(error))
 
-    def _step_down(self, tier: str, error: Exception, call: Call) -> None:
+    def _step_down(self, tier: str, error: Exception, call: Call) -> str:
+        """Retires the tier, unless only memory was short, and returns the reason."""
         if isinstance(error, torch.OutOfMemoryError):
             graphs.drop_owner(id(self))
             torch.cuda.empty_cache()
-            STATS.fallback(self.stats.name, f"out of memory in the {tier} tier; its graphs were dropped")
-            return
+            reason = f"out of memory in the {tier} tier; its graphs were dropped"
+            STATS.fallback(self.stats.name, reason)
+            return reason
         reason = str(error) if isinstance(error, Unavailable) else f"{tier} failed: {type(error).__name__}: {error}"
         self._retired[tier] = reason
         if STATS.fallback(self.stats.name, reason) == 1:
             level = logging.INFO if isinstance(error, Unavailable) else logging.WARNING
             log.log(level, "AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=level > logging.INFO)
+        return reason
 
     def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
         if reason and STATS.fallback(self.stats.name, reason) == 1:

@@ -21,14 +21,13 @@ from ..ops import FusedOps
 from ..stats import STATS
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import unet
-from .layers import INTERRUPTS, is_cast
+from .layers import INTERRUPTS
 
 log = logging.getLogger(__name__)
 
 KEY = "anyshape"
 LATENT_TO_PIXELS = 8  # every model whose forward is ComfyUI's UNetModel
 PATCH_KEYS = ("patches", "patches_replace")
-ALTERED = "another node replaced or hooked a part of the model: that part runs in eager"
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
 
@@ -98,7 +97,6 @@ class _Run:
         if self._layout is not None:
             self._layout.apply(self.model)
         self.plan = unet.Plan(self.model)
-        self.cast = any(is_cast(layer) for layer in self.model.modules())
         self._watch = WeightWatch(self.model)
         self.weights = self._watch.fingerprint()
 
@@ -190,7 +188,7 @@ class _Session:
             batch=max(1, x.shape[0] // max(1, len(options.get("cond_or_uncond", (0,))))),
             obstacle=obstacle,
             graph_obstacle=_graph_obstacle(run, options) if run else "",
-            eager_parts=ALTERED if run and run.plan.altered else "",
+            eager_parts=run.plan.survey.eager_parts() if run else "",
         )
         return engine_for(model, self.name, "unet")(call, self.settings)
 
@@ -202,7 +200,7 @@ def _foreign_forward(model: nn.Module, original: Callable[..., Tensor]) -> str:
     return "another node replaced the model's forward, so the model runs in eager"
 
 
-def _obstacle(x: Tensor, context: Tensor | list | None, extra: dict[str, Any]) -> str:
+def _obstacle(x: Tensor, context: Any, extra: dict[str, Any]) -> str:
     """Why only ComfyUI's own forward is right for this call; "" if ours is."""
     if torch.is_grad_enabled():
         return "gradients are on (training), so the model runs in eager"
@@ -218,16 +216,12 @@ def _obstacle(x: Tensor, context: Tensor | list | None, extra: dict[str, Any]) -
 
 def _graph_obstacle(run: _Run, options: dict[str, Any]) -> str:
     """Why this forward may have Python side effects or no fixed weights, so that it must not be captured."""
-    if run.cast:
-        return "weights are cast or streamed at each call (low VRAM, fp8): no graph; free VRAM or use an fp16 model"
-    if run.plan.altered:
-        return f"{ALTERED}, without a graph"
     patches = sorted({name for key in PATCH_KEYS for name, value in options.get(key, {}).items() if value})
     if "optimized_attention_override" in options:
         patches.append("optimized_attention_override")
     if patches:
         return f"patches by another node ({', '.join(patches)}): patched blocks run in eager, without a graph"
-    return ""
+    return run.plan.survey.graph_obstacle()
 
 
 def _flatten(

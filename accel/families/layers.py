@@ -79,9 +79,62 @@ def _is_foreign(module: nn.Module, name: str) -> bool:
     return getattr(module.__dict__[name], "__func__", None) is not getattr(type(module), name, None)
 
 
-def has_altered_parts(module: nn.Module) -> bool:
-    """``is_altered`` for the module or anything in it."""
-    return any(is_altered(part) for part in module.modules())
+_LAYERS = ("Linear", "Conv2d", "GroupNorm", "LayerNorm")
+_KNOWN_LAYERS = frozenset(
+    getattr(ops, name) for ops in (nn, comfy.ops.disable_weight_init, comfy.ops.manual_cast) for name in _LAYERS
+)
+
+
+def _is_unknown_layer(module: nn.Module) -> bool:
+    """Whether this layer computes something else than its weights say (scaled fp8, GGUF, other quantisations)."""
+    weight = module._parameters.get("weight")
+    return bool(module._parameters) and (
+        type(module) not in _KNOWN_LAYERS or type(weight) not in (Tensor, nn.Parameter, type(None))
+    )
+
+
+class Survey:
+    """One walk through a model's parts for what keeps fused operations, or a graph, from being right.
+
+    odd: ids of the modules that must run their own forward, because they or a part of them are altered or unknown.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.odd: set[int] = set()
+        self.altered = False
+        self.unknown: set[str] = set()
+        self.cast = False
+        for part in model.children():  # the model itself is called by others, with whatever they hung on it
+            self._visit(part)
+
+    def _visit(self, module: nn.Module) -> bool:
+        altered, unknown = is_altered(module), _is_unknown_layer(module)
+        self.altered |= altered
+        self.cast |= is_cast(module)
+        if unknown:
+            self.unknown.add(type(module).__qualname__.split("<locals>.")[-1])
+        odd = altered or unknown
+        for child in module._modules.values():
+            odd |= child is not None and self._visit(child)
+        if odd:
+            self.odd.add(id(module))
+        return odd
+
+    def eager_parts(self) -> str:
+        """Why some parts run their own forward; "" if none does."""
+        if self.altered:
+            return "another node replaced or hooked a part of the model: that part runs in eager"
+        if self.unknown:
+            return f"layers of a kind that AnyShape does not know run in eager: {', '.join(sorted(self.unknown))}"
+        return ""
+
+    def graph_obstacle(self) -> str:
+        """Why a forward of this model must not be captured; "" if it may."""
+        if self.odd:
+            return f"{self.eager_parts()}; without a graph"
+        if self.cast:
+            return "weights are cast or streamed at each call (low VRAM, fp8): no graph; free VRAM or use an fp16 model"
+        return ""
 
 
 INTERRUPTS: tuple[type[BaseException], ...] = (comfy.model_management.InterruptProcessingException,)

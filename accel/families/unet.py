@@ -18,7 +18,7 @@ from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor, nn
 
 from ..ops import FusedOps, Stream, linear
-from .layers import conv, has_altered_parts, is_altered, norm_of, pointwise, product, to_image, to_tokens, weights_of
+from .layers import Survey, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens, weights_of
 
 Control = dict[str, list[Tensor | None]] | None
 ATTENTION_PATCHES = ("attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "middle_patch")
@@ -45,35 +45,25 @@ def _is_known(layer: nn.Module) -> bool:
 
 
 class Plan:
-    """Which blocks of one UNet may run on fused operations, decided once a sampling run.
+    """Which parts of one UNet may run on fused operations, decided once a sampling run.
 
-    A block runs its own forward if another pack hooked or replaced any part of it, or if it is of a form that no
-    model in use has (scale-shift norm, gated feed-forward absent, ...).
+    A part runs its own forward if another pack hooked or replaced anything in it, if it has layers of an unknown kind,
+    or if it is of a form that no model in use has (scale-shift norm, an ungated feed-forward, ...).
     """
 
     def __init__(self, model: UNetModel) -> None:
-        self.altered = has_altered_parts(model)
-        self.res_blocks = {id(m) for m in model.modules() if type(m) is ResBlock and _plain_res_block(m)}
-        self.transformer_blocks = {
-            id(m) for m in model.modules() if type(m) is BasicTransformerBlock and _plain_transformer_block(m)
-        }
-        self.transformers = {id(m) for m in model.modules() if type(m) is SpatialTransformer}
-        self.plain_out = not has_altered_parts(model.out)
-        if self.altered:
-            self._leave_out_altered(model)
+        self.survey = Survey(model)
+        self.res_blocks = self._fit(model, ResBlock, _plain_res_block)
+        self.transformer_blocks = self._fit(model, BasicTransformerBlock, _plain_transformer_block)
+        self.transformers = self._fit_transformers(model)
 
-    def _leave_out_altered(self, model: UNetModel) -> None:
-        for module in model.modules():
-            if isinstance(module, (ResBlock, BasicTransformerBlock)) and has_altered_parts(module):
-                self.res_blocks.discard(id(module))
-                self.transformer_blocks.discard(id(module))
-            if isinstance(module, SpatialTransformer) and _has_altered_frame(module):
-                self.transformers.discard(id(module))
+    def _fit_transformers(self, model: UNetModel) -> set[int]:
+        """Transformers whose own layers are as they should be: their blocks are judged one by one."""
+        found = (m for m in model.modules() if type(m) is SpatialTransformer and not is_altered(m))
+        return {id(m) for m in found if not self.survey.odd & {id(m.norm), id(m.proj_in), id(m.proj_out)}}
 
-
-def _has_altered_frame(m: SpatialTransformer) -> bool:
-    """Whether another pack changed what lies around the blocks of a transformer."""
-    return is_altered(m) or any(has_altered_parts(part) for part in (m.norm, m.proj_in, m.proj_out))
+    def _fit(self, model: UNetModel, kind: type, is_plain: Callable[[nn.Module], bool]) -> set[int]:
+        return {id(m) for m in model.modules() if type(m) is kind and id(m) not in self.survey.odd and is_plain(m)}
 
 
 def _plain_res_block(m: ResBlock) -> bool:
@@ -155,10 +145,9 @@ class UNetForward:
             h = self._stage(model.middle_block, h, emb, context)
         h = openaimodel.apply_control(h, control, "middle")
         h = self._up(h, skips, emb, context, control).type(x.dtype)
-        if not self.plan.plain_out:
+        if id(model.out) in self.plan.survey.odd:
             return model.out(h).contiguous()
-        h = self.ops.group_norm(h, norm_of(model.out[0], h))
-        return model.out[2](h).contiguous()
+        return model.out[2](self.ops.group_norm(h, norm_of(model.out[0], h))).contiguous()
 
     def _embedding(self, x: Tensor, timesteps: Tensor, y: Tensor | None) -> Tensor:
         model = self.model

@@ -23,7 +23,7 @@ from ..ops import FusedOps
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from .attach import engine_for
-from .layers import conv, has_altered_parts, norm_of, pointwise, product, to_image, to_tokens
+from .layers import Survey, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens
 
 SETTINGS = Settings(graph_budget_mb=0)
 _KNOWN = (
@@ -89,7 +89,7 @@ def _fused_part(part: nn.Module, fused: Callable[..., Tensor], pixels: int) -> n
     """
     shadow = copy.copy(part)
     shadow._forward_hooks, shadow._forward_pre_hooks = OrderedDict(), OrderedDict()  # or the part's own run twice
-    engine = engine_for(part, type(part).__name__, "vae", uses_graphs=False, image_layout=True)
+    engine = engine_for(part, f"VAE {type(part).__name__.lower()}", "vae", uses_graphs=False, image_layout=True)
     shadow.forward = _Forward(engine, part, fused, pixels)
     return shadow
 
@@ -135,8 +135,13 @@ def _obstacle(part: nn.Module, x: Tensor, options: dict[str, Any]) -> str:
         return f"the VAE was called with {', '.join(sorted(options))}, which only ComfyUI's own forward understands"
     if x.ndim != 4 or getattr(part, "give_pre_end", False):
         return "only images [N, C, H, W] are compiled, not video or audio latents"
-    if has_altered_parts(part):
+    survey = Survey(part)
+    if is_altered(part) or survey.altered:
         return "another node replaced or hooked a part of the VAE, so it runs in eager"
+    if survey.unknown:
+        return (
+            f"layers of a kind that AnyShape does not know ({', '.join(sorted(survey.unknown))}): the VAE runs in eager"
+        )
     return ""
 
 
