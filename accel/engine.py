@@ -105,6 +105,8 @@ class Engine:
                     raise
                 except Exception as error:  # noqa: BLE001  the one place that turns a failure into a slower tier
                     failures.append(self._step_down(tier, error, call))
+                    if isinstance(error, torch.OutOfMemoryError):
+                        break  # no time to compile another tier: eager is there and needs no more memory
             obstacle = "; ".join(dict.fromkeys([*self._retired.values(), *failures]))
         self._note(shape, "eager", obstacle)
         try:
@@ -177,8 +179,8 @@ class Engine:
         reason = str(error) if isinstance(error, Unavailable) else f"{tier} failed: {type(error).__name__}: {error}"
         self._retired[tier] = reason
         if STATS.fallback(self.stats.name, reason) == 1:
-            level = logging.INFO if isinstance(error, Unavailable) else logging.WARNING
-            log.log(level, "AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=level > logging.INFO)
+            unexpected = not isinstance(error, Unavailable)
+            log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=unexpected)
         return reason
 
     def _note(self, shape: ShapeStats, state: str, reason: str) -> None:

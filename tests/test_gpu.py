@@ -44,9 +44,15 @@ def compiled(patcher, **settings):
 def forward(patcher, width, height, rows=2, tokens=77, seed=0):
     """One call of the diffusion model inside a sampling run, on random input."""
     import comfy.model_management as mm
-    from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
     mm.load_models_gpu([patcher])
+    return loaded_forward(patcher, width, height, rows, tokens, seed)
+
+
+def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0):
+    """``forward`` of a model whose weights are where they should be."""
+    from comfy.patcher_extension import WrapperExecutor, WrappersMP
+
     model = patcher.model.diffusion_model
     g = torch.Generator("cuda").manual_seed(seed)
     config = patcher.model.model_config.unet_config
@@ -154,6 +160,19 @@ def test_lora_on_and_off(models):
     assert error(plain, models.sample(patcher, 512, 512, steps=3)) < 1e-2
     assert error(again, plain) < 1e-3
     assert error(with_lora, plain) > 1e-2
+
+
+def test_weights_that_are_streamed(models):
+    """Low VRAM: a part of the weights stays on the CPU and is cast at each call."""
+    patcher = models.unet("sd15", torch.float16, **SMALL)
+    fast = compiled(patcher)
+    forward(fast, 512, 512)
+    size = patcher.model_size()
+    patcher.partially_unload(torch.device("cpu"), size // 2)
+    assert any(p.device.type == "cpu" for p in patcher.model.parameters())
+    out, expected = loaded_forward(fast, 544, 408), loaded_forward(patcher, 544, 408)
+    assert error(out, expected) < 5e-3
+    assert shapes()[-1]["state"] == "kernels" and "low VRAM" in shapes()[-1]["reason"]
 
 
 def test_budget_is_kept(models):
