@@ -19,6 +19,10 @@ os.environ.update(project_env())
 embed.hide_repo()
 embed.bare_pack()
 
+# Where there is no GPU, kernels run in Triton's interpreter. Triton reads this when it is first imported, by any test.
+if not embed.has_cuda():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not embed.has_cuda():

@@ -224,6 +224,7 @@ def _server_env(comfyui: Path) -> dict[str, str]:
     env = {**os.environ, **project_env(), "PYTHONUNBUFFERED": "1"}
     if ROOT not in comfyui.parents:
         env["PYTHONPYCACHEPREFIX"] = str(CACHE / "pyc")  # write nothing into a ComfyUI that is not ours
+    env.pop("TRITON_INTERPRET", None)  # the tests' own kernels are interpreted; a user's server is not started so
     kept = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry).resolve() != ROOT]
     env["PYTHONPATH"] = os.pathsep.join(kept)
     return env
