@@ -57,6 +57,7 @@ class Call:
     width: int  # image pixels
     height: int
     batch: int  # images a prompt
+    constants: Callable[[], Tensor | None] = lambda: None  # device memory besides weights that the forward reads
     obstacle: str = ""  # why only eager is right; "" if fused forwards are
     graph_obstacle: str = ""  # why the forward may not be captured; "" if it may
     eager_parts: str = ""  # why some parts of the forward run in eager on any tier; "" if none does
@@ -159,11 +160,13 @@ class Engine:
 
     def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats) -> None:
         """Captures the shape's graph right after its first fused forward; the next call replays it."""
+        recording = graphs.Recording(
+            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants()
+        )
         try:
             shape.bytes = graphs.cache(call.key.device).capture(
-                id(self), call.key, call.weights, lambda inputs: call.forward(ops, inputs), call.inputs,
-                settings.graph_budget_bytes,
-            )  # fmt: skip
+                id(self), call.key, recording, settings.graph_budget_bytes
+            )
             shape.state, shape.reason = "graph", ""
         except CaptureFailed as error:
             self._note(shape, ops.name, str(error))

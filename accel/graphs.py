@@ -25,6 +25,16 @@ MIB = 1 << 20
 Forward = Callable[[dict[str, Tensor]], Tensor]
 
 
+@dataclass(frozen=True)
+class Recording:
+    """What a capture needs: a forward that has run once on these inputs."""
+
+    forward: Forward
+    inputs: dict[str, Tensor]
+    weights: int  # weights.WeightWatch.fingerprint, now
+    constants: Tensor | None  # device memory besides weights and inputs that the forward reads
+
+
 @dataclass
 class CapturedGraph:
     """One captured forward: valid for one shape and for weights at the addresses of ``weights``."""
@@ -33,6 +43,7 @@ class CapturedGraph:
     inputs: dict[str, Tensor]  # static; a replay reads them
     output: Tensor  # lies in the pool: valid until the next replay of any graph
     weights: int  # weights.WeightWatch.fingerprint at capture
+    constants: Tensor | None  # read by the graph, so kept as long as it
     bytes: int
 
     def replay(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -68,19 +79,17 @@ class GraphCache:
             self._entries.move_to_end((owner, key))
             return entry.replay(inputs)
 
-    def capture(
-        self, owner: int, key: ShapeKey, weights: int, forward: Forward, inputs: dict[str, Tensor], budget: int
-    ) -> int:
-        """Captures ``forward`` and returns the bytes it took; evicts others to stay within ``budget`` bytes.
+    def capture(self, owner: int, key: ShapeKey, recording: Recording, budget: int) -> int:
+        """Captures a forward and returns the bytes it took; evicts others to stay within ``budget`` bytes.
 
-        ``forward`` must have run once on these shapes. Raises ``CaptureFailed`` with what the user can do.
+        Raises ``CaptureFailed`` with what the user can do.
         """
         with self._lock:
             self._set_budget(budget)
             if (owner, key) in self._refused:
                 raise CaptureFailed(self._refused[owner, key])
             try:
-                return self._keep((owner, key), lambda: self._record_or_make_room(forward, inputs, weights))
+                return self._keep((owner, key), lambda: self._record_or_make_room(recording))
             except CaptureFailed as error:
                 self._refused[owner, key] = str(error)
                 raise
@@ -124,27 +133,28 @@ class GraphCache:
         self._entries[name] = entry
         self.used_bytes += entry.bytes
 
-    def _record_or_make_room(self, forward: Forward, inputs: dict[str, Tensor], weights: int) -> CapturedGraph:
+    def _record_or_make_room(self, recording: Recording) -> CapturedGraph:
         try:
-            return self._record(forward, inputs, weights)
+            return self._record(recording)
         except RuntimeError:  # out of memory comes in several guises while a stream is captured
             self._evict_down_to(-1)
             torch.cuda.empty_cache()
         try:
-            return self._record(forward, inputs, weights)
+            return self._record(recording)
         except RuntimeError as error:
             raise CaptureFailed(
                 f"no graph could be captured for this size ({error}): it runs without one. If memory is short, lower "
                 f"graph_budget_mb or the image size, or close other programs that use the GPU"
             ) from error
 
-    def _record(self, forward: Forward, inputs: dict[str, Tensor], weights: int) -> CapturedGraph:
+    def _record(self, recording: Recording) -> CapturedGraph:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            static = {name: torch.empty_like(value).copy_(value) for name, value in inputs.items()}
+            static = {name: torch.empty_like(value).copy_(value) for name, value in recording.inputs.items()}
         before = _free(self.device)
-        graph, output = self._recorded(forward, static)
-        return CapturedGraph(graph, static, output, weights, max(0, before - _free(self.device)))
+        graph, output = self._recorded(recording.forward, static)
+        size = max(0, before - _free(self.device))
+        return CapturedGraph(graph, static, output, recording.weights, recording.constants, size)
 
     def _recorded(self, forward: Forward, static: dict[str, Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """As ``torch.cuda.graph``, which also collects garbage and empties the allocator's cache: 20 ms a size."""

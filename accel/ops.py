@@ -46,6 +46,14 @@ class Stream:
         return sum(self.pending, self.value)
 
 
+class LinearGroup:
+    """Linear layers without bias that take the same input. Holds their weights: keep it no longer than a run."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.weights = weights  # each [N, K]
+        self.table: Tensor | None = None  # a tier's own description of them; a captured graph reads it
+
+
 class FusedOps:
     """Every fused operation in plain torch: the eager tier's meaning, and what the faster tiers are tested against."""
 
@@ -68,6 +76,10 @@ class FusedOps:
     def upsample2x(self, x: Tensor) -> Tensor:
         """[N, C, H, W] -> [N, C, 2H, 2W]."""
         return reference.upsample2x(x)
+
+    def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:
+        """[..., K] -> a [..., N] for each layer of the group."""
+        return reference.grouped_linear(x, group.weights)
 
     def compiled_variants(self) -> int:
         """How many kernel variants this process has compiled or loaded for this tier; regions count their own."""

@@ -18,6 +18,7 @@ if not CUDA:
 
 from anyshape.accel.kernels import reference  # noqa: E402
 from anyshape.accel.kernels.group_norm import group_norm  # noqa: E402
+from anyshape.accel.kernels.grouped_linear import fits, grouped_linear, make_table  # noqa: E402
 from anyshape.accel.kernels.layer_norm import MAX_CHANNELS, stream_layer_norm  # noqa: E402
 from anyshape.accel.kernels.pointwise import bias_add, geglu, upsample2x  # noqa: E402
 
@@ -126,6 +127,26 @@ def test_upsample(size, dtype):
     assert torch.equal(upsample2x(x), reference.upsample2x(x))
 
 
+@pytest.mark.parametrize("rows, depth, widths", [(1, 64, [64]), (77, 96, [320, 64, 130]), (154, 200, [128, 256])])
+def test_grouped_linear(rows, depth, widths):
+    x = randn(2, rows, depth, dtype=torch.float16)
+    weights = [randn(width, depth, dtype=torch.float16) for width in widths]
+    assert fits(weights)
+    for out, weight in zip(grouped_linear(x, weights, make_table(weights)), weights, strict=True):
+        assert out.is_contiguous()
+        assert_close(out, x.double() @ weight.double().t(), torch.float16)
+
+
+def test_grouped_linear_refuses_what_the_table_cannot_hold():
+    weight = randn(64, 64, dtype=torch.float16)
+    assert fits([weight, weight])
+    assert not fits([weight.float()])
+    assert not fits([weight, weight.to(torch.bfloat16)])
+    assert not fits([weight, randn(64, 32, dtype=torch.float16)])
+    assert not fits([weight.t()[:32]])
+    assert not fits([randn(64 * 64 + 1, dtype=torch.float16)[1:].view(64, 64)])
+
+
 @pytest.mark.skipif(CUDA, reason="a GPU compiles the kernels anyway")
 def test_every_kernel_compiles_for_every_card():
     """Needs no GPU. In a process of its own: here the kernels are interpreted."""
@@ -134,4 +155,4 @@ def test_every_kernel_compiles_for_every_card():
         [sys.executable, "-m", "tools.compile_kernels"], cwd=embed.ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("ok") == 7 * 7
+    assert done.stdout.count("ok") == 8 * 7

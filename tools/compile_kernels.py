@@ -8,10 +8,22 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.kernels import group_norm, layer_norm, pointwise  # noqa: E402
+from anyshape.accel.kernels import group_norm, grouped_linear, layer_norm, pointwise  # noqa: E402
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
-FLAGS = {"SILU": True, "BR": 32, "BC": 64, "BB": 16, "BCG": 16, "STORE": True, "PENDING": 3}
+FLAGS = {
+    "SILU": True,
+    "BR": 32,
+    "BC": 64,
+    "BB": 16,
+    "BCG": 16,
+    "STORE": True,
+    "PENDING": 3,
+    "COLS": 4,
+    "BM": 64,
+    "BN": 128,
+    "BK": 64,
+}
 KERNELS = (
     group_norm.moments_kernel,
     group_norm.coefficients_kernel,
@@ -20,9 +32,11 @@ KERNELS = (
     pointwise.geglu_kernel,
     pointwise.bias_add_kernel,
     pointwise.upsample_kernel,
+    grouped_linear.grouped_linear_kernel,
 )
 FLOAT32 = ("part", "ab")
-SCALARS = {"eps": "fp32"} | dict.fromkeys(("HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "W"), "i32")
+SCALARS = {"eps": "fp32"} | dict.fromkeys(("HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "W", "M", "K"), "i32")
+SCALARS["table"] = "*i64"
 
 
 def _type(name: str) -> str:

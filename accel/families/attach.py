@@ -183,6 +183,7 @@ class _Session:
             forward=lambda ops, tensors: _fused(ops, model, run.plan, tensors, options, lengths),
             eager=eager,
             weights=run.weights if run else 0,
+            constants=lambda: run.plan.text.table,
             width=x.shape[-1] * LATENT_TO_PIXELS,
             height=x.shape[-2] * LATENT_TO_PIXELS,
             batch=max(1, x.shape[0] // max(1, len(options.get("cond_or_uncond", (0,))))),

@@ -17,8 +17,8 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock,
 from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor, nn
 
-from ..ops import FusedOps, Stream, linear
-from .layers import Survey, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens, weights_of
+from ..ops import FusedOps, LinearGroup, Stream, linear
+from .layers import Survey, conv, is_altered, is_cast, norm_of, pointwise, product, to_image, to_tokens, weights_of
 
 Control = dict[str, list[Tensor | None]] | None
 ATTENTION_PATCHES = ("attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "middle_patch")
@@ -56,6 +56,8 @@ class Plan:
         self.res_blocks = self._fit(model, ResBlock, _plain_res_block)
         self.transformer_blocks = self._fit(model, BasicTransformerBlock, _plain_transformer_block)
         self.transformers = self._fit_transformers(model)
+        self.text_blocks = [id(m) for m in model.modules() if id(m) in self.transformer_blocks and not _is_streamed(m)]
+        self.text = LinearGroup([w for m in model.modules() if id(m) in self.text_blocks for w in _text_weights(m)])
 
     def _fit_transformers(self, model: UNetModel) -> set[int]:
         """Transformers whose own layers are as they should be: their blocks are judged one by one."""
@@ -64,6 +66,15 @@ class Plan:
 
     def _fit(self, model: UNetModel, kind: type, is_plain: Callable[[nn.Module], bool]) -> set[int]:
         return {id(m) for m in model.modules() if type(m) is kind and id(m) not in self.survey.odd and is_plain(m)}
+
+
+def _is_streamed(m: BasicTransformerBlock) -> bool:
+    layers = (m.attn2.to_k, m.attn2.to_v)
+    return any(is_cast(layer) or layer.bias is not None for layer in layers)
+
+
+def _text_weights(m: BasicTransformerBlock) -> tuple[Tensor, Tensor]:
+    return m.attn2.to_k.weight, m.attn2.to_v.weight
 
 
 def _plain_res_block(m: ResBlock) -> bool:
@@ -106,16 +117,18 @@ def res_block(ops: FusedOps, m: ResBlock, x: Tensor, emb: Tensor) -> Tensor:
 
 
 def transformer_block(
-    ops: FusedOps, m: BasicTransformerBlock, stream: Stream, context: Tensor, options: dict[str, Any]
+    ops: FusedOps, m: BasicTransformerBlock, stream: Stream, text: tuple[Tensor, Tensor], options: dict[str, Any]
 ) -> Stream:
-    """attention.BasicTransformerBlock.forward without patches; stream [B, T, C], context [B, L, D]."""
+    """attention.BasicTransformerBlock.forward without patches.
+
+    stream [B, T, C]; text: the keys and the values of cross-attention, [B, L, C] each.
+    """
     a1, a2, ff, x = m.attn1, m.attn2, m.ff.net, stream.value
     projections = (weights_of(layer, x) for layer in (a1.to_q, a1.to_k, a1.to_v))
     stream, q, k, v = ops.query_key_value(stream, norm_of(m.norm1, x), *projections)
     a = _attend(a1, q, k, v, options)
     stream, q = ops.cross_query(a, stream, weights_of(a1.to_out[0], x), norm_of(m.norm2, x), weights_of(a2.to_q, x))
-    k, v = (linear(context, weights_of(layer, context)) for layer in (a2.to_k, a2.to_v))
-    a = _attend(a2, q, k, v, options)
+    a = _attend(a2, q, *text, options)
     out, up, down = (weights_of(layer, x) for layer in (a2.to_out[0], ff[0].proj, ff[2]))
     return ops.feed_forward(a, stream, out, norm_of(m.norm3, x), up, down)
 
@@ -138,6 +151,7 @@ class UNetForward:
         model, options = self.model, self.options
         options["original_shape"], options["transformer_index"] = list(x.shape), 0
         emb = self._embedding(x, timesteps, y)
+        self.text = self._project_text(context)
         h = x.contiguous(memory_format=torch.channels_last) if self.ops.channels_last else x
         h, skips = self._down(h, emb, context, control)
         options["block"] = ("middle", 0)
@@ -148,6 +162,19 @@ class UNetForward:
         if id(model.out) in self.plan.survey.odd:
             return model.out(h).contiguous()
         return model.out[2](self.ops.group_norm(h, norm_of(model.out[0], h))).contiguous()
+
+    def _project_text(self, context: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
+        """The keys and values of every block that takes them as they are, in one launch."""
+        if not self.plan.text_blocks or context.dtype != self.plan.text.weights[0].dtype:
+            return {}
+        parts = iter(self.ops.grouped_linear(context, self.plan.text))
+        return {block: (next(parts), next(parts)) for block in self.plan.text_blocks}
+
+    def _text_of(self, m: BasicTransformerBlock, context: Tensor) -> tuple[Tensor, Tensor]:
+        if id(m) in self.text:
+            return self.text[id(m)]
+        k, v = (linear(context, weights_of(layer, context)) for layer in (m.attn2.to_k, m.attn2.to_v))
+        return k, v
 
     def _embedding(self, x: Tensor, timesteps: Tensor, y: Tensor | None) -> Tensor:
         model = self.model
@@ -202,7 +229,7 @@ class UNetForward:
         for index, block in enumerate(m.transformer_blocks):
             self.options["block_index"] = index
             if self._is_ours(block, index):
-                stream = transformer_block(self.ops, block, stream, context, self.options)
+                stream = transformer_block(self.ops, block, stream, self._text_of(block, context), self.options)
             else:
                 stream = Stream(block(stream.settled(), context=context, transformer_options=self.options))
         h, bias = product(self.ops, m.proj_out, stream.settled())

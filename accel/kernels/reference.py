@@ -37,6 +37,11 @@ def stream_layer_norm(
     return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
+def grouped_linear(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    """x [..., K] through each of ``weights`` [N, K], without bias: a list of [..., N]."""
+    return [F.linear(x, weight) for weight in weights]
+
+
 def geglu(p: Tensor) -> Tensor:
     """[..., 2I] -> [..., I]: first half times GELU (erf) of the second (Shazeer 2020, "GLU Variants", eq. 6)."""
     h, gate = p.chunk(2, dim=-1)

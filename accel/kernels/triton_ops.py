@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops import FusedOps, Norm, Stream, Weights, linear
-from . import group_norm, layer_norm, pointwise
+from ..ops import FusedOps, LinearGroup, Norm, Stream, Weights, linear
+from . import group_norm, grouped_linear, layer_norm, pointwise
 
 _KERNELS = (
     group_norm.moments_kernel,
@@ -14,6 +14,7 @@ _KERNELS = (
     group_norm.apply_kernel,
     layer_norm.stream_layer_norm_kernel,
     pointwise.geglu_kernel,
+    grouped_linear.grouped_linear_kernel,
     pointwise.bias_add_kernel,
     pointwise.upsample_kernel,
 )
@@ -51,6 +52,13 @@ class TritonOps(FusedOps):
     def feed_forward(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, up: Weights, down: Weights) -> Stream:  # noqa: D102
         stream, n = _normalise(_add_product(stream, a, out), norm)
         return _add_product(stream, self.geglu(linear(n, up)), down)
+
+    def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:  # noqa: D102
+        if not grouped_linear.fits(group.weights):
+            return super().grouped_linear(x, group)
+        if group.table is None:
+            group.table = grouped_linear.make_table(group.weights)
+        return grouped_linear.grouped_linear(x, group.weights, group.table)
 
     def compiled_variants(self) -> int:  # noqa: D102
         return sum(sum(_variants(kernel)) for kernel in _KERNELS)

@@ -1,0 +1,76 @@
+"""Many linear layers of one input in one launch; any number of rows. See ``reference.grouped_linear``.
+
+A UNet projects the text into keys and values once a block: 140 products of 154 rows in SDXL, each too small to fill the
+card. Together they are one product of 154 rows with 160,000 columns. The weights stay where they are: a table holds
+their addresses, one row a tile of columns.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = (64, 128, 64)  # rows, columns, depth
+COLUMNS = 4  # of the table
+
+
+@triton.jit(do_not_specialize=["M"])
+def grouped_linear_kernel(
+    x, table, out, M, K, COLS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """One tile of x [M, K] times one tile of the weight that row ``program_id(1)`` of ``table`` names."""
+    row = table + tl.program_id(1) * COLS
+    weight = tl.load(row).to(tl.pointer_type(x.dtype.element_ty))  # of the tile's first column: [BN, K]
+    start, column, width = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+    weight = tl.multiple_of(weight, 16)
+    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    n = tl.arange(0, BN)
+    in_m, in_n = m < M, column + n < width
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k0 in range(0, K, BK):
+        k = k0 + tl.arange(0, BK)
+        a = tl.load(x + m[:, None] * K + k[None, :], mask=in_m[:, None] & (k[None, :] < K), other=0.0)
+        b = tl.load(weight + n[None, :] * K + k[:, None], mask=in_n[None, :] & (k[:, None] < K), other=0.0)
+        acc = tl.dot(a, b, acc, input_precision="ieee")
+    place = out + M * start + m[:, None] * width + column + n[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+
+
+def make_table(weights: list[Tensor]) -> Tensor:
+    """[tiles, 4] int64 on the weights' device: address, columns before this weight, first column, columns.
+
+    Valid as long as the weights stay at their addresses. Made outside a capture: it is copied from the host.
+    """
+    rows, start = [], 0
+    for weight in weights:
+        width, depth = weight.shape
+        for column in range(0, width, BLOCK[1]):
+            rows.append((weight.data_ptr() + column * depth * weight.element_size(), start, column, width))
+        start += width
+    return torch.tensor(rows, dtype=torch.int64, device=weights[0].device)
+
+
+def grouped_linear(x: Tensor, weights: list[Tensor], table: Tensor) -> list[Tensor]:
+    """x [..., K] through each of ``weights`` [N, K], without bias: a list of [..., N]."""
+    flat = x.reshape(-1, x.shape[-1]).contiguous()
+    rows, depth = flat.shape
+    widths = [weight.shape[0] for weight in weights]
+    out = x.new_empty(rows * sum(widths))
+    grid = (triton.cdiv(rows, BLOCK[0]), table.shape[0])
+    grouped_linear_kernel[grid](flat, table, out, rows, depth, COLUMNS, *BLOCK)
+    parts = out.split([rows * width for width in widths])
+    return [part.view(*x.shape[:-1], width) for part, width in zip(parts, widths, strict=True)]
+
+
+def fits(weights: list[Tensor]) -> bool:
+    """Whether these weights can go into one table: alike, contiguous, aligned for wide loads, in half precision."""
+    first = weights[0]
+    return first.dtype in (torch.float16, torch.bfloat16) and all(
+        w.dtype == first.dtype
+        and w.device == first.device
+        and w.shape[1] == first.shape[1]
+        and w.is_contiguous()
+        and w.data_ptr() % 16 == 0
+        and w.shape[1] % 8 == 0
+        for w in weights
+    )
