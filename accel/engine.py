@@ -101,7 +101,10 @@ class Engine:
                 if tier in self._retired:
                     continue
                 try:
-                    return self._fast(tier, call, settings, shape)
+                    out = self._fast(tier, call, settings, shape)
+                    for reason in failures:
+                        STATS.fallback(self.stats.name, reason)
+                    return out
                 except self.passthrough:
                     raise
                 except Exception as error:  # noqa: BLE001  the one place that turns a failure into a slower tier
@@ -174,16 +177,13 @@ class Engine:
     def _step_down(self, tier: str, error: Exception, call: Call) -> str:
         """Retires the tier, unless only memory was short, and returns the reason."""
         if isinstance(error, torch.OutOfMemoryError):
-            graphs.drop_owner(id(self))
+            self.drop_graphs()
             torch.cuda.empty_cache()
-            reason = f"out of memory in the {tier} tier; its graphs were dropped"
-            STATS.fallback(self.stats.name, reason)
-            return reason
+            return f"out of memory in the {tier} tier, so its graphs were dropped; lower the image size or the batch"
         reason = str(error) if isinstance(error, Unavailable) else f"{tier} failed: {type(error).__name__}: {error}"
         self._retired[tier] = reason
-        if STATS.fallback(self.stats.name, reason) == 1:
-            unexpected = not isinstance(error, Unavailable)
-            log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=unexpected)
+        unexpected = not isinstance(error, Unavailable)
+        log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=unexpected)
         return reason
 
     def _note(self, shape: ShapeStats, state: str, reason: str) -> None:

@@ -179,9 +179,10 @@ class GraphCache:
         self._report()
 
     def _drop(self, name: tuple[int, ShapeKey]) -> None:
-        before = _free(self.device)
         entry = self._entries.pop(name)
         torch.cuda.synchronize(self.device)  # a replay of it may still be running
+        torch.cuda.empty_cache()  # what others have freed is not the graph's
+        before = _free(self.device)
         entry.graph.reset()
         del entry
         torch.cuda.empty_cache()

@@ -42,10 +42,14 @@ def randn(*shape, dtype=torch.float32):
     return torch.randn(*shape, device=DEVICE).to(dtype)
 
 
-def assert_close(out, expected, dtype):
-    error = (out.double() - expected).norm() / expected.norm()
+def relative_error(out, expected):
+    return ((out.double() - expected).norm() / expected.norm()).item()
+
+
+def assert_close(out, expected, dtype, at_least=0.0):
+    error = relative_error(out, expected)
     assert torch.isfinite(out).all()
-    assert error <= TOLERANCE[dtype], f"relative error {error:.2e}"
+    assert error <= max(TOLERANCE[dtype], at_least), f"relative error {error:.2e}"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -60,7 +64,10 @@ def test_group_norm(size, dtype, variant):
     shift = randn(n, c, dtype=dtype) if variant == "shift" else None
     out = group_norm(x, weight, bias, 32, 1e-5, shift, silu=variant != "no silu")
     exact = reference.to_float64(x, weight, bias, shift)
-    assert_close(out, reference.group_norm(*exact[:3], 32, 1e-5, exact[3], variant != "no silu"), dtype)
+    expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3], variant != "no silu")
+    eager = reference.group_norm(x, weight, bias, 32, 1e-5, shift, variant != "no silu")
+    # two values a group may lie so close together that no arithmetic of this width does better than eager's
+    assert_close(out, expected, dtype, at_least=2 * relative_error(eager, expected))
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 

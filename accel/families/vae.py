@@ -64,7 +64,7 @@ def compile_vae(vae: comfy.sd.VAE) -> tuple[comfy.sd.VAE, str]:
         return vae, message
     compiled = copy.copy(vae)
     compiled.patcher = vae.patcher.clone()
-    compiled.first_stage_model = _with_fused_parts(model, vae.downscale_ratio)
+    compiled.first_stage_model = _with_fused_parts(model)
     return compiled, ""
 
 
@@ -73,11 +73,11 @@ def _is_compiled(model: nn.Module) -> bool:
     return isinstance(getattr(decoder, "forward", None), _Forward)
 
 
-def _with_fused_parts(model: nn.Module, pixels: int) -> nn.Module:
+def _with_fused_parts(model: nn.Module) -> nn.Module:
     """A shallow copy of the autoencoder: the same layers, weights and code, but a fused decoder and encoder."""
     shadow = copy.copy(model)
     shadow._modules = dict(model._modules)
-    shadow._modules["decoder"] = _fused_part(model.decoder, decode, pixels)
+    shadow._modules["decoder"] = _fused_part(model.decoder, decode, 2 ** (model.decoder.num_resolutions - 1))
     shadow._modules["encoder"] = _fused_part(model.encoder, encode, 1)
     return shadow
 
