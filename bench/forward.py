@@ -3,7 +3,7 @@
 python -m bench.forward [--model sdxl|sd15] [--json FILE]
 
 Through comfy.sample, as ComfyUI calls it; eager and compiled in the same process. For the cold figures, start with an
-empty TRITON_CACHE_DIR.
+empty TRITON_CACHE_DIR. The error is that of the latent after 2 Euler steps with CFG 7, which multiplies differences.
 """
 
 from tools import embed
@@ -75,12 +75,13 @@ def row(size: tuple[int, int, int], eager: float, first: float, compiled: float,
     width, height, batch = size
     print(
         f"{width}x{height} images {batch}: eager {eager:.1f} ms, compiled {compiled:.1f} ms, "
-        f"first call {first:+.2f} s, error {error:.1e}",
+        f"first call {first:+.2f} s, error of the latent after 2 steps {error:.1e}",
         flush=True,
     )
     return {
         "width": width, "height": height, "images": batch, "eager_ms": round(eager, 2),
-        "compiled_ms": round(compiled, 2), "first_call_extra_seconds": round(first, 3), "relative_error": error,
+        "compiled_ms": round(compiled, 2), "first_call_extra_seconds": round(first, 3),
+        "latent_error_after_2_steps": error,
     }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ class CompileModel(io.ComfyNode):
                     max=1 << 20,
                     step=64,
                     tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
-                    "1.4 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
+                    "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The same model, faster. Deleting the node restores the original.")],
