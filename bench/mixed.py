@@ -51,7 +51,7 @@ def worker(model: str, how: str) -> None:
             models.sample(patcher, width, height, batch, steps=STEPS, seed=index)
         line = {"width": width, "height": height, "images": batch, **took, "grown_mib": measure.used_mib() - before}
         print(json.dumps(line), flush=True)
-    print(json.dumps({"conditions": measure.conditions()}), flush=True)
+    print(json.dumps({"conditions": measure.conditions() | {"command": f"--worker {how}"}}), flush=True)
 
 
 def prepare(patcher: Any, how: str) -> Any:
@@ -126,8 +126,10 @@ def main() -> None:
         parser.error(f"--how {','.join(sorted(unknown))} is not known; choose from {', '.join(HOWS)}")
     runs = {how: both(chosen.model, how, chosen.limit) for how in hows}
     if chosen.json:
+        command = f"python -m bench.mixed --model {chosen.model} --how {chosen.how} --limit {chosen.limit:g}"
         chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        chosen.json.write_text(json.dumps({"model": chosen.model, "steps": STEPS, "runs": runs}, indent=1) + "\n")
+        figures = {"command": command, "model": chosen.model, "steps": STEPS, "runs": runs}
+        chosen.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def both(model: str, how: str, limit: float) -> dict[str, Any]:
