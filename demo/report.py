@@ -79,9 +79,9 @@ def problems(rows: list[Row], tolerance: int) -> list[str]:
 
 
 def fallbacks(stats: dict[str, Any]) -> str:
-    """Why something ran slower than it could, a line each; empty when nothing did."""
+    """Why something ran slower than it could, a line each."""
     lines = [f"  {found['where']}: {found['reason']} ({found['count']} times)" for found in stats["fallbacks"]]
-    return "\n".join(["Not as fast as it could be:", *lines]) if lines else ""
+    return "\n".join(["Not as fast as it could be:", *lines])
 
 
 def table(rows: list[Row]) -> str:

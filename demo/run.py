@@ -171,7 +171,8 @@ def main_job(server: ComfyServer, cases: tuple[Case, ...], out: Path, tolerance:
     print(f"\n{table(rows)}\n")
     steps = f"{SAMPLER['steps']} steps and decode"
     print(f"Times are seconds a prompt ({steps}). Differences are steps of 8-bit colour; {tolerance} are allowed.")
-    print(fallbacks(stats))
+    if stats["fallbacks"]:
+        print(fallbacks(stats))
     return problems(rows, tolerance)
 
 
