@@ -132,7 +132,7 @@ class Engine:
         if obstacle:
             self._note(shape, tier, obstacle if obstacle != _BY_DESIGN else call.eager_parts)
         else:
-            self._capture(ops, call, settings, shape, out)
+            self._capture(ops, call, settings, shape)
         return out
 
     def _graph_obstacle(self, call: Call, settings: Settings) -> str:
@@ -161,10 +161,10 @@ class Engine:
         self._started.add((ops.name, call.key.inputs[0].dtype))
         return out
 
-    def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, out: Tensor) -> None:
+    def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats) -> None:
         """Captures the shape's graph right after its first fused forward; the next call replays it."""
         recording = graphs.Recording(
-            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out
+            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants()
         )
         try:
             shape.bytes = graphs.cache(call.key.device).capture(

@@ -275,7 +275,7 @@ def test_a_crowded_pool_begins_anew(models):
 def test_a_capture_that_fails_costs_only_the_graph(models, monkeypatch):
     from anyshape.accel import graphs
 
-    def refuse(self, run):
+    def refuse(self, forward, static):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(graphs.GraphCache, "_recorded", refuse)
