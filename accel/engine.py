@@ -140,7 +140,7 @@ class Engine:
             return _BY_DESIGN
         if settings.graph_budget_mb == 0:
             return "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
-        return call.graph_obstacle
+        return graphs.obstacle(call.key.device) or call.graph_obstacle
 
     def _load(self, tier: str, device: torch.device) -> FusedOps:
         if tier == "kernels":

@@ -213,5 +213,21 @@ def drop_owner(owner: int) -> None:
         each.drop_owner(owner)
 
 
+def obstacle(device: torch.device) -> str:
+    """Why no graph can be captured on ``device``; "" if one can.
+
+    ``cudaMallocAsync`` hands out addresses during a capture that exist only once the graph runs. Triton's launcher asks
+    the driver about each address, is told that it is invalid, and the capture fails in a way that ends the process.
+    """
+    if device.type != "cuda":
+        return "CUDA graphs need an NVIDIA GPU"
+    if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+        return (
+            "no CUDA graphs under cudaMallocAsync, which ComfyUI switches on by default: start ComfyUI with "
+            "--disable-cuda-malloc, or small images gain nothing"
+        )
+    return ""
+
+
 def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]

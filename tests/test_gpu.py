@@ -2,6 +2,8 @@
 
 import gc
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -285,3 +287,28 @@ def test_a_capture_that_fails_costs_only_the_graph(models, monkeypatch):
         assert error(forward(fast, 512, 512, seed=seed), forward(patcher, 512, 512, seed=seed)) < 5e-3
     (shape,) = shapes()
     assert shape["state"] == "kernels" and "out of memory" in shape["reason"]
+
+
+UNDER_ASYNC = """
+from tools import embed
+embed.use_comfyui(); embed.load_pack()
+import torch
+from anyshape.accel import stats
+from anyshape.accel.engine import Settings
+from anyshape.accel.families.attach import compile_model
+from bench import models
+patcher = models.unet("sd15", torch.float16, model_channels=64, context_dim=128, num_head_channels=32, num_heads=-1)
+fast, message = compile_model(patcher, Settings())
+assert "--disable-cuda-malloc" in message
+out, expected = (models.sample(p, 544, 408, steps=3) for p in (fast, patcher))
+assert (out - expected).norm() / expected.norm() < 1e-2
+(shape,) = stats.snapshot()["models"][0]["shapes"]
+assert shape["state"] == "kernels" and "--disable-cuda-malloc" in shape["reason"], shape
+"""
+
+
+def test_cuda_malloc_async():
+    """ComfyUI's default allocator on many cards: no graph, a reason, and the right picture."""
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    done = subprocess.run([sys.executable, "-c", UNDER_ASYNC], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]

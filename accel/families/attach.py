@@ -15,6 +15,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
+from .. import graphs
 from ..engine import Call, Engine, Settings
 from ..key import shape_key
 from ..ops import FusedOps
@@ -57,7 +58,7 @@ def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatch
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
-    return clone, _budget_message(settings, patcher.load_device)
+    return clone, _graph_message(settings, patcher.load_device)
 
 
 def remove(patcher: ModelPatcher) -> None:
@@ -67,9 +68,12 @@ def remove(patcher: ModelPatcher) -> None:
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
 
 
-def _budget_message(settings: Settings, device: torch.device) -> str:
-    if device.type != "cuda" or settings.mode == "off":
+def _graph_message(settings: Settings, device: torch.device) -> str:
+    """What the user should know of graphs before the first run; "" where all is as it should be."""
+    if device.type != "cuda" or settings.graph_budget_mb == 0:
         return ""
+    if message := graphs.obstacle(device):
+        return message
     card = torch.cuda.get_device_properties(device).total_memory
     if settings.graph_budget_bytes <= card:
         return ""
