@@ -191,6 +191,11 @@ class Engine:
             log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
         shape.state, shape.reason = state, reason
 
+    def wants_channels_last(self, settings: Settings, device: torch.device) -> bool:
+        """Whether convolution weights should be in channels_last: for kernels, and for nothing slower."""
+        usable = "kernels" in _tiers(settings, device) and "kernels" not in self._retired
+        return usable and kernels.available(device)
+
     def drop_graphs(self) -> None:
         """Gives the memory of this model's graphs back; the next call of a shape captures it again."""
         graphs.drop_owner(id(self))

@@ -305,6 +305,11 @@ def test_an_error_that_eager_raises_too_is_not_ours(engine) -> None:
     assert states(engine) == [("regions", "")]
 
 
+@pytest.mark.parametrize("mode", ["auto", "kernels", "regions"])
+def test_weights_keep_their_layout_where_no_kernel_runs(engine, mode) -> None:
+    assert not engine.wants_channels_last(Settings(mode), torch.device("cpu"))
+
+
 def test_calls_are_timed(engine) -> None:
     for _ in range(3):
         engine(call(lambda ops, inputs: inputs["x"]), Settings())

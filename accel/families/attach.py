@@ -142,14 +142,14 @@ class _Session:
         for run in runs.values():
             run.close()
 
-    def _run(self, model: nn.Module) -> _Run:
+    def _run(self, model: nn.Module, device: torch.device) -> _Run:
         """The run's state; outside a sampling run a fresh one that leaves the weights alone."""
         with self._lock:
             if self._depth == 0:
                 return _Run(model, None)
             if id(model) not in self._runs:
-                kernels = self.settings.mode != "regions"
-                self._runs[id(model)] = _Run(model, ChannelsLastWeights() if kernels else None)
+                wanted = engine_for(model, self.name, "unet").wants_channels_last(self.settings, device)
+                self._runs[id(model)] = _Run(model, ChannelsLastWeights() if wanted else None)
             run = self._runs[id(model)]
             run.refresh()
             return run
@@ -178,7 +178,7 @@ class _Session:
         if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
             return eager()
         obstacle = _foreign_forward(model, original) or _obstacle(x, context, extra)
-        run = None if obstacle else self._run(model)
+        run = None if obstacle else self._run(model, x.device)
         inputs = _flatten(x, timesteps, context, y, control)
         lengths = {name: len(residuals) for name, residuals in (control or {}).items()}
         call = Call(

@@ -56,8 +56,9 @@ class Plan:
         self.res_blocks = self._fit(model, ResBlock, _plain_res_block)
         self.transformer_blocks = self._fit(model, BasicTransformerBlock, _plain_transformer_block)
         self.transformers = self._fit_transformers(model)
-        self.text_blocks = [id(m) for m in model.modules() if id(m) in self.transformer_blocks and not _is_streamed(m)]
-        self.text = LinearGroup([w for m in model.modules() if id(m) in self.text_blocks for w in _text_weights(m)])
+        blocks = [m for m in model.modules() if id(m) in self.transformer_blocks and not _is_streamed(m)]
+        self.text_blocks = [id(m) for m in blocks]
+        self.text = LinearGroup([weight for m in blocks for weight in _text_weights(m)])
 
     def _fit_transformers(self, model: UNetModel) -> set[int]:
         """Transformers whose own layers are as they should be: their blocks are judged one by one."""

@@ -38,3 +38,12 @@ def load(device: torch.device) -> "FusedOps":  # noqa: F821  (imported below, wi
             f"{torch.__version__}"
         ) from error
     return TritonOps()
+
+
+def available(device: torch.device) -> bool:
+    """Whether ``load`` would succeed."""
+    try:
+        load(device)
+    except Unavailable:
+        return False
+    return True
