@@ -17,6 +17,7 @@ from .errors import CaptureFailed, Unavailable
 from .key import ShapeKey
 from .ops import FusedOps
 from .stats import COMPILES, STATS, ModelStats, ShapeStats
+from .trial import Trial
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Engine:
     image_layout: bool = False
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
     _started: set[tuple[str, torch.dtype]] = field(default_factory=set)  # tiers whose first call is over
+    _trials: dict[ShapeKey, Trial] = field(default_factory=dict)  # of shapes that cannot have a graph
 
     def __call__(self, call: Call, settings: Settings) -> Tensor:
         """The model's output for ``call``, from the fastest tier that is safe."""
@@ -128,11 +130,23 @@ class Engine:
                 shape.replays += 1
                 return out
         ops = self._load(tier, call.key.device)
-        out = self._forward(ops, call)
+        if obstacle == _BY_DESIGN:
+            self._note(shape, tier, call.eager_parts)
+            return self._forward(ops, call)
         if obstacle:
-            self._note(shape, tier, obstacle if obstacle != _BY_DESIGN else call.eager_parts)
+            return self._without_graph(ops, call, shape, obstacle)
+        out = self._forward(ops, call)
+        self._capture(ops, call, settings, shape)
+        return out
+
+    def _without_graph(self, ops: FusedOps, call: Call, shape: ShapeStats, obstacle: str) -> Tensor:
+        """A shape that should have a graph and cannot: fused, or in eager where that proves faster."""
+        trial = self._trials.setdefault(call.key, Trial())
+        out = trial.run(lambda: self._forward(ops, call), call.eager, call.key.device)
+        if trial.eager_wins:
+            self._note(shape, "eager", f"{trial.verdict()}; {obstacle}")
         else:
-            self._capture(ops, call, settings, shape)
+            self._note(shape, ops.name, obstacle)
         return out
 
     def _graph_obstacle(self, call: Call, settings: Settings) -> str:

@@ -12,7 +12,7 @@ from tools.paths import ROOT
 
 embed.bare_pack()
 
-from anyshape.accel import region_ops, regions, stats  # noqa: E402 - the package exists from the line above on
+from anyshape.accel import region_ops, regions, stats, trial  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.engine import Call, Engine, Settings  # noqa: E402
 from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
@@ -303,6 +303,47 @@ def test_an_error_that_eager_raises_too_is_not_ours(engine) -> None:
         engine(call(wrong, eager=wrong), Settings())
     engine(call(lambda ops, inputs: inputs["x"]), Settings())
     assert states(engine) == [("regions", "")]
+
+
+def run_trial(seconds, monkeypatch, calls=8):
+    """The ways that a trial takes where ``fused`` and ``eager`` take so many seconds a call."""
+    clock, taken = [0.0], []
+    monkeypatch.setattr(trial.time, "perf_counter", lambda: clock[0])
+
+    def way(name):
+        def run():
+            taken.append(name)
+            clock[0] += seconds[name]
+            return torch.zeros(1)
+
+        return run
+
+    one = trial.Trial()
+    for _ in range(calls):
+        one.run(way("fused"), way("eager"), torch.device("cpu"))
+    return one, taken
+
+
+def test_a_trial_keeps_the_faster_way(monkeypatch) -> None:
+    one, taken = run_trial({"fused": 2.0, "eager": 1.0}, monkeypatch)
+    assert taken == ["fused", "fused", "eager", "fused", "eager"] + 3 * ["eager"]
+    assert one.eager_wins and "1000.0 ms against 2000.0 ms" in one.verdict()
+    one, taken = run_trial({"fused": 1.0, "eager": 2.0}, monkeypatch)
+    assert taken[5:] == 3 * ["fused"] and not one.eager_wins
+
+
+def test_a_tie_stays_fused(monkeypatch) -> None:
+    one, taken = run_trial({"fused": 1.0, "eager": 0.99}, monkeypatch)
+    assert taken[5:] == 3 * ["fused"] and not one.eager_wins
+
+
+def test_a_shape_without_a_graph_is_tried(engine, monkeypatch) -> None:
+    monkeypatch.setattr(engine, "_graph_obstacle", lambda *_: "no graph today")
+    monkeypatch.setattr(trial.Trial, "eager_wins", property(lambda self: self.over))
+    outs = [engine(call(lambda ops, inputs: inputs["x"]), Settings()).numel() for _ in range(7)]
+    assert outs == [256 * 2, 256 * 2, 1, 256 * 2, 1, 1, 1]
+    state, reason = states(engine)[0]
+    assert state == "eager" and "eager is faster" in reason and "no graph today" in reason
 
 
 @pytest.mark.parametrize("mode", ["auto", "kernels", "regions"])
