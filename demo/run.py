@@ -181,6 +181,10 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Show the pack at work in the real ComfyUI server.")
     parser.add_argument("--quick", action="store_true", help="four cases instead of all")
     parser.add_argument("--out", type=Path, default=ROOT / "demo" / "out", help="where the pictures and the report go")
+    parser.add_argument(
+        "--server-argument", action="append", default=[], metavar="ARGUMENT",
+        help="one more argument for ComfyUI: --server-argument=--disable-cuda-malloc",
+    )  # fmt: skip
     return parser.parse_args()
 
 
@@ -192,7 +196,7 @@ def main() -> int:
     tolerance = TOLERANCE_CUDA if has_cuda() else TOLERANCE_CPU
     print("Starting the ComfyUI server with the pack and the demo's nodes (10 to 20 s) ...", flush=True)
     try:
-        with ComfyServer() as server:
+        with ComfyServer(arguments=tuple(options.server_argument)) as server:
             wrong = main_job(server, QUICK if options.quick else CASES, options.out, tolerance)
     except (PromptError, ServerError, ProjectError) as problem:
         print(f"\nThe demo failed: {problem}", file=sys.stderr)
