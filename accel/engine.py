@@ -80,7 +80,8 @@ class Engine:
     image_layout: bool = False
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
     _started: set[tuple[str, torch.dtype]] = field(default_factory=set)  # tiers whose first call is over
-    _trials: dict[ShapeKey, Trial] = field(default_factory=dict)  # of shapes that cannot have a graph
+    # of shapes that cannot have a graph, by tier and reason: another patch, another trial
+    _trials: dict[tuple[str, str, ShapeKey], Trial] = field(default_factory=dict)
 
     def __call__(self, call: Call, settings: Settings) -> Tensor:
         """The model's output for ``call``, from the fastest tier that is safe."""
@@ -141,7 +142,7 @@ class Engine:
 
     def _without_graph(self, ops: FusedOps, call: Call, shape: ShapeStats, obstacle: str) -> Tensor:
         """A shape that should have a graph and cannot: fused, or in eager where that proves faster."""
-        trial = self._trials.setdefault(call.key, Trial())
+        trial = self._trials.setdefault((ops.name, obstacle, call.key), Trial())
         out = trial.run(lambda: self._forward(ops, call), call.eager, call.key.device)
         if trial.eager_wins:
             self._note(shape, "eager", f"{trial.verdict()}; {obstacle}")

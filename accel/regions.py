@@ -11,7 +11,6 @@ How (``docs/architecture.md`` has the reasons):
   plain function, and is counted.
 """
 
-import logging
 import threading
 import time
 import types
@@ -24,8 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .errors import Unavailable
 from .stats import COMPILES
-
-log = logging.getLogger(__name__)
 
 MAX_VARIANTS = 16  # of one region: dtypes x modes x sizes of 1; more means a key that is too fine, so stop compiling
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tools import embed
+from tools.oracles import STATS_KEYS
 from tools.paths import ROOT
 
 embed.bare_pack()
@@ -93,17 +94,6 @@ def test_a_key_reads_well() -> None:
 
 # Counters ---------------------------------------------------------------------------------------------------------
 
-CONTRACT = {
-    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"},
-    "model": {"name", "kind", "region_graphs", "recompiles", "compile_seconds", "shapes"},
-    "shape": {
-        "key", "width", "height", "batch", "state", "calls", "replays", "first_call_seconds", "median_ms", "bytes",
-        "reason",
-    },
-    "graphs": {"budget_bytes", "used_bytes", "evictions"},
-    "fallback": {"where", "reason", "count"},
-    "artifacts": {"dir", "loaded", "saved", "rejected"},
-}  # fmt: skip
 TYPES = {
     **dict.fromkeys(["region_graphs", "recompiles", "width", "height", "batch", "calls", "replays", "bytes"], int),
     **dict.fromkeys(["name", "kind", "key", "state", "reason"], str),
@@ -131,7 +121,7 @@ def test_snapshot_keeps_the_contract(counted) -> None:
     (shape,) = model["shapes"]
     found = {"": now, "model": model, "shape": shape, "graphs": now["graphs"], "fallback": fallback}
     for name, part in {**found, "artifacts": now["artifacts"]}.items():
-        assert set(part) == CONTRACT[name], name
+        assert set(part) == STATS_KEYS[name], name
     assert now["version"] == 1 and isinstance(now["device"], str)
     for name, value in {**model, **shape}.items():
         assert name == "shapes" or type(value) is TYPES[name], name

@@ -8,6 +8,9 @@ import sys
 import pytest
 import torch
 
+from tools.oracles import error, shapes
+from tools.paths import ROOT
+
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
@@ -70,17 +73,6 @@ def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0):
 
     outer = [w for ws in patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).values() for w in ws]
     return WrapperExecutor.new_executor(run, outer).execute()
-
-
-def error(out, reference):
-    assert torch.isfinite(out).all()
-    return ((out.float() - reference.float()).norm() / reference.float().norm()).item()
-
-
-def shapes():
-    from anyshape.accel import stats
-
-    return [s for m in stats.snapshot()["models"] for s in m["shapes"]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -310,5 +302,7 @@ assert shape["state"] == "kernels" and "--disable-cuda-malloc" in shape["reason"
 def test_cuda_malloc_async():
     """ComfyUI's default allocator on many cards: no graph, a reason, and the right picture."""
     environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-    done = subprocess.run([sys.executable, "-c", UNDER_ASYNC], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_ASYNC], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]

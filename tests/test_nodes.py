@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tools.comfy_server import ComfyServer, PromptError
+from tools.oracles import STATS_KEYS
 
 # The contract: node id -> display name, inputs (type or choices, default, minimum) in order, outputs.
 MODES = ["auto", "kernels", "regions", "off"]
@@ -26,16 +27,6 @@ CONTRACT = {
         {"report": "STRING", "stats": "STRING", "chart": "IMAGE"},
     ),
 }
-STATS = {
-    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"},
-    "model": {"name", "kind", "region_graphs", "recompiles", "compile_seconds", "shapes"},
-    "shape": {
-        "key", "width", "height", "batch", "state", "calls", "replays", "first_call_seconds", "median_ms", "bytes",
-        "reason",
-    },
-    "graphs": {"budget_bytes", "used_bytes", "evictions"},
-    "artifacts": {"dir", "loaded", "saved", "rejected"},
-}  # fmt: skip
 CLOSE = 4 / 255  # of a pixel's range; what the demo allows
 SIZE = {"width": 136, "height": 120, "batch_size": 2}  # a latent of 17 x 15
 
@@ -190,11 +181,11 @@ def test_a_second_seed_compiles_nothing(server, plain) -> None:
 
 
 def check_stats(found: dict) -> None:
-    assert set(found) == STATS[""] and found["version"] == 1
-    assert set(found["graphs"]) == STATS["graphs"] and set(found["artifacts"]) == STATS["artifacts"]
+    assert set(found) == STATS_KEYS[""] and found["version"] == 1
+    assert set(found["graphs"]) == STATS_KEYS["graphs"] and set(found["artifacts"]) == STATS_KEYS["artifacts"]
     for model in found["models"]:
-        assert set(model) == STATS["model"]
-        assert all(set(shape) == STATS["shape"] for shape in model["shapes"])
+        assert set(model) == STATS_KEYS["model"]
+        assert all(set(shape) == STATS_KEYS["shape"] for shape in model["shapes"])
     assert all(set(fallback) == {"where", "reason", "count"} for fallback in found["fallbacks"])
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tools.oracles import error, fallbacks, shapes
 from tools.paths import ROOT
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
@@ -94,24 +95,6 @@ def forward(patcher, *args, control=None, **kwargs):
     with torch.inference_mode():
         call = inputs(patcher, *args, **kwargs)
         return patcher.model.diffusion_model(**call, control=control, transformer_options=options_of(patcher))
-
-
-def error(out, reference):
-    """Relative L2."""
-    assert out.shape == reference.shape and torch.isfinite(out).all()
-    return ((out - reference).norm() / reference.norm()).item()
-
-
-def shapes():
-    from anyshape.accel import stats
-
-    return [s for m in stats.snapshot()["models"] for s in m["shapes"]]
-
-
-def fallbacks():
-    from anyshape.accel import stats
-
-    return stats.snapshot()["fallbacks"]
 
 
 def assert_fast():

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from tools.oracles import error, fallbacks, shapes
+
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
 SIZES = [(64, 64, 1), (200, 264, 2), (264, 200, 1), (8, 8, 1), (72, 40, 4)]  # width, height in pixels, batch
 
@@ -57,24 +59,6 @@ def decode(vae, *args, **kwargs):
 def encode(vae, *args):
     with torch.inference_mode():
         return vae.encode(picture(*args))
-
-
-def error(out, reference):
-    """Relative L2."""
-    assert out.shape == reference.shape and torch.isfinite(out).all()
-    return ((out - reference).norm() / reference.norm()).item()
-
-
-def shapes():
-    from anyshape.accel import stats
-
-    return [s for m in stats.snapshot()["models"] for s in m["shapes"]]
-
-
-def fallbacks():
-    from anyshape.accel import stats
-
-    return stats.snapshot()["fallbacks"]
 
 
 def states():

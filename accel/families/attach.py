@@ -4,7 +4,6 @@
 workflow without our node (or with ``mode: off``) gets exactly ComfyUI's own forward.
 """
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,8 +22,6 @@ from ..stats import STATS
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import unet
 from .layers import INTERRUPTS
-
-log = logging.getLogger(__name__)
 
 KEY = "anyshape"
 LATENT_TO_PIXELS = 8  # every model whose forward is ComfyUI's UNetModel

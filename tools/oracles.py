@@ -1,0 +1,42 @@
+"""What several tests judge by: the distance of two results, the counters, and the keys of the stats' contract."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools import embed
+
+embed.bare_pack()
+
+from anyshape.accel import stats  # noqa: E402 - the package exists from the line above on
+
+# The contract of docs/architecture.md: the keys of each part of the stats.
+STATS_KEYS = {
+    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"},
+    "model": {"name", "kind", "region_graphs", "recompiles", "compile_seconds", "shapes"},
+    "shape": {
+        "key", "width", "height", "batch", "state", "calls", "replays", "first_call_seconds", "median_ms", "bytes",
+        "reason",
+    },
+    "graphs": {"budget_bytes", "used_bytes", "evictions"},
+    "fallback": {"where", "reason", "count"},
+    "artifacts": {"dir", "loaded", "saved", "rejected"},
+}  # fmt: skip
+
+
+def error(out: Tensor, reference: Tensor) -> float:
+    """||out - reference|| / ||reference|| in float32; fails on another shape or on a value that is not finite."""
+    assert out.shape == reference.shape and torch.isfinite(out).all()
+    out, reference = out.float(), reference.float()
+    return ((out - reference).norm() / reference.norm()).item()
+
+
+def shapes() -> list[dict[str, Any]]:
+    """The entries of all shapes of all models, by the contract."""
+    return [shape for model in stats.snapshot()["models"] for shape in model["shapes"]]
+
+
+def fallbacks() -> list[dict[str, Any]]:
+    """The counted fallbacks, by the contract."""
+    return stats.snapshot()["fallbacks"]
