@@ -123,7 +123,7 @@ class Engine:
             raise
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Tensor:
-        obstacle = self._graph_obstacle(call, settings)
+        obstacle = self._graph_obstacle(tier, call, settings)
         if not obstacle:
             out = graphs.cache(call.key.device).replay(id(self), call.key, call.weights, call.inputs)
             if out is not None:
@@ -137,7 +137,7 @@ class Engine:
         if obstacle:
             return self._without_graph(ops, call, shape, obstacle)
         out = self._forward(ops, call)
-        self._capture(ops, call, settings, shape)
+        self._capture(ops, call, settings, shape, out)
         return out
 
     def _without_graph(self, ops: FusedOps, call: Call, shape: ShapeStats, obstacle: str) -> Tensor:
@@ -150,12 +150,12 @@ class Engine:
             self._note(shape, ops.name, obstacle)
         return out
 
-    def _graph_obstacle(self, call: Call, settings: Settings) -> str:
+    def _graph_obstacle(self, tier: str, call: Call, settings: Settings) -> str:
         if call.key.device.type != "cuda" or not self.uses_graphs:
             return _BY_DESIGN
         if settings.graph_budget_mb == 0:
             return "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
-        return graphs.obstacle(call.key.device) or call.graph_obstacle
+        return graphs.obstacle(tier) or call.graph_obstacle
 
     def _load(self, tier: str, device: torch.device) -> FusedOps:
         if tier == "kernels":
@@ -176,10 +176,10 @@ class Engine:
         self._started.add((ops.name, call.key.inputs[0].dtype))
         return out
 
-    def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats) -> None:
+    def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, out: Tensor) -> None:
         """Captures the shape's graph right after its first fused forward; the next call replays it."""
         recording = graphs.Recording(
-            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants()
+            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out
         )
         try:
             shape.bytes = graphs.cache(call.key.device).capture(

@@ -10,6 +10,7 @@ their own few megabytes first, and the pool as a whole only when nothing else is
 """
 
 import threading
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .errors import CaptureFailed
+from .kernels.launch import addresses_are_promised
 from .key import ShapeKey
 from .stats import STATS
 
@@ -33,6 +35,7 @@ class Recording:
     inputs: dict[str, Tensor]
     weights: int  # weights.WeightWatch.fingerprint, now
     constants: Tensor | None  # device memory besides weights and inputs that the forward reads
+    output: Tensor  # of that run: what the graph's will look like
 
 
 @dataclass
@@ -41,7 +44,7 @@ class CapturedGraph:
 
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]  # static; a replay reads them
-    output: Tensor  # lies in the pool: valid until the next replay of any graph
+    output: Tensor  # static; valid until this graph's next replay
     weights: int  # weights.WeightWatch.fingerprint at capture
     constants: Tensor | None  # read by the graph, so kept as long as it
     bytes: int
@@ -151,13 +154,21 @@ class GraphCache:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             static = {name: torch.empty_like(value).copy_(value) for name, value in recording.inputs.items()}
+            output = torch.empty_like(recording.output)
         before = _free(self.device)
-        graph, output = self._recorded(recording.forward, static)
+        graph = self._recorded(lambda: output.copy_(recording.forward(static)))
+        if addresses_are_promised():
+            graph.replay()  # that allocator gives a graph its memory at its first run
+            torch.cuda.synchronize(self.device)
         size = max(0, before - _free(self.device))
         return CapturedGraph(graph, static, output, recording.weights, recording.constants, size)
 
-    def _recorded(self, forward: Forward, static: dict[str, Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """As ``torch.cuda.graph``, which also collects garbage and empties the allocator's cache: 20 ms a size."""
+    def _recorded(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """As ``torch.cuda.graph``, which also collects garbage and empties the allocator's cache: 20 ms a size.
+
+        No tensor that ``run`` makes may outlive the capture, not even in a traceback: under ``cudaMallocAsync`` its
+        memory may never come to exist, and freeing it later would end the process.
+        """
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         self._stream = self._stream or torch.cuda.Stream(self.device)
@@ -166,10 +177,13 @@ class GraphCache:
             # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                output = forward(static)
+                run()
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)
+                raise
             finally:
                 graph.capture_end()
-        return graph, output
+        return graph
 
     def _evict_down_to(self, budget: int, keep: int = 0) -> None:
         """Drops the least recently used graphs until ``budget`` bytes or ``keep`` graphs are left."""
@@ -213,18 +227,12 @@ def drop_owner(owner: int) -> None:
         each.drop_owner(owner)
 
 
-def obstacle(device: torch.device) -> str:
-    """Why no graph can be captured on ``device``; "" if one can.
-
-    ``cudaMallocAsync`` hands out addresses during a capture that exist only once the graph runs. Triton's launcher asks
-    the driver about each address, is told that it is invalid, and the capture fails in a way that ends the process.
-    """
-    if device.type != "cuda":
-        return "CUDA graphs need an NVIDIA GPU"
-    if torch.cuda.get_allocator_backend() == "cudaMallocAsync":
+def obstacle(tier: str) -> str:
+    """Why forwards of ``tier`` cannot be captured with this allocator; "" if they can."""
+    if tier == "regions" and addresses_are_promised():
         return (
-            "no CUDA graphs under cudaMallocAsync, which ComfyUI switches on by default: start ComfyUI with "
-            "--disable-cuda-malloc, or small images gain nothing"
+            "compiled regions cannot be captured under cudaMallocAsync, ComfyUI's default: use mode auto, or start "
+            "ComfyUI with --disable-cuda-malloc"
         )
     return ""
 

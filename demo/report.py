@@ -11,7 +11,23 @@ from .workflows import Case
 
 Pictures = list[Image.Image]
 
-COLUMNS = ("size", "batch", "VAE", "first s", "steady s", "eager s", "largest difference", "state", "recompiles")
+
+@dataclass(frozen=True)
+class Difference:
+    """Between compiled and eager pictures, or what is allowed of it, in steps of 8-bit colour (0 to 255)."""
+
+    largest: int = 0  # of a pixel: on a GPU, rounding in half precision may move the edge of a shape
+    rms: float = 0.0  # root mean square over the pixels of the worst picture
+
+    def exceeds(self, allowed: "Difference") -> bool:
+        """Whether this is more than ``allowed``, in either figure."""
+        return self.largest > allowed.largest or self.rms > allowed.rms
+
+    def __str__(self) -> str:
+        return f"{self.largest}/255, rms {self.rms:.2f}"
+
+
+COLUMNS = ("size", "batch", "VAE", "first s", "steady s", "eager s", "difference", "state", "recompiles")
 CELL, CAPTION, ACROSS = 160, 34, 4  # contact sheet: pixels a picture, pixels of text below it, cases a row
 
 
@@ -23,7 +39,7 @@ class Row:
     eager_seconds: float = math.nan
     first_seconds: float = math.nan
     seconds: float = math.nan
-    difference: int = 0  # largest absolute difference between compiled and eager pictures, in steps of 8-bit colour
+    difference: Difference = Difference()
     states: dict[str, str] = field(default_factory=dict)  # "unet" and "vae" -> graph, kernels, regions or eager
     compiled: int = 0  # graphs that were compiled while the case ran
     recompiles: int = 0
@@ -33,13 +49,12 @@ class Row:
         """The row of the table."""
         times = [f"{value:.2f}" for value in (self.first_seconds, self.seconds, self.eager_seconds)]
         switch = "on" if self.case.vae else "off"
-        difference = f"{self.difference}/255"
         state = ", ".join(f"{kind} {state}" for kind, state in sorted(self.states.items())) or "unknown"
         size = f"{self.case.width}x{self.case.height}"
-        return [size, str(self.case.batch), switch, *times, difference, state, str(self.recompiles)]
+        return [size, str(self.case.batch), switch, *times, str(self.difference), state, str(self.recompiles)]
 
     def entry(self) -> dict[str, Any]:
-        """The row in report.json; colours, and with them `max_abs_diff`, go from 0 to 1."""
+        """The row in report.json; colours, and with them the differences, go from 0 to 1."""
         return {
             "width": self.case.width,
             "height": self.case.height,
@@ -47,7 +62,8 @@ class Row:
             "first_seconds": self.first_seconds,
             "seconds": self.seconds,
             "eager_seconds": self.eager_seconds,
-            "max_abs_diff": self.difference / 255,
+            "max_abs_diff": self.difference.largest / 255,
+            "rms_diff": self.difference.rms / 255,
             "text": self.case.text,
             "vae_compiled": self.case.vae,
             "states": self.states,
@@ -56,20 +72,20 @@ class Row:
         }
 
 
-def largest_difference(ours: Pictures, eager: Pictures) -> int:
-    """The largest absolute difference over all pixels of all pictures, in steps of 8-bit colour (0 to 255)."""
-    pairs = zip(ours, eager, strict=True)
-    return max(int(np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).max()) for a, b in pairs)
+def difference(ours: Pictures, eager: Pictures) -> Difference:
+    """Of the worst pixel and of the worst picture."""
+    apart = [np.asarray(a, np.float64) - np.asarray(b, np.float64) for a, b in zip(ours, eager, strict=True)]
+    return Difference(int(max(np.abs(d).max() for d in apart)), float(max(np.sqrt((d * d).mean()) for d in apart)))
 
 
-def problems(rows: list[Row], tolerance: int) -> list[str]:
+def problems(rows: list[Row], allowed: Difference) -> list[str]:
     """What is not as it must be, in plain words; empty when all is well."""
     found = []
     warm = set()  # False: one image a prompt has run; True: several have
     for row in rows:
         name = row.case.name
-        if row.difference > tolerance:
-            found.append(f"{name}: a picture differs from eager by {row.difference}/255; {tolerance}/255 is allowed.")
+        if row.difference.exceeds(allowed):
+            found.append(f"{name}: a picture differs from eager by {row.difference}; {allowed} is allowed.")
         if row.recompiles:
             found.append(f"{name}: {row.recompiles} recompiles; there must be none.")
         if row.compiled and (row.case.batch > 1) in warm:
@@ -114,5 +130,5 @@ def _paste(sheet: Image.Image, picture: Image.Image, left: int, top: int) -> Non
 def _caption(row: Row) -> str:
     return (
         f'{row.case.name}, "{row.case.text}": eager left, compiled right\n'
-        f"{row.eager_seconds:.2f} s, {row.seconds:.2f} s; difference {row.difference}/255"
+        f"{row.eager_seconds:.2f} s, {row.seconds:.2f} s; difference {row.difference}"
     )

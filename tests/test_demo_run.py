@@ -14,7 +14,8 @@ embed.bare_demo()
 from anyshape_demo import report, run, workflows  # noqa: E402 - the package exists from the line above on
 
 STATES = {"graph", "kernels", "regions", "eager"}
-PROMPT_KEYS = {"width", "height", "batch", "first_seconds", "seconds", "eager_seconds", "max_abs_diff"}
+ALLOWED = report.Difference(4, 0.5)
+PROMPT_KEYS = {"width", "height", "batch", "first_seconds", "seconds", "eager_seconds", "max_abs_diff", "rms_diff"}
 STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"}
 
 
@@ -22,8 +23,8 @@ STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "sk
 def finished(server, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder that the demo wrote, and what it found wrong."""
     out = tmp_path_factory.mktemp("demo") / "out"
-    tolerance = run.TOLERANCE_CUDA if embed.has_cuda() else run.TOLERANCE_CPU
-    return out, run.main_job(server, workflows.QUICK, out, tolerance)
+    allowed = run.ALLOWED_CUDA if embed.has_cuda() else run.ALLOWED_CPU
+    return out, run.main_job(server, workflows.QUICK, out, allowed)
 
 
 @pytest.fixture(scope="module")
@@ -93,17 +94,24 @@ def test_the_cases_cover_what_they_must() -> None:
 
 
 def test_a_large_difference_is_wrong() -> None:
-    assert report.problems([row(difference=4)], tolerance=4) == []
-    assert "5/255" in report.problems([row(difference=5)], tolerance=4)[0]
+    assert report.problems([row(difference=report.Difference(4, 0.5))], ALLOWED) == []
+    assert "5/255" in report.problems([row(difference=report.Difference(5, 0.1))], ALLOWED)[0]
+    assert "rms 0.60" in report.problems([row(difference=report.Difference(4, 0.6))], ALLOWED)[0]
+
+
+def test_the_difference_is_that_of_the_worst_picture() -> None:
+    grey, other = Image.new("RGB", (2, 1), (100, 100, 100)), Image.new("RGB", (2, 1), (100, 100, 100))
+    other.putpixel((0, 0), (106, 100, 100))
+    assert report.difference([grey, grey], [grey, other]) == report.Difference(6, 6**0.5)
 
 
 def test_a_recompile_is_wrong() -> None:
-    assert "recompiles" in report.problems([row(recompiles=1)], tolerance=4)[0]
+    assert "recompiles" in report.problems([row(recompiles=1)], ALLOWED)[0]
 
 
 def test_only_the_first_batch_of_each_kind_may_compile() -> None:
-    assert report.problems([row(1, compiled=9), row(4, compiled=9), row(2), row(1)], tolerance=4) == []
-    assert "compiled 1 graphs" in report.problems([row(4), row(1), row(2, compiled=1)], tolerance=4)[0]
+    assert report.problems([row(1, compiled=9), row(4, compiled=9), row(2), row(1)], ALLOWED) == []
+    assert "compiled 1 graphs" in report.problems([row(4), row(1), row(2, compiled=1)], ALLOWED)[0]
 
 
 def test_states_are_those_of_the_shapes_that_ran() -> None:
@@ -115,6 +123,6 @@ def test_states_are_those_of_the_shapes_that_ran() -> None:
 
 
 def test_the_table_lines_up() -> None:
-    lines = report.table([row(), row(batch=4, difference=200)]).splitlines()
+    lines = report.table([row(), row(batch=4, difference=report.Difference(200, 9.0))]).splitlines()
     assert len(lines) == 4
     assert lines[0].index("eager s") == lines[2].index("nan", lines[0].index("eager s"))

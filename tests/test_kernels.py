@@ -52,6 +52,16 @@ def assert_close(out, expected, dtype, at_least=0.0):
     assert error <= max(TOLERANCE[dtype], at_least), f"relative error {error:.2e}"
 
 
+def rounding(x, shift):
+    """What float32 may lose in GroupNorm: |x| / std of a group says how much its subtraction of the mean cancels.
+
+    The few values of a small group may lie close together, so the figure is computed for the input at hand.
+    """
+    groups = (x if shift is None else x + shift[:, :, None, None]).reshape(x.shape[0], 32, -1)
+    cancels = groups.abs().amax(-1) / (groups.var(-1, correction=0) + 1e-5).sqrt()
+    return 2 * torch.finfo(torch.float32).eps * cancels.square().mean().sqrt().item()
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("variant", ["plain", "shift", "no silu", "bare", "strided"])
@@ -65,9 +75,7 @@ def test_group_norm(size, dtype, variant):
     out = group_norm(x, weight, bias, 32, 1e-5, shift, silu=variant != "no silu")
     exact = reference.to_float64(x, weight, bias, shift)
     expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3], variant != "no silu")
-    eager = reference.group_norm(x, weight, bias, 32, 1e-5, shift, variant != "no silu")
-    # two values a group may lie so close together that no arithmetic of this width does better than eager's
-    assert_close(out, expected, dtype, at_least=2 * relative_error(eager, expected))
+    assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3]))
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 

@@ -14,7 +14,6 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
-from .. import graphs
 from ..engine import Call, Engine, Settings
 from ..key import shape_key
 from ..ops import FusedOps
@@ -69,8 +68,6 @@ def _graph_message(settings: Settings, device: torch.device) -> str:
     """What the user should know of graphs before the first run; "" where all is as it should be."""
     if device.type != "cuda" or settings.graph_budget_mb == 0:
         return ""
-    if message := graphs.obstacle(device):
-        return message
     card = torch.cuda.get_device_properties(device).total_memory
     if settings.graph_budget_bytes <= card:
         return ""

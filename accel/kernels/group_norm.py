@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 # tuned on an H200; see docs/architecture.md
 MOMENTS_BLOCK = (64, 32)  # rows, channels
 APPLY_BLOCK = (32, 64)
@@ -126,10 +128,10 @@ def _coefficients(
     rows, blocks = _row_blocks(h * w)
     part = torch.empty(n, blocks, 2, c, device=x.device, dtype=torch.float32)
     ab = torch.empty(n, 2, c, device=x.device, dtype=torch.float32)
-    moments_kernel[(blocks, triton.cdiv(c, MOMENTS_BLOCK[1]), n)](x, part, h * w, rows, c, *MOMENTS_BLOCK)
+    launch(moments_kernel, (blocks, triton.cdiv(c, MOMENTS_BLOCK[1]), n), x, part, h * w, rows, c, *MOMENTS_BLOCK)
     cg = c // groups
     block_cg = triton.next_power_of_2(cg)
-    coefficients_kernel[(groups, n)](
+    launch(coefficients_kernel, (groups, n),
         part, part if shift is None else shift, ab if weight is None else weight, ab if bias is None else bias, ab,
         h * w, rows, blocks, c, cg, eps, shift is not None, weight is not None, bias is not None, 32, block_cg,
     )  # fmt: skip
@@ -152,5 +154,5 @@ def group_norm(
     ab = _coefficients(x, weight, bias, groups, eps, shift)
     y = torch.empty_like(x)
     grid = (triton.cdiv(h * w, APPLY_BLOCK[0]), triton.cdiv(c, APPLY_BLOCK[1]), n)
-    apply_kernel[grid](x, ab, y, h * w, c, *APPLY_BLOCK, silu)
+    launch(apply_kernel, grid, x, ab, y, h * w, c, *APPLY_BLOCK, silu)
     return y

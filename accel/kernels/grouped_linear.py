@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 BLOCK = (64, 128, 64)  # rows, columns, depth
 COLUMNS = 4  # of the table
 
@@ -57,7 +59,7 @@ def grouped_linear(x: Tensor, weights: list[Tensor], table: Tensor) -> list[Tens
     widths = [weight.shape[0] for weight in weights]
     out = x.new_empty(rows * sum(widths))
     grid = (triton.cdiv(rows, BLOCK[0]), table.shape[0])
-    grouped_linear_kernel[grid](flat, table, out, rows, depth, COLUMNS, *BLOCK)
+    launch(grouped_linear_kernel, grid, flat, table, out, rows, depth, COLUMNS, *BLOCK)
     parts = out.split([rows * width for width in widths])
     return [part.view(*x.shape[:-1], width) for part, width in zip(parts, widths, strict=True)]
 

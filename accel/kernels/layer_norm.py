@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 MAX_CHANNELS = 8192  # one program holds a row in registers
 MAX_PENDING = 3  # biases: self-attention's, cross-attention's and the feed-forward's
 
@@ -61,7 +63,7 @@ def stream_layer_norm(
     x = x.contiguous()
     total, y = torch.empty_like(x) if store else x, torch.empty_like(x)
     p0, p1, p2 = (*pending, x, x, x)[:MAX_PENDING]
-    stream_layer_norm_kernel[(x.numel() // c,)](
+    launch(stream_layer_norm_kernel, (x.numel() // c,),
         x, p0, p1, p2, x if weight is None else weight, x if bias is None else bias, total, y, c, eps,
         len(pending), store, weight is not None, bias is not None, triton.next_power_of_2(c), num_warps=2,
     )  # fmt: skip

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import launch
+
 
 @triton.jit(do_not_specialize=["ROWS"])
 def geglu_kernel(p, out, ROWS, INNER, BR: tl.constexpr, BC: tl.constexpr):
@@ -25,7 +27,7 @@ def geglu(p: Tensor) -> Tensor:
     inner = p.shape[-1] // 2
     out = p.new_empty(*p.shape[:-1], inner)
     rows = p.numel() // (2 * inner)
-    geglu_kernel[(triton.cdiv(rows, 4), triton.cdiv(inner, 256))](p, out, rows, inner, 4, 256)
+    launch(geglu_kernel, (triton.cdiv(rows, 4), triton.cdiv(inner, 256)), p, out, rows, inner, 4, 256)
     return out
 
 
@@ -52,7 +54,7 @@ def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     y = torch.empty_like(x)
     rows = n * h * w
     grid = (triton.cdiv(rows, 64), triton.cdiv(c, 64))
-    bias_add_kernel[grid](x, x if bias is None else bias, residual, y, rows, c, bias is not None, 64, 64)
+    launch(bias_add_kernel, grid, x, x if bias is None else bias, residual, y, rows, c, bias is not None, 64, 64)
     return y
 
 
@@ -74,5 +76,5 @@ def upsample2x(x: Tensor) -> Tensor:
     n, c, h, w = x.shape
     x = x.contiguous(memory_format=torch.channels_last)
     y = torch.empty(n, c, 2 * h, 2 * w, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-    upsample_kernel[(triton.cdiv(n * h * w, 64), triton.cdiv(c, 64))](x, y, n * h * w, w, c, 64, 64)
+    launch(upsample_kernel, (triton.cdiv(n * h * w, 64), triton.cdiv(c, 64)), x, y, n * h * w, w, c, 64, 64)
     return y
