@@ -165,13 +165,16 @@ class Engine:
     def _forward(self, ops: FusedOps, call: Call) -> Tensor:
         """Runs the fused forward; compilations in its first call are expected, later ones are recompiles."""
         graphs_before, kernels_before, started = COMPILES.graphs, ops.compiled_variants(), time.perf_counter()
+        first = (ops.name, call.key.inputs[0].dtype) not in self._started
+        if first and not (call.graph_obstacle or call.eager_parts):  # else it may have effects that must happen once
+            ops.compile_ahead(lambda: call.forward(ops, call.inputs))
         out = call.forward(ops, call.inputs)
         new_graphs = COMPILES.graphs - graphs_before
         new_kernels = ops.compiled_variants() - kernels_before
         if new_graphs or new_kernels:
             self.stats.compile_seconds += time.perf_counter() - started
             self.stats.region_graphs += new_graphs
-            if (ops.name, call.key.inputs[0].dtype) in self._started:
+            if not first:
                 self.stats.recompiles += new_graphs + new_kernels
         self._started.add((ops.name, call.key.inputs[0].dtype))
         return out

@@ -4,12 +4,15 @@ A family says *what* to compute (``families/unet.py``); these classes say *how*:
 ``kernels.TritonOps`` on CUDA, ``region_ops.RegionOps`` where there is no Triton.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import reference
+
+Parts = tuple[Tensor, ...]  # each [N, C_i, H, W]: one image, its channels not yet joined
 
 
 @dataclass(frozen=True)
@@ -59,15 +62,23 @@ class FusedOps:
 
     name = "eager"
     channels_last = False  # activations live in channels_last, and so should convolution weights
+    reads_parts = False  # a skip connection need not be concatenated before it is normalised
     defer_bias = False  # a convolution's bias is cheaper inside the next fused operation
 
-    def group_norm(self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:
-        """SiLU(GroupNorm(x + shift)); x [N, C, H, W], shift [N, C]."""
-        return reference.group_norm(x, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
+    def group_norm(self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:
+        """SiLU(GroupNorm(cat(parts) + shift)); parts [N, C_i, H, W], shift [N, C]."""
+        return reference.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
 
-    def geglu(self, p: Tensor) -> Tensor:
-        """[..., 2I] -> [..., I]."""
-        return reference.geglu(p)
+    def linear_geglu(self, x: Tensor, layer: Weights) -> Tensor:
+        """GEGLU of a linear layer; [..., K] -> [..., I], weight [2I, K]."""
+        return reference.linear_geglu(x, layer.weight, layer.bias)
+
+    def short_attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor | None:
+        """Attention to few keys, or None where the attention backend is to do it; q [B, T, C], k, v [B, L, C]."""
+        return None
+
+    def compile_ahead(self, forward: Callable[[], object]) -> None:
+        """Compiles what ``forward`` needs, where that is faster than one after the other; its result is void."""
 
     def bias_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
         """x + bias + residual; [N, C, H, W], bias [C]."""
@@ -104,7 +115,7 @@ class FusedOps:
         y = stream + out(a), y + down(GEGLU(up(LayerNorm(y)))); [B, T, C].
         """
         x = stream.settled() + linear(a, out)
-        return Stream(x + linear(self.geglu(linear(_layer_norm(x, norm), up)), down))
+        return Stream(x + linear(self.linear_geglu(_layer_norm(x, norm), up), down))
 
 
 def _layer_norm(x: Tensor, norm: Norm) -> Tensor:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import reference
-from .ops import FusedOps, Norm, Stream, Weights
+from .ops import FusedOps, Norm, Parts, Stream, Weights
 from .regions import Region
 
 
@@ -115,9 +115,10 @@ class RegionOps(FusedOps):
     def __init__(self, channels_last: bool = False) -> None:
         self.channels_last = self.defer_bias = channels_last
 
-    def group_norm(self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
+    def group_norm(self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
+        x = reference.joined(parts)
         if x.device.type == "cpu" or not silu or not _complete(norm) or x.shape[2:].numel() == 1:
-            return super().group_norm(x, norm, shift, silu)
+            return super().group_norm((x,), norm, shift, silu)
         if shift is not None:
             x = x + shift[:, :, None, None]
         n, c = x.shape[:2]

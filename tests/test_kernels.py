@@ -16,7 +16,7 @@ CUDA = embed.has_cuda()
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
 
-from anyshape.accel.kernels import reference  # noqa: E402
+from anyshape.accel.kernels import linear_geglu, reference, short_attention  # noqa: E402
 from anyshape.accel.kernels.group_norm import group_norm  # noqa: E402
 from anyshape.accel.kernels.grouped_linear import fits, grouped_linear, make_table  # noqa: E402
 from anyshape.accel.kernels.layer_norm import MAX_CHANNELS, stream_layer_norm  # noqa: E402
@@ -25,9 +25,11 @@ from anyshape.accel.kernels.pointwise import bias_add, geglu, upsample2x  # noqa
 pytestmark = [pytest.mark.gpu] if CUDA else []
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if CUDA else [torch.float32]
+HALF = [torch.float16, torch.bfloat16] if CUDA else [torch.float16]  # Triton's interpreter cannot multiply bfloat16
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SMALL = [(1, 32, 2, 1), (1, 64, 5, 7), (3, 96, 9, 11), (2, 320, 12, 9)]
 LARGE = [(1, 320, 128, 128), (8, 640, 45, 33), (2, 1280, 23, 45), (1, 128, 544, 408), (2, 1920, 17, 17)]
+LARGE_GEGLU = [(1024, 1280, 5120), (345, 640, 2560)] if CUDA else []
 SIZES = SMALL + (LARGE if CUDA else [])
 
 
@@ -72,11 +74,23 @@ def test_group_norm(size, dtype, variant):
         x = randn(n, c, w, 2 * h, dtype=dtype).transpose(2, 3)[:, :, ::2]
     weight, bias = (None, None) if variant == "bare" else (randn(c, dtype=dtype), randn(c, dtype=dtype))
     shift = randn(n, c, dtype=dtype) if variant == "shift" else None
-    out = group_norm(x, weight, bias, 32, 1e-5, shift, silu=variant != "no silu")
+    out = group_norm((x,), weight, bias, 32, 1e-5, shift, silu=variant != "no silu")
     exact = reference.to_float64(x, weight, bias, shift)
-    expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3], variant != "no silu")
+    expected = reference.group_norm(exact[:1], *exact[1:3], 32, 1e-5, exact[3], variant != "no silu")
     assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3]))
     assert out.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", [(32, 64), (40, 24), (1280, 640), (20, 4, 8)], ids=str)
+def test_group_norm_of_parts(widths, dtype):
+    """Groups may reach from one part into the next."""
+    parts, c = tuple(randn(2, width, 7, 9, dtype=dtype) for width in widths), sum(widths)
+    weight, bias, shift = randn(c, dtype=dtype), randn(c, dtype=dtype), randn(2, c, dtype=dtype)
+    exact = reference.to_float64(torch.cat(parts, 1), weight, bias, shift)
+    expected = reference.group_norm(exact[:1], *exact[1:3], 32, 1e-5, exact[3])
+    out = group_norm(parts, weight, bias, 32, 1e-5, shift)
+    assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3]))
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -85,9 +99,10 @@ def test_group_norm_does_not_cancel(size):
     x = randn(*size) + 1000.0
     c = size[1]
     weight, bias = randn(c), randn(c)
-    out = group_norm(x, weight, bias, 32, 1e-5, silu=False)
-    expected = reference.group_norm(*reference.to_float64(x, weight, bias), 32, 1e-5, silu=False)
-    eager = reference.group_norm(x, weight, bias, 32, 1e-5, silu=False)
+    out = group_norm((x,), weight, bias, 32, 1e-5, silu=False)
+    exact = reference.to_float64(x, weight, bias)
+    expected = reference.group_norm(exact[:1], *exact[1:], 32, 1e-5, silu=False)
+    eager = reference.group_norm((x,), weight, bias, 32, 1e-5, silu=False)
     ours, theirs = ((y.double() - expected).norm() / expected.norm() for y in (out, eager))
     assert ours < max(2e-3, 3 * theirs)
 
@@ -123,6 +138,55 @@ def test_stream_layer_norm_names_the_limits():
 def test_geglu(rows, inner, dtype):
     p = randn(2, rows, 2 * inner, dtype=dtype)
     assert_close(geglu(p), reference.geglu(p.double()), dtype)
+
+
+HOPPER = CUDA and torch.cuda.get_device_capability() == linear_geglu.CAPABILITY
+
+
+@pytest.mark.skipif(CUDA and not HOPPER, reason="the kernel is for compute capability 9.0")
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("rows, depth, inner", [(1, 64, 64), (77, 96, 200), (130, 320, 136)] + LARGE_GEGLU)
+def test_linear_geglu(rows, depth, inner, with_bias, dtype):
+    x, weight = randn(2, rows, depth, dtype=dtype), randn(2 * inner, depth, dtype=dtype)
+    bias = randn(2 * inner, dtype=dtype) if with_bias else None
+    assert linear_geglu.fits(x, weight)
+    out = linear_geglu.linear_geglu(x, weight, bias)
+    assert_close(out, reference.linear_geglu(*reference.to_float64(x, weight, bias)), dtype)
+
+
+def test_linear_geglu_refuses_what_it_cannot_describe():
+    x, weight = randn(4, 64, dtype=torch.float16), randn(32, 64, dtype=torch.float16)
+    assert linear_geglu.fits(x, weight)
+    assert not linear_geglu.fits(x.float(), weight)
+    assert not linear_geglu.fits(x.float(), weight.float())
+    assert not linear_geglu.fits(x[:, :60], weight[:, :60])
+    assert not linear_geglu.fits(x, randn(64 * 32 + 1, dtype=torch.float16)[1:].view(32, 64))
+    assert not linear_geglu.fits(x, weight[:24])
+
+
+def test_linear_geglu_is_for_tiles_that_fill_the_card():
+    assert linear_geglu.is_faster(2048, 1280, 5120, processors=132)  # SDXL at 1024x1024
+    assert not linear_geglu.is_faster(512, 1280, 5120, processors=132)  # at 512x512
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("heads, channels", [(2, 128), (3, 120), (1, 128), (4, 64)])
+@pytest.mark.parametrize("queries, keys", [(1, 1), (70, 77), (33, 154), (128, 231)])
+def test_short_attention(queries, keys, heads, channels, dtype):
+    q = randn(2, queries, channels, dtype=dtype)
+    k, v = (randn(2, keys, 2 * channels, dtype=dtype)[:, :, ::2] for _ in range(2))
+    assert short_attention.fits(q, k, heads)
+    out = short_attention.short_attention(q, k, v, heads)
+    assert_close(out, reference.short_attention(*reference.to_float64(q, k, v), heads), dtype)
+
+
+def test_short_attention_leaves_the_rest_to_the_library():
+    q, k = randn(1, 4, 320, dtype=torch.float16), randn(1, 77, 320, dtype=torch.float16)
+    assert short_attention.fits(q, k, 8)
+    assert not short_attention.fits(q, k, 2)
+    assert not short_attention.fits(q.float(), k.float(), 8)
+    assert not short_attention.fits(q, k.repeat(1, 4, 1), 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -170,4 +234,4 @@ def test_every_kernel_compiles_for_every_card():
         [sys.executable, "-m", "tools.compile_kernels"], cwd=embed.ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("ok") == 8 * 7
+    assert done.stdout.count("ok") == 9 * 7 + 1

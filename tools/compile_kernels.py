@@ -8,7 +8,14 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.kernels import group_norm, grouped_linear, layer_norm, pointwise  # noqa: E402
+from anyshape.accel.kernels import (  # noqa: E402
+    group_norm,
+    grouped_linear,
+    layer_norm,
+    linear_geglu,
+    pointwise,
+    short_attention,
+)
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 FLAGS = {
@@ -23,6 +30,12 @@ FLAGS = {
     "BM": 64,
     "BN": 128,
     "BK": 64,
+    "GROUP": 8,
+    "C": 64,
+    "D": 40,
+    "BD": 64,
+    "BT": 64,
+    "BL": 32,
 }
 KERNELS = (
     group_norm.moments_kernel,
@@ -33,21 +46,26 @@ KERNELS = (
     pointwise.bias_add_kernel,
     pointwise.upsample_kernel,
     grouped_linear.grouped_linear_kernel,
+    short_attention.short_attention_kernel,
 )
+HOPPER_ONLY = (linear_geglu.linear_geglu_kernel,)
 FLOAT32 = ("part", "ab")
-SCALARS = {"eps": "fp32"} | dict.fromkeys(("HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "W", "M", "K"), "i32")
-SCALARS["table"] = "*i64"
+INTEGERS = ("HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "W", "M", "K", "T", "L", "TOTAL", "OFFSET")
+SCALARS = {"eps": "fp32", "scale": "fp32", "table": "*i64"} | dict.fromkeys(INTEGERS, "i32")
+DESCRIPTORS = {"x": "fp16[64, 64]", "weight": "fp16[2, 128, 64]", "out": "fp16[64, 128]"}
 
 
-def _type(name: str) -> str:
+def _type(kernel: triton.JITFunction, name: str) -> str:
+    if kernel in HOPPER_ONLY and name in DESCRIPTORS:
+        return f"tensordesc<{DESCRIPTORS[name]}>"
     return SCALARS.get(name) or ("*fp32" if name in FLOAT32 else "*fp16")
 
 
 def compile_for(kernel: triton.JITFunction, capability: int) -> None:
     """Compiles ``kernel`` to machine code for one compute capability (75 for 7.5)."""
     names = kernel.arg_names
-    constants = {name: FLAGS.get(name, True) for name in names if name in FLAGS or name.startswith("HAS_")}
-    signature = {name: "constexpr" if name in constants else _type(name) for name in names}
+    constants = {p.name: FLAGS.get(p.name, True) for p in kernel.params if p.is_constexpr}
+    signature = {name: "constexpr" if name in constants else _type(kernel, name) for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     triton.compile(ASTSource(kernel, signature, constexprs=places), target=GPUTarget("cuda", capability, 32))
 
@@ -55,7 +73,7 @@ def compile_for(kernel: triton.JITFunction, capability: int) -> None:
 def main() -> None:
     """Prints a line a kernel and card; raises what the compiler raises."""
     for capability in CAPABILITIES:
-        for kernel in KERNELS:
+        for kernel in KERNELS + (HOPPER_ONLY if capability == 90 else ()):
             compile_for(kernel, capability)
             print(f"sm_{capability} {kernel.__name__} ok")
 

@@ -17,8 +17,21 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock,
 from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor, nn
 
-from ..ops import FusedOps, LinearGroup, Stream, linear
-from .layers import Survey, conv, is_altered, is_cast, norm_of, pointwise, product, to_image, to_tokens, weights_of
+from ..kernels.reference import joined
+from ..ops import FusedOps, LinearGroup, Parts, Stream, linear
+from .layers import (
+    Survey,
+    conv,
+    conv_of_parts,
+    is_altered,
+    is_cast,
+    norm_of,
+    pointwise,
+    product,
+    to_image,
+    to_tokens,
+    weights_of,
+)
 
 Control = dict[str, list[Tensor | None]] | None
 ATTENTION_PATCHES = ("attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "middle_patch")
@@ -101,19 +114,21 @@ def _plain_transformer_block(m: BasicTransformerBlock) -> bool:
     )
 
 
-def res_block(ops: FusedOps, m: ResBlock, x: Tensor, emb: Tensor) -> Tensor:
-    """openaimodel.ResBlock._forward; x [N, C, H, W], emb [N, E] = SiLU(embedding)."""
-    h = ops.group_norm(x, norm_of(m.in_layers[0], x))
+def res_block(ops: FusedOps, m: ResBlock, parts: Parts, emb: Tensor) -> Tensor:
+    """openaimodel.ResBlock._forward; parts [N, C_i, H, W], emb [N, E] = SiLU(embedding)."""
+    h = ops.group_norm(parts, norm_of(m.in_layers[0], parts[0]))
     if m.updown:
-        h, x = m.h_upd(h), m.x_upd(x)
+        h, parts = m.h_upd(h), (m.x_upd(joined(parts)),)
     h, bias = conv(ops, m.in_layers[-1], h)
     shift = m.emb_layers[1](emb).type(h.dtype)
-    h = ops.group_norm(h, norm_of(m.out_layers[0], h), shift if bias is None else shift + bias)
+    h = ops.group_norm((h,), norm_of(m.out_layers[0], h), shift if bias is None else shift + bias)
     h, bias = conv(ops, m.out_layers[-1], h)
     if isinstance(m.skip_connection, nn.Conv2d):
-        x, skip_bias = conv(ops, m.skip_connection, x)
+        x, skip_bias = conv_of_parts(ops, m.skip_connection, parts)
         if skip_bias is not None:
             bias = skip_bias if bias is None else bias + skip_bias
+    else:
+        x = joined(parts)
     return ops.bias_add(h, bias, x)
 
 
@@ -129,7 +144,7 @@ def transformer_block(
     stream, q, k, v = ops.query_key_value(stream, norm_of(m.norm1, x), *projections)
     a = _attend(a1, q, k, v, options)
     stream, q = ops.cross_query(a, stream, weights_of(a1.to_out[0], x), norm_of(m.norm2, x), weights_of(a2.to_q, x))
-    a = _attend(a2, q, *text, options)
+    a = _attend_text(ops, a2, q, *text, options)
     out, up, down = (weights_of(layer, x) for layer in (a2.to_out[0], ff[0].proj, ff[2]))
     return ops.feed_forward(a, stream, out, norm_of(m.norm3, x), up, down)
 
@@ -137,6 +152,15 @@ def transformer_block(
 def _attend(m: CrossAttention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     # looked up at each call: the backend is the user's choice, and other packs may replace it
     return attention.optimized_attention(q, k, v, m.heads, attn_precision=m.attn_precision, transformer_options=options)
+
+
+def _attend_text(ops: FusedOps, m: CrossAttention, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """Cross-attention: by our kernel for few keys where the user's backend is torch's own, which it mirrors."""
+    if attention.optimized_attention is attention.attention_pytorch and "optimized_attention_override" not in options:
+        out = ops.short_attention(q, k, v, m.heads)
+        if out is not None:
+            return out
+    return _attend(m, q, k, v, options)
 
 
 class UNetForward:
@@ -157,12 +181,12 @@ class UNetForward:
         h, skips = self._down(h, emb, context, control)
         options["block"] = ("middle", 0)
         if model.middle_block is not None:
-            h = self._stage(model.middle_block, h, emb, context)
+            h = self._stage(model.middle_block, (h,), emb, context)
         h = openaimodel.apply_control(h, control, "middle")
         h = self._up(h, skips, emb, context, control).type(x.dtype)
         if id(model.out) in self.plan.survey.odd:
             return model.out(h).contiguous()
-        return model.out[2](self.ops.group_norm(h, norm_of(model.out[0], h))).contiguous()
+        return model.out[2](self.ops.group_norm((h,), norm_of(model.out[0], h))).contiguous()
 
     def _project_text(self, context: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """The keys and values of every block that takes them as they are, in one launch."""
@@ -190,7 +214,7 @@ class UNetForward:
         skips = []
         for index, stage in enumerate(self.model.input_blocks):
             self.options["block"] = ("input", index)
-            h = openaimodel.apply_control(self._stage(stage, h, emb, context), control, "input")
+            h = openaimodel.apply_control(self._stage(stage, (h,), emb, context), control, "input")
             for patch in self.patches.get("input_block_patch", ()):
                 h = patch(h, self.options)
             skips.append(h)
@@ -204,28 +228,33 @@ class UNetForward:
             skip = openaimodel.apply_control(skips.pop(), control, "output")
             for patch in self.patches.get("output_block_patch", ()):
                 h, skip = patch(h, skip, self.options)
-            h = torch.cat([h, skip], dim=1)
-            h = self._stage(stage, h, emb, context, skips[-1].shape if skips else None)
+            apart = self.ops.reads_parts and h.dtype == skip.dtype
+            parts = (h, skip) if apart else (torch.cat([h, skip], dim=1),)
+            h = self._stage(stage, parts, emb, context, skips[-1].shape if skips else None)
         return h
 
     def _stage(
-        self, stage: nn.Module, h: Tensor, emb: Tensor, context: Tensor, output_shape: torch.Size | None = None
+        self, stage: nn.Module, parts: Parts, emb: Tensor, context: Tensor, output_shape: torch.Size | None = None
     ) -> Tensor:
+        """One stage of layers; its input is the channels of ``parts``, joined only where a layer needs them so."""
         silu_emb = F.silu(emb)
         for layer in stage:
             if id(layer) in self.plan.res_blocks:
-                h = res_block(self.ops, layer, h, silu_emb)
-            elif id(layer) in self.plan.transformers:
+                parts = (res_block(self.ops, layer, parts, silu_emb),)
+                continue
+            h = joined(parts)
+            if id(layer) in self.plan.transformers:
                 h = self._transformer(layer, h, context)
                 self.options["transformer_index"] += 1
             else:  # up- and downsampling, the first convolution, blocks that are not plain, what a patch handles
                 h = openaimodel.forward_timestep_embed([layer], h, emb, context, self.options, output_shape)
-        return h
+            parts = (h,)
+        return joined(parts)
 
     def _transformer(self, m: SpatialTransformer, x: Tensor, context: Tensor) -> Tensor:
         """attention.SpatialTransformer.forward."""
         self.options["activations_shape"] = list(x.shape)
-        h = to_tokens(self.ops.group_norm(x, norm_of(m.norm, x), silu=False))
+        h = to_tokens(self.ops.group_norm((x,), norm_of(m.norm, x), silu=False))
         stream = Stream(pointwise(m.proj_in, h), owned=True)
         for index, block in enumerate(m.transformer_blocks):
             self.options["block_index"] = index

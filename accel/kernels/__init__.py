@@ -37,7 +37,7 @@ def load(device: torch.device) -> "FusedOps":  # noqa: F821  (imported below, wi
             f"Triton cannot be imported ({error}); install the triton (on Windows: triton-windows) that matches torch "
             f"{torch.__version__}"
         ) from error
-    return TritonOps()
+    return TritonOps(device)
 
 
 def available(device: torch.device) -> bool:

@@ -8,6 +8,9 @@ Numbers: inside a block the sums are taken relative to the block's first row (sh
 "Algorithms for computing the sample variance", sec. 1.2), blocks are merged by their means and centred second moments
 (ibid., sec. 2), so nothing cancels when |mean| >> std. There are no atomics: results do not depend on scheduling.
 
+The input may come in parts, one after the other along the channels: a skip connection is normalised without ever being
+concatenated, because the moments of the whole are those of its parts side by side.
+
 Sizes are run-time arguments that Triton is told not to specialise on: one compilation serves every height, width and
 batch.
 """
@@ -27,8 +30,11 @@ MAX_ROWS = 2048
 
 
 @triton.jit(do_not_specialize=["HW", "ROWS"])
-def moments_kernel(x, part, HW, ROWS, C, BR: tl.constexpr, BC: tl.constexpr):
-    """x [N, HW, C] -> part [N, blocks, 2, C] float32: mean and centred second moment of each channel over ROWS rows."""
+def moments_kernel(x, part, HW, ROWS, C, TOTAL, OFFSET, BR: tl.constexpr, BC: tl.constexpr):
+    """x [N, HW, C] -> part [N, blocks, 2, TOTAL] float32, from channel OFFSET on.
+
+    Mean and centred second moment of each channel over ROWS rows.
+    """
     block, n = tl.program_id(0), tl.program_id(2)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = c < C
@@ -47,9 +53,9 @@ def moments_kernel(x, part, HW, ROWS, C, BR: tl.constexpr, BC: tl.constexpr):
         q += d * d
     count = (last - first).to(tl.float32)
     total = tl.sum(s, 0)
-    out = part + (n * tl.num_programs(0) + block).to(tl.int64) * 2 * C + c
+    out = part + (n * tl.num_programs(0) + block).to(tl.int64) * 2 * TOTAL + OFFSET + c
     tl.store(out, pivot + total / count, mask=in_c)
-    tl.store(out + C, tl.maximum(tl.sum(q, 0) - total * total / count, 0.0), mask=in_c)
+    tl.store(out + TOTAL, tl.maximum(tl.sum(q, 0) - total * total / count, 0.0), mask=in_c)
 
 
 @triton.jit(do_not_specialize=["HW", "ROWS", "BLOCKS"])
@@ -96,20 +102,20 @@ def coefficients_kernel(
 
 
 @triton.jit(do_not_specialize=["HW"])
-def apply_kernel(x, ab, y, HW, C, BR: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr):
-    """y = x * ab[0] + ab[1], then SiLU; x, y [N, HW, C], ab [N, 2, C] float32."""
+def apply_kernel(x, ab, y, HW, C, TOTAL, OFFSET, BR: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr):
+    """y = x * ab[0] + ab[1], then SiLU; x [N, HW, C], y [N, HW, TOTAL] and ab [N, 2, TOTAL] float32 from OFFSET on."""
     n = tl.program_id(2)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     in_c = c < C
     mask = (r[:, None] < HW) & in_c[None, :]
-    offset = n.to(tl.int64) * HW * C + r[:, None].to(tl.int64) * C + c[None, :]
-    a = tl.load(ab + n * 2 * C + c, mask=in_c, other=0.0)
-    b = tl.load(ab + n * 2 * C + C + c, mask=in_c, other=0.0)
-    v = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32) * a[None, :] + b[None, :]
+    row = n.to(tl.int64) * HW + r[:, None].to(tl.int64)
+    a = tl.load(ab + n * 2 * TOTAL + OFFSET + c, mask=in_c, other=0.0)
+    b = tl.load(ab + n * 2 * TOTAL + TOTAL + OFFSET + c, mask=in_c, other=0.0)
+    v = tl.load(x + row * C + c[None, :], mask=mask, other=0.0).to(tl.float32) * a[None, :] + b[None, :]
     if SILU:
         v = v * tl.sigmoid(v)
-    tl.store(y + offset, v.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + row * TOTAL + OFFSET + c[None, :], v.to(y.dtype.element_ty), mask=mask)
 
 
 def _row_blocks(rows: int) -> tuple[int, int]:
@@ -120,26 +126,34 @@ def _row_blocks(rows: int) -> tuple[int, int]:
     return per_block, triton.cdiv(rows, per_block)
 
 
+def _places(parts: tuple[Tensor, ...]) -> list[tuple[Tensor, int, int]]:
+    """(part, its channels, the channels before it)."""
+    widths = [x.shape[1] for x in parts]
+    return [(x, c, sum(widths[:i])) for i, (x, c) in enumerate(zip(parts, widths, strict=True))]
+
+
 def _coefficients(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, shift: Tensor | None
+    parts: tuple[Tensor, ...], weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, shift: Tensor | None
 ) -> Tensor:
-    """The scale and the shift of each (image, channel), [N, 2, C] float32; x is channels_last."""
-    n, c, h, w = x.shape
+    """The scale and the shift of each (image, channel), [N, 2, C] float32; the parts are channels_last."""
+    (n, _, h, w), total = parts[0].shape, sum(x.shape[1] for x in parts)
     rows, blocks = _row_blocks(h * w)
-    part = torch.empty(n, blocks, 2, c, device=x.device, dtype=torch.float32)
-    ab = torch.empty(n, 2, c, device=x.device, dtype=torch.float32)
-    launch(moments_kernel, (blocks, triton.cdiv(c, MOMENTS_BLOCK[1]), n), x, part, h * w, rows, c, *MOMENTS_BLOCK)
-    cg = c // groups
+    part = torch.empty(n, blocks, 2, total, device=parts[0].device, dtype=torch.float32)
+    ab = torch.empty(n, 2, total, device=parts[0].device, dtype=torch.float32)
+    for x, c, offset in _places(parts):
+        grid = (blocks, triton.cdiv(c, MOMENTS_BLOCK[1]), n)
+        launch(moments_kernel, grid, x, part, h * w, rows, c, total, offset, *MOMENTS_BLOCK)
+    cg = total // groups
     block_cg = triton.next_power_of_2(cg)
     launch(coefficients_kernel, (groups, n),
         part, part if shift is None else shift, ab if weight is None else weight, ab if bias is None else bias, ab,
-        h * w, rows, blocks, c, cg, eps, shift is not None, weight is not None, bias is not None, 32, block_cg,
+        h * w, rows, blocks, total, cg, eps, shift is not None, weight is not None, bias is not None, 32, block_cg,
     )  # fmt: skip
     return ab
 
 
 def group_norm(
-    x: Tensor,  # [N, C, H, W], any layout
+    parts: tuple[Tensor, ...],  # each [N, C_i, H, W], any layout; together C channels
     weight: Tensor | None,  # [C]
     bias: Tensor | None,  # [C]
     groups: int,
@@ -147,12 +161,13 @@ def group_norm(
     shift: Tensor | None = None,  # [N, C]
     silu: bool = True,
 ) -> Tensor:
-    """SiLU(GroupNorm(x + shift)); the result is channels_last. See ``reference.group_norm``."""
-    n, c, h, w = x.shape
-    x = x.contiguous(memory_format=torch.channels_last)
-    shift = None if shift is None else shift.expand(n, c).contiguous()
-    ab = _coefficients(x, weight, bias, groups, eps, shift)
-    y = torch.empty_like(x)
-    grid = (triton.cdiv(h * w, APPLY_BLOCK[0]), triton.cdiv(c, APPLY_BLOCK[1]), n)
-    launch(apply_kernel, grid, x, ab, y, h * w, c, *APPLY_BLOCK, silu)
+    """SiLU(GroupNorm(cat(parts) + shift)); the result is channels_last. See ``reference.group_norm``."""
+    parts = tuple(x.contiguous(memory_format=torch.channels_last) for x in parts)
+    (n, _, h, w), total = parts[0].shape, sum(x.shape[1] for x in parts)
+    shift = None if shift is None else shift.expand(n, total).contiguous()
+    ab = _coefficients(parts, weight, bias, groups, eps, shift)
+    y = torch.empty(n, total, h, w, device=ab.device, dtype=parts[0].dtype, memory_format=torch.channels_last)
+    for x, c, offset in _places(parts):
+        grid = (triton.cdiv(h * w, APPLY_BLOCK[0]), triton.cdiv(c, APPLY_BLOCK[1]), n)
+        launch(apply_kernel, grid, x, ab, y, h * w, c, total, offset, *APPLY_BLOCK, silu)
     return y

@@ -12,35 +12,38 @@ from torch import Tensor
 from .launch import launch
 
 MAX_CHANNELS = 8192  # one program holds a row in registers
+ROWS_OF_TWO = 1024  # channels up to which a program takes two rows
 MAX_PENDING = 3  # biases: self-attention's, cross-attention's and the feed-forward's
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ROWS"])
 def stream_layer_norm_kernel(
-    x, p0, p1, p2, weight, bias, total, y, C, eps,
-    PENDING: tl.constexpr, STORE: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BC: tl.constexpr,
+    x, p0, p1, p2, weight, bias, total, y, ROWS, eps, C: tl.constexpr, PENDING: tl.constexpr, STORE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """One row of [ROWS, C] a program: total = x + p0 + p1 + p2, y = LayerNorm(total) * weight + bias."""
-    row = tl.program_id(0).to(tl.int64) * C
+    """BR rows of [ROWS, C] a program: total = x + p0 + p1 + p2, y = LayerNorm(total) * weight + bias."""
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
     c = tl.arange(0, BC)
-    mask = c < C
-    v = tl.load(x + row + c, mask=mask, other=0.0).to(tl.float32)
+    in_c = c < C
+    mask = (r[:, None] < ROWS) & in_c[None, :]
+    place = r[:, None].to(tl.int64) * C + c[None, :]
+    v = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
     if PENDING > 0:
-        v += tl.load(p0 + c, mask=mask, other=0.0).to(tl.float32)
+        v += tl.load(p0 + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     if PENDING > 1:
-        v += tl.load(p1 + c, mask=mask, other=0.0).to(tl.float32)
+        v += tl.load(p1 + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     if PENDING > 2:
-        v += tl.load(p2 + c, mask=mask, other=0.0).to(tl.float32)
+        v += tl.load(p2 + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     if STORE:
-        tl.store(total + row + c, v.to(total.dtype.element_ty), mask=mask)
-    mean = tl.sum(v, 0) / C
-    d = tl.where(mask, v - mean, 0.0)
-    out = d / tl.sqrt(tl.sum(d * d, 0) / C + eps)
+        tl.store(total + place, v.to(total.dtype.element_ty), mask=mask)
+    mean = tl.sum(v, 1) / C
+    d = tl.where(mask, v - mean[:, None], 0.0)
+    out = d / tl.sqrt(tl.sum(d * d, 1) / C + eps)[:, None]
     if HAS_WEIGHT:
-        out *= tl.load(weight + c, mask=mask, other=0.0).to(tl.float32)
+        out *= tl.load(weight + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
-        out += tl.load(bias + c, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y + row + c, out.to(y.dtype.element_ty), mask=mask)
+        out += tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + place, out.to(y.dtype.element_ty), mask=mask)
 
 
 def stream_layer_norm(
@@ -63,8 +66,10 @@ def stream_layer_norm(
     x = x.contiguous()
     total, y = torch.empty_like(x) if store else x, torch.empty_like(x)
     p0, p1, p2 = (*pending, x, x, x)[:MAX_PENDING]
-    launch(stream_layer_norm_kernel, (x.numel() // c,),
-        x, p0, p1, p2, x if weight is None else weight, x if bias is None else bias, total, y, c, eps,
-        len(pending), store, weight is not None, bias is not None, triton.next_power_of_2(c), num_warps=2,
+    rows, block = x.numel() // c, triton.next_power_of_2(c)
+    rows_each = 2 if block <= ROWS_OF_TWO else 1
+    launch(stream_layer_norm_kernel, (triton.cdiv(rows, rows_each),),
+        x, p0, p1, p2, x if weight is None else weight, x if bias is None else bias, total, y, rows, eps, c,
+        len(pending), store, weight is not None, bias is not None, rows_each, block, num_warps=2,
     )  # fmt: skip
     return total, y

@@ -8,6 +8,19 @@ from torch import Tensor
 from .launch import launch
 
 
+@triton.jit
+def gelu(x):
+    """GELU by the error function, of float32.
+
+    erf by Abramowitz & Stegun (1964), eq. 7.1.26, within 1.5e-7: half the instructions of the exact one.
+    """
+    z = tl.abs(x) * 0.7071067811865476
+    t = 1.0 / (1.0 + 0.3275911 * z)
+    series = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    erf = 1.0 - series * tl.exp2(-1.4426950408889634 * z * z)
+    return 0.5 * x * (1.0 + tl.where(x < 0, -erf, erf))
+
+
 @triton.jit(do_not_specialize=["ROWS"])
 def geglu_kernel(p, out, ROWS, INNER, BR: tl.constexpr, BC: tl.constexpr):
     """p [ROWS, 2 * INNER] -> out [ROWS, INNER]."""
@@ -15,9 +28,10 @@ def geglu_kernel(p, out, ROWS, INNER, BR: tl.constexpr, BC: tl.constexpr):
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     mask = (r[:, None] < ROWS) & (c[None, :] < INNER)
     row = r[:, None].to(tl.int64)
-    h = tl.load(p + row * 2 * INNER + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    g = tl.load(p + row * 2 * INNER + INNER + c[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = h * 0.5 * g * (1.0 + tl.erf(g * 0.7071067811865476))
+    half = p + row * 2 * INNER + c[None, :]  # read once, so it need not stay in the cache
+    h = tl.load(half, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    g = tl.load(half + INNER, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    y = h * gelu(g)
     tl.store(out + row * INNER + c[None, :], y.to(out.dtype.element_ty), mask=mask)
 
 
@@ -27,7 +41,7 @@ def geglu(p: Tensor) -> Tensor:
     inner = p.shape[-1] // 2
     out = p.new_empty(*p.shape[:-1], inner)
     rows = p.numel() // (2 * inner)
-    launch(geglu_kernel, (triton.cdiv(rows, 4), triton.cdiv(inner, 256)), p, out, rows, inner, 4, 256)
+    launch(geglu_kernel, (triton.cdiv(rows, 2), triton.cdiv(inner, 512)), p, out, rows, inner, 2, 512)
     return out
 
 

@@ -9,8 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def joined(parts: tuple[Tensor, ...]) -> Tensor:
+    """The parts [N, C_i, H, W], one after the other along the channels."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
 def group_norm(
-    x: Tensor,  # [N, C, H, W]
+    parts: tuple[Tensor, ...],  # each [N, C_i, H, W]; together C channels
     weight: Tensor | None,  # [C]
     bias: Tensor | None,  # [C]
     groups: int,
@@ -18,7 +23,11 @@ def group_norm(
     shift: Tensor | None = None,  # [N, C]
     silu: bool = True,
 ) -> Tensor:
-    """SiLU(GroupNorm(x + shift)): the timestep embedding and the bias of the convolution before go into ``shift``."""
+    """SiLU(GroupNorm(cat(parts) + shift)).
+
+    The timestep embedding and the bias of the convolution before go into ``shift``.
+    """
+    x = joined(parts)
     if shift is not None:
         x = x + shift[:, :, None, None]
     y = F.group_norm(x, groups, weight, bias, eps)
@@ -46,6 +55,17 @@ def geglu(p: Tensor) -> Tensor:
     """[..., 2I] -> [..., I]: first half times GELU (erf) of the second (Shazeer 2020, "GLU Variants", eq. 6)."""
     h, gate = p.chunk(2, dim=-1)
     return h * F.gelu(gate)
+
+
+def linear_geglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """GEGLU of a linear layer: x [..., K], weight [2I, K], bias [2I] -> [..., I]."""
+    return geglu(F.linear(x, weight, bias))
+
+
+def short_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v for each head; q [B, T, C], k, v [B, L, C] -> [B, T, C]."""
+    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

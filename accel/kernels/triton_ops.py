@@ -1,12 +1,14 @@
 """The fused operations on Triton kernels, in channels_last."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..ops import FusedOps, LinearGroup, Norm, Stream, Weights, linear
-from . import group_norm, grouped_linear, layer_norm, pointwise
+from ..ops import FusedOps, LinearGroup, Norm, Parts, Stream, Weights, linear
+from . import group_norm, grouped_linear, layer_norm, linear_geglu, pointwise, short_attention
+from .launch import compiling_ahead
 
 _KERNELS = (
     group_norm.moments_kernel,
@@ -15,6 +17,8 @@ _KERNELS = (
     layer_norm.stream_layer_norm_kernel,
     pointwise.geglu_kernel,
     grouped_linear.grouped_linear_kernel,
+    linear_geglu.linear_geglu_kernel,
+    short_attention.short_attention_kernel,
     pointwise.bias_add_kernel,
     pointwise.upsample_kernel,
 )
@@ -25,13 +29,30 @@ class TritonOps(FusedOps):
 
     name = "kernels"
     channels_last = True
+    reads_parts = True
     defer_bias = True
 
-    def group_norm(self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
-        return group_norm.group_norm(x, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._takes_products = torch.cuda.get_device_capability(device) == linear_geglu.CAPABILITY
 
-    def geglu(self, p: Tensor) -> Tensor:  # noqa: D102
-        return pointwise.geglu(p)
+    def group_norm(self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
+        return group_norm.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
+
+    def linear_geglu(self, x: Tensor, layer: Weights) -> Tensor:  # noqa: D102
+        if self._takes_products and linear_geglu.fits(x, layer.weight):
+            (outer, depth), rows = layer.weight.shape, x.numel() // x.shape[-1]
+            if linear_geglu.is_faster(rows, depth, outer // 2, self._processors):
+                return linear_geglu.linear_geglu(x, layer.weight, layer.bias)
+        return pointwise.geglu(linear(x, layer))
+
+    def short_attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor | None:  # noqa: D102
+        return short_attention.short_attention(q, k, v, heads) if short_attention.fits(q, k, heads) else None
+
+    def compile_ahead(self, forward: Callable[[], object]) -> None:  # noqa: D102
+        with compiling_ahead(self._device):
+            forward()
 
     def bias_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:  # noqa: D102
         return pointwise.bias_add(x, bias, residual)
@@ -51,7 +72,7 @@ class TritonOps(FusedOps):
 
     def feed_forward(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, up: Weights, down: Weights) -> Stream:  # noqa: D102
         stream, n = _normalise(_add_product(stream, a, out), norm)
-        return _add_product(stream, self.geglu(linear(n, up)), down)
+        return _add_product(stream, self.linear_geglu(n, up), down)
 
     def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:  # noqa: D102
         if not grouped_linear.fits(group.weights):
