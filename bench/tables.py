@@ -25,6 +25,11 @@ def three(value: float) -> str:
     return f"{value:.0f}" if value >= 99.95 else f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"
 
 
+def two(seconds: float) -> str:
+    """Two decimals, without a minus before zero."""
+    return f"{round(seconds, 2) + 0.0:.2f}"
+
+
 def pair(eager: float, compiled: float) -> str:
     """Two timings."""
     return f"{three(eager)} → {three(compiled)}"
@@ -97,7 +102,7 @@ def readme_row(row: dict[str, Any], unet: dict[str, Any], decodes: dict[tuple, d
         str(row["images"]),
         str(row["rows"]),
         pair(row["eager_ms"], row["compiled_ms"]),
-        f"{row['first_call_extra_seconds']:.2f}",
+        two(row["first_call_extra_seconds"]),
         " / ".join(both) if all(both) else "",
         decode(decodes.pop((row["width"], row["height"], row["images"]), None)),
     ]
@@ -193,7 +198,7 @@ def forward_row(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
         three(row["eager_ms"]),
         three(row["compiled_ms"]),
         f"{row['eager_ms'] / row['compiled_ms']:.2f}x",
-        f"{row['first_call_extra_seconds']:.2f}",
+        two(row["first_call_extra_seconds"]),
         even(row, result, "cold"),
         even(row, result, "warm"),
         scientific(row["latent_error_after_2_steps"]),
@@ -214,7 +219,7 @@ def vae_row(row: dict[str, Any]) -> list[str]:
         str(row["images"]),
         decode(row),
         pair(row["encode_eager_ms"], row["encode_compiled_ms"]),
-        f"{row['first_seconds']:.2f}",
+        two(row["first_seconds"]),
         scientific(row["error_to_float32"]),
         scientific(row["eager_error_to_float32"]),
     ]

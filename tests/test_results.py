@@ -138,6 +138,7 @@ def test_missing_figures_leave_empty_cells():
 
 def test_digits():
     assert [tables.three(value) for value in (6.3, 42.54, 99.97, 137.6)] == ["6.30", "42.5", "100", "138"]
+    assert [tables.two(value) for value in (-0.004, -0.016, 4.125)] == ["0.00", "-0.02", "4.12"]
 
 
 # Plots ------------------------------------------------------------------------------------------------------------
