@@ -3,17 +3,20 @@
 
 PYTHON ?= python3
 VENV_PYTHON := .venv/bin/python
+# Where make bench writes; the committed figures lie in bench/results.
+RESULTS ?= .cache/bench
 # Sends every cache and temporary file into .cache/ (see tools/paths.py).
 ENV := eval "$$($(PYTHON) -m tools.paths)" &&
 
-.PHONY: help setup demo test lint format bench clean distclean
+.PHONY: help setup demo test lint format bench figures clean distclean
 
 help:
 	@echo "make demo       the real ComfyUI server, many sizes and batches: a table, pictures and demo/out/report.json"
 	@echo "make test       all tests (those that need a GPU are skipped where there is none)"
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make format     ruff's fixes and its formatting"
-	@echo "make bench      the mixed run on a full-size model; needs a GPU"
+	@echo "make bench      what the README quotes, on full-size models, into RESULTS=.cache/bench; needs a GPU, 10 minutes"
+	@echo "make figures    plots, and the tables of README and docs, from bench/results"
 	@echo "make setup      only what the others do first: .venv and ComfyUI"
 	@echo "make clean      remove caches and outputs;  make distclean removes .venv too"
 
@@ -35,7 +38,16 @@ format: setup
 	@$(VENV_PYTHON) -m ruff format .
 
 bench: setup
-	@$(ENV) $(VENV_PYTHON) -m bench.mixed --model sdxl --how eager,anyshape --json .cache/mixed.json
+	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sdxl --json $(RESULTS)/sdxl-forward.json
+	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sd15 --json $(RESULTS)/sd15-forward.json
+	@$(ENV) $(VENV_PYTHON) -m bench.vae --json $(RESULTS)/vae.json
+	@$(ENV) $(VENV_PYTHON) -m bench.mixed --model sdxl --how eager,anyshape,blocks,core --limit 120 \
+		--json $(RESULTS)/mixed-sdxl.json
+	@echo "The figures lie in $(RESULTS). make figures draws and writes those in bench/results."
+
+figures: setup
+	@$(ENV) $(VENV_PYTHON) -m bench.plot
+	@$(ENV) $(VENV_PYTHON) -m bench.tables --write
 
 clean:
 	rm -rf .cache demo/out .pytest_cache .ruff_cache

@@ -1,4 +1,7 @@
-"""Timing by CUDA events, device memory, and the JSON that every benchmark writes."""
+"""Timing by CUDA events, device memory, and the JSON that every benchmark writes.
+
+Where there is no GPU the clock is the processor's and memory reads 0: enough to try a benchmark, not to measure.
+"""
 
 import argparse
 import datetime
@@ -9,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +33,47 @@ def median_ms(fn: Callable[[], Any], repeats: int = 12, warmup: int = 3) -> floa
     return statistics.median(start.elapsed_time(end) for start, end in pairs)
 
 
+class Ticks:
+    """Moments on the device's own clock."""
+
+    def __init__(self) -> None:
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Now, in the order of the device's work."""
+        if not torch.cuda.is_available():
+            return self.marks.append(time.perf_counter() * 1e3)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self.marks.append(event)
+
+    def intervals_ms(self) -> list[float]:
+        """Milliseconds from each mark to the next; starts anew."""
+        synchronize()
+        marks, self.marks = self.marks, []
+        return [b - a if isinstance(a, float) else a.elapsed_time(b) for a, b in pairwise(marks)]
+
+
+def synchronize() -> None:
+    """Waits until the device has done its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 @contextmanager
 def seconds(into: dict[str, float], name: str) -> Iterator[None]:
     """Wall-clock seconds of the body, device work included, as ``into[name]``."""
-    torch.cuda.synchronize()
+    synchronize()
     started = time.perf_counter()
     yield
-    torch.cuda.synchronize()
+    synchronize()
     into[name] = round(time.perf_counter() - started, 3)
 
 
 def used_mib() -> float:
     """Device memory in use by everyone, MiB."""
+    if not torch.cuda.is_available():
+        return 0.0
     free, total = torch.cuda.mem_get_info()
     return (total - free) / (1 << 20)
 
@@ -72,18 +105,20 @@ def _nameless(argument: str) -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """Machine, versions, date and command."""
+    """Machine, versions, allocator, date and command."""
     import comfyui_version
     import triton
 
+    cuda = torch.cuda.is_available()
     return {
-        "machine": f"{torch.cuda.get_device_name()}, {platform.machine()}",
+        "machine": f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {platform.machine()}",
         "versions": {
             "torch": torch.__version__,
             "triton": triton.__version__,
             "python": platform.python_version(),
             "comfyui": comfyui_version.__version__,
         },
+        "allocator": torch.cuda.get_allocator_backend() if cuda else "native",
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python -m", sys.modules["__main__"].__spec__.name, *map(_nameless, sys.argv[1:])]),
     }

@@ -3,7 +3,8 @@
 python -m bench.mixed --model sdxl|sd15 --how eager,anyshape,core,blocks [--limit SECONDS] --json FILE
 
 Each ``how`` runs in processes of its own: cold (empty compiler caches) and warm (the caches that the cold run filled).
-One that is not done after ``--limit`` seconds is reported as not finished, with what it had done by then.
+One that is not done ``--limit`` seconds after its model was loaded is stopped and reported as not finished, with what
+it had done by then. The JSON is written after each run: what was measured is kept if a later run takes the machine.
 
 - eager: ComfyUI as it is
 - anyshape: the Compile Model node
@@ -13,14 +14,13 @@ One that is not done after ``--limit`` seconds is reported as not finished, with
 
 import argparse
 import json
-import os
-import select
-import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from bench import process
 
 HOWS = ("eager", "anyshape", "core", "blocks")
 PROMPTS = {
@@ -33,7 +33,7 @@ STEPS = 20
 
 
 def worker(model: str, how: str) -> None:
-    """Runs the prompts in this process and prints a JSON line for each."""
+    """Runs the prompts in this process; prints the conditions when the model is loaded, then a JSON line a prompt."""
     from tools import embed
 
     embed.use_comfyui()
@@ -43,15 +43,15 @@ def worker(model: str, how: str) -> None:
     from bench import measure, models
 
     patcher = prepare(models.unet(model), how)
-    torch.zeros(1, device="cuda")
+    torch.zeros(1, device=patcher.load_device)
     before = measure.used_mib()
+    print(json.dumps({"conditions": measure.conditions()}), flush=True)
     for index, (width, height, batch) in enumerate(PROMPTS[model]):
         took: dict[str, float] = {}
         with measure.seconds(took, "seconds"):
             models.sample(patcher, width, height, batch, steps=STEPS, seed=index)
         line = {"width": width, "height": height, "images": batch, **took, "grown_mib": measure.used_mib() - before}
         print(json.dumps(line), flush=True)
-    print(json.dumps({"conditions": measure.conditions() | {"command": f"--worker {how}"}}), flush=True)
 
 
 def prepare(patcher: Any, how: str) -> Any:
@@ -75,43 +75,31 @@ def prepare(patcher: Any, how: str) -> Any:
     return patcher
 
 
-def run(model: str, how: str, caches: Path, limit: float) -> dict[str, Any]:
-    """One process of ``worker``, followed line by line until it ends or ``limit`` seconds have passed."""
-    environment = os.environ | {
-        "TRITON_CACHE_DIR": str(caches / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
-    }
+def run(model: str, how: str, caches: Path, limit: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(one process of ``worker``: what it did within ``limit`` seconds, the conditions it ran under)."""
     command = [sys.executable, "-m", "bench.mixed", "--model", model, "--worker", how]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-    lines, finished = follow(process, limit)
-    prompts = [line for line in lines if "seconds" in line]
-    return {
-        "finished": finished,
+    ended = process.follow(command, caches, limit)
+    done = [line for line in ended.lines if "seconds" in line]
+    figures = {
+        "finished": ended.code == 0 and len(done) == len(PROMPTS[model]),
+        "exit_code": ended.code,  # null: stopped at the limit
         "limit_seconds": limit,
-        "seconds": round(sum(p["seconds"] for p in prompts), 3),
-        "prompts": prompts,
-        "conditions": next((line["conditions"] for line in lines if "conditions" in line), None),
+        "seconds": round(sum(line["seconds"] for line in done), 3),
+        "prompts": done,
     }
+    return figures, next((line["conditions"] for line in ended.lines if "conditions" in line), {})
 
 
-def follow(process: subprocess.Popen, limit: float) -> tuple[list[dict[str, Any]], bool]:
-    """(the JSON lines that came, whether the process ended well in time)."""
-    lines, deadline = [], time.monotonic() + limit
-    while (left := deadline - time.monotonic()) > 0:
-        if not select.select([process.stdout], [], [], left)[0]:
-            break
-        text = process.stdout.readline()
-        if not text:
-            return lines, process.wait() == 0
-        if text.startswith("{"):
-            lines.append(json.loads(text))
-    process.kill()
-    process.wait()
-    return lines, False
+def told(run: dict[str, Any]) -> str:
+    """A run for the person who waits."""
+    each, code = [prompt["seconds"] for prompt in run["prompts"]], run["exit_code"]
+    reason = f"stopped after {run['limit_seconds']:g} s" if code is None else f"exit code {code}"
+    state = "finished" if run["finished"] else f"NOT finished: {reason}"
+    return f"{sum(each):.2f} s, {len(each)} prompts, {state}; {each}"
 
 
-def main() -> None:
-    """Prints a line for each run and writes the JSON."""
+def arguments() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(PROMPTS), default="sdxl")
     parser.add_argument("--how", default="eager,anyshape", help=f"a list of {', '.join(HOWS)}")
@@ -119,29 +107,38 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=HOWS, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if unknown := set(chosen.how.split(",")) - set(HOWS):
+        parser.error(f"--how {','.join(sorted(unknown))} is not known; choose from {', '.join(HOWS)}")
+    return chosen
+
+
+def both(model: str, how: str, limit: float) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """("cold" or "warm", run, conditions) of ``how``; eager has nothing to warm."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as caches:
+        for temperature in ("cold",) if how == "eager" else ("cold", "warm"):
+            yield temperature, *run(model, how, Path(caches), limit)
+
+
+def main() -> None:
+    """Prints a line for each run and writes the JSON."""
+    chosen = arguments()
     if chosen.worker:
         return worker(chosen.model, chosen.worker)
-    hows = chosen.how.split(",")
-    if unknown := set(hows) - set(HOWS):
-        parser.error(f"--how {','.join(sorted(unknown))} is not known; choose from {', '.join(HOWS)}")
-    runs = {how: both(chosen.model, how, chosen.limit) for how in hows}
-    if chosen.json:
-        command = f"python -m bench.mixed --model {chosen.model} --how {chosen.how} --limit {chosen.limit:g}"
-        chosen.json.parent.mkdir(parents=True, exist_ok=True)
-        figures = {"command": command, "model": chosen.model, "steps": STEPS, "runs": runs}
-        chosen.json.write_text(json.dumps(figures, indent=1) + "\n")
+    command = f"python -m bench.mixed --model {chosen.model} --how {chosen.how} --limit {chosen.limit:g}"
+    result = {"command": command, "model": chosen.model, "steps": STEPS, "runs": {}}
+    for how in chosen.how.split(","):
+        for temperature, figures, conditions in both(chosen.model, how, chosen.limit):
+            print(f"{how} {temperature}: {told(figures)}", flush=True)
+            result = conditions | result  # the first that came stay
+            result["runs"].setdefault(how, {})[temperature] = figures
+            save(chosen.json, result)
 
 
-def both(model: str, how: str, limit: float) -> dict[str, Any]:
-    """The cold and the warm run of ``how``; eager has nothing to warm."""
-    figures = {}
-    with tempfile.TemporaryDirectory() as caches:
-        for temperature in ("cold",) if how == "eager" else ("cold", "warm"):
-            figures[temperature] = run(model, how, Path(caches), limit)
-            done = "finished" if figures[temperature]["finished"] else f"NOT finished in {limit:.0f} s"
-            each = [p["seconds"] for p in figures[temperature]["prompts"]]
-            print(f"{how} {temperature}: {sum(each):.2f} s, {len(each)} prompts, {done}; {each}", flush=True)
-    return figures
+def save(path: Path | None, result: dict[str, Any]) -> None:
+    """Writes what there is so far; nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

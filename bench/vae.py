@@ -2,7 +2,8 @@
 
 python -m bench.vae [--json FILE]
 
-The error is against a decode in float32; eager's own error beside it shows what bf16 costs anyway.
+Begins with empty compiler caches. The error is against a decode in float32; eager's own error beside it shows what bf16
+costs anyway.
 """
 
 from tools import embed
@@ -10,6 +11,9 @@ from tools import embed
 embed.use_comfyui()
 embed.load_pack()
 
+import os  # noqa: E402
+import tempfile  # noqa: E402
+from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 import comfy.model_management as mm  # noqa: E402
@@ -17,7 +21,7 @@ import comfy.sd  # noqa: E402
 import torch  # noqa: E402
 from anyshape.accel.families.vae import compile_vae  # noqa: E402
 
-from bench import measure, models  # noqa: E402
+from bench import measure, models, process  # noqa: E402
 
 SIZES = [
     (1024, 1024, 1),
@@ -58,7 +62,8 @@ def main() -> None:
     eager, exact = models.vae(torch.bfloat16), models.vae(torch.float32)
     mm.load_models_gpu([eager.patcher, exact.patcher])
     compiled, _ = compile_vae(eager)
-    with torch.inference_mode():
+    with torch.inference_mode(), tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ |= process.caches(Path(folder))
         rows = [row(eager, compiled, exact, size) for size in SIZES]
     measure.write(chosen.json, {"rows": rows})
 

@@ -1,0 +1,167 @@
+"""What the README and the docs say of the speed is what bench/results says, and the plots are drawn from it."""
+
+import re
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from bench import figures, plot, tables
+from tools.paths import ROOT
+
+RESULTS = sorted(figures.RESULTS.glob("*.json"))
+MIXED = [path for path in RESULTS if path.stem.startswith("mixed-")]
+FORWARD = [path for path in RESULTS if path.stem.endswith("-forward")]
+READMES = ["README.md", "README.zh-CN.md"]
+QUOTED = ["sdxl-forward", "vae", "mixed-sdxl"]  # what the READMEs quote
+
+
+def by_name(path: Any) -> str:
+    return getattr(path, "stem", str(path))
+
+
+def table_of(readme: str) -> list[list[str]]:
+    """The cells of the README's performance table, without its head."""
+    block = (ROOT / readme).read_text().partition(tables.BEGIN)[2].partition(tables.END)[0]
+    rows = [line.strip("|").split("|") for line in block.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def agree(text: str, value: float) -> bool:
+    """Whether ``text`` is ``value``, rounded to the digits that it has."""
+    digits = len(text.partition(".")[2])
+    return abs(float(text) - value) <= 0.5 * 10**-digits + 1e-9
+
+
+# Results ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=by_name)
+def test_conditions_are_recorded(path):
+    result = figures.load(path)
+    assert all(result[name] for name in figures.CONDITIONS)
+    assert all(result["versions"][name] for name in ("torch", "triton", "python", "comfyui"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
+    assert result["command"].startswith("python -m bench.")
+
+
+def test_the_quoted_results_come_from_one_machine():
+    found = [figures.load(figures.RESULTS / f"{name}.json") for name in QUOTED]
+    for name in ("machine", "versions", "allocator"):
+        assert all(result[name] == found[0][name] for result in found)
+
+
+@pytest.mark.parametrize("path", FORWARD, ids=by_name)
+def test_break_even_follows_from_the_times(path):
+    result = figures.load(path)
+    assert [figures.with_break_even(row, result["starts"]) for row in result["rows"]] == result["rows"]
+
+
+@pytest.mark.parametrize("path", MIXED, ids=by_name)
+def test_an_unfinished_run_says_how_far_it_came(path):
+    result = figures.load(path)
+    prompts = result["runs"]["eager"]["cold"]["prompts"]
+    for _, _, run in figures.runs(result):
+        sizes = [(p["width"], p["height"], p["images"]) for p in run["prompts"]]
+        assert sizes == [(p["width"], p["height"], p["images"]) for p in prompts][: len(sizes)]
+        assert run["finished"] == (len(sizes) == len(prompts) and run["exit_code"] == 0)
+        assert run["limit_seconds"] > 0 and run["seconds"] == pytest.approx(figures.total(run), abs=1e-3)
+
+
+def test_break_even():
+    assert figures.break_even(4.0, 42.0, 30.0, 1) == 17  # 0.24 s an image
+    assert figures.break_even(0.48, 42.0, 30.0, 1) == 2
+    assert figures.break_even(4.0, 84.0, 60.0, 4) == 36  # 9 batches of 4, 0.48 s each
+    assert figures.break_even(-0.1, 42.0, 30.0, 1) == 0
+    assert figures.break_even(4.0, 30.0, 30.0, 1) is None
+    assert figures.break_even(None, 42.0, 30.0, 1) is None
+
+
+# Tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", tables.BLOCKS, ids=by_name)
+def test_the_text_is_what_the_results_say(path):
+    text = path.read_text()
+    assert text == tables.rewritten(text, tables.BLOCKS[path]()), "run: make figures"
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_every_figure_of_the_table(readme):
+    """Read back cell by cell, with no help from what wrote them."""
+    unet = figures.load(figures.forward_path("sdxl"))
+    decodes = {(r["width"], r["height"], r["images"]): r for r in figures.load(figures.RESULTS / "vae.json")["rows"]}
+    rows = table_of(readme)
+    assert [row[:3] for row in rows if row[3]] == [
+        [f"{r['width']}x{r['height']}", str(r["images"]), str(r["rows"])] for r in unet["rows"]
+    ]
+    seen = set()
+    for cells, row in zip(rows, unet["rows"] + [None] * len(rows), strict=False):
+        if row is not None:
+            assert_unet(cells, row, unet["starts"])
+        if cells[6]:
+            size = (*map(int, cells[0].split("x")), int(cells[1]))
+            assert_pair(cells[6], decodes[size])
+            seen.add(size)
+    assert seen == set(decodes)
+
+
+def assert_pair(cell: str, row: dict[str, Any]) -> None:
+    eager, compiled = cell.split(" → ")
+    assert agree(eager, row["eager_ms"]) and agree(compiled, row["compiled_ms"])
+
+
+def assert_unet(cells: list[str], row: dict[str, Any], starts: dict[str, Any] | None) -> None:
+    assert_pair(cells[3], row)
+    assert agree(cells[4], row["first_call_extra_seconds"])
+    counts = [row["break_even_images"][name] for name in ("cold", "warm")]
+    expected = " / ".join("–" if count is None else str(count) for count in counts)
+    assert cells[5] in ([expected] if starts and None not in starts.values() else [""])
+
+
+def test_markers_are_needed():
+    assert tables.rewritten(f"a {tables.BEGIN} old {tables.END} b", "new").split() == (
+        f"a {tables.BEGIN} new {tables.END} b".split()
+    )
+    with pytest.raises(ValueError, match="begin"):
+        tables.rewritten("no markers", "new")
+
+
+def test_missing_figures_leave_empty_cells():
+    row = {"break_even_images": {"cold": None, "warm": 3}}
+    assert tables.even(row, {"starts": None}, "warm") == ""
+    starts = {"cold_seconds": 4.0, "warm_seconds": 0.5}
+    assert tables.even(row, {"starts": starts}, "cold") == "–"
+    assert tables.even(row, {"starts": starts}, "warm") == "3"
+    assert tables.table(["a", "b"], [["", "1"]]) == "| a | b |\n|---|---|\n| | 1 |"
+
+
+def test_digits():
+    assert [tables.three(value) for value in (6.3, 42.54, 99.97, 137.6)] == ["6.30", "42.5", "100", "138"]
+    assert [tables.two(value) for value in (-0.004, -0.016, 4.125)] == ["0.00", "-0.02", "4.12"]
+
+
+# Plots ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", MIXED, ids=by_name)
+def test_the_plot_is_drawn_from_the_result(path):
+    picture = plot.IMAGES / f"{path.stem}.png"
+    with Image.open(picture) as opened:
+        assert opened.text[plot.SOURCE] == plot.digest(path), "run: make figures"
+        assert "transparency" not in opened.info  # it must be readable on a dark page
+    assert f"(images/{picture.name})" in (ROOT / "docs" / "performance.md").read_text()
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_the_readme_shows_a_plot(readme):
+    assert "(docs/images/mixed-sdxl.png)" in (ROOT / readme).read_text()
+
+
+def test_runs_that_did_not_finish_are_told_apart():
+    done = [{"seconds": 2.0}, {"seconds": 1.0}]
+    run = {"finished": False, "exit_code": None, "limit_seconds": 85.0, "prompts": done}
+    stopped, failed = (plot.lines({"runs": {"core": {"cold": run | {"exit_code": code}}}})[0] for code in (None, 1))
+    assert stopped.seconds == [0.0, 2.0, 3.0]
+    assert plot.fate(stopped, 12) == "not finished, 2 of 12 prompts in 85 s"
+    assert plot.fate(failed, 12) == "failed after 2 of 12 prompts"
