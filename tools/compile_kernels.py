@@ -8,7 +8,7 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.kernels import group_norm, grouped_linear, layer_norm, pointwise  # noqa: E402
+from anyshape.accel.kernels import group_norm, grouped_linear, layer_norm, modulated_norm, pointwise, rotary  # noqa: E402
 
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 FLAGS = {
@@ -23,6 +23,9 @@ FLAGS = {
     "BM": 64,
     "BN": 128,
     "BK": 64,
+    "FINITE": True,
+    "BH": 8,
+    "BD": 128,
 }
 KERNELS = (
     group_norm.moments_kernel,
@@ -33,9 +36,16 @@ KERNELS = (
     pointwise.bias_add_kernel,
     pointwise.upsample_kernel,
     grouped_linear.grouped_linear_kernel,
+    modulated_norm.modulated_norm_kernel,
+    rotary.rotary_kernel,
 )
-FLOAT32 = ("part", "ab")
-SCALARS = {"eps": "fp32"} | dict.fromkeys(("HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "W", "M", "K"), "i32")
+FLOAT32 = ("part", "ab", "rotation")
+INTEGERS = (
+    "HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "W", "M", "K", "T", "X_ROWS", "BRANCH_ROWS", "X_STRIDE",
+    "BRANCH_STRIDE", "GATE_STRIDE", "SHIFT_STRIDE", "SCALE_STRIDE", "TOTAL", "START", "QKV_ROWS", "ROTATION_ROWS",
+    "QKV_STRIDE", "H", "D",
+)  # fmt: skip
+SCALARS = {"eps": "fp32", "LIMIT": "fp32"} | dict.fromkeys(INTEGERS, "i32")
 SCALARS["table"] = "*i64"
 
 
