@@ -215,7 +215,7 @@ class RegionOps(FusedOps):
         return Stream(y.view(x.shape))
 
     def modulated_norm(self, stream: GatedStream, modulation: Modulation) -> tuple[GatedStream, Tensor]:  # noqa: D102
-        if stream.finite or stream.value.shape[1] == 1:  # fp16's clamp is for GPUs, one token has no graph
+        if stream.finite or stream.value.shape[1] == 1:  # fp16 with its clamp, and a single token, run in plain torch
             return super().modulated_norm(stream, modulation)
         m, eps = modulation, _scalar(modulation.eps, stream.value)
         if stream.branch is None:
