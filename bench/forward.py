@@ -1,6 +1,6 @@
 """One forward of a full-size UNet at many sizes: first call, new size, steady state, error, memory of all graphs.
 
-python -m bench.forward [--model sdxl|sd15] [--json FILE]
+python -m bench.forward [--model sdxl|sd15|flux] [--json FILE]
 
 Through comfy.sample, as ComfyUI calls it; eager and compiled in the same process. For the cold figures, start with an
 empty TRITON_CACHE_DIR. The error is that of the latent after 2 Euler steps with CFG 7, which multiplies differences.
@@ -25,6 +25,7 @@ SIZES = {
     "sdxl": [(1024, 1024, 1), (1024, 1152, 1), (896, 768, 1), (960, 720, 1), (512, 512, 1), (1280, 1280, 1),
              (728, 720, 1), (544, 408, 1), (512, 2048, 1), (768, 768, 4), (1536, 1536, 1)],
     "sd15": [(512, 512, 1), (512, 768, 1), (768, 768, 1), (512, 512, 2), (512, 512, 8), (544, 408, 1)],
+    "flux": [(1024, 1024, 1), (512, 512, 1), (896, 768, 1), (1024, 1152, 1), (1024, 1024, 2)],
 }  # fmt: skip
 
 
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--model", choices=sorted(SIZES), default="sdxl")
     parser.add_argument("--mode", choices=("auto", "regions"), default="auto")
     chosen = parser.parse_args()
-    eager = models.unet(chosen.model)
+    eager = models.diffusion_model(chosen.model)
     compiled, _ = compile_model(eager, Settings(mode=chosen.mode))
     sizes = SIZES[chosen.model]
     eager_ms = {size: steady_ms(eager, *size) for size in sizes}
