@@ -25,16 +25,17 @@ class ShapeKey:
 
     device: torch.device
     inputs: tuple[TensorSpec, ...]  # in the order of the call's inputs, absent ones left out
-    structure: tuple[tuple[str, int], ...] = ()  # how the family nests them, e.g. how many residuals a ControlNet gave
+    # how the family nests them (how many residuals a ControlNet gave), and values that decide its program
+    structure: tuple[tuple[str, int | str], ...] = ()
 
     def __str__(self) -> str:
         shown = [s for s in self.inputs if s.name != "timesteps" and not s.name.startswith("control.")]
         parts = [f"{s.name}[{'x'.join(map(str, s.shape))}]" for s in shown]
-        parts += [f"{name}*{count}" for name, count in self.structure]
+        parts += [f"{name}{'*' if isinstance(value, int) else '='}{value}" for name, value in self.structure]
         return f"{' '.join(parts)} {str(self.inputs[0].dtype).removeprefix('torch.')}"
 
 
-def shape_key(inputs: dict[str, Tensor], structure: dict[str, int] | None = None) -> ShapeKey:
+def shape_key(inputs: dict[str, Tensor], structure: dict[str, int | str] | None = None) -> ShapeKey:
     """The key of a call with these inputs; the first one says the device."""
     first = next(iter(inputs.values()))
     specs = tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in inputs.items())

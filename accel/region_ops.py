@@ -5,12 +5,14 @@ tokens or with the groups, and attention itself stays outside, with whatever bac
 graphs serve every size, batch, context length and channel count of one dtype, and batch 1 needs none of its own.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import reference
-from .ops import FusedOps, Norm, Parts, Stream, Weights
+from .ops import FusedOps, GatedStream, Heads, Modulation, Norm, Parts, Stream, Weights
 from .regions import Region
 
 
@@ -58,12 +60,54 @@ def _bias_add(x: Tensor, bias: Tensor, residual: Tensor) -> Tensor:  # [R, C], [
     return x + bias + residual
 
 
+def _modulate(x: Tensor, shift: Tensor, scale: Tensor, eps: Tensor) -> Tensor:  # [T, C], [C], [C], []
+    return _normalise(x.float(), (-1,), eps) * (1 + scale.float()) + shift.float()
+
+
+def _modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: Tensor) -> Tensor:
+    return _modulate(x, shift, scale, eps).to(x.dtype)
+
+
+def _gated_norm(x: Tensor, branch: Tensor, gate: Tensor, shift: Tensor, scale: Tensor, eps: Tensor) -> tuple:
+    x = x + gate * branch
+    return x, _modulate(x, shift, scale, eps).to(x.dtype)
+
+
+def _rotary(
+    q: Tensor,  # [T, H, D]
+    k: Tensor,
+    query_scale: Tensor,  # [D]
+    key_scale: Tensor,
+    own: Tensor,  # [T, D]: what each channel keeps of itself
+    other: Tensor,  # [T, D]: and takes of its neighbour
+    neighbours: Tensor,  # [D], int64
+    eps: Tensor,
+) -> tuple:
+    out = []
+    for x, scale in ((q, query_scale), (k, key_scale)):
+        n = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps) * scale.float()
+        y = n * own[:, None] + n.index_select(-1, neighbours) * other[:, None]
+        out.append(y.to(x.dtype))
+    return tuple(out)
+
+
+def _linear_gelu(x: Tensor, w: Tensor, b: Tensor) -> Tensor:  # [R, C]
+    return F.gelu(F.linear(x, w, b), approximate="tanh")
+
+
 QUERY_KEY_VALUE = Region(_query_key_value)
 CROSS_QUERY = Region(_cross_query)
 FEED_FORWARD = Region(_feed_forward)
 GROUP_NORM_SILU = Region(_group_norm_silu)
 BIAS_ADD = Region(_bias_add)
-ALL = (QUERY_KEY_VALUE, CROSS_QUERY, FEED_FORWARD, GROUP_NORM_SILU, BIAS_ADD)
+MODULATED_NORM = Region(_modulated_norm)
+GATED_NORM = Region(_gated_norm)
+ROTARY = Region(_rotary)
+LINEAR_GELU = Region(_linear_gelu)
+ALL = (
+    QUERY_KEY_VALUE, CROSS_QUERY, FEED_FORWARD, GROUP_NORM_SILU, BIAS_ADD,
+    MODULATED_NORM, GATED_NORM, ROTARY, LINEAR_GELU,
+)  # fmt: skip
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -96,8 +140,21 @@ def _uniform(weight: Tensor) -> Tensor:
     return view.set_(weight.untyped_storage(), weight.storage_offset(), weight.size(), weight.stride())
 
 
+def _scalar(value: float, like: Tensor) -> Tensor:
+    return like.new_full((), value, dtype=torch.float32)
+
+
+def _images(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors [B, ...] of each image, contiguous. A batch of its own would need a graph for batch 1."""
+    return zip(*((image.contiguous() for image in tensor) for tensor in tensors), strict=True)
+
+
+def _batch(images: list[Tensor]) -> Tensor:
+    return images[0][None] if len(images) == 1 else torch.stack(images)
+
+
 def _affine(norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
-    return _uniform(norm.weight), _uniform(norm.bias), norm.weight.new_full((), norm.eps, dtype=torch.float32)
+    return _uniform(norm.weight), _uniform(norm.bias), _scalar(norm.eps, norm.weight)
 
 
 def _layer(weights: Weights) -> tuple[Tensor, Tensor]:
@@ -105,7 +162,7 @@ def _layer(weights: Weights) -> tuple[Tensor, Tensor]:
 
 
 class RegionOps(FusedOps):
-    """See ``FusedOps``: the transformer's parts between attentions, GroupNorm with SiLU, and skip connections.
+    """See ``FusedOps``: a transformer's parts between attentions, GroupNorm with SiLU, and skip connections.
 
     On a CPU, GroupNorm stays torch's own, which is twice as fast as what inductor makes of it.
     """
@@ -157,6 +214,43 @@ class RegionOps(FusedOps):
         x = stream.settled()
         y = FEED_FORWARD(_rows(a), _rows(x), *_layer(out), *_affine(norm), *_layer(up), *_layer(down))
         return Stream(y.view(x.shape))
+
+    def modulated_norm(self, stream: GatedStream, modulation: Modulation) -> tuple[GatedStream, Tensor]:  # noqa: D102
+        if stream.finite or stream.value.shape[1] == 1:  # fp16 with its clamp, and a single token, run in plain torch
+            return super().modulated_norm(stream, modulation)
+        m, eps = modulation, _scalar(modulation.eps, stream.value)
+        if stream.branch is None:
+            normed = [MODULATED_NORM(*image, eps) for image in _images(stream.value, m.shift, m.scale)]
+            return stream, _batch(normed)
+        images = _images(stream.value, stream.branch, stream.gate, m.shift, m.scale)
+        totals, normed = zip(*(GATED_NORM(*image, eps) for image in images), strict=True)
+        return GatedStream(_batch(totals)), _batch(normed)
+
+    def _rotary_part(self, part: Heads, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if part.qkv.shape[1] == 1:
+            return super()._rotary_part(part, rotation)
+        scales, eps = (_uniform(part.query_scale), _uniform(part.key_scale)), _scalar(part.eps, part.qkv)
+        q, k, v = part.qkv.unflatten(-1, (3, -1, part.query_scale.shape[0])).unbind(2)  # [B, T, H, D]
+        own, other, neighbours = _planes(rotation.expand(q.shape[0], *rotation.shape[1:]))
+        each = [ROTARY(q, k, *scales, a, b, neighbours, eps) for q, k, a, b in _images(q, k, own, other)]
+        q, k = (_batch(list(images)) for images in zip(*each, strict=True))
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def linear_gelu(self, x: Tensor, layer: Weights) -> Tensor:  # noqa: D102
+        if layer.bias is None or _is_one_row(x):
+            return super().linear_gelu(x, layer)
+        return LINEAR_GELU(_rows(x), *_layer(layer)).view(*x.shape[:-1], -1)
+
+
+def _planes(rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotations [B, 1, T, D / 2, 2, 2] as (own, other) [B, T, D], and the neighbour of each channel [D].
+
+    So that a region needs no pairs: channel c of the result is own * x[c] + other * x[neighbour of c].
+    """
+    matrices = rotation[:, 0]
+    own, other = matrices.diagonal(dim1=-2, dim2=-1), matrices.flip(-1).diagonal(dim1=-2, dim2=-1)
+    channels = torch.arange(own.shape[-2] * 2, device=rotation.device)
+    return own.flatten(-2), other.flatten(-2), channels + 1 - 2 * (channels % 2)
 
 
 def graphs() -> int:

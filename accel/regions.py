@@ -66,10 +66,13 @@ def _clone(fn: types.FunctionType, tag: str) -> types.FunctionType:
 
 
 def _symbolic_alias(value: Any) -> Any:
-    """A private view with every dimension above 1 marked symbolic: a mark on the caller's tensor would outlive us."""
+    """A private view with every dimension above 1 marked symbolic: a mark on the caller's tensor would outlive us.
+
+    A copy of what begins inside its storage: Dynamo guards that an offset is not 0, but nothing where it is.
+    """
     if not isinstance(value, Tensor):
         return value
-    alias = value.view_as(value)
+    alias = value.clone() if value.storage_offset() else value.view_as(value)
     for dim, size in enumerate(alias.shape):
         if size > 1:
             torch._dynamo.mark_dynamic(alias, dim)

@@ -1,6 +1,6 @@
 """One forward of a full-size model at many sizes: eager and compiled, first call, error, memory, break-even.
 
-python -m bench.forward [--model sdxl|sd15] [--no-starts] [--json FILE]
+python -m bench.forward [--model sdxl|sd15|flux] [--no-starts] [--json FILE]
 
 Through comfy.sample, as ComfyUI calls it; eager and compiled in the same process, which begins with empty compiler
 caches. ``rows`` is the batch that the model sees: CFG makes 2 rows an image, without CFG it is 1. The error is that of
@@ -38,6 +38,7 @@ SIZES = {
     "sdxl": [(1024, 1024, 1), (1024, 1152, 1), (896, 768, 1), (960, 720, 1), (512, 512, 1), (1280, 1280, 1),
              (728, 720, 1), (544, 408, 1), (512, 2048, 1), (768, 768, 4), (1536, 1536, 1)],
     "sd15": [(512, 512, 1), (512, 768, 1), (768, 768, 1), (544, 408, 1), (512, 512, 4), (512, 768, 4), (768, 768, 4)],
+    "flux": [(1024, 1024, 1), (512, 512, 1), (896, 768, 1), (1024, 1152, 1), (1024, 1024, 2)],
 }  # fmt: skip
 # Those of SIZES that are measured without CFG as well: half the rows.
 WITHOUT_CFG = {
@@ -136,7 +137,7 @@ def compiled_figures(patcher: ModelPatcher, case: Case, eager: Eager) -> dict[st
 
 def table(model: str, mode: str, starts: dict[str, Any] | None) -> dict[str, Any]:
     """Every row, and the memory of all of them together. All of eager comes first, on untouched weights."""
-    eager = models.unet(model)
+    eager = models.diffusion_model(model)
     compared = {case: eager_figures(eager, case) for case in cases(model)}
     compiled, _ = compile_model(eager, Settings(mode=mode))
     before = settled_mib()
@@ -167,7 +168,7 @@ def told(row: dict[str, Any]) -> str:
 
 def start_worker(model: str, mode: str) -> None:
     """Prints what the first compiled run of this process costs beyond eager, seconds."""
-    case, eager = cases(model)[0], models.unet(model)
+    case, eager = cases(model)[0], models.diffusion_model(model)
     case.sample(eager, 2)
     print(json.dumps({"loaded": True}), flush=True)
     plain, _ = two_steps(eager, case)

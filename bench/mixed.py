@@ -1,6 +1,6 @@
 """The mixed run: 12 prompts of other sizes and batches, 20 Euler steps each, CFG 7, through comfy.sample.
 
-python -m bench.mixed --model sdxl|sd15 --how eager,anyshape,core,blocks [--limit SECONDS] --json FILE
+python -m bench.mixed --model sdxl|sd15|flux --how eager,anyshape,core,blocks [--limit SECONDS] --json FILE
 
 Each ``how`` runs in processes of its own: cold (empty compiler caches) and warm (the caches that the cold run filled).
 One that is not done ``--limit`` seconds after its model was loaded is stopped and reported as not finished, with what
@@ -29,6 +29,7 @@ PROMPTS = {
     "sd15": [(512, 512, 1), (512, 768, 1), (768, 512, 1), (768, 768, 1), (544, 408, 1), (640, 448, 1),
              (512, 512, 2), (512, 768, 2), (512, 512, 4), (728, 720, 1), (512, 512, 8), (1024, 1024, 1)],
 }  # fmt: skip
+PROMPTS["flux"] = PROMPTS["sdxl"]
 STEPS = 20
 
 
@@ -42,7 +43,7 @@ def worker(model: str, how: str) -> None:
 
     from bench import measure, models
 
-    patcher = prepare(models.unet(model), how)
+    patcher = prepare(models.diffusion_model(model), how)
     torch.zeros(1, device=patcher.load_device)
     before = measure.used_mib()
     print(json.dumps({"conditions": measure.conditions()}), flush=True)
@@ -67,10 +68,11 @@ def prepare(patcher: Any, how: str) -> Any:
         patcher = patcher.clone()
         set_torch_compile_wrapper(model=patcher, backend="inductor")
     if how == "blocks":
+        from comfy.ldm.flux.layers import DoubleStreamBlock, SingleStreamBlock
         from comfy.ldm.modules.attention import BasicTransformerBlock
 
         for module in patcher.model.modules():
-            if isinstance(module, BasicTransformerBlock):
+            if isinstance(module, (BasicTransformerBlock, DoubleStreamBlock, SingleStreamBlock)):
                 module.compile()
     return patcher
 

@@ -6,6 +6,7 @@ import comfy.sample
 import comfy.sd
 import comfy.supported_models
 import torch
+from comfy.ldm.flux.layers import RMSNorm
 from comfy.ldm.models.autoencoder import AutoencoderKL
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
@@ -27,6 +28,11 @@ UNETS = {
          "num_heads": 8},
     ),
 }  # fmt: skip
+FLUX = {
+    "image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 768,
+    "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19,
+    "depth_single_blocks": 38, "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True,
+}  # fmt: skip
 VAE_CONFIG = {
     "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
     "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
@@ -41,8 +47,10 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
         value = torch.randn(parameter.shape, generator=generator, device=parameter.device)
         parameter.data.copy_(value * fan_in**-0.5 if fan_in else value * 0.1)
     for layer in module.modules():
-        if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)):
+        if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)) and layer.weight is not None:
             layer.weight.data.add_(1.0)
+        if isinstance(layer, RMSNorm):
+            layer.scale.data.add_(1.0)
     module.requires_grad_(False)
 
 
@@ -52,6 +60,22 @@ def unet(name: str, dtype: torch.dtype = torch.float16, **changes: object) -> Mo
     model_config = family(SPATIAL | config | changes)
     model_config.unet_config.update({k: v for k, v in config.items() if k in ("num_heads", "num_head_channels")})
     model_config.unet_config.update(changes)
+    return _random_model(model_config, dtype)
+
+
+def flux(dtype: torch.dtype = torch.bfloat16, **changes: object) -> ModelPatcher:
+    """Flux.1 dev, on ComfyUI's device; ``changes`` to its config make a smaller one or another Flux."""
+    config = FLUX | changes
+    family = comfy.supported_models.Flux if config["guidance_embed"] else comfy.supported_models.FluxSchnell
+    return _random_model(family(config), dtype)
+
+
+def diffusion_model(name: str) -> ModelPatcher:
+    """The full-size model ``name`` in the dtype that it is used in."""
+    return flux() if name == "flux" else unet(name)
+
+
+def _random_model(model_config: comfy.supported_models_base.BASE, dtype: torch.dtype) -> ModelPatcher:
     model_config.set_inference_dtype(dtype, None)
     device = mm.get_torch_device()
     model = model_config.get_model({}, "", device=device)
@@ -69,22 +93,39 @@ def vae(dtype: torch.dtype | None = None, **changes: object) -> comfy.sd.VAE:
     )
 
 
-def conditioning(patcher: ModelPatcher, tokens: int = 77, seed: int = 0) -> list:
-    """A random prompt as CONDITIONING, with the pooled embedding that SDXL takes."""
+def is_flux(patcher: ModelPatcher) -> bool:
+    """Whether this is a Flux, which takes other prompts than a UNet."""
+    return isinstance(patcher.model, comfy.model_base.Flux)
+
+
+def conditioning(patcher: ModelPatcher, tokens: int | None = None, seed: int = 0) -> list:
+    """A random prompt as CONDITIONING, with the pooled embedding that SDXL and Flux take.
+
+    tokens: 77 for a UNet and 512 for Flux, if not given.
+    """
     generator = torch.Generator().manual_seed(seed)
-    width = patcher.model.model_config.unet_config["context_dim"]
-    pooled = torch.randn(1, 1280, generator=generator)
-    return [[torch.randn(1, tokens, width, generator=generator), {"pooled_output": pooled}]]
+    config = patcher.model.model_config.unet_config
+    if is_flux(patcher):
+        tokens, width, pooled, extra = tokens or 512, config["context_in_dim"], config["vec_in_dim"], {"guidance": 3.5}
+    else:
+        tokens, width, pooled, extra = tokens or 77, config["context_dim"], 1280, {}
+    pooled = torch.randn(1, pooled, generator=generator)
+    return [[torch.randn(1, tokens, width, generator=generator), {"pooled_output": pooled} | extra]]
 
 
 def sample(
-    patcher: ModelPatcher, width: int, height: int, batch: int = 1, steps: int = 20, cfg: float = 7.0,
-    tokens: int = 77, seed: int = 0, sampler: str = "euler", scheduler: str = "normal",
+    patcher: ModelPatcher, width: int, height: int, batch: int = 1, steps: int = 20, cfg: float | None = None,
+    tokens: int | None = None, seed: int = 0, sampler: str = "euler", scheduler: str | None = None,
 ) -> Tensor:  # fmt: skip
-    """One txt2img run through ``comfy.sample``; the latent [batch, 4, height / 8, width / 8]."""
-    latent = torch.zeros(batch, 4, height // 8, width // 8)
+    """One txt2img run through ``comfy.sample``; the latent [batch, C, height / 8, width / 8].
+
+    If not given, ``cfg`` and ``scheduler`` are 7 and "normal" for a UNet, 1 and "simple" for Flux.
+    """
+    channels, usual_cfg, usual_scheduler = (16, 1.0, "simple") if is_flux(patcher) else (4, 7.0, "normal")
+    latent = torch.zeros(batch, channels, height // 8, width // 8)
     noise = comfy.sample.prepare_noise(latent, seed)
     positive, negative = (conditioning(patcher, tokens, seed + i) for i in (1, 2))
+    cfg, scheduler = usual_cfg if cfg is None else cfg, scheduler or usual_scheduler
     with torch.inference_mode():
         return comfy.sample.sample(
             patcher, noise, steps, cfg, sampler, scheduler, positive, negative, latent, seed=seed, disable_pbar=True

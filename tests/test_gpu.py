@@ -15,6 +15,7 @@ pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
 SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
+SMALL_FLUX = {"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4, "context_in_dim": 128}
 ODD = [(960, 720), (728, 720), (544, 408), (512, 512)]
 
 
@@ -46,30 +47,39 @@ def compiled(patcher, **settings):
     return out
 
 
-def forward(patcher, width, height, rows=2, tokens=77, seed=0):
-    """One call of the diffusion model inside a sampling run, on random input."""
+def forward(patcher, *args, **kwargs):
+    """One call of the diffusion model inside a sampling run, on random input: see ``loaded_forward``."""
     import comfy.model_management as mm
 
     mm.load_models_gpu([patcher])
-    return loaded_forward(patcher, width, height, rows, tokens, seed)
+    return loaded_forward(patcher, *args, **kwargs)
 
 
-def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0):
-    """``forward`` of a model whose weights are where they should be."""
-    from comfy.patcher_extension import WrapperExecutor, WrappersMP
-
-    model = patcher.model.diffusion_model
+def inputs(patcher, width, height, rows, tokens, seed):
+    """Random arguments of a UNet or a Flux: two by position, the others by name."""
     g = torch.Generator("cuda").manual_seed(seed)
-    config = patcher.model.model_config.unet_config
-    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(model.dtype)  # noqa: E731
+    config, dtype = patcher.model.model_config.unet_config, patcher.model.diffusion_model.dtype
+    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(dtype)  # noqa: E731
+    full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
+    if config.get("image_model") == "flux":
+        x, context = randn(rows, 16, height // 8, width // 8), randn(rows, tokens, config["context_in_dim"])
+        y, guidance = randn(rows, config["vec_in_dim"]), full(3.5) if config["guidance_embed"] else None
+        return (x, full(0.5)), {"context": context, "y": y, "guidance": guidance}
     x, context = randn(rows, 4, height // 8, width // 8), randn(rows, tokens, config["context_dim"])
     y = randn(rows, config["adm_in_channels"]) if config.get("num_classes") else None
-    t = torch.full((rows,), 500.0, device="cuda")
+    return (x, full(500.0)), {"context": context, "y": y}
+
+
+def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0, **changes):
+    """``forward`` of a model whose weights are where they should be; ``changes`` to the arguments by name."""
+    from comfy.patcher_extension import WrapperExecutor, WrappersMP
+
+    args, named = inputs(patcher, width, height, rows, tokens, seed)
     options = {"wrappers": patcher.wrappers, "cond_or_uncond": [1, 0]}
 
     def run():
         with torch.inference_mode():
-            return model(x, t, context=context, y=y, transformer_options=dict(options))
+            return patcher.model.diffusion_model(*args, **named | changes, transformer_options=dict(options))
 
     outer = [w for ws in patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).values() for w in ws]
     return WrapperExecutor.new_executor(run, outer).execute()
@@ -281,6 +291,79 @@ def test_a_capture_that_fails_costs_only_the_graph(models, monkeypatch):
     assert shape["state"] == "kernels" and "out of memory" in shape["reason"]
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_flux_parity_and_replay(models, dtype, rows):
+    """First call (kernels), second and third (graph) on other input, all equal to eager."""
+    patcher = models.flux(dtype, **SMALL_FLUX)
+    fast = compiled(patcher)
+    seed = int.from_bytes(os.urandom(3), "little")
+    for width, height in ODD:
+        for call in range(3):
+            args = (width, height, rows, 77, seed + call)
+            assert error(forward(fast, *args), forward(patcher, *args)) < TOLERANCE[dtype], (seed, width, height, call)
+    assert {s["state"] for s in shapes()} == {"graph"}
+    assert all(s["replays"] == 2 for s in shapes())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_flux_of_full_width(models, dtype):
+    """Every layer in its full size, a few blocks of each kind."""
+    patcher = models.flux(dtype, depth=2, depth_single_blocks=4)
+    fast = compiled(patcher)
+    for width, height in ODD + [(1024, 1024)]:
+        for call in range(2):
+            args = (width, height, 1, 512, call)
+            out, expected = forward(fast, *args), forward(patcher, *args)
+            print(dtype, width, height, error(out, expected))
+            assert error(out, expected) < TOLERANCE[dtype]
+
+
+def test_flux_compiles_nothing_after_the_first_call(models):
+    """1 to 4 images, other sizes and token counts, references."""
+    from anyshape.accel import stats
+
+    fast = compiled(models.flux(torch.bfloat16, **SMALL_FLUX))
+    forward(fast, 512, 512, 1, 512)
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        for index, (width, height) in enumerate(ODD + [(520, 776), (256, 1000), (64, 64), (16, 24), (1024, 1024)]):
+            forward(fast, width, height, rows=1 + index % 4, tokens=(512, 77, 1, 333)[index % 3], seed=index)
+        forward(fast, 512, 512, 1, 512, ref_latents=[torch.zeros(1, 16, 33, 18, device="cuda", dtype=torch.bfloat16)])
+
+
+def test_flux_references_have_graphs_of_their_own(models):
+    """The same tensors placed by another method are another program."""
+    patcher = models.flux(torch.bfloat16, **SMALL_FLUX)
+    fast = compiled(patcher)
+    refs = [torch.randn(1, 16, h, w, device="cuda").bfloat16() for h, w in ((33, 18), (20, 41))]
+    for method in ("offset", "index", "uxo", "offset", "uxo"):
+        more = {"ref_latents": refs, "ref_latents_method": method}
+        assert error(forward(fast, 544, 408, 1, **more), forward(patcher, 544, 408, 1, **more)) < 2.5e-2
+    assert [s["replays"] for s in shapes()] == [1, 0, 1]
+
+
+def test_flux_sampling_run_and_lora(models):
+    """Through comfy.sample; a graph captured with other weights is never replayed."""
+    from anyshape.accel import stats
+
+    patcher = models.flux(torch.bfloat16, **SMALL_FLUX)
+    fast = compiled(patcher)
+    models.sample(fast, 512, 512, steps=2)
+    weights = patcher.model.state_dict()
+    names = ("double_blocks.0.img_mod.lin", "double_blocks.1.txt_attn.qkv", "single_blocks.0.linear1")
+    changed = fast.clone()
+    changed.add_patches(
+        {k: (torch.randn_like(weights[k]),) for k in (f"diffusion_model.{n}.weight" for n in names)}, 0.02
+    )
+    eager = patcher.clone()
+    eager.patches, eager.patches_uuid = changed.patches, changed.patches_uuid
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        plain, with_lora, again = (models.sample(p, 544, 408, steps=3) for p in (fast, changed, fast))
+    assert error(with_lora, models.sample(eager, 544, 408, steps=3)) < 2.5e-2
+    assert error(plain, models.sample(patcher, 544, 408, steps=3)) < 2.5e-2
+    assert error(again, plain) < 1e-3 < 2.5e-2 < error(with_lora, plain)
+
+
 UNDER_ASYNC = """
 from tools import embed
 embed.use_comfyui(); embed.load_pack()
@@ -308,6 +391,14 @@ out, expected = (models.sample(p, 768, 512, steps=3) for p in (fast, patcher))
 assert (out - expected).norm() / expected.norm() < 1e-2
 shape = stats.snapshot()["models"][0]["shapes"][-1]
 assert shape["state"] == "kernels" and "broken" in shape["reason"], shape
+graphs.GraphCache._recorded = capture
+patcher = models.flux(torch.bfloat16, hidden_size=256, num_heads=2, depth=1, depth_single_blocks=2, context_in_dim=128)
+fast, message = compile_model(patcher, Settings())
+for width, height, batch in ((512, 512, 1), (544, 408, 2), (512, 512, 1)):
+    out, expected = (models.sample(p, width, height, batch, steps=3) for p in (fast, patcher))
+    assert (out - expected).norm() / expected.norm() < 2.5e-2
+shapes = stats.snapshot()["models"][-1]["shapes"]
+assert [shape["state"] for shape in shapes] == ["graph"] * 2, shapes
 """
 
 

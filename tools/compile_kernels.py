@@ -13,7 +13,9 @@ from anyshape.accel.kernels import (  # noqa: E402
     grouped_linear,
     layer_norm,
     linear_geglu,
+    modulated_norm,
     pointwise,
+    rotary,
     short_attention,
 )
 
@@ -36,6 +38,8 @@ FLAGS = {
     "BD": 64,
     "BT": 64,
     "BL": 32,
+    "FINITE": True,
+    "BH": 8,
 }
 KERNELS = (
     group_norm.moments_kernel,
@@ -47,11 +51,17 @@ KERNELS = (
     pointwise.upsample_kernel,
     grouped_linear.grouped_linear_kernel,
     short_attention.short_attention_kernel,
+    modulated_norm.modulated_norm_kernel,
+    rotary.rotary_kernel,
 )
 HOPPER_ONLY = (linear_geglu.linear_geglu_kernel,)
-FLOAT32 = ("part", "ab")
-INTEGERS = ("HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "W", "M", "K", "T", "L", "TOTAL", "OFFSET")
-SCALARS = {"eps": "fp32", "scale": "fp32", "table": "*i64"} | dict.fromkeys(INTEGERS, "i32")
+FLOAT32 = ("part", "ab", "rotation")
+INTEGERS = (
+    "HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "H", "W", "M", "K", "T", "L", "D", "OUT_H", "OUT_W", "X_ROWS",
+    "BRANCH_ROWS", "X_STRIDE", "BRANCH_STRIDE", "GATE_STRIDE", "SHIFT_STRIDE", "SCALE_STRIDE", "TOTAL", "OFFSET",
+    "START", "QKV_ROWS", "ROTATION_ROWS", "QKV_STRIDE",
+)  # fmt: skip
+SCALARS = {"eps": "fp32", "scale": "fp32", "LIMIT": "fp32", "table": "*i64"} | dict.fromkeys(INTEGERS, "i32")
 DESCRIPTORS = {"x": "fp16[64, 64]", "weight": "fp16[2, 128, 64]", "out": "fp16[64, 128]"}
 
 

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from ..engine import Call, Engine, Settings
 from ..key import shape_key
-from ..ops import FusedOps
 from ..stats import STATS
 from ..weights import ChannelsLastWeights, WeightWatch
-from . import unet
-from .layers import INTERRUPTS
+from . import flux, unet
+from .family import Arguments, Family
+from .layers import INTERRUPTS, is_foreign
 
 KEY = "anyshape"
-LATENT_TO_PIXELS = 8  # every model whose forward is ComfyUI's UNetModel
+FAMILIES: tuple[Family, ...] = (unet, flux)
 PATCH_KEYS = ("patches", "patches_replace")
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
@@ -45,16 +45,24 @@ def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatch
     remove(clone)  # of two Compile Model nodes in a row, the last one decides
     if settings.mode == "off":
         return clone, ""
-    obstacle = unet.unsupported(getattr(patcher.model, "diffusion_model", None))
+    family, obstacle = family_of(getattr(patcher.model, "diffusion_model", None))
     if obstacle:
         message = f"{obstacle}. It runs in eager, as without this node; Compile VAE works with any SD or Flux VAE"
         STATS.fallback(type(patcher.model).__name__, message)
         return clone, message
-    session = _Session(settings, type(patcher.model).__name__)
+    session = _Session(family, settings, type(patcher.model).__name__)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
     return clone, _graph_message(settings, patcher.load_device)
+
+
+def family_of(model: nn.Module) -> tuple[Family | None, str]:
+    """(the family whose forward this diffusion model has, why it cannot be compiled or "")."""
+    family = next((family for family in FAMILIES if type(model) is family.MODEL), None)
+    if family is None:
+        return None, f"{type(model).__name__} is not a model that AnyShape knows (it knows SD's UNets and Flux.1)"
+    return family, family.unsupported(model)
 
 
 def remove(patcher: ModelPatcher) -> None:
@@ -84,17 +92,17 @@ def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: 
 
 
 class _Run:
-    """What is known of one UNet during one sampling run. Holds the model: dropped when the run ends."""
+    """What is known of one model during one sampling run. Holds the model: dropped when the run ends."""
 
-    def __init__(self, model: nn.Module, layout: ChannelsLastWeights | None) -> None:
+    def __init__(self, family: Family, model: nn.Module, layout: ChannelsLastWeights | None) -> None:
         self.model = model
-        self._layout = layout
+        self._family, self._layout = family, layout
         self._scan()
 
     def _scan(self) -> None:
         if self._layout is not None:
             self._layout.apply(self.model)
-        self.plan = unet.Plan(self.model)
+        self.plan = self._family.Plan(self.model)
         self._watch = WeightWatch(self.model)
         self.weights = self._watch.fingerprint()
 
@@ -112,7 +120,8 @@ class _Run:
 class _Session:
     """The wrappers of one compiled patcher (and of its clones), and the runs in progress."""
 
-    def __init__(self, settings: Settings, name: str) -> None:
+    def __init__(self, family: Family, settings: Settings, name: str) -> None:
+        self.family = family
         self.settings = settings
         self.name = name
         self._runs: dict[int, _Run] = {}  # by id of the diffusion model; several threads sample several models
@@ -136,14 +145,17 @@ class _Session:
         for run in runs.values():
             run.close()
 
+    def _engine(self, model: nn.Module) -> Engine:
+        return engine_for(model, self.name, self.family.KIND)
+
     def _run(self, model: nn.Module, device: torch.device) -> _Run:
         """The run's state; outside a sampling run a fresh one that leaves the weights alone."""
         with self._lock:
             if self._depth == 0:
-                return _Run(model, None)
+                return _Run(self.family, model, None)
             if id(model) not in self._runs:
-                wanted = engine_for(model, self.name, "unet").wants_channels_last(self.settings, device)
-                self._runs[id(model)] = _Run(model, ChannelsLastWeights() if wanted else None)
+                wanted = self._engine(model).wants_channels_last(self.settings, device)
+                self._runs[id(model)] = _Run(self.family, model, ChannelsLastWeights() if wanted else None)
             run = self._runs[id(model)]
             run.refresh()
             return run
@@ -158,58 +170,55 @@ class _Session:
         chain = WrapperExecutor.new_class_executor(ours, model, executor.wrappers, executor.idx + 1)
         return chain.execute(*args, **kwargs)
 
-    def _call(
-        self, model: nn.Module, original: Callable[..., Tensor], x: Tensor, timesteps: Tensor | None = None,
-        context: Tensor | None = None, y: Tensor | None = None, control: unet.Control = None,
-        transformer_options: dict[str, Any] | None = None, **extra: Any,
-    ) -> Tensor:  # fmt: skip
-        """UNetModel._forward's signature, through the engine."""
-        options = {} if transformer_options is None else transformer_options
+    def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """The ``_forward`` of the model's family, through the engine."""
+        family, given = self.family, self.family.arguments(*args, **kwargs)
 
         def eager() -> Tensor:
-            return original(x, timesteps, context, y, control, options, **extra)
+            return original(*given.original, **given.known, **given.extra)
 
         if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
             return eager()
-        obstacle = _foreign_forward(model, original) or _obstacle(x, context, extra)
+        x, inputs = given.tensors["x"], given.flat()
+        obstacle = _foreign_forward(family, model, original) or _obstacle(given) or family.obstacle(given)
         run = None if obstacle else self._run(model, x.device)
-        inputs = _flatten(x, timesteps, context, y, control)
-        lengths = {name: len(residuals) for name, residuals in (control or {}).items()}
         call = Call(
-            key=shape_key(inputs, lengths),
+            key=shape_key(inputs, given.structure()),
             inputs=inputs,
-            forward=lambda ops, tensors: _fused(ops, model, run.plan, tensors, options, lengths),
+            forward=lambda ops, tensors: family.forward(ops, model, run.plan, given, tensors),
             eager=eager,
             weights=run.weights if run else 0,
-            constants=lambda: run.plan.text.table,
-            width=x.shape[-1] * LATENT_TO_PIXELS,
-            height=x.shape[-2] * LATENT_TO_PIXELS,
-            batch=max(1, x.shape[0] // max(1, len(options.get("cond_or_uncond", (0,))))),
+            constants=lambda: run.plan.constants(),
+            width=x.shape[-1] * family.LATENT_TO_PIXELS,
+            height=x.shape[-2] * family.LATENT_TO_PIXELS,
+            batch=max(1, x.shape[0] // max(1, len(given.options.get("cond_or_uncond", (0,))))),
             obstacle=obstacle,
-            graph_obstacle=_graph_obstacle(run, options) if run else "",
+            graph_obstacle=_graph_obstacle(run, given.options) if run else "",
             eager_parts=run.plan.survey.eager_parts() if run else "",
         )
-        return engine_for(model, self.name, "unet")(call, self.settings)
+        return self._engine(model)(call, self.settings)
 
 
-def _foreign_forward(model: nn.Module, original: Callable[..., Tensor]) -> str:
-    """Why the model's forward is not the one that ``unet`` mirrors; "" if it is."""
-    if getattr(original, "__func__", None) is type(model)._forward:
+def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., Tensor]) -> str:
+    """Why the model's forward is not the one that the family mirrors; "" if it is."""
+    own = getattr(original, "__func__", None) is type(model)._forward
+    if own and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
         return ""
     return "another node replaced the model's forward, so the model runs in eager"
 
 
-def _obstacle(x: Tensor, context: Any, extra: dict[str, Any]) -> str:
+def _obstacle(given: Arguments) -> str:
     """Why only ComfyUI's own forward is right for this call; "" if ours is."""
     if torch.is_grad_enabled():
         return "gradients are on (training), so the model runs in eager"
-    if not isinstance(context, Tensor):
+    if not isinstance(given.tensors["context"], Tensor):
         return "the model was called without a prompt's tensor, so it runs in eager"
-    unknown = sorted(name for name, value in extra.items() if value is not None)
+    unknown = sorted(name for name, value in given.extra.items() if value is not None)
     if unknown:
         return f"the model was called with {', '.join(unknown)}, which only ComfyUI's own forward understands"
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"{x.dtype} activations are not supported; load the model in fp16, bf16 or fp32"
+    dtype = given.tensors["x"].dtype
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"{dtype} activations are not supported; load the model in fp16, bf16 or fp32"
     return ""
 
 
@@ -221,27 +230,3 @@ def _graph_obstacle(run: _Run, options: dict[str, Any]) -> str:
     if patches:
         return f"patches by another node ({', '.join(patches)}): patched blocks run in eager, without a graph"
     return run.plan.survey.graph_obstacle()
-
-
-def _flatten(
-    x: Tensor, timesteps: Tensor, context: Tensor, y: Tensor | None, control: unet.Control
-) -> dict[str, Tensor]:
-    """The call's tensors by name; ControlNet residuals as ``control.<list>.<index>``."""
-    inputs = {"x": x, "timesteps": timesteps, "context": context, "y": y}
-    for name, residuals in (control or {}).items():
-        inputs |= {f"control.{name}.{index}": residual for index, residual in enumerate(residuals)}
-    return {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
-
-
-def _unflatten_control(tensors: dict[str, Tensor], names: dict[str, int]) -> unet.Control:
-    return {name: [tensors.get(f"control.{name}.{i}") for i in range(count)] for name, count in names.items()}
-
-
-def _fused(
-    ops: FusedOps, model: nn.Module, plan: unet.Plan, tensors: dict[str, Tensor], options: dict[str, Any],
-    lengths: dict[str, int],
-) -> Tensor:  # fmt: skip
-    """The fused forward on flattened inputs. Lists are made anew: ComfyUI pops residuals from their ends."""
-    forward = unet.UNetForward(ops, model, plan, options)
-    control = _unflatten_control(tensors, lengths) if lengths else None
-    return forward(tensors["x"], tensors["timesteps"], tensors["context"], tensors.get("y"), control)

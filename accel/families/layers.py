@@ -84,11 +84,12 @@ def is_altered(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
-        or any(name in module.__dict__ and _is_foreign(module, name) for name in ("forward", "_forward"))
+        or any(name in module.__dict__ and is_foreign(module, name) for name in ("forward", "_forward"))
     )
 
 
-def _is_foreign(module: nn.Module, name: str) -> bool:
+def is_foreign(module: nn.Module, name: str) -> bool:
+    """Whether the instance's attribute ``name`` is another method than its class's."""
     # ComfyUI leaves the class's own method behind as an attribute when it undoes an object patch
     return getattr(module.__dict__[name], "__func__", None) is not getattr(type(module), name, None)
 
@@ -99,21 +100,21 @@ _KNOWN_LAYERS = frozenset(
 )
 
 
-def _is_unknown_layer(module: nn.Module) -> bool:
+def _is_unknown_layer(module: nn.Module, known: frozenset[type]) -> bool:
     """Whether this layer computes something else than its weights say (scaled fp8, GGUF, other quantisations)."""
-    weight = module._parameters.get("weight")
-    return bool(module._parameters) and (
-        type(module) not in _KNOWN_LAYERS or type(weight) not in (Tensor, nn.Parameter, type(None))
-    )
+    foreign = any(type(p) not in (Tensor, nn.Parameter, type(None)) for p in module._parameters.values())
+    return bool(module._parameters) and (type(module) not in known or foreign)
 
 
 class Survey:
     """One walk through a model's parts for what keeps fused operations, or a graph, from being right.
 
     odd: ids of the modules that must run their own forward, because they or a part of them are altered or unknown.
+    own_layers: classes with parameters that the family knows besides linear, convolution and norm layers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, own_layers: tuple[type, ...] = ()) -> None:
+        self._known = _KNOWN_LAYERS | set(own_layers)
         self.odd: set[int] = set()
         self.altered = False
         self.unknown: set[str] = set()
@@ -122,7 +123,7 @@ class Survey:
             self._visit(part)
 
     def _visit(self, module: nn.Module) -> bool:
-        altered, unknown = is_altered(module), _is_unknown_layer(module)
+        altered, unknown = is_altered(module), _is_unknown_layer(module, self._known)
         self.altered |= altered
         self.cast |= is_cast(module)
         if unknown:

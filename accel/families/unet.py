@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..kernels.reference import joined
 from ..ops import FusedOps, LinearGroup, Parts, Stream, linear
+from .family import Arguments, residuals
 from .layers import (
     Survey,
     conv,
@@ -37,14 +38,44 @@ Control = dict[str, list[Tensor | None]] | None
 ATTENTION_PATCHES = ("attn1_patch", "attn2_patch", "attn1_output_patch", "attn2_output_patch", "middle_patch")
 
 
-def unsupported(model: nn.Module) -> str:
-    """Why this diffusion model is not a UNet that ``forward`` mirrors; "" if it is."""
-    if type(model) is not UNetModel:
-        return f"{type(model).__name__} is not a UNet that AnyShape knows"
+KIND = "unet"
+MODEL = UNetModel
+MIRRORED = ("_forward",)
+LATENT_TO_PIXELS = 8
+
+
+def unsupported(model: UNetModel) -> str:
+    """Why this UNet is not one that ``forward`` mirrors; "" if it is."""
     if model.predict_codebook_ids:
         return "UNets that predict codebook ids are not supported"
     foreign = {type(layer).__name__ for layer in _layers(model) if not _is_known(layer)}
     return f"the UNet has layers that AnyShape does not know: {', '.join(sorted(foreign))}" if foreign else ""
+
+
+def arguments(
+    x: Tensor, timesteps: Tensor | None = None, context: Tensor | None = None, y: Tensor | None = None,
+    control: Control = None, transformer_options: dict[str, Any] | None = None, **extra: Any,
+) -> Arguments:  # fmt: skip
+    """UNetModel._forward's arguments."""
+    options = {} if transformer_options is None else transformer_options
+    return Arguments(
+        tensors={"x": x, "timesteps": timesteps, "context": context, "y": y},
+        lists=residuals(control),
+        options=options,
+        original=(x, timesteps, context, y, control, options),
+        extra=extra,
+    )
+
+
+def obstacle(given: Arguments) -> str:
+    """A UNet has nothing of its own that ``forward`` could not do."""
+    return ""
+
+
+def forward(ops: FusedOps, model: UNetModel, plan: "Plan", given: Arguments, tensors: dict[str, Tensor]) -> Tensor:
+    """The fused forward on flattened tensors."""
+    fused = UNetForward(ops, model, plan, given.options)
+    return fused(tensors["x"], tensors["timesteps"], tensors["context"], tensors.get("y"), given.control(tensors))
 
 
 def _layers(model: UNetModel) -> list[nn.Module]:
@@ -72,6 +103,10 @@ class Plan:
         blocks = [m for m in model.modules() if id(m) in self.transformer_blocks and not _is_streamed(m)]
         self.text_blocks = [id(m) for m in blocks]
         self.text = LinearGroup([weight for m in blocks for weight in _text_weights(m)])
+
+    def constants(self) -> Tensor | None:
+        """The table of the text projections' weights."""
+        return self.text.table
 
     def _fit_transformers(self, model: UNetModel) -> set[int]:
         """Transformers whose own layers are as they should be: their blocks are judged one by one."""
