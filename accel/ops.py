@@ -123,9 +123,13 @@ class FusedOps:
         """x + bias + residual; [N, C, H, W], bias [C]."""
         return reference.bias_add(x, bias, residual)
 
-    def upsample2x(self, x: Tensor) -> Tensor:
-        """[N, C, H, W] -> [N, C, 2H, 2W]."""
-        return reference.upsample2x(x)
+    def upsample2x(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """[N, C, H, W] -> [N, C, *size], which is (2H, 2W) or one less."""
+        return reference.upsample2x(x, size)
+
+    def settle(self, stream: Stream) -> Tensor:
+        """The stream as one tensor, [B, T, C]."""
+        return stream.settled()
 
     def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:
         """[..., K] -> a [..., N] for each layer of the group."""

@@ -567,7 +567,7 @@ def operations(tier):
         pytest.skip("the GPU's tests run the kernels compiled")
     from anyshape.accel.kernels.triton_ops import TritonOps
 
-    return TritonOps()
+    return TritonOps(torch.device("cpu"))
 
 
 def assert_tier_equals_eager(ops, patcher, rows, dtype, tolerance):

@@ -19,7 +19,7 @@ if not CUDA:
 from anyshape.accel.kernels import linear_geglu, reference, short_attention  # noqa: E402
 from anyshape.accel.kernels.group_norm import group_norm  # noqa: E402
 from anyshape.accel.kernels.grouped_linear import fits, grouped_linear, make_table  # noqa: E402
-from anyshape.accel.kernels.layer_norm import MAX_CHANNELS, stream_layer_norm  # noqa: E402
+from anyshape.accel.kernels.layer_norm import MAX_CHANNELS, add_pending, stream_layer_norm  # noqa: E402
 from anyshape.accel.kernels.modulated_norm import modulated_norm  # noqa: E402
 from anyshape.accel.kernels.pointwise import bias_add, geglu, upsample2x  # noqa: E402
 from anyshape.accel.kernels.rotary import rotary_query_key_value  # noqa: E402
@@ -128,11 +128,19 @@ def test_stream_layer_norm(rows, c, dtype, pending, affine):
     assert kept is x and torch.equal(x, before) and torch.equal(again, out)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows, c", [(1, 64), (77, 320), (13, 1280)])
+@pytest.mark.parametrize("pending", [1, 2, 3])
+def test_add_pending(rows, c, dtype, pending):
+    x, biases = randn(2, rows, c, dtype=dtype), tuple(randn(c, dtype=dtype) for _ in range(pending))
+    assert_close(add_pending(x, biases), sum(reference.to_float64(*biases), x.double()), dtype)
+
+
 def test_stream_layer_norm_names_the_limits():
     x = torch.zeros(1, MAX_CHANNELS + 1, device=DEVICE)
     with pytest.raises(ValueError, match=str(MAX_CHANNELS)):
         stream_layer_norm(x, (), None, None, 1e-5, store=False)
-    with pytest.raises(ValueError, match="got 64, 4"):
+    with pytest.raises(ValueError, match="got 4"):
         stream_layer_norm(x[:, :64], (x[0, :64],) * 4, None, None, 1e-5, store=False)
 
 
@@ -206,7 +214,9 @@ def test_bias_add(size, dtype, with_bias):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_upsample(size, dtype):
     x = randn(*size, dtype=dtype)
-    assert torch.equal(upsample2x(x), reference.upsample2x(x))
+    h, w = 2 * size[2], 2 * size[3]
+    for out in ((h, w), (h - 1, w), (h, w - 1), (h - 1, w - 1)):
+        assert torch.equal(upsample2x(x, out), reference.upsample2x(x, out))
 
 
 @pytest.mark.parametrize("rows, depth, widths", [(1, 64, [64]), (77, 96, [320, 64, 130]), (154, 200, [128, 256])])
@@ -232,7 +242,7 @@ def test_grouped_linear_refuses_what_the_table_cannot_hold():
 def ops():
     from anyshape.accel.kernels.triton_ops import TritonOps
 
-    return TritonOps()
+    return TritonOps(torch.device(DEVICE))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
@@ -353,4 +363,4 @@ def test_every_kernel_compiles_for_every_card():
         [sys.executable, "-m", "tools.compile_kernels"], cwd=embed.ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("ok") == 11 * 7 + 1
+    assert done.stdout.count("ok") == 12 * 7 + 1

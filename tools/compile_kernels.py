@@ -46,6 +46,7 @@ KERNELS = (
     group_norm.coefficients_kernel,
     group_norm.apply_kernel,
     layer_norm.stream_layer_norm_kernel,
+    layer_norm.add_pending_kernel,
     pointwise.geglu_kernel,
     pointwise.bias_add_kernel,
     pointwise.upsample_kernel,

@@ -98,6 +98,7 @@ class Plan:
     def __init__(self, model: UNetModel) -> None:
         self.survey = Survey(model)
         self.res_blocks = self._fit(model, ResBlock, _plain_res_block)
+        self.upsamplings = self._fit(model, Upsample, lambda m: m.dims == 2)
         self.transformer_blocks = self._fit(model, BasicTransformerBlock, _plain_transformer_block)
         self.transformers = self._fit_transformers(model)
         blocks = [m for m in model.modules() if id(m) in self.transformer_blocks and not _is_streamed(m)]
@@ -198,6 +199,15 @@ def _attend_text(ops: FusedOps, m: CrossAttention, q: Tensor, k: Tensor, v: Tens
     return _attend(m, q, k, v, options)
 
 
+def upsample(ops: FusedOps, m: Upsample, x: Tensor, output_shape: torch.Size | None) -> Tensor:
+    """openaimodel.Upsample.forward for images; ``output_shape``: of the skip connection to meet."""
+    size = (2 * x.shape[2], 2 * x.shape[3]) if output_shape is None else tuple(output_shape[2:])
+    if any(2 * side - out not in (0, 1) for side, out in zip(x.shape[2:], size, strict=True)):
+        return m(x, output_shape=output_shape)
+    x = ops.upsample2x(x, size)
+    return m.conv(x) if m.use_conv else x
+
+
 class UNetForward:
     """One forward of a UNet in fused operations. Made for a call, dropped after it."""
 
@@ -281,7 +291,9 @@ class UNetForward:
             if id(layer) in self.plan.transformers:
                 h = self._transformer(layer, h, context)
                 self.options["transformer_index"] += 1
-            else:  # up- and downsampling, the first convolution, blocks that are not plain, what a patch handles
+            elif id(layer) in self.plan.upsamplings:
+                h = upsample(self.ops, layer, h, output_shape)
+            else:  # downsampling, the first convolution, blocks that are not plain, what a patch handles
                 h = openaimodel.forward_timestep_embed([layer], h, emb, context, self.options, output_shape)
             parts = (h,)
         return joined(parts)
@@ -296,8 +308,8 @@ class UNetForward:
             if self._is_ours(block, index):
                 stream = transformer_block(self.ops, block, stream, self._text_of(block, context), self.options)
             else:
-                stream = Stream(block(stream.settled(), context=context, transformer_options=self.options))
-        h, bias = product(self.ops, m.proj_out, stream.settled())
+                stream = Stream(block(self.ops.settle(stream), context=context, transformer_options=self.options))
+        h, bias = product(self.ops, m.proj_out, self.ops.settle(stream))
         return self.ops.bias_add(to_image(h, x), bias, x)
 
     def _is_ours(self, block: BasicTransformerBlock, index: int) -> bool:

@@ -188,7 +188,7 @@ def _upsample(ops: FusedOps, m: blocks.Upsample, x: Tensor) -> Tensor:
     """Upsample.forward for images; bf16 included, which old torch versions cannot interpolate."""
     if m.scale_factor != 2.0:
         return m(x)
-    x = ops.upsample2x(x)
+    x = ops.upsample2x(x, (2 * x.shape[2], 2 * x.shape[3]))
     return m.conv(x) if m.with_conv else x
 
 

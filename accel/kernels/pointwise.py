@@ -72,23 +72,27 @@ def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     return y
 
 
-@triton.jit(do_not_specialize=["ROWS", "W"])
-def upsample_kernel(x, y, ROWS, W, C, BR: tl.constexpr, BC: tl.constexpr):
-    """x [ROWS, C], ROWS = N * H * W -> y [N, 2H, 2W, C]: each row is written to four places."""
+@triton.jit(do_not_specialize=["ROWS", "H", "W", "OUT_H", "OUT_W"])
+def upsample_kernel(x, y, ROWS, H, W, OUT_H, OUT_W, C, BR: tl.constexpr, BC: tl.constexpr):
+    """x [ROWS, C], ROWS = N * H * W -> y [N, OUT_H, OUT_W, C]: each row is written to four places, if they exist."""
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     mask = (r[:, None] < ROWS) & (c[None, :] < C)
     v = tl.load(x + r[:, None].to(tl.int64) * C + c[None, :], mask=mask, other=0.0)
-    top = (r // W).to(tl.int64) * 4 * W + (r % W) * 2  # row of y that holds the upper left copy
+    image, across = (r // (H * W)).to(tl.int64), r % W * 2
+    down = r // W % H * 2
     for dy in tl.static_range(2):
         for dx in tl.static_range(2):
-            tl.store(y + (top + dy * 2 * W + dx)[:, None] * C + c[None, :], v, mask=mask)
+            place = (image * OUT_H + down + dy) * OUT_W + across + dx
+            exists = (down + dy < OUT_H) & (across + dx < OUT_W)
+            tl.store(y + place[:, None] * C + c[None, :], v, mask=mask & exists[:, None])
 
 
-def upsample2x(x: Tensor) -> Tensor:
-    """[N, C, H, W] -> [N, C, 2H, 2W], nearest neighbour; the result is channels_last."""
+def upsample2x(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """[N, C, H, W] -> [N, C, *size], nearest neighbour; the result is channels_last. See ``reference.upsample2x``."""
     n, c, h, w = x.shape
     x = x.contiguous(memory_format=torch.channels_last)
-    y = torch.empty(n, c, 2 * h, 2 * w, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-    launch(upsample_kernel, (triton.cdiv(n * h * w, 64), triton.cdiv(c, 64)), x, y, n * h * w, w, c, 64, 64)
+    y = torch.empty(n, c, *size, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
+    grid = (triton.cdiv(n * h * w, 64), triton.cdiv(c, 64))
+    launch(upsample_kernel, grid, x, y, n * h * w, h, w, *size, c, 64, 64)
     return y

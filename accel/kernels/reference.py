@@ -126,9 +126,9 @@ def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     return x + residual
 
 
-def upsample2x(x: Tensor) -> Tensor:
-    """[N, C, H, W] -> [N, C, 2H, 2W], nearest neighbour."""
-    return F.interpolate(x, scale_factor=2.0, mode="nearest")
+def upsample2x(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """[N, C, H, W] -> [N, C, *size], nearest neighbour; ``size`` is (2H, 2W), or one less where the image was odd."""
+    return F.interpolate(x, size=size, mode="nearest")
 
 
 def to_float64(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -24,6 +24,7 @@ _KERNELS = (
     group_norm.coefficients_kernel,
     group_norm.apply_kernel,
     layer_norm.stream_layer_norm_kernel,
+    layer_norm.add_pending_kernel,
     pointwise.geglu_kernel,
     grouped_linear.grouped_linear_kernel,
     linear_geglu.linear_geglu_kernel,
@@ -45,8 +46,9 @@ class TritonOps(FusedOps):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._takes_products = torch.cuda.get_device_capability(device) == linear_geglu.CAPABILITY
+        card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+        self._processors = card.multi_processor_count if card else 0
+        self._takes_products = bool(card) and (card.major, card.minor) == linear_geglu.CAPABILITY
 
     def group_norm(self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
         return group_norm.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
@@ -68,8 +70,11 @@ class TritonOps(FusedOps):
     def bias_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:  # noqa: D102
         return pointwise.bias_add(x, bias, residual)
 
-    def upsample2x(self, x: Tensor) -> Tensor:  # noqa: D102
-        return pointwise.upsample2x(x)
+    def upsample2x(self, x: Tensor, size: tuple[int, int]) -> Tensor:  # noqa: D102
+        return pointwise.upsample2x(x, size)
+
+    def settle(self, stream: Stream) -> Tensor:  # noqa: D102
+        return layer_norm.add_pending(stream.value, stream.pending) if stream.pending else stream.value
 
     def query_key_value(  # noqa: D102
         self, stream: Stream, norm: Norm, q: Weights, k: Weights, v: Weights
