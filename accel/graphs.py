@@ -66,6 +66,7 @@ class GraphCache:
     _entries: OrderedDict[tuple[int, ShapeKey], CapturedGraph] = field(default_factory=OrderedDict)
     _refused: dict[tuple[int, ShapeKey], str] = field(default_factory=dict)  # and why
     _budget: int = 0  # bytes; refusals are for this budget
+    _broken: str = ""  # why no capture can begin any more
     _pool: tuple[int, int] | None = None
     _stream: torch.cuda.Stream | None = None  # one for all captures: the pool's blocks belong to a stream
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -137,11 +138,12 @@ class GraphCache:
         self.used_bytes += entry.bytes
 
     def _record_or_make_room(self, recording: Recording) -> CapturedGraph:
+        if self._broken:
+            raise CaptureFailed(self._broken)
         try:
             return self._record(recording)
-        except RuntimeError:  # out of memory comes in several guises while a stream is captured
-            self._evict_down_to(-1)
-            torch.cuda.empty_cache()
+        except RuntimeError as error:  # out of memory comes in several guises while a stream is captured
+            self._make_room(error)
         try:
             return self._record(recording)
         except RuntimeError as error:
@@ -149,6 +151,16 @@ class GraphCache:
                 f"no graph could be captured for this size ({error}): it runs without one. If memory is short, lower "
                 f"graph_budget_mb or the image size, or close other programs that use the GPU"
             ) from error
+
+    def _make_room(self, error: RuntimeError) -> None:
+        if addresses_are_promised():  # torch's allocator keeps traces of the broken capture
+            self._broken = (
+                f"a capture failed ({error}), and under cudaMallocAsync none can begin after that: no new graphs "
+                f"until ComfyUI is restarted. If memory is short, lower graph_budget_mb or the image size"
+            )
+            raise CaptureFailed(self._broken) from error
+        self._evict_down_to(-1)
+        torch.cuda.empty_cache()
 
     def _record(self, recording: Recording) -> CapturedGraph:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.

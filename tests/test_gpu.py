@@ -111,6 +111,23 @@ def test_full_size_sdxl(models, dtype):
             assert error(out, expected) < TOLERANCE[dtype]
 
 
+def test_kernels_that_only_some_sizes_choose_are_compiled_by_the_first(models, monkeypatch):
+    from anyshape.accel import kernels, stats
+    from anyshape.accel.kernels import linear_geglu, triton_ops
+
+    kernels.load.cache_clear()
+    for kernel in triton_ops._KERNELS:  # what other tests have compiled
+        kernel.device_caches.clear()
+    patcher = models.unet("sd15", torch.float16, **SMALL)
+    fast, turn = compiled(patcher), []
+    monkeypatch.setattr(linear_geglu, "is_faster", lambda *sizes: bool(turn))
+    forward(fast, 512, 512, tokens=308)
+    turn.append("the product")
+    with stats.expect(recompiles=0, fallbacks=0):
+        for width, height in ODD:
+            assert error(forward(fast, width, height), forward(patcher, width, height)) < TOLERANCE[torch.float16]
+
+
 def test_nothing_compiles_after_the_first_call(models):
     from anyshape.accel import stats
 
@@ -380,6 +397,13 @@ for width, height, batch in ((512, 512, 1), (544, 408, 1), (728, 720, 2), (512, 
     assert (out - expected).norm() / expected.norm() < 1e-2
 shapes = stats.snapshot()["models"][0]["shapes"]
 assert [shape["state"] for shape in shapes] == ["graph"] * 3, shapes
+other = models.flux(torch.bfloat16, hidden_size=256, num_heads=2, depth=1, depth_single_blocks=2, context_in_dim=128)
+fast_other, message = compile_model(other, Settings())
+for width, height, batch in ((512, 512, 1), (544, 408, 2), (512, 512, 1)):
+    out, expected = (models.sample(p, width, height, batch, steps=3) for p in (fast_other, other))
+    assert (out - expected).norm() / expected.norm() < 2.5e-2
+shapes = stats.snapshot()["models"][-1]["shapes"]
+assert [shape["state"] for shape in shapes] == ["graph"] * 2, shapes
 capture = graphs.GraphCache._recorded
 def broken(self, run):
     def fails():
@@ -392,13 +416,12 @@ assert (out - expected).norm() / expected.norm() < 1e-2
 shape = stats.snapshot()["models"][0]["shapes"][-1]
 assert shape["state"] == "kernels" and "broken" in shape["reason"], shape
 graphs.GraphCache._recorded = capture
-patcher = models.flux(torch.bfloat16, hidden_size=256, num_heads=2, depth=1, depth_single_blocks=2, context_in_dim=128)
-fast, message = compile_model(patcher, Settings())
-for width, height, batch in ((512, 512, 1), (544, 408, 2), (512, 512, 1)):
-    out, expected = (models.sample(p, width, height, batch, steps=3) for p in (fast, patcher))
-    assert (out - expected).norm() / expected.norm() < 2.5e-2
-shapes = stats.snapshot()["models"][-1]["shapes"]
-assert [shape["state"] for shape in shapes] == ["graph"] * 2, shapes
+models.sample(fast, 256, 256, steps=2)
+shape = stats.snapshot()["models"][0]["shapes"][-1]
+assert shape["state"] == "kernels" and "restarted" in shape["reason"], shape
+models.sample(fast, 512, 512, steps=3)
+shape = stats.snapshot()["models"][0]["shapes"][0]
+assert shape["state"] == "graph", shape
 """
 
 

@@ -13,7 +13,7 @@ compiled side by side.
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -47,31 +47,56 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     """Within the body nothing is launched: kernels are compiled, all of them by its end. What it computes is void."""
     workers = min(MAX_WORKERS, os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        _dry_run.ahead = _Ahead(pool)
+        ahead = _dry_run.ahead = _Ahead(pool)
         try:
             yield
         finally:
-            jobs, _dry_run.ahead = _dry_run.ahead.jobs, None
-    for job in jobs.values():
-        job.result()
+            _dry_run.ahead = None
+        ahead.finish()
 
 
 _dry_run = threading.local()  # ``ahead``: the _Ahead of the dry run that this thread is in
 
 
 class _Ahead:
-    """The compilations of a dry run, each variant once."""
+    """The compilations of a dry run, each variant once.
+
+    The first begins at once, the others when it is done: Triton hashes its own sources for the first, which takes
+    longer than the rest of a warm start and would be done by each of several that begin together.
+    """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
-        self.jobs: dict[tuple, Future] = {}
+        self._seen: set[tuple] = set()
+        self._first: list[Future] = []
+        self._others: list[Callable[[], None]] = []
 
     def add(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-        """Compiles the variant that this launch needs, unless it is under way."""
+        """Compiles the variant that this launch needs, unless it is known already."""
         traits = tuple(_trait(parameter, value) for parameter, value in zip(kernel.params, args, strict=True))
         name = (id(kernel), traits, tuple(sorted(options.items())))
-        if name not in self.jobs:
-            self.jobs[name] = self._pool.submit(_compile, kernel, grid, args, options)
+        if name in self._seen:
+            return
+        self._seen.add(name)
+        job = functools.partial(_compile, kernel, grid, tuple(map(_stand_in, args)), options)
+        if self._first:
+            self._others.append(job)
+        else:
+            self._first.append(self._pool.submit(job))
+
+    def finish(self) -> None:
+        """Waits for all of them. Raises what the compiler raises."""
+        for job in self._first:
+            job.result()
+        for job in [self._pool.submit(other) for other in self._others]:
+            job.result()
+
+
+def _stand_in(value: Any) -> Any:
+    """Something without memory that Triton compiles the same variant for: a dry run's tensors need not be kept."""
+    if isinstance(value, Tensor) and value.data_ptr() % 16 == 0:
+        return value.new_empty(0)  # at address 0
+    return value
 
 
 def _trait(parameter: Any, value: Any) -> Any:

@@ -94,5 +94,5 @@ def _write(
     launch(rotary_kernel, (batch * tokens, triton.cdiv(heads, block)),
         rows.tensor, rotation, query_scale, key_scale, q, k, q if v is None else v, tokens, total, start,
         rows.image, total if several else 0, rows.row, heads, head, eps,
-        v is not None, block, triton.next_power_of_2(head), num_warps=4,
+        v is not None, block, triton.next_power_of_2(head), num_warps=2,
     )  # fmt: skip

@@ -63,10 +63,5 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
 
 
 def fits(q: Tensor, k: Tensor, heads: int) -> bool:
-    """Whether this is attention to few keys, in half precision."""
-    return (
-        q.dtype in (torch.float16, torch.bfloat16)
-        and k.dtype == q.dtype
-        and k.shape[1] <= MAX_KEYS
-        and q.shape[2] // heads <= MAX_HEAD
-    )
+    """Whether the kernel takes these: half precision, heads of a usual size. It is for at most ``MAX_KEYS`` keys."""
+    return q.dtype in (torch.float16, torch.bfloat16) and k.dtype == q.dtype and q.shape[2] // heads <= MAX_HEAD

@@ -46,6 +46,7 @@ class TritonOps(FusedOps):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._chosen: set[tuple] = set()
         card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         self._processors = card.multi_processor_count if card else 0
         self._takes_products = bool(card) and (card.major, card.minor) == linear_geglu.CAPABILITY
@@ -54,14 +55,28 @@ class TritonOps(FusedOps):
         return group_norm.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
 
     def linear_geglu(self, x: Tensor, layer: Weights) -> Tensor:  # noqa: D102
-        if self._takes_products and linear_geglu.fits(x, layer.weight):
-            (outer, depth), rows = layer.weight.shape, x.numel() // x.shape[-1]
-            if linear_geglu.is_faster(rows, depth, outer // 2, self._processors):
-                return linear_geglu.linear_geglu(x, layer.weight, layer.bias)
-        return pointwise.geglu(linear(x, layer))
+        if not self._takes_products or not linear_geglu.fits(x, layer.weight):
+            return pointwise.geglu(linear(x, layer))
+        (outer, depth), rows = layer.weight.shape, x.numel() // x.shape[-1]
+        fused = linear_geglu.is_faster(rows, depth, outer // 2, self._processors)
+        first = self._is_first("geglu", x.dtype, layer.bias is None)
+        one = linear_geglu.linear_geglu(x, layer.weight, layer.bias) if fused or first else None
+        two = pointwise.geglu(linear(x, layer)) if first or not fused else None
+        return one if fused else two
 
     def short_attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor | None:  # noqa: D102
-        return short_attention.short_attention(q, k, v, heads) if short_attention.fits(q, k, heads) else None
+        if not short_attention.fits(q, k, heads):
+            return None
+        few = k.shape[1] <= short_attention.MAX_KEYS
+        first = self._is_first("attention", q.dtype, q.shape[2] // heads)
+        out = short_attention.short_attention(q, k, v, heads) if few or first else None
+        return out if few else None
+
+    def _is_first(self, *variant: Any) -> bool:
+        """Whether a kernel that only some sizes choose must run now, so that no later size has to compile it."""
+        first = variant not in self._chosen
+        self._chosen.add(variant)
+        return first
 
     def compile_ahead(self, forward: Callable[[], object]) -> None:  # noqa: D102
         with compiling_ahead(self._device):
