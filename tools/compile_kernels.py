@@ -62,7 +62,7 @@ INTEGERS = (
     "BRANCH_ROWS", "X_STRIDE", "BRANCH_STRIDE", "GATE_STRIDE", "SHIFT_STRIDE", "SCALE_STRIDE", "TOTAL", "OFFSET",
     "START", "QKV_ROWS", "ROTATION_ROWS", "QKV_STRIDE",
 )  # fmt: skip
-SCALARS = {"eps": "fp32", "scale": "fp32", "LIMIT": "fp32", "table": "*i64"} | dict.fromkeys(INTEGERS, "i32")
+SCALARS = {"eps": "fp32", "SCALE": "fp32", "LIMIT": "fp32", "table": "*i64"} | dict.fromkeys(INTEGERS, "i32")
 DESCRIPTORS = {"x": "fp16[64, 64]", "weight": "fp16[2, 128, 64]", "out": "fp16[64, 128]"}
 
 

@@ -20,9 +20,9 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit(do_not_specialize=["T", "L"])
 def short_attention_kernel(
-    q, k, v, out, T, L, C, scale, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BL: tl.constexpr
+    q, k, v, out, T, L, C, SCALE, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BL: tl.constexpr
 ):
-    """q, out [B, T, C], k, v [B, L, C]; program (tile of T, head, b); ``scale`` is in units of log2."""
+    """q, out [B, T, C], k, v [B, L, C]; program (tile of T, head, b); SCALE is in units of log2."""
     head, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.arange(0, BD)
@@ -37,7 +37,7 @@ def short_attention_kernel(
         in_k = (key[:, None] < L) & (d[None, :] < D)
         where = (b * L + key[:, None]) * C + head * D + d[None, :]
         keys = tl.load(k + where, mask=in_k, other=0.0)
-        scores = tl.dot(queries, keys.T, input_precision="ieee") * scale
+        scores = tl.dot(queries, keys.T, input_precision="ieee") * SCALE
         scores = tl.where(key[None, :] < L, scores, -1e30)
         higher = tl.maximum(highest, tl.max(scores, 1))
         p = tl.exp2(scores - higher[:, None])
