@@ -160,6 +160,8 @@ class Engine:
     def _load(self, tier: str, device: torch.device) -> FusedOps:
         if tier == "kernels":
             return kernels.load(device)
+        if obstacle := kernels.too_old(device):
+            raise Unavailable(obstacle)
         return region_ops.RegionOps(channels_last=self.image_layout and device.type == "cpu")
 
     def _forward(self, ops: FusedOps, call: Call) -> Tensor:

@@ -9,5 +9,9 @@ class Unavailable(AnyShapeError):
     """A tier cannot run here at all (no Triton, no compiler, an old card)."""
 
 
+class KernelFailed(AnyShapeError):
+    """A kernel could not be compiled or started here; its operation runs in plain torch."""
+
+
 class CaptureFailed(AnyShapeError):
     """A CUDA graph could not be captured for one shape; the shape runs without a graph."""

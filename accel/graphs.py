@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .allocator import addresses_are_promised
 from .errors import CaptureFailed
-from .kernels.launch import addresses_are_promised
 from .key import ShapeKey
 from .stats import STATS
 

@@ -171,6 +171,11 @@ class FusedOps:
         """How many kernel variants this process has compiled or loaded for this tier; regions count their own."""
         return 0
 
+    def stream_layer_norm(self, stream: Stream, norm: Norm, store: bool = False) -> tuple[Stream, Tensor]:
+        """(the stream, its LayerNorm); with ``store`` the pending biases become part of a value of our own."""
+        value, n = reference.stream_layer_norm(stream.value, stream.pending, norm.weight, norm.bias, norm.eps)
+        return Stream(value.clone() if value is stream.value else value, (), owned=True) if store else stream, n
+
     def query_key_value(
         self, stream: Stream, norm: Norm, q: Weights, k: Weights, v: Weights
     ) -> tuple[Stream, Tensor, Tensor, Tensor]:

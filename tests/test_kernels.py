@@ -16,6 +16,7 @@ CUDA = embed.has_cuda()
 if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
 
+from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.kernels import linear_geglu, reference, short_attention  # noqa: E402
 from anyshape.accel.kernels.group_norm import group_norm  # noqa: E402
 from anyshape.accel.kernels.grouped_linear import fits, grouped_linear, make_table  # noqa: E402
@@ -23,7 +24,7 @@ from anyshape.accel.kernels.layer_norm import MAX_CHANNELS, add_pending, stream_
 from anyshape.accel.kernels.modulated_norm import modulated_norm  # noqa: E402
 from anyshape.accel.kernels.pointwise import bias_add, geglu, upsample2x  # noqa: E402
 from anyshape.accel.kernels.rotary import rotary_query_key_value  # noqa: E402
-from anyshape.accel.ops import GatedStream, LinearGroup, Weights  # noqa: E402
+from anyshape.accel.ops import FusedOps, GatedStream, LinearGroup, Norm, Stream, Weights  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
 DEVICE = "cuda" if CUDA else "cpu"
@@ -354,6 +355,47 @@ def test_a_stream_with_nothing_to_add_is_its_value():
     assert ops().gated_residual(GatedStream(x)) is x
 
 
+class Broken:
+    """In the place of a kernel that does not compile."""
+
+    __name__ = "broken_kernel"
+    params = ()
+
+    def __getitem__(self, grid):
+        raise RuntimeError("PassManager::run failed\nand more")
+
+
+@pytest.mark.parametrize(
+    "module, kernel, operation",
+    [
+        ("layer_norm", "stream_layer_norm_kernel", "stream_layer_norm"),
+        ("pointwise", "geglu_kernel", "_linear_then_geglu"),
+        ("group_norm", "apply_kernel", "group_norm"),
+        ("pointwise", "bias_add_kernel", "bias_add"),
+    ],
+)
+def test_an_operation_whose_kernel_fails_runs_in_plain_torch(monkeypatch, module, kernel, operation):
+    """Only that one, counted once, and right from the first call on."""
+    from anyshape.accel import kernels, stats
+    from anyshape.accel.kernels.triton_ops import TritonOps
+
+    stats.STATS.clear()
+    monkeypatch.setattr(getattr(kernels, module), kernel, Broken())
+    ops = TritonOps(torch.device(DEVICE))
+    stream, image, norm = Stream(randn(1, 5, 32)), randn(1, 32, 4, 3), Norm(randn(32), randn(32), 1e-5, groups=8)
+    up, down, out = Weights(randn(128, 32), randn(128)), Weights(randn(32, 64), randn(32)), Weights(randn(32, 32), None)
+    a, plain = randn(1, 5, 32), FusedOps()
+    for _ in range(2):
+        owned = Stream(stream.value.clone(), owned=True)
+        ours, theirs = (o.feed_forward(a, s, out, norm, up, down) for o, s in ((plain, stream), (ops, owned)))
+        assert relative_error(theirs.settled(), ours.settled().double()) < 1e-5
+        assert relative_error(ops.group_norm((image,), norm), plain.group_norm((image,), norm).double()) < 1e-5
+        assert relative_error(ops.bias_add(image, None, image), 2 * image.double()) < 1e-6
+    (fallback,) = stats.snapshot()["fallbacks"]
+    assert fallback["count"] == 1 and operation in fallback["reason"] and "PassManager" in fallback["reason"]
+    assert "and more" not in fallback["reason"]
+
+
 @pytest.mark.skipif(CUDA, reason="a GPU compiles the kernels anyway")
 def test_every_kernel_compiles_for_every_card():
     """Needs no GPU. In a process of its own: here the kernels are interpreted."""
@@ -363,3 +405,23 @@ def test_every_kernel_compiles_for_every_card():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("ok") == 12 * 7 + 1
+
+
+def test_a_card_that_is_too_old_has_neither_kernels_nor_regions(monkeypatch):
+    from anyshape.accel import kernels
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
+    assert "6.1" in kernels.too_old(torch.device("cuda", 7)) and "eager" in kernels.too_old(torch.device("cuda", 7))
+    with pytest.raises(Unavailable, match=r"6\.1.*no kernels, no regions"):
+        kernels.load(torch.device("cuda", 7))
+    assert kernels.too_old(torch.device("cpu")) == ""
+
+
+def test_a_triton_that_is_too_old_is_named(monkeypatch):
+    import triton
+    from anyshape.accel import kernels
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(triton, "__version__", "3.0.0")
+    with pytest.raises(Unavailable, match=r"3\.0\.0 is too old: install the triton"):
+        kernels.load(torch.device("cuda", 7))

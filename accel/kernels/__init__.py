@@ -11,6 +11,7 @@ import torch
 from ..errors import Unavailable
 
 OLDEST = (7, 5)  # compute capability; Triton 3.x compiles for nothing older
+OLDEST_TRITON = (3, 2)  # that of torch 2.6
 
 
 def _obstacle(device: torch.device) -> str | None:
@@ -18,10 +19,20 @@ def _obstacle(device: torch.device) -> str | None:
         return f"Triton kernels need an NVIDIA GPU, this model is on {device.type}"
     if torch.version.hip is not None:
         return "Triton kernels are not tested on ROCm"
+    return too_old(device) or None
+
+
+def too_old(device: torch.device) -> str:
+    """Why no compiler serves this card, neither Triton nor torch.compile; "" if they do."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return ""
     capability = torch.cuda.get_device_capability(device)
-    if capability < OLDEST:
-        return f"this card has compute capability {capability[0]}.{capability[1]}, Triton needs {OLDEST[0]}.{OLDEST[1]}"
-    return None
+    if capability >= OLDEST:
+        return ""
+    return (
+        f"this card has compute capability {capability[0]}.{capability[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}: "
+        f"no kernels, no regions; the model runs in eager"
+    )
 
 
 @functools.cache
@@ -31,13 +42,18 @@ def load(device: torch.device) -> "FusedOps":  # noqa: F821  (imported below, wi
     if obstacle is not None:
         raise Unavailable(obstacle)
     try:
+        import triton
+
         from .triton_ops import TritonOps
     except ImportError as error:
-        raise Unavailable(
-            f"Triton cannot be imported ({error}); install the triton (on Windows: triton-windows) that matches torch "
-            f"{torch.__version__}"
-        ) from error
+        raise Unavailable(f"Triton cannot be imported ({error}): {_advice()}") from error
+    if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
+        raise Unavailable(f"Triton {triton.__version__} is too old: {_advice()}")
     return TritonOps(device)
+
+
+def _advice() -> str:
+    return f"install the triton (on Windows: triton-windows) that matches torch {torch.__version__}"
 
 
 def available(device: torch.device) -> bool:

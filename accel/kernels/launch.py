@@ -12,34 +12,51 @@ compiled side by side.
 
 import functools
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from triton.errors import TritonError
 
+from ..allocator import addresses_are_promised
+from ..errors import KernelFailed
+
+# compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
+FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 MAX_WORKERS = 16
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """``kernel[grid](*args, **options)``; the kernel's parameters by position, options such as num_warps by name."""
+    """``kernel[grid](*args, **options)``; the kernel's parameters by position, options such as num_warps by name.
+
+    Raises ``KernelFailed`` if it cannot be compiled or started here.
+    """
     ahead = getattr(_dry_run, "ahead", None)
     if ahead is not None:
         ahead.add(kernel, grid, args, options)
-    elif addresses_are_promised() and torch.cuda.is_current_stream_capturing():
+        return
+    try:
+        _launch(kernel, grid, args, options)
+    except FAILURES as error:
+        name = getattr(kernel, "__name__", "kernel")
+        raise KernelFailed(f"{name} cannot run here ({type(error).__name__}: {_first_line(error)})") from error
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
+    if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
         compiled = kernel.warmup(*args, grid=grid, **options)  # from Triton's cache: the shape has run before
         compiled[(*grid, 1, 1)[:3]](*(a.data_ptr() if isinstance(a, Tensor) else a for a in args))
     else:
         kernel[grid](*args, **options)
 
 
-@functools.cache
-def addresses_are_promised() -> bool:
-    """Whether tensors made during a capture have addresses that exist only while the graph runs."""
-    return torch.cuda.is_available() and torch.cuda.get_allocator_backend() == "cudaMallocAsync"
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:200]
 
 
 @contextmanager
@@ -85,11 +102,9 @@ class _Ahead:
             self._first.append(self._pool.submit(job))
 
     def finish(self) -> None:
-        """Waits for all of them. Raises what the compiler raises."""
-        for job in self._first:
-            job.result()
-        for job in [self._pool.submit(other) for other in self._others]:
-            job.result()
+        """Waits for all of them. What fails will fail again, and be handled, where it is launched."""
+        wait(self._first)
+        wait([self._pool.submit(other) for other in self._others])
 
 
 def _stand_in(value: Any) -> Any:

@@ -5,6 +5,8 @@ where they are, in registers. Tiles come through Hopper's tensor memory accelera
 what lies outside the tensors with zeros and clips what is written there.
 """
 
+import importlib.util
+
 import torch
 import triton
 import triton.language as tl
@@ -62,6 +64,11 @@ def linear_geglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, inner, depth, bias is not None, bm, bn, bk, GROUP, num_warps=8, num_stages=3,
     )  # fmt: skip
     return out
+
+
+def works_on(capability: tuple[int, int]) -> bool:
+    """Whether the card has the memory accelerator, and this Triton the means to describe tensors to it (3.4)."""
+    return capability == CAPABILITY and importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:

@@ -1,12 +1,16 @@
 """The fused operations on Triton kernels, in channels_last."""
 
+import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import KernelFailed
 from ..ops import FusedOps, GatedStream, Heads, LinearGroup, Modulation, Norm, Parts, Stream, Weights, linear
+from ..stats import STATS
 from . import (
     group_norm,
     grouped_linear,
@@ -18,6 +22,8 @@ from . import (
     short_attention,
 )
 from .launch import compiling_ahead
+
+log = logging.getLogger(__name__)
 
 _KERNELS = (
     group_norm.moments_kernel,
@@ -36,6 +42,28 @@ _KERNELS = (
 )
 
 
+def _or(plain: str = "", ours: str = "") -> Callable[[Callable], Callable]:
+    """For an operation without side effects: if its kernel fails, here and from then on another one takes its place.
+
+    That is ``ours``, another method, or FusedOps's ``plain``, by default of the same name.
+    """
+
+    def decorate(method: Callable) -> Callable:
+        @functools.wraps(method)
+        def operation(self: "TritonOps", *args: Any, **kwargs: Any) -> Any:
+            if method.__name__ not in self._failed:
+                try:
+                    return method(self, *args, **kwargs)
+                except KernelFailed as error:
+                    self._give_up(method.__name__, error)
+            other = getattr(TritonOps, ours) if ours else getattr(FusedOps, plain or method.__name__)
+            return other(self, *args, **kwargs)
+
+        return operation
+
+    return decorate
+
+
 class TritonOps(FusedOps):
     """See ``FusedOps``; activations of every operation on [N, C, H, W] come out in channels_last."""
 
@@ -47,23 +75,31 @@ class TritonOps(FusedOps):
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._chosen: set[tuple] = set()
+        self._failed: set[str] = set()  # operations whose kernel does not work here
         card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         self._processors = card.multi_processor_count if card else 0
-        self._takes_products = bool(card) and (card.major, card.minor) == linear_geglu.CAPABILITY
+        self._takes_products = bool(card) and linear_geglu.works_on((card.major, card.minor))
 
+    @_or()
     def group_norm(self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
         return group_norm.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
 
+    @_or(ours="_linear_then_geglu")
     def linear_geglu(self, x: Tensor, layer: Weights) -> Tensor:  # noqa: D102
         if not self._takes_products or not linear_geglu.fits(x, layer.weight):
-            return pointwise.geglu(linear(x, layer))
+            return self._linear_then_geglu(x, layer)
         (outer, depth), rows = layer.weight.shape, x.numel() // x.shape[-1]
         fused = linear_geglu.is_faster(rows, depth, outer // 2, self._processors)
         first = self._is_first("geglu", x.dtype, layer.bias is None)
         one = linear_geglu.linear_geglu(x, layer.weight, layer.bias) if fused or first else None
-        two = pointwise.geglu(linear(x, layer)) if first or not fused else None
+        two = self._linear_then_geglu(x, layer) if first or not fused else None
         return one if fused else two
 
+    @_or("linear_geglu")
+    def _linear_then_geglu(self, x: Tensor, layer: Weights) -> Tensor:
+        return pointwise.geglu(linear(x, layer))
+
+    @_or()
     def short_attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor | None:  # noqa: D102
         if not short_attention.fits(q, k, heads):
             return None
@@ -71,6 +107,14 @@ class TritonOps(FusedOps):
         first = self._is_first("attention", q.dtype, q.shape[2] // heads)
         out = short_attention.short_attention(q, k, v, heads) if few or first else None
         return out if few else None
+
+    def _give_up(self, operation: str, error: KernelFailed) -> None:
+        """The operation stays without its kernel; a capture that is under way is void, and says so by the error."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise error
+        self._failed.add(operation)
+        STATS.fallback("kernels", f"{error}: {operation} runs in plain torch. Update Triton and the GPU's driver")
+        log.warning("AnyShape: %s; %s runs in plain torch", error, operation, exc_info=error)
 
     def _is_first(self, *variant: Any) -> bool:
         """Whether a kernel that only some sizes choose must run now, so that no later size has to compile it."""
@@ -82,29 +126,38 @@ class TritonOps(FusedOps):
         with compiling_ahead(self._device):
             forward()
 
+    @_or()
     def bias_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:  # noqa: D102
         return pointwise.bias_add(x, bias, residual)
 
+    @_or()
     def upsample2x(self, x: Tensor, size: tuple[int, int]) -> Tensor:  # noqa: D102
         return pointwise.upsample2x(x, size)
 
+    @_or()
     def settle(self, stream: Stream) -> Tensor:  # noqa: D102
         return layer_norm.add_pending(stream.value, stream.pending) if stream.pending else stream.value
+
+    @_or()
+    def stream_layer_norm(self, stream: Stream, norm: Norm, store: bool = False) -> tuple[Stream, Tensor]:  # noqa: D102
+        value, n = layer_norm.stream_layer_norm(stream.value, stream.pending, norm.weight, norm.bias, norm.eps, store)
+        return Stream(value, (), owned=True) if store else stream, n
 
     def query_key_value(  # noqa: D102
         self, stream: Stream, norm: Norm, q: Weights, k: Weights, v: Weights
     ) -> tuple[Stream, Tensor, Tensor, Tensor]:
-        stream, n = _normalise(stream, norm, store=bool(stream.pending) or not stream.owned)
+        stream, n = self.stream_layer_norm(stream, norm, store=bool(stream.pending) or not stream.owned)
         return stream, linear(n, q), linear(n, k), linear(n, v)
 
     def cross_query(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, q: Weights) -> tuple[Stream, Tensor]:  # noqa: D102
-        stream, n = _normalise(_add_product(stream, a, out), norm)
+        stream, n = self.stream_layer_norm(_add_product(stream, a, out), norm)
         return stream, linear(n, q)
 
     def feed_forward(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, up: Weights, down: Weights) -> Stream:  # noqa: D102
-        stream, n = _normalise(_add_product(stream, a, out), norm)
+        stream, n = self.stream_layer_norm(_add_product(stream, a, out), norm)
         return _add_product(stream, self.linear_geglu(n, up), down)
 
+    @_or()
     def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:  # noqa: D102
         if not grouped_linear.fits(group.weights):
             return super().grouped_linear(x, group)
@@ -115,11 +168,13 @@ class TritonOps(FusedOps):
             torch._foreach_add_(parts, _repeated(group.biases, parts))
         return parts
 
+    @_or()
     def modulated_norm(self, stream: GatedStream, modulation: Modulation) -> tuple[GatedStream, Tensor]:  # noqa: D102
         s, m = stream, modulation
         total, n = modulated_norm.modulated_norm(s.value, s.branch, s.gate, m.shift, m.scale, m.eps, s.finite)
         return GatedStream(total), n
 
+    @_or()
     def gated_residual(self, stream: GatedStream) -> Tensor:  # noqa: D102
         if stream.branch is None:
             return stream.value
@@ -127,6 +182,7 @@ class TritonOps(FusedOps):
             stream.value, stream.branch, stream.gate, None, None, finite=stream.finite
         )[0]
 
+    @_or()
     def rotary_query_key_value(self, parts: Sequence[Heads], rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: D102
         return rotary.rotary_query_key_value([(p.qkv, p.query_scale, p.key_scale, p.eps) for p in parts], rotation)
 
@@ -146,12 +202,6 @@ class TritonOps(FusedOps):
 
     def compiled_variants(self) -> int:  # noqa: D102
         return sum(sum(_variants(kernel)) for kernel in _KERNELS)
-
-
-def _normalise(stream: Stream, norm: Norm, store: bool = False) -> tuple[Stream, Tensor]:
-    """(the stream, its LayerNorm); with ``store`` the pending biases become part of a value of our own."""
-    value, n = layer_norm.stream_layer_norm(stream.value, stream.pending, norm.weight, norm.bias, norm.eps, store)
-    return Stream(value, (), owned=True) if store else stream, n
 
 
 def _add_product(stream: Stream, a: Tensor, layer: Weights) -> Stream:
