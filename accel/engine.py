@@ -58,7 +58,7 @@ class Call:
     width: int  # image pixels
     height: int
     batch: int  # images a prompt
-    constants: Callable[[], Tensor | None] = lambda: None  # device memory besides weights that the forward reads
+    constants: Callable[[], tuple[Tensor | None, ...]] = tuple  # device memory besides weights that the forward reads
     obstacle: str = ""  # why only eager is right; "" if fused forwards are
     graph_obstacle: str = ""  # why the forward may not be captured; "" if it may
     eager_parts: str = ""  # why some parts of the forward run in eager on any tier; "" if none does

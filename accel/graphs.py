@@ -34,7 +34,7 @@ class Recording:
     forward: Forward
     inputs: dict[str, Tensor]
     weights: int  # weights.WeightWatch.fingerprint, now
-    constants: Tensor | None  # device memory besides weights and inputs that the forward reads
+    constants: tuple[Tensor | None, ...]  # device memory besides weights and inputs that the forward reads
     output: Tensor  # of that run: what the graph's will look like
 
 
@@ -46,7 +46,7 @@ class CapturedGraph:
     inputs: dict[str, Tensor]  # static; a replay reads them
     output: Tensor  # static; valid until this graph's next replay
     weights: int  # weights.WeightWatch.fingerprint at capture
-    constants: Tensor | None  # read by the graph, so kept as long as it
+    constants: tuple[Tensor | None, ...]  # read by the graph, so kept as long as it
     bytes: int
 
     def replay(self, inputs: dict[str, Tensor]) -> Tensor:

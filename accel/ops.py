@@ -104,9 +104,11 @@ class FusedOps:
     reads_parts = False  # a skip connection need not be concatenated before it is normalised
     defer_bias = False  # a convolution's bias is cheaper inside the next fused operation
 
-    def group_norm(self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:
-        """SiLU(GroupNorm(cat(parts) + shift)); parts [N, C_i, H, W], shift [N, C]."""
-        return reference.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
+    def group_norm(
+        self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        """SiLU(GroupNorm(cat(parts) + shift + pending)); parts [N, C_i, H, W], shift [N, C], each pending [C]."""
+        return reference.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu, pending)
 
     def linear_geglu(self, x: Tensor, layer: Weights) -> Tensor:
         """GEGLU of a linear layer; [..., K] -> [..., I], weight [2I, K]."""

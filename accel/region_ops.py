@@ -172,12 +172,14 @@ class RegionOps(FusedOps):
     def __init__(self, channels_last: bool = False) -> None:
         self.channels_last = self.defer_bias = channels_last
 
-    def group_norm(self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
+    def group_norm(  # noqa: D102
+        self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
+    ) -> Tensor:
         x = reference.joined(parts)
         if x.device.type == "cpu" or not silu or not _complete(norm) or x.shape[2:].numel() == 1:
-            return super().group_norm((x,), norm, shift, silu)
-        if shift is not None:
-            x = x + shift[:, :, None, None]
+            return super().group_norm((x,), norm, shift, silu, pending)
+        if shift is not None or pending:
+            x = x + sum(pending, 0 if shift is None else shift).expand(len(x), -1)[:, :, None, None]
         n, c = x.shape[:2]
         shape = (n * norm.groups, c // norm.groups)
         weight, bias, eps = _affine(norm)

@@ -97,6 +97,30 @@ def test_group_norm_of_parts(widths, dtype):
     assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shifted", [True, False])
+@pytest.mark.parametrize("count", [1, 2])
+def test_group_norm_adds_pending_biases(count, shifted, dtype):
+    x, weight, bias = randn(2, 96, 7, 9, dtype=dtype), randn(96, dtype=dtype), randn(96, dtype=dtype)
+    shift = randn(2, 96, dtype=dtype) if shifted else None
+    pending = tuple(randn(96, dtype=dtype) for _ in range(count))
+    exact, more = reference.to_float64(x, weight, bias, shift), reference.to_float64(*pending)
+    expected = reference.group_norm(exact[:1], *exact[1:3], 32, 1e-5, exact[3], pending=more)
+    assert torch.equal(expected, reference.group_norm(exact[:1], *exact[1:3], 32, 1e-5, _sum(exact[3], more)))
+    out = group_norm((x,), weight, bias, 32, 1e-5, shift, pending=pending)
+    assert_close(out, expected, dtype, at_least=rounding(exact[0], _sum(exact[3], more)))
+
+
+def _sum(shift, pending):
+    return (sum(pending) if shift is None else sum(pending, shift)).expand(2, -1)
+
+
+def test_group_norm_names_its_limit():
+    x = randn(1, 32, 2, 2)
+    with pytest.raises(ValueError, match="at most 2 pending biases, got 3"):
+        group_norm((x,), None, None, 32, 1e-5, pending=(x[0, :, 0, 0],) * 3)
+
+
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_group_norm_does_not_cancel(size):
     """A mean far above the spread: E[x^2] - E[x]^2 would lose every digit in float32."""

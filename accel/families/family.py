@@ -53,7 +53,7 @@ class Plan(Protocol):
 
     survey: Any  # layers.Survey
 
-    def constants(self) -> Tensor | None:
+    def constants(self) -> tuple[Tensor | None, ...]:
         """Device memory besides weights that the fused forward reads, once it has run."""
 
 

@@ -33,9 +33,9 @@ class Plan:
         self.grouped = [id(lin) for lin in grouped]
         self.group = LinearGroup([lin.weight for lin in grouped], [lin.bias for lin in grouped])
 
-    def constants(self) -> Tensor | None:
+    def constants(self) -> tuple[Tensor | None, ...]:
         """The table of the modulations' weights."""
-        return self.group.table
+        return (self.group.table,)
 
 
 def _is_plain(m: nn.Module) -> bool:

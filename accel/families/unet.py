@@ -97,7 +97,10 @@ class Plan:
 
     def __init__(self, model: UNetModel) -> None:
         self.survey = Survey(model)
-        self.res_blocks = self._fit(model, ResBlock, _plain_res_block)
+        self.res_blocks = {id(m): m for m in model.modules() if self._fits(m, ResBlock, _plain_res_block)}
+        projections = {key: m.emb_layers[1] for key, m in self.res_blocks.items() if not is_cast(m.emb_layers[1])}
+        self.embedded = list(projections)
+        self.embedding = LinearGroup([layer.weight for layer in projections.values()])
         self.upsamplings = self._fit(model, Upsample, lambda m: m.dims == 2)
         self.transformer_blocks = self._fit(model, BasicTransformerBlock, _plain_transformer_block)
         self.transformers = self._fit_transformers(model)
@@ -105,9 +108,9 @@ class Plan:
         self.text_blocks = [id(m) for m in blocks]
         self.text = LinearGroup([weight for m in blocks for weight in _text_weights(m)])
 
-    def constants(self) -> Tensor | None:
-        """The table of the text projections' weights."""
-        return self.text.table
+    def constants(self) -> tuple[Tensor | None, ...]:
+        """The tables of the weights that are multiplied together."""
+        return self.text.table, self.embedding.table
 
     def _fit_transformers(self, model: UNetModel) -> set[int]:
         """Transformers whose own layers are as they should be: their blocks are judged one by one."""
@@ -115,7 +118,10 @@ class Plan:
         return {id(m) for m in found if not self.survey.odd & {id(m.norm), id(m.proj_in), id(m.proj_out)}}
 
     def _fit(self, model: UNetModel, kind: type, is_plain: Callable[[nn.Module], bool]) -> set[int]:
-        return {id(m) for m in model.modules() if type(m) is kind and id(m) not in self.survey.odd and is_plain(m)}
+        return {id(m) for m in model.modules() if self._fits(m, kind, is_plain)}
+
+    def _fits(self, m: nn.Module, kind: type, is_plain: Callable[[nn.Module], bool]) -> bool:
+        return type(m) is kind and id(m) not in self.survey.odd and is_plain(m)
 
 
 def _is_streamed(m: BasicTransformerBlock) -> bool:
@@ -150,14 +156,14 @@ def _plain_transformer_block(m: BasicTransformerBlock) -> bool:
     )
 
 
-def res_block(ops: FusedOps, m: ResBlock, parts: Parts, emb: Tensor) -> Tensor:
-    """openaimodel.ResBlock._forward; parts [N, C_i, H, W], emb [N, E] = SiLU(embedding)."""
+def res_block(ops: FusedOps, m: ResBlock, parts: Parts, shift: Tensor, pending: tuple[Tensor, ...] = ()) -> Tensor:
+    """openaimodel.ResBlock._forward; parts [N, C_i, H, W], shift + pending = emb_layers(embedding) [N, C]."""
     h = ops.group_norm(parts, norm_of(m.in_layers[0], parts[0]))
     if m.updown:
         h, parts = m.h_upd(h), (m.x_upd(joined(parts)),)
     h, bias = conv(ops, m.in_layers[-1], h)
-    shift = m.emb_layers[1](emb).type(h.dtype)
-    h = ops.group_norm((h,), norm_of(m.out_layers[0], h), shift if bias is None else shift + bias)
+    pending = pending if bias is None else (*pending, bias)
+    h = ops.group_norm((h,), norm_of(m.out_layers[0], h), shift.type(h.dtype), pending=pending)
     h, bias = conv(ops, m.out_layers[-1], h)
     if isinstance(m.skip_connection, nn.Conv2d):
         x, skip_bias = conv_of_parts(ops, m.skip_connection, parts)
@@ -221,6 +227,7 @@ class UNetForward:
         model, options = self.model, self.options
         options["original_shape"], options["transformer_index"] = list(x.shape), 0
         emb = self._embedding(x, timesteps, y)
+        self.shifts = self._project_embedding(F.silu(emb))
         self.text = self._project_text(context)
         h = x.contiguous(memory_format=torch.channels_last) if self.ops.channels_last else x
         h, skips = self._down(h, emb, context, control)
@@ -232,6 +239,20 @@ class UNetForward:
         if id(model.out) in self.plan.survey.odd:
             return model.out(h).contiguous()
         return model.out[2](self.ops.group_norm((h,), norm_of(model.out[0], h))).contiguous()
+
+    def _project_embedding(self, silu: Tensor) -> dict[int, tuple[Tensor, tuple[Tensor, ...]]]:
+        """What each ResBlock adds to its channels: (its projection of the embedding [N, C], the bias still to add)."""
+        group, blocks = self.plan.embedding, self.plan.embedded
+        if not blocks or silu.dtype != group.weights[0].dtype:
+            return {id(m): (m.emb_layers[1](silu), ()) for m in self.plan.res_blocks.values()}
+        outs = dict(zip(blocks, self.ops.grouped_linear(silu, group), strict=True))
+        return {key: self._shift_of(m, silu, outs.get(key)) for key, m in self.plan.res_blocks.items()}
+
+    def _shift_of(self, m: ResBlock, silu: Tensor, out: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        if out is None:
+            return m.emb_layers[1](silu), ()
+        bias = m.emb_layers[1].bias
+        return out, () if bias is None else (bias,)
 
     def _project_text(self, context: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
         """The keys and values of every block that takes them as they are, in one launch."""
@@ -282,10 +303,9 @@ class UNetForward:
         self, stage: nn.Module, parts: Parts, emb: Tensor, context: Tensor, output_shape: torch.Size | None = None
     ) -> Tensor:
         """One stage of layers; its input is the channels of ``parts``, joined only where a layer needs them so."""
-        silu_emb = F.silu(emb)
         for layer in stage:
             if id(layer) in self.plan.res_blocks:
-                parts = (res_block(self.ops, layer, parts, silu_emb),)
+                parts = (res_block(self.ops, layer, parts, *self.shifts[id(layer)]),)
                 continue
             h = joined(parts)
             if id(layer) in self.plan.transformers:

@@ -195,8 +195,8 @@ def _upsample(ops: FusedOps, m: blocks.Upsample, x: Tensor) -> Tensor:
 def res_block(ops: FusedOps, m: blocks.ResnetBlock, x: Tensor) -> Tensor:
     """ResnetBlock.forward without a time embedding; x [N, C, H, W]."""
     h, bias = conv(ops, m.conv1, ops.group_norm((x,), norm_of(m.norm1, x)))
-    shift = None if bias is None else bias.to(h.dtype).expand(h.shape[0], -1)
-    h, bias = conv(ops, m.conv2, ops.group_norm((h,), norm_of(m.norm2, h), shift))
+    pending = () if bias is None else (bias,)
+    h, bias = conv(ops, m.conv2, ops.group_norm((h,), norm_of(m.norm2, h), pending=pending))
     if m.in_channels != m.out_channels:
         x = m.conv_shortcut(x) if m.use_conv_shortcut else m.nin_shortcut(x)
     return ops.bias_add(h, bias, x)

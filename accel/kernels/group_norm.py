@@ -1,7 +1,7 @@
 """GroupNorm + SiLU in channels_last, for any size.
 
 Three passes: the moments of each channel over blocks of rows, one scale and one shift per (image, channel), and the
-element-wise application. Per-channel moments make the timestep embedding and a convolution's bias free: adding a
+element-wise application. Per-channel moments make the timestep embedding and the biases before free: adding a
 constant to a channel moves its mean and leaves its second moment alone.
 
 Numbers: inside a block the sums are taken relative to the block's first row (shifted data, Chan, Golub & LeVeque 1983,
@@ -25,6 +25,7 @@ from .launch import launch
 # tuned on an H200; see docs/architecture.md
 MOMENTS_BLOCK = (64, 32)  # rows, channels
 APPLY_BLOCK = (32, 64)
+MAX_PENDING = 2  # biases: the convolution's before and the timestep embedding's
 MAX_ROW_BLOCKS = 64  # of an image; a large one is split further so that one block stays below MAX_ROWS
 MAX_ROWS = 2048
 
@@ -60,10 +61,10 @@ def moments_kernel(x, part, HW, ROWS, C, TOTAL, OFFSET, BR: tl.constexpr, BC: tl
 
 @triton.jit(do_not_specialize=["HW", "ROWS", "BLOCKS"])
 def coefficients_kernel(
-    part, shift, weight, bias, ab, HW, ROWS, BLOCKS, C, CG, eps,
-    HAS_SHIFT: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BB: tl.constexpr, BCG: tl.constexpr,
+    part, shift, p0, p1, weight, bias, ab, HW, ROWS, BLOCKS, C, CG, eps, HAS_SHIFT: tl.constexpr,
+    PENDING: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, BB: tl.constexpr, BCG: tl.constexpr,
 ):  # fmt: skip
-    """part [N, BLOCKS, 2, C] -> ab [N, 2, C]: x * ab[0] + ab[1] is GroupNorm(x + shift) * weight + bias."""
+    """part [N, BLOCKS, 2, C] -> ab [N, 2, C]: x * ab[0] + ab[1] is GroupNorm(x + shift + p0 + p1) * weight + bias."""
     group, n = tl.program_id(0), tl.program_id(1)
     k = tl.arange(0, BCG)
     in_g = k < CG
@@ -71,6 +72,10 @@ def coefficients_kernel(
     t = tl.zeros((BCG,), tl.float32)
     if HAS_SHIFT:
         t = tl.load(shift + n * C + c, mask=in_g, other=0.0).to(tl.float32)
+    if PENDING > 0:
+        t += tl.load(p0 + c, mask=in_g, other=0.0).to(tl.float32)
+    if PENDING > 1:
+        t += tl.load(p1 + c, mask=in_g, other=0.0).to(tl.float32)
     base = part + n.to(tl.int64) * BLOCKS * 2 * C + c
     total = tl.zeros((BB, BCG), tl.float32)
     for b0 in range(0, BLOCKS, BB):
@@ -133,8 +138,9 @@ def _places(parts: tuple[Tensor, ...]) -> list[tuple[Tensor, int, int]]:
 
 
 def _coefficients(
-    parts: tuple[Tensor, ...], weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, shift: Tensor | None
-) -> Tensor:
+    parts: tuple[Tensor, ...], weight: Tensor | None, bias: Tensor | None, groups: int, eps: float,
+    shift: Tensor | None, pending: tuple[Tensor, ...],
+) -> Tensor:  # fmt: skip
     """The scale and the shift of each (image, channel), [N, 2, C] float32; the parts are channels_last."""
     (n, _, h, w), total = parts[0].shape, sum(x.shape[1] for x in parts)
     rows, blocks = _row_blocks(h * w)
@@ -146,8 +152,9 @@ def _coefficients(
     cg = total // groups
     block_cg = triton.next_power_of_2(cg)
     launch(coefficients_kernel, (groups, n),
-        part, part if shift is None else shift, ab if weight is None else weight, ab if bias is None else bias, ab,
-        h * w, rows, blocks, total, cg, eps, shift is not None, weight is not None, bias is not None, 32, block_cg,
+        part, part if shift is None else shift, *(*pending, part, part)[:MAX_PENDING],
+        ab if weight is None else weight, ab if bias is None else bias, ab, h * w, rows, blocks, total, cg, eps,
+        shift is not None, len(pending), weight is not None, bias is not None, 32, block_cg,
     )  # fmt: skip
     return ab
 
@@ -160,12 +167,18 @@ def group_norm(
     eps: float,
     shift: Tensor | None = None,  # [N, C]
     silu: bool = True,
+    pending: tuple[Tensor, ...] = (),  # each [C]
 ) -> Tensor:
-    """SiLU(GroupNorm(cat(parts) + shift)); the result is channels_last. See ``reference.group_norm``."""
+    """SiLU(GroupNorm(cat(parts) + shift + pending)); the result is channels_last. See ``reference.group_norm``.
+
+    Raises ValueError for more pending biases than a ResBlock leaves.
+    """
+    if len(pending) > MAX_PENDING:
+        raise ValueError(f"group_norm takes at most {MAX_PENDING} pending biases, got {len(pending)}")
     parts = tuple(x.contiguous(memory_format=torch.channels_last) for x in parts)
     (n, _, h, w), total = parts[0].shape, sum(x.shape[1] for x in parts)
     shift = None if shift is None else shift.expand(n, total).contiguous()
-    ab = _coefficients(parts, weight, bias, groups, eps, shift)
+    ab = _coefficients(parts, weight, bias, groups, eps, shift, pending)
     y = torch.empty(n, total, h, w, device=ab.device, dtype=parts[0].dtype, memory_format=torch.channels_last)
     for x, c, offset in _places(parts):
         grid = (triton.cdiv(h * w, APPLY_BLOCK[0]), triton.cdiv(c, APPLY_BLOCK[1]), n)

@@ -26,13 +26,15 @@ def group_norm(
     eps: float,
     shift: Tensor | None = None,  # [N, C]
     silu: bool = True,
+    pending: tuple[Tensor, ...] = (),  # each [C]
 ) -> Tensor:
-    """SiLU(GroupNorm(cat(parts) + shift)).
+    """SiLU(GroupNorm(cat(parts) + shift + pending)).
 
-    The timestep embedding and the bias of the convolution before go into ``shift``.
+    ``shift`` is the timestep embedding; ``pending`` are biases of the layers before that are still to be added.
     """
     x = joined(parts)
-    if shift is not None:
+    if shift is not None or pending:
+        shift = sum(pending, 0 if shift is None else shift).expand(len(x), -1)
         x = x + shift[:, :, None, None]
     y = F.group_norm(x, groups, weight, bias, eps)
     return F.silu(y) if silu else y

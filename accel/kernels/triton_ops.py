@@ -81,8 +81,10 @@ class TritonOps(FusedOps):
         self._takes_products = bool(card) and linear_geglu.works_on((card.major, card.minor))
 
     @_or()
-    def group_norm(self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True) -> Tensor:  # noqa: D102
-        return group_norm.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu)
+    def group_norm(  # noqa: D102
+        self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        return group_norm.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu, pending)
 
     @_or(ours="_linear_then_geglu")
     def linear_geglu(self, x: Tensor, layer: Weights) -> Tensor:  # noqa: D102
