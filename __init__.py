@@ -1,7 +1,9 @@
 """AnyShape: compiled diffusion models that stay fast when the resolution and the batch change."""
 
+import comfy.model_management
 from comfy_api.latest import ComfyExtension, io
 
+from .accel import kernels
 from .nodes import NODES, routes
 
 WEB_DIRECTORY = "./web"
@@ -20,3 +22,4 @@ async def comfy_entrypoint() -> AnyShape:
 
 
 routes.register()
+kernels.prepare(comfy.model_management.get_torch_device())

@@ -43,8 +43,21 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     try:
         _launch(kernel, grid, args, options)
     except FAILURES as error:
-        name = getattr(kernel, "__name__", "kernel")
-        raise KernelFailed(f"{name} cannot run here ({type(error).__name__}: {_first_line(error)})") from error
+        raise _named(kernel, error) from error
+
+
+def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Compiles the variant of such a launch, and loads it. A dtype may stand for a tensor. Raises ``KernelFailed``."""
+    try:
+        compiled = kernel.warmup(*args, grid=grid, **options)
+        _ = compiled.run  # builds and loads the launcher, else left to the first launch
+    except FAILURES as error:
+        raise _named(kernel, error) from error
+
+
+def _named(kernel: Any, error: Exception) -> KernelFailed:
+    name = getattr(kernel, "__name__", "kernel")
+    return KernelFailed(f"{name} cannot run here ({type(error).__name__}: {_first_line(error)})")
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
@@ -95,7 +108,7 @@ class _Ahead:
         if name in self._seen:
             return
         self._seen.add(name)
-        job = functools.partial(_compile, kernel, grid, tuple(map(_stand_in, args)), options)
+        job = functools.partial(compile_only, kernel, grid, *map(_stand_in, args), **options)
         if self._first:
             self._others.append(job)
         else:
@@ -123,8 +136,3 @@ def _trait(parameter: Any, value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     return type(value), tuple(getattr(value, "block_shape", ()))  # a number, or a tensor's descriptor
-
-
-def _compile(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-    compiled = kernel.warmup(*args, grid=grid, **options)
-    _ = compiled.run  # builds and loads the launcher, else left to the first launch

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .launch import launch
 
+GEGLU_BLOCK = (2, 512)  # rows, columns; measured on an H200
+
 
 @triton.jit
 def gelu(x):
@@ -41,7 +43,8 @@ def geglu(p: Tensor) -> Tensor:
     inner = p.shape[-1] // 2
     out = p.new_empty(*p.shape[:-1], inner)
     rows = p.numel() // (2 * inner)
-    launch(geglu_kernel, (triton.cdiv(rows, 2), triton.cdiv(inner, 512)), p, out, rows, inner, 2, 512)
+    grid = (triton.cdiv(rows, GEGLU_BLOCK[0]), triton.cdiv(inner, GEGLU_BLOCK[1]))
+    launch(geglu_kernel, grid, p, out, rows, inner, *GEGLU_BLOCK)
     return out
 
 

@@ -21,7 +21,7 @@ from . import (
     rotary,
     short_attention,
 )
-from .launch import compiling_ahead
+from .launch import compile_only, compiling_ahead
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +123,11 @@ class TritonOps(FusedOps):
         first = variant not in self._chosen
         self._chosen.add(variant)
         return first
+
+    def compile_one(self) -> None:
+        """Compiles one kernel that most models need, and with it starts Triton. Raises ``KernelFailed``."""
+        torch.cuda.set_device(self._device)  # of this thread
+        compile_only(pointwise.geglu_kernel, (1,), torch.float16, torch.float16, 16, 16, *pointwise.GEGLU_BLOCK)
 
     def compile_ahead(self, forward: Callable[[], object]) -> None:  # noqa: D102
         with compiling_ahead(self._device):
