@@ -7,8 +7,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-from tools import embed
+from tools import driving, embed
 from tools.paths import project_env
 
 if TYPE_CHECKING:
@@ -39,6 +40,28 @@ def comfy() -> Path:
 def pack(comfy: Path) -> ModuleType:
     """The pack, as the module `anyshape`."""
     return embed.load_pack()
+
+
+@pytest.fixture(scope="session")
+def models(pack: ModuleType) -> ModuleType:
+    """Models of ComfyUI's own classes with random weights."""
+    from bench import models
+
+    return models
+
+
+@pytest.fixture(scope="module")
+def unets(models: ModuleType) -> "dict[str, ModelPatcher]":  # noqa: F821  (ComfyUI's)
+    """A small UNet of each kind, for the tests of one file."""
+    return {name: models.unet(name, torch.float32, **config) for name, config in driving.UNETS.items()}
+
+
+@pytest.fixture
+def clean_stats(pack: ModuleType) -> None:
+    """The counters begin at zero."""
+    from anyshape.accel import stats
+
+    stats.STATS.clear()
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,10 @@ import copy
 import pytest
 import torch
 
-from tools.oracles import error, fallbacks, shapes
+from tools.driving import compile_with_message, compiled, randn
+from tools.oracles import assert_fast, error, fallbacks, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
 SMALL = {
@@ -14,13 +17,6 @@ SMALL = {
 }  # fmt: skip
 SIZES = [(128, 128), (200, 264), (264, 200), (296, 232), (960, 720), (728, 720), (64, 64), (16, 24)]
 TOKENS = 20
-
-
-@pytest.fixture(scope="module")
-def models(pack):
-    from bench import models
-
-    return models
 
 
 @pytest.fixture(scope="module")
@@ -33,31 +29,6 @@ def patcher(models):
 def fresh(models):
     """A model of the test's own."""
     return models.flux(torch.float32, **SMALL)
-
-
-@pytest.fixture(autouse=True)
-def _clean(pack):
-    from anyshape.accel import stats
-
-    stats.STATS.clear()
-
-
-def compiled(patcher, **settings):
-    """The Compile Model node's work, where it has nothing to say."""
-    out, message = compile_with_message(patcher, **settings)
-    assert message == ""
-    return out
-
-
-def compile_with_message(patcher, **settings):
-    from anyshape.accel.engine import Settings
-    from anyshape.accel.families.attach import compile_model
-
-    return compile_model(patcher, Settings(**settings))
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def inputs(patcher, width, height, rows=1, tokens=TOKENS, seed=0):
@@ -79,11 +50,6 @@ def forward(patcher, *args, changes=None, options=None, **kwargs):
     with torch.inference_mode():
         call = inputs(patcher, *args, **kwargs) | copy.deepcopy(changes or {})
         return patcher.model.diffusion_model(**call, transformer_options=options)
-
-
-def assert_fast():
-    """Every call that was counted ran in regions."""
-    assert {s["state"] for s in shapes()} == {"regions"}
 
 
 def assert_like_eager(patcher, *args, differs_from=None, **kwargs):

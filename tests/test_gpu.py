@@ -8,45 +8,27 @@ import sys
 import pytest
 import torch
 
+from tools.driving import compiled
 from tools.oracles import error, shapes
 from tools.paths import ROOT
 
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
-# of a small model on input from a fresh seed: what eager and we round differently varies more with few channels
-SMALL_TOLERANCE = TOLERANCE | {torch.bfloat16: 3e-2}
 SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
 SMALL_FLUX = {"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4, "context_in_dim": 128}
 ODD = [(960, 720), (728, 720), (544, 408), (512, 512)]
 
 
-@pytest.fixture(scope="module")
-def models(pack):
-    from bench import models
-
-    return models
-
-
 @pytest.fixture(autouse=True)
-def _clean(pack):
-    from anyshape.accel import graphs, stats
+def _clean(clean_stats):
+    from anyshape.accel import graphs
 
-    stats.STATS.clear()
     with torch.backends.cudnn.flags(allow_tf32=False):  # or float32 is compared at TF32's precision
         yield
     gc.collect()
     for cache in graphs._CACHES.values():
         cache.clear()
-
-
-def compiled(patcher, **settings):
-    from anyshape.accel.engine import Settings
-    from anyshape.accel.families.attach import compile_model
-
-    out, message = compile_model(patcher, Settings(**settings))
-    assert message == ""
-    return out
 
 
 def forward(patcher, *args, **kwargs):
@@ -57,11 +39,11 @@ def forward(patcher, *args, **kwargs):
     return loaded_forward(patcher, *args, **kwargs)
 
 
-def inputs(patcher, width, height, rows, tokens, seed):
-    """Random arguments of a UNet or a Flux: two by position, the others by name."""
+def inputs(patcher, width, height, rows, tokens, seed, rounded=None):
+    """Random arguments of a UNet or a Flux, ``rounded`` to a dtype: two by position, the others by name."""
     g = torch.Generator("cuda").manual_seed(seed)
     config, dtype = patcher.model.model_config.unet_config, patcher.model.diffusion_model.dtype
-    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(dtype)  # noqa: E731
+    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(rounded or dtype).to(dtype)  # noqa: E731
     full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
     if config.get("image_model") == "flux":
         x, context = randn(rows, 16, height // 8, width // 8), randn(rows, tokens, config["context_in_dim"])
@@ -72,11 +54,11 @@ def inputs(patcher, width, height, rows, tokens, seed):
     return (x, full(500.0)), {"context": context, "y": y}
 
 
-def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0, **changes):
+def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0, rounded=None, **changes):
     """``forward`` of a model whose weights are where they should be; ``changes`` to the arguments by name."""
     from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
-    args, named = inputs(patcher, width, height, rows, tokens, seed)
+    args, named = inputs(patcher, width, height, rows, tokens, seed, rounded)
     options = {"wrappers": patcher.wrappers, "cond_or_uncond": [1, 0]}
 
     def run():
@@ -87,18 +69,26 @@ def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0, **changes)
     return WrapperExecutor.new_executor(run, outer).execute()
 
 
+def is_as_near(out, expected, exact):
+    """Whether ``out`` is as near to float32 as eager is: on some input both round by most of the tolerance."""
+    return error(out, exact) <= 1.05 * error(expected, exact)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_parity_and_replay(models, name, dtype):
     """First call (kernels), second and third (graph) on other input, all equal to eager."""
     patcher = models.unet(name, dtype, **SMALL)
+    exact = models.unet(name, torch.float32, **SMALL)
+    exact.model.load_state_dict(patcher.model.state_dict())
     fast = compiled(patcher)
     seed = int.from_bytes(os.urandom(3), "little")
     for width, height in ODD:
         for call in range(3):
             args = (width, height, 2, 77, seed + call)
             out, expected = forward(fast, *args), forward(patcher, *args)
-            assert error(out, expected) < SMALL_TOLERANCE[dtype], (seed, width, height, call)
+            apart = error(out, expected)
+            assert apart < TOLERANCE[dtype] or is_as_near(out, expected, forward(exact, *args, rounded=dtype)), args
     assert {s["state"] for s in shapes()} == {"graph"}
     assert all(s["replays"] == 2 for s in shapes())
 

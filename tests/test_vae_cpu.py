@@ -5,15 +5,10 @@ import torch
 
 from tools.oracles import error, fallbacks, shapes
 
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
 SIZES = [(64, 64, 1), (200, 264, 2), (264, 200, 1), (8, 8, 1), (72, 40, 4)]  # width, height in pixels, batch
-
-
-@pytest.fixture(scope="module")
-def models(pack):
-    from bench import models
-
-    return models
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +20,6 @@ def vae(models):
 def fresh(models):
     """A VAE of the test's own: what is retired there harms no other test."""
     return models.vae(torch.float32, ch=32, num_res_blocks=1)
-
-
-@pytest.fixture(autouse=True)
-def _clean(pack):
-    from anyshape.accel import stats
-
-    stats.STATS.clear()
 
 
 def compiled(vae):

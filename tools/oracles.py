@@ -37,6 +37,11 @@ def shapes() -> list[dict[str, Any]]:
     return [shape for model in stats.snapshot()["models"] for shape in model["shapes"]]
 
 
+def assert_fast() -> None:
+    """Every call that was counted ran in regions."""
+    assert {s["state"] for s in shapes()} == {"regions"}
+
+
 def fallbacks() -> list[dict[str, Any]]:
     """The counted fallbacks, by the contract."""
     return stats.snapshot()["fallbacks"]

@@ -1,0 +1,235 @@
+"""A UNet that runs compiled, on the CPU: interrupts, failures, and what only eager does right."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tools.driving import (
+    SHORT_RUN,
+    SMALL_UNET,
+    compile_with_message,
+    compiled,
+    options_of,
+    randn,
+    residuals,
+    unet_forward,
+    unet_inputs,
+)
+from tools.oracles import assert_fast, error, fallbacks, shapes
+from tools.paths import ROOT
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
+
+
+@pytest.fixture(scope="module")
+def patcher(unets):
+    """The shared model."""
+    return unets["sd15"]
+
+
+@pytest.fixture
+def fresh(models):
+    """A model of the test's own: what is retired or hooked there harms no other test."""
+    return models.unet("sd15", torch.float32, **SMALL_UNET)
+
+
+# Interrupts and failures ------------------------------------------------------------------------------------------
+
+
+def sample_with_callback(models, patcher, callback, steps=3):
+    import comfy.sample
+
+    latent = torch.zeros(1, 4, 16, 16)
+    noise, conds = comfy.sample.prepare_noise(latent, 0), [models.conditioning(patcher, seed=s) for s in (1, 2)]
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            patcher, noise, steps, 7.0, "euler", "normal", *conds, latent, callback=callback, disable_pbar=True, seed=0
+        )
+
+
+def test_interrupt_between_steps(models, patcher):
+    from comfy.model_management import InterruptProcessingException
+
+    def stop(step, denoised, x, total):
+        raise InterruptProcessingException
+
+    fast = compiled(patcher)
+    with pytest.raises(InterruptProcessingException):
+        sample_with_callback(models, fast, stop)
+    assert error(models.sample(fast, **SHORT_RUN), models.sample(patcher, **SHORT_RUN)) < CLOSE
+    assert not fallbacks()
+    assert_fast()
+
+
+def test_interrupt_inside_a_forward(models, patcher):
+    """The user presses Cancel: ComfyUI's layers raise in the midst of our forward, which is no failure of it."""
+    import comfy.model_management as mm
+
+    fast = compiled(patcher)
+    stopping = fast.clone()
+    stopping.set_model_input_block_patch(lambda h, o: mm.interrupt_current_processing(True) or h)
+    with pytest.raises(mm.InterruptProcessingException):
+        models.sample(stopping, **SHORT_RUN)
+    mm.interrupt_current_processing(False)
+    assert error(models.sample(fast, **SHORT_RUN), models.sample(patcher, **SHORT_RUN)) < CLOSE
+    assert not fallbacks()
+    assert shapes()[-1]["state"] == "regions"
+
+
+def test_a_failing_tier_gives_the_eager_image(models, fresh, monkeypatch):
+    """Exactly it, with one reason; the tier is not tried again on this model, and the run after is right too."""
+    from anyshape.accel.region_ops import RegionOps
+
+    tried = []
+
+    def fail(self, *args):
+        tried.append(1)
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(RegionOps, "feed_forward", fail)
+    plain, fast = models.sample(fresh, **SHORT_RUN | {"steps": 3}), compiled(fresh)
+    for _ in range(2):
+        assert torch.equal(models.sample(fast, **SHORT_RUN | {"steps": 3}), plain)
+    assert len(tried) == 1
+    (fallback,) = fallbacks()
+    assert "injected" in fallback["reason"] and fallback["count"] >= 1
+    (shape,) = shapes()
+    assert shape["state"] == "eager" and shape["calls"] == 6 and "injected" in shape["reason"]
+
+
+def test_a_failing_tier_eats_no_residuals(fresh, monkeypatch):
+    """ComfyUI's forward empties the ControlNet's lists; a forward of ours that failed must not have."""
+    from anyshape.accel.region_ops import RegionOps
+
+    wanted = unet_forward(fresh, 136, 128, control=residuals(fresh, (2, 4, 16, 17), "controlnet"))
+    monkeypatch.setattr(RegionOps, "feed_forward", lambda self, *args: 1 / 0)
+    control = residuals(fresh, (2, 4, 16, 17), "controlnet")
+    assert torch.equal(unet_forward(compiled(fresh), 136, 128, control=control), wanted)
+
+
+def test_out_of_memory_is_no_reason_to_give_up(models, fresh, monkeypatch):
+    """One image too large for our forward: ComfyUI's own makes it, and smaller ones stay fast."""
+    from anyshape.accel.region_ops import RegionOps
+
+    own = RegionOps.feed_forward
+
+    def tight(self, a, *args):
+        if a.shape[1] > 16 * 16:
+            raise torch.OutOfMemoryError("injected")
+        return own(self, a, *args)
+
+    monkeypatch.setattr(RegionOps, "feed_forward", tight)
+    fast, large = compiled(fresh), SHORT_RUN | {"width": 264}
+    assert torch.equal(models.sample(fast, **large), models.sample(fresh, **large))
+    assert "out of memory" in shapes()[0]["reason"] and any("out of memory" in f["reason"] for f in fallbacks())
+    models.sample(fast, **SHORT_RUN)
+    assert [s["state"] for s in shapes()] == ["eager", "regions"]
+
+
+NO_COMPILER = """
+import json, torch
+from tools import embed
+embed.use_comfyui(cpu=True)
+embed.load_pack()
+from bench import models
+from anyshape.accel import stats
+from anyshape.accel.engine import Settings
+from anyshape.accel.families.attach import compile_model
+patcher = models.unet("sd15", torch.float32, **json.loads(%r))
+fast, message = compile_model(patcher, Settings())
+run = {"width": 128, "height": 128, "steps": 1}
+same = torch.equal(models.sample(fast, **run), models.sample(patcher, **run))
+print("RESULT", json.dumps({"same": same, "message": message, "stats": stats.snapshot()}))
+"""
+
+
+def test_no_compiler(tmp_path):
+    """A machine without a C++ compiler: the eager image, and a reason that names what to install."""
+    import json
+
+    env = {**os.environ, "CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    script = [sys.executable, "-c", NO_COMPILER % json.dumps(SMALL_UNET)]
+    done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads(done.stdout.split("RESULT", 1)[1])
+    assert result["same"]
+    (reason,) = {f["reason"] for f in result["stats"]["fallbacks"]}
+    assert "Install a C++ compiler" in reason and len(reason) < 600
+    assert [s["state"] for m in result["stats"]["models"] for s in m["shapes"]] == ["eager"]
+
+
+# What only eager does right ---------------------------------------------------------------------------------------
+
+
+def test_training_runs_in_eager(patcher):
+    """Gradients reach the input, equal to those without us."""
+    grads = []
+    for each in (patcher, compiled(patcher)):
+        call = unet_inputs(each, 128, 128)
+        call["x"].requires_grad_(True)
+        out = each.model.diffusion_model(**call, transformer_options=options_of(each))
+        out.square().mean().backward()
+        grads.append(call["x"].grad)
+    assert torch.equal(*grads) and grads[0].norm() > 0
+    assert [s["state"] for s in shapes()] == ["eager"]
+    assert ["gradients are on" in f["reason"] for f in fallbacks()] == [True]
+
+
+def test_unknown_arguments_run_in_eager(patcher):
+    fast = compiled(patcher)
+    with torch.inference_mode():
+        call = unet_inputs(patcher, 128, 128) | {"num_video_frames": 2}
+        outs = [p.model.diffusion_model(**call, transformer_options=options_of(p)) for p in (patcher, fast)]
+    assert torch.equal(*outs)
+    assert "num_video_frames" in shapes()[0]["reason"]
+
+
+def test_kernels_on_a_cpu_say_what_happens(models, patcher, fresh):
+    """mode: kernels where there is no GPU: regions instead, and the reason is told."""
+    out = models.sample(compiled(fresh, mode="kernels"), **SHORT_RUN)
+    assert error(out, models.sample(fresh, **SHORT_RUN)) < CLOSE
+    assert_fast()
+    assert any("NVIDIA GPU" in f["reason"] for f in fallbacks())
+
+
+def chroma():
+    """The smallest Chroma that ComfyUI builds: a family that we do not know."""
+    import comfy.supported_models
+    from comfy.model_patcher import ModelPatcher
+
+    config = {
+        "image_model": "chroma", "in_channels": 64, "out_channels": 64, "context_in_dim": 64, "hidden_size": 64,
+        "mlp_ratio": 2.0, "num_heads": 2, "depth": 1, "depth_single_blocks": 1, "axes_dim": [8, 12, 12],
+        "theta": 10000, "patch_size": 2, "qkv_bias": True, "in_dim": 64, "out_dim": 64, "hidden_dim": 64, "n_layers": 1,
+    }  # fmt: skip
+    settings = comfy.supported_models.Chroma(config)
+    settings.set_inference_dtype(torch.float32, None)
+    model = settings.get_model({}, "", device="cpu")
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return ModelPatcher(model, load_device=torch.device("cpu"), offload_device=torch.device("cpu"))
+
+
+def sample_chroma(patcher):
+    import comfy.sample
+
+    latent = torch.zeros(1, 16, 8, 9)
+    prompt = [[randn(1, 7, 64), {"pooled_output": randn(1, 32)}]]
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            patcher, randn(*latent.shape), 2, 1.0, "euler", "simple", prompt, prompt, latent, disable_pbar=True, seed=0
+        )
+
+
+def test_an_unknown_family_runs_as_without_us():
+    patcher = chroma()
+    out, message = compile_with_message(patcher)
+    assert "Chroma" in message and "eager" in message
+    assert not any(out.wrappers.values())
+    assert torch.equal(sample_chroma(out), sample_chroma(patcher))
+    assert [f["reason"] for f in fallbacks()] == [message]

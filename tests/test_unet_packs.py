@@ -1,0 +1,271 @@
+"""What other packs do to a UNet that runs compiled, on the CPU: their code runs exactly as in eager."""
+
+import pytest
+import torch
+
+from tools.driving import SHORT_RUN, SMALL_UNET, compiled, unet_forward
+from tools.oracles import assert_fast, error, fallbacks, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
+BLOCK = "input_blocks.1.1.transformer_blocks.0"
+ATTN_INPUT = ("input", 1)  # where that block lies, as patches see it
+
+
+@pytest.fixture(scope="module")
+def patcher(unets):
+    """The shared model."""
+    return unets["sd15"]
+
+
+@pytest.fixture
+def fresh(models):
+    """A model of the test's own: what is retired or hooked there harms no other test."""
+    return models.unet("sd15", torch.float32, **SMALL_UNET)
+
+
+# Patches of other nodes -------------------------------------------------------------------------------------------
+
+
+def place(options):
+    """Where a patch is called, as it sees it."""
+    return (options["block"], options.get("block_index"), options["transformer_index"])
+
+
+def input_block(patcher, log):
+    patcher.set_model_input_block_patch(lambda h, o: log.append(place(o)) or h * 1.1)
+
+
+def input_block_after_skip(patcher, log):
+    patcher.set_model_input_block_patch_after_skip(lambda h, o: log.append(place(o)) or h * 1.1)
+
+
+def output_block_in_place(patcher, log):
+    def patch(h, skip, options):
+        log.append(place(options))
+        h[:, : h.shape[1] // 2] *= 1.3
+        return h, skip.mul_(0.8)
+
+    patcher.set_model_output_block_patch(patch)
+
+
+def attn1(patcher, log):
+    patcher.set_model_attn1_patch(lambda n, k, v, o: log.append(place(o)) or (n * 1.2, k, v * 0.9))
+
+
+def attn2(patcher, log):
+    patcher.set_model_attn2_patch(lambda n, k, v, o: log.append(place(o)) or (n, k, v * 1.5))
+
+
+def attn1_output(patcher, log):
+    patcher.set_model_attn1_output_patch(lambda n, o: log.append(place(o)) or n * 1.2)
+
+
+def attn2_output(patcher, log):
+    patcher.set_model_attn2_output_patch(lambda n, o: log.append(place(o)) or n * 1.2)
+
+
+def attn1_replace_one(patcher, log):
+    patcher.set_model_attn1_replace(lambda q, k, v, o: log.append(place(o)) or v * 0.5, *ATTN_INPUT)
+
+
+def attn2_replace_one(patcher, log):
+    def mean(q, k, v, options):
+        log.append(place(options))
+        return v.mean(1, keepdim=True).expand_as(q)
+
+    patcher.set_model_attn2_replace(mean, *ATTN_INPUT, 0)  # by block and index in it, as IPAdapter does
+
+
+def middle(patcher, log):
+    patcher.set_model_patch(lambda x, o: log.append(place(o)) or x * 1.1, "middle_patch")
+
+
+def embedding(patcher, log):
+    patcher.set_model_emb_patch(lambda emb, channels, o: log.append(channels) or emb * 1.2)
+
+
+def attention_override(patcher, log):
+    def override(func, q, k, v, heads, **kwargs):
+        log.append((tuple(q.shape), heads, place(kwargs["transformer_options"])))
+        return func(q, k, v * 1.2, heads, **kwargs)
+
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = override
+
+
+PATCHES = [
+    input_block, input_block_after_skip, output_block_in_place, attn1, attn2, attn1_output, attn2_output,
+    attn1_replace_one, attn2_replace_one, middle, embedding, attention_override,
+]  # fmt: skip
+
+
+def run_patched(models, patcher, patch):
+    """(image, where the patch was called, in order)."""
+    log = []
+    patched = patcher.clone()
+    patch(patched, log)
+    return models.sample(patched, 136, 128, steps=2), log
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_patch_equals_eager(models, patcher, patch):
+    """A patch sees the same places in the same order, does the same, and the rest stays fast."""
+    plain, fast = models.sample(patcher, 136, 128, steps=2), compiled(patcher)
+    models.sample(fast, 136, 128, steps=2)  # so that the patch comes to a model that has run
+    wanted, places = run_patched(models, patcher, patch)
+    out, ours = run_patched(models, fast, patch)
+    assert ours == places and len(places) >= 2
+    assert error(wanted, plain) > 1e-3
+    assert error(out, wanted) < CLOSE
+    assert error(models.sample(fast, 136, 128, steps=2), plain) < CLOSE
+    assert_fast()
+
+
+@pytest.mark.parametrize("version", ["FreeU", "FreeU_V2"])
+def test_freeu_node(models, patcher, version):
+    from comfy_extras import nodes_freelunch
+
+    (wanted,) = getattr(nodes_freelunch, version)().patch(patcher, 1.3, 1.4, 0.9, 0.2)
+    (freeu,) = getattr(nodes_freelunch, version)().patch(compiled(patcher), 1.3, 1.4, 0.9, 0.2)
+    assert error(models.sample(freeu, **SHORT_RUN), models.sample(wanted, **SHORT_RUN)) < CLOSE
+
+
+def test_one_replaced_block_leaves_the_others_fast(monkeypatch, patcher):
+    """15 of SD1.5's 16 transformer blocks."""
+    from anyshape.accel.region_ops import RegionOps
+
+    calls, own = [], RegionOps.feed_forward
+    monkeypatch.setattr(RegionOps, "feed_forward", lambda *args: calls.append(1) or own(*args))
+    patched = compiled(patcher)
+    attn2_replace_one(patched, [])
+    unet_forward(patched, 128, 128)
+    assert len(calls) == 15
+
+
+def test_an_error_in_a_patch_is_the_users_to_see(models, patcher):
+    """It comes through as in eager, and the model is as fast as before once the patch is gone."""
+    fast = compiled(patcher)
+    broken = fast.clone()
+
+    def patch(h, options):
+        raise ValueError("the patch's own error")
+
+    broken.set_model_input_block_patch(patch)
+    with pytest.raises(ValueError, match="the patch's own error"):
+        models.sample(broken, **SHORT_RUN)
+    assert error(models.sample(fast, **SHORT_RUN), models.sample(patcher, **SHORT_RUN)) < CLOSE
+    assert shapes()[-1]["state"] == "regions"
+
+
+# Wrappers of other packs ------------------------------------------------------------------------------------------
+
+
+def wrapped(patcher, log):
+    """Another pack's wrapper around the diffusion model: it changes the input and the output."""
+    from comfy.patcher_extension import WrappersMP
+
+    def wrapper(executor, x, *args, **kwargs):
+        log.append(tuple(x.shape))
+        return executor(x * 0.9, *args, **kwargs) * 1.1
+
+    patcher = patcher.clone()
+    patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "another pack", wrapper)
+    return patcher
+
+
+@pytest.mark.parametrize("ours", ["before", "after", "between"])
+def test_another_wrapper(models, patcher, ours):
+    from anyshape.accel import stats
+
+    before, after = ours != "before", ours != "after"
+    wanted_log, log = [], []
+    wanted = wrapped(patcher, wanted_log)
+    wanted = wrapped(wanted, wanted_log) if ours == "between" else wanted
+    out = compiled(wrapped(patcher, log) if before else patcher)
+    out = wrapped(out, log) if after else out
+    with stats.expect(calls=2):
+        fast = models.sample(out, **SHORT_RUN | {"steps": 2})
+    assert error(fast, models.sample(wanted, **SHORT_RUN | {"steps": 2})) < CLOSE
+    assert log == wanted_log and log
+    assert error(fast, models.sample(patcher, **SHORT_RUN | {"steps": 2})) > 1e-2
+    assert_fast()
+
+
+@pytest.mark.parametrize("ours", ["before", "after"])
+def test_easy_cache_node(models, patcher, ours):
+    """ComfyUI's EasyCache skips the same steps with and without us."""
+    from comfy_extras.nodes_easycache import EasyCacheNode
+
+    def easy_cache(model):
+        return EasyCacheNode.execute(model, 0.5, 0.1, 0.95, False).args[0]
+
+    run = SHORT_RUN | {"steps": 8}
+    wanted = models.sample(easy_cache(patcher), **run)
+    fast = easy_cache(compiled(patcher)) if ours == "before" else compiled(easy_cache(patcher))
+    assert error(models.sample(fast, **run), wanted) < CLOSE
+    assert 0 < shapes()[0]["calls"] < 8
+    assert_fast()
+
+
+def test_a_unet_function_wrapper(models, patcher):
+    """The older way to wrap a model."""
+
+    def wrap(model):
+        model = model.clone()
+        model.set_model_unet_function_wrapper(
+            lambda apply, call: apply(call["input"], call["timestep"], **call["c"]) * 0.9
+        )
+        return model
+
+    assert error(models.sample(wrap(compiled(patcher)), **SHORT_RUN), models.sample(wrap(patcher), **SHORT_RUN)) < CLOSE
+    assert_fast()
+
+
+# Hooked and replaced parts ----------------------------------------------------------------------------------------
+
+HOOKED = [
+    f"{BLOCK}.attn1.to_q", f"{BLOCK}.norm2", f"{BLOCK}.ff", BLOCK,
+    "input_blocks.1.0", "input_blocks.1.0.in_layers.0", "middle_block.0.emb_layers",
+    "input_blocks.1.1", "input_blocks.1.1.norm", "input_blocks.1.1.proj_in", "middle_block.1.proj_out",
+    "input_blocks.3.0.op", "out", "out.0", "out.2", "time_embed",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_hook_takes_effect(patcher, name):
+    """Wherever another pack hooks the model, the hook is called as in eager, and its place is in the stats."""
+    fast, plain, calls = compiled(patcher), unet_forward(patcher, 128, 128), []
+    unet_forward(fast, 128, 128)
+    module = patcher.model.diffusion_model.get_submodule(name)
+    handle = module.register_forward_hook(lambda m, args, out: calls.append(1) or out * 1.5)
+    try:
+        wanted, wanted_calls = unet_forward(patcher, 128, 128), len(calls)
+        out = unet_forward(fast, 128, 128)
+    finally:
+        handle.remove()
+    assert error(wanted, plain) > 1e-4 and error(out, wanted) < CLOSE / 10
+    assert len(calls) == 2 * wanted_calls > 0
+    assert "hooked" in shapes()[-1]["reason"] and any("hooked" in f["reason"] for f in fallbacks())
+    assert error(unet_forward(fast, 128, 128), plain) < CLOSE
+    assert shapes()[-1]["reason"] == ""
+
+
+@pytest.mark.parametrize("name", ["_forward", "input_blocks.1.1.forward", "out.forward", f"{BLOCK}.ff.forward"])
+def test_an_object_patch_takes_effect(models, patcher, name):
+    """ModelPatcher.add_object_patch on a method, as packs do that replace a part of the model."""
+    owner, _, method = f"diffusion_model.{name}".rpartition(".")
+    own = getattr(patcher.model.get_submodule(owner), method)
+
+    def patched(model):
+        model = model.clone()
+        model.add_object_patch(f"{owner}.{method}", lambda *args, **kwargs: own(*args, **kwargs) * 1.5)
+        return model
+
+    plain, wanted = models.sample(patcher, **SHORT_RUN), models.sample(patched(patcher), **SHORT_RUN)
+    assert error(wanted, plain) > 1e-4
+    assert error(models.sample(patched(compiled(patcher)), **SHORT_RUN), wanted) < CLOSE / 10
+    assert any("replaced" in f["reason"] for f in fallbacks())
+    fast = compiled(patcher)
+    assert error(models.sample(fast, **SHORT_RUN), plain) < CLOSE
+    assert shapes()[-1]["state"] == "regions" and shapes()[-1]["reason"] == ""

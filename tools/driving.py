@@ -1,0 +1,87 @@
+"""What several tests do to a model: compile it as the node does, and call it as a sampling run does.
+
+Models are patchers of ComfyUI's own classes with random weights (``bench.models``), on the CPU and in float32.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHORT_RUN = {"width": 128, "height": 128, "steps": 1}  # of bench.models.sample
+Patcher = Any  # comfy.model_patcher.ModelPatcher; ComfyUI is imported when the tests' fixtures say so
+
+SMALL_UNET = {"model_channels": 32, "context_dim": 64, "num_head_channels": 16, "num_heads": -1}
+UNETS = {
+    "sd15": SMALL_UNET,  # 1x1 convolutions around the transformer
+    "sdxl": SMALL_UNET  # linear layers there, and a pooled embedding
+    | {
+        "transformer_depth": [0, 0, 1, 1, 2, 2],
+        "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2],
+        "transformer_depth_middle": 2,
+    },
+}
+
+
+def compile_with_message(patcher: Patcher, **settings: Any) -> tuple[Patcher, str]:
+    """The Compile Model node's work, and what it tells the user."""
+    from anyshape.accel.engine import Settings
+    from anyshape.accel.families.attach import compile_model
+
+    return compile_model(patcher, Settings(**settings))
+
+
+def compiled(patcher: Patcher, **settings: Any) -> Patcher:
+    """The Compile Model node's work, where it has nothing to say."""
+    out, message = compile_with_message(patcher, **settings)
+    assert message == "", message
+    return out
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    """Normal random numbers that depend on the seed alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def unet_inputs(
+    patcher: Patcher, width: int, height: int, rows: int = 2, tokens: int = 77, seed: int = 0
+) -> dict[str, Tensor | None]:
+    """Random arguments of a UNet of ``UNETS``; sizes in image pixels."""
+    config = patcher.model.model_config.unet_config
+    y = randn(rows, config["adm_in_channels"], seed=seed + 2) if config.get("num_classes") else None
+    x, context = randn(rows, 4, height // 8, width // 8, seed=seed), randn(rows, tokens, 64, seed=seed + 1)
+    return {"x": x, "timesteps": torch.full((rows,), 500.0), "context": context, "y": y}
+
+
+def options_of(patcher: Patcher) -> dict[str, Any]:
+    """transformer_options as ComfyUI's sampler hands them to the model."""
+    options = patcher.model_options["transformer_options"]
+    return {**options, "wrappers": patcher.wrappers, "cond_or_uncond": [1, 0], "sigmas": torch.ones(1)}
+
+
+def unet_forward(patcher: Patcher, *args: Any, control: Any = None, **kwargs: Any) -> Tensor:
+    """One call of a UNet on ``unet_inputs``, as inside a sampling run."""
+    with torch.inference_mode():
+        call = unet_inputs(patcher, *args, **kwargs)
+        return patcher.model.diffusion_model(**call, control=control, transformer_options=options_of(patcher))
+
+
+def _skips_of(patcher: Patcher, width: int, height: int, rows: int) -> list[torch.Size]:
+    """The shapes of a UNet's skip connections, outermost first."""
+    found, probe = [], patcher.clone()
+    probe.set_model_input_block_patch(lambda h, o: found.append(h.shape) or h)
+    unet_forward(probe, width, height, rows)
+    return found
+
+
+def residuals(patcher: Patcher, x_shape: tuple[int, ...], kind: str) -> dict[str, list[Tensor | None]]:
+    """What a ControlNet gives: lists that ComfyUI empties from their ends, None where nothing is added."""
+    skips = _skips_of(patcher, x_shape[-1] * 8, x_shape[-2] * 8, x_shape[0])
+    random = [randn(*shape, seed=index) * 0.3 for index, shape in enumerate(skips)]
+    middle = [randn(*skips[-1], seed=99) * 0.3]
+    return {
+        "controlnet": {"input": [], "middle": middle, "output": random},
+        "with gaps": {"input": [], "middle": [None], "output": [r if i % 3 else None for i, r in enumerate(random)]},
+        "short": {"middle": middle, "output": random[-4:]},
+        "t2i adapter": {"input": [r if i % 3 == 0 else None for i, r in enumerate(reversed(random))], "output": []},
+    }[kind]
