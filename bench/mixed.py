@@ -1,4 +1,4 @@
-"""The mixed run: 12 prompts of other sizes and batches, 20 Euler steps each, CFG 7, through comfy.sample.
+"""The mixed run: 12 prompts of other sizes and batches, 20 Euler steps each, through comfy.sample.
 
 python -m bench.mixed --model sdxl|sd15|flux --how eager,anyshape,core,blocks [--limit SECONDS] --json FILE
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -54,6 +54,29 @@ def models(pack: ModuleType) -> ModuleType:
 def unets(models: ModuleType) -> "dict[str, ModelPatcher]":  # noqa: F821  (ComfyUI's)
     """A small UNet of each kind, for the tests of one file."""
     return {name: models.unet(name, torch.float32, **config) for name, config in driving.UNETS.items()}
+
+
+@pytest.fixture(scope="module")
+def patcher(unets: "dict[str, ModelPatcher]") -> "ModelPatcher":  # noqa: F821
+    """The UNet that a file's tests share."""
+    return unets["sd15"]
+
+
+@pytest.fixture
+def fresh(models: ModuleType) -> "ModelPatcher":  # noqa: F821
+    """A UNet of the test's own: what is retired or hooked there harms no other test."""
+    return models.unet("sd15", torch.float32, **driving.SMALL_UNET)
+
+
+@pytest.fixture
+def nothing_compiles(warm: Any) -> Iterator[None]:
+    """The oracle around a test, once its ``warm`` models are: no recompile, graph, step down or guard that fails."""
+    from anyshape.accel import region_ops, stats
+
+    misses, graphs = region_ops.misses(), region_ops.graphs()
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        yield
+    assert (region_ops.misses(), region_ops.graphs()) == (misses, graphs)
 
 
 @pytest.fixture

@@ -17,6 +17,8 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
 SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
 SMALL_FLUX = {"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4, "context_in_dim": 128}
+DEMO = [(256, 256), (200, 264), (320, 192), (192, 320), (264, 200), (384, 192), (296, 232), (384, 384), (192, 384),
+        (328, 248)]  # fmt: skip
 ODD = [(960, 720), (728, 720), (544, 408), (512, 512)]
 
 
@@ -39,11 +41,11 @@ def forward(patcher, *args, **kwargs):
     return loaded_forward(patcher, *args, **kwargs)
 
 
-def inputs(patcher, width, height, rows, tokens, seed, rounded=None):
-    """Random arguments of a UNet or a Flux, ``rounded`` to a dtype: two by position, the others by name."""
+def inputs(patcher, width, height, rows, tokens, seed):
+    """Random arguments of a UNet or a Flux: two by position, the others by name."""
     g = torch.Generator("cuda").manual_seed(seed)
     config, dtype = patcher.model.model_config.unet_config, patcher.model.diffusion_model.dtype
-    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(rounded or dtype).to(dtype)  # noqa: E731
+    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(dtype)  # noqa: E731
     full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
     if config.get("image_model") == "flux":
         x, context = randn(rows, 16, height // 8, width // 8), randn(rows, tokens, config["context_in_dim"])
@@ -54,11 +56,11 @@ def inputs(patcher, width, height, rows, tokens, seed, rounded=None):
     return (x, full(500.0)), {"context": context, "y": y}
 
 
-def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0, rounded=None, **changes):
+def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0, **changes):
     """``forward`` of a model whose weights are where they should be; ``changes`` to the arguments by name."""
     from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
-    args, named = inputs(patcher, width, height, rows, tokens, seed, rounded)
+    args, named = inputs(patcher, width, height, rows, tokens, seed)
     options = {"wrappers": patcher.wrappers, "cond_or_uncond": [1, 0]}
 
     def run():
@@ -69,26 +71,17 @@ def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0, rounded=No
     return WrapperExecutor.new_executor(run, outer).execute()
 
 
-def is_as_near(out, expected, exact):
-    """Whether ``out`` is as near to float32 as eager is: on some input both round by most of the tolerance."""
-    return error(out, exact) <= 1.05 * error(expected, exact)
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_parity_and_replay(models, name, dtype):
     """First call (kernels), second and third (graph) on other input, all equal to eager."""
     patcher = models.unet(name, dtype, **SMALL)
-    exact = models.unet(name, torch.float32, **SMALL)
-    exact.model.load_state_dict(patcher.model.state_dict())
     fast = compiled(patcher)
     seed = int.from_bytes(os.urandom(3), "little")
     for width, height in ODD:
         for call in range(3):
             args = (width, height, 2, 77, seed + call)
-            out, expected = forward(fast, *args), forward(patcher, *args)
-            apart = error(out, expected)
-            assert apart < TOLERANCE[dtype] or is_as_near(out, expected, forward(exact, *args, rounded=dtype)), args
+            assert error(forward(fast, *args), forward(patcher, *args)) < TOLERANCE[dtype], args
     assert {s["state"] for s in shapes()} == {"graph"}
     assert all(s["replays"] == 2 for s in shapes())
 
@@ -97,7 +90,7 @@ def test_parity_and_replay(models, name, dtype):
 def test_full_size_sdxl(models, dtype):
     patcher = models.unet("sdxl", dtype)
     fast = compiled(patcher)
-    for width, height in ODD + [(1024, 1024)]:
+    for width, height in ODD + [(1024, 1024)] + DEMO:
         for call in range(2):
             out, expected = forward(fast, width, height, seed=call), forward(patcher, width, height, seed=call)
             print(dtype, width, height, error(out, expected))
@@ -109,7 +102,7 @@ def test_kernels_that_only_some_sizes_choose_are_compiled_by_the_first(models, m
     from anyshape.accel.kernels import linear_geglu, triton_ops
 
     kernels.load.cache_clear()
-    for kernel in triton_ops._KERNELS:  # what other tests have compiled
+    for kernel in triton_ops.KERNELS:  # what other tests have compiled
         kernel.device_caches.clear()
     patcher = models.unet("sd15", torch.float16, **SMALL)
     fast, turn = compiled(patcher), []

@@ -14,18 +14,6 @@ FAMILIES = ("sd15", "sdxl")
 BLOCK = "input_blocks.1.1.transformer_blocks.0"
 
 
-@pytest.fixture(scope="module")
-def patcher(unets):
-    """The shared model."""
-    return unets["sd15"]
-
-
-@pytest.fixture
-def fresh(models):
-    """A model of the test's own: what is retired or hooked there harms no other test."""
-    return models.unet("sd15", torch.float32, **SMALL_UNET)
-
-
 # Parity -----------------------------------------------------------------------------------------------------------
 
 
@@ -71,17 +59,6 @@ def warm(models, unets):
         models.sample(each, **SHORT_RUN)
         models.sample(each, **SHORT_RUN | {"batch": 2})
     return fast
-
-
-@pytest.fixture
-def nothing_compiles(warm):
-    """The oracle around a test: no recompile, no graph, no step down, no guard that fails."""
-    from anyshape.accel import region_ops, stats
-
-    misses, graphs = region_ops.misses(), region_ops.graphs()
-    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
-        yield
-    assert (region_ops.misses(), region_ops.graphs()) == (misses, graphs)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

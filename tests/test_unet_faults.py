@@ -26,18 +26,6 @@ pytestmark = pytest.mark.usefixtures("clean_stats")
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
 
 
-@pytest.fixture(scope="module")
-def patcher(unets):
-    """The shared model."""
-    return unets["sd15"]
-
-
-@pytest.fixture
-def fresh(models):
-    """A model of the test's own: what is retired or hooked there harms no other test."""
-    return models.unet("sd15", torch.float32, **SMALL_UNET)
-
-
 # Interrupts and failures ------------------------------------------------------------------------------------------
 
 

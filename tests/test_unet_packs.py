@@ -1,9 +1,8 @@
 """What other packs do to a UNet that runs compiled, on the CPU: their code runs exactly as in eager."""
 
 import pytest
-import torch
 
-from tools.driving import SHORT_RUN, SMALL_UNET, compiled, unet_forward
+from tools.driving import SHORT_RUN, compiled, unet_forward
 from tools.oracles import assert_fast, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -11,18 +10,6 @@ pytestmark = pytest.mark.usefixtures("clean_stats")
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
 BLOCK = "input_blocks.1.1.transformer_blocks.0"
 ATTN_INPUT = ("input", 1)  # where that block lies, as patches see it
-
-
-@pytest.fixture(scope="module")
-def patcher(unets):
-    """The shared model."""
-    return unets["sd15"]
-
-
-@pytest.fixture
-def fresh(models):
-    """A model of the test's own: what is retired or hooked there harms no other test."""
-    return models.unet("sd15", torch.float32, **SMALL_UNET)
 
 
 # Patches of other nodes -------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def _advice() -> str:
 def prepare(device: torch.device) -> None:
     """Starts Triton in the background, so that the first picture need not wait for it.
 
-    Importing it, and the hash over its own sources that it makes before its first kernel, take 0.4 s.
+    Importing it, and the hash over its own sources that it makes before its first kernel, take 0.3 s.
     """
     if not _obstacle(device):
         threading.Thread(target=_start_triton, args=(device,), name="AnyShape starts Triton", daemon=True).start()

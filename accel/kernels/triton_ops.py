@@ -25,7 +25,7 @@ from .launch import compile_only, compiling_ahead
 
 log = logging.getLogger(__name__)
 
-_KERNELS = (
+KERNELS = (
     group_norm.moments_kernel,
     group_norm.coefficients_kernel,
     group_norm.apply_kernel,
@@ -208,7 +208,7 @@ class TritonOps(FusedOps):
         return out
 
     def compiled_variants(self) -> int:  # noqa: D102
-        return sum(sum(_variants(kernel)) for kernel in _KERNELS)
+        return sum(sum(_variants(kernel)) for kernel in KERNELS)
 
 
 def _add_product(stream: Stream, a: Tensor, layer: Weights) -> Stream:
