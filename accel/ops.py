@@ -36,18 +36,18 @@ class Weights:
 
 @dataclass(frozen=True)
 class Stream:
-    """A transformer's residual stream: ``value`` + the ``pending`` biases, which are added where they cost nothing.
+    """A transformer's residual stream: ``value + branch``, added where the next norm reads it anyway.
 
-    ``owned``: nobody else holds ``value``, so a fused operation may write into it.
+    The sum is rounded as ComfyUI rounds it, layer by layer: in bfloat16 a stream that is summed in another order is as
+    far from eager as each of them is from the truth.
     """
 
     value: Tensor  # [B, T, C]
-    pending: tuple[Tensor, ...] = ()  # each [C]
-    owned: bool = False
+    branch: Tensor | None = None  # [B, T, C]
 
     def settled(self) -> Tensor:
         """The stream as one tensor."""
-        return sum(self.pending, self.value)
+        return self.value if self.branch is None else self.value + self.branch
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,13 @@ class FusedOps:
     def compile_ahead(self, forward: Callable[[], object]) -> None:
         """Compiles what ``forward`` needs, where that is faster than one after the other; its result is void."""
 
-    def bias_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        """x + bias + residual; [N, C, H, W], bias [C]."""
-        return reference.bias_add(x, bias, residual)
+    def bias_add(self, x: Tensor, bias: Tensor | None, residual: Tensor, residual_bias: Tensor | None = None) -> Tensor:
+        """(x + bias) + (residual + residual_bias); [N, C, H, W], biases [C]."""
+        return reference.bias_add(x, bias, residual, residual_bias)
 
     def upsample2x(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """[N, C, H, W] -> [N, C, *size], which is (2H, 2W) or one less."""
         return reference.upsample2x(x, size)
-
-    def settle(self, stream: Stream) -> Tensor:
-        """The stream as one tensor, [B, T, C]."""
-        return stream.settled()
 
     def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:
         """[..., K] -> a [..., N] for each layer of the group."""
@@ -173,35 +169,30 @@ class FusedOps:
         """How many kernel variants this process has compiled or loaded for this tier; regions count their own."""
         return 0
 
-    def stream_layer_norm(self, stream: Stream, norm: Norm, store: bool = False) -> tuple[Stream, Tensor]:
-        """(the stream, its LayerNorm); with ``store`` the pending biases become part of a value of our own."""
-        value, n = reference.stream_layer_norm(stream.value, stream.pending, norm.weight, norm.bias, norm.eps)
-        return Stream(value.clone() if value is stream.value else value, (), owned=True) if store else stream, n
+    def stream_layer_norm(self, stream: Stream, norm: Norm) -> tuple[Stream, Tensor]:
+        """(the stream with nothing left to add, its LayerNorm); [B, T, C]."""
+        x, n = reference.stream_layer_norm(stream.value, stream.branch, norm.weight, norm.bias, norm.eps)
+        return Stream(x), n
 
     def query_key_value(
         self, stream: Stream, norm: Norm, q: Weights, k: Weights, v: Weights
     ) -> tuple[Stream, Tensor, Tensor, Tensor]:
         """The stream, and the projections of its LayerNorm that self-attention needs; [B, T, C]."""
-        x = stream.settled()
-        n = _layer_norm(x, norm)
-        return Stream(x), linear(n, q), linear(n, k), linear(n, v)
+        stream, n = self.stream_layer_norm(stream, norm)
+        return stream, linear(n, q), linear(n, k), linear(n, v)
 
     def cross_query(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, q: Weights) -> tuple[Stream, Tensor]:
         """Ends self-attention and begins cross-attention: y = stream + out(a), and q(LayerNorm(y)); [B, T, C]."""
-        x = stream.settled() + linear(a, out)
-        return Stream(x), linear(_layer_norm(x, norm), q)
+        stream, n = self.stream_layer_norm(Stream(stream.settled(), linear(a, out)), norm)
+        return stream, linear(n, q)
 
     def feed_forward(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, up: Weights, down: Weights) -> Stream:
         """Ends cross-attention and runs the GEGLU feed-forward.
 
         y = stream + out(a), y + down(GEGLU(up(LayerNorm(y)))); [B, T, C].
         """
-        x = stream.settled() + linear(a, out)
-        return Stream(x + linear(self.linear_geglu(_layer_norm(x, norm), up), down))
-
-
-def _layer_norm(x: Tensor, norm: Norm) -> Tensor:
-    return reference.stream_layer_norm(x, (), norm.weight, norm.bias, norm.eps)[1]
+        stream, n = self.stream_layer_norm(Stream(stream.settled(), linear(a, out)), norm)
+        return Stream(stream.value, linear(self.linear_geglu(n, up), down))
 
 
 def linear(x: Tensor, weights: Weights) -> Tensor:

@@ -186,9 +186,13 @@ class RegionOps(FusedOps):
         scale, offset = weight.expand(n, c).reshape(shape), bias.expand(n, c).reshape(shape)
         return GROUP_NORM_SILU(x.contiguous().view(*shape, -1), scale, offset, eps).view(x.shape)
 
-    def bias_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:  # noqa: D102
+    def bias_add(  # noqa: D102
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, residual_bias: Tensor | None = None
+    ) -> Tensor:
         if bias is None or not self.channels_last or x.numel() == x.shape[1]:
-            return super().bias_add(x, bias, residual)
+            return super().bias_add(x, bias, residual, residual_bias)
+        if residual_bias is not None:  # the two biases go together: a region takes one
+            bias = bias + residual_bias
         n, _, h, w = x.shape
         y = BIAS_ADD(_image_rows(x), _uniform(bias), _image_rows(residual))
         return y.view(n, h, w, -1).permute(0, 3, 1, 2)

@@ -97,6 +97,21 @@ def test_full_size_sdxl(models, dtype):
             assert error(out, expected) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("name", ["fp16", "bf16"])
+def test_demo_model(demo_pack, name):
+    """The trained model at every size of the demo, on fresh noise."""
+    from anyshape_demo import model
+
+    patcher, _, text = model.load(name)
+    prompt = model.encode(text, "rocket")[0][0].cuda().to(model.DTYPES[name])
+    fast = compiled(patcher)
+    seed = int.from_bytes(os.urandom(3), "little")
+    for index, (width, height) in enumerate(DEMO):
+        args = (width, height, 2, 77, seed + index)
+        out, expected = (forward(p, *args, context=prompt.expand(2, -1, -1)) for p in (fast, patcher))
+        assert error(out, expected) < TOLERANCE[model.DTYPES[name]], args
+
+
 def test_kernels_that_only_some_sizes_choose_are_compiled_by_the_first(models, monkeypatch):
     from anyshape.accel import kernels, stats
     from anyshape.accel.kernels import linear_geglu, triton_ops

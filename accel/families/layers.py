@@ -9,8 +9,7 @@ import comfy.ops
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels.reference import joined
-from ..ops import FusedOps, Norm, Parts, Weights
+from ..ops import FusedOps, Norm, Weights
 
 
 def is_cast(layer: nn.Module) -> bool:
@@ -40,19 +39,6 @@ def conv(ops: FusedOps, layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor | N
     if not ops.defer_bias or is_cast(layer) or layer.padding_mode != "zeros":
         return layer(x), None
     return F.conv2d(x, layer.weight, None, layer.stride, layer.padding, layer.dilation, layer.groups), layer.bias
-
-
-def conv_of_parts(ops: FusedOps, layer: nn.Conv2d, parts: Parts) -> tuple[Tensor, Tensor | None]:
-    """``conv`` of the joined parts; a 1x1 convolution takes them one by one, as products that add up."""
-    plain = layer.kernel_size == (1, 1) and layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
-    if len(parts) == 1 or not plain or not ops.defer_bias or is_cast(layer):
-        return conv(ops, layer, joined(parts))
-    weights = layer.weight.flatten(1).split([x.shape[1] for x in parts], dim=1)
-    first, *rest = (to_tokens(x).flatten(0, 1) for x in parts)
-    total = first @ weights[0].t()
-    for x, weight in zip(rest, weights[1:], strict=True):
-        total.addmm_(x, weight.t())
-    return to_image(total.unflatten(0, (len(parts[0]), -1)), parts[0]), layer.bias
 
 
 def pointwise(layer: nn.Module, tokens: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from .family import Arguments, residuals
 from .layers import (
     Survey,
     conv,
-    conv_of_parts,
     is_altered,
     is_cast,
     norm_of,
@@ -165,13 +164,10 @@ def res_block(ops: FusedOps, m: ResBlock, parts: Parts, shift: Tensor, pending: 
     pending = pending if bias is None else (*pending, bias)
     h = ops.group_norm((h,), norm_of(m.out_layers[0], h), shift.type(h.dtype), pending=pending)
     h, bias = conv(ops, m.out_layers[-1], h)
+    x, skip_bias = joined(parts), None
     if isinstance(m.skip_connection, nn.Conv2d):
-        x, skip_bias = conv_of_parts(ops, m.skip_connection, parts)
-        if skip_bias is not None:
-            bias = skip_bias if bias is None else bias + skip_bias
-    else:
-        x = joined(parts)
-    return ops.bias_add(h, bias, x)
+        x, skip_bias = conv(ops, m.skip_connection, x)
+    return ops.bias_add(h, bias, x, skip_bias)
 
 
 def transformer_block(
@@ -322,14 +318,14 @@ class UNetForward:
         """attention.SpatialTransformer.forward."""
         self.options["activations_shape"] = list(x.shape)
         h = to_tokens(self.ops.group_norm((x,), norm_of(m.norm, x), silu=False))
-        stream = Stream(pointwise(m.proj_in, h), owned=True)
+        stream = Stream(pointwise(m.proj_in, h))
         for index, block in enumerate(m.transformer_blocks):
             self.options["block_index"] = index
             if self._is_ours(block, index):
                 stream = transformer_block(self.ops, block, stream, self._text_of(block, context), self.options)
             else:
-                stream = Stream(block(self.ops.settle(stream), context=context, transformer_options=self.options))
-        h, bias = product(self.ops, m.proj_out, self.ops.settle(stream))
+                stream = Stream(block(stream.settled(), context=context, transformer_options=self.options))
+        h, bias = product(self.ops, m.proj_out, stream.settled())
         return self.ops.bias_add(to_image(h, x), bias, x)
 
     def _is_ours(self, block: BasicTransformerBlock, index: int) -> bool:

@@ -42,13 +42,13 @@ def group_norm(
 
 def stream_layer_norm(
     x: Tensor,  # [..., C]
-    pending: tuple[Tensor, ...],  # each [C]
+    branch: Tensor | None,  # [..., C]
     weight: Tensor | None,  # [C]
     bias: Tensor | None,  # [C]
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """(x + pending, LayerNorm(x + pending)) over the last axis: a residual stream with biases still to be added."""
-    x = sum(pending, x)
+    """(x + branch, LayerNorm(x + branch)) over the last axis: a residual stream and what a layer adds to it."""
+    x = x if branch is None else x + branch
     return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
@@ -121,10 +121,12 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """x [N, C, H, W] + bias [C] + residual [N, C, H, W]."""
+def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor, residual_bias: Tensor | None = None) -> Tensor:
+    """(x + bias) + (residual + residual_bias); x and residual [N, C, H, W], biases [C]."""
     if bias is not None:
         x = x + bias[None, :, None, None]
+    if residual_bias is not None:
+        residual = residual + residual_bias[None, :, None, None]
     return x + residual
 
 

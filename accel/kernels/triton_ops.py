@@ -30,7 +30,6 @@ KERNELS = (
     group_norm.coefficients_kernel,
     group_norm.apply_kernel,
     layer_norm.stream_layer_norm_kernel,
-    layer_norm.add_pending_kernel,
     pointwise.geglu_kernel,
     grouped_linear.grouped_linear_kernel,
     linear_geglu.linear_geglu_kernel,
@@ -134,35 +133,19 @@ class TritonOps(FusedOps):
             forward()
 
     @_or()
-    def bias_add(self, x: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:  # noqa: D102
-        return pointwise.bias_add(x, bias, residual)
+    def bias_add(  # noqa: D102
+        self, x: Tensor, bias: Tensor | None, residual: Tensor, residual_bias: Tensor | None = None
+    ) -> Tensor:
+        return pointwise.bias_add(x, bias, residual, residual_bias)
 
     @_or()
     def upsample2x(self, x: Tensor, size: tuple[int, int]) -> Tensor:  # noqa: D102
         return pointwise.upsample2x(x, size)
 
     @_or()
-    def settle(self, stream: Stream) -> Tensor:  # noqa: D102
-        return layer_norm.add_pending(stream.value, stream.pending) if stream.pending else stream.value
-
-    @_or()
-    def stream_layer_norm(self, stream: Stream, norm: Norm, store: bool = False) -> tuple[Stream, Tensor]:  # noqa: D102
-        value, n = layer_norm.stream_layer_norm(stream.value, stream.pending, norm.weight, norm.bias, norm.eps, store)
-        return Stream(value, (), owned=True) if store else stream, n
-
-    def query_key_value(  # noqa: D102
-        self, stream: Stream, norm: Norm, q: Weights, k: Weights, v: Weights
-    ) -> tuple[Stream, Tensor, Tensor, Tensor]:
-        stream, n = self.stream_layer_norm(stream, norm, store=bool(stream.pending) or not stream.owned)
-        return stream, linear(n, q), linear(n, k), linear(n, v)
-
-    def cross_query(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, q: Weights) -> tuple[Stream, Tensor]:  # noqa: D102
-        stream, n = self.stream_layer_norm(_add_product(stream, a, out), norm)
-        return stream, linear(n, q)
-
-    def feed_forward(self, a: Tensor, stream: Stream, out: Weights, norm: Norm, up: Weights, down: Weights) -> Stream:  # noqa: D102
-        stream, n = self.stream_layer_norm(_add_product(stream, a, out), norm)
-        return _add_product(stream, self.linear_geglu(n, up), down)
+    def stream_layer_norm(self, stream: Stream, norm: Norm) -> tuple[Stream, Tensor]:  # noqa: D102
+        x, n = layer_norm.stream_layer_norm(stream.value, stream.branch, norm.weight, norm.bias, norm.eps)
+        return Stream(x), n
 
     @_or()
     def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:  # noqa: D102
@@ -209,14 +192,6 @@ class TritonOps(FusedOps):
 
     def compiled_variants(self) -> int:  # noqa: D102
         return sum(sum(_variants(kernel)) for kernel in KERNELS)
-
-
-def _add_product(stream: Stream, a: Tensor, layer: Weights) -> Stream:
-    """stream + layer(a), by a matrix product that adds in place; the bias stays pending."""
-    rows = stream.value.view(-1, stream.value.shape[-1])
-    rows.addmm_(a.reshape(-1, a.shape[-1]), layer.weight.t())
-    pending = stream.pending if layer.bias is None else (*stream.pending, layer.bias)
-    return Stream(stream.value, pending, owned=True)
 
 
 def _repeated(biases: Sequence[Tensor], parts: list[Tensor]) -> list[Tensor]:
