@@ -13,8 +13,6 @@ from torch import Tensor
 
 from .kernels import reference
 
-Parts = tuple[Tensor, ...]  # each [N, C_i, H, W]: one image, its channels not yet joined
-
 
 @dataclass(frozen=True)
 class Norm:
@@ -101,14 +99,13 @@ class FusedOps:
 
     name = "eager"
     channels_last = False  # activations live in channels_last, and so should convolution weights
-    reads_parts = False  # a skip connection need not be concatenated before it is normalised
     defer_bias = False  # a convolution's bias is cheaper inside the next fused operation
 
     def group_norm(
-        self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
+        self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
     ) -> Tensor:
-        """SiLU(GroupNorm(cat(parts) + shift + pending)); parts [N, C_i, H, W], shift [N, C], each pending [C]."""
-        return reference.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu, pending)
+        """SiLU(GroupNorm(x + shift + pending)); x [N, C, H, W], shift [N, C], each pending [C]."""
+        return reference.group_norm(x, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu, pending)
 
     def linear_geglu(self, x: Tensor, layer: Weights) -> Tensor:
         """GEGLU of a linear layer; [..., K] -> [..., I], weight [2I, K]."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .kernels import reference
-from .ops import FusedOps, GatedStream, Heads, Modulation, Norm, Parts, Stream, Weights
+from .ops import FusedOps, GatedStream, Heads, Modulation, Norm, Stream, Weights
 from .regions import Region
 
 
@@ -173,11 +173,10 @@ class RegionOps(FusedOps):
         self.channels_last = self.defer_bias = channels_last
 
     def group_norm(  # noqa: D102
-        self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
+        self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
     ) -> Tensor:
-        x = reference.joined(parts)
         if x.device.type == "cpu" or not silu or not _complete(norm) or x.shape[2:].numel() == 1:
-            return super().group_norm((x,), norm, shift, silu, pending)
+            return super().group_norm(x, norm, shift, silu, pending)
         if shift is not None or pending:
             x = x + sum(pending, 0 if shift is None else shift).expand(len(x), -1)[:, :, None, None]
         n, c = x.shape[:2]

@@ -78,22 +78,25 @@ def test_group_norm(size, dtype, variant):
         x = randn(n, c, w, 2 * h, dtype=dtype).transpose(2, 3)[:, :, ::2]
     weight, bias = (None, None) if variant == "bare" else (randn(c, dtype=dtype), randn(c, dtype=dtype))
     shift = randn(n, c, dtype=dtype) if variant == "shift" else None
-    out = group_norm((x,), weight, bias, 32, 1e-5, shift, silu=variant != "no silu")
+    out = group_norm(x, weight, bias, 32, 1e-5, shift, silu=variant != "no silu")
     exact = reference.to_float64(x, weight, bias, shift)
-    expected = reference.group_norm(exact[:1], *exact[1:3], 32, 1e-5, exact[3], variant != "no silu")
+    expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3], variant != "no silu")
     assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3]))
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("widths", [(32, 64), (40, 24), (1280, 640), (20, 4, 8)], ids=str)
-def test_group_norm_of_parts(widths, dtype):
-    """Groups may reach from one part into the next."""
-    parts, c = tuple(randn(2, width, 7, 9, dtype=dtype) for width in widths), sum(widths)
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("widths", [(32, 64), (40, 24), (1280, 640), (20, 12)], ids=str)
+def test_group_norm_of_a_joined_skip_connection(widths, layout, dtype):
+    """Joined in channels_last it needs no copy; a patch may have left one of the two in another layout."""
+    h, skip = (randn(2, width, 7, 9, dtype=dtype).to(memory_format=torch.channels_last) for width in widths)
+    x, c = torch.cat([h, skip.contiguous(memory_format=layout)], dim=1), sum(widths)
+    assert x.is_contiguous(memory_format=layout)
     weight, bias, shift = randn(c, dtype=dtype), randn(c, dtype=dtype), randn(2, c, dtype=dtype)
-    exact = reference.to_float64(torch.cat(parts, 1), weight, bias, shift)
-    expected = reference.group_norm(exact[:1], *exact[1:3], 32, 1e-5, exact[3])
-    out = group_norm(parts, weight, bias, 32, 1e-5, shift)
+    exact = reference.to_float64(x, weight, bias, shift)
+    expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3])
+    out = group_norm(x, weight, bias, 32, 1e-5, shift)
     assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3]))
 
 
@@ -105,9 +108,9 @@ def test_group_norm_adds_pending_biases(count, shifted, dtype):
     shift = randn(2, 96, dtype=dtype) if shifted else None
     pending = tuple(randn(96, dtype=dtype) for _ in range(count))
     exact, more = reference.to_float64(x, weight, bias, shift), reference.to_float64(*pending)
-    expected = reference.group_norm(exact[:1], *exact[1:3], 32, 1e-5, exact[3], pending=more)
-    assert torch.equal(expected, reference.group_norm(exact[:1], *exact[1:3], 32, 1e-5, _sum(exact[3], more)))
-    out = group_norm((x,), weight, bias, 32, 1e-5, shift, pending=pending)
+    expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3], pending=more)
+    assert torch.equal(expected, reference.group_norm(*exact[:3], 32, 1e-5, _sum(exact[3], more)))
+    out = group_norm(x, weight, bias, 32, 1e-5, shift, pending=pending)
     assert_close(out, expected, dtype, at_least=rounding(exact[0], _sum(exact[3], more)))
 
 
@@ -118,7 +121,7 @@ def _sum(shift, pending):
 def test_group_norm_names_its_limit():
     x = randn(1, 32, 2, 2)
     with pytest.raises(ValueError, match="at most 2 pending biases, got 3"):
-        group_norm((x,), None, None, 32, 1e-5, pending=(x[0, :, 0, 0],) * 3)
+        group_norm(x, None, None, 32, 1e-5, pending=(x[0, :, 0, 0],) * 3)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -127,10 +130,10 @@ def test_group_norm_does_not_cancel(size):
     x = randn(*size) + 1000.0
     c = size[1]
     weight, bias = randn(c), randn(c)
-    out = group_norm((x,), weight, bias, 32, 1e-5, silu=False)
+    out = group_norm(x, weight, bias, 32, 1e-5, silu=False)
     exact = reference.to_float64(x, weight, bias)
-    expected = reference.group_norm(exact[:1], *exact[1:], 32, 1e-5, silu=False)
-    eager = reference.group_norm((x,), weight, bias, 32, 1e-5, silu=False)
+    expected = reference.group_norm(*exact, 32, 1e-5, silu=False)
+    eager = reference.group_norm(x, weight, bias, 32, 1e-5, silu=False)
     ours, theirs = ((y.double() - expected).norm() / expected.norm() for y in (out, eager))
     assert ours < max(2e-3, 3 * theirs)
 
@@ -399,7 +402,7 @@ def test_an_operation_whose_kernel_fails_runs_in_plain_torch(monkeypatch, module
     for _ in range(2):
         ours, theirs = (o.feed_forward(a, stream, out, norm, up, down) for o in (plain, ops))
         assert relative_error(theirs.settled(), ours.settled().double()) < 1e-5
-        assert relative_error(ops.group_norm((image,), norm), plain.group_norm((image,), norm).double()) < 1e-5
+        assert relative_error(ops.group_norm(image, norm), plain.group_norm(image, norm).double()) < 1e-5
         assert relative_error(ops.bias_add(image, None, image), 2 * image.double()) < 1e-6
     (fallback,) = stats.snapshot()["fallbacks"]
     assert fallback["count"] == 1 and operation in fallback["reason"] and "PassManager" in fallback["reason"]

@@ -266,7 +266,7 @@ def test_one_cast_convolution(patcher, layer):
         wanted = block(x, emb)
         cast.comfy_cast_weights = True
         try:
-            out = res_block(RegionOps(channels_last=True), block, (x,), block.emb_layers(emb))
+            out = res_block(RegionOps(channels_last=True), block, x, block.emb_layers(emb))
         finally:
             del cast.comfy_cast_weights
     assert error(out, wanted) < CLOSE

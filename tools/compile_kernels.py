@@ -36,7 +36,7 @@ HOPPER_ONLY = (linear_geglu_kernel,)
 FLOAT32 = ("part", "ab", "rotation")
 INTEGERS = (
     "HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "H", "W", "M", "K", "T", "L", "D", "OUT_H", "OUT_W", "X_ROWS",
-    "BRANCH_ROWS", "X_STRIDE", "BRANCH_STRIDE", "GATE_STRIDE", "SHIFT_STRIDE", "SCALE_STRIDE", "TOTAL", "OFFSET",
+    "BRANCH_ROWS", "X_STRIDE", "BRANCH_STRIDE", "GATE_STRIDE", "SHIFT_STRIDE", "SCALE_STRIDE", "TOTAL",
     "START", "QKV_ROWS", "ROTATION_ROWS", "QKV_STRIDE",
 )  # fmt: skip
 SCALARS = {"eps": "fp32", "SCALE": "fp32", "LIMIT": "fp32", "table": "*i64"} | dict.fromkeys(INTEGERS, "i32")

@@ -17,8 +17,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock,
 from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor, nn
 
-from ..kernels.reference import joined
-from ..ops import FusedOps, LinearGroup, Parts, Stream, linear
+from ..ops import FusedOps, LinearGroup, Stream, linear
 from .family import Arguments, residuals
 from .layers import (
     Survey,
@@ -155,16 +154,16 @@ def _plain_transformer_block(m: BasicTransformerBlock) -> bool:
     )
 
 
-def res_block(ops: FusedOps, m: ResBlock, parts: Parts, shift: Tensor, pending: tuple[Tensor, ...] = ()) -> Tensor:
-    """openaimodel.ResBlock._forward; parts [N, C_i, H, W], shift + pending = emb_layers(embedding) [N, C]."""
-    h = ops.group_norm(parts, norm_of(m.in_layers[0], parts[0]))
+def res_block(ops: FusedOps, m: ResBlock, x: Tensor, shift: Tensor, pending: tuple[Tensor, ...] = ()) -> Tensor:
+    """openaimodel.ResBlock._forward; x [N, C, H, W], shift + pending = emb_layers(embedding) [N, C]."""
+    h = ops.group_norm(x, norm_of(m.in_layers[0], x))
     if m.updown:
-        h, parts = m.h_upd(h), (m.x_upd(joined(parts)),)
+        h, x = m.h_upd(h), m.x_upd(x)
     h, bias = conv(ops, m.in_layers[-1], h)
     pending = pending if bias is None else (*pending, bias)
-    h = ops.group_norm((h,), norm_of(m.out_layers[0], h), shift.type(h.dtype), pending=pending)
+    h = ops.group_norm(h, norm_of(m.out_layers[0], h), shift.type(h.dtype), pending=pending)
     h, bias = conv(ops, m.out_layers[-1], h)
-    x, skip_bias = joined(parts), None
+    skip_bias = None
     if isinstance(m.skip_connection, nn.Conv2d):
         x, skip_bias = conv(ops, m.skip_connection, x)
     return ops.bias_add(h, bias, x, skip_bias)
@@ -229,12 +228,12 @@ class UNetForward:
         h, skips = self._down(h, emb, context, control)
         options["block"] = ("middle", 0)
         if model.middle_block is not None:
-            h = self._stage(model.middle_block, (h,), emb, context)
+            h = self._stage(model.middle_block, h, emb, context)
         h = openaimodel.apply_control(h, control, "middle")
         h = self._up(h, skips, emb, context, control).type(x.dtype)
         if id(model.out) in self.plan.survey.odd:
             return model.out(h).contiguous()
-        return model.out[2](self.ops.group_norm((h,), norm_of(model.out[0], h))).contiguous()
+        return model.out[2](self.ops.group_norm(h, norm_of(model.out[0], h))).contiguous()
 
     def _project_embedding(self, silu: Tensor) -> dict[int, tuple[Tensor, tuple[Tensor, ...]]]:
         """What each ResBlock adds to its channels: (its projection of the embedding [N, C], the bias still to add)."""
@@ -276,7 +275,7 @@ class UNetForward:
         skips = []
         for index, stage in enumerate(self.model.input_blocks):
             self.options["block"] = ("input", index)
-            h = openaimodel.apply_control(self._stage(stage, (h,), emb, context), control, "input")
+            h = openaimodel.apply_control(self._stage(stage, h, emb, context), control, "input")
             for patch in self.patches.get("input_block_patch", ()):
                 h = patch(h, self.options)
             skips.append(h)
@@ -290,34 +289,31 @@ class UNetForward:
             skip = openaimodel.apply_control(skips.pop(), control, "output")
             for patch in self.patches.get("output_block_patch", ()):
                 h, skip = patch(h, skip, self.options)
-            apart = self.ops.reads_parts and h.dtype == skip.dtype
-            parts = (h, skip) if apart else (torch.cat([h, skip], dim=1),)
-            h = self._stage(stage, parts, emb, context, skips[-1].shape if skips else None)
+            h = torch.cat([h, skip], dim=1)  # in channels_last if both are
+            del skip  # not held while the stage runs, as in eager
+            h = self._stage(stage, h, emb, context, skips[-1].shape if skips else None)
         return h
 
     def _stage(
-        self, stage: nn.Module, parts: Parts, emb: Tensor, context: Tensor, output_shape: torch.Size | None = None
+        self, stage: nn.Module, h: Tensor, emb: Tensor, context: Tensor, output_shape: torch.Size | None = None
     ) -> Tensor:
-        """One stage of layers; its input is the channels of ``parts``, joined only where a layer needs them so."""
+        """One stage of layers; h [N, C, H, W]."""
         for layer in stage:
             if id(layer) in self.plan.res_blocks:
-                parts = (res_block(self.ops, layer, parts, *self.shifts[id(layer)]),)
-                continue
-            h = joined(parts)
-            if id(layer) in self.plan.transformers:
+                h = res_block(self.ops, layer, h, *self.shifts[id(layer)])
+            elif id(layer) in self.plan.transformers:
                 h = self._transformer(layer, h, context)
                 self.options["transformer_index"] += 1
             elif id(layer) in self.plan.upsamplings:
                 h = upsample(self.ops, layer, h, output_shape)
             else:  # downsampling, the first convolution, blocks that are not plain, what a patch handles
                 h = openaimodel.forward_timestep_embed([layer], h, emb, context, self.options, output_shape)
-            parts = (h,)
-        return joined(parts)
+        return h
 
     def _transformer(self, m: SpatialTransformer, x: Tensor, context: Tensor) -> Tensor:
         """attention.SpatialTransformer.forward."""
         self.options["activations_shape"] = list(x.shape)
-        h = to_tokens(self.ops.group_norm((x,), norm_of(m.norm, x), silu=False))
+        h = to_tokens(self.ops.group_norm(x, norm_of(m.norm, x), silu=False))
         stream = Stream(pointwise(m.proj_in, h))
         for index, block in enumerate(m.transformer_blocks):
             self.options["block_index"] = index

@@ -152,7 +152,7 @@ def decode(ops: FusedOps, m: blocks.Decoder, z: Tensor) -> Tensor:
         h = _level(ops, m.up[level], h)
         if level != 0:
             h = _upsample(ops, m.up[level].upsample, h)
-    h = m.conv_out(ops.group_norm((h,), norm_of(m.norm_out, h))).contiguous()
+    h = m.conv_out(ops.group_norm(h, norm_of(m.norm_out, h))).contiguous()
     return torch.tanh(h) if m.tanh_out else h
 
 
@@ -164,7 +164,7 @@ def encode(ops: FusedOps, m: blocks.Encoder, x: Tensor) -> Tensor:
         if level != m.num_resolutions - 1:
             h = m.down[level].downsample(h)
     h = _middle(ops, m.mid, h)
-    return m.conv_out(ops.group_norm((h,), norm_of(m.norm_out, h))).contiguous()
+    return m.conv_out(ops.group_norm(h, norm_of(m.norm_out, h))).contiguous()
 
 
 def _laid_out(ops: FusedOps, x: Tensor) -> Tensor:
@@ -194,9 +194,9 @@ def _upsample(ops: FusedOps, m: blocks.Upsample, x: Tensor) -> Tensor:
 
 def res_block(ops: FusedOps, m: blocks.ResnetBlock, x: Tensor) -> Tensor:
     """ResnetBlock.forward without a time embedding; x [N, C, H, W]."""
-    h, bias = conv(ops, m.conv1, ops.group_norm((x,), norm_of(m.norm1, x)))
+    h, bias = conv(ops, m.conv1, ops.group_norm(x, norm_of(m.norm1, x)))
     pending = () if bias is None else (bias,)
-    h, bias = conv(ops, m.conv2, ops.group_norm((h,), norm_of(m.norm2, h), pending=pending))
+    h, bias = conv(ops, m.conv2, ops.group_norm(h, norm_of(m.norm2, h), pending=pending))
     if m.in_channels != m.out_channels:
         x = m.conv_shortcut(x) if m.use_conv_shortcut else m.nin_shortcut(x)
     return ops.bias_add(h, bias, x)
@@ -206,7 +206,7 @@ def attn_block(ops: FusedOps, m: blocks.AttnBlock, x: Tensor) -> Tensor:
     """AttnBlock.forward; single-head attention over the pixels of x [N, C, H, W]."""
     if not ops.channels_last or m.optimized_attention is not blocks.pytorch_attention:
         return m(x)
-    tokens = to_tokens(ops.group_norm((x,), norm_of(m.norm, x), silu=False))
+    tokens = to_tokens(ops.group_norm(x, norm_of(m.norm, x), silu=False))
     q, k, v = (pointwise(layer, tokens)[:, None] for layer in (m.q, m.k, m.v))
     # SDPA as ComfyUI's pytorch_attention calls it, without its three copies: the tokens lie right already
     out = comfy.ops.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False)

@@ -8,9 +8,6 @@ Numbers: inside a block the sums are taken relative to the block's first row (sh
 "Algorithms for computing the sample variance", sec. 1.2), blocks are merged by their means and centred second moments
 (ibid., sec. 2), so nothing cancels when |mean| >> std. There are no atomics: results do not depend on scheduling.
 
-The input may come in parts, one after the other along the channels: a skip connection is normalised without ever being
-concatenated, because the moments of the whole are those of its parts side by side.
-
 Sizes are run-time arguments that Triton is told not to specialise on: one compilation serves every height, width and
 batch.
 """
@@ -31,11 +28,8 @@ MAX_ROWS = 2048
 
 
 @triton.jit(do_not_specialize=["HW", "ROWS"])
-def moments_kernel(x, part, HW, ROWS, C, TOTAL, OFFSET, BR: tl.constexpr, BC: tl.constexpr):
-    """x [N, HW, C] -> part [N, blocks, 2, TOTAL] float32, from channel OFFSET on.
-
-    Mean and centred second moment of each channel over ROWS rows.
-    """
+def moments_kernel(x, part, HW, ROWS, C, BR: tl.constexpr, BC: tl.constexpr):
+    """x [N, HW, C] -> part [N, blocks, 2, C] float32: mean and centred second moment of each channel over ROWS rows."""
     block, n = tl.program_id(0), tl.program_id(2)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     in_c = c < C
@@ -54,9 +48,9 @@ def moments_kernel(x, part, HW, ROWS, C, TOTAL, OFFSET, BR: tl.constexpr, BC: tl
         q += d * d
     count = (last - first).to(tl.float32)
     total = tl.sum(s, 0)
-    out = part + (n * tl.num_programs(0) + block).to(tl.int64) * 2 * TOTAL + OFFSET + c
+    out = part + (n * tl.num_programs(0) + block).to(tl.int64) * 2 * C + c
     tl.store(out, pivot + total / count, mask=in_c)
-    tl.store(out + TOTAL, tl.maximum(tl.sum(q, 0) - total * total / count, 0.0), mask=in_c)
+    tl.store(out + C, tl.maximum(tl.sum(q, 0) - total * total / count, 0.0), mask=in_c)
 
 
 @triton.jit(do_not_specialize=["HW", "ROWS", "BLOCKS"])
@@ -107,20 +101,20 @@ def coefficients_kernel(
 
 
 @triton.jit(do_not_specialize=["HW"])
-def apply_kernel(x, ab, y, HW, C, TOTAL, OFFSET, BR: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr):
-    """y = x * ab[0] + ab[1], then SiLU; x [N, HW, C], y [N, HW, TOTAL] and ab [N, 2, TOTAL] float32 from OFFSET on."""
+def apply_kernel(x, ab, y, HW, C, BR: tl.constexpr, BC: tl.constexpr, SILU: tl.constexpr):
+    """y = x * ab[0] + ab[1], then SiLU; x, y [N, HW, C] and ab [N, 2, C] float32."""
     n = tl.program_id(2)
     c = tl.program_id(1) * BC + tl.arange(0, BC)
     r = tl.program_id(0) * BR + tl.arange(0, BR)
     in_c = c < C
     mask = (r[:, None] < HW) & in_c[None, :]
-    row = n.to(tl.int64) * HW + r[:, None].to(tl.int64)
-    a = tl.load(ab + n * 2 * TOTAL + OFFSET + c, mask=in_c, other=0.0)
-    b = tl.load(ab + n * 2 * TOTAL + TOTAL + OFFSET + c, mask=in_c, other=0.0)
-    v = tl.load(x + row * C + c[None, :], mask=mask, other=0.0).to(tl.float32) * a[None, :] + b[None, :]
+    where = (n.to(tl.int64) * HW + r[:, None].to(tl.int64)) * C + c[None, :]
+    a = tl.load(ab + n * 2 * C + c, mask=in_c, other=0.0)
+    b = tl.load(ab + n * 2 * C + C + c, mask=in_c, other=0.0)
+    v = tl.load(x + where, mask=mask, other=0.0).to(tl.float32) * a[None, :] + b[None, :]
     if SILU:
         v = v * tl.sigmoid(v)
-    tl.store(y + row * TOTAL + OFFSET + c[None, :], v.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + where, v.to(y.dtype.element_ty), mask=mask)
 
 
 def _row_blocks(rows: int) -> tuple[int, int]:
@@ -131,36 +125,29 @@ def _row_blocks(rows: int) -> tuple[int, int]:
     return per_block, triton.cdiv(rows, per_block)
 
 
-def _places(parts: tuple[Tensor, ...]) -> list[tuple[Tensor, int, int]]:
-    """(part, its channels, the channels before it)."""
-    widths = [x.shape[1] for x in parts]
-    return [(x, c, sum(widths[:i])) for i, (x, c) in enumerate(zip(parts, widths, strict=True))]
-
-
 def _coefficients(
-    parts: tuple[Tensor, ...], weight: Tensor | None, bias: Tensor | None, groups: int, eps: float,
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float,
     shift: Tensor | None, pending: tuple[Tensor, ...],
 ) -> Tensor:  # fmt: skip
-    """The scale and the shift of each (image, channel), [N, 2, C] float32; the parts are channels_last."""
-    (n, _, h, w), total = parts[0].shape, sum(x.shape[1] for x in parts)
+    """The scale and the shift of each (image, channel), [N, 2, C] float32; x is channels_last."""
+    n, c, h, w = x.shape
     rows, blocks = _row_blocks(h * w)
-    part = torch.empty(n, blocks, 2, total, device=parts[0].device, dtype=torch.float32)
-    ab = torch.empty(n, 2, total, device=parts[0].device, dtype=torch.float32)
-    for x, c, offset in _places(parts):
-        grid = (blocks, triton.cdiv(c, MOMENTS_BLOCK[1]), n)
-        launch(moments_kernel, grid, x, part, h * w, rows, c, total, offset, *MOMENTS_BLOCK)
-    cg = total // groups
+    part = torch.empty(n, blocks, 2, c, device=x.device, dtype=torch.float32)
+    ab = torch.empty(n, 2, c, device=x.device, dtype=torch.float32)
+    grid = (blocks, triton.cdiv(c, MOMENTS_BLOCK[1]), n)
+    launch(moments_kernel, grid, x, part, h * w, rows, c, *MOMENTS_BLOCK)
+    cg = c // groups
     block_cg = triton.next_power_of_2(cg)
     launch(coefficients_kernel, (groups, n),
         part, part if shift is None else shift, *(*pending, part, part)[:MAX_PENDING],
-        ab if weight is None else weight, ab if bias is None else bias, ab, h * w, rows, blocks, total, cg, eps,
+        ab if weight is None else weight, ab if bias is None else bias, ab, h * w, rows, blocks, c, cg, eps,
         shift is not None, len(pending), weight is not None, bias is not None, 32, block_cg,
     )  # fmt: skip
     return ab
 
 
 def group_norm(
-    parts: tuple[Tensor, ...],  # each [N, C_i, H, W], any layout; together C channels
+    x: Tensor,  # [N, C, H, W], any layout
     weight: Tensor | None,  # [C]
     bias: Tensor | None,  # [C]
     groups: int,
@@ -169,18 +156,17 @@ def group_norm(
     silu: bool = True,
     pending: tuple[Tensor, ...] = (),  # each [C]
 ) -> Tensor:
-    """SiLU(GroupNorm(cat(parts) + shift + pending)); the result is channels_last. See ``reference.group_norm``.
+    """SiLU(GroupNorm(x + shift + pending)); the result is channels_last. See ``reference.group_norm``.
 
     Raises ValueError for more pending biases than a ResBlock leaves.
     """
     if len(pending) > MAX_PENDING:
         raise ValueError(f"group_norm takes at most {MAX_PENDING} pending biases, got {len(pending)}")
-    parts = tuple(x.contiguous(memory_format=torch.channels_last) for x in parts)
-    (n, _, h, w), total = parts[0].shape, sum(x.shape[1] for x in parts)
-    shift = None if shift is None else shift.expand(n, total).contiguous()
-    ab = _coefficients(parts, weight, bias, groups, eps, shift, pending)
-    y = torch.empty(n, total, h, w, device=ab.device, dtype=parts[0].dtype, memory_format=torch.channels_last)
-    for x, c, offset in _places(parts):
-        grid = (triton.cdiv(h * w, APPLY_BLOCK[0]), triton.cdiv(c, APPLY_BLOCK[1]), n)
-        launch(apply_kernel, grid, x, ab, y, h * w, c, total, offset, *APPLY_BLOCK, silu)
+    x = x.contiguous(memory_format=torch.channels_last)
+    n, c, h, w = x.shape
+    shift = None if shift is None else shift.expand(n, c).contiguous()
+    ab = _coefficients(x, weight, bias, groups, eps, shift, pending)
+    y = torch.empty_like(x, memory_format=torch.channels_last)
+    grid = (triton.cdiv(h * w, APPLY_BLOCK[0]), triton.cdiv(c, APPLY_BLOCK[1]), n)
+    launch(apply_kernel, grid, x, ab, y, h * w, c, *APPLY_BLOCK, silu)
     return y

@@ -13,13 +13,8 @@ from torch import Tensor
 FP16_MAX = 65504.0
 
 
-def joined(parts: tuple[Tensor, ...]) -> Tensor:
-    """The parts [N, C_i, H, W], one after the other along the channels."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-
 def group_norm(
-    parts: tuple[Tensor, ...],  # each [N, C_i, H, W]; together C channels
+    x: Tensor,  # [N, C, H, W]
     weight: Tensor | None,  # [C]
     bias: Tensor | None,  # [C]
     groups: int,
@@ -28,11 +23,10 @@ def group_norm(
     silu: bool = True,
     pending: tuple[Tensor, ...] = (),  # each [C]
 ) -> Tensor:
-    """SiLU(GroupNorm(cat(parts) + shift + pending)).
+    """SiLU(GroupNorm(x + shift + pending)).
 
     ``shift`` is the timestep embedding; ``pending`` are biases of the layers before that are still to be added.
     """
-    x = joined(parts)
     if shift is not None or pending:
         shift = sum(pending, 0 if shift is None else shift).expand(len(x), -1)
         x = x + shift[:, :, None, None]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import KernelFailed
-from ..ops import FusedOps, GatedStream, Heads, LinearGroup, Modulation, Norm, Parts, Stream, Weights, linear
+from ..ops import FusedOps, GatedStream, Heads, LinearGroup, Modulation, Norm, Stream, Weights, linear
 from ..stats import STATS
 from . import (
     group_norm,
@@ -68,7 +68,6 @@ class TritonOps(FusedOps):
 
     name = "kernels"
     channels_last = True
-    reads_parts = True
     defer_bias = True
 
     def __init__(self, device: torch.device) -> None:
@@ -81,9 +80,9 @@ class TritonOps(FusedOps):
 
     @_or()
     def group_norm(  # noqa: D102
-        self, parts: Parts, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
+        self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
     ) -> Tensor:
-        return group_norm.group_norm(parts, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu, pending)
+        return group_norm.group_norm(x, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu, pending)
 
     @_or(ours="_linear_then_geglu")
     def linear_geglu(self, x: Tensor, layer: Weights) -> Tensor:  # noqa: D102
