@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import graphs, kernels, region_ops
 from .errors import CaptureFailed, Unavailable
+from .graphs import Output
 from .key import ShapeKey
 from .ops import FusedOps
 from .stats import COMPILES, STATS, ModelStats, ShapeStats
@@ -52,8 +53,8 @@ class Call:
 
     key: ShapeKey
     inputs: dict[str, Tensor]  # everything that may differ from call to call
-    forward: Callable[[FusedOps, dict[str, Tensor]], Tensor]  # pure, unless graph_obstacle says otherwise
-    eager: Callable[[], Tensor]  # ComfyUI's own forward
+    forward: Callable[[FusedOps, dict[str, Tensor]], Output]  # pure, unless graph_obstacle says otherwise
+    eager: Callable[[], Output]  # on ComfyUI's own layers
     weights: int  # weights.WeightWatch.fingerprint, now
     width: int  # image pixels
     height: int
@@ -62,6 +63,7 @@ class Call:
     obstacle: str = ""  # why only eager is right; "" if fused forwards are
     graph_obstacle: str = ""  # why the forward may not be captured; "" if it may
     eager_parts: str = ""  # why some parts of the forward run in eager on any tier; "" if none does
+    last_resort: Callable[[], Output] | None = None  # ComfyUI's own forward, where ``eager`` is not
 
 
 @dataclass
@@ -83,7 +85,7 @@ class Engine:
     # of shapes that cannot have a graph, by tier and reason: another patch, another trial
     _trials: dict[tuple[str, str, ShapeKey], Trial] = field(default_factory=dict)
 
-    def __call__(self, call: Call, settings: Settings) -> Tensor:
+    def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, from the fastest tier that is safe."""
         shape = self.stats.shape(str(call.key), call.width, call.height, call.batch)
         shape.calls += 1
@@ -97,7 +99,7 @@ class Engine:
         shape.first_call_seconds = time.perf_counter() - started
         return out
 
-    def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Tensor:
+    def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle, retired, failures = call.obstacle, dict(self._retired), []
         if not obstacle:
             for tier in _tiers(settings, call.key.device):
@@ -117,12 +119,24 @@ class Engine:
             obstacle = "; ".join(dict.fromkeys([*self._retired.values(), *failures]))
         self._note(shape, "eager", obstacle)
         try:
-            return call.eager()
+            return self._eager(call, shape)
         except Exception:
             self._retired = retired  # the call itself is wrong (another node's patch, its input), not our tiers
             raise
 
-    def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Tensor:
+    def _eager(self, call: Call, shape: ShapeStats) -> Output:
+        if call.last_resort is None:
+            return call.eager()
+        try:
+            return call.eager()
+        except self.passthrough:
+            raise
+        except Exception as error:  # noqa: BLE001  the same place, for what is ours in eager
+            self._note(shape, "eager", f"blocks could not be skipped ({type(error).__name__}: {error})")
+            log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, shape.reason, exc_info=error)
+        return call.last_resort()
+
+    def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle = self._graph_obstacle(tier, call, settings)
         if not obstacle:
             out = graphs.cache(call.key.device).replay(id(self), call.key, call.weights, call.inputs)
@@ -140,7 +154,7 @@ class Engine:
         self._capture(ops, call, settings, shape, out)
         return out
 
-    def _without_graph(self, ops: FusedOps, call: Call, shape: ShapeStats, obstacle: str) -> Tensor:
+    def _without_graph(self, ops: FusedOps, call: Call, shape: ShapeStats, obstacle: str) -> Output:
         """A shape that should have a graph and cannot: fused, or in eager where that proves faster."""
         trial = self._trials.setdefault((ops.name, obstacle, call.key), Trial())
         out = trial.run(lambda: self._forward(ops, call), call.eager, call.key.device)
@@ -164,7 +178,7 @@ class Engine:
             raise Unavailable(obstacle)
         return region_ops.RegionOps(channels_last=self.image_layout and device.type == "cpu")
 
-    def _forward(self, ops: FusedOps, call: Call) -> Tensor:
+    def _forward(self, ops: FusedOps, call: Call) -> Output:
         """Runs the fused forward; compilations in its first call are expected, later ones are recompiles."""
         graphs_before, kernels_before, started = COMPILES.graphs, ops.compiled_variants(), time.perf_counter()
         first = (ops.name, call.key.inputs[0].dtype) not in self._started
@@ -181,7 +195,7 @@ class Engine:
         self._started.add((ops.name, call.key.inputs[0].dtype))
         return out
 
-    def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, out: Tensor) -> None:
+    def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, out: Output) -> None:
         """Captures the shape's graph right after its first fused forward; the next call replays it."""
         recording = graphs.Recording(
             lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out
@@ -229,6 +243,8 @@ _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothin
 
 def _tiers(settings: Settings, device: torch.device) -> tuple[str, ...]:
     """The tiers to try, fastest first. ``auto`` asks no CPU for kernels; ``kernels`` does, and is told what happens."""
+    if settings.mode == "off":
+        return ()
     if settings.mode == "regions" or (settings.mode == "auto" and device.type != "cuda"):
         return ("regions",)
     return ("kernels", "regions")

@@ -24,7 +24,8 @@ from .key import ShapeKey
 from .stats import STATS
 
 MIB = 1 << 20
-Forward = Callable[[dict[str, Tensor]], Tensor]
+Output = Tensor | tuple[Tensor, ...]
+Forward = Callable[[dict[str, Tensor]], Output]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Recording:
     inputs: dict[str, Tensor]
     weights: int  # weights.WeightWatch.fingerprint, now
     constants: tuple[Tensor | None, ...]  # device memory besides weights and inputs that the forward reads
-    output: Tensor  # of that run: what the graph's will look like
+    output: Output  # of that run: what the graph's will look like
 
 
 @dataclass
@@ -44,17 +45,17 @@ class CapturedGraph:
 
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Tensor]  # static; a replay reads them
-    output: Tensor  # static; valid until this graph's next replay
+    output: Output  # static; valid until this graph's next replay
     weights: int  # weights.WeightWatch.fingerprint at capture
     constants: tuple[Tensor | None, ...]  # read by the graph, so kept as long as it
     bytes: int
 
-    def replay(self, inputs: dict[str, Tensor]) -> Tensor:
+    def replay(self, inputs: dict[str, Tensor]) -> Output:
         """The forward of ``inputs``; the result is the caller's to keep."""
         for name, static in self.inputs.items():
             static.copy_(inputs[name])
         self.graph.replay()
-        return self.output.clone()
+        return _each(Tensor.clone, self.output)
 
 
 @dataclass
@@ -71,7 +72,7 @@ class GraphCache:
     _stream: torch.cuda.Stream | None = None  # one for all captures: the pool's blocks belong to a stream
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
-    def replay(self, owner: int, key: ShapeKey, weights: int, inputs: dict[str, Tensor]) -> Tensor | None:
+    def replay(self, owner: int, key: ShapeKey, weights: int, inputs: dict[str, Tensor]) -> Output | None:
         """The output, or None where no valid graph exists. A graph of weights that have moved is dropped."""
         with self._lock:
             entry = self._entries.get((owner, key))
@@ -166,9 +167,9 @@ class GraphCache:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             static = {name: torch.empty_like(value).copy_(value) for name, value in recording.inputs.items()}
-            output = torch.empty_like(recording.output)
+            output = _each(torch.empty_like, recording.output)
         before = _free(self.device)
-        graph = self._recorded(lambda: output.copy_(recording.forward(static)))
+        graph = self._recorded(lambda: _each(Tensor.copy_, output, recording.forward(static)))
         if addresses_are_promised():
             graph.replay()  # that allocator gives a graph its memory at its first run
             torch.cuda.synchronize(self.device)
@@ -251,3 +252,10 @@ def obstacle(tier: str) -> str:
 
 def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
+
+
+def _each(fn: Callable[..., Tensor], *outputs: Output) -> Output:
+    """``fn`` of a forward's outputs, one by one where a forward has several."""
+    if isinstance(outputs[0], Tensor):
+        return fn(*outputs)
+    return tuple(fn(*tensors) for tensors in zip(*outputs, strict=True))

@@ -17,6 +17,7 @@ import torch
 VERSION = 1
 MAX_MODELS = 32  # oldest forgotten first; a session that loads more wants the recent ones
 MAX_SHAPES = 256  # of one model
+MAX_RUNS = 32  # sampling runs with skipped blocks
 TIMES_KEPT = 64
 
 
@@ -131,6 +132,41 @@ class GraphStats:
     evictions: int = 0
 
 
+@dataclass
+class SkipStats:
+    """One sampling run with skipped blocks. A step is skipped if every call of the model in it was."""
+
+    model: str
+    depth: int = 0
+    full: int = 0
+    skipped: int = 0
+    resets: Counter[str] = field(default_factory=Counter)  # calls in full that were not planned, by reason
+    seconds: float = 0.0
+    bytes: int = 0  # of stored features, at most
+    _current: bool | None = field(default=None, repr=False)  # whether the step has been skipped so far
+
+    def begin_evaluation(self) -> None:
+        """What is counted from now on belongs to another prediction of the sampler."""
+        self._current = None
+
+    def count(self, skipped: bool, reason: str = "") -> None:
+        """Counts one call of the model."""
+        if reason:
+            self.resets[reason] += 1
+        if self._current is None or (self._current and not skipped):
+            self.skipped += skipped - bool(self._current)
+            self.full += not skipped
+            self._current = skipped
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's entry."""
+        names = ("model", "depth", "full", "skipped", "bytes")
+        return {name: getattr(self, name) for name in names} | {
+            "resets": dict(self.resets),
+            "seconds": round(self.seconds, 3),
+        }
+
+
 class Stats:
     """Everything that has been counted since the start or the last ``clear``."""
 
@@ -139,6 +175,7 @@ class Stats:
         self._models: deque[ModelStats] = deque(maxlen=MAX_MODELS)
         self._named: Counter[str] = Counter()  # models made so far, by name
         self._fallbacks: Counter[tuple[str, str]] = Counter()
+        self._skip: deque[SkipStats] = deque(maxlen=MAX_RUNS)
         self.graphs = GraphStats()
 
     def model(self, name: str, kind: str) -> ModelStats:
@@ -150,6 +187,12 @@ class Stats:
             self._models.append(entry)
             return entry
 
+    def skip_run(self, model: str, depth: int) -> SkipStats:
+        """A new entry for a sampling run with skipped blocks."""
+        entry = SkipStats(model, depth)
+        self._skip.append(entry)
+        return entry
+
     def fallback(self, where: str, reason: str) -> int:
         """Counts a step down to a slower tier and returns how often it has happened."""
         with self._lock:
@@ -160,6 +203,7 @@ class Stats:
         """Forgets calls, shapes and fallbacks; compiled code and captured graphs stay."""
         with self._lock:
             self._fallbacks.clear()
+            self._skip.clear()
             self.graphs.evictions = 0
             for model in self._models:
                 model.shapes.clear()
@@ -176,7 +220,7 @@ class Stats:
             "models": models,
             "graphs": vars(self.graphs).copy(),
             "fallbacks": fallbacks,
-            "skip": [],
+            "skip": [run.as_dict() for run in list(self._skip)],
             "artifacts": {"dir": "", "loaded": 0, "saved": 0, "rejected": []},
         }
 

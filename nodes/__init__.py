@@ -3,5 +3,6 @@
 from .compile_model import CompileModel
 from .compile_vae import CompileVAE
 from .shape_cache_info import ShapeCacheInfo
+from .skip_blocks import SkipBlocks
 
-NODES = [CompileModel, CompileVAE, ShapeCacheInfo]
+NODES = [CompileModel, CompileVAE, SkipBlocks, ShapeCacheInfo]

@@ -7,10 +7,10 @@ from server import PromptServer
 log = logging.getLogger(__name__)
 
 
-def say(message: str, node_id: str | None) -> None:
+def say(message: str, node_id: str | None, level: int = logging.WARNING) -> None:
     """Logs ``message`` and shows it under the node. Does nothing for an empty message."""
     if not message:
         return
-    log.warning("AnyShape: %s", message)
+    log.log(level, "AnyShape: %s", message)
     if node_id is not None and getattr(PromptServer, "instance", None) is not None:
         PromptServer.instance.send_progress_text(message, node_id)

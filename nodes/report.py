@@ -8,7 +8,7 @@ MIB = 1 << 20
 def report(snapshot: dict[str, Any]) -> str:
     """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
     models = [_model(model) for model in snapshot["models"]] or ["Nothing has run through a compile node yet."]
-    parts = [*models, _graphs(snapshot["graphs"]), _fallbacks(snapshot["fallbacks"])]
+    parts = [*models, _graphs(snapshot["graphs"]), _skip(snapshot["skip"]), _fallbacks(snapshot["fallbacks"])]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -36,6 +36,18 @@ def _graphs(graphs: dict[str, Any]) -> str:
     return (
         f"CUDA graphs: {graphs['used_bytes'] / MIB:.0f} of {graphs['budget_bytes'] / MIB:.0f} MB, "
         f"{graphs['evictions']} evicted"
+    )
+
+
+def _skip(runs: list[dict[str, Any]]) -> str:
+    return "\n".join(["Skip Blocks, by sampling run:", *map(_run, runs)]) if runs else ""
+
+
+def _run(run: dict[str, Any]) -> str:
+    resets = "".join(f"\n    {count} calls in full: {reason}" for reason, count in run["resets"].items())
+    return (
+        f"- {run['model']}: {run['full']} full and {run['skipped']} skipped steps at depth {run['depth']} in "
+        f"{run['seconds']:.1f} s, {run['bytes'] / MIB:.0f} MB of features{resets}"
     )
 
 

@@ -1,0 +1,250 @@
+"""What goes on while a compiled model is sampled: state per sampling run, and every forward as a ``Call``.
+
+A sampling run may skip blocks (``skip.run``): then a forward is one of two programs, with a graph for each.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from comfy.patcher_extension import WrapperExecutor
+from torch import Tensor, nn
+
+from ..engine import Call, Engine, Output, Settings
+from ..key import shape_key
+from ..ops import FusedOps
+from ..skip.run import RUN_KEY, Programs, SkipRun
+from ..weights import ChannelsLastWeights, WeightWatch
+from . import unet
+from .family import Arguments, Family
+from .layers import is_foreign
+
+PATCH_KEYS = ("patches", "patches_replace")
+
+
+class _Run:
+    """What is known of one model during one sampling run. Holds the model: dropped when the run ends."""
+
+    def __init__(self, family: Family, model: nn.Module, layout: ChannelsLastWeights | None) -> None:
+        self.model = model
+        self._family, self._layout = family, layout
+        self._scan()
+
+    def _scan(self) -> None:
+        if self._layout is not None:
+            self._layout.apply(self.model)
+        self.plan = self._family.Plan(self.model)
+        self._shallow: dict[int, unet.Plan] = {}
+        self._watch = WeightWatch(self.model)
+        self.weights = self._watch.fingerprint()
+
+    def shallow_plan(self, depth: int) -> unet.Plan:
+        """The plan of what a skipped step runs."""
+        if depth not in self._shallow:
+            self._shallow[depth] = unet.Plan(self.model, unet.shallow_parts(self.model, depth))
+        return self._shallow[depth]
+
+    def refresh(self) -> None:
+        """Looks again if weights moved: ComfyUI may patch, unload or start to stream them in mid-run."""
+        if self._watch.fingerprint() != self.weights:
+            self._scan()
+
+    def close(self) -> None:
+        """Leaves the weights as ComfyUI had them."""
+        if self._layout is not None:
+            self._layout.restore()
+
+
+class Session:
+    """The wrappers of one compiled patcher (and of its clones), and the runs in progress."""
+
+    def __init__(self, family: Family, settings: Settings, engine: Callable[[nn.Module], Engine]) -> None:
+        self.family = family
+        self.settings = settings
+        self._engine = engine
+        self._runs: dict[int, _Run] = {}  # by id of the diffusion model; several threads sample several models
+        self._depth = 0
+        self._lock = threading.RLock()
+
+    def sampling(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        """OUTER_SAMPLE: state begins here and ends in ``finally``."""
+        with self._lock:
+            self._depth += 1
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if self._depth == 0:
+                    self._close_runs()
+
+    def _close_runs(self) -> None:
+        runs, self._runs = self._runs, {}
+        for run in runs.values():
+            run.close()
+
+    def _run(self, model: nn.Module, device: torch.device) -> _Run:
+        """The run's state; outside a sampling run a fresh one that leaves the weights alone."""
+        with self._lock:
+            if self._depth == 0:
+                return _Run(self.family, model, None)
+            if id(model) not in self._runs:
+                wanted = self._engine(model).wants_channels_last(self.settings, device)
+                self._runs[id(model)] = _Run(self.family, model, ChannelsLastWeights() if wanted else None)
+            run = self._runs[id(model)]
+            run.refresh()
+            return run
+
+    def forward(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
+        """DIFFUSION_MODEL: our forward takes the place of the innermost one; other packs' wrappers stay around it."""
+        model, original = executor.class_obj, executor.original
+
+        def ours(*inner: Any, **extra: Any) -> Tensor:
+            return self._call(model, original, *inner, **extra)
+
+        chain = WrapperExecutor.new_class_executor(ours, model, executor.wrappers, executor.idx + 1)
+        return chain.execute(*args, **kwargs)
+
+    def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """The ``_forward`` of the model's family, through the engine."""
+        given = self.family.arguments(*args, **kwargs)
+        if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
+            return original(*given.original, **given.known, **given.extra)
+        skip: SkipRun | None = given.options.get(RUN_KEY)
+        obstacle = _foreign_forward(self.family, model, original) or _obstacle(given) or self.family.obstacle(given)
+        run = None if obstacle or self.settings.mode == "off" else self._run(model, given.tensors["x"].device)
+        forward = _Forward(self.family, model, original, given, run, obstacle)
+        engine = self._engine(model)
+        if skip is None or obstacle or not skip.skips:
+            if skip is not None:
+                skip.in_full(obstacle)
+            return engine(forward.whole(), self.settings)
+        programs = Programs(
+            full=lambda: engine(forward.full(skip.depth), self.settings),
+            skipped=lambda deep: engine(forward.skipped(skip.depth, deep), self.settings),
+        )
+        return skip.call(_prompts(skip, given), given.tensors["x"], programs)
+
+
+class _Forward:
+    """One forward of a model, as the ``Call`` that it may be: whole, or in the two ways of a run that skips blocks."""
+
+    def __init__(
+        self, family: Family, model: nn.Module, original: Callable[..., Tensor], given: Arguments, run: _Run | None,
+        obstacle: str,
+    ) -> None:  # fmt: skip
+        self.family, self.model, self.given, self.run, self.obstacle = family, model, given, run, obstacle
+        self._original = original
+
+    def whole(self) -> Call:
+        """The model's own forward."""
+        plan = self.run.plan if self.run else None
+        return self._call(lambda ops, t: self.family.forward(ops, self.model, plan, self.given, t), self._own, plan)
+
+    def full(self, depth: int) -> Call:
+        """(output, deep feature); the last resort gives no feature."""
+        plan = self.run.plan if self.run else None
+
+        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: unet.Plan = plan) -> Output:
+            return unet.full(ops, self.model, plan, self.given, tensors, depth)
+
+        return self._in_pieces(forward, plan, "full", depth, {}, lambda: (self._own(), None))
+
+    def skipped(self, depth: int, deep: Tensor) -> Call:
+        """The output, from a deep feature."""
+        plan = self.run.shallow_plan(depth) if self.run else None
+
+        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: unet.Plan = plan) -> Output:
+            return unet.skipped(ops, self.model, plan, self.given, tensors, depth)
+
+        return self._in_pieces(forward, plan, "skipped", depth, {unet.DEEP: deep}, self._own)
+
+    def _in_pieces(
+        self, forward: Callable[..., Output], plan: unet.Plan | None, way: str, depth: int, extra: dict[str, Tensor],
+        last_resort: Callable[[], Output],
+    ) -> Call:  # fmt: skip
+        """A call whose eager way is our pieces of ComfyUI's layers, and the model's own forward the last resort."""
+
+        def eager() -> Output:
+            return forward(FusedOps(), self.given.flat() | extra, unet.EAGER)
+
+        return self._call(forward, eager, plan, extra, {"step": way, "depth": depth}, last_resort)
+
+    def _own(self) -> Tensor:
+        return self._original(*self.given.original, **self.given.known, **self.given.extra)
+
+    def _call(
+        self, forward: Callable[[FusedOps, dict[str, Tensor]], Output], eager: Callable[[], Output], plan: Any,
+        extra: dict[str, Tensor] | None = None, structure: dict[str, int | str] | None = None,
+        last_resort: Callable[[], Output] | None = None,
+    ) -> Call:  # fmt: skip
+        family, given, x = self.family, self.given, self.given.tensors["x"]
+        inputs = given.flat() | (extra or {})
+        return Call(
+            key=shape_key(inputs, given.structure() | (structure or {})),
+            inputs=inputs,
+            forward=forward,
+            eager=eager,
+            weights=self.run.weights if self.run else 0,
+            constants=lambda: plan.constants(),
+            width=x.shape[-1] * family.LATENT_TO_PIXELS,
+            height=x.shape[-2] * family.LATENT_TO_PIXELS,
+            batch=max(1, x.shape[0] // max(1, len(given.options.get("cond_or_uncond", (0,))))),
+            obstacle=self.obstacle,
+            graph_obstacle=_graph_obstacle(self.run, given.options) if self.run else "",
+            eager_parts=plan.survey.eager_parts() if plan else "",
+            last_resort=last_resort,
+        )
+
+
+def _prompts(skip: SkipRun, given: Arguments) -> list[tuple]:
+    """A key for each prompt's rows: its uuid, and everything else that the deep blocks depend on."""
+    options = given.options
+    patches = tuple((*where, skip.identity(patch)) for where, patch in _patches(options))
+    hooks = getattr(skip.hooks(), "hooks", ())
+    shared = (patches, tuple(given.structure().items()), tuple((hook.hook_ref, hook.strength) for hook in hooks))
+    return [(uuid, *shared) for uuid in options.get("uuids") or [None] * len(options.get("cond_or_uncond", (0,)))]
+
+
+def _patches(options: dict[str, Any]) -> Iterator[tuple[tuple, Any]]:
+    """((kind, place), patch) for every patch of other packs."""
+    for name, patches in options.get("patches", {}).items():
+        yield from (((name, index), patch) for index, patch in enumerate(patches))
+    for name, places in options.get("patches_replace", {}).items():
+        yield from (((name, place), patch) for place, patch in places.items())
+    if "optimized_attention_override" in options:
+        yield ("optimized_attention_override",), options["optimized_attention_override"]
+
+
+def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., Tensor]) -> str:
+    """Why the model's forward is not the one that the family mirrors; "" if it is."""
+    own = getattr(original, "__func__", None) is type(model)._forward
+    if own and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
+        return ""
+    return "another node replaced the model's forward, so the model runs in eager"
+
+
+def _obstacle(given: Arguments) -> str:
+    """Why only ComfyUI's own forward is right for this call; "" if ours is."""
+    if torch.is_grad_enabled():
+        return "gradients are on (training), so the model runs in eager"
+    if not isinstance(given.tensors["context"], Tensor):
+        return "the model was called without a prompt's tensor, so it runs in eager"
+    unknown = sorted(name for name, value in given.extra.items() if value is not None)
+    if unknown:
+        return f"the model was called with {', '.join(unknown)}, which only ComfyUI's own forward understands"
+    dtype = given.tensors["x"].dtype
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"{dtype} activations are not supported; load the model in fp16, bf16 or fp32"
+    return ""
+
+
+def _graph_obstacle(run: _Run, options: dict[str, Any]) -> str:
+    """Why this forward may have Python side effects or no fixed weights, so that it must not be captured."""
+    patches = sorted({name for key in PATCH_KEYS for name, value in options.get(key, {}).items() if value})
+    if "optimized_attention_override" in options:
+        patches.append("optimized_attention_override")
+    if patches:
+        return f"patches by another node ({', '.join(patches)}): patched blocks run in eager, without a graph"
+    return run.plan.survey.graph_obstacle()

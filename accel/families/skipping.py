@@ -1,0 +1,140 @@
+"""Skip Blocks: how a run with skipped steps begins and ends in ComfyUI.
+
+The run's state is made when sampling starts and travels in ``transformer_options``; the node, the model and its patcher
+hold none of it. The sampler's callback tells which step it is at, so that nothing is read back from the GPU.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from comfy.model_patcher import ModelPatcher, create_model_options_clone
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from torch import Tensor
+
+from ..engine import Settings
+from ..skip.run import RUN_KEY, SkipRun
+from ..skip.schedule import FEW_STEPS
+from ..skip.settings import AUTO, FEW, SkipSettings
+from ..stats import STATS, SkipStats
+from . import attach, unet
+from .session import Session
+from .unet_cost import shares
+
+KEY = "anyshape.skip"
+MAX_SHARE = 0.15  # of a full step's FLOPs that a skipped step may pay under depth auto; see docs/performance.md
+
+log = logging.getLogger(__name__)
+Tell = Callable[[str], None]
+
+
+def skip_blocks(patcher: ModelPatcher, settings: SkipSettings, tell: Tell) -> tuple[ModelPatcher, str]:
+    """(a clone that skips blocks on most steps, what the user should know or "").
+
+    tell: shows a line to the user, after each run. A model without a UNet's blocks comes back as a plain clone.
+    """
+    clone = patcher.clone()
+    remove(clone)  # of two Skip Blocks nodes in a row, the last one decides
+    model = getattr(patcher.model, "diffusion_model", None)
+    if type(model) is not unet.MODEL or unet.unsupported(model):
+        why = unet.unsupported(model) if type(model) is unet.MODEL else f"{type(model).__name__} is not an SD UNet"
+        message = f"{why}: no blocks are skipped, it runs as without this node. Skip Blocks is for SD1.5, SD2 and SDXL"
+        STATS.fallback(type(patcher.model).__name__, message)
+        return clone, message
+    skipping = _Skipping(settings, type(patcher.model).__name__, tell)
+    session = Session(unet, Settings(mode="off"), attach.engine_of(unet, patcher))
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, skipping.sampling)
+    clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
+    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, partial(_forward, session))
+    return clone, _depth_message(settings, len(model.output_blocks) - 2)
+
+
+def remove(patcher: ModelPatcher) -> None:
+    """Takes our wrappers off ``patcher``."""
+    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.DIFFUSION_MODEL):
+        patcher.remove_wrappers_with_key(wrapper, KEY)
+
+
+def _depth_message(settings: SkipSettings, deepest: int) -> str:
+    if settings.depth == AUTO or int(settings.depth) <= deepest:
+        return ""
+    return f"depth is {settings.depth}, and this model has 0 to {deepest}: auto is used"
+
+
+def _forward(session: Session, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
+    """DIFFUSION_MODEL: forwards in pieces of ComfyUI's layers, unless Compile Model runs them anyway."""
+    compiled = any(isinstance(getattr(wrapper, "__self__", None), Session) for wrapper in executor.wrappers)
+    return executor(*args, **kwargs) if compiled else session.forward(executor, *args, **kwargs)
+
+
+class _Skipping:
+    """The wrappers of one Skip Blocks node: its settings, and nothing of any run."""
+
+    def __init__(self, settings: SkipSettings, name: str, tell: Tell) -> None:
+        self.settings, self.name, self.tell = settings, name, tell
+
+    def sampling(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
+        """OUTER_SAMPLE: a run begins here and ends in ``finally``."""
+        guider, options = executor.class_obj, executor.class_obj.model_options
+        call = inspect.signature(executor.original).bind(*args, **kwargs)
+        run = self._begin(guider, call.arguments["noise"], call.arguments["sigmas"])
+        call.arguments["callback"] = _stepping(run, call.arguments.get("callback"))
+        guider.model_options = create_model_options_clone(options)
+        guider.model_options.setdefault("transformer_options", {})[RUN_KEY] = run
+        try:
+            return executor(*call.args, **call.kwargs)
+        finally:
+            guider.model_options = options
+            run.close()
+            self.tell(summary(run.stats))
+
+    def predicting(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
+        """PREDICT_NOISE: the calls of the model until the next one are one evaluation."""
+        run = executor.class_obj.model_options.get("transformer_options", {}).get(RUN_KEY)
+        if run is not None:
+            run.begin_evaluation()
+        return executor(*args, **kwargs)
+
+    def _begin(self, guider: Any, noise: Tensor, sigmas: Tensor) -> SkipRun:
+        settings, patcher = self.settings, guider.model_patcher
+        model, levels = patcher.model.diffusion_model, sigmas.tolist()[:-1]
+        percent_to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
+        window = percent_to_sigma(settings.start_percent), percent_to_sigma(settings.end_percent)
+        depth = depth_of(settings, model, *noise.shape[-2:])
+        stats = STATS.skip_run(self.name, depth)
+        if len(levels) <= FEW_STEPS and settings.interval > 1:
+            stats.resets[FEW] += 1
+        return SkipRun(
+            levels, settings.full_steps(levels, *window), depth, settings.order, stats, lambda: patcher.current_hooks
+        )
+
+
+def depth_of(settings: SkipSettings, model: unet.MODEL, height: int, width: int) -> int:
+    """The depth of a run on latents of height x width: the user's, or the deepest of ``MAX_SHARE`` of the work."""
+    if settings.depth != AUTO and int(settings.depth) <= len(model.output_blocks) - 2:
+        return int(settings.depth)
+    cheap = [depth for depth, share in enumerate(shares(model, height, width)) if share <= MAX_SHARE]
+    return max(cheap, default=0)
+
+
+def summary(stats: SkipStats) -> str:
+    """One line on a run."""
+    resets = "; ".join(f"{count} calls in full: {reason}" for reason, count in stats.resets.items())
+    line = (
+        f"Skip Blocks, {stats.model}: {stats.full} full and {stats.skipped} skipped steps at depth {stats.depth} in "
+        f"{stats.seconds:.1f} s, {stats.bytes / 1e6:.0f} MB of features"
+    )
+    return f"{line}; {resets}" if resets else line
+
+
+def _stepping(run: SkipRun, callback: Callable[..., None] | None) -> Callable[..., None]:
+    """The sampler's callback, which also moves the run on."""
+
+    def stepped(step: int, *args: Any, **kwargs: Any) -> None:
+        run.begin_step(step + 1)
+        if callback is not None:
+            callback(step, *args, **kwargs)
+
+    return stepped

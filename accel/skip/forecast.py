@@ -1,0 +1,44 @@
+"""What a deep feature will be at a step that is skipped: reuse, or the line through the last two full steps.
+
+Reuse is DeepCache (Ma, Fang and Wang 2024). The line is the first divided difference (Newton's form), exact for
+features that are linear in the axis, at any distances of the steps: TaylorSeer (Liu et al. 2025) of order 1 for steps
+that are not evenly spaced. Higher orders follow the noise in the features more than the features.
+
+The axis is sigma: its steps shrink as the noise does, so the line reaches less and less far beyond the last full step.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+KEPT = 2  # features: what a line needs
+DAMPING = 1.0  # share of the slope that is believed; see docs/performance.md
+
+
+@dataclass
+class History:
+    """The last features of one prompt's rows, and where on the axis they were computed. Holds them on their device."""
+
+    order: int = 1  # 0: reuse; 1: damped line
+    damping: float = DAMPING
+    _points: list[tuple[float, Tensor]] = field(default_factory=list)
+
+    def add(self, position: float, feature: Tensor) -> None:
+        """Appends a feature; at an equal position it takes the last one's place (a sampler's second evaluation)."""
+        if self._points and self._points[-1][0] == position:
+            self._points.pop()
+        self._points = [*self._points, (position, feature)][-(KEPT if self.order else 1) :]
+
+    def at(self, position: float) -> Tensor:
+        """The forecast at ``position``: a feature of the history itself, or a new tensor of its shape and dtype."""
+        last, feature = self._points[-1]
+        if self.order == 0 or len(self._points) < KEPT:
+            return feature
+        before, older = self._points[0]
+        return torch.lerp(older, feature, 1.0 + self.damping * (position - last) / (last - before))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the features kept."""
+        return sum(feature.numel() * feature.element_size() for _, feature in self._points)

@@ -1,0 +1,30 @@
+"""Which steps run every block: a fixed list, known before the run starts, so that no step waits for the GPU.
+
+Ma, Fang and Wang 2024, "DeepCache", section 3.2 (one full step in N) and 3.3 (non-uniform 1:N). Ours places the same
+number of full steps by a power of the step's place: dense where the features move fast, and both ends always full.
+"""
+
+from collections.abc import Iterable
+
+FEW_STEPS = 8  # runs as short as this leave little to win, and every step of a distilled model counts
+DENSITY = 1.2  # of the power law; above 1 dense early, below 1 dense late; see docs/performance.md
+
+
+def full_steps(steps: Iterable[int], interval: int, density: float = DENSITY) -> frozenset[int]:
+    """One in ``interval`` of the ``steps`` (in order), the first and the last among them; rounded up."""
+    steps = list(steps)
+    count = -(-len(steps) // interval)
+    if count <= 1:
+        return frozenset(steps[:1])
+    last = len(steps) - 1
+    places = [round(last * (index / (count - 1)) ** density) for index in range(count)]
+    return frozenset(steps[place] for place in _distinct(places, last))
+
+
+def _distinct(places: list[int], last: int) -> list[int]:
+    """The places moved apart where rounding put two on one; both ends stay."""
+    for index in range(1, len(places)):
+        places[index] = max(places[index], places[index - 1] + 1)
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], last - (len(places) - 1 - index))
+    return places

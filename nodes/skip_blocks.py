@@ -1,0 +1,80 @@
+"""Skip Blocks: deep blocks of a UNet run on some steps only, and are forecast on the others."""
+
+import logging
+from functools import partial
+
+from comfy_api.latest import io
+
+from ..accel.families.skipping import skip_blocks
+from ..accel.skip.settings import AUTO, FORECASTS, MAX_INTERVAL, SkipSettings
+from .messages import say
+
+DEEPEST = 10  # of SD1.5, which has the most blocks
+
+
+class SkipBlocks(io.ComfyNode):
+    """Returns a clone of the model that skips its deep blocks on most steps."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:  # noqa: D102
+        return io.Schema(
+            node_id="AnyShapeSkipBlocks",
+            display_name="Skip Blocks (DeepCache)",
+            category="AnyShape",
+            description="Makes sampling much faster for a slightly different picture: on most steps the deep blocks "
+            "of the UNet are not computed but forecast from earlier steps. For SD1.5, SD2 and SDXL, any size; with or "
+            "without Compile Model. Little can be won at 8 steps or fewer: such runs are left as they are.",
+            inputs=[
+                io.Model.Input("model", tooltip="The model to speed up; Compile Model may come before or after."),
+                io.Int.Input(
+                    "interval",
+                    default=3,
+                    min=1,
+                    max=MAX_INTERVAL,
+                    tooltip="One step in so many computes every block. Higher: faster, and farther from the original "
+                    "picture. 1: every step in full, exactly as without this node.",
+                ),
+                io.Combo.Input(
+                    "depth",
+                    options=[AUTO, *map(str, range(DEEPEST + 1))],
+                    default=AUTO,
+                    tooltip="How many blocks from the top still run on a skipped step. auto: as many as cost about a "
+                    "seventh of a step. Higher: slower, and closer to the original picture.",
+                ),
+                io.Float.Input(
+                    "start_percent",
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Where in the sampling schedule skipping begins; before it every step is full.",
+                ),
+                io.Float.Input(
+                    "end_percent",
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Where in the sampling schedule skipping ends; after it every step is full.",
+                ),
+                io.Combo.Input(
+                    "forecast",
+                    options=list(FORECASTS),
+                    default=FORECASTS[0],
+                    tooltip="order1: continues the change of the last two full steps. off: takes the last full step "
+                    "as it is, like DeepCache.",
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The same model, faster. Deleting the node restores the original.")],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(  # noqa: D102
+        cls, model: io.Model.Type, interval: int, depth: str, start_percent: float, end_percent: float, forecast: str
+    ) -> io.NodeOutput:
+        settings = SkipSettings(interval, depth, start_percent, end_percent, forecast)
+        tell = partial(say, node_id=cls.hidden.unique_id, level=logging.INFO)
+        skipping, message = skip_blocks(model, settings, tell)
+        say(message, cls.hidden.unique_id)
+        return io.NodeOutput(skipping)
