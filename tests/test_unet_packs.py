@@ -4,87 +4,15 @@ import pytest
 
 from tools.driving import SHORT_RUN, compiled, unet_forward
 from tools.oracles import assert_fast, error, fallbacks, shapes
+from tools.patching import PATCHES, attn2_replace_one
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
 BLOCK = "input_blocks.1.1.transformer_blocks.0"
-ATTN_INPUT = ("input", 1)  # where that block lies, as patches see it
 
 
 # Patches of other nodes -------------------------------------------------------------------------------------------
-
-
-def place(options):
-    """Where a patch is called, as it sees it."""
-    return (options["block"], options.get("block_index"), options["transformer_index"])
-
-
-def input_block(patcher, log):
-    patcher.set_model_input_block_patch(lambda h, o: log.append(place(o)) or h * 1.1)
-
-
-def input_block_after_skip(patcher, log):
-    patcher.set_model_input_block_patch_after_skip(lambda h, o: log.append(place(o)) or h * 1.1)
-
-
-def output_block_in_place(patcher, log):
-    def patch(h, skip, options):
-        log.append(place(options))
-        h[:, : h.shape[1] // 2] *= 1.3
-        return h, skip.mul_(0.8)
-
-    patcher.set_model_output_block_patch(patch)
-
-
-def attn1(patcher, log):
-    patcher.set_model_attn1_patch(lambda n, k, v, o: log.append(place(o)) or (n * 1.2, k, v * 0.9))
-
-
-def attn2(patcher, log):
-    patcher.set_model_attn2_patch(lambda n, k, v, o: log.append(place(o)) or (n, k, v * 1.5))
-
-
-def attn1_output(patcher, log):
-    patcher.set_model_attn1_output_patch(lambda n, o: log.append(place(o)) or n * 1.2)
-
-
-def attn2_output(patcher, log):
-    patcher.set_model_attn2_output_patch(lambda n, o: log.append(place(o)) or n * 1.2)
-
-
-def attn1_replace_one(patcher, log):
-    patcher.set_model_attn1_replace(lambda q, k, v, o: log.append(place(o)) or v * 0.5, *ATTN_INPUT)
-
-
-def attn2_replace_one(patcher, log):
-    def mean(q, k, v, options):
-        log.append(place(options))
-        return v.mean(1, keepdim=True).expand_as(q)
-
-    patcher.set_model_attn2_replace(mean, *ATTN_INPUT, 0)  # by block and index in it, as IPAdapter does
-
-
-def middle(patcher, log):
-    patcher.set_model_patch(lambda x, o: log.append(place(o)) or x * 1.1, "middle_patch")
-
-
-def embedding(patcher, log):
-    patcher.set_model_emb_patch(lambda emb, channels, o: log.append(channels) or emb * 1.2)
-
-
-def attention_override(patcher, log):
-    def override(func, q, k, v, heads, **kwargs):
-        log.append((tuple(q.shape), heads, place(kwargs["transformer_options"])))
-        return func(q, k, v * 1.2, heads, **kwargs)
-
-    patcher.model_options["transformer_options"]["optimized_attention_override"] = override
-
-
-PATCHES = [
-    input_block, input_block_after_skip, output_block_in_place, attn1, attn2, attn1_output, attn2_output,
-    attn1_replace_one, attn2_replace_one, middle, embedding, attention_override,
-]  # fmt: skip
 
 
 def run_patched(models, patcher, patch):

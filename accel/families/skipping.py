@@ -24,7 +24,7 @@ from .session import Session
 from .unet_cost import shares
 
 KEY = "anyshape.skip"
-MAX_SHARE = 0.15  # of a full step's FLOPs that a skipped step may pay under depth auto; see docs/performance.md
+MAX_SHARE = 0.1  # of a full step's FLOPs that a skipped step may pay under depth auto; see docs/performance.md
 
 log = logging.getLogger(__name__)
 Tell = Callable[[str], None]

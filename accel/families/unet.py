@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..ops import FusedOps
 from .family import Arguments, residuals
-from .unet_forward import Control, Inputs, UNetForward
+from .unet_forward import Control, Inputs, UNetForward, ending
 from .unet_plan import Plan
 
 __all__ = ["Plan"]  # a name of the family's protocol
@@ -70,7 +70,8 @@ def skipped(
 
 def shallow_parts(model: UNetModel, depth: int) -> list[nn.Module]:
     """The parts that ``skipped`` runs."""
-    return [*model.input_blocks[: depth + 1], *model.output_blocks[-depth - 1 :], model.out]
+    upsampling = ending(model.output_blocks[-depth - 2])
+    return [*model.input_blocks[: depth + 1], *upsampling, *model.output_blocks[-depth - 1 :], model.out]
 
 
 def _made(ops: FusedOps, model: UNetModel, plan: Plan, given: Arguments, tensors: dict[str, Tensor]) -> UNetForward:

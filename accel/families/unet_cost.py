@@ -1,8 +1,12 @@
 """What each block of a UNet costs, to choose how deep a skipped step goes."""
 
+from collections.abc import Iterable
+
 from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, UNetModel, Upsample
 from torch import nn
+
+from .unet_forward import ending
 
 TEXT_TOKENS = 77
 
@@ -10,21 +14,22 @@ TEXT_TOKENS = 77
 def shares(model: UNetModel, height: int, width: int) -> list[float]:
     """For each depth, the share of a forward's FLOPs that a skipped step pays; latent of height x width.
 
-    Depth k runs input blocks 0..k and the last k + 1 output blocks.
+    Depth k runs input blocks 0..k, the last k + 1 output blocks and the upsampling before them, if there is one.
     """
-    pixels, down, up = height * width, [], []
+    pixels, down, up, upsamplings = height * width, [], [], []
     for stage in model.input_blocks:
         down.append(_stage(stage, pixels))
         pixels = _after(stage, pixels)
     middle = _stage(model.middle_block or [], pixels)
     for stage in model.output_blocks:
         up.append(_stage(stage, pixels))
+        upsamplings.append(_stage(ending(stage), pixels))
         pixels = _after(stage, pixels)
     total = sum(down) + middle + sum(up)
-    return [(sum(down[: k + 1]) + sum(up[-k - 1 :])) / total for k in range(len(up) - 1)]
+    return [(sum(down[: k + 1]) + upsamplings[-k - 2] + sum(up[-k - 1 :])) / total for k in range(len(up) - 1)]
 
 
-def _after(stage: nn.Module, pixels: int) -> int:
+def _after(stage: Iterable[nn.Module], pixels: int) -> int:
     """The pixels of a stage's output for those of its input."""
     for layer in stage:
         grows = isinstance(layer, Upsample) or (isinstance(layer, ResBlock) and isinstance(layer.h_upd, Upsample))
@@ -33,7 +38,7 @@ def _after(stage: nn.Module, pixels: int) -> int:
     return pixels
 
 
-def _stage(stage: nn.Module, pixels: int) -> int:
+def _stage(stage: Iterable[nn.Module], pixels: int) -> int:
     """FLOPs (two a multiplication) of convolutions, linear layers and attention."""
     flops = 0
     for layer in stage:

@@ -5,7 +5,7 @@ residuals, FreeU, IPAdapter-style attention patches and the rest meet the same p
 that nobody patched is ours.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,11 @@ def upsample(ops: FusedOps, m: Upsample, x: Tensor, output_shape: torch.Size | N
     return m.conv(x) if m.use_conv else x
 
 
+def ending(stage: Iterable[nn.Module]) -> list[nn.Module]:
+    """The upsampling at the end of an output block, if it has one."""
+    return [layer for layer in list(stage)[-1:] if isinstance(layer, Upsample)]
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What a UNet is called with."""
@@ -96,7 +101,8 @@ class UNetForward:
     """One forward, made for a call and dropped after it.
 
     In pieces, cut at a depth k: the *head* is input blocks 0..k, the *deep* piece the other input blocks, the middle
-    and the output blocks that belong to them, the *tail* the last k + 1 output blocks.
+    and the output blocks that belong to them, the *tail* the last k + 1 output blocks. Where the deep piece would end
+    in an upsampling, the tail begins with it instead: before it the deep feature has a quarter of the pixels.
     """
 
     def __init__(self, ops: FusedOps, model: UNetModel, plan: Plan, options: dict[str, Any], inputs: Inputs) -> None:
@@ -118,18 +124,25 @@ class UNetForward:
 
     def full(self, depth: int) -> tuple[Tensor, Tensor]:
         """(``whole``, the deep feature at the cut [N, C_k, H_k, W_k])."""
-        inputs, cut, outputs = len(self.model.input_blocks), self._cut(depth), len(self.model.output_blocks)
         h = self._down(self._latent(), range(depth + 1))
-        deep = self._up(self._middle(self._down(h, range(depth + 1, inputs))), range(cut))
+        h = self._middle(self._down(h, range(depth + 1, len(self.model.input_blocks))))
+        deep = self._up(h, range(self._cut(depth)), complete=False)
         # patches of the tail may write into their input (FreeU does)
         h = deep.clone() if "output_block_patch" in self.patches else deep
-        return self._out(self._up(h, range(cut, outputs))), deep
+        return self._tail(depth, h), deep
 
     def skipped(self, depth: int, deep: Tensor) -> Tensor:
         """``whole`` with a deep feature from elsewhere in place of the deep piece; it may be written into."""
         self._down(self._latent(), range(depth + 1))
         self._pass_over(depth)
-        return self._out(self._up(deep, range(self._cut(depth), len(self.model.output_blocks))))
+        return self._tail(depth, deep)
+
+    def _tail(self, depth: int, h: Tensor) -> Tensor:
+        cut = self._cut(depth)
+        upsampling = ending(self.model.output_blocks[cut - 1])
+        self.options["block"] = ("output", cut - 1)
+        h = self._stage(upsampling, h, self.skips[-1].shape)
+        return self._out(self._up(h, range(cut, len(self.model.output_blocks))))
 
     def _cut(self, depth: int) -> int:
         """The first output block of the tail."""
@@ -205,8 +218,8 @@ class UNetForward:
             h = self._stage(self.model.middle_block, h)
         return openaimodel.apply_control(h, self.control, "middle")
 
-    def _up(self, h: Tensor, blocks: range) -> Tensor:
-        """Output blocks; each takes the last of ``skips``."""
+    def _up(self, h: Tensor, blocks: range, complete: bool = True) -> Tensor:
+        """Output blocks; each takes the last of ``skips``. Not ``complete``: without the last one's ``ending``."""
         for index in blocks:
             self.options["block"] = ("output", index)
             skip = openaimodel.apply_control(self.skips.pop(), self.control, "output")
@@ -214,10 +227,13 @@ class UNetForward:
                 h, skip = patch(h, skip, self.options)
             h = torch.cat([h, skip], dim=1)  # in channels_last if both are
             del skip  # not held while the stage runs, as in eager
-            h = self._stage(self.model.output_blocks[index], h, self.skips[-1].shape if self.skips else None)
+            layers = list(self.model.output_blocks[index])
+            if not complete and index == blocks[-1]:
+                layers = layers[: len(layers) - len(ending(layers))]
+            h = self._stage(layers, h, self.skips[-1].shape if self.skips else None)
         return h
 
-    def _stage(self, stage: nn.Module, h: Tensor, output_shape: torch.Size | None = None) -> Tensor:
+    def _stage(self, stage: Iterable[nn.Module], h: Tensor, output_shape: torch.Size | None = None) -> Tensor:
         """One stage of layers; h [N, C, H, W], output_shape: of the skip connection that the result will meet."""
         for layer in stage:
             if id(layer) in self.plan.res_blocks:

@@ -1,0 +1,99 @@
+"""Skip Blocks on a real GPU: with graphs, at odd sizes, without waiting for the GPU, and its memory given back."""
+
+import gc
+
+import pytest
+import torch
+
+from tools.driving import compiled
+from tools.oracles import error, shapes
+
+pytestmark = pytest.mark.gpu
+
+SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
+SIZES = [(960, 720), (728, 720), (544, 408), (512, 512)]
+
+
+@pytest.fixture(autouse=True)
+def _clean(clean_stats):
+    from anyshape.accel import graphs
+
+    yield
+    gc.collect()
+    for cache in graphs._CACHES.values():
+        cache.clear()
+
+
+def skipping(patcher, **settings):
+    from anyshape.accel.families.skipping import skip_blocks
+    from anyshape.accel.skip.settings import SkipSettings
+
+    return skip_blocks(patcher, SkipSettings(**settings), lambda line: None)[0]
+
+
+def last_run():
+    from anyshape.accel import stats
+
+    return stats.snapshot()["skip"][-1]
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+@pytest.mark.parametrize("forecast", ["order1", "off"])
+def test_compiled_and_captured_is_the_same_run_as_eager(models, name, forecast):
+    """Steps full and skipped, each from its own graph, at odd sizes: the latent of the same run in eager."""
+    from anyshape.accel import stats
+
+    patcher = models.unet(name, torch.float16, **SMALL)
+    eager = skipping(patcher, forecast=forecast)
+    fast = compiled(eager)
+    models.sample(fast, 512, 512, steps=9)
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        outs = [models.sample(fast, width, height, steps=12) for width, height in SIZES]
+    for out, (width, height) in zip(outs, SIZES, strict=True):
+        assert error(out, models.sample(eager, width, height, steps=12)) < 2e-2, (width, height)
+        assert (last_run()["full"], last_run()["skipped"], last_run()["resets"]) == (4, 8, {})
+    graphs = [s for s in shapes() if s["state"] == "graph"]
+    assert {("full" in s["key"], "skipped" in s["key"]) for s in graphs} == {(True, False), (False, True)}
+    assert sum(s["replays"] for s in graphs) >= len(SIZES) * (3 + 7)
+
+
+def test_a_run_in_full_is_eager_to_the_bit(models):
+    patcher = models.unet("sdxl", torch.float16, **SMALL)
+    for width, height in SIZES:
+        assert torch.equal(
+            models.sample(skipping(patcher, interval=1), width, height, steps=3),
+            models.sample(patcher, width, height, steps=3),
+        )
+
+
+def test_no_step_waits_for_the_gpu(models):
+    """The sampler runs ahead of the GPU as it does without the node: our wrappers synchronise nothing."""
+    patcher = models.unet("sd15", torch.float16, **SMALL)
+    plain, ours = (_synchronisations(models, p) for p in (patcher, skipping(patcher)))
+    assert ours <= plain
+
+
+def _synchronisations(models, patcher):
+    import warnings
+
+    models.sample(patcher, 256, 256, steps=12)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            models.sample(patcher, 256, 256, steps=12)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(w.message) for w in caught)
+
+
+def test_features_are_given_back(models):
+    patcher = models.unet("sdxl", torch.float16, **SMALL)
+    fast = skipping(patcher)
+    models.sample(fast, 512, 512, steps=12)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    models.sample(fast, 512, 512, steps=12)
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+    assert last_run()["bytes"] > 0

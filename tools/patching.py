@@ -1,0 +1,83 @@
+"""Patches as other packs set them on a model, each of which logs where it is called. For the tests of several files."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+ATTN_INPUT = ("input", 1)  # where that block lies, as patches see it
+Options = dict[str, Any]
+Log = list[Any]
+Patcher = Any  # comfy.model_patcher.ModelPatcher
+
+
+def place(options: dict[str, Any]) -> tuple:
+    """Where a patch is called, as it sees it."""
+    return (options["block"], options.get("block_index"), options["transformer_index"])
+
+
+def input_block(patcher: Patcher, log: Log) -> None:
+    patcher.set_model_input_block_patch(lambda h, o: log.append(place(o)) or h * 1.1)
+
+
+def input_block_after_skip(patcher: Patcher, log: Log) -> None:
+    patcher.set_model_input_block_patch_after_skip(lambda h, o: log.append(place(o)) or h * 1.1)
+
+
+def output_block_in_place(patcher: Patcher, log: Log) -> None:
+    def patch(h: Tensor, skip: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+        log.append(place(options))
+        h[:, : h.shape[1] // 2] *= 1.3
+        return h, skip.mul_(0.8)
+
+    patcher.set_model_output_block_patch(patch)
+
+
+def attn1(patcher: Patcher, log: Log) -> None:
+    patcher.set_model_attn1_patch(lambda n, k, v, o: log.append(place(o)) or (n * 1.2, k, v * 0.9))
+
+
+def attn2(patcher: Patcher, log: Log) -> None:
+    patcher.set_model_attn2_patch(lambda n, k, v, o: log.append(place(o)) or (n, k, v * 1.5))
+
+
+def attn1_output(patcher: Patcher, log: Log) -> None:
+    patcher.set_model_attn1_output_patch(lambda n, o: log.append(place(o)) or n * 1.2)
+
+
+def attn2_output(patcher: Patcher, log: Log) -> None:
+    patcher.set_model_attn2_output_patch(lambda n, o: log.append(place(o)) or n * 1.2)
+
+
+def attn1_replace_one(patcher: Patcher, log: Log) -> None:
+    patcher.set_model_attn1_replace(lambda q, k, v, o: log.append(place(o)) or v * 0.5, *ATTN_INPUT)
+
+
+def attn2_replace_one(patcher: Patcher, log: Log) -> None:
+    def mean(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
+        log.append(place(options))
+        return v.mean(1, keepdim=True).expand_as(q)
+
+    patcher.set_model_attn2_replace(mean, *ATTN_INPUT, 0)  # by block and index in it, as IPAdapter does
+
+
+def middle(patcher: Patcher, log: Log) -> None:
+    patcher.set_model_patch(lambda x, o: log.append(place(o)) or x * 1.1, "middle_patch")
+
+
+def embedding(patcher: Patcher, log: Log) -> None:
+    patcher.set_model_emb_patch(lambda emb, channels, o: log.append(channels) or emb * 1.2)
+
+
+def attention_override(patcher: Patcher, log: Log) -> None:
+    def override(func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
+        log.append((tuple(q.shape), heads, place(kwargs["transformer_options"])))
+        return func(q, k, v * 1.2, heads, **kwargs)
+
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = override
+
+
+PATCHES = [
+    input_block, input_block_after_skip, output_block_in_place, attn1, attn2, attn1_output, attn2_output,
+    attn1_replace_one, attn2_replace_one, middle, embedding, attention_override,
+]  # fmt: skip
