@@ -1,6 +1,6 @@
 """The fused operations that a family's forward is written in, with one implementation a tier.
 
-A family says *what* to compute (``families/unet.py``); these classes say *how*: ``FusedOps`` in plain torch,
+A family says *what* to compute (``families/unet_forward.py``); these classes say *how*: ``FusedOps`` in plain torch,
 ``kernels.TritonOps`` on CUDA, ``region_ops.RegionOps`` where there is no Triton.
 """
 

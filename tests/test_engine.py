@@ -96,14 +96,16 @@ def test_a_key_reads_well() -> None:
 
 TYPES = {
     **dict.fromkeys(["region_graphs", "recompiles", "width", "height", "batch", "calls", "replays", "bytes"], int),
-    **dict.fromkeys(["name", "kind", "key", "state", "reason"], str),
-    **dict.fromkeys(["compile_seconds", "first_call_seconds", "median_ms"], float),
+    **dict.fromkeys(["depth", "full", "skipped"], int),
+    **dict.fromkeys(["name", "kind", "key", "state", "reason", "model"], str),
+    **dict.fromkeys(["compile_seconds", "first_call_seconds", "median_ms", "seconds"], float),
+    "resets": dict,
 }
 
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Counters of the test's own, with one model and one shape in them."""
+    """Counters of the test's own, with one model, one shape and one run with skipped blocks in them."""
     own = stats.Stats()
     monkeypatch.setattr(stats, "STATS", own)
     shape = own.model("UNet", "unet").shape("k", 512, 768, 2)
@@ -112,20 +114,25 @@ def counted(monkeypatch):
         pass
     own.fallback("UNet", "a reason")
     own.fallback("UNet", "a reason")
+    run = own.skip_run("UNet", 3)
+    for skipped, reason in ((False, ""), (True, ""), (False, "another reason")):
+        run.begin_evaluation()
+        run.count(skipped, reason)
     return own
 
 
 def test_snapshot_keeps_the_contract(counted) -> None:
     now = stats.snapshot()
-    (model,), (fallback,) = now["models"], now["fallbacks"]
+    (model,), (fallback,), (run,) = now["models"], now["fallbacks"], now["skip"]
     (shape,) = model["shapes"]
-    found = {"": now, "model": model, "shape": shape, "graphs": now["graphs"], "fallback": fallback}
+    found = {"": now, "model": model, "shape": shape, "graphs": now["graphs"], "fallback": fallback, "skip": run}
     for name, part in {**found, "artifacts": now["artifacts"]}.items():
         assert set(part) == STATS_KEYS[name], name
     assert now["version"] == 1 and isinstance(now["device"], str)
-    for name, value in {**model, **shape}.items():
+    for name, value in {**model, **shape, **run}.items():
         assert name == "shapes" or type(value) is TYPES[name], name
     assert fallback == {"where": "UNet", "reason": "a reason", "count": 2}
+    assert (run["full"], run["skipped"], run["resets"]) == (2, 1, {"another reason": 1})
 
 
 def test_snapshot_is_json(counted) -> None:

@@ -1,4 +1,4 @@
-"""The three nodes through the real server: contract, bad values, stats, and one model with and without them."""
+"""The nodes through the real server: contract, bad values, stats, and one model with and without them."""
 
 import json
 
@@ -10,6 +10,7 @@ from tools.oracles import STATS_KEYS
 
 # The contract: node id -> display name, inputs (type or choices, default, minimum) in order, outputs.
 MODES = ["auto", "kernels", "regions", "off"]
+DEPTHS = ["auto", *(str(depth) for depth in range(11))]
 CONTRACT = {
     "AnyShapeCompileModel": (
         "Compile Model",
@@ -20,6 +21,18 @@ CONTRACT = {
         "Compile VAE",
         {"vae": ("VAE", None, None), "enabled": ("BOOLEAN", True, None)},
         {"VAE": "VAE"},
+    ),
+    "AnyShapeSkipBlocks": (
+        "Skip Blocks (DeepCache)",
+        {
+            "model": ("MODEL", None, None),
+            "interval": ("INT", 3, 1),
+            "depth": (DEPTHS, "auto", None),
+            "start_percent": ("FLOAT", 0.0, 0.0),
+            "end_percent": ("FLOAT", 1.0, 0.0),
+            "forecast": (["order1", "off"], "order1", None),
+        },
+        {"MODEL": "MODEL"},
     ),
     "AnyShapeShapeCacheInfo": (
         "Shape Cache Info",
@@ -59,7 +72,8 @@ def test_schema(described, node_id) -> None:
 
 def test_only_the_info_node_is_an_end(described) -> None:
     assert {name: described[name]["output_node"] for name in CONTRACT} == {
-        "AnyShapeCompileModel": False, "AnyShapeCompileVAE": False, "AnyShapeShapeCacheInfo": True
+        "AnyShapeCompileModel": False, "AnyShapeCompileVAE": False, "AnyShapeSkipBlocks": False,
+        "AnyShapeShapeCacheInfo": True,
     }  # fmt: skip
     assert set(described["AnyShapeShapeCacheInfo"]["input"].get("required", {})) == set()
 
@@ -186,7 +200,8 @@ def check_stats(found: dict) -> None:
     for model in found["models"]:
         assert set(model) == STATS_KEYS["model"]
         assert all(set(shape) == STATS_KEYS["shape"] for shape in model["shapes"])
-    assert all(set(fallback) == {"where", "reason", "count"} for fallback in found["fallbacks"])
+    assert all(set(fallback) == STATS_KEYS["fallback"] for fallback in found["fallbacks"])
+    assert all(set(run) == STATS_KEYS["skip"] for run in found["skip"])
 
 
 def test_the_route_and_the_node_agree(server, plain) -> None:

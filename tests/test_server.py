@@ -10,6 +10,10 @@ from tools.paths import ROOT
 CONTRACT = {
     "AnyShapeCompileModel": {"inputs": {"model", "mode", "graph_budget_mb"}, "outputs": ["MODEL"]},
     "AnyShapeCompileVAE": {"inputs": {"vae", "enabled"}, "outputs": ["VAE"]},
+    "AnyShapeSkipBlocks": {
+        "inputs": {"model", "interval", "depth", "start_percent", "end_percent", "forecast"},
+        "outputs": ["MODEL"],
+    },
     "AnyShapeShapeCacheInfo": {"inputs": {"after"}, "outputs": ["STRING", "STRING", "IMAGE"]},
 }
 STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"}
@@ -43,6 +47,8 @@ def test_defaults(nodes) -> None:
     assert model["mode"][1]["default"] == "auto"
     assert model["graph_budget_mb"][1]["default"] == 2048 and model["graph_budget_mb"][1]["min"] == 0
     assert inputs(nodes["AnyShapeCompileVAE"])["enabled"][1]["default"] is True
+    skip = inputs(nodes["AnyShapeSkipBlocks"])
+    assert skip["interval"][1]["default"] == 3 and skip["depth"][1]["default"] == "auto"
 
 
 def test_every_input_has_a_tooltip(nodes) -> None:

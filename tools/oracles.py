@@ -21,6 +21,7 @@ STATS_KEYS = {
     },
     "graphs": {"budget_bytes", "used_bytes", "evictions"},
     "fallback": {"where", "reason", "count"},
+    "skip": {"model", "depth", "full", "skipped", "resets", "seconds", "bytes"},
     "artifacts": {"dir", "loaded", "saved", "rejected"},
 }  # fmt: skip
 
