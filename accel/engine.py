@@ -132,8 +132,9 @@ class Engine:
         except self.passthrough:
             raise
         except Exception as error:  # noqa: BLE001  the same place, for what is ours in eager
-            self._note(shape, "eager", f"blocks could not be skipped ({type(error).__name__}: {error})")
-            log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, shape.reason, exc_info=error)
+            reason = f"blocks could not be skipped ({type(error).__name__}: {error})"
+            if self._note(shape, "eager", reason):
+                log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=error)
         return call.last_resort()
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
@@ -220,10 +221,13 @@ class Engine:
         log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=unexpected)
         return reason
 
-    def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
-        if reason and STATS.fallback(self.stats.name, reason) == 1:
-            log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
+    def _note(self, shape: ShapeStats, state: str, reason: str) -> bool:
+        """Counts how a shape runs; whether its reason is a new one."""
         shape.state, shape.reason = state, reason
+        first = bool(reason) and STATS.fallback(self.stats.name, reason) == 1
+        if first:
+            log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
+        return first
 
     def wants_channels_last(self, settings: Settings, device: torch.device) -> bool:
         """Whether convolution weights should be in channels_last: for kernels, and for nothing slower."""

@@ -134,7 +134,10 @@ class GraphStats:
 
 @dataclass
 class SkipStats:
-    """One sampling run with skipped blocks. A step is skipped if every call of the model in it was."""
+    """One sampling run with skipped blocks, in evaluations of the sampler (Heun makes two a step).
+
+    An evaluation is skipped if every call of the model in it was.
+    """
 
     model: str
     depth: int = 0

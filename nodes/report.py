@@ -26,8 +26,13 @@ def _shape(s: dict[str, Any]) -> str:
     size = f"{s['width']}x{s['height']}"
     return (
         f"{size:>11} {s['batch']:>5} {s['state']:>8} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
-        f"{s['median_ms']:>8.1f} {s['bytes'] / MIB:>6.0f}  {s['reason']}"
+        f"{s['median_ms']:>8.1f} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{s['reason']}"
     ).rstrip()
+
+
+def _step(key: str) -> str:
+    """Which of Skip Blocks' two kinds of step this line is; "" without that node."""
+    return next((f"{step} steps " for step in ("full", "skipped") if f"step={step}" in key), "")
 
 
 def _graphs(graphs: dict[str, Any]) -> str:
@@ -46,7 +51,7 @@ def _skip(runs: list[dict[str, Any]]) -> str:
 def _run(run: dict[str, Any]) -> str:
     resets = "".join(f"\n    {count} calls in full: {reason}" for reason, count in run["resets"].items())
     return (
-        f"- {run['model']}: {run['full']} full and {run['skipped']} skipped steps at depth {run['depth']} in "
+        f"- {run['model']}: {run['full']} full and {run['skipped']} skipped evaluations at depth {run['depth']} in "
         f"{run['seconds']:.1f} s, {run['bytes'] / MIB:.0f} MB of features{resets}"
     )
 

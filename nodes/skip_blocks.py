@@ -38,8 +38,8 @@ class SkipBlocks(io.ComfyNode):
                     "depth",
                     options=[AUTO, *map(str, range(DEEPEST + 1))],
                     default=AUTO,
-                    tooltip="How many blocks from the top still run on a skipped step. auto: as many as cost a tenth "
-                    "of a step at most. Higher: slower, and closer to the original picture.",
+                    tooltip="How deep a skipped step still goes; 0 runs the first and the last block alone. auto: as "
+                    "deep as a tenth of a full step's work allows. Higher: slower, and closer to the original picture.",
                 ),
                 io.Float.Input(
                     "start_percent",

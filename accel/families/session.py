@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..engine import Call, Engine, Output, Settings
 from ..key import shape_key
 from ..ops import FusedOps
-from ..skip.run import RUN_KEY, Programs, SkipRun
+from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import unet
 from .family import Arguments, Family
@@ -118,11 +118,11 @@ class Session:
         engine = self._engine(model)
         if skip is None or obstacle or not skip.skips:
             if skip is not None:
-                skip.in_full(obstacle)
+                skip.in_full(obstacle or skip.why_all_full)
             return engine(forward.whole(), self.settings)
         programs = Programs(
             full=lambda: engine(forward.full(skip.depth), self.settings),
-            skipped=lambda deep: engine(forward.skipped(skip.depth, deep), self.settings),
+            skipped=lambda deep: engine(forward.skipped(skip, deep), self.settings),
         )
         return skip.call(_prompts(skip, given), given.tensors["x"], programs)
 
@@ -151,14 +151,19 @@ class _Forward:
 
         return self._in_pieces(forward, plan, "full", depth, {}, lambda: (self._own(), None))
 
-    def skipped(self, depth: int, deep: Tensor) -> Call:
+    def skipped(self, skip: SkipRun, deep: Tensor) -> Call:
         """The output, from a deep feature."""
+        depth = skip.depth
         plan = self.run.shallow_plan(depth) if self.run else None
 
         def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: unet.Plan = plan) -> Output:
             return unet.skipped(ops, self.model, plan, self.given, tensors, depth)
 
-        return self._in_pieces(forward, plan, "skipped", depth, {unet.DEEP: deep}, self._own)
+        def last_resort() -> Tensor:
+            skip.in_full(FAILED)
+            return self._own()
+
+        return self._in_pieces(forward, plan, "skipped", depth, {unet.DEEP: deep}, last_resort)
 
     def _in_pieces(
         self, forward: Callable[..., Output], plan: unet.Plan | None, way: str, depth: int, extra: dict[str, Tensor],
@@ -199,12 +204,17 @@ class _Forward:
 
 
 def _prompts(skip: SkipRun, given: Arguments) -> list[tuple]:
-    """A key for each prompt's rows: its uuid, and everything else that the deep blocks depend on."""
+    """A key for each prompt's rows: its uuid and side, and everything else that the deep blocks depend on.
+
+    The side, because for an area of the positive prompt ComfyUI makes a negative one with the same uuid.
+    """
     options = given.options
     patches = tuple((*where, skip.identity(patch)) for where, patch in _patches(options))
     hooks = getattr(skip.hooks(), "hooks", ())
     shared = (patches, tuple(given.structure().items()), tuple((hook.hook_ref, hook.strength) for hook in hooks))
-    return [(uuid, *shared) for uuid in options.get("uuids") or [None] * len(options.get("cond_or_uncond", (0,)))]
+    sides = options.get("cond_or_uncond", (0,))
+    uuids = options.get("uuids") or [None] * len(sides)
+    return [(uuid, side, *shared) for uuid, side in zip(uuids, sides, strict=True)]
 
 
 def _patches(options: dict[str, Any]) -> Iterator[tuple[tuple, Any]]:

@@ -15,7 +15,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
 from ..engine import Settings
-from ..skip.run import RUN_KEY, SkipRun
+from ..skip.run import OWN_STEPS, PLANNED, RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..skip.settings import AUTO, FEW, SkipSettings
 from ..stats import STATS, SkipStats
@@ -24,6 +24,7 @@ from .session import Session
 from .unet_cost import shares
 
 KEY = "anyshape.skip"
+SELF_PACED = ("dpm_fast_function", "dpm_adaptive_function")  # KSAMPLER's names of samplers that ignore the sigmas
 MAX_SHARE = 0.1  # of a full step's FLOPs that a skipped step may pay under depth auto; see docs/performance.md
 
 log = logging.getLogger(__name__)
@@ -79,7 +80,7 @@ class _Skipping:
         """OUTER_SAMPLE: a run begins here and ends in ``finally``."""
         guider, options = executor.class_obj, executor.class_obj.model_options
         call = inspect.signature(executor.original).bind(*args, **kwargs)
-        run = self._begin(guider, call.arguments["noise"], call.arguments["sigmas"])
+        run = self._begin(guider, *(call.arguments[name] for name in ("noise", "sampler", "sigmas")))
         call.arguments["callback"] = _stepping(run, call.arguments.get("callback"))
         guider.model_options = create_model_options_clone(options)
         guider.model_options.setdefault("transformer_options", {})[RUN_KEY] = run
@@ -97,18 +98,24 @@ class _Skipping:
             run.begin_evaluation()
         return executor(*args, **kwargs)
 
-    def _begin(self, guider: Any, noise: Tensor, sigmas: Tensor) -> SkipRun:
+    def _begin(self, guider: Any, noise: Tensor, sampler: Any, sigmas: Tensor) -> SkipRun:
         settings, patcher = self.settings, guider.model_patcher
         model, levels = patcher.model.diffusion_model, sigmas.tolist()[:-1]
         percent_to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
         window = percent_to_sigma(settings.start_percent), percent_to_sigma(settings.end_percent)
         depth = depth_of(settings, model, *noise.shape[-2:])
-        stats = STATS.skip_run(self.name, depth)
-        if len(levels) <= FEW_STEPS and settings.interval > 1:
-            stats.resets[FEW] += 1
+        full, why = settings.full_steps(levels, *window), self._why_all_full(sampler, len(levels))
         return SkipRun(
-            levels, settings.full_steps(levels, *window), depth, settings.order, stats, lambda: patcher.current_hooks
-        )
+            levels, frozenset(range(len(levels))) if why else full, depth, settings.order,
+            STATS.skip_run(self.name, depth), lambda: patcher.current_hooks, why_all_full=why,
+        )  # fmt: skip
+
+    def _why_all_full(self, sampler: Any, steps: int) -> str:
+        """Why no step of this run is skipped, if the user wants some to be; "" if there is no such reason."""
+        if self.settings.interval == 1:
+            return PLANNED
+        function = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
+        return FEW if steps <= FEW_STEPS else OWN_STEPS if function in SELF_PACED else PLANNED
 
 
 def depth_of(settings: SkipSettings, model: unet.MODEL, height: int, width: int) -> int:
@@ -123,8 +130,8 @@ def summary(stats: SkipStats) -> str:
     """One line on a run."""
     resets = "; ".join(f"{count} calls in full: {reason}" for reason, count in stats.resets.items())
     line = (
-        f"Skip Blocks, {stats.model}: {stats.full} full and {stats.skipped} skipped steps at depth {stats.depth} in "
-        f"{stats.seconds:.1f} s, {stats.bytes / 1e6:.0f} MB of features"
+        f"Skip Blocks, {stats.model}: {stats.full} full and {stats.skipped} skipped evaluations at depth "
+        f"{stats.depth} in {stats.seconds:.1f} s, {stats.bytes / (1 << 20):.0f} MB of features"
     )
     return f"{line}; {resets}" if resets else line
 

@@ -25,7 +25,12 @@ class History:
     _points: list[tuple[float, Tensor]] = field(default_factory=list)
 
     def add(self, position: float, feature: Tensor) -> None:
-        """Appends a feature; at an equal position it takes the last one's place (a sampler's second evaluation)."""
+        """Appends a feature; at an equal position it takes the last one's place (a sampler's second evaluation).
+
+        A feature of another shape or dtype than the ones before begins anew: patches such as Deep Shrink change it.
+        """
+        if self._points and _differ(self._points[-1][1], feature):
+            self._points.clear()
         if self._points and self._points[-1][0] == position:
             self._points.pop()
         self._points = [*self._points, (position, feature)][-(KEPT if self.order else 1) :]
@@ -39,6 +44,15 @@ class History:
         return torch.lerp(older, feature, 1.0 + self.damping * (position - last) / (last - before))
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the last feature."""
+        return self._points[-1][1].shape
+
+    @property
     def bytes(self) -> int:
         """Memory of the features kept."""
         return sum(feature.numel() * feature.element_size() for _, feature in self._points)
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return a.shape != b.shape or a.dtype != b.dtype

@@ -1,9 +1,9 @@
 """One sampling run with skipped steps: the features it may reuse, and when it must not.
 
-A feature belongs to the rows of one prompt (ComfyUI's cond uuid) under one set of patches. ComfyUI splits, joins and
-reorders prompts between steps, so features are stored row by row and joined again for each call. A call skips only if
-*every* prompt in it has a feature from the latest full step, of the same latent shape, dtype and device; anything else
-runs in full, and if that was not planned, it is counted with its reason.
+A feature belongs to the rows of one prompt (ComfyUI's cond uuid) under one set of patches, for one latent shape, dtype
+and device. ComfyUI splits, joins and reorders prompts between steps, so features are stored by prompt and joined again
+for each call. A call skips only if *every* prompt in it has a feature from the latest full step; anything else runs in
+full, and if that was not planned, it is counted with its reason.
 
 Nothing here reads a value from the GPU: the schedule and the axis are known before the run starts.
 """
@@ -30,19 +30,21 @@ AXIS = "sigma"  # measured, see docs/performance.md
 MAX_EVALUATIONS = 4  # of the model in one step of a sampler; more means that the sampler does not say where it is
 
 PLANNED = ""
+OWN_STEPS = "this sampler chooses its own steps, so every step is full; use euler, dpmpp_2m or another one"
+FAILED = "a skipped step failed, and ran in full instead"
 SILENT_SAMPLER = "this sampler does not report its steps, so every step is full; use euler, dpmpp_2m or another one"
 CALLED_TWICE = (
-    "a prompt is evaluated twice a step on the same patches (SAG, context windows): which feature belongs to which "
-    "call cannot be told, so that prompt is never skipped"
+    "a prompt is evaluated twice a step on the same patches and size (SAG, context windows): which "
+    "feature belongs to which call cannot be told, so that prompt is never skipped"
 )
-NEWCOMER = "a prompt or a patch was not there at the last full step"
-OTHER_LATENT = "the latent's size, dtype or device changed in mid-run"
+NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
 
 
-class Latent(NamedTuple):
-    """What a feature must agree in with the call that reuses it."""
+class Part(NamedTuple):
+    """Rows of a call that one feature belongs to."""
 
-    shape: tuple[int, ...]  # of one prompt's rows
+    prompt: Hashable
+    shape: tuple[int, ...]  # of the rows of the latent
     dtype: torch.dtype
     device: torch.device
 
@@ -57,7 +59,6 @@ class Programs:
 
 @dataclass
 class _Entry:
-    latent: Latent
     history: History
     step: int = -1  # of the latest feature
     evaluation: int = -1
@@ -73,12 +74,13 @@ class SkipRun:
     order: int
     stats: SkipStats
     hooks: Callable[[], Any] = lambda: None  # ComfyUI's HookGroup that is applied to the weights now, or None
+    why_all_full: str = PLANNED  # where no step is skipped although the user asked for it
     axis: str = AXIS
     step: int = 0
     _evaluation: int = 0
     _since_step: int = 0
-    _entries: dict[Hashable, _Entry] = field(default_factory=dict)
-    _called_twice: set[Hashable] = field(default_factory=set)
+    _entries: dict[Part, _Entry] = field(default_factory=dict)
+    _called_twice: set[Part] = field(default_factory=set)
     _kept_alive: dict[int, Any] = field(default_factory=dict)  # objects whose id is part of a prompt's key
     _started: float = field(default_factory=time.perf_counter)
 
@@ -99,18 +101,19 @@ class SkipRun:
 
     def call(self, prompts: Sequence[Hashable], x: Tensor, programs: Programs) -> Tensor:
         """The model's output for one call; prompts: a key for each equal share of the rows of x [N, C, H, W]."""
-        latent = Latent((len(x) // len(prompts), *x.shape[1:]), x.dtype, x.device)
-        reason = self._why_full(prompts, latent)
+        shape = (len(x) // len(prompts), *x.shape[1:])
+        parts = [Part(prompt, shape, x.dtype, x.device) for prompt in prompts]
+        reason = self._why_full(parts)
         if reason is None:
             self.stats.count(skipped=True)
-            return programs.skipped(self._forecast(prompts))
+            return programs.skipped(self._forecast(parts))
         self.stats.count(skipped=False, reason=reason)
         out, deep = programs.full()
-        self._store(prompts, latent, deep)
+        self._store(parts, deep)
         return out
 
-    def in_full(self, reason: str = PLANNED) -> None:
-        """Counts a call that is not cut in pieces: it cannot be, or no step is skipped anyway."""
+    def in_full(self, reason: str) -> None:
+        """Counts a call that is not cut in pieces: it cannot be, or no step is skipped anyway, or that failed."""
         self.stats.count(skipped=False, reason=reason)
 
     def identity(self, thing: Any) -> int:
@@ -124,28 +127,28 @@ class SkipRun:
         self._kept_alive.clear()
         self.stats.seconds = time.perf_counter() - self._started
 
-    def _why_full(self, prompts: Sequence[Hashable], latent: Latent) -> str | None:
+    def _why_full(self, parts: list[Part]) -> str | None:
         """Why this call runs every block: ``PLANNED``, or a reason that counts; None if it need not."""
-        self._note_repeated(prompts)
+        self._note_repeated(parts)
         if self._since_step > MAX_EVALUATIONS:
             return SILENT_SAMPLER
         if self.step in self.full or self.step >= len(self.sigmas):
             return PLANNED
-        if any(prompt in self._called_twice for prompt in prompts):
+        if any(part in self._called_twice for part in parts):
             return CALLED_TWICE
-        entries = [self._entries.get(prompt) for prompt in prompts]
+        entries = [self._entries.get(part) for part in parts]
         latest = max((step for step in self.full if step < self.step), default=0)
         if any(entry is None or entry.step < latest for entry in entries):
             return NEWCOMER
-        return OTHER_LATENT if any(entry.latent != latent for entry in entries) else None
+        return None if len({entry.history.shape for entry in entries}) == 1 else NEWCOMER
 
-    def _note_repeated(self, prompts: Sequence[Hashable]) -> None:
-        """Finds prompts that come twice in one evaluation, and forgets what is known of them."""
-        for index, prompt in enumerate(prompts):
-            entry = self._entries.get(prompt)
-            if prompt in prompts[:index] or (entry and entry.evaluation == self._evaluation):
-                self._called_twice.add(prompt)
-                self._entries.pop(prompt, None)
+    def _note_repeated(self, parts: list[Part]) -> None:
+        """Finds parts that come twice in one evaluation, and forgets what is known of them."""
+        for index, part in enumerate(parts):
+            entry = self._entries.get(part)
+            if part in parts[:index] or (entry and entry.evaluation == self._evaluation):
+                self._called_twice.add(part)
+                self._entries.pop(part, None)
             elif entry:
                 entry.evaluation = self._evaluation
 
@@ -153,25 +156,25 @@ class SkipRun:
         step = min(self.step, len(self.sigmas) - 1)
         return AXES[self.axis](step, self.sigmas[step])
 
-    def _forecast(self, prompts: Sequence[Hashable]) -> Tensor:
+    def _forecast(self, parts: list[Part]) -> Tensor:
         """The deep feature of the call's rows, as a tensor of its own."""
-        return torch.cat([self._entries[prompt].history.at(self._position()) for prompt in prompts])
+        return torch.cat([self._entries[part].history.at(self._position()) for part in parts])
 
-    def _store(self, prompts: Sequence[Hashable], latent: Latent, deep: Tensor | None) -> None:
+    def _store(self, parts: list[Part], deep: Tensor | None) -> None:
         if deep is None:
             return
-        for prompt, rows in zip(prompts, deep.chunk(len(prompts)), strict=True):
-            if prompt not in self._called_twice:
-                entry = self._entry(prompt, latent)
+        for part, rows in zip(parts, deep.chunk(len(parts)), strict=True):
+            if part not in self._called_twice:
+                entry = self._entry(part)
                 entry.history.add(self._position(), rows)
                 entry.step, entry.evaluation = self.step, self._evaluation
         self.stats.bytes = max(self.stats.bytes, sum(entry.history.bytes for entry in self._entries.values()))
 
-    def _entry(self, prompt: Hashable, latent: Latent) -> _Entry:
-        """The prompt's entry; a new one where the latent is another, or the noise has risen again (a restart)."""
-        entry = self._entries.get(prompt)
-        if entry is None or entry.latent != latent or self._has_risen(entry):
-            entry = self._entries[prompt] = _Entry(latent, History(self.order))
+    def _entry(self, part: Part) -> _Entry:
+        """The part's entry; a new one where the noise has risen again (a restart)."""
+        entry = self._entries.get(part)
+        if entry is None or self._has_risen(entry):
+            entry = self._entries[part] = _Entry(History(self.order))
         return entry
 
     def _has_risen(self, entry: _Entry) -> bool:

@@ -11,11 +11,11 @@ DENSITY = 1.2  # of the power law; above 1 dense early, below 1 dense late; see 
 
 
 def full_steps(steps: Iterable[int], interval: int, density: float = DENSITY) -> frozenset[int]:
-    """One in ``interval`` of the ``steps`` (in order), the first and the last among them; rounded up."""
+    """One in ``interval`` of the ``steps`` (in order), rounded up, the first and the last always among them."""
     steps = list(steps)
-    count = -(-len(steps) // interval)
-    if count <= 1:
-        return frozenset(steps[:1])
+    if len(steps) < 3:
+        return frozenset(steps)
+    count = max(2, -(-len(steps) // interval))
     last = len(steps) - 1
     places = [round(last * (index / (count - 1)) ** density) for index in range(count)]
     return frozenset(steps[place] for place in _distinct(places, last))

@@ -1,0 +1,373 @@
+"""Skip Blocks on ComfyUI's real sampler path, on the CPU: one test for each fault of the existing ports, and more.
+
+The oracle for state is a fresh run: whatever went on before or beside it, a run gives what it gives alone.
+"""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from tools.driving import SMALL_UNET, compiled
+from tools.oracles import error, fallbacks
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+RUN = {"width": 136, "height": 104, "steps": 12}  # odd latent sides
+OTHER = {"width": 120, "height": 200, "steps": 10, "seed": 3}
+CLOSE = 1e-5
+
+
+def skipping(patcher, tell=lambda line: None, **settings):
+    from anyshape.accel.families.skipping import skip_blocks
+    from anyshape.accel.skip.settings import SkipSettings
+
+    out, message = skip_blocks(patcher, SkipSettings(**settings), tell)
+    assert message == "", message
+    return out
+
+
+def last_run():
+    from anyshape.accel import stats
+
+    return stats.snapshot()["skip"][-1]
+
+
+def counted():
+    return {name: last_run()[name] for name in ("full", "skipped", "resets")}
+
+
+def deep_calls(patcher, run):
+    """How often the middle block ran during ``run``, by its first layer."""
+    calls = []
+    hook = patcher.model.diffusion_model.middle_block[0].register_forward_hook(lambda *_: calls.append(1))
+    try:
+        run()
+    finally:
+        hook.remove()
+    return len(calls)
+
+
+def sample(patcher, width=136, height=104, steps=12, callback=None, denoise=1.0, positive=None, **options):
+    """As ``models.sample``, with what it has not: a callback, img2img, prompts of one's own."""
+    import comfy.sample
+
+    from bench import models
+
+    g = torch.Generator().manual_seed(5)
+    latent = torch.randn(1, 4, height // 8, width // 8, generator=g)
+    noise = comfy.sample.prepare_noise(latent, 1)
+    own, negative = (models.conditioning(patcher, seed=seed) for seed in (1, 2))
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            patcher, noise, steps, 7.0, "euler", "normal", positive or own, negative, latent, denoise=denoise,
+            callback=callback, disable_pbar=True, seed=1, **options,
+        )  # fmt: skip
+
+
+# What it does -----------------------------------------------------------------------------------------------------
+
+
+def test_deep_blocks_run_on_full_steps_only(models, patcher):
+    skip = skipping(patcher)
+    assert deep_calls(patcher, lambda: models.sample(skip, **RUN)) == 4
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    assert deep_calls(patcher, lambda: models.sample(patcher, **RUN)) == 12
+
+
+@pytest.mark.parametrize("options", [{}, {"depth": "3"}, {"forecast": "off"}, {"interval": 2, "depth": "1"}], ids=str)
+def test_the_picture_changes_a_little(models, patcher, options):
+    wanted = models.sample(patcher, **RUN)
+    assert 0 < error(models.sample(skipping(patcher, **options), **RUN), wanted) < 0.7  # random weights: no smoothness
+
+
+@pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_2m_sde", "uni_pc"])
+def test_interval_1_is_eager_to_the_bit(models, patcher, sampler):
+    for size in ({"width": 136, "height": 104}, {"width": 120, "height": 200}):
+        run = size | {"steps": 3, "sampler": sampler}
+        assert torch.equal(models.sample(skipping(patcher, interval=1), **run), models.sample(patcher, **run))
+
+
+@pytest.mark.parametrize("steps", [1, 4, 8])
+def test_few_steps_are_left_alone(models, patcher, steps):
+    """Of a distilled model every step counts; the run says why nothing was won."""
+    run = RUN | {"steps": steps}
+    assert torch.equal(models.sample(skipping(patcher), **run), models.sample(patcher, **run))
+    assert last_run()["skipped"] == 0 and "8 steps or fewer" in next(iter(last_run()["resets"]))
+
+
+def test_outside_the_window_every_step_is_full(models, patcher):
+    """OneDiff's start_step: the fast branch before any feature exists, which crashes."""
+    models.sample(skipping(patcher, start_percent=0.4, end_percent=0.8), **RUN)
+    assert last_run()["skipped"] > 0 and last_run()["full"] > 7 and last_run()["resets"] == {}
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    ["heun", "dpm_2", "dpmpp_2s_ancestral", "dpmpp_sde", "euler_ancestral", "lms", "uni_pc", "sa_solver_pece"],
+)
+def test_samplers_that_evaluate_otherwise(models, patcher, sampler):
+    """The ports count calls: two a step break them, and so does noise that is added back."""
+    assert torch.isfinite(models.sample(skipping(patcher), **RUN | {"sampler": sampler})).all()
+    assert last_run()["skipped"] >= 6 and last_run()["resets"] == {}
+
+
+@pytest.mark.parametrize("sampler", ["dpm_fast", "dpm_adaptive"])
+def test_samplers_that_choose_their_own_steps(models, patcher, sampler):
+    run = RUN | {"sampler": sampler}
+    assert torch.equal(models.sample(skipping(patcher), **run), models.sample(patcher, **run))
+    assert last_run()["skipped"] == 0 and "chooses its own steps" in next(iter(last_run()["resets"]))
+
+
+def test_one_line_a_run(models, patcher):
+    lines = []
+    skip = skipping(patcher, tell=lines.append)
+    models.sample(skip, **RUN)
+    models.sample(skip, **OTHER)
+    assert len(lines) == 2
+    assert "4 full and 8 skipped evaluations at depth 0" in lines[0]
+
+
+def test_the_report_names_runs_and_kinds_of_step(models, patcher, pack):
+    from anyshape.accel import stats
+    from anyshape.nodes.report import report
+
+    models.sample(skipping(patcher), **RUN)
+    text = report(stats.snapshot())
+    assert "4 full and 8 skipped evaluations" in text and "full steps" in text and "skipped steps" in text
+
+
+# With Compile Model -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["compile first", "skip first"])
+def test_with_compile_model_in_either_order(models, patcher, order):
+    from anyshape.accel import stats
+
+    wanted = [models.sample(skipping(patcher), **run) for run in (RUN, OTHER)]
+    both = skipping(compiled(patcher)) if order == "compile first" else compiled(skipping(patcher))
+    models.sample(both, **RUN)
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        outs = [models.sample(both, **run) for run in (RUN, OTHER)]
+    for out, want in zip(outs, wanted, strict=True):
+        assert error(out, want) < 1e-3
+    assert counted() == {"full": 4, "skipped": 6, "resets": {}}
+    assert {s["state"] for m in stats.snapshot()["models"] for s in m["shapes"] if "step=" in s["key"]} == {"regions"}
+
+
+# Prompts that ComfyUI splits and joins ----------------------------------------------------------------------------
+
+
+def limit_batches(monkeypatch, patcher, fits):
+    """ComfyUI joins prompts into one call while they fit: ``fits`` says it for each question in turn."""
+    monkeypatch.setattr(patcher.model, "memory_required", lambda shape, **_: 0 if shape[0] == 1 or fits() else 1e30)
+
+
+def test_cond_and_uncond_in_two_calls(models, patcher, monkeypatch):
+    """The ports run cond in full always, and uncond never: on cond's feature."""
+    skip = skipping(patcher)
+    wanted = models.sample(skip, **RUN)
+    limit_batches(monkeypatch, patcher, lambda: False)
+    outs = []
+    assert deep_calls(patcher, lambda: outs.append(models.sample(skip, **RUN))) == 8
+    assert error(outs[0], wanted) < CLOSE
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+
+
+def test_split_and_joined_from_step_to_step(models, patcher, monkeypatch):
+    skip = skipping(patcher)
+    wanted, turns = models.sample(skip, **RUN), iter([True, False, False, True] * 99)
+    limit_batches(monkeypatch, patcher, lambda: next(turns))
+    assert error(models.sample(skip, **RUN), wanted) < CLOSE
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+
+
+def test_area_prompts(models, patcher, monkeypatch):
+    """Several prompts of several shapes a step, each with its own feature, however they are batched."""
+    whole, left = models.conditioning(patcher, seed=1), models.conditioning(patcher, seed=4)
+    prompts = whole + [[left[0][0], left[0][1] | {"area": (8, 8, 2, 3), "strength": 1.0}]]
+    skip = skipping(patcher)
+    wanted = sample(skip, positive=prompts)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    limit_batches(monkeypatch, patcher, lambda: False)
+    assert error(sample(skip, positive=prompts), wanted) < CLOSE
+
+
+def test_areas_of_one_size(models, patcher, monkeypatch):
+    """Of the negative prompt ComfyUI makes a copy for each area, with the uuid of the positive one there."""
+    areas = [(8, 8, 0, 0), (8, 8, 4, 6)]
+    conds = [models.conditioning(patcher, seed=seed)[0] for seed in (1, 4)]
+    prompts = [[c, extra | {"area": area}] for (c, extra), area in zip(conds, areas, strict=True)]
+    wanted = sample(skipping(patcher), positive=prompts)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    limit_batches(monkeypatch, patcher, lambda: False)
+    assert error(sample(skipping(patcher), positive=prompts), wanted) < CLOSE
+
+
+def test_a_prompt_that_begins_in_mid_run(models, patcher):
+    late = models.conditioning(patcher, seed=4)
+    prompts = models.conditioning(patcher, seed=1) + [[late[0][0], late[0][1] | {"start_percent": 0.5}]]
+    assert torch.isfinite(sample(skipping(patcher), positive=prompts)).all()
+    assert last_run()["skipped"] > 0
+    assert set(last_run()["resets"]) <= {"a prompt, a patch or a latent size was not there at the last full step"}
+
+
+def test_batches(models, patcher):
+    skip = skipping(patcher)
+    out = models.sample(skip, **RUN, batch=3)
+    assert out.shape[0] == 3 and counted() == {"full": 4, "skipped": 8, "resets": {}}
+
+
+# Runs that follow, break off or interleave ------------------------------------------------------------------------
+
+
+def interrupt_at(step):
+    from comfy.model_management import InterruptProcessingException
+
+    def callback(done, *_):
+        if done == step:
+            raise InterruptProcessingException
+
+    return callback
+
+
+def fail_at(step):
+    def callback(done, *_):
+        if done == step:
+            raise RuntimeError("another node's error")
+
+    return callback
+
+
+@pytest.mark.parametrize("stop", [interrupt_at, fail_at])
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_run_that_broke_off_leaves_nothing_behind(models, patcher, stop, step):
+    """The ports keep the feature until the noise rises: another size crashes, the same size is silently wrong."""
+    skip = skipping(patcher)
+    wanted = models.sample(skip, **OTHER)
+    with pytest.raises(BaseException, match="another node's error|^$"):
+        sample(skip, callback=stop(step))
+    assert torch.equal(models.sample(skip, **OTHER), wanted)
+
+
+def test_the_same_node_output_twice(models, patcher):
+    """State made by the node is spent after the first prompt; ComfyUI serves the node's output again."""
+    skip = skipping(patcher)
+    first = models.sample(skip, **RUN)
+    assert torch.equal(models.sample(skip, **RUN), first)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+
+
+def test_a_second_sampler_at_another_size_and_denoise(models, patcher):
+    """Hires-fix: the second pass begins at lower noise, with other steps, on a larger latent."""
+    skip = skipping(patcher)
+    wanted = sample(skip, 168, 136, steps=10, denoise=0.5)
+    models.sample(skip, **RUN)
+    assert torch.equal(sample(skip, 168, 136, steps=10, denoise=0.5), wanted)
+    assert last_run()["full"] == 4 and last_run()["resets"] == {}
+
+
+def test_two_models_and_two_runs_that_interleave(models, patcher, unets):
+    """One run inside a step of another: a state of the process would mix them."""
+    skip, other = skipping(patcher), skipping(unets["sdxl"])
+    wanted, inner = sample(skip), []
+    alone = models.sample(other, **OTHER)
+
+    def nested(step, *_):
+        if step == 3:
+            inner.append(models.sample(other, **OTHER))
+
+    assert torch.equal(sample(skip, callback=nested), wanted)
+    assert torch.equal(inner[0], alone)
+
+
+def test_two_threads(models, patcher):
+    skip = skipping(patcher)
+    wanted, outs = models.sample(skip, **RUN), []
+    threads = [threading.Thread(target=lambda: outs.append(models.sample(skip, **RUN))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(outs) == 2 and all(torch.equal(out, wanted) for out in outs)
+
+
+def test_nothing_outlives_a_run(models, patcher):
+    from anyshape.accel.skip.forecast import History
+    from anyshape.accel.skip.run import SkipRun
+
+    skip = skipping(compiled(patcher))
+    models.sample(skip, **RUN)
+    gc.collect()
+    assert not [o for o in gc.get_objects() if type(o) in (SkipRun, History)]
+    assert "anyshape_skip_run" not in skip.model_options["transformer_options"]
+
+
+def test_the_model_is_left_alone(models, fresh):
+    """Without the node the picture is ComfyUI's again; nothing was put on the shared model."""
+    wanted, attributes = models.sample(fresh, **RUN), set(vars(fresh.model.diffusion_model))
+    models.sample(skipping(fresh), **RUN)
+    assert set(vars(fresh.model.diffusion_model)) == attributes and not fresh.wrappers
+    assert torch.equal(models.sample(fresh, **RUN), wanted)
+
+
+def test_the_second_node_decides(models, patcher):
+    models.sample(skipping(skipping(patcher, interval=2), interval=4), **RUN)
+    assert counted() == {"full": 3, "skipped": 9, "resets": {}}
+
+
+# Models and inputs that it is not for -----------------------------------------------------------------------------
+
+
+def test_a_model_without_a_unet_passes_through(models):
+    from anyshape.accel.families.skipping import skip_blocks
+    from anyshape.accel.skip.settings import SkipSettings
+
+    flux = models.flux(
+        torch.float32, hidden_size=64, num_heads=2, depth=1, depth_single_blocks=1, context_in_dim=32, vec_in_dim=16,
+        axes_dim=[8, 12, 12],
+    )  # fmt: skip
+    out, message = skip_blocks(flux, SkipSettings(), lambda line: None)
+    assert "Flux is not an SD UNet: no blocks are skipped" in message and "SDXL" in message
+    assert not out.wrappers and fallbacks()[-1]["reason"] == message
+
+
+def test_a_depth_that_the_model_does_not_have(patcher):
+    from anyshape.accel.families.skipping import skip_blocks
+    from anyshape.accel.skip.settings import SkipSettings
+
+    assert skip_blocks(patcher, SkipSettings(depth="10"), lambda line: None)[1] == ""
+    _, message = skip_blocks(patcher, SkipSettings(depth="11"), lambda line: None)
+    assert message == "depth is 11, and this model has 0 to 10: auto is used"
+
+
+# Faults of our own ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", ["full", "skipped"])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_a_failure_of_ours_costs_speed_and_no_picture(models, monkeypatch, piece, mode):
+    from anyshape.accel.families import unet
+
+    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
+    wanted = models.sample(patcher, **RUN)
+    monkeypatch.setattr(unet, piece, lambda *args: 1 / 0)
+    skip = skipping(patcher)
+    out = models.sample(compiled(skip) if mode == "compiled" else skip, **RUN)
+    assert error(out, wanted) < (1e-4 if mode == "compiled" else 1e-9)  # full steps may have run in regions before
+    assert last_run()["skipped"] == 0 and last_run()["full"] == 12
+    assert any("ZeroDivisionError" in f["reason"] for f in fallbacks())
+
+
+def test_a_replaced_forward_runs_as_it_is(models, fresh):
+    """Another node's object patch on the UNet's forward: no pieces of ours, and the reason is counted."""
+    wanted_calls = []
+    own = fresh.model.diffusion_model._forward
+    patched = skipping(fresh)
+    patched.add_object_patch(
+        "diffusion_model._forward", lambda *args, **kwargs: wanted_calls.append(1) or own(*args, **kwargs)
+    )
+    models.sample(patched, **RUN)
+    assert len(wanted_calls) == 12 and last_run()["skipped"] == 0
+    assert "replaced the model's forward" in next(iter(last_run()["resets"]))
