@@ -34,8 +34,8 @@ OWN_STEPS = "this sampler chooses its own steps, so every step is full; use eule
 FAILED = "a skipped step failed, and ran in full instead"
 SILENT_SAMPLER = "this sampler does not report its steps, so every step is full; use euler, dpmpp_2m or another one"
 CALLED_TWICE = (
-    "a prompt is evaluated twice a step on the same patches and size (SAG, context windows): which "
-    "feature belongs to which call cannot be told, so that prompt is never skipped"
+    "a prompt is evaluated twice a step on the same patches and size (context windows, say): which feature belongs to "
+    "which call cannot be told, so that prompt is never skipped"
 )
 NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
 

@@ -1,0 +1,234 @@
+"""Skip Blocks with other packs' nodes and with ControlNet and LoRA hooks, on the real sampler path, on the CPU."""
+
+import pytest
+import torch
+
+from tools.driving import compiled, randn
+from tools.oracles import error
+from tools.patching import PATCHES
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+RUN = {"width": 136, "height": 104, "steps": 12}
+NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
+
+
+def skipping(patcher, **settings):
+    from anyshape.accel.families.skipping import skip_blocks
+    from anyshape.accel.skip.settings import SkipSettings
+
+    return skip_blocks(patcher, SkipSettings(**settings), lambda line: None)[0]
+
+
+def last_run():
+    from anyshape.accel import stats
+
+    return stats.snapshot()["skip"][-1]
+
+
+def counted():
+    return {name: last_run()[name] for name in ("full", "skipped", "resets")}
+
+
+# Patches ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_patches_of_other_packs(models, patcher, patch):
+    """They act in full and in skipped steps, compiled or not, and cost no step its skipping."""
+    patched, log = patcher.clone(), []
+    patch(patched, log)
+    out = models.sample(skipping(patched, depth="2"), **RUN)
+    assert error(out, models.sample(skipping(patcher, depth="2"), **RUN)) > 1e-4
+    calls = len(log)
+    models.sample(skipping(patched, depth="2"), **RUN)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    assert len(log) == 2 * calls > 0
+    assert error(models.sample(compiled(skipping(patched, depth="2")), **RUN), out) < 1e-3
+
+
+@pytest.mark.parametrize("version", ["FreeU", "FreeU_V2"])
+def test_freeu_never_touches_a_stored_feature(models, patcher, version):
+    """Its edits are made in place; made on copies they must give the same run."""
+    from comfy_extras import nodes_freelunch
+
+    (freeu,) = getattr(nodes_freelunch, version)().patch(patcher, 1.3, 1.4, 0.9, 0.2)
+    copying = freeu.clone()
+    patches = copying.model_options["transformer_options"]["patches"]
+    (own,) = patches["output_block_patch"]
+    patches["output_block_patch"] = [lambda h, skip, options: own(h.clone(), skip.clone(), options)]
+    for depth in ("0", "3"):
+        outs = [models.sample(skipping(p, depth=depth), **RUN) for p in (freeu, copying)]
+        assert torch.equal(*outs)
+
+
+def test_a_patch_that_comes_anew_each_step(models, patcher):
+    """A closure a step cannot be told from another patch: right, and counted."""
+    from comfy.patcher_extension import WrappersMP
+
+    def renewed(executor, *args, **kwargs):
+        options = next(a for a in (*args, *kwargs.values()) if isinstance(a, dict) and "sigmas" in a)
+        options.setdefault("patches", {})["input_block_patch"] = [lambda h, o: h * 1.1]
+        return executor(*args, **kwargs)
+
+    patched, fixed = patcher.clone(), patcher.clone()
+    patched.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "another pack", renewed)
+    fixed.set_model_input_block_patch(lambda h, o: h * 1.1)
+    out = models.sample(skipping(patched), **RUN)
+    assert last_run()["resets"] == {NEWCOMER: 8}
+    assert torch.equal(out, models.sample(fixed, **RUN))
+
+
+def test_wrappers_of_other_packs_see_every_step(models, patcher):
+    """The ports own the one wrapper slot, or replace the model's forward."""
+    from comfy.patcher_extension import WrappersMP
+
+    calls = []
+
+    def counts(kind):
+        return lambda executor, *args, **kwargs: calls.append(kind) or executor(*args, **kwargs)
+
+    before = patcher.clone()
+    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL):
+        before.add_wrapper_with_key(kind, "before", counts(kind))
+    after = skipping(before)
+    for kind in (WrappersMP.APPLY_MODEL, WrappersMP.DIFFUSION_MODEL):
+        after.add_wrapper_with_key(kind, "after", counts(kind))
+    models.sample(after, **RUN)
+    assert calls.count(WrappersMP.APPLY_MODEL) == calls.count(WrappersMP.DIFFUSION_MODEL) == 24
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+
+
+def test_deep_shrink(models, unets):
+    """It makes the deep blocks' images smaller for the first part of a run."""
+    from comfy_extras.nodes_model_downscale import PatchModelAddDownscale
+
+    patched = PatchModelAddDownscale.execute(unets["sdxl"], 3, 2.0, 0.0, 0.35, True, "bicubic", "bicubic").args[0]
+    for depth in ("2", "3", "5"):
+        assert torch.isfinite(models.sample(skipping(patched, depth=depth), **RUN)).all()
+        assert last_run()["skipped"] > 0
+
+
+# Guidance that evaluates more than once ---------------------------------------------------------------------------
+
+
+def test_perturbed_attention_guidance(models, patcher, monkeypatch):
+    """PAG calls the model again, with the same uuid and a patch more: a feature of its own."""
+    from comfy_extras.nodes_pag import PerturbedAttentionGuidance
+
+    patched = PerturbedAttentionGuidance.execute(patcher, 3.0).args[0]
+    skip = skipping(patched)
+    out = models.sample(skip, **RUN)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    assert error(out, models.sample(skipping(patcher), **RUN)) > 1e-4
+    assert error(models.sample(compiled(skip), **RUN), out) < 1e-3
+
+
+def test_self_attention_guidance(models, patcher):
+    """SAG calls the model again for the negative prompt, on a blurred latent, as a positive one: also of its own."""
+    from comfy_extras.nodes_sag import SelfAttentionGuidance
+
+    skip, run = skipping(SelfAttentionGuidance.execute(patcher, 0.5, 2.0).args[0]), {"width": 128, "height": 128}
+    out = models.sample(skip, **run, steps=12)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    assert error(models.sample(compiled(skip), **run, steps=12), out) < 1e-3
+
+
+def test_the_same_call_twice_a_step(models, patcher):
+    """Another input under the same prompt and patches: which feature is whose cannot be told, so all is computed."""
+    import comfy.samplers
+
+    def again(args):
+        blurred = args["input"] * 0.9
+        (other,) = comfy.samplers.calc_cond_batch(
+            args["model"], [args["cond"]], blurred, args["sigma"], args["model_options"]
+        )
+        return args["denoised"] + 0.1 * other
+
+    patched = patcher.clone()
+    patched.set_model_sampler_post_cfg_function(again)
+    out = models.sample(skipping(patched), **RUN)
+    (reason,) = last_run()["resets"]
+    assert "evaluated twice a step" in reason and last_run()["skipped"] == 0
+    assert error(out, models.sample(patched, **RUN)) < 1e-5
+
+
+def test_easycache(models, patcher):
+    """ComfyUI's own cache beside ours: it leaves out whole calls, after which ours computes."""
+    from comfy_extras.nodes_easycache import EasyCacheNode
+
+    cached = EasyCacheNode.execute(patcher, 0.3, 0.15, 0.95, False).args[0]
+    for both in (skipping(cached), compiled(skipping(cached))):
+        assert torch.isfinite(models.sample(both, **RUN)).all()
+        assert set(last_run()["resets"]) <= {NEWCOMER}
+        assert last_run()["full"] + last_run()["skipped"] <= 12
+
+
+# ControlNet and hooks ---------------------------------------------------------------------------------------------
+
+
+def controlled(models, patcher, start=0.0, end=1.0, strength=0.8):
+    """A prompt with a real ControlNet of random weights."""
+    import comfy.controlnet
+    from comfy.cldm.cldm import ControlNet
+
+    names = ("model_channels", "num_res_blocks", "channel_mult", "context_dim", "transformer_depth", "num_heads")
+    known = {name: value for name, value in patcher.model.model_config.unet_config.items() if name in names}
+    known |= {"num_head_channels": 16, "num_heads": -1, "transformer_depth_middle": 1}
+    model = ControlNet(
+        image_size=32, in_channels=4, hint_channels=3, use_spatial_transformer=True, legacy=False, **known,
+        operations=comfy.ops.disable_weight_init,
+    )  # fmt: skip
+    models.randomise(model, 7)
+    control = comfy.controlnet.ControlNet(model.eval(), load_device=torch.device("cpu"))
+    control.set_cond_hint(randn(1, 3, 104, 136), strength, (start, end))
+    return [
+        [c, extra | {"control": control, "control_apply_to_uncond": True}]
+        for c, extra in models.conditioning(patcher, seed=1)
+    ]
+
+
+def sample(models, patcher, positive, steps=12):
+    import comfy.sample
+
+    latent = torch.zeros(1, 4, 13, 17)
+    noise, negative = comfy.sample.prepare_noise(latent, 1), models.conditioning(patcher, seed=2)
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            patcher, noise, steps, 7.0, "euler", "normal", positive, negative, latent, disable_pbar=True, seed=1
+        )
+
+
+def test_controlnet(models, patcher):
+    """Every step is steered, skipped ones too; compiled or not."""
+    prompt = controlled(models, patcher)
+    out = sample(models, skipping(patcher), prompt)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    assert error(out, sample(models, skipping(patcher), models.conditioning(patcher, seed=1))) > 1e-3
+    assert error(sample(models, compiled(skipping(patcher)), prompt), out) < 1e-3
+    assert torch.equal(sample(models, skipping(patcher, interval=1), prompt), sample(models, patcher, prompt))
+
+
+def test_a_controlnet_that_ends_in_mid_run(models, patcher):
+    """A feature that was steered is not for a step that is not: computed anew, and counted."""
+    sample(models, skipping(patcher), controlled(models, patcher, end=0.5))
+    assert counted() == {"full": 5, "skipped": 7, "resets": {NEWCOMER: 1}}
+
+
+def test_lora_hooks_that_change_in_mid_run(models, fresh):
+    """Weights by hooks with keyframes: a feature of the old weights is not for the new ones."""
+    import comfy.hooks
+
+    name = "diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight"
+    weight = fresh.model.state_dict()[name]
+    hooks = comfy.hooks.create_hook_lora(lora={}, strength_model=1.0, strength_clip=1.0)
+    hook = hooks.hooks[0]
+    hook.weights, hook.need_weight_init = {name: (randn(*weight.shape),)}, False
+    frames = comfy.hooks.HookKeyframeGroup()
+    for strength, start in ((1.0, 0.0), (0.0, 0.5)):
+        frames.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=start))
+    hooks.set_keyframes_on_hooks(frames)
+    conds = comfy.hooks.set_hooks_for_conditioning(models.conditioning(fresh, seed=1), hooks)
+    out = sample(models, skipping(fresh), conds)
+    assert torch.isfinite(out).all()
+    assert counted() == {"full": 5, "skipped": 7, "resets": {NEWCOMER: 1}}
