@@ -106,9 +106,8 @@ class _Skipping:
         stats = STATS.skip_run(self.name, depth)
         if len(levels) <= FEW_STEPS and settings.interval > 1:
             stats.resets[FEW] += 1
-        return SkipRun(
-            levels, settings.full_steps(levels, *window), depth, settings.order, stats, lambda: patcher.current_hooks
-        )
+        full, hooks = settings.full_steps(levels, *window), lambda: patcher.current_hooks
+        return SkipRun(levels, full, depth, settings.order, stats, hooks, settings.axis, settings.damping)
 
 
 def depth_of(settings: SkipSettings, model: unet.MODEL, height: int, width: int) -> int:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..stats import SkipStats
-from .forecast import History
+from .forecast import DAMPING, History
 
 RUN_KEY = "anyshape_skip_run"  # in ComfyUI's transformer_options, for as long as the run lasts
 AXES: dict[str, Callable[[int, float], float]] = {
@@ -74,6 +74,7 @@ class SkipRun:
     stats: SkipStats
     hooks: Callable[[], Any] = lambda: None  # ComfyUI's HookGroup that is applied to the weights now, or None
     axis: str = AXIS
+    damping: float = DAMPING
     step: int = 0
     _evaluation: int = 0
     _since_step: int = 0
@@ -171,7 +172,7 @@ class SkipRun:
         """The prompt's entry; a new one where the latent is another, or the noise has risen again (a restart)."""
         entry = self._entries.get(prompt)
         if entry is None or entry.latent != latent or self._has_risen(entry):
-            entry = self._entries[prompt] = _Entry(latent, History(self.order))
+            entry = self._entries[prompt] = _Entry(latent, History(self.order, self.damping))
         return entry
 
     def _has_risen(self, entry: _Entry) -> bool:
