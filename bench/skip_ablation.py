@@ -13,6 +13,8 @@ embed.use_comfyui()
 embed.load_pack()
 embed.bare_demo()
 
+from collections.abc import Callable, Iterator  # noqa: E402
+from functools import partial  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
 import torch  # noqa: E402
@@ -21,7 +23,7 @@ from anyshape.accel.skip.settings import SkipSettings  # noqa: E402
 
 from bench import measure  # noqa: E402
 from bench.skip_baselines import PlainDeepCache  # noqa: E402
-from bench.skip_runs import Demo, quality  # noqa: E402
+from bench.skip_runs import Demo, Tally  # noqa: E402
 
 SIZE = (256, 256)
 STEPS = (20, 30)
@@ -47,19 +49,22 @@ def tries() -> list[Try]:
     return list(dict.fromkeys(found))
 
 
-def measured(demo: Demo, chosen: list[Try]) -> list[dict[str, Any]]:
-    """A row for each way, number of steps and interval."""
-    rows = []
+def ways(chosen: list[Try]) -> list[tuple[dict[str, Any], Callable[[int], SkipSettings]]]:
+    """(what the row says of it, its settings at an interval), plain DeepCache first."""
+    ours = [({"method": "ours", **one._asdict()}, partial(SkipSettings, **one._asdict())) for one in chosen]
+    return [({"method": "plain"}, PlainDeepCache), *ours]
+
+
+def measured(demo: Demo, chosen: list[Try]) -> Iterator[dict[str, Any]]:
+    """A row for each number of steps, interval and way."""
     for steps in STEPS:
-        reference = demo.run(demo.patcher, steps, SIZE)
+        references = [demo.run(demo.patcher, steps, SIZE, batch) for batch in demo.batches]
         for interval in INTERVALS:
-            ways: list[tuple[dict[str, Any], SkipSettings]] = [({"method": "plain"}, PlainDeepCache(interval))]
-            ways += [({"method": "ours", **one._asdict()}, SkipSettings(interval, **one._asdict())) for one in chosen]
-            for names, settings in ways:
-                found = quality(demo.run(demo.skipping(settings), steps, SIZE), reference)
-                rows.append({"steps": steps, "interval": interval, **names, **found})
-                print(rows[-1], flush=True)
-    return rows
+            for names, settings in ways(chosen):
+                tally, patcher = Tally(), demo.skipping(settings(interval))
+                for batch, reference in zip(demo.batches, references, strict=True):
+                    tally.add(demo.run(patcher, steps, SIZE, batch), reference)
+                yield {"steps": steps, "interval": interval, **names, **tally.quality()}
 
 
 def main() -> None:
@@ -69,8 +74,17 @@ def main() -> None:
     chosen = parser.parse_args()
     with torch.inference_mode():
         demo = Demo(chosen.prompts)
-        figures = demo.conditions() | {"width": SIZE[0], "height": SIZE[1], "base": Try(*BASE)._asdict()}
-        measure.write(chosen.json, figures | {"rows": measured(demo, tries())})
+        figures = demo.conditions() | {
+            "prompts": chosen.prompts,
+            "width": SIZE[0],
+            "height": SIZE[1],
+            "base": Try(*BASE)._asdict(),
+        }
+        rows: list[dict[str, Any]] = []
+        for row in measured(demo, tries()):
+            rows.append(row)
+            print(row, flush=True)
+            measure.write(chosen.json, figures | {"rows": rows})
 
 
 if __name__ == "__main__":

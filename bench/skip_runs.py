@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,12 +31,36 @@ FIRST_SEED = 1000
 
 
 class Sampled(NamedTuple):
-    """What came of one setting."""
+    """One batch."""
 
     pictures: Tensor  # [N, 3, H, W] in 0..1
-    seconds: float  # of sampling, for a picture: the median of the batches
+    seconds: float  # of sampling, for a picture
     full: float  # forwards for a picture in which every block ran
     skipped: float  # in which the deep ones did not
+
+
+@dataclass
+class Tally:
+    """What came of one setting, over the batches."""
+
+    seconds: list[float] = field(default_factory=list)  # a picture, by batch
+    full: float = 0.0  # forwards a picture, as in Sampled: the mean of the batches
+    skipped: float = 0.0
+    psnr: list[float] = field(default_factory=list)  # dB, by picture
+    ssim: list[float] = field(default_factory=list)
+
+    def add(self, sampled: Sampled, reference: Sampled) -> None:
+        """Counts a batch, compared with the pictures in full."""
+        before = len(self.seconds)
+        self.full = (before * self.full + sampled.full) / (before + 1)
+        self.skipped = (before * self.skipped + sampled.skipped) / (before + 1)
+        self.seconds.append(sampled.seconds)
+        self.psnr += psnr(sampled.pictures, reference.pictures)
+        self.ssim += ssim(sampled.pictures, reference.pictures)
+
+    def quality(self) -> dict[str, float]:
+        """How near the pictures come, in the mean, as the JSON says it."""
+        return {"psnr": round(statistics.fmean(self.psnr), 2), "ssim": round(statistics.fmean(self.ssim), 4)}
 
 
 class Demo:
@@ -48,30 +73,24 @@ class Demo:
         self.seeds = [FIRST_SEED + index for index in range(prompts)]
         self.unet: nn.Module = self.patcher.model.diffusion_model
 
+    @property
+    def batches(self) -> list[slice]:
+        """The prompts in batches. Neighbours are alike, so each batch is spread over all of them."""
+        count = -(-len(self.prompts) // BATCH)
+        return [slice(first, None, count) for first in range(count)]
+
     def warm_up(self) -> None:
         """Two steps, so that the first setting does not pay for what is loaded once."""
-        evaluate.generate(
-            (self.patcher, self.vae, self.text), self.prompts[:1], self.seeds[:1], (64, 64), evaluate.Setting(steps=2)
-        )
+        self.run(self.patcher, 2, (64, 64), slice(1))
 
-    def run(self, patcher: ModelPatcher, steps: int, size: tuple[int, int]) -> Sampled:
-        """A picture of size (width, height) for each prompt, in batches."""
-        pictures, seconds = [], []
-        with counting(self.unet) as rows:
-            for start in range(0, len(self.prompts), BATCH):
-                latents, took = self._batch(patcher, steps, size, slice(start, start + BATCH))
-                pictures.append(evaluate.decode(self.vae, latents))
-                seconds.append(took / len(latents))
-        full, every = (rows[name] / ROWS / len(self.prompts) for name in ("deep", "every"))
-        return Sampled(torch.cat(pictures), statistics.median(seconds), full, every - full)
-
-    def _batch(self, patcher: ModelPatcher, steps: int, size: tuple[int, int], part: slice) -> tuple[Tensor, float]:
-        """The latents of one batch, and the seconds that they took."""
+    def run(self, patcher: ModelPatcher, steps: int, size: tuple[int, int], batch: slice) -> Sampled:
+        """A picture of size (width, height) for each prompt of a batch."""
         took: dict[str, float] = {}
-        with measure.seconds(took, "sampling"):
-            setting = evaluate.Setting(steps=steps)
-            latents = evaluate.sample(patcher, self.text, self.prompts[part], self.seeds[part], size, setting)
-        return latents, took["sampling"]
+        prompts, seeds, setting = self.prompts[batch], self.seeds[batch], evaluate.Setting(steps=steps)
+        with counting(self.unet) as rows, measure.seconds(took, "sampling"):
+            latents = evaluate.sample(patcher, self.text, prompts, seeds, size, setting)
+        full, every = (rows[name] / ROWS / len(prompts) for name in ("deep", "every"))
+        return Sampled(evaluate.decode(self.vae, latents), took["sampling"] / len(prompts), full, every - full)
 
     def skipping(self, settings: SkipSettings) -> ModelPatcher:
         """A clone through our node's function."""
@@ -79,8 +98,7 @@ class Demo:
 
     def share(self, settings: SkipSettings, size: tuple[int, int]) -> float:
         """Of a forward's FLOPs, what a skipped step pays."""
-        latent = size[1] // LATENT, size[0] // LATENT
-        return shares(self.unet, *latent)[self.depth(settings, size)]
+        return shares(self.unet, size[1] // LATENT, size[0] // LATENT)[self.depth(settings, size)]
 
     def depth(self, settings: SkipSettings, size: tuple[int, int]) -> int:
         """The depth that the run has."""
@@ -95,7 +113,6 @@ class Demo:
             "threads": torch.get_num_threads(),
             "scikit_image": skimage.__version__,
             "setting": setting,
-            "prompts": len(self.prompts),
             "first_seed": FIRST_SEED,
             "batch": BATCH,
         }
@@ -117,19 +134,13 @@ def counting(unet: nn.Module) -> Iterator[Counter[str]]:
             handle.remove()
 
 
-def psnr(pictures: Tensor, reference: Tensor) -> float:
-    """Mean over the pictures [N, 3, H, W] of each one's PSNR to its reference, dB; ``CEILING`` at most."""
-    errors = (pictures.double() - reference.double()).square().mean(dim=(1, 2, 3))
-    return (-10 * errors.clamp(min=10 ** (-CEILING / 10)).log10()).mean().item()
+def psnr(pictures: Tensor, references: Tensor) -> list[float]:
+    """PSNR of each of the pictures [N, 3, H, W] to its reference, dB; ``CEILING`` at most."""
+    errors = (pictures.double() - references.double()).square().mean(dim=(1, 2, 3))
+    return (-10 * errors.clamp(min=10 ** (-CEILING / 10)).log10()).tolist()
 
 
-def ssim(pictures: Tensor, reference: Tensor) -> float:
-    """Mean structural similarity; scikit-image's windows of 7 x 7 pixels, each channel by itself."""
-    pairs = zip(pictures.numpy(), reference.numpy(), strict=True)
-    return float(np.mean([structural_similarity(a, b, channel_axis=0, data_range=1.0) for a, b in pairs]))
-
-
-def quality(sampled: Sampled, reference: Sampled) -> dict[str, float]:
-    """How near the pictures come, as the JSON says it."""
-    pictures, others = sampled.pictures, reference.pictures
-    return {"psnr": round(psnr(pictures, others), 2), "ssim": round(ssim(pictures, others), 4)}
+def ssim(pictures: Tensor, references: Tensor) -> list[float]:
+    """Structural similarity of each; scikit-image's windows of 7 x 7 pixels, each channel by itself."""
+    pairs = zip(pictures.numpy(), references.numpy(), strict=True)
+    return [float(structural_similarity(a, b, channel_axis=0, data_range=1.0)) for a, b in pairs]
