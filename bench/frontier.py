@@ -24,6 +24,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "fewer steps": {"color": "#333333", "linestyle": "-", "marker": "x"},
 }
 NAMES = {"Skip Blocks": "Skip Blocks, depth auto", "DeepCache": "plain DeepCache, same depth"}
+BELOW = ("Skip Blocks, depth 1", "DeepCache")  # methods whose settings are written below their points
 AXES = {"seconds": "seconds of sampling for a picture", "cost": "cost, in full forwards"}
 
 
@@ -34,11 +35,10 @@ def draw(result: dict[str, Any]) -> Figure:
     for axes, (name, label) in zip(figure.subplots(1, 2, sharey=True), AXES.items(), strict=True):
         panel(axes, rows, name)
         axes.set_xlabel(label)
-        axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#DDDDDD", linewidth=0.6)
     figure.axes[0].set_ylabel(f"PSNR to the picture of {result['steps']} full steps, dB")
-    figure.axes[0].legend(frameon=False, fontsize=9, loc="upper left")
+    figure.axes[0].legend(frameon=False, fontsize=9, loc="lower right")
     half(figure.axes[1], result["steps"] / 2)
     machine = result["machine"].split(",")[0]
     title = f"Demo model, {size(rows[0])}, {result['prompts']} prompts, {result['setting']['sampler']}, {machine}"
@@ -49,14 +49,15 @@ def draw(result: dict[str, Any]) -> Figure:
 def panel(axes: Axes, rows: list[dict[str, Any]], name: str) -> None:
     """A line a method over the figure ``name``; each point with its steps, interval or threshold."""
     for method, style in STYLES.items():
-        points = sorted((row[name], row["psnr"], row["setting"]) for row in rows if row["method"] == method)
+        points = sorted((row[name], row["psnr"], row["setting"]) for row in skip_tables.of_method(rows, method))
         axes.plot(
             [x for x, _, _ in points], [y for _, y, _ in points],
             linewidth=1.6, markersize=4, label=NAMES.get(method, method), **style,
         )  # fmt: skip
         for x, y, setting in points:
+            place = (5, -8) if method in BELOW else (-5, 4)
             axes.annotate(
-                f"{setting:g}", (x, y), xytext=(0, 5), textcoords="offset points", ha="center", fontsize=7,
+                f"{setting:g}", (x, y), xytext=place, textcoords="offset points", ha="center", fontsize=7,
                 color=style["color"],
             )  # fmt: skip
 

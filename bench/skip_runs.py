@@ -22,11 +22,11 @@ from skimage.metrics import structural_similarity
 from torch import Tensor, nn
 
 from bench import measure
+from bench.skip_tables import EQUAL
 
 BATCH = 16
 ROWS = 2  # that the model sees for a picture: with CFG, the prompt and the empty one
 LATENT = 8  # pixels of a picture for one of the latent, each way
-CEILING = 100.0  # dB that equal pictures get, whose PSNR is infinite
 FIRST_SEED = 1000
 
 
@@ -135,9 +135,9 @@ def counting(unet: nn.Module) -> Iterator[Counter[str]]:
 
 
 def psnr(pictures: Tensor, references: Tensor) -> list[float]:
-    """PSNR of each of the pictures [N, 3, H, W] to its reference, dB; ``CEILING`` at most."""
+    """PSNR of each of the pictures [N, 3, H, W] to its reference, dB; ``EQUAL`` at most."""
     errors = (pictures.double() - references.double()).square().mean(dim=(1, 2, 3))
-    return (-10 * errors.clamp(min=10 ** (-CEILING / 10)).log10()).tolist()
+    return (-10 * errors.clamp(min=10 ** (-EQUAL / 10)).log10()).tolist()
 
 
 def ssim(pictures: Tensor, references: Tensor) -> list[float]:

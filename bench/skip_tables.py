@@ -8,6 +8,7 @@ from bench.markdown import headed, said, size, table
 from bench.texts import ENGLISH
 
 QUALITY, ABLATION = figures.RESULTS / "skip-quality.json", figures.RESULTS / "skip-ablation.json"
+EQUAL = 100.0  # dB that equal pictures get, whose PSNR is infinite
 OURS, PLAIN, FEWER, CACHE = "Skip Blocks", "DeepCache", "fewer steps", "EasyCache"
 VERSUS = (OURS, PLAIN, FEWER, CACHE, f"{OURS}, depth 1")  # columns of the comparison at equal cost
 PICTURE = "PSNR against seconds a picture and against cost, one line a method"
@@ -36,9 +37,14 @@ def at_size(rows: list[Row], first: bool = True) -> list[Row]:
     return [row for row in rows if ((row["width"], row["height"]) == same) is first]
 
 
+def of_method(rows: list[Row], method: str) -> list[Row]:
+    """The rows of a method that have a PSNR: settings that skip nothing give the same pictures, and are left out."""
+    return [row for row in rows if row["method"] == method and row["psnr"] < EQUAL]
+
+
 def line(rows: list[Row], method: str) -> list[Point]:
-    """The frontier of a method by cost; every step in full is left out: its PSNR to itself is no number."""
-    return sorted(Point(row["cost"], row["psnr"]) for row in rows if row["method"] == method)
+    """The frontier of a method by cost."""
+    return sorted(Point(row["cost"], row["psnr"]) for row in of_method(rows, method))
 
 
 def at_cost(points: list[Point], cost: float) -> float | None:
@@ -97,7 +103,7 @@ def beyond(value: float | None, ours: float | None) -> str:
 
 def quality_row(row: Row) -> list[str]:
     """One setting."""
-    likeness = [f"{row['psnr']:.1f}", f"{row['ssim']:.4f}"] if "psnr" in row else ["", ""]
+    likeness = [f"{row['psnr']:.1f}", f"{row['ssim']:.4f}"] if row.get("psnr", EQUAL) < EQUAL else ["equal", "1"]
     counts = [f"{row[name]:g}" for name in ("setting", "full", "skipped")]
     return [size(row), row["method"], *counts, f"{row['cost']:.1f}", f"{row['seconds']:.3f}", *likeness]
 

@@ -154,11 +154,17 @@ def test_the_comparison_at_half_the_cost():
     def row(method: str, setting: int, cost: float, psnr: float) -> dict[str, Any]:
         return {"method": method, "setting": setting, "cost": cost, "psnr": psnr}
 
-    rows = [row("Skip Blocks", 2, 12.0, 50.0), row("Skip Blocks", 3, 8.0, 40.0), row("DeepCache", 2, 12.0, 44.0)]
-    assert skip_tables.versus(rows, 20) == [
+    same = row("EasyCache", 0, 20.0, skip_tables.EQUAL)  # skipped nothing: no point of a line
+    rows = [
+        row("Skip Blocks", 2, 12.0, 50.0),
+        row("Skip Blocks", 3, 8.0, 40.0),
+        row("DeepCache", 2, 12.0, 44.0),
+        row("EasyCache", 1, 8.0, 30.0),
+    ]
+    assert skip_tables.versus([*rows, same], 20) == [
         ["12.0", "interval 2", "50.0", "44.0 (+6.0)", "", "", ""],
         ["10.0", "half of every step", "45.0", "", "", "", ""],
-        ["8.0", "interval 3", "40.0", "", "", "", ""],
+        ["8.0", "interval 3", "40.0", "", "", "30.0 (+10.0)", ""],
     ]
 
 
