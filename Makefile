@@ -47,6 +47,7 @@ bench: setup
 
 figures: setup
 	@$(ENV) $(VENV_PYTHON) -m bench.plot
+	@$(ENV) $(VENV_PYTHON) -m bench.frontier
 	@$(ENV) $(VENV_PYTHON) -m bench.tables --write
 
 clean:

@@ -7,17 +7,16 @@ Without ``--write`` it prints what it would write. Needs neither torch nor Comfy
 
 import argparse
 import sys
-import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import figures, texts
+from bench import figures, skip_tables, texts
+from bench.markdown import conditions, headed, said, size, table
 from tools.paths import ROOT
 
 BEGIN = "<!-- begin: written by python -m bench.tables --write from bench/results -->"
 END = "<!-- end: written by python -m bench.tables -->"
-WIDTH = 125  # characters a line of English prose
 
 
 def three(value: float) -> str:
@@ -35,22 +34,10 @@ def pair(eager: float, compiled: float) -> str:
     return f"{three(eager)} → {three(compiled)}"
 
 
-def size(row: dict[str, Any]) -> str:
-    """Image pixels."""
-    return f"{row['width']}x{row['height']}"
-
-
 def scientific(value: float) -> str:
     """An error."""
     digits, exponent = f"{value:.2e}".split("e")
     return f"{digits}e{int(exponent)}"
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
-    head = list(head)
-    lines = ["".join(f"| {cell} " if cell else "| " for cell in cells) + "|" for cells in [head, *rows]]
-    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def even(row: dict[str, Any], result: dict[str, Any], name: str) -> str:
@@ -72,18 +59,6 @@ def readme(words: dict[str, Any], wrap: bool) -> str:
     picture = f"![{words['plot']}](docs/images/{figures.mixed_path('sdxl').stem}.png)"
     mixed = said(words, [mixed_sentence(words, figures.load(figures.mixed_path("sdxl")))], wrap)
     return "\n\n".join([above, table(words["head"], readme_rows(unet, vae)), below, picture, mixed])
-
-
-def said(words: dict[str, Any], sentences: list[str], wrap: bool) -> str:
-    """A paragraph; Chinese stays on one line, where a line break would show as a space."""
-    text = words["sentences"].join(filter(None, sentences))
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False) if wrap else text
-
-
-def conditions(result: dict[str, Any]) -> dict[str, str]:
-    """What a reader must know of the machine."""
-    gpu = result["machine"].split(",")[0]
-    return {"gpu": gpu, "allocator": result["allocator"], **result["versions"]}
 
 
 def readme_rows(unet: dict[str, Any], vae: dict[str, Any]) -> list[list[str]]:
@@ -170,13 +145,7 @@ def document() -> str:
     parts = [forward_part(model) for model in figures.MODELS if figures.forward_path(model).exists()]
     parts.append(vae_part())
     parts += [mixed_part(model) for model in figures.MODELS if figures.mixed_path(model).exists()]
-    return "\n\n".join(parts)
-
-
-def headed(title: str, result: dict[str, Any], *parts: str) -> str:
-    """A section: its title, what was run and when, and ``parts``."""
-    on = "{gpu}, torch {torch}, Triton {triton}, ComfyUI {comfyui}".format(**conditions(result))
-    return "\n\n".join([f"### {title}", f"`{result['command']}`, {result['date']}, {on}.", *filter(None, parts)])
+    return "\n\n".join([*parts, *skip_tables.parts()])
 
 
 def forward_part(model: str) -> str:

@@ -24,10 +24,13 @@ from . import headless  # noqa: F401  (sets ComfyUI up before the imports below)
 
 # isort: split
 import comfy.sample
+import comfy.sd
+from comfy.model_patcher import ModelPatcher
 
 from . import model
 from .data import FILL, place
 from .features import features, nearest
+from .text import TextEncoder
 
 HERE = Path(__file__).parent
 REFERENCES = HERE / "proof_emoji.png"
@@ -76,12 +79,24 @@ def generate(
     loaded: tuple, prompts: list[str], seeds: list[int], size: tuple[int, int], setting: Setting
 ) -> torch.Tensor:
     """One picture a prompt as one batch, size in (width, height): [B, 3, height, width] in 0..1, on the CPU."""
-    patcher, vae, text = loaded
+    return decode(loaded[1], sample(loaded[0], loaded[2], prompts, seeds, size, setting))
+
+
+def decode(vae: comfy.sd.VAE, samples: torch.Tensor) -> torch.Tensor:
+    """Latents [B, 4, H, W] to pictures [B, 3, 8 H, 8 W] in 0..1, on the CPU."""
+    return vae.decode(samples).movedim(-1, 1).float().cpu()
+
+
+def sample(
+    patcher: ModelPatcher, text: TextEncoder, prompts: list[str], seeds: list[int], size: tuple[int, int],
+    setting: Setting,
+) -> torch.Tensor:  # fmt: skip
+    """The latents of ``generate``, [B, 4, height / 8, width / 8]."""
     latent = torch.zeros(len(prompts), 4, size[1] // 8, size[0] // 8)
     noise = torch.cat([comfy.sample.prepare_noise(latent[:1], seed) for seed in seeds])
     context = torch.cat([text.encode(prompt) for prompt in prompts])
     positive, negative = [[context, {}]], model.encode(text, "")
-    samples = comfy.sample.sample(
+    return comfy.sample.sample(
         patcher,
         noise,
         setting.steps,
@@ -94,7 +109,6 @@ def generate(
         disable_pbar=True,
         seed=seeds[0],
     )
-    return vae.decode(samples).movedim(-1, 1).float().cpu()
 
 
 def prove(loaded: tuple, setting: Setting, sizes: tuple = SIZES, batch: int = 25) -> tuple[dict, dict]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from bench import figures, plot, tables
+from bench import figures, frontier, plot, skip_tables, tables
 from tools.paths import ROOT
 
 RESULTS = sorted(figures.RESULTS.glob("*.json"))
@@ -141,6 +141,33 @@ def test_digits():
     assert [tables.two(value) for value in (-0.004, -0.016, 4.125)] == ["0.00", "-0.02", "4.12"]
 
 
+def test_equal_cost():
+    points = [skip_tables.Point(10.0, 30.0), skip_tables.Point(14.0, 40.0), skip_tables.Point(14.0, 40.0)]
+    assert [skip_tables.at_cost(points, cost) for cost in (10.0, 11.0, 14.0)] == [30.0, 32.5, 40.0]
+    assert skip_tables.at_cost(points, 9.9) is None and skip_tables.at_cost(points, 14.1) is None
+    assert skip_tables.at_cost(points[:1], 10.0) == 30.0
+    assert [skip_tables.beyond(value, 42.0) for value in (42.0, 40.5, None)] == ["42.0", "40.5 (+1.5)", ""]
+    assert skip_tables.beyond(40.0, None) == "40.0"
+
+
+def test_the_comparison_at_half_the_cost():
+    def row(method: str, setting: int, cost: float, psnr: float) -> dict[str, Any]:
+        return {"method": method, "setting": setting, "cost": cost, "psnr": psnr}
+
+    same = row("EasyCache", 0, 20.0, skip_tables.EQUAL)  # skipped nothing: no point of a line
+    rows = [
+        row("Skip Blocks", 2, 12.0, 50.0),
+        row("Skip Blocks", 3, 8.0, 40.0),
+        row("DeepCache", 2, 12.0, 44.0),
+        row("EasyCache", 1, 8.0, 30.0),
+    ]
+    assert skip_tables.versus([*rows, same], 20) == [
+        ["12.0", "interval 2", "50.0", "44.0 (+6.0)", "", "", ""],
+        ["10.0", "half of every step", "45.0", "", "", "", ""],
+        ["8.0", "interval 3", "40.0", "", "", "30.0 (+10.0)", ""],
+    ]
+
+
 # Plots ------------------------------------------------------------------------------------------------------------
 
 
@@ -156,6 +183,19 @@ def test_the_plot_is_drawn_from_the_result(path):
 @pytest.mark.parametrize("readme", READMES)
 def test_the_readme_shows_a_plot(readme):
     assert "(docs/images/mixed-sdxl.png)" in (ROOT / readme).read_text()
+
+
+def test_the_frontier_is_drawn_from_the_result():
+    with Image.open(frontier.PATH) as opened:
+        assert opened.text[plot.SOURCE] == plot.digest(skip_tables.QUALITY), "run: make figures"
+        assert "transparency" not in opened.info
+    assert f"(images/{frontier.PATH.name})" in (ROOT / "docs" / "performance.md").read_text()
+
+
+def test_every_method_is_in_the_frontier():
+    rows = skip_tables.at_size(figures.load(skip_tables.QUALITY)["rows"])
+    assert {row["method"] for row in rows} == {*frontier.STYLES, "every step"}
+    assert {*skip_tables.VERSUS} == {*frontier.STYLES}
 
 
 def test_runs_that_did_not_finish_are_told_apart():

@@ -107,7 +107,7 @@ class _Skipping:
         full, why = settings.full_steps(levels, *window), self._why_all_full(sampler, len(levels))
         return SkipRun(
             levels, frozenset(range(len(levels))) if why else full, depth, settings.order,
-            STATS.skip_run(self.name, depth), lambda: patcher.current_hooks, why_all_full=why,
+            STATS.skip_run(self.name, depth), lambda: patcher.current_hooks, why, settings.axis, settings.damping,
         )  # fmt: skip
 
     def _why_all_full(self, sampler: Any, steps: int) -> str:

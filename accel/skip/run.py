@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..stats import SkipStats
-from .forecast import History
+from .forecast import DAMPING, History
 
 RUN_KEY = "anyshape_skip_run"  # in ComfyUI's transformer_options, for as long as the run lasts
 AXES: dict[str, Callable[[int, float], float]] = {
@@ -76,6 +76,7 @@ class SkipRun:
     hooks: Callable[[], Any] = lambda: None  # ComfyUI's HookGroup that is applied to the weights now, or None
     why_all_full: str = PLANNED  # where no step is skipped although the user asked for it
     axis: str = AXIS
+    damping: float = DAMPING
     step: int = 0
     _evaluation: int = 0
     _since_step: int = 0
@@ -174,7 +175,7 @@ class SkipRun:
         """The part's entry; a new one where the noise has risen again (a restart)."""
         entry = self._entries.get(part)
         if entry is None or self._has_risen(entry):
-            entry = self._entries[part] = _Entry(History(self.order))
+            entry = self._entries[part] = _Entry(History(self.order, self.damping))
         return entry
 
     def _has_risen(self, entry: _Entry) -> bool:

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
-from .schedule import FEW_STEPS, full_steps
+from .forecast import DAMPING
+from .run import AXES, AXIS
+from .schedule import DENSITY, FEW_STEPS, full_steps
 
 FORECASTS = ("order1", "off")
 AUTO = "auto"
@@ -19,6 +21,10 @@ class SkipSettings:
     start_percent: float = 0.0  # of the noise schedule; outside this window every step is full
     end_percent: float = 1.0
     forecast: str = FORECASTS[0]
+    # Decided by measurement, so the node does not ask for them; bench/skip_ablation.py does.
+    axis: str = AXIS
+    damping: float = DAMPING
+    density: float = DENSITY
 
     def __post_init__(self) -> None:
         if not 1 <= self.interval <= MAX_INTERVAL:
@@ -32,6 +38,8 @@ class SkipSettings:
             )
         if self.forecast not in FORECASTS:
             raise ValueError(f"forecast is {self.forecast!r}; choose one of {', '.join(FORECASTS)}")
+        if self.axis not in AXES:
+            raise ValueError(f"axis is {self.axis!r}; choose one of {', '.join(AXES)}")
 
     @property
     def order(self) -> int:
@@ -44,4 +52,4 @@ class SkipSettings:
         if len(sigmas) <= FEW_STEPS:
             return frozenset(steps)
         window = [step for step in steps if sigma_end <= sigmas[step] <= sigma_start]
-        return frozenset(steps) - frozenset(window) | full_steps(window, self.interval)
+        return frozenset(steps) - frozenset(window) | full_steps(window, self.interval, self.density)

@@ -1,0 +1,91 @@
+"""How Skip Blocks forecasts and when: axis, damping and density of its full steps, each measured against the others.
+
+python -m bench.skip_ablation [--prompts 16] [--json FILE]
+
+On the demo model at 256x256 and depth auto, PSNR to the pictures without skipping. *Axis*: what the forecast's line is
+drawn over. *Damping*: the share of its slope that is believed. *Density*: the power by which full steps are placed; 1
+spaces them evenly, above 1 they are dense early and sparse late. Plain DeepCache is there for scale.
+"""
+
+from tools import embed
+
+embed.use_comfyui()
+embed.load_pack()
+embed.bare_demo()
+
+from collections.abc import Callable, Iterator  # noqa: E402
+from functools import partial  # noqa: E402
+from typing import Any, NamedTuple  # noqa: E402
+
+import torch  # noqa: E402
+from anyshape.accel.skip.run import AXES  # noqa: E402
+from anyshape.accel.skip.settings import SkipSettings  # noqa: E402
+
+from bench import measure  # noqa: E402
+from bench.skip_baselines import PlainDeepCache  # noqa: E402
+from bench.skip_runs import Demo, Tally  # noqa: E402
+
+SIZE = (256, 256)
+STEPS = (20, 30)
+INTERVALS = (2, 3)
+DAMPINGS = (0.5, 0.75, 1.0, 1.25)
+DENSITIES = (0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6)
+BASE = ("sigma", 1.0, 1.2)  # axis, damping and density where they are not the one that varies
+
+
+class Try(NamedTuple):
+    """One way to forecast and to place the full steps."""
+
+    axis: str
+    damping: float
+    density: float
+
+
+def tries() -> list[Try]:
+    """Every axis with every damping, then every density; each once."""
+    axis, damping, density = BASE
+    found = [Try(each, share, density) for each in AXES for share in DAMPINGS]
+    found += [Try(axis, damping, power) for power in DENSITIES]
+    return list(dict.fromkeys(found))
+
+
+def ways(chosen: list[Try]) -> list[tuple[dict[str, Any], Callable[[int], SkipSettings]]]:
+    """(what the row says of it, its settings at an interval), plain DeepCache first."""
+    ours = [({"method": "ours", **one._asdict()}, partial(SkipSettings, **one._asdict())) for one in chosen]
+    return [({"method": "plain"}, PlainDeepCache), *ours]
+
+
+def measured(demo: Demo, chosen: list[Try]) -> Iterator[dict[str, Any]]:
+    """A row for each number of steps, interval and way."""
+    for steps in STEPS:
+        references = [demo.run(demo.patcher, steps, SIZE, batch) for batch in demo.batches]
+        for interval in INTERVALS:
+            for names, settings in ways(chosen):
+                tally, patcher = Tally(), demo.skipping(settings(interval))
+                for batch, reference in zip(demo.batches, references, strict=True):
+                    tally.add(demo.run(patcher, steps, SIZE, batch), reference)
+                yield {"steps": steps, "interval": interval, **names, **tally.quality()}
+
+
+def main() -> None:
+    """Prints the rows and writes the JSON."""
+    parser = measure.options(__doc__)
+    parser.add_argument("--prompts", type=int, default=16)
+    chosen = parser.parse_args()
+    with torch.inference_mode():
+        demo = Demo(chosen.prompts)
+        figures = demo.conditions() | {
+            "prompts": chosen.prompts,
+            "width": SIZE[0],
+            "height": SIZE[1],
+            "base": Try(*BASE)._asdict(),
+        }
+        rows: list[dict[str, Any]] = []
+        for row in measured(demo, tries()):
+            rows.append(row)
+            print(row, flush=True)
+            measure.write(chosen.json, figures | {"rows": rows})
+
+
+if __name__ == "__main__":
+    main()
