@@ -4,7 +4,6 @@ The oracle for state is a fresh run: whatever went on before or beside it, a run
 """
 
 import gc
-import threading
 
 import pytest
 import torch
@@ -280,17 +279,6 @@ def test_two_models_and_two_runs_that_interleave(models, patcher, unets):
 
     assert torch.equal(sample(skip, callback=nested), wanted)
     assert torch.equal(inner[0], alone)
-
-
-def test_two_threads(models, patcher):
-    skip = skipping(patcher)
-    wanted, outs = models.sample(skip, **RUN), []
-    threads = [threading.Thread(target=lambda: outs.append(models.sample(skip, **RUN))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(outs) == 2 and all(torch.equal(out, wanted) for out in outs)
 
 
 def test_nothing_outlives_a_run(models, patcher):
