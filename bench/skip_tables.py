@@ -1,5 +1,6 @@
-"""What bench/results says of the quality of Skip Blocks, for docs/performance.md and the plot. Needs no torch."""
+"""What bench/results says of Skip Blocks, for README, docs/performance.md and the plot. Needs no torch."""
 
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -24,8 +25,54 @@ class Point(NamedTuple):
 
 def parts() -> list[str]:
     """The sections, as far as they have been measured."""
-    found = [(QUALITY, quality_part), (ABLATION, ablation_part)]
+    found = [(speed_path(model), speed_part) for model in figures.MODELS]
+    found += [(QUALITY, quality_part), (ABLATION, ablation_part)]
     return [part(figures.load(path)) for path, part in found if path.exists()]
+
+
+# Speed ------------------------------------------------------------------------------------------------------------
+
+
+def speed_path(model: str) -> Path:
+    """Where the result of ``bench.skip`` lies."""
+    return figures.RESULTS / f"skip-{model}.json"
+
+
+def speed_part(result: dict[str, Any]) -> str:
+    """Seconds of a sampling run with and without skipping, in eager and on Compile Model."""
+    head = "Size | Eager, s | Eager, skipping | Faster | Compiled, s | Compiled, skipping | Faster | Depth | Full | Features"
+    how = f"One image of {result['steps']} Euler steps with CFG in fp16, interval {result['interval']}, depth auto."
+    title = f"Skip Blocks: speed of {figures.MODELS[result['model']]}"
+    return headed(title, result, how, table(head.split(" | "), map(speed_row, result["rows"])))
+
+
+def speed_row(row: Row) -> list[str]:
+    """One size."""
+    cells = [size(row)]
+    for way in ("eager", "compiled"):
+        took, skipping = row["seconds"][way], row["seconds"][f"{way}_skip"]
+        cells += [f"{took:.3f}", f"{skipping:.3f}", f"{took / skipping:.2f}x"]
+    return [
+        *cells,
+        str(row["depth"]),
+        f"{row['full']} of {row['full'] + row['skipped']}",
+        f"{row['feature_mb']:.0f} MB",
+    ]
+
+
+def sentence(words: dict[str, Any]) -> str:
+    """What skipping saves, at the first size of each model."""
+    found = [figures.load(speed_path(model)) for model in figures.MODELS if speed_path(model).exists()]
+    phrases = [words["skip_of"].format(name=figures.MODELS[r["model"]], **_savings(r["rows"][0])) for r in found]
+    return words["skip"].format(
+        steps=found[0]["steps"], interval=found[0]["interval"], runs=words["between"].join(phrases)
+    )
+
+
+def _savings(row: Row) -> dict[str, str]:
+    took = row["seconds"]
+    runs = {way: f"{took[way]:.2f} → {took[f'{way}_skip']:.2f}" for way in ("eager", "compiled")}
+    return {"size": size(row), **runs}
 
 
 # Quality ----------------------------------------------------------------------------------------------------------

@@ -58,7 +58,8 @@ def readme(words: dict[str, Any], wrap: bool) -> str:
     below = said(words, [starts(words, unet), memory(words, unet), vae_sentence(words, vae)], wrap)
     picture = f"![{words['plot']}](docs/images/{figures.mixed_path('sdxl').stem}.png)"
     mixed = said(words, [mixed_sentence(words, figures.load(figures.mixed_path("sdxl")))], wrap)
-    return "\n\n".join([above, table(words["head"], readme_rows(unet, vae)), below, picture, mixed])
+    skip = said(words, [skip_tables.sentence(words)], wrap)
+    return "\n\n".join([above, table(words["head"], readme_rows(unet, vae)), below, picture, mixed, skip])
 
 
 def readme_rows(unet: dict[str, Any], vae: dict[str, Any]) -> list[list[str]]:

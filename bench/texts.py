@@ -26,6 +26,8 @@ ENGLISH = {
     "finished": "{seconds} s",
     "stopped": "not finished after {limit} s ({done} of {count} prompts done)",
     "failed": "failed after {done} of {count} prompts",
+    "skip": "Skip Blocks, interval {interval}, one image of {steps} Euler steps with CFG, seconds: {runs}. How near the pictures come is in [docs/performance.md](docs/performance.md).",
+    "skip_of": "{name} at {size} {eager} in eager, {compiled} on Compile Model",
     "between": "; ",
     "sentences": " ",
 }
@@ -54,6 +56,8 @@ CHINESE = {
     "finished": "{seconds} 秒",
     "stopped": "{limit} 秒后仍未完成（{count} 个提示词完成了 {done} 个）",
     "failed": "完成 {done} 个提示词（共 {count} 个）后失败",
+    "skip": "跳过模块，间隔 {interval}，一张图 {steps} 步 Euler、开启 CFG，秒：{runs}。图像的接近程度见 [docs/performance.md](docs/performance.md)。",
+    "skip_of": "{name} {size}，eager {eager}，加上编译模型 {compiled}",
     "between": "；",
     "sentences": "",
 }
