@@ -40,7 +40,7 @@ def speed_path(model: str) -> Path:
 
 def speed_part(result: dict[str, Any]) -> str:
     """Seconds of a sampling run with and without skipping, in eager and on Compile Model."""
-    head = "Size | Eager, s | Eager, skipping | Faster | Compiled, s | Compiled, skipping | Faster | Depth | Full | Features"
+    head = "Size | Eager, s | skipping | Faster | Compiled, s | skipping | Faster | Depth | Full steps | Features"
     how = f"One image of {result['steps']} Euler steps with CFG in fp16, interval {result['interval']}, depth auto."
     title = f"Skip Blocks: speed of {figures.MODELS[result['model']]}"
     return headed(title, result, how, table(head.split(" | "), map(speed_row, result["rows"])))
@@ -52,21 +52,16 @@ def speed_row(row: Row) -> list[str]:
     for way in ("eager", "compiled"):
         took, skipping = row["seconds"][way], row["seconds"][f"{way}_skip"]
         cells += [f"{took:.3f}", f"{skipping:.3f}", f"{took / skipping:.2f}x"]
-    return [
-        *cells,
-        str(row["depth"]),
-        f"{row['full']} of {row['full'] + row['skipped']}",
-        f"{row['feature_mb']:.0f} MB",
-    ]
+    steps = f"{row['full']} of {row['full'] + row['skipped']}"
+    return [*cells, str(row["depth"]), steps, f"{row['feature_mb']:.0f} MB"]
 
 
 def sentence(words: dict[str, Any]) -> str:
     """What skipping saves, at the first size of each model."""
     found = [figures.load(speed_path(model)) for model in figures.MODELS if speed_path(model).exists()]
     phrases = [words["skip_of"].format(name=figures.MODELS[r["model"]], **_savings(r["rows"][0])) for r in found]
-    return words["skip"].format(
-        steps=found[0]["steps"], interval=found[0]["interval"], runs=words["between"].join(phrases)
-    )
+    first, runs = found[0], words["between"].join(phrases)
+    return words["skip"].format(steps=first["steps"], interval=first["interval"], runs=runs)
 
 
 def _savings(row: Row) -> dict[str, str]:

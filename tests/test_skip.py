@@ -240,6 +240,14 @@ def test_noise_that_rises_again_begins_anew():
     assert net.call(["cond"], 0) == [51]
 
 
+def test_rows_that_do_not_divide_by_prompt():
+    net = Net()
+    for step in range(2):
+        net.step(step)
+        assert net.call(["cond", "uncond"], 1, 2, 3) == [2, 4, 6] and net.call([], 5) == [10]
+    assert net.resets == {runs.UNEVEN: 4}
+
+
 def test_more_steps_than_were_announced_are_full():
     net = Net()
     net.step(12)

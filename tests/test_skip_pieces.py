@@ -11,7 +11,7 @@ SIZES = [(136, 104), (120, 200), (64, 64)]  # odd latent sides included
 KINDS = ["none", "controlnet", "with gaps", "short", "t2i adapter"]
 
 
-def pieces(patcher, size, depth, kind="none", ops=None):
+def pieces(patcher, size, depth, kind="none", ops=None, between=lambda: None):
     """(ComfyUI's output, ours of a full step, ours of a skipped step with that very step's deep feature)."""
     from anyshape.accel.families import unet
     from anyshape.accel.ops import FusedOps
@@ -27,8 +27,10 @@ def pieces(patcher, size, depth, kind="none", ops=None):
 
     with torch.inference_mode():
         wanted = model._forward(**inputs, control=control(), transformer_options=options_of(patcher))
+        between()
         call = given()
         out, deep = unet.full(ops, model, plan, call, call.flat(), depth)
+        between()
         call = given()
         skipped = unet.skipped(ops, model, plan, call, call.flat() | {unet.DEEP: deep.clone()}, depth)
     return wanted, out, skipped
@@ -36,7 +38,7 @@ def pieces(patcher, size, depth, kind="none", ops=None):
 
 @pytest.mark.parametrize("name", list(UNETS))
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.parametrize("depth", [0, 1, 2, 3, 5, 7])
+@pytest.mark.parametrize("depth", [0, 2, 3, 7])
 def test_pieces_are_the_forward(unets, name, size, depth):
     wanted, out, skipped = pieces(unets[name], size, depth)
     assert torch.equal(out, wanted) and torch.equal(skipped, wanted)
@@ -53,16 +55,16 @@ def test_every_residual_reaches_its_own_block(unets, kind, depth):
 
 
 @pytest.mark.parametrize("patch", PATCHES)
-@pytest.mark.parametrize("depth", [0, 2])
-def test_patches_see_what_they_see_without_us(unets, patch, depth):
-    """Also in a skipped step, where they see the same places less those that do not run."""
-    log = []
-    patched = unets["sd15"].clone()
+def test_patches_see_what_they_see_without_us(unets, patch):
+    """In a full step the same places in the same order, in a skipped one those of them that run."""
+    log, patched = [], unets["sd15"].clone()
     patch(patched, log)
-    wanted, out, skipped = pieces(patched, SIZES[0], depth)
+    ends = []
+    wanted, out, skipped = pieces(patched, SIZES[0], 2, between=lambda: ends.append(len(log)))
     assert torch.equal(out, wanted) and torch.equal(skipped, wanted)
-    calls = (len(log) - len(set(map(str, log))), len(log))
-    assert calls[1] > 0
+    theirs, full, less = log[: ends[0]], log[ends[0] : ends[1]], log[ends[1] :]
+    assert full == theirs and 0 < len(less) <= len(full)
+    assert [place for place in full if place in less] == less
 
 
 def test_a_deep_feature_is_not_written_into(unets):
@@ -81,7 +83,7 @@ def test_a_deep_feature_is_not_written_into(unets):
 
 
 @pytest.mark.parametrize("name", list(UNETS))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["none", "short"])
 def test_pieces_in_regions(unets, name, kind):
     from anyshape.accel.region_ops import RegionOps
 

@@ -212,8 +212,9 @@ def _prompts(skip: SkipRun, given: Arguments) -> list[tuple]:
     patches = tuple((*where, skip.identity(patch)) for where, patch in _patches(options))
     hooks = getattr(skip.hooks(), "hooks", ())
     shared = (patches, tuple(given.structure().items()), tuple((hook.hook_ref, hook.strength) for hook in hooks))
-    sides = options.get("cond_or_uncond", (0,))
-    uuids = options.get("uuids") or [None] * len(sides)
+    sides, uuids = options.get("cond_or_uncond", ()), options.get("uuids", ())
+    if len(sides) != len(uuids):  # not ComfyUI's own sampling: nobody says what belongs to whom
+        return []
     return [(uuid, side, *shared) for uuid, side in zip(uuids, sides, strict=True)]
 
 

@@ -5,7 +5,6 @@ hold none of it. The sampler's callback tells which step it is at, so that nothi
 """
 
 import inspect
-import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,7 +26,6 @@ KEY = "anyshape.skip"
 SELF_PACED = ("dpm_fast_function", "dpm_adaptive_function")  # KSAMPLER's names of samplers that ignore the sigmas
 MAX_SHARE = 0.1  # of a full step's FLOPs that a skipped step may pay under depth auto; see docs/performance.md
 
-log = logging.getLogger(__name__)
 Tell = Callable[[str], None]
 
 

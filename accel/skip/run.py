@@ -37,6 +37,7 @@ CALLED_TWICE = (
     "a prompt is evaluated twice a step on the same patches and size (context windows, say): which feature belongs to "
     "which call cannot be told, so that prompt is never skipped"
 )
+UNEVEN = "the rows of a call could not be told apart by prompt, so it ran in full"
 NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
 
 
@@ -102,6 +103,9 @@ class SkipRun:
 
     def call(self, prompts: Sequence[Hashable], x: Tensor, programs: Programs) -> Tensor:
         """The model's output for one call; prompts: a key for each equal share of the rows of x [N, C, H, W]."""
+        if not prompts or len(x) % len(prompts):
+            self.in_full(UNEVEN)
+            return programs.full()[0]
         shape = (len(x) // len(prompts), *x.shape[1:])
         parts = [Part(prompt, shape, x.dtype, x.device) for prompt in prompts]
         reason = self._why_full(parts)

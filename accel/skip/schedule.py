@@ -7,7 +7,7 @@ number of full steps by a power of the step's place: dense where the features mo
 from collections.abc import Iterable
 
 FEW_STEPS = 8  # runs as short as this leave little to win, and every step of a distilled model counts
-DENSITY = 1.2  # of the power law; above 1 dense early, below 1 dense late; see docs/performance.md
+DENSITY = 1.1  # of the power law; above 1 dense early, below 1 dense late; see docs/performance.md
 
 
 def full_steps(steps: Iterable[int], interval: int, density: float = DENSITY) -> frozenset[int]:
