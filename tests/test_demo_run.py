@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops, ImageStat
 
 from tools import embed
 
@@ -126,3 +126,27 @@ def test_the_table_lines_up() -> None:
     lines = report.table([row(), row(batch=4, difference=report.Difference(200, 9.0))]).splitlines()
     assert len(lines) == 4
     assert lines[0].index("eager s") == lines[2].index("nan", lines[0].index("eager s"))
+
+
+def skipping(flow: workflows.Workflow) -> workflows.Workflow:
+    """The workflow with Skip Blocks before its sampler, and steps enough to skip some."""
+    settings = {"interval": 3, "depth": "auto", "start_percent": 0.0, "end_percent": 1.0, "forecast": "order1"}
+    inputs = flow["sampler"]["inputs"]
+    node = {"class_type": "AnyShapeSkipBlocks", "inputs": {"model": inputs["model"], **settings}}
+    sampler = {"class_type": "KSampler", "inputs": inputs | {"model": ["skip", 0], "steps": 12}}
+    return flow | {"skip": node, "sampler": sampler}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_skip_blocks_on_the_trained_model(server, compiled) -> None:
+    """At a latent with odd sides: nearly the picture without it, the run's line in the log, its counts in the stats."""
+    flow = workflows.picture(workflows.CASES[1], seed=11, compiled=compiled)
+    flow["sampler"]["inputs"]["steps"] = 12
+    pictures = [
+        server.view(server.run(each)["outputs"]["save"]["images"][0]).convert("RGB") for each in (flow, skipping(flow))
+    ]
+    rms = ImageStat.Stat(ImageChops.difference(*pictures)).rms
+    assert 0 < max(rms) < 16  # of 255
+    latest = server.get("/anyshape/stats").json()["skip"][-1]
+    assert (latest["full"], latest["skipped"], latest["resets"]) == (4, 8, {})
+    assert "4 full and 8 skipped evaluations" in server.log()
