@@ -5,8 +5,8 @@ import gc
 import pytest
 import torch
 
-from tools.driving import compiled
-from tools.oracles import error, shapes
+from tools.driving import compiled, skipping
+from tools.oracles import counted, error, last_run, shapes
 
 pytestmark = pytest.mark.gpu
 
@@ -22,19 +22,6 @@ def _clean(clean_stats):
     gc.collect()
     for cache in graphs._CACHES.values():
         cache.clear()
-
-
-def skipping(patcher, **settings):
-    from anyshape.accel.families.skipping import skip_blocks
-    from anyshape.accel.skip.settings import SkipSettings
-
-    return skip_blocks(patcher, SkipSettings(**settings), lambda line: None)[0]
-
-
-def last_run():
-    from anyshape.accel import stats
-
-    return stats.snapshot()["skip"][-1]
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
@@ -53,7 +40,7 @@ def test_compiled_and_captured_is_the_same_run_as_eager(models, name, forecast):
     assert sum(s["replays"] for s in shapes()) >= len(SIZES) * (3 + 7)
     for out, (width, height) in zip(outs, SIZES, strict=True):
         assert error(out, models.sample(eager, width, height, steps=12)) < 2e-2, (width, height)
-        assert (last_run()["full"], last_run()["skipped"], last_run()["resets"]) == (4, 8, {})
+        assert counted() == {"full": 4, "skipped": 8, "resets": {}}
 
 
 def test_a_run_in_full_is_eager_to_the_bit(models):

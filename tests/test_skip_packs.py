@@ -3,31 +3,14 @@
 import pytest
 import torch
 
-from tools.driving import compiled, randn
-from tools.oracles import error
+from tools.driving import compiled, randn, skipping
+from tools.oracles import counted, error, last_run
 from tools.patching import PATCHES
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 RUN = {"width": 136, "height": 104, "steps": 12}
 NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
-
-
-def skipping(patcher, **settings):
-    from anyshape.accel.families.skipping import skip_blocks
-    from anyshape.accel.skip.settings import SkipSettings
-
-    return skip_blocks(patcher, SkipSettings(**settings), lambda line: None)[0]
-
-
-def last_run():
-    from anyshape.accel import stats
-
-    return stats.snapshot()["skip"][-1]
-
-
-def counted():
-    return {name: last_run()[name] for name in ("full", "skipped", "resets")}
 
 
 # Patches ----------------------------------------------------------------------------------------------------------

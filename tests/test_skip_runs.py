@@ -8,33 +8,14 @@ import gc
 import pytest
 import torch
 
-from tools.driving import SMALL_UNET, compiled
-from tools.oracles import error, fallbacks
+from tools.driving import SMALL_UNET, compiled, skip_with_message, skipping
+from tools.oracles import counted, error, fallbacks, last_run
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 RUN = {"width": 136, "height": 104, "steps": 12}  # odd latent sides
 OTHER = {"width": 120, "height": 200, "steps": 10, "seed": 3}
 CLOSE = 1e-5
-
-
-def skipping(patcher, tell=lambda line: None, **settings):
-    from anyshape.accel.families.skipping import skip_blocks
-    from anyshape.accel.skip.settings import SkipSettings
-
-    out, message = skip_blocks(patcher, SkipSettings(**settings), tell)
-    assert message == "", message
-    return out
-
-
-def last_run():
-    from anyshape.accel import stats
-
-    return stats.snapshot()["skip"][-1]
-
-
-def counted():
-    return {name: last_run()[name] for name in ("full", "skipped", "resets")}
 
 
 def deep_calls(patcher, run):
@@ -309,24 +290,18 @@ def test_the_second_node_decides(models, patcher):
 
 
 def test_a_model_without_a_unet_passes_through(models):
-    from anyshape.accel.families.skipping import skip_blocks
-    from anyshape.accel.skip.settings import SkipSettings
-
     flux = models.flux(
         torch.float32, hidden_size=64, num_heads=2, depth=1, depth_single_blocks=1, context_in_dim=32, vec_in_dim=16,
         axes_dim=[8, 12, 12],
     )  # fmt: skip
-    out, message = skip_blocks(flux, SkipSettings(), lambda line: None)
+    out, message = skip_with_message(flux)
     assert "Flux is not an SD UNet: no blocks are skipped" in message and "SDXL" in message
     assert not out.wrappers and fallbacks()[-1]["reason"] == message
 
 
 def test_a_depth_that_the_model_does_not_have(patcher):
-    from anyshape.accel.families.skipping import skip_blocks
-    from anyshape.accel.skip.settings import SkipSettings
-
-    assert skip_blocks(patcher, SkipSettings(depth="10"), lambda line: None)[1] == ""
-    _, message = skip_blocks(patcher, SkipSettings(depth="11"), lambda line: None)
+    assert skip_with_message(patcher, depth="10")[1] == ""
+    _, message = skip_with_message(patcher, depth="11")
     assert message == "depth is 11, and this model has 0 to 10: auto is used"
 
 

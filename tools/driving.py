@@ -3,6 +3,7 @@
 Models are patchers of ComfyUI's own classes with random weights (``bench.models``), on the CPU and in float32.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,23 @@ def compile_with_message(patcher: Patcher, **settings: Any) -> tuple[Patcher, st
 def compiled(patcher: Patcher, **settings: Any) -> Patcher:
     """The Compile Model node's work, where it has nothing to say."""
     out, message = compile_with_message(patcher, **settings)
+    assert message == "", message
+    return out
+
+
+def skip_with_message(
+    patcher: Patcher, tell: Callable[[str], None] = lambda line: None, **settings: Any
+) -> tuple[Patcher, str]:
+    """The Skip Blocks node's work, and what it tells the user."""
+    from anyshape.accel.families.skipping import skip_blocks
+    from anyshape.accel.skip.settings import SkipSettings
+
+    return skip_blocks(patcher, SkipSettings(**settings), tell)
+
+
+def skipping(patcher: Patcher, tell: Callable[[str], None] = lambda line: None, **settings: Any) -> Patcher:
+    """The Skip Blocks node's work, where it has nothing to say."""
+    out, message = skip_with_message(patcher, tell, **settings)
     assert message == "", message
     return out
 

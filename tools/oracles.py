@@ -43,6 +43,16 @@ def assert_fast() -> None:
     assert {s["state"] for s in shapes()} == {"regions"}
 
 
+def last_run() -> dict[str, Any]:
+    """The latest sampling run with skipped blocks, by the contract."""
+    return stats.snapshot()["skip"][-1]
+
+
+def counted() -> dict[str, Any]:
+    """What the latest run with skipped blocks counted."""
+    return {name: last_run()[name] for name in ("full", "skipped", "resets")}
+
+
 def fallbacks() -> list[dict[str, Any]]:
     """The counted fallbacks, by the contract."""
     return stats.snapshot()["fallbacks"]
