@@ -12,6 +12,10 @@ from .messages import say
 DEEPEST = 10  # of SD1.5, which has the most blocks
 
 
+def _percent(name: str, default: float, tooltip: str) -> io.Float.Input:
+    return io.Float.Input(name, default=default, min=0.0, max=1.0, step=0.01, tooltip=tooltip)
+
+
 class SkipBlocks(io.ComfyNode):
     """Returns a clone of the model that skips its deep blocks on most steps."""
 
@@ -41,21 +45,13 @@ class SkipBlocks(io.ComfyNode):
                     tooltip="How deep a skipped step still goes; 0 runs the first and the last block alone. auto: as "
                     "deep as a tenth of a full step's work allows. Higher: slower, and closer to the original picture.",
                 ),
-                io.Float.Input(
+                _percent(
                     "start_percent",
-                    default=0.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    tooltip="Where in the sampling schedule skipping begins; before it every step is full.",
+                    0.0,
+                    "Where in the sampling schedule skipping begins; before it every step is full.",
                 ),
-                io.Float.Input(
-                    "end_percent",
-                    default=1.0,
-                    min=0.0,
-                    max=1.0,
-                    step=0.01,
-                    tooltip="Where in the sampling schedule skipping ends; after it every step is full.",
+                _percent(
+                    "end_percent", 1.0, "Where in the sampling schedule skipping ends; after it every step is full."
                 ),
                 io.Combo.Input(
                     "forecast",
