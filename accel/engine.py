@@ -102,7 +102,8 @@ class Engine:
     def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle, retired, failures = call.obstacle, dict(self._retired), []
         if not obstacle:
-            for tier in _tiers(settings, call.key.device):
+            tiers = _tiers(settings, call.key.device)
+            for tier in tiers:
                 if tier in self._retired:
                     continue
                 try:
@@ -116,7 +117,8 @@ class Engine:
                     failures.append(self._step_down(tier, error, call))
                     if isinstance(error, torch.OutOfMemoryError):
                         break  # no time to compile another tier: eager is there and needs no more memory
-            obstacle = "; ".join(dict.fromkeys([*self._retired.values(), *failures]))
+            missing = [self._retired[tier] for tier in tiers if tier in self._retired]  # of those that were asked for
+            obstacle = "; ".join(dict.fromkeys([*missing, *failures]))
         self._note(shape, "eager", obstacle)
         try:
             return self._eager(call, shape)

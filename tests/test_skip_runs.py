@@ -323,6 +323,19 @@ def test_a_failure_of_ours_costs_speed_and_no_picture(models, monkeypatch, piece
     assert any("ZeroDivisionError" in f["reason"] for f in fallbacks())
 
 
+def test_what_compile_model_could_not_do_is_no_fallback_without_it(models, monkeypatch, fresh):
+    from anyshape.accel import stats
+    from anyshape.accel.region_ops import RegionOps
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RegionOps, "feed_forward", lambda *args: 1 / 0)
+        models.sample(compiled(fresh), **RUN)
+    assert fallbacks()
+    stats.STATS.clear()
+    models.sample(skipping(fresh), **RUN)
+    assert fallbacks() == [] and last_run()["skipped"] == 8
+
+
 def test_a_replaced_forward_runs_as_it_is(models, fresh):
     """Another node's object patch on the UNet's forward: no pieces of ours, and the reason is counted."""
     wanted_calls = []
