@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import graphs, kernels, region_ops
-from .errors import CaptureFailed, Unavailable
-from .graphs import Output
+from . import graphs, kernels, region_ops, verify
+from .attempt import attempt, named
+from .compilations import compilations
+from .errors import AnyShapeError, CaptureFailed, Unavailable, is_out_of_memory
 from .key import ShapeKey
 from .ops import FusedOps
-from .stats import COMPILES, STATS, ModelStats, ShapeStats
+from .outputs import Output
+from .stats import STATS, ModelStats, ShapeStats
 from .trial import Trial
 
 log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class Settings:
 
     mode: str = "auto"
     graph_budget_mb: int = 2048  # 0: no graphs
+    verify: bool = True  # compare each new shape's first result with eager
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -64,6 +67,7 @@ class Call:
     graph_obstacle: str = ""  # why the forward may not be captured; "" if it may
     eager_parts: str = ""  # why some parts of the forward run in eager on any tier; "" if none does
     last_resort: Callable[[], Output] | None = None  # ComfyUI's own forward, where ``eager`` is not
+    repeatable: bool = True  # False: it runs code of other packs, which may count its calls
 
 
 @dataclass
@@ -82,6 +86,7 @@ class Engine:
     image_layout: bool = False
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
     _started: set[tuple[str, torch.dtype]] = field(default_factory=set)  # tiers whose first call is over
+    _verified: set[tuple[str, ShapeKey]] = field(default_factory=set)  # shapes that a tier gets right
     # of shapes that cannot have a graph, by tier and reason: another patch, another trial
     _trials: dict[tuple[str, str, ShapeKey], Trial] = field(default_factory=dict)
 
@@ -106,38 +111,42 @@ class Engine:
             for tier in tiers:
                 if tier in self._retired:
                     continue
-                try:
-                    out = self._fast(tier, call, settings, shape)
+                out, failure = self._attempt(tier, call, settings, shape)
+                if not failure:
                     for reason in failures:
                         STATS.fallback(self.stats.name, reason)
                     return out
-                except self.passthrough:
-                    raise
-                except Exception as error:  # noqa: BLE001  the one place that turns a failure into a slower tier
-                    failures.append(self._step_down(tier, error, call))
-                    if isinstance(error, torch.OutOfMemoryError):
-                        break  # no time to compile another tier: eager is there and needs no more memory
+                failures.append(failure)
+                if tier not in self._retired:  # memory was short
+                    break  # no time to compile another tier: eager is there and needs no more memory
             missing = [self._retired[tier] for tier in tiers if tier in self._retired]  # of those that were asked for
             obstacle = "; ".join(dict.fromkeys([*missing, *failures]))
         self._note(shape, "eager", obstacle)
         try:
             return self._eager(call, shape)
-        except Exception:
+        except BaseException:
             self._retired = retired  # the call itself is wrong (another node's patch, its input), not our tiers
             raise
+
+    def _attempt(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> tuple[Output, str]:
+        """(the output, "") or (None, why the tier could not give it)."""
+        return attempt(
+            lambda: self._fast(tier, call, settings, shape),
+            lambda error: self._step_down(tier, error, call),
+            self.passthrough,
+        )
 
     def _eager(self, call: Call, shape: ShapeStats) -> Output:
         if call.last_resort is None:
             return call.eager()
-        try:
-            return call.eager()
-        except self.passthrough:
-            raise
-        except Exception as error:  # noqa: BLE001  the same place, for what is ours in eager
-            reason = f"blocks could not be skipped ({type(error).__name__}: {error})"
-            if self._note(shape, "eager", reason):
-                log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=error)
-        return call.last_resort()
+        out, failure = attempt(call.eager, lambda error: self._not_skipped(error, call, shape), self.passthrough)
+        return call.last_resort() if failure else out
+
+    def _not_skipped(self, error: Exception, call: Call, shape: ShapeStats) -> str:
+        reason = f"blocks could not be skipped ({named(error)})"
+        if self._note(shape, "eager", reason):
+            log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=error)
+        return reason
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle = self._graph_obstacle(tier, call, settings)
@@ -150,17 +159,17 @@ class Engine:
         ops = self._load(tier, call.key.device)
         if obstacle == _BY_DESIGN:
             self._note(shape, tier, call.eager_parts)
-            return self._forward(ops, call)
+            return self._forward(ops, call, settings)
         if obstacle:
-            return self._without_graph(ops, call, shape, obstacle)
-        out = self._forward(ops, call)
+            return self._without_graph(ops, call, settings, shape, obstacle)
+        out = self._forward(ops, call, settings)
         self._capture(ops, call, settings, shape, out)
         return out
 
-    def _without_graph(self, ops: FusedOps, call: Call, shape: ShapeStats, obstacle: str) -> Output:
+    def _without_graph(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, obstacle: str) -> Output:
         """A shape that should have a graph and cannot: fused, or in eager where that proves faster."""
         trial = self._trials.setdefault((ops.name, obstacle, call.key), Trial())
-        out = trial.run(lambda: self._forward(ops, call), call.eager, call.key.device)
+        out = trial.run(lambda: self._forward(ops, call, settings), call.eager, call.key.device)
         if trial.eager_wins:
             self._note(shape, "eager", f"{trial.verdict()}; {obstacle}")
         else:
@@ -181,27 +190,46 @@ class Engine:
             raise Unavailable(obstacle)
         return region_ops.RegionOps(channels_last=self.image_layout and device.type == "cpu")
 
-    def _forward(self, ops: FusedOps, call: Call) -> Output:
+    def _forward(self, ops: FusedOps, call: Call, settings: Settings) -> Output:
         """Runs the fused forward; compilations in its first call are expected, later ones are recompiles."""
-        graphs_before, kernels_before, started = COMPILES.graphs, ops.compiled_variants(), time.perf_counter()
-        first = (ops.name, call.key.inputs[0].dtype) not in self._started
-        if first and not (call.graph_obstacle or call.eager_parts):  # else it may have effects that must happen once
-            ops.compile_ahead(lambda: call.forward(ops, call.inputs))
-        out = call.forward(ops, call.inputs)
-        new_graphs = COMPILES.graphs - graphs_before
-        new_kernels = ops.compiled_variants() - kernels_before
-        if new_graphs or new_kernels:
-            self.stats.compile_seconds += time.perf_counter() - started
-            self.stats.region_graphs += new_graphs
-            if not first:
-                self.stats.recompiles += new_graphs + new_kernels
-        self._started.add((ops.name, call.key.inputs[0].dtype))
+        name = ops.name, call.key.inputs[0].dtype
+        first = name not in self._started
+        with compilations(ops, first) as compiled:
+            if first and not (
+                call.graph_obstacle or call.eager_parts
+            ):  # else it may have effects that must happen once
+                ops.compile_ahead(lambda: call.forward(ops, call.inputs))
+            out = call.forward(ops, call.inputs)
+        self.stats.compile_seconds += compiled.seconds
+        self.stats.region_graphs += compiled.graphs
+        self.stats.recompiles += 0 if first else compiled.graphs + compiled.kernels
+        self._started.add(name)
+        if settings.verify and (ops.name, call.key) not in self._verified:
+            self._verify(ops, call, out)
         return out
+
+    def _verify(self, ops: FusedOps, call: Call, out: Output) -> None:
+        """Compares a shape's first result with eager, by one forward more. Raises ``WrongResult``."""
+        what = f"the {ops.name} tier at {call.width}x{call.height}"
+        if call.repeatable:
+            reference, _ = attempt(call.eager, self._no_reference, self.passthrough)
+            if reference is not None:
+                verify.compare(what, out, reference)
+        else:
+            verify.check_finite(what, out)
+        self._verified.add((ops.name, call.key))
+
+    def _no_reference(self, error: Exception) -> str | None:
+        """Eager needs more memory than the tier: nothing to compare with. Other errors are the call's own."""
+        if not is_out_of_memory(error):
+            return None
+        torch.cuda.empty_cache()
+        return str(error)
 
     def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, out: Output) -> None:
         """Captures the shape's graph right after its first fused forward; the next call replays it."""
         recording = graphs.Recording(
-            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out
+            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out, settings.verify
         )
         try:
             shape.bytes = graphs.cache(call.key.device).capture(
@@ -213,11 +241,12 @@ class Engine:
 
     def _step_down(self, tier: str, error: Exception, call: Call) -> str:
         """Retires the tier, unless only memory was short, and returns the reason."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if is_out_of_memory(error):
             self.drop_graphs()
             torch.cuda.empty_cache()
             return f"out of memory in the {tier} tier, so its graphs were dropped; lower the image size or the batch"
-        reason = str(error) if isinstance(error, Unavailable) else f"{tier} failed: {type(error).__name__}: {error}"
+        ours = isinstance(error, AnyShapeError)  # whose text is made for the user
+        reason = str(error) if ours else f"{tier} failed: {named(error)}"
         self._retired[tier] = reason
         unexpected = not isinstance(error, Unavailable)
         log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=unexpected)

@@ -1,5 +1,7 @@
 """What can keep a fast path from running. Each error carries the sentence that the user reads."""
 
+import torch
+
 
 class AnyShapeError(RuntimeError):
     """Base of the errors that the engine turns into a slower tier; ``str(error)`` says what happened and what to do."""
@@ -15,3 +17,15 @@ class KernelFailed(AnyShapeError):
 
 class CaptureFailed(AnyShapeError):
     """A CUDA graph could not be captured for one shape; the shape runs without a graph."""
+
+
+class WrongResult(AnyShapeError):
+    """A tier gave other numbers than eager; the model runs without it."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short. torch has an exception of its own for it; the driver, cuBLAS and Triton only say so."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in text or "alloc_failed" in text)

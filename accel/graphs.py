@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from . import verify
 from .allocator import addresses_are_promised
-from .errors import CaptureFailed
+from .errors import CaptureFailed, WrongResult
 from .key import ShapeKey
+from .outputs import Output, each
 from .stats import STATS
 
 MIB = 1 << 20
-Output = Tensor | tuple[Tensor, ...]
 Forward = Callable[[dict[str, Tensor]], Output]
 
 
@@ -37,6 +38,7 @@ class Recording:
     weights: int  # weights.WeightWatch.fingerprint, now
     constants: tuple[Tensor | None, ...]  # device memory besides weights and inputs that the forward reads
     output: Output  # of that run: what the graph's will look like
+    verify: bool = False  # replay once and compare with ``output``
 
 
 @dataclass
@@ -55,7 +57,7 @@ class CapturedGraph:
         for name, static in self.inputs.items():
             static.copy_(inputs[name])
         self.graph.replay()
-        return _each(Tensor.clone, self.output)
+        return each(Tensor.clone, self.output)
 
 
 @dataclass
@@ -143,6 +145,8 @@ class GraphCache:
             raise CaptureFailed(self._broken)
         try:
             return self._record(recording)
+        except WrongResult as error:
+            raise CaptureFailed(str(error)) from error
         except RuntimeError as error:  # out of memory comes in several guises while a stream is captured
             self._make_room(error)
         try:
@@ -167,13 +171,15 @@ class GraphCache:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             static = {name: torch.empty_like(value).copy_(value) for name, value in recording.inputs.items()}
-            output = _each(torch.empty_like, recording.output)
+            output = each(torch.empty_like, recording.output)
         before = _free(self.device)
-        graph = self._recorded(lambda: _each(Tensor.copy_, output, recording.forward(static)))
-        if addresses_are_promised():
+        graph = self._recorded(lambda: each(Tensor.copy_, output, recording.forward(static)))
+        if recording.verify or addresses_are_promised():
             graph.replay()  # that allocator gives a graph its memory at its first run
             torch.cuda.synchronize(self.device)
         size = max(0, before - _free(self.device))
+        if recording.verify:
+            verify.compare("the graph of this size", output, recording.output)
         return CapturedGraph(graph, static, output, recording.weights, recording.constants, size)
 
     def _recorded(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
@@ -236,8 +242,8 @@ def cache(device: torch.device) -> GraphCache:
 
 def drop_owner(owner: int) -> None:
     """Forgets every graph of ``owner`` on every device."""
-    for each in _CACHES.values():
-        each.drop_owner(owner)
+    for device_cache in _CACHES.values():
+        device_cache.drop_owner(owner)
 
 
 def obstacle(tier: str) -> str:
@@ -252,10 +258,3 @@ def obstacle(tier: str) -> str:
 
 def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
-
-
-def _each(fn: Callable[..., Tensor], *outputs: Output) -> Output:
-    """``fn`` of a forward's outputs, one by one where a forward has several."""
-    if isinstance(outputs[0], Tensor):
-        return fn(*outputs)
-    return tuple(fn(*tensors) for tensors in zip(*outputs, strict=True))

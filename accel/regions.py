@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .attempt import named
 from .errors import Unavailable
 from .stats import COMPILES
 
@@ -147,7 +148,7 @@ class Region:
             try:
                 out = variant.first_call(args)
             except torch._dynamo.exc.BackendCompilerFailed as error:
-                raise Unavailable(f"torch.compile failed: {_first_line(error)}. {_advice(args)}") from error
+                raise Unavailable(f"torch.compile failed: {_cause(error)}. {_advice(args)}") from error
             self._variants[key] = variant
             return out
 
@@ -157,8 +158,9 @@ class Region:
         return sum(v.backend.graphs for v in self._variants.values())
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _cause(error: "torch._dynamo.exc.BackendCompilerFailed") -> str:
+    """Why it failed, without the pages that Dynamo adds."""
+    return named(getattr(error, "inner_exception", error))
 
 
 def _advice(args: tuple) -> str:

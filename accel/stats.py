@@ -41,6 +41,7 @@ class CallTimes:
     """The durations of recent calls. On CUDA by events, read when they are done: measuring never waits."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # the report is read by another thread than the one that samples
         self._done: deque[float] = deque(maxlen=TIMES_KEPT)
         self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=TIMES_KEPT)
 
@@ -50,20 +51,23 @@ class CallTimes:
         if device.type != "cuda":
             started = time.perf_counter()
             yield
-            self._done.append((time.perf_counter() - started) * 1e3)
+            with self._lock:
+                self._done.append((time.perf_counter() - started) * 1e3)
             return
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         yield
         end.record()
-        self._pending.append((start, end))
+        with self._lock:
+            self._pending.append((start, end))
 
     def median_ms(self) -> float:
         """Median of the recent calls that have ended, milliseconds; 0.0 before the second call."""
-        while self._pending and self._pending[0][1].query():
-            start, end = self._pending.popleft()
-            self._done.append(start.elapsed_time(end))
-        return statistics.median(self._done) if self._done else 0.0
+        with self._lock:
+            while self._pending and self._pending[0][1].query():
+                start, end = self._pending.popleft()
+                self._done.append(start.elapsed_time(end))
+            return statistics.median(self._done) if self._done else 0.0
 
 
 @dataclass
@@ -192,9 +196,10 @@ class Stats:
 
     def skip_run(self, model: str, depth: int) -> SkipStats:
         """A new entry for a sampling run with skipped blocks."""
-        entry = SkipStats(model, depth)
-        self._skip.append(entry)
-        return entry
+        with self._lock:
+            entry = SkipStats(model, depth)
+            self._skip.append(entry)
+            return entry
 
     def fallback(self, where: str, reason: str) -> int:
         """Counts a step down to a slower tier and returns how often it has happened."""
@@ -216,6 +221,7 @@ class Stats:
         with self._lock:
             models = [model.as_dict() for model in self._models]
             fallbacks = [{"where": w, "reason": r, "count": n} for (w, r), n in self._fallbacks.items()]
+            skip = [run.as_dict() for run in self._skip]
         return {
             "version": VERSION,
             "torch": torch.__version__,
@@ -223,7 +229,7 @@ class Stats:
             "models": models,
             "graphs": vars(self.graphs).copy(),
             "fallbacks": fallbacks,
-            "skip": [run.as_dict() for run in list(self._skip)],
+            "skip": skip,
             "artifacts": {"dir": "", "loaded": 0, "saved": 0, "rejected": []},
         }
 

@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..accel.engine import MODES, Settings
 from ..accel.families.attach import compile_model
-from .messages import say
+from .messages import VERIFY, say
 
 
 class CompileModel(io.ComfyNode):
@@ -36,13 +36,16 @@ class CompileModel(io.ComfyNode):
                     tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
                     "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
                 ),
+                io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[io.Model.Output(tooltip="The same model, faster. Deleting the node restores the original.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, model: io.Model.Type, mode: str, graph_budget_mb: int) -> io.NodeOutput:  # noqa: D102
-        compiled, message = compile_model(model, Settings(mode, graph_budget_mb))
+    def execute(  # noqa: D102
+        cls, model: io.Model.Type, mode: str, graph_budget_mb: int, verify: bool = True
+    ) -> io.NodeOutput:
+        compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
         say(message, cls.hidden.unique_id)
         return io.NodeOutput(compiled)

@@ -4,7 +4,7 @@ import comfy.sd
 from comfy_api.latest import io
 
 from ..accel.families.vae import compile_vae
-from .messages import say
+from .messages import VERIFY, say
 
 
 class CompileVAE(io.ComfyNode):
@@ -23,15 +23,16 @@ class CompileVAE(io.ComfyNode):
                 io.Boolean.Input(
                     "enabled", default=True, tooltip="Off: the VAE passes through, exactly as without this node."
                 ),
+                io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[io.Vae.Output(tooltip="The same VAE, faster. Deleting the node restores the original.")],
             hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
-    def execute(cls, vae: comfy.sd.VAE, enabled: bool) -> io.NodeOutput:  # noqa: D102
+    def execute(cls, vae: comfy.sd.VAE, enabled: bool, verify: bool = True) -> io.NodeOutput:  # noqa: D102
         if not enabled:
             return io.NodeOutput(vae)
-        compiled, message = compile_vae(vae)
+        compiled, message = compile_vae(vae, verify)
         say(message, cls.hidden.unique_id)
         return io.NodeOutput(compiled)

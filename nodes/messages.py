@@ -4,7 +4,14 @@ import logging
 
 from server import PromptServer
 
+from ..accel.attempt import attempt, failed
+
 log = logging.getLogger(__name__)
+
+VERIFY = (  # the tooltip of an input that several nodes have
+    "Compares the first result of each new size with ComfyUI's own, so that a faulty driver or card can never give a "
+    "wrong or black image. Costs one step more at a new size."
+)
 
 
 def say(message: str, node_id: str | None, level: int = logging.WARNING) -> None:
@@ -13,4 +20,6 @@ def say(message: str, node_id: str | None, level: int = logging.WARNING) -> None
         return
     log.log(level, "AnyShape: %s", message)
     if node_id is not None and getattr(PromptServer, "instance", None) is not None:
-        PromptServer.instance.send_progress_text(message, node_id)
+        attempt(
+            lambda: PromptServer.instance.send_progress_text(message, node_id), failed("server", "a node's message")
+        )

@@ -1,5 +1,6 @@
 """Fixtures for every test. The pack is imported as `anyshape`, never from the repo folder on `sys.path`."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,17 @@ def clean_stats(pack: ModuleType) -> None:
     from anyshape.accel import stats
 
     stats.STATS.clear()
+
+
+@pytest.fixture
+def no_graphs_left(pack: ModuleType) -> Iterator[None]:
+    """After the test every graph is given back."""
+    from anyshape.accel import graphs
+
+    yield
+    gc.collect()
+    for cache in graphs._CACHES.values():
+        cache.clear()
 
 
 @pytest.fixture(scope="session")

@@ -242,6 +242,9 @@ def test_chart_of_many_sizes_stays_small(counted) -> None:
 # The decision -----------------------------------------------------------------------------------------------------
 
 
+PLAIN = Settings(verify=False)  # here eager gives other numbers, to tell which way a call took
+
+
 def call(forward, eager=lambda: torch.zeros(1), **changes):
     inputs = {"x": torch.ones(2, 4, 8, 8)}
     return Call(shape_key(inputs), inputs, forward, eager, weights=0, width=64, height=64, batch=2, **changes)
@@ -257,13 +260,13 @@ def states(engine):
 
 
 def test_the_fast_forward_is_used(engine) -> None:
-    out = engine(call(lambda ops, inputs: inputs["x"] * 2), Settings())
+    out = engine(call(lambda ops, inputs: inputs["x"] * 2), PLAIN)
     assert torch.equal(out, torch.full((2, 4, 8, 8), 2.0))
     assert states(engine) == [("regions", "")]
 
 
 def test_an_obstacle_means_eager(engine) -> None:
-    out = engine(call(lambda ops, inputs: 1 / 0, obstacle="because"), Settings())
+    out = engine(call(lambda ops, inputs: 1 / 0, obstacle="because"), PLAIN)
     assert torch.equal(out, torch.zeros(1))
     assert states(engine) == [("eager", "because")]
 
@@ -277,7 +280,7 @@ def test_a_failure_retires_the_tier(engine, error) -> None:
         raise error
 
     for _ in range(3):
-        assert torch.equal(engine(call(fail), Settings()), torch.zeros(1))
+        assert torch.equal(engine(call(fail), PLAIN), torch.zeros(1))
     assert tried == ["regions"]
     assert states(engine)[0][0] == "eager" and str(error) in states(engine)[0][1]
 
@@ -287,8 +290,8 @@ def test_an_interrupt_is_no_failure(engine) -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        engine(call(stop), Settings())
-    engine(call(lambda ops, inputs: inputs["x"]), Settings())
+        engine(call(stop), PLAIN)
+    engine(call(lambda ops, inputs: inputs["x"]), PLAIN)
     assert states(engine) == [("regions", "")]
 
 
@@ -297,8 +300,8 @@ def test_an_error_that_eager_raises_too_is_not_ours(engine) -> None:
         raise ValueError("the caller's")
 
     with pytest.raises(ValueError, match="the caller's"):
-        engine(call(wrong, eager=wrong), Settings())
-    engine(call(lambda ops, inputs: inputs["x"]), Settings())
+        engine(call(wrong, eager=wrong), PLAIN)
+    engine(call(lambda ops, inputs: inputs["x"]), PLAIN)
     assert states(engine) == [("regions", "")]
 
 
@@ -337,7 +340,7 @@ def test_a_tie_stays_fused(monkeypatch) -> None:
 def test_a_shape_without_a_graph_is_tried(engine, monkeypatch) -> None:
     monkeypatch.setattr(engine, "_graph_obstacle", lambda *_: "no graph today")
     monkeypatch.setattr(trial.Trial, "eager_wins", property(lambda self: self.over))
-    outs = [engine(call(lambda ops, inputs: inputs["x"]), Settings()).numel() for _ in range(7)]
+    outs = [engine(call(lambda ops, inputs: inputs["x"]), PLAIN).numel() for _ in range(7)]
     assert outs == [256 * 2, 256 * 2, 1, 256 * 2, 1, 1, 1]
     state, reason = states(engine)[0]
     assert state == "eager" and "eager is faster" in reason and "no graph today" in reason
@@ -350,7 +353,7 @@ def test_weights_keep_their_layout_where_no_kernel_runs(engine, mode) -> None:
 
 def test_calls_are_timed(engine) -> None:
     for _ in range(3):
-        engine(call(lambda ops, inputs: inputs["x"]), Settings())
+        engine(call(lambda ops, inputs: inputs["x"]), PLAIN)
     (shape,) = engine.stats.as_dict()["shapes"]
     assert (
         shape["calls"] == 3
@@ -365,7 +368,7 @@ def test_a_recompile_is_counted(engine) -> None:
     forward = lambda ops, inputs: region(torch.ones(rows, 4), torch.ones(4))  # noqa: E731
     counts = []
     for rows in (2, 3, 1, 1):  # noqa: B007  (the forward reads it)
-        engine(call(forward), Settings())
+        engine(call(forward), PLAIN)
         counts.append((engine.stats.region_graphs, engine.stats.recompiles))
     assert counts == [(1, 0), (1, 0), (2, 1), (2, 1)]
     assert engine.stats.compile_seconds > 0

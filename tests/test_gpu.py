@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tools.driving import compiled
+from tools.on_gpu import SMALL, forward, loaded_forward
 from tools.oracles import error, shapes
 from tools.paths import ROOT
 
 pytestmark = pytest.mark.gpu
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
-SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
 SMALL_FLUX = {"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4, "context_in_dim": 128}
 DEMO = [(256, 256), (200, 264), (320, 192), (192, 320), (264, 200), (384, 192), (296, 232), (384, 384), (192, 384),
         (328, 248)]  # fmt: skip
@@ -23,52 +23,9 @@ ODD = [(960, 720), (728, 720), (544, 408), (512, 512)]
 
 
 @pytest.fixture(autouse=True)
-def _clean(clean_stats):
-    from anyshape.accel import graphs
-
+def _clean(clean_stats, no_graphs_left):
     with torch.backends.cudnn.flags(allow_tf32=False):  # or float32 is compared at TF32's precision
         yield
-    gc.collect()
-    for cache in graphs._CACHES.values():
-        cache.clear()
-
-
-def forward(patcher, *args, **kwargs):
-    """One call of the diffusion model inside a sampling run, on random input: see ``loaded_forward``."""
-    import comfy.model_management as mm
-
-    mm.load_models_gpu([patcher])
-    return loaded_forward(patcher, *args, **kwargs)
-
-
-def inputs(patcher, width, height, rows, tokens, seed):
-    """Random arguments of a UNet or a Flux: two by position, the others by name."""
-    g = torch.Generator("cuda").manual_seed(seed)
-    config, dtype = patcher.model.model_config.unet_config, patcher.model.diffusion_model.dtype
-    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(dtype)  # noqa: E731
-    full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
-    if config.get("image_model") == "flux":
-        x, context = randn(rows, 16, height // 8, width // 8), randn(rows, tokens, config["context_in_dim"])
-        y, guidance = randn(rows, config["vec_in_dim"]), full(3.5) if config["guidance_embed"] else None
-        return (x, full(0.5)), {"context": context, "y": y, "guidance": guidance}
-    x, context = randn(rows, 4, height // 8, width // 8), randn(rows, tokens, config["context_dim"])
-    y = randn(rows, config["adm_in_channels"]) if config.get("num_classes") else None
-    return (x, full(500.0)), {"context": context, "y": y}
-
-
-def loaded_forward(patcher, width, height, rows=2, tokens=77, seed=0, **changes):
-    """``forward`` of a model whose weights are where they should be; ``changes`` to the arguments by name."""
-    from comfy.patcher_extension import WrapperExecutor, WrappersMP
-
-    args, named = inputs(patcher, width, height, rows, tokens, seed)
-    options = {"wrappers": patcher.wrappers, "cond_or_uncond": [1, 0]}
-
-    def run():
-        with torch.inference_mode():
-            return patcher.model.diffusion_model(*args, **named | changes, transformer_options=dict(options))
-
-    outer = [w for ws in patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).values() for w in ws]
-    return WrapperExecutor.new_executor(run, outer).execute()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -6,22 +6,12 @@ import pytest
 import torch
 
 from tools.driving import compiled, skipping
+from tools.on_gpu import SMALL
 from tools.oracles import counted, error, last_run, shapes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
 
-SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
 SIZES = [(960, 720), (728, 720), (544, 408), (512, 512)]
-
-
-@pytest.fixture(autouse=True)
-def _clean(clean_stats):
-    from anyshape.accel import graphs
-
-    yield
-    gc.collect()
-    for cache in graphs._CACHES.values():
-        cache.clear()
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])

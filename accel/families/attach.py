@@ -13,6 +13,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
+from ..attempt import attempt, failed
 from ..engine import Engine, Settings
 from ..stats import STATS
 from . import flux, unet
@@ -38,20 +39,28 @@ def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatch
 
     A model that cannot be compiled comes back as a plain clone with the reason; ``mode: off`` as a plain clone.
     """
-    clone = patcher.clone()
+    clone, name = patcher.clone(), type(patcher.model).__name__
     remove(clone)  # of two Compile Model nodes in a row, the last one decides
     if settings.mode == "off":
         return clone, ""
-    family, obstacle = family_of(getattr(patcher.model, "diffusion_model", None))
+    message, failure = attempt(lambda: _attach(clone, name, settings), failed(name, "Compile Model"), INTERRUPTS)
+    if failure:
+        remove(clone)
+    return clone, failure or message
+
+
+def _attach(clone: ModelPatcher, name: str, settings: Settings) -> str:
+    """Puts our wrappers on ``clone``, or says why it runs in eager; returns what the user should know or ""."""
+    family, obstacle = family_of(getattr(clone.model, "diffusion_model", None))
     if obstacle:
         message = f"{obstacle}. It runs in eager, as without this node; Compile VAE works with any SD or Flux VAE"
-        STATS.fallback(type(patcher.model).__name__, message)
-        return clone, message
-    session = Session(family, settings, engine_of(family, patcher))
+        STATS.fallback(name, message)
+        return message
+    session = Session(family, settings, name, engine_of(family, clone))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
-    return clone, _graph_message(settings, patcher.load_device)
+    return _graph_message(settings, clone.load_device)
 
 
 def engine_of(family: Family, patcher: ModelPatcher) -> Callable[[nn.Module], Engine]:
@@ -91,4 +100,4 @@ def _graph_message(settings: Settings, device: torch.device) -> str:
 def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:
     engine = _ENGINES.get(getattr(patcher.model, "diffusion_model", None))
     if engine is not None and unpatch_all:
-        engine.drop_graphs()
+        attempt(engine.drop_graphs, failed(engine.stats.name, "giving graphs back"), INTERRUPTS)

@@ -1,5 +1,6 @@
 """What differs between model families, as ``attach`` sees it: one module a family, with the names of ``Family``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ class Arguments:
     tensors: dict[str, Any]  # what a graph takes as input, None where absent; "x" and "context" among them
     lists: dict[str, list[Tensor | None]]  # tensors that come in lists (ControlNet residuals), by name
     options: dict[str, Any]  # transformer_options
-    original: tuple[Any, ...]  # what ComfyUI's own forward takes by position
+    original: Callable[[], tuple[Any, ...]]  # what ComfyUI's own forward takes by position, for one call of it
     extra: dict[str, Any] = field(default_factory=dict)  # and by name; of these the fused forward knows nothing
     known: dict[str, Any] = field(default_factory=dict)  # by name too, but known to the fused forward
     plain: dict[str, str] = field(default_factory=dict)  # values that are no tensors and decide the program
@@ -46,6 +47,11 @@ class Arguments:
 def residuals(control: dict[str, list[Tensor | None]] | None) -> dict[str, list[Tensor | None]]:
     """A ControlNet's residuals as ``Arguments.lists``."""
     return {f"{CONTROL}{name}": items for name, items in (control or {}).items()}
+
+
+def unconsumed(control: dict[str, list[Tensor | None]] | None) -> dict[str, list[Tensor | None]] | None:
+    """A ControlNet's residuals in lists of their own: ComfyUI's forward empties those that it gets."""
+    return control and {name: list(items) for name, items in control.items()}
 
 
 class Plan(Protocol):

@@ -18,7 +18,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..ops import FusedOps, GatedStream
-from .family import Arguments, residuals
+from .family import Arguments, residuals, unconsumed
 from .flux_blocks import Attention, Modulations, Plan, double_block, is_half, last_layer, single_block
 
 KIND = "dit"
@@ -62,7 +62,7 @@ def arguments(
         | {"attention_mask": known.get("attention_mask")},
         lists=residuals(control) | ({} if ref_latents is None else {"ref_latents": ref_latents}),
         options=options,
-        original=(x, timestep, context, y, guidance, ref_latents, control, options),
+        original=lambda: (x, timestep, context, y, guidance, ref_latents, unconsumed(control), options),
         extra=extra,
         known=known,
         plain={name: str(value) for name, value in _plain(known, options)},

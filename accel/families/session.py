@@ -11,14 +11,16 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
-from ..engine import Call, Engine, Output, Settings
+from ..attempt import Theirs, attempt, failed
+from ..engine import Call, Engine, Settings
 from ..key import shape_key
 from ..ops import FusedOps
+from ..outputs import Output
 from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import unet
 from .family import Arguments, Family
-from .layers import is_foreign
+from .layers import INTERRUPTS, is_foreign
 
 PATCH_KEYS = ("patches", "patches_replace")
 
@@ -59,8 +61,8 @@ class _Run:
 class Session:
     """The wrappers of one compiled patcher (and of its clones), and the runs in progress."""
 
-    def __init__(self, family: Family, settings: Settings, engine: Callable[[nn.Module], Engine]) -> None:
-        self.family = family
+    def __init__(self, family: Family, settings: Settings, name: str, engine: Callable[[nn.Module], Engine]) -> None:
+        self.family, self.name = family, name
         self.settings = settings
         self._engine = engine
         self._runs: dict[int, _Run] = {}  # by id of the diffusion model; several threads sample several models
@@ -77,7 +79,7 @@ class Session:
             with self._lock:
                 self._depth -= 1
                 if self._depth == 0:
-                    self._close_runs()
+                    attempt(self._close_runs, failed(self.name, "the run's end"), INTERRUPTS)
 
     def _close_runs(self) -> None:
         runs, self._runs = self._runs, {}
@@ -107,14 +109,25 @@ class Session:
         return chain.execute(*args, **kwargs)
 
     def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The ``_forward`` of the model's family, through the engine."""
-        given = self.family.arguments(*args, **kwargs)
+        """The ``_forward`` of the model's family, through the engine; ComfyUI's own if anything of ours fails."""
+        theirs = Theirs(lambda: original(*args, **kwargs))
         if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
-            return original(*given.original, **given.known, **given.extra)
+            return theirs()
+        return theirs.rescue(
+            lambda: self._through_engine(model, original, theirs, args, kwargs),
+            failed(self.name, "a forward"),
+            INTERRUPTS,
+        )
+
+    def _through_engine(
+        self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
+    ) -> Tensor:
+        given = self.family.arguments(*args, **kwargs)
         skip: SkipRun | None = given.options.get(RUN_KEY)
         obstacle = _foreign_forward(self.family, model, original) or _obstacle(given) or self.family.obstacle(given)
         run = None if obstacle or self.settings.mode == "off" else self._run(model, given.tensors["x"].device)
-        forward = _Forward(self.family, model, original, given, run, obstacle)
+        theirs.run = lambda: original(*given.original(), **given.known, **given.extra)
+        forward = _Forward(self.family, model, theirs, given, run, obstacle)
         engine = self._engine(model)
         if skip is None or obstacle or not skip.skips:
             if skip is not None:
@@ -128,14 +141,17 @@ class Session:
 
 
 class _Forward:
-    """One forward of a model, as the ``Call`` that it may be: whole, or in the two ways of a run that skips blocks."""
+    """One forward of a model, as the ``Call`` that it may be: whole, or in the two ways of a run that skips blocks.
+
+    own: ComfyUI's own forward of this call.
+    """
 
     def __init__(
-        self, family: Family, model: nn.Module, original: Callable[..., Tensor], given: Arguments, run: _Run | None,
+        self, family: Family, model: nn.Module, own: Callable[[], Tensor], given: Arguments, run: _Run | None,
         obstacle: str,
     ) -> None:  # fmt: skip
         self.family, self.model, self.given, self.run, self.obstacle = family, model, given, run, obstacle
-        self._original = original
+        self._own = own
 
     def whole(self) -> Call:
         """The model's own forward."""
@@ -176,9 +192,6 @@ class _Forward:
 
         return self._call(forward, eager, plan, extra, {"step": way, "depth": depth}, last_resort)
 
-    def _own(self) -> Tensor:
-        return self._original(*self.given.original, **self.given.known, **self.given.extra)
-
     def _call(
         self, forward: Callable[[FusedOps, dict[str, Tensor]], Output], eager: Callable[[], Output], plan: Any,
         extra: dict[str, Tensor] | None = None, structure: dict[str, int | str] | None = None,
@@ -200,6 +213,7 @@ class _Forward:
             graph_obstacle=_graph_obstacle(self.run, given.options) if self.run else "",
             eager_parts=plan.survey.eager_parts() if plan else "",
             last_resort=last_resort,
+            repeatable=not (_patched(given.options) or (plan and plan.survey.altered)),
         )
 
 
@@ -253,9 +267,12 @@ def _obstacle(given: Arguments) -> str:
 
 def _graph_obstacle(run: _Run, options: dict[str, Any]) -> str:
     """Why this forward may have Python side effects or no fixed weights, so that it must not be captured."""
-    patches = sorted({name for key in PATCH_KEYS for name, value in options.get(key, {}).items() if value})
-    if "optimized_attention_override" in options:
-        patches.append("optimized_attention_override")
-    if patches:
+    if patches := _patched(options):
         return f"patches by another node ({', '.join(patches)}): patched blocks run in eager, without a graph"
     return run.plan.survey.graph_obstacle()
+
+
+def _patched(options: dict[str, Any]) -> list[str]:
+    """The kinds of other packs' patches that this call meets."""
+    patches = sorted({name for key in PATCH_KEYS for name, value in options.get(key, {}).items() if value})
+    return [*patches, *(name for name in ("optimized_attention_override",) if name in options)]

@@ -13,12 +13,14 @@ from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
+from ..attempt import attempt, failed
 from ..engine import Settings
 from ..skip.run import OWN_STEPS, PLANNED, RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..skip.settings import AUTO, FEW, SkipSettings
 from ..stats import STATS, SkipStats
 from . import attach, unet
+from .layers import INTERRUPTS
 from .session import Session
 from .unet_cost import shares
 
@@ -34,20 +36,28 @@ def skip_blocks(patcher: ModelPatcher, settings: SkipSettings, tell: Tell) -> tu
 
     tell: shows a line to the user, after each run. A model without a UNet's blocks comes back as a plain clone.
     """
-    clone = patcher.clone()
+    clone, name = patcher.clone(), type(patcher.model).__name__
     remove(clone)  # of two Skip Blocks nodes in a row, the last one decides
-    model = getattr(patcher.model, "diffusion_model", None)
+    message, failure = attempt(lambda: _attach(clone, name, settings, tell), failed(name, "Skip Blocks"), INTERRUPTS)
+    if failure:
+        remove(clone)
+    return clone, failure or message
+
+
+def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) -> str:
+    """Puts our wrappers on ``clone``, or says why nothing is skipped; returns what the user should know or ""."""
+    model = getattr(clone.model, "diffusion_model", None)
     if type(model) is not unet.MODEL or unet.unsupported(model):
         why = unet.unsupported(model) if type(model) is unet.MODEL else f"{type(model).__name__} is not an SD UNet"
         message = f"{why}: no blocks are skipped, it runs as without this node. Skip Blocks is for SD1.5, SD2 and SDXL"
-        STATS.fallback(type(patcher.model).__name__, message)
-        return clone, message
-    skipping = _Skipping(settings, type(patcher.model).__name__, tell)
-    session = Session(unet, Settings(mode="off"), attach.engine_of(unet, patcher))
+        STATS.fallback(name, message)
+        return message
+    skipping = _Skipping(settings, name, tell)
+    session = Session(unet, Settings(mode="off"), name, attach.engine_of(unet, clone))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, skipping.sampling)
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, partial(_forward, session))
-    return clone, _depth_message(settings, len(model.output_blocks) - 2)
+    return _depth_message(settings, len(model.output_blocks) - 2)
 
 
 def remove(patcher: ModelPatcher) -> None:
@@ -75,19 +85,30 @@ class _Skipping:
         self.settings, self.name, self.tell = settings, name, tell
 
     def sampling(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
-        """OUTER_SAMPLE: a run begins here and ends in ``finally``."""
-        guider, options = executor.class_obj, executor.class_obj.model_options
-        call = inspect.signature(executor.original).bind(*args, **kwargs)
-        run = self._begin(guider, *(call.arguments[name] for name in ("noise", "sampler", "sigmas")))
-        call.arguments["callback"] = _stepping(run, call.arguments.get("callback"))
+        """OUTER_SAMPLE: a run begins here and ends in ``finally``; where it cannot begin, nothing is skipped."""
+        judge = failed(self.name, "the start of Skip Blocks")
+        begun, _ = attempt(lambda: self._begin(executor, args, kwargs), judge, INTERRUPTS)
+        if begun is None:
+            return executor(*args, **kwargs)
+        guider, options, (run, call) = executor.class_obj, executor.class_obj.model_options, begun
         guider.model_options = create_model_options_clone(options)
         guider.model_options.setdefault("transformer_options", {})[RUN_KEY] = run
         try:
             return executor(*call.args, **call.kwargs)
         finally:
             guider.model_options = options
-            run.close()
-            self.tell(summary(run.stats))
+            attempt(lambda: self._end(run), failed(self.name, "the end of Skip Blocks"), INTERRUPTS)
+
+    def _begin(self, executor: WrapperExecutor, args: tuple, kwargs: dict) -> tuple[SkipRun, inspect.BoundArguments]:
+        """(the run, the call of the sampler with a callback that moves it on)."""
+        call = inspect.signature(executor.original).bind(*args, **kwargs)
+        run = self._run(executor.class_obj, *(call.arguments[name] for name in ("noise", "sampler", "sigmas")))
+        call.arguments["callback"] = _stepping(run, call.arguments.get("callback"))
+        return run, call
+
+    def _end(self, run: SkipRun) -> None:
+        run.close()
+        self.tell(summary(run.stats))
 
     def predicting(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
         """PREDICT_NOISE: the calls of the model until the next one are one evaluation."""
@@ -96,7 +117,7 @@ class _Skipping:
             run.begin_evaluation()
         return executor(*args, **kwargs)
 
-    def _begin(self, guider: Any, noise: Tensor, sampler: Any, sigmas: Tensor) -> SkipRun:
+    def _run(self, guider: Any, noise: Tensor, sampler: Any, sigmas: Tensor) -> SkipRun:
         settings, patcher = self.settings, guider.model_patcher
         model, levels = patcher.model.diffusion_model, sigmas.tolist()[:-1]
         percent_to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma

@@ -7,7 +7,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock,
 from torch import Tensor, nn
 
 from ..ops import FusedOps
-from .family import Arguments, residuals
+from .family import Arguments, residuals, unconsumed
 from .unet_forward import Control, Inputs, UNetForward, ending
 from .unet_plan import Plan
 
@@ -39,7 +39,7 @@ def arguments(
         tensors={"x": x, "timesteps": timesteps, "context": context, "y": y},
         lists=residuals(control),
         options=options,
-        original=(x, timesteps, context, y, control, options),
+        original=lambda: (x, timesteps, context, y, unconsumed(control), options),
         extra=extra,
     )
 

@@ -8,6 +8,7 @@ autoencoder whose decoder and encoder are ours. The shared autoencoder is never 
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import comfy.ldm.modules.diffusionmodules.model as blocks
@@ -17,15 +18,15 @@ import torch
 from comfy.ldm.models.autoencoder import AutoencodingEngine
 from torch import Tensor, nn
 
+from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
 from ..key import shape_key
 from ..ops import FusedOps
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from .attach import engine_for
-from .layers import Survey, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens
+from .layers import INTERRUPTS, Survey, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens
 
-SETTINGS = Settings(graph_budget_mb=0)
 _KNOWN = (
     blocks.Decoder, blocks.Encoder, blocks.ResnetBlock, blocks.AttnBlock, blocks.Upsample, blocks.Downsample,
     nn.Module, nn.ModuleList, nn.SiLU, nn.Dropout,
@@ -49,22 +50,31 @@ def _is_layer(module: nn.Module) -> bool:
     return isinstance(module, (nn.Conv2d, nn.GroupNorm))
 
 
-def compile_vae(vae: comfy.sd.VAE) -> tuple[comfy.sd.VAE, str]:
+def compile_vae(vae: comfy.sd.VAE, verify: bool = True) -> tuple[comfy.sd.VAE, str]:
     """(a VAE that decodes and encodes compiled, what the user should know or ""); ``vae`` stays as it is.
+
+    verify: compare each new size's first result with eager.
 
     A VAE that cannot be compiled comes back as it is, with the reason; one that is compiled already, as it is.
     """
+    name = type(vae.first_stage_model).__name__
+    settings = Settings(graph_budget_mb=0, verify=verify)
+    outcome, failure = attempt(lambda: _compiled(vae, name, settings), failed(name, "Compile VAE"), INTERRUPTS)
+    return (vae, failure) if failure else outcome
+
+
+def _compiled(vae: comfy.sd.VAE, name: str, settings: Settings) -> tuple[comfy.sd.VAE, str]:
     model = vae.first_stage_model
     if _is_compiled(model):
         return vae, ""
     obstacle = unsupported(model)
     if obstacle:
         message = f"{obstacle}. It runs in eager, as without this node"
-        STATS.fallback(type(model).__name__, message)
+        STATS.fallback(name, message)
         return vae, message
     compiled = copy.copy(vae)
     compiled.patcher = vae.patcher.clone()
-    compiled.first_stage_model = _with_fused_parts(model)
+    compiled.first_stage_model = _with_fused_parts(model, settings)
     return compiled, ""
 
 
@@ -73,16 +83,17 @@ def _is_compiled(model: nn.Module) -> bool:
     return isinstance(getattr(decoder, "forward", None), _Forward)
 
 
-def _with_fused_parts(model: nn.Module) -> nn.Module:
+def _with_fused_parts(model: nn.Module, settings: Settings) -> nn.Module:
     """A shallow copy of the autoencoder: the same layers, weights and code, but a fused decoder and encoder."""
     shadow = copy.copy(model)
     shadow._modules = dict(model._modules)
-    shadow._modules["decoder"] = _fused_part(model.decoder, decode, 2 ** (model.decoder.num_resolutions - 1))
-    shadow._modules["encoder"] = _fused_part(model.encoder, encode, 1)
+    pixels = 2 ** (model.decoder.num_resolutions - 1)
+    shadow._modules["decoder"] = _fused_part(model.decoder, decode, pixels, settings)
+    shadow._modules["encoder"] = _fused_part(model.encoder, encode, 1, settings)
     return shadow
 
 
-def _fused_part(part: nn.Module, fused: Callable[..., Tensor], pixels: int) -> nn.Module:
+def _fused_part(part: nn.Module, fused: Callable[..., Tensor], pixels: int, settings: Settings) -> nn.Module:
     """A shallow copy of a decoder or encoder whose forward goes through the engine.
 
     pixels: image pixels a side of one element of the input (8 for a latent, 1 for an image).
@@ -90,33 +101,40 @@ def _fused_part(part: nn.Module, fused: Callable[..., Tensor], pixels: int) -> n
     shadow = copy.copy(part)
     shadow._forward_hooks, shadow._forward_pre_hooks = OrderedDict(), OrderedDict()  # or the part's own run twice
     engine = engine_for(part, f"VAE {type(part).__name__.lower()}", "vae", uses_graphs=False, image_layout=True)
-    shadow.forward = _Forward(engine, part, fused, pixels)
+    shadow.forward = _Forward(engine, part, fused, pixels, settings)
     return shadow
 
 
 class _Forward:
     """The forward of one decoder or encoder through its engine."""
 
-    def __init__(self, engine: Engine, part: nn.Module, fused: Callable[..., Tensor], pixels: int) -> None:
-        self._engine, self._part, self._fused, self._pixels = engine, part, fused, pixels
+    def __init__(
+        self, engine: Engine, part: nn.Module, fused: Callable[..., Tensor], pixels: int, settings: Settings
+    ) -> None:
+        self._engine, self._part, self._fused, self._pixels, self._settings = engine, part, fused, pixels, settings
 
     def __call__(self, x: Tensor, **options: Any) -> Tensor:
         """x [N, C, H, W]: a latent for the decoder, an image for the encoder."""
+        theirs = Theirs(lambda: self._part(x, **options))
         if torch.compiler.is_compiling():
-            return self._part(x, **options)
+            return theirs()
+        ours = partial(self._through_engine, x, options, theirs)
+        return theirs.rescue(ours, failed(self._engine.stats.name, "a forward"), INTERRUPTS)
+
+    def _through_engine(self, x: Tensor, options: dict[str, Any], theirs: Theirs) -> Tensor:
         inputs = {"x": x}
         call = Call(
             key=shape_key(inputs),
             inputs=inputs,
             forward=self._run,
-            eager=lambda: self._part(x, **options),
+            eager=theirs,
             weights=0,
             width=x.shape[-1] * self._pixels,
             height=x.shape[-2] * self._pixels,
             batch=x.shape[0],
             obstacle=_obstacle(self._part, x, options),
         )
-        return self._engine(call, SETTINGS)
+        return self._engine(call, self._settings)
 
     def _run(self, ops: FusedOps, tensors: dict[str, Tensor]) -> Tensor:
         layout = ChannelsLastWeights()

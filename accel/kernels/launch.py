@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.errors import TritonError
 
 from ..allocator import addresses_are_promised
-from ..errors import KernelFailed
+from ..errors import KernelFailed, is_out_of_memory
 
 # compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
@@ -43,6 +43,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     try:
         _launch(kernel, grid, args, options)
     except FAILURES as error:
+        if is_out_of_memory(error):  # says nothing about the kernel
+            raise
         raise _named(kernel, error) from error
 
 

@@ -1,0 +1,77 @@
+"""The one place that turns a failure of ours into another way of doing the same.
+
+Eager is always right, so whatever of ours raises must cost speed and nothing else. Every boundary between ComfyUI and
+us, and every tier of the engine, goes through ``attempt``; no other code here catches what it does not know.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from .stats import STATS
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Passthrough = tuple[type[BaseException], ...]
+Judge = Callable[[Exception], "str | None"]  # names a failure and counts it; None: it is not ours to handle
+
+
+def attempt(ours: Callable[[], T], judge: Judge, passthrough: Passthrough = ()) -> tuple[T | None, str]:
+    """(what ``ours`` gives, "") or (None, why it failed, in the words of ``judge``).
+
+    The caller goes on after a failure when the error and the tensors of its frames are gone. passthrough: exceptions
+    that are messages (the user's interrupt).
+    """
+    try:
+        return ours(), ""
+    except passthrough:
+        raise
+    except Exception as error:  # noqa: BLE001  see the module
+        reason = judge(error)
+        if reason is None:
+            raise
+        return None, reason or type(error).__name__
+
+
+@dataclass
+class Theirs(Generic[T]):
+    """ComfyUI's own way of one call. Its errors are the user's to see, so they are remembered to be told from ours."""
+
+    run: Callable[[], T]  # may be replaced by one that can be called repeatedly
+    error: BaseException | None = field(default=None, init=False)
+
+    def __call__(self) -> T:
+        """``run``'s result."""
+        try:
+            return self.run()
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def rescue(self, ours: Callable[[], T], judge: Judge, passthrough: Passthrough = ()) -> T:
+        """What ``ours`` gives, which may call this; if it fails by a fault of ours, what this gives."""
+        try:
+            out, reason = attempt(ours, lambda error: None if error is self.error else judge(error), passthrough)
+        finally:
+            self.error = None  # or it would keep its frames, with this among them, until garbage is collected
+        return self() if reason else out
+
+
+def failed(where: str, what: str) -> Judge:
+    """A judge for what is no tier's: counts the failure, and logs it the first time."""
+
+    def judge(error: Exception) -> str:
+        reason = f"{what} of AnyShape failed, so ComfyUI's own took its place ({named(error)}). Please report it"
+        if STATS.fallback(where, reason) == 1:
+            log.warning("AnyShape: %s: %s", where, reason, exc_info=error)
+        return reason
+
+    return judge
+
+
+def named(error: Any) -> str:
+    """An error in one line, as reasons quote it."""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first}" if first else type(error).__name__

@@ -1,0 +1,168 @@
+"""A fault anywhere in the pack, injected at every boundary: the image is eager's, the reason is counted, nothing stays.
+
+On the CPU; ``test_gpu_faults.py`` has kernels, captures, replays and memory.
+"""
+
+import pytest
+import torch
+
+from tools.driving import SHORT_RUN, compile_with_message, compiled, skip_with_message, skipping
+from tools.oracles import error, fallbacks, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-4  # relative L2 in fp32
+RUN = SHORT_RUN | {"steps": 2}
+LONG_RUN = SHORT_RUN | {"steps": 10}  # long enough for blocks to be skipped
+
+# Everything that a forward of a compiled model goes through, by module of the pack.
+FORWARD = [
+    "families.unet.arguments", "families.unet.obstacle", "families.unet.forward", "families.unet.Plan",
+    "families.session._foreign_forward", "families.session._obstacle", "families.session._graph_obstacle",
+    "families.session.shape_key", "families.session.Call", "families.session._Run.refresh",
+    "families.unet_plan.Survey", "families.unet_forward.UNetForward._stage", "families.unet_forward.Stream",
+    "families.layers.Survey.eager_parts", "families.family.Arguments.flat", "families.family.Arguments.structure",
+    "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
+    "engine._tiers", "engine.Engine._fast", "engine.Engine._load", "engine.Engine._forward", "engine.compilations",
+    "engine.region_ops.RegionOps", "engine.verify.compare", "stats.ModelStats.shape", "stats.CallTimes.measure",
+    "region_ops.RegionOps.query_key_value", "region_ops.RegionOps.feed_forward", "region_ops._uniform",
+    "regions._trait", "regions._distinct", "regions.Region.__call__", "regions.Region._compile",
+    "regions._Variant.__init__", "regions._Variant.first_call", "regions._CountingInductor.__call__",
+]  # fmt: skip
+
+SKIPPING = [
+    "families.session._prompts", "families.unet.full", "families.unet.skipped", "families.unet.shallow_parts",
+    "families.unet_forward.UNetForward.skipped", "skip.run.SkipRun.call", "skip.run.SkipRun.close",
+    "skip.run.SkipRun._why_full", "skip.run.SkipRun._store", "skip.run.SkipRun._forecast", "skip.run.History.at",
+    "families.skipping.depth_of", "families.skipping.SkipRun", "families.skipping.summary",
+    "skip.settings.SkipSettings.full_steps",
+]  # fmt: skip
+
+ENDS = ["families.session.Session._close_runs"]  # what runs when sampling is over
+
+
+class Injected(Exception):
+    """A bug of ours."""
+
+
+@pytest.fixture
+def inject(monkeypatch):
+    """Makes a function or class of the pack raise."""
+    from anyshape.accel import region_ops
+
+    def do(target, error=Injected):
+        def fail(*args, **kwargs):
+            raise error("injected")
+
+        monkeypatch.setattr(f"anyshape.accel.{target}", fail)
+        if target.startswith("regions."):  # as in a new process: nothing is compiled yet
+            for region in region_ops.ALL:
+                monkeypatch.setattr(region, "_variants", {})
+
+    return do
+
+
+def reasons():
+    return [fallback["reason"] for fallback in fallbacks()]
+
+
+@pytest.mark.parametrize("target", FORWARD + ENDS)
+def test_a_fault_in_a_forward(models, fresh, inject, target):
+    plain, fast = models.sample(fresh, **RUN), compiled(fresh)
+    inject(target)
+    assert error(models.sample(fast, **RUN), plain) < CLOSE
+    assert any("injected" in reason for reason in reasons()), reasons()
+
+
+@pytest.mark.parametrize("target", [FORWARD[0], "engine.Engine._load", "regions.Region._compile"])
+def test_once_mended_it_is_fast_again(models, fresh, inject, monkeypatch, target):
+    """A fault leaves nothing behind but, where it was a tier's, the tier's retirement."""
+    fast = compiled(fresh)
+    inject(target)
+    models.sample(fast, **RUN)
+    monkeypatch.undo()
+    out = models.sample(fast, **RUN)
+    assert error(out, models.sample(fresh, **RUN)) < CLOSE
+    tier_failed = target != FORWARD[0]
+    assert shapes()[-1]["state"] == ("eager" if tier_failed else "regions")
+
+
+EAGER_TOO = ["families.session._prompts", "families.unet.skipped", "skip.run.SkipRun.close"]  # without Compile Model
+
+
+@pytest.mark.parametrize(("target", "fast"), [(t, True) for t in SKIPPING] + [(t, False) for t in EAGER_TOO])
+def test_a_fault_in_skip_blocks(models, fresh, inject, target, fast):
+    """The picture is that of a run in full, or of one that skips as it should."""
+    model = skipping(compiled(fresh) if fast else fresh, interval=3)
+    plain, skipped = models.sample(fresh, **LONG_RUN), models.sample(model, **LONG_RUN)
+    inject(target)
+    out = models.sample(model, **LONG_RUN)
+    assert min(error(out, plain), error(out, skipped)) < CLOSE
+    assert any("injected" in reason for reason in reasons()), reasons()
+
+
+@pytest.mark.parametrize(
+    "target", ["families.attach.family_of", "families.attach.Session", "families.unet.unsupported"]
+)
+def test_a_fault_in_compile_model(models, fresh, inject, target):
+    """The node hands a model on that runs as without it, and says why."""
+    inject(target)
+    out, message = compile_with_message(fresh)
+    assert "injected" in message and not any(out.wrappers.values()) and message in reasons()
+    assert torch.equal(models.sample(out, **RUN), models.sample(fresh, **RUN))
+
+
+@pytest.mark.parametrize("target", ["families.skipping._Skipping", "families.unet.unsupported"])
+def test_a_fault_in_the_skip_blocks_node(models, fresh, inject, target):
+    inject(target)
+    out, message = skip_with_message(fresh)
+    assert "injected" in message and not any(out.wrappers.values())
+    assert torch.equal(models.sample(out, **RUN), models.sample(fresh, **RUN))
+
+
+# none inside torch's compiler, which calls nothing of ComfyUI's
+@pytest.mark.parametrize("target", [t for t in FORWARD + SKIPPING if "_CountingInductor" not in t])
+def test_an_interrupt_passes_at_once(models, fresh, inject, monkeypatch, target):
+    """The user presses Cancel, wherever we are: no fallback is tried or counted, and the next prompt is right."""
+    from comfy.model_management import InterruptProcessingException
+
+    model = skipping(compiled(fresh), interval=3) if target in SKIPPING else compiled(fresh)
+    inject(target, InterruptProcessingException)
+    with pytest.raises(InterruptProcessingException):
+        models.sample(model, **LONG_RUN)
+    monkeypatch.undo()
+    assert not fallbacks()
+    assert error(models.sample(compiled(fresh), **RUN), models.sample(fresh, **RUN)) < CLOSE
+    assert shapes()[-1]["state"] == "regions"
+
+
+# The VAE ----------------------------------------------------------------------------------------------------------
+
+VAE = [
+    "families.vae.shape_key", "families.vae.Call", "families.vae._obstacle", "families.vae.Survey",
+    "families.vae.decode", "families.vae.ChannelsLastWeights", "engine.Engine._fast", "engine.verify.compare",
+    "region_ops.RegionOps.bias_add", "stats.ModelStats.shape",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", VAE)
+def test_a_fault_in_the_vae(models, pack, inject, target):
+    from anyshape.accel.families.vae import compile_vae
+
+    vae, latent = models.vae(torch.float32, ch=32, num_res_blocks=1), torch.randn(1, 4, 10, 9)
+    inject(target)
+    fast, message = compile_vae(vae)
+    assert message == ""
+    with torch.inference_mode():
+        assert error(fast.decode(latent), vae.decode(latent)) < CLOSE
+    assert any("injected" in reason for reason in reasons())
+
+
+@pytest.mark.parametrize("target", ["families.vae.unsupported", "families.vae._fused_part"])
+def test_a_fault_in_compile_vae(models, inject, target):
+    from anyshape.accel.families.vae import compile_vae
+
+    vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
+    inject(target)
+    out, message = compile_vae(vae)
+    assert out is vae and "injected" in message and message in reasons()
