@@ -189,7 +189,8 @@ class GraphCache:
         memory may never come to exist, and freeing it later would end the process.
         """
         graph = torch.cuda.CUDAGraph()
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if not self._entries:  # a pool ends with its last graph, one whose capture failed included
+            self._pool = torch.cuda.graph_pool_handle()
         self._stream = self._stream or torch.cuda.Stream(self.device)
         torch.cuda.synchronize(self.device)
         with torch.cuda.stream(self._stream):
@@ -220,8 +221,6 @@ class GraphCache:
         del entry
         torch.cuda.empty_cache()
         self.used_bytes = max(0, self.used_bytes - max(0, _free(self.device) - before)) if self._entries else 0
-        if not self._entries:
-            self._pool = None
         self._report()
 
     def _report(self) -> None:

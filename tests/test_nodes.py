@@ -1,6 +1,7 @@
 """The nodes through the real server: contract, bad values, stats, and one model with and without them."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -14,12 +15,17 @@ DEPTHS = ["auto", *(str(depth) for depth in range(11))]
 CONTRACT = {
     "AnyShapeCompileModel": (
         "Compile Model",
-        {"model": ("MODEL", None, None), "mode": (MODES, "auto", None), "graph_budget_mb": ("INT", 2048, 0)},
+        {
+            "model": ("MODEL", None, None),
+            "mode": (MODES, "auto", None),
+            "graph_budget_mb": ("INT", 2048, 0),
+            "verify": ("BOOLEAN", True, None),
+        },
         {"MODEL": "MODEL"},
     ),
     "AnyShapeCompileVAE": (
         "Compile VAE",
-        {"vae": ("VAE", None, None), "enabled": ("BOOLEAN", True, None)},
+        {"vae": ("VAE", None, None), "enabled": ("BOOLEAN", True, None), "verify": ("BOOLEAN", True, None)},
         {"VAE": "VAE"},
     ),
     "AnyShapeSkipBlocks": (
@@ -189,6 +195,22 @@ def test_a_second_seed_compiles_nothing(server, plain) -> None:
     server.run(with_nodes(seed=6))
     after = [(model["name"], model["region_graphs"], model["recompiles"]) for model in stats(server)["models"]]
     assert before == after and {model["kind"] for model in stats(server)["models"]} >= {"unet", "vae"}
+
+
+def test_a_full_queue_and_an_impatient_reader(server, plain) -> None:
+    """Prompts with and without the nodes wait in one queue while the stats are read again and again."""
+    flows = [with_nodes(seed=5), without(), with_nodes(seed=7), with_nodes(mode="off"), with_nodes(seed=5)]
+    for number, flow in enumerate(flows):
+        flow["save"]["inputs"]["filename_prefix"] = f"queue{number}"  # or equal flows would not be saved again
+    queued, deadline = [server.queue(flow) for flow in flows], time.monotonic() + 300
+    while server.get("/queue").json()["queue_pending"] or server.get("/queue").json()["queue_running"]:
+        check_stats(stats(server))
+        assert time.monotonic() < deadline
+    saved = [server.history(prompt)["outputs"]["save"]["images"] for prompt in queued]
+    shown = [np.stack([np.asarray(server.view(image).convert("RGB"), dtype=np.float32) / 255 for image in images])
+             for images in saved]  # fmt: skip
+    assert np.array_equal(shown[0], shown[4]) and np.array_equal(shown[1], plain[1])
+    assert np.abs(shown[0] - plain[1]).max() <= CLOSE < np.abs(shown[2] - plain[1]).max()
 
 
 # Stats ------------------------------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from tools.comfy_server import ComfyServer, PromptError, prompt_seconds
 from tools.paths import ROOT
 
 CONTRACT = {
-    "AnyShapeCompileModel": {"inputs": {"model", "mode", "graph_budget_mb"}, "outputs": ["MODEL"]},
-    "AnyShapeCompileVAE": {"inputs": {"vae", "enabled"}, "outputs": ["VAE"]},
+    "AnyShapeCompileModel": {"inputs": {"model", "mode", "graph_budget_mb", "verify"}, "outputs": ["MODEL"]},
+    "AnyShapeCompileVAE": {"inputs": {"vae", "enabled", "verify"}, "outputs": ["VAE"]},
     "AnyShapeSkipBlocks": {
         "inputs": {"model", "interval", "depth", "start_percent", "end_percent", "forecast"},
         "outputs": ["MODEL"],
