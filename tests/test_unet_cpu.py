@@ -257,7 +257,7 @@ def test_low_vram_lora_equals_eager(models, fresh):
 @pytest.mark.parametrize("layer", ["out_layers.3", "skip_connection", "in_layers.2"])
 def test_one_cast_convolution(patcher, layer):
     """Low VRAM casts some layers of a block and not others, and a cast one adds its bias itself."""
-    from anyshape.accel.families.unet_forward import res_block
+    from anyshape.accel.families.unet_stages import res_block
     from anyshape.accel.region_ops import RegionOps
 
     block = patcher.model.diffusion_model.input_blocks[4][0]

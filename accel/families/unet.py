@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from comfy.ldm.modules.attention import SpatialTransformer
-from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, UNetModel, Upsample
+from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
 
 from ..ops import FusedOps
 from .family import Arguments, residuals, unconsumed
-from .unet_forward import Control, Inputs, UNetForward, ending
-from .unet_plan import Plan
+from .unet_forward import Control, Inputs, UNetForward
+from .unet_plan import Plan, unknown_layers
+from .unet_stages import ending
 
 __all__ = ["Plan"]  # a name of the family's protocol
 
@@ -25,8 +25,8 @@ def unsupported(model: UNetModel) -> str:
     """Why this UNet is not one that ``forward`` mirrors; "" if it is."""
     if model.predict_codebook_ids:
         return "UNets that predict codebook ids are not supported"
-    foreign = {type(layer).__name__ for layer in _layers(model) if not _is_known(layer)}
-    return f"the UNet has layers that AnyShape does not know: {', '.join(sorted(foreign))}" if foreign else ""
+    foreign = unknown_layers([*model.input_blocks, *model.output_blocks, model.middle_block or []])
+    return f"the UNet has layers that AnyShape does not know: {foreign}" if foreign else ""
 
 
 def arguments(
@@ -77,13 +77,3 @@ def shallow_parts(model: UNetModel, depth: int) -> list[nn.Module]:
 def _made(ops: FusedOps, model: UNetModel, plan: Plan, given: Arguments, tensors: dict[str, Tensor]) -> UNetForward:
     x, timesteps, context, y = (tensors.get(name) for name in ("x", "timesteps", "context", "y"))
     return UNetForward(ops, model, plan, given.options, Inputs(x, timesteps, context, y, given.control(tensors)))
-
-
-def _layers(model: UNetModel) -> list[nn.Module]:
-    stages = [*model.input_blocks, *model.output_blocks, *([model.middle_block] if model.middle_block else [])]
-    return [layer for stage in stages for layer in stage]
-
-
-def _is_known(layer: nn.Module) -> bool:
-    # exact types: VideoResBlock and SpatialVideoTransformer are subclasses with other forwards
-    return type(layer) in (ResBlock, SpatialTransformer, Upsample, Downsample) or isinstance(layer, nn.Conv2d)

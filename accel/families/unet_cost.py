@@ -6,7 +6,7 @@ from comfy.ldm.modules.attention import BasicTransformerBlock
 from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, UNetModel, Upsample
 from torch import nn
 
-from .unet_forward import ending
+from .unet_stages import ending
 
 TEXT_TOKENS = 77
 

@@ -1,10 +1,10 @@
-"""Which parts of a UNet run on fused operations, decided once a sampling run."""
+"""Which parts of a UNet or of its ControlNet run on fused operations, decided once a sampling run."""
 
 from collections.abc import Callable, Iterable
 
 import comfy.ldm.modules.attention as attention
 from comfy.ldm.modules.attention import BasicTransformerBlock, CrossAttention, SpatialTransformer
-from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock, UNetModel, Upsample
+from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock, Upsample
 from torch import Tensor, nn
 
 from ..ops import LinearGroup
@@ -12,17 +12,17 @@ from .layers import Survey, is_altered, is_cast
 
 
 class Plan:
-    """Which of some parts of one UNet may run on fused operations: of all its parts, or of those that a forward needs.
+    """Which of some parts of one model may run on fused operations: of all its parts, or of those that a forward needs.
 
     A part runs its own forward if another pack hooked or replaced anything in it, if it has layers of an unknown kind,
     or if it is of a form that no model in use has (scale-shift norm, an ungated feed-forward, ...). Without any parts
     everything does: that is eager, of any model.
     """
 
-    def __init__(self, model: UNetModel, parts: Iterable[nn.Module] | None = None) -> None:
+    def __init__(self, model: nn.Module, parts: Iterable[nn.Module] | None = None) -> None:
         self.survey = Survey(model)
         modules = list(model.modules() if parts is None else (m for part in parts for m in part.modules()))
-        self.ends_fused = bool(modules) and id(model.out) not in self.survey.odd
+        self._fuses = bool(modules)
         self.res_blocks = {id(m): m for m in modules if self._fits(m, ResBlock, _plain_res_block)}
         projections = {key: m.emb_layers[1] for key, m in self.res_blocks.items() if not is_cast(m.emb_layers[1])}
         self.embedded = list(projections)
@@ -33,6 +33,10 @@ class Plan:
         blocks = [m for m in modules if id(m) in self.transformer_blocks and not _is_streamed(m)]
         self.text_blocks = [id(m) for m in blocks]
         self.text = LinearGroup([weight for m in blocks for weight in _text_weights(m)])
+
+    def fuses(self, part: nn.Module) -> bool:
+        """Whether a part that is no block (the model's end) may run on fused operations."""
+        return self._fuses and id(part) not in self.survey.odd
 
     def constants(self) -> tuple[Tensor | None, ...]:
         """The tables of the weights that are multiplied together."""
@@ -48,6 +52,16 @@ class Plan:
 
     def _fits(self, m: nn.Module, kind: type, is_plain: Callable[[nn.Module], bool]) -> bool:
         return type(m) is kind and id(m) not in self.survey.odd and is_plain(m)
+
+
+def unknown_layers(stages: Iterable[Iterable[nn.Module]]) -> str:
+    """The classes of layers in these stages that no mirrored forward has; "" if all are known."""
+    return ", ".join(sorted({type(m).__name__ for stage in stages for m in stage if not _is_known(m)}))
+
+
+def _is_known(layer: nn.Module) -> bool:
+    # exact types: VideoResBlock and SpatialVideoTransformer are subclasses with other forwards
+    return type(layer) in (ResBlock, SpatialTransformer, Upsample, Downsample) or isinstance(layer, nn.Conv2d)
 
 
 def _is_streamed(m: BasicTransformerBlock) -> bool:
