@@ -1,14 +1,20 @@
 """Full-size models with random weights (speed does not depend on them), and one sampling run as ComfyUI does it."""
 
+from collections.abc import Callable
+
+import comfy.controlnet
 import comfy.model_management as mm
 import comfy.model_patcher
+import comfy.ops
 import comfy.sample
 import comfy.sd
 import comfy.supported_models
 import torch
+from comfy.cldm.cldm import ControlNet
 from comfy.ldm.flux.layers import RMSNorm
 from comfy.ldm.models.autoencoder import AutoencoderKL
 from comfy.model_patcher import ModelPatcher
+from comfy.t2i_adapter.adapter import Adapter
 from torch import Tensor, nn
 
 SPATIAL = {"image_size": 32, "in_channels": 4, "out_channels": 4, "use_spatial_transformer": True, "legacy": False}
@@ -83,6 +89,29 @@ def _random_model(model_config: comfy.supported_models_base.BASE, dtype: torch.d
     return ModelPatcher(model, load_device=device, offload_device=mm.unet_offload_device())
 
 
+def controlnet(
+    name: str, dtype: torch.dtype = torch.float16, cast_to: torch.dtype | None = None, **changes: object
+) -> comfy.controlnet.ControlNet:
+    """A ControlNet for the UNet ``name``, on ComfyUI's device; ``changes`` to its config make a smaller or a union one.
+
+    cast_to: the dtype that weights are cast to at each call, as on hardware that cannot compute in theirs.
+    """
+    config, device = SPATIAL | UNETS[name][1] | changes, mm.get_torch_device()
+    operations = comfy.ops.disable_weight_init if cast_to is None else comfy.ops.manual_cast
+    model = ControlNet(**config, hint_channels=3, dtype=dtype, device=device, operations=operations).eval()
+    randomise(model)  # zero convolutions too: a trained ControlNet's are not zero
+    return comfy.controlnet.ControlNet(model, load_device=device, manual_cast_dtype=cast_to)
+
+
+def t2i_adapter(name: str, **changes: object) -> comfy.controlnet.T2IAdapter:
+    """A T2I-Adapter for the UNet ``name`` in float32, through ComfyUI's loader; ``changes`` to the UNet's config."""
+    channels = (UNETS[name][1] | changes)["model_channels"]
+    sizes, cin = [channels * factor for factor in (1, 2, 4, 4)], 768 if name == "sdxl" else 192
+    model = Adapter(cin=cin, channels=sizes, nums_rb=2, ksize=1, sk=True, use_conv=False, xl=name == "sdxl")
+    randomise(model)
+    return comfy.controlnet.load_t2i_adapter(model.state_dict())
+
+
 def vae(dtype: torch.dtype | None = None, **changes: object) -> comfy.sd.VAE:
     """The KL autoencoder of SD and SDXL."""
     config = VAE_CONFIG | changes
@@ -116,17 +145,22 @@ def conditioning(patcher: ModelPatcher, tokens: int | None = None, seed: int = 0
 def sample(
     patcher: ModelPatcher, width: int, height: int, batch: int = 1, steps: int = 20, cfg: float | None = None,
     tokens: int | None = None, seed: int = 0, sampler: str = "euler", scheduler: str | None = None,
+    steer: Callable[[list, list], tuple[list, list]] | None = None, callback: Callable[..., None] | None = None,
 ) -> Tensor:  # fmt: skip
     """One txt2img run through ``comfy.sample``; the latent [batch, C, height / 8, width / 8].
 
-    If not given, ``cfg`` and ``scheduler`` are 7 and "normal" for a UNet, 1 and "simple" for Flux.
+    If not given, ``cfg`` and ``scheduler`` are 7 and "normal" for a UNet, 1 and "simple" for Flux. ``steer``: what a
+    node does to the positive and the negative CONDITIONING; ``callback``: the sampler's.
     """
     channels, usual_cfg, usual_scheduler = (16, 1.0, "simple") if is_flux(patcher) else (4, 7.0, "normal")
     latent = torch.zeros(batch, channels, height // 8, width // 8)
     noise = comfy.sample.prepare_noise(latent, seed)
     positive, negative = (conditioning(patcher, tokens, seed + i) for i in (1, 2))
+    if steer is not None:
+        positive, negative = steer(positive, negative)
     cfg, scheduler = usual_cfg if cfg is None else cfg, scheduler or usual_scheduler
     with torch.inference_mode():
         return comfy.sample.sample(
-            patcher, noise, steps, cfg, sampler, scheduler, positive, negative, latent, seed=seed, disable_pbar=True
-        )
+            patcher, noise, steps, cfg, sampler, scheduler, positive, negative, latent, callback=callback, seed=seed,
+            disable_pbar=True,
+        )  # fmt: skip

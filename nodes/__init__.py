@@ -1,8 +1,9 @@
 """The nodes that users drag: a schema and a few lines each; the work is in ``accel``."""
 
+from .compile_controlnet import CompileControlNet
 from .compile_model import CompileModel
 from .compile_vae import CompileVAE
 from .shape_cache_info import ShapeCacheInfo
 from .skip_blocks import SkipBlocks
 
-NODES = [CompileModel, CompileVAE, SkipBlocks, ShapeCacheInfo]
+NODES = [CompileModel, CompileVAE, CompileControlNet, SkipBlocks, ShapeCacheInfo]

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tools import oracles
 from tools.driving import SHORT_RUN, SMALL_UNET, compiled, randn, residuals, unet_forward
 from tools.oracles import assert_fast, error, shapes
 
@@ -114,20 +115,8 @@ def test_lora_equals_eager(models, patcher):
 # What is left behind ----------------------------------------------------------------------------------------------
 
 
-def footprint(patcher):
-    """Everything of a model that we might touch."""
-    modules = {name: sorted(m.__dict__) for name, m in patcher.model.named_modules()}
-    weights = {n: (p.data_ptr(), p.stride(), p.clone()) for n, p in patcher.model.named_parameters()}
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in patcher.model.modules()]
-    return modules, weights, hooks
-
-
 def assert_untouched(patcher, before):
-    modules, weights, hooks = footprint(patcher)
-    assert modules == before[0] and hooks == before[2] and weights.keys() == before[1].keys()
-    for name, (address, stride, value) in weights.items():
-        assert (address, stride) == before[1][name][:2]
-        assert torch.equal(value, before[1][name][2])
+    oracles.assert_untouched(patcher.model, before)
     assert not any(patcher.wrappers.values()) and not any(patcher.callbacks.values())
     assert "wrappers" not in patcher.model_options["transformer_options"]
 
@@ -137,7 +126,7 @@ def test_a_model_shared_with_a_plain_workflow(models, patcher):
     from anyshape.accel import stats
 
     plain = models.sample(patcher, **SHORT_RUN)
-    before = footprint(patcher)
+    before = oracles.footprint(patcher.model)
     fast = compiled(patcher)
     first = models.sample(fast, **SHORT_RUN)
     assert_untouched(patcher, before)

@@ -56,6 +56,36 @@ def skipping(patcher: Patcher, tell: Callable[[str], None] = lambda line: None, 
     return out
 
 
+def compiled_control(control: Any) -> Any:
+    """The Compile ControlNet node's work, where it has nothing to say."""
+    from anyshape.accel.families.controlnet import compile_controlnet
+
+    out, message = compile_controlnet(control)
+    assert message == "", message
+    return out
+
+
+def steering(*controls: Any, width: int = 128, height: int = 128, **apply: Any) -> Callable[[list, list], tuple]:
+    """Apply ControlNet (Advanced) for each control, as ``steer`` of bench.models.sample; random hints of that size.
+
+    apply: strength, start_percent, end_percent and batch, of the hint.
+    """
+    import nodes
+
+    strength, start, end = (
+        apply.get(n, d) for n, d in (("strength", 1.0), ("start_percent", 0.0), ("end_percent", 1.0))
+    )
+
+    def steer(positive: list, negative: list) -> tuple:
+        for index, control in enumerate(controls):
+            hint = torch.rand(apply.get("batch", 1), height, width, 3, generator=torch.Generator().manual_seed(index))
+            node = nodes.ControlNetApplyAdvanced()
+            positive, negative = node.apply_controlnet(positive, negative, control, hint, strength, start, end)
+        return positive, negative
+
+    return steer
+
+
 def randn(*shape: int, seed: int = 0) -> Tensor:
     """Normal random numbers that depend on the seed alone."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))

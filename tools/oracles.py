@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tools import embed
 
@@ -31,6 +31,23 @@ def error(out: Tensor, reference: Tensor) -> float:
     assert out.shape == reference.shape and torch.isfinite(out).all()
     out, reference = out.float(), reference.float()
     return ((out - reference).norm() / reference.norm()).item()
+
+
+def footprint(module: nn.Module) -> tuple[dict, dict, list[int]]:
+    """Everything of a model that we might touch: attributes, weights (address, strides, values), hooks."""
+    attributes = {name: sorted(m.__dict__) for name, m in module.named_modules()}
+    weights = {n: (p.data_ptr(), p.stride(), p.clone()) for n, p in module.named_parameters()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules()]
+    return attributes, weights, hooks
+
+
+def assert_untouched(module: nn.Module, before: tuple[dict, dict, list[int]]) -> None:
+    """The model is what it was at ``footprint``, to the bit."""
+    attributes, weights, hooks = footprint(module)
+    assert attributes == before[0] and hooks == before[2] and weights.keys() == before[1].keys()
+    for name, (address, stride, value) in weights.items():
+        assert (address, stride) == before[1][name][:2]
+        assert torch.equal(value, before[1][name][2])
 
 
 def shapes() -> list[dict[str, Any]]:

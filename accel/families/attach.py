@@ -98,6 +98,18 @@ def _graph_message(settings: Settings, device: torch.device) -> str:
 
 
 def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:
-    engine = _ENGINES.get(getattr(patcher.model, "diffusion_model", None))
-    if engine is not None and unpatch_all:
+    if unpatch_all and hasattr(patcher.model, "diffusion_model"):
+        drop_graphs(patcher.model.diffusion_model)
+
+
+def drop_graphs(module: nn.Module) -> None:
+    """Gives the memory of this model's graphs back, if it has any."""
+    engine = _ENGINES.get(module)
+    if engine is not None:
         attempt(engine.drop_graphs, failed(engine.stats.name, "giving graphs back"), INTERRUPTS)
+
+
+def settings_of(patcher: ModelPatcher | None) -> Settings:
+    """The settings of the Compile Model node that made this patcher; the default ones without such a node."""
+    wrappers = patcher.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY) if patcher else ()
+    return next((wrapper.__self__.settings for wrapper in wrappers), Settings())

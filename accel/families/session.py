@@ -17,45 +17,13 @@ from ..key import shape_key
 from ..ops import FusedOps
 from ..outputs import Output
 from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
-from ..weights import ChannelsLastWeights, WeightWatch
+from ..weights import ChannelsLastWeights
 from . import unet
 from .family import Arguments, Family
 from .layers import INTERRUPTS, is_foreign
+from .run_state import Run, call_obstacle
 
 PATCH_KEYS = ("patches", "patches_replace")
-
-
-class _Run:
-    """What is known of one model during one sampling run. Holds the model: dropped when the run ends."""
-
-    def __init__(self, family: Family, model: nn.Module, layout: ChannelsLastWeights | None) -> None:
-        self.model = model
-        self._family, self._layout = family, layout
-        self._scan()
-
-    def _scan(self) -> None:
-        if self._layout is not None:
-            self._layout.apply(self.model)
-        self.plan = self._family.Plan(self.model)
-        self._shallow: dict[int, unet.Plan] = {}
-        self._watch = WeightWatch(self.model)
-        self.weights = self._watch.fingerprint()
-
-    def shallow_plan(self, depth: int) -> unet.Plan:
-        """The plan of what a skipped step runs."""
-        if depth not in self._shallow:
-            self._shallow[depth] = unet.Plan(self.model, unet.shallow_parts(self.model, depth))
-        return self._shallow[depth]
-
-    def refresh(self) -> None:
-        """Looks again if weights moved: ComfyUI may patch, unload or start to stream them in mid-run."""
-        if self._watch.fingerprint() != self.weights:
-            self._scan()
-
-    def close(self) -> None:
-        """Leaves the weights as ComfyUI had them."""
-        if self._layout is not None:
-            self._layout.restore()
 
 
 class Session:
@@ -65,7 +33,7 @@ class Session:
         self.family, self.name = family, name
         self.settings = settings
         self._engine = engine
-        self._runs: dict[int, _Run] = {}  # by id of the diffusion model; several threads sample several models
+        self._runs: dict[int, Run] = {}  # by id of the diffusion model; several threads sample several models
         self._depth = 0
         self._lock = threading.RLock()
 
@@ -86,14 +54,14 @@ class Session:
         for run in runs.values():
             run.close()
 
-    def _run(self, model: nn.Module, device: torch.device) -> _Run:
+    def _run(self, model: nn.Module, device: torch.device) -> Run:
         """The run's state; outside a sampling run a fresh one that leaves the weights alone."""
         with self._lock:
             if self._depth == 0:
-                return _Run(self.family, model, None)
+                return Run(self.family, model, None)
             if id(model) not in self._runs:
                 wanted = self._engine(model).wants_channels_last(self.settings, device)
-                self._runs[id(model)] = _Run(self.family, model, ChannelsLastWeights() if wanted else None)
+                self._runs[id(model)] = Run(self.family, model, ChannelsLastWeights() if wanted else None)
             run = self._runs[id(model)]
             run.refresh()
             return run
@@ -124,7 +92,7 @@ class Session:
     ) -> Tensor:
         given = self.family.arguments(*args, **kwargs)
         skip: SkipRun | None = given.options.get(RUN_KEY)
-        obstacle = _foreign_forward(self.family, model, original) or _obstacle(given) or self.family.obstacle(given)
+        obstacle = _foreign_forward(self.family, model, original) or call_obstacle(given) or self.family.obstacle(given)
         run = None if obstacle or self.settings.mode == "off" else self._run(model, given.tensors["x"].device)
         theirs.run = lambda: original(*given.original(), **given.known, **given.extra)
         forward = _Forward(self.family, model, theirs, given, run, obstacle)
@@ -147,7 +115,7 @@ class _Forward:
     """
 
     def __init__(
-        self, family: Family, model: nn.Module, own: Callable[[], Tensor], given: Arguments, run: _Run | None,
+        self, family: Family, model: nn.Module, own: Callable[[], Tensor], given: Arguments, run: Run | None,
         obstacle: str,
     ) -> None:  # fmt: skip
         self.family, self.model, self.given, self.run, self.obstacle = family, model, given, run, obstacle
@@ -250,22 +218,7 @@ def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., T
     return "another node replaced the model's forward, so the model runs in eager"
 
 
-def _obstacle(given: Arguments) -> str:
-    """Why only ComfyUI's own forward is right for this call; "" if ours is."""
-    if torch.is_grad_enabled():
-        return "gradients are on (training), so the model runs in eager"
-    if not isinstance(given.tensors["context"], Tensor):
-        return "the model was called without a prompt's tensor, so it runs in eager"
-    unknown = sorted(name for name, value in given.extra.items() if value is not None)
-    if unknown:
-        return f"the model was called with {', '.join(unknown)}, which only ComfyUI's own forward understands"
-    dtype = given.tensors["x"].dtype
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"{dtype} activations are not supported; load the model in fp16, bf16 or fp32"
-    return ""
-
-
-def _graph_obstacle(run: _Run, options: dict[str, Any]) -> str:
+def _graph_obstacle(run: Run, options: dict[str, Any]) -> str:
     """Why this forward may have Python side effects or no fixed weights, so that it must not be captured."""
     if patches := _patched(options):
         return f"patches by another node ({', '.join(patches)}): patched blocks run in eager, without a graph"

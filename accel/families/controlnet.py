@@ -1,0 +1,201 @@
+"""Compile ControlNet: how a ControlNet meets the engine, and ComfyUI's sampling.
+
+The shared ControlNet is never touched. A copy of ComfyUI's control object gets a shallow copy of its network, with the
+same layers and weights but another ``forward``; ComfyUI's memory management still loads the original. What is known of
+the network during a sampling run begins with the control's ``pre_run`` and ends with the run, however that ends.
+"""
+
+import copy
+import threading
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import comfy.controlnet
+import torch
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import CallbacksMP
+from torch import Tensor, nn
+
+from ..engine import Call, Engine, Output, Settings
+from ..key import shape_key
+from ..ops import FusedOps
+from ..stats import STATS
+from ..weights import ChannelsLastWeights
+from . import controlnet_forward as family
+from .attach import KEY, drop_graphs, engine_for, settings_of
+from .family import Arguments
+from .run_state import Run
+
+RUN_KEY = "anyshape.control"  # of the callback that ends a run
+Residuals = dict[str, list[Tensor]]
+
+
+def compile_controlnet(
+    control: comfy.controlnet.ControlBase,
+) -> tuple[comfy.controlnet.ControlBase, str]:
+    """(a control that runs compiled, what the user should know or ""); ``control`` stays as it is.
+
+    One that cannot be compiled comes back as it is, with the reason; one that is compiled already, as it is.
+    """
+    if isinstance(control, CompiledControlNet):
+        return control, ""
+    obstacle = unsupported(control)
+    if obstacle:
+        message = f"{obstacle}. It runs as without this node"
+        STATS.fallback(type(control).__name__, message)
+        return control, message
+    compiled = control.copy().set_previous_controlnet(control.previous_controlnet)
+    compiled.__class__ = CompiledControlNet
+    compiled.control_model = _shadow_of(control.control_model)
+    compiled.control_model_wrapped = control.control_model_wrapped.clone()  # ComfyUI takes it for the same model
+    compiled.control_model_wrapped.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
+    return compiled, ""
+
+
+def unsupported(control: comfy.controlnet.ControlBase) -> str:
+    """Why this control cannot be compiled; "" if it can."""
+    if isinstance(control, comfy.controlnet.T2IAdapter):
+        return "a T2I-Adapter runs once a run, not once a step, so there is nothing to speed up"
+    if isinstance(control, comfy.controlnet.ControlLora):
+        return "a Control-LoRA is built anew for each run out of the model's own weights, which is not supported"
+    model = getattr(control, "control_model", None)
+    if type(control) is not comfy.controlnet.ControlNet or type(model) is not family.MODEL:
+        name = type(control if model is None else model).__name__
+        return f"{name} is not a ControlNet that AnyShape knows (it knows those of SD1.5, SD2 and SDXL)"
+    return family.unsupported(model)
+
+
+def _shadow_of(model: nn.Module) -> nn.Module:
+    """A shallow copy of the network, whose forward goes through the engine."""
+    shadow = copy.copy(model)
+    shadow._forward_hooks, shadow._forward_pre_hooks = OrderedDict(), OrderedDict()  # or the model's own run twice
+    shadow.forward = _Forward(engine_for(model, type(model).__name__, family.KIND), model)
+    return shadow
+
+
+def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:
+    if unpatch_all:
+        drop_graphs(patcher.model)
+
+
+class CompiledControlNet(comfy.controlnet.ControlNet):
+    """ComfyUI's control object over a shadow of its network. Nodes copy it for each prompt that it is applied to."""
+
+    def copy(self) -> "CompiledControlNet":  # noqa: D102
+        c = super().copy()
+        c.__class__ = type(self)
+        return c
+
+    def get_control(self, x_noisy: Tensor, t: Tensor, cond: Any, batched_number: int, *args: Any) -> Any:  # noqa: D102
+        self._sampling.prompts = batched_number
+        return super().get_control(x_noisy, t, cond, batched_number, *args)
+
+    def pre_run(self, model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: D102
+        super().pre_run(model, *args, **kwargs)
+        self._sampling.begin(self, getattr(model, "current_patcher", None))
+
+    def cleanup(self) -> None:  # noqa: D102
+        self._sampling.end(self)
+        super().cleanup()
+
+    @property
+    def _sampling(self) -> "_Sampling":
+        return self.control_model.forward.sampling
+
+
+class _Sampling:
+    """The sampling runs that one network takes part in, and what is known of it until the last of them ends."""
+
+    def __init__(self) -> None:
+        self.settings = Settings()
+        self.prompts = 1  # that the rows of a call belong to
+        self._users: weakref.WeakSet[CompiledControlNet] = weakref.WeakSet()
+        self._run: Run | None = None
+        self._lock = threading.RLock()
+
+    def begin(self, control: CompiledControlNet, patcher: ModelPatcher | None) -> None:
+        """A run of ``patcher`` begins for ``control``. ComfyUI says so once for each prompt that has it."""
+        with self._lock:
+            if control in self._users:
+                return
+            self._users.add(control)
+            self.settings = Settings(graph_budget_mb=settings_of(patcher).graph_budget_mb)
+        if patcher is not None:  # a run that breaks off is cleaned up on its model's side alone
+            patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, RUN_KEY, _Ending(self, control))
+
+    def end(self, control: CompiledControlNet) -> None:
+        """``control``'s run is over. Leaves the weights as ComfyUI had them, once the last one is."""
+        with self._lock:
+            self._users.discard(control)
+            if self._users:
+                return
+            run, self._run, self.prompts, self.settings = self._run, None, 1, Settings()
+            if run is not None:
+                run.close()
+
+    def run(self, model: nn.Module, engine: Engine, device: torch.device) -> Run:
+        """The run's state; outside a sampling run a fresh one that leaves the weights alone."""
+        with self._lock:
+            if not self._users:
+                return Run(family, model, None)
+            if self._run is None:
+                wanted = engine.wants_channels_last(self.settings, device)
+                self._run = Run(family, model, ChannelsLastWeights() if wanted else None)
+            self._run.refresh()
+            return self._run
+
+
+class _Ending:
+    """The callback that ends a run with its model's, and takes itself off the model."""
+
+    def __init__(self, sampling: _Sampling, control: CompiledControlNet) -> None:
+        self._sampling, self._control = sampling, control
+
+    def __call__(self, patcher: ModelPatcher, *_: Any) -> None:
+        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, RUN_KEY)
+        if not patcher.callbacks.get(CallbacksMP.ON_CLEANUP, True):  # as it was: ComfyUI makes the entry when needed
+            del patcher.callbacks[CallbacksMP.ON_CLEANUP]
+        self._sampling.end(self._control)
+
+
+_SAMPLING: "weakref.WeakKeyDictionary[nn.Module, _Sampling]" = weakref.WeakKeyDictionary()
+
+
+class _Forward:
+    """The forward of one ControlNet through its engine."""
+
+    def __init__(self, engine: Engine, model: nn.Module) -> None:
+        self._engine, self._model = engine, model
+        self.sampling = _SAMPLING.setdefault(model, _Sampling())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Residuals:
+        """ControlNet.forward."""
+        if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
+            return self._model(*args, **kwargs)
+        given = family.arguments(*args, **kwargs)
+        out = self._engine(self._call(given), self.sampling.settings)
+        return out if isinstance(out, dict) else {"middle": [out[-1]], "output": list(out[:-1])}
+
+    def _call(self, given: Arguments) -> Call:
+        model, x, obstacle = self._model, given.tensors["x"], family.obstacle(self._model, given)
+        run = None if obstacle else self.sampling.run(model, self._engine, x.device)
+        plan = run.plan if run else None
+
+        def forward(ops: FusedOps, tensors: dict[str, Tensor]) -> Output:
+            return family.forward(ops, model, plan, given, tensors)
+
+        return Call(
+            key=shape_key(given.flat(), given.structure()),
+            inputs=given.flat(),
+            forward=forward,
+            eager=lambda: model(*given.original, **given.known, **given.extra),
+            weights=run.weights if run else 0,
+            constants=lambda: plan.constants(),
+            width=x.shape[-1] * family.LATENT_TO_PIXELS,
+            height=x.shape[-2] * family.LATENT_TO_PIXELS,
+            batch=max(1, len(x) // self.sampling.prompts),
+            obstacle=obstacle,
+            graph_obstacle=family.graph_obstacle(model, plan, x) if plan else "",
+            eager_parts=plan.survey.eager_parts() if plan else "",
+        )

@@ -1,0 +1,56 @@
+"""What is known of a model while it is sampled, and what speaks against running its call fused."""
+
+import torch
+from torch import Tensor, nn
+
+from ..weights import ChannelsLastWeights, WeightWatch
+from . import unet
+from .family import Arguments, Family
+
+
+class Run:
+    """What is known of one model during one sampling run. Holds the model: dropped when the run ends."""
+
+    def __init__(self, family: Family, model: nn.Module, layout: ChannelsLastWeights | None) -> None:
+        self.model = model
+        self._family, self._layout = family, layout
+        self._scan()
+
+    def _scan(self) -> None:
+        if self._layout is not None:
+            self._layout.apply(self.model)
+        self.plan = self._family.Plan(self.model)
+        self._shallow: dict[int, unet.Plan] = {}
+        self._watch = WeightWatch(self.model)
+        self.weights = self._watch.fingerprint()
+
+    def shallow_plan(self, depth: int) -> unet.Plan:
+        """The plan of what a skipped step runs."""
+        if depth not in self._shallow:
+            self._shallow[depth] = unet.Plan(self.model, unet.shallow_parts(self.model, depth))
+        return self._shallow[depth]
+
+    def refresh(self) -> None:
+        """Looks again if weights moved: ComfyUI may patch, unload or start to stream them in mid-run."""
+        if self._watch.fingerprint() != self.weights:
+            self._scan()
+
+    def close(self) -> None:
+        """Leaves the weights as ComfyUI had them."""
+        if self._layout is not None:
+            self._layout.restore()
+
+
+def call_obstacle(given: Arguments) -> str:
+    """Why only ComfyUI's own forward is right for this call; "" if ours is."""
+    if torch.is_grad_enabled():
+        return "gradients are on (training), so the model runs in eager"
+    if not isinstance(given.tensors["context"], Tensor):
+        return "the model was called without a prompt's tensor, so it runs in eager"
+    unknown = sorted(name for name, value in given.extra.items() if value is not None)
+    if unknown:
+        return f"the model was called with {', '.join(unknown)}, which only ComfyUI's own forward understands"
+    dtype = given.tensors["x"].dtype
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"{dtype} activations are not supported; load the model in fp16, bf16 or fp32"
+    return ""

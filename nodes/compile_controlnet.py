@@ -1,0 +1,41 @@
+"""Compile ControlNet: a ControlNet that runs fast at every size, switched per workflow."""
+
+from comfy_api.latest import io
+
+from ..accel.families.controlnet import compile_controlnet
+from .messages import say
+
+
+class CompileControlNet(io.ComfyNode):
+    """Returns a copy of the ControlNet whose forwards go through the engine."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:  # noqa: D102
+        return io.Schema(
+            node_id="AnyShapeCompileControlNet",
+            display_name="Compile ControlNet",
+            category="AnyShape",
+            description="Makes a ControlNet of SD1.5, SD2 or SDXL faster, union ones too, at any size and batch, with "
+            "Compile Model or without. What cannot run faster runs as without this node; Shape Cache Info says why.",
+            inputs=[
+                io.ControlNet.Input(
+                    "control_net",
+                    tooltip="The ControlNet to speed up. Set Union ControlNet Type may come before or after.",
+                ),
+                io.Boolean.Input(
+                    "enabled", default=True, tooltip="Off: the ControlNet passes through, exactly as without this node."
+                ),
+            ],
+            outputs=[
+                io.ControlNet.Output(tooltip="The same ControlNet, faster. Deleting the node restores the original.")
+            ],
+            hidden=[io.Hidden.unique_id],
+        )
+
+    @classmethod
+    def execute(cls, control_net: io.ControlNet.Type, enabled: bool) -> io.NodeOutput:  # noqa: D102
+        if not enabled:
+            return io.NodeOutput(control_net)
+        compiled, message = compile_controlnet(control_net)
+        say(message, cls.hidden.unique_id)
+        return io.NodeOutput(compiled)

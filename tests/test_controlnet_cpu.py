@@ -1,0 +1,212 @@
+"""ControlNets and T2I-Adapters on ComfyUI's own nodes and sampler, on the CPU: eager's image, nothing compiled twice.
+
+With Compile Model alone, with Compile ControlNet alone, with both, and with Skip Blocks.
+"""
+
+import pytest
+import torch
+
+from tools.driving import SHORT_RUN, UNETS, compiled, compiled_control, randn, skipping, steering
+from tools.oracles import assert_fast, counted, error, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-4  # relative L2 in fp32; what is measured is 4e-6
+FAMILIES = ("sd15", "sdxl")
+RUN = {"width": 88, "height": 72, "steps": 4}  # a latent of 11 x 9
+
+# What is applied (see ``controls``), how, and what is sampled then.
+SCENES = {
+    "one": (["net"], {}, {}),
+    "a hint of another size": (["net"], {"width": 200, "height": 96}, {}),
+    "strength 0": (["net"], {"strength": 0.0}, {}),
+    "appears in mid-run": (["net"], {"start_percent": 0.4}, {}),
+    "ends in mid-run": (["net"], {"end_percent": 0.5}, {}),
+    "two of one network": (["net", "net"], {"strength": 0.6}, {}),
+    "two networks, one T2I-Adapter": (["net", "adapter", "other"], {"strength": 0.4}, {}),
+    "a T2I-Adapter": (["adapter"], {}, {}),
+    "a T2I-Adapter that ends": (["adapter"], {"end_percent": 0.5}, {}),
+    "batch 2": (["net"], {}, {"batch": 2, "width": 120, "height": 136, "steps": 2}),
+    "batch 3, a hint each": (["net"], {"batch": 3}, {"batch": 3, "width": 72, "steps": 2}),
+    "batch 4, two hints": (["net"], {"batch": 2}, {"batch": 4, "width": 64, "height": 72, "steps": 2}),
+    "without CFG": (["net"], {"end_percent": 0.5}, {"cfg": 1.0}),
+    "a long prompt": (["net"], {}, {"tokens": 154, "steps": 2}),
+    "Heun": (["net"], {"start_percent": 0.4}, {"sampler": "heun", "steps": 3}),
+}
+
+
+@pytest.fixture(scope="module")
+def nets(models):
+    """The controls of each family by the names of SCENES."""
+    return {
+        name: {
+            "net": models.controlnet(name, torch.float32, **config),
+            "other": models.controlnet(name, torch.float32, **config),
+            "adapter": models.t2i_adapter(name, **config),
+        }
+        for name, config in UNETS.items()
+    }
+
+
+def as_compiled(nets, way):
+    """The controls of one family, those that can be compiled with ``way`` compiled."""
+    if way == "model":
+        return nets
+    return {name: net if name == "adapter" else compiled_control(net) for name, net in nets.items()}
+
+
+def sampled(models, patcher, nets, scene, **changes):
+    """The latent of a scene."""
+    names, apply, run = SCENES[scene]
+    return models.sample(patcher, **RUN | run | changes, steer=steering(*(nets[name] for name in names), **apply))
+
+
+@pytest.fixture(scope="module")
+def warm(models, unets, nets):
+    """By family and way: (the UNet, its controls), after a first prompt. From here on nothing may compile.
+
+    That of Compile Model has had no control yet.
+    """
+    ways = {}
+    for name in FAMILIES:
+        fast, control = compiled(unets[name]), as_compiled(nets[name], "control")
+        for batch in (1, 2):
+            models.sample(fast, **SHORT_RUN | {"batch": batch})
+        models.sample(unets[name], **SHORT_RUN, steer=steering(control["net"]))
+        ways[name] = {"model": (fast, nets[name]), "control": (unets[name], control), "both": (fast, control)}
+    return ways
+
+
+# Through the sampler ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scene", SCENES)
+def test_image_equals_eager_and_nothing_compiles(models, unets, nets, warm, scene, nothing_compiles):
+    """Each scene after a run without any control, and a run without one after it."""
+    name = FAMILIES[list(SCENES).index(scene) % 2]
+    run = RUN | SCENES[scene][2]
+    wanted, plain = sampled(models, unets[name], nets[name], scene), models.sample(unets[name], **run)
+    assert (error(wanted, plain) > 1e-3) != (scene == "strength 0")
+    for way, (patcher, controls) in warm[name].items():
+        assert error(sampled(models, patcher, controls, scene), wanted) < CLOSE, way
+        assert error(models.sample(patcher, **run), plain) < CLOSE, way
+    assert_fast()
+
+
+@pytest.mark.parametrize("scene", ["appears in mid-run", "ends in mid-run"])
+def test_a_run_with_and_without_residuals(models, warm, scene, nothing_compiles):
+    """What the scenes are about: one run has both kinds of call, and the network itself runs on some steps only."""
+    sampled(models, *warm["sd15"]["both"], scene)
+    calls = {kind: sum(s["calls"] for s in shapes() if kind in s["key"]) for kind in ("hint", "middle*1", "x[")}
+    assert calls["hint"] == calls["middle*1"] == 2 and calls["x["] == 4 + 2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_residuals_equal_eager(nets, name, rows):
+    """Each for itself, and each in memory of its own: ComfyUI multiplies them in place."""
+    net, fast = nets[name]["net"].control_model, compiled_control(nets[name]["net"]).control_model
+    for seed, (width, height) in enumerate([(256, 256), (136, 120), (120, 136), (544, 408), (64, 64)]):
+        call = control_inputs(net, width, height, rows, seed)
+        with torch.inference_mode():
+            wanted, out = net(**call), fast(**call)
+        assert {key: len(each) for key, each in out.items()} == {key: len(each) for key, each in wanted.items()}
+        pairs = [pair for key in wanted for pair in zip(out[key], wanted[key], strict=True)]
+        assert max(error(*pair) for pair in pairs) < CLOSE, (width, height)
+        given = {t.untyped_storage().data_ptr() for t in call.values() if t is not None}
+        assert len({t.untyped_storage().data_ptr() for t, _ in pairs} - given) == len(pairs)
+    assert_fast()
+    assert {s["batch"] for s in shapes()} == {rows}
+
+
+def control_inputs(net, width, height, rows, seed=0, tokens=77):
+    """Random arguments of a ControlNet; sizes in image pixels, one hint for all rows."""
+    y = randn(rows, 2816, seed=seed + 2) if net.num_classes else None
+    return {
+        "x": randn(rows, 4, height // 8, width // 8, seed=seed),
+        "hint": randn(1, 3, height, width, seed=seed + 3).abs(),
+        "timesteps": torch.full((rows,), 500.0),
+        "context": randn(rows, tokens, 64, seed=seed + 1),
+        "y": y,
+    }
+
+
+@pytest.fixture(scope="module")
+def union(models):
+    """(a UNet, a union ControlNet for it): ComfyUI builds those for 320 channels only."""
+    tiny = UNETS["sdxl"] | {
+        "model_channels": 320, "channel_mult": (1, 1), "num_res_blocks": [1, 1], "transformer_depth": [0, 1],
+        "transformer_depth_output": [0, 0, 1, 1], "transformer_depth_middle": 1,
+    }  # fmt: skip
+    control = models.controlnet("sdxl", torch.float32, **tiny, union_controlnet_num_control_type=6)
+    return models.unet("sdxl", torch.float32, **tiny), control
+
+
+@pytest.mark.parametrize("kind", ["auto", "openpose"])
+def test_union_controlnets(models, union, kind):
+    """Set Union ControlNet Type before our node or after it."""
+    patcher, control = union
+    eager = set_type(control, kind)
+    wanted = models.sample(patcher, **SHORT_RUN, steer=steering(eager))
+    for fast in (compiled_control(eager), set_type(compiled_control(control), kind)):
+        assert error(models.sample(patcher, **SHORT_RUN, steer=steering(fast)), wanted) < CLOSE
+    other = models.sample(patcher, **SHORT_RUN, steer=steering(set_type(control, "depth")))
+    assert error(other, wanted) > 10 * CLOSE
+    assert_fast()
+
+
+def test_a_type_that_the_network_has_not_got(models, union):
+    """ComfyUI's own words, and the network stays fast."""
+    patcher, control = union
+    fast = compiled_control(control)
+    with pytest.raises(ValueError, match="out of range"):
+        models.sample(patcher, **SHORT_RUN, steer=steering(set_type(fast, "tile")))
+    models.sample(patcher, **SHORT_RUN, steer=steering(set_type(fast, "depth")))
+    assert shapes()[-1]["state"] == "regions"
+
+
+def set_type(control, kind):
+    from comfy_extras.nodes_controlnet import SetUnionControlNetType
+
+    return SetUnionControlNetType.execute(control, kind).args[0]
+
+
+def test_two_types_have_two_keys(models, pack):
+    """What is no tensor and yet decides the program: a graph of one type may not be replayed for another."""
+    from anyshape.accel.families import controlnet_forward
+    from anyshape.accel.key import shape_key
+
+    call = {"x": randn(1, 4, 8, 8), "hint": randn(1, 3, 64, 64), "timesteps": randn(1), "context": randn(1, 77, 64)}
+    given = [controlnet_forward.arguments(**call, control_type=types) for types in ([], [0], [3], [3])]
+    keys = [shape_key(each.flat(), each.structure()) for each in given]
+    assert len(set(keys)) == 3 and keys[2] == keys[3]
+
+
+def test_manual_cast(models, unets):
+    """Weights in bf16, computed in fp32."""
+    control = models.controlnet("sd15", torch.bfloat16, torch.float32, **UNETS["sd15"])
+    wanted = models.sample(unets["sd15"], **RUN, steer=steering(control))
+    out = models.sample(unets["sd15"], **RUN, steer=steering(compiled_control(control)))
+    assert error(out, wanted) < CLOSE
+    assert_fast()
+
+
+def test_batch_is_images_a_prompt(models, unets, nets):
+    """As the user set it, with CFG and without."""
+    fast = as_compiled(nets["sd15"], "control")
+    for cfg in (7.0, 1.0):
+        sampled(models, unets["sd15"], fast, "batch 3, a hint each", cfg=cfg)
+    assert [(s["width"], s["height"], s["batch"]) for s in shapes()] == [(72, 72, 3)] * 2
+
+
+# Skip Blocks ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scene", "full"), [("one", 4), ("ends in mid-run", 5), ("appears in mid-run", 5)])
+def test_skipped_steps_are_steered(models, unets, nets, warm, scene, full, nothing_compiles):
+    """The same run whatever is compiled; where the control begins or ends, one more step is full."""
+    unet, (fast, control) = unets["sd15"], warm["sd15"]["both"]
+    wanted = sampled(models, skipping(unet), nets["sd15"], scene, steps=12)
+    for patcher, controls in ((skipping(unet), control), (skipping(fast), control), (skipping(fast), nets["sd15"])):
+        assert error(sampled(models, patcher, controls, scene, steps=12), wanted) < 1e-3
+        assert (counted()["full"], counted()["skipped"]) == (full, 12 - full)
