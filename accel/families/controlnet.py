@@ -59,11 +59,11 @@ def unsupported(control: comfy.controlnet.ControlBase) -> str:
         return "a T2I-Adapter runs once a run, not once a step, so there is nothing to speed up"
     if isinstance(control, comfy.controlnet.ControlLora):
         return "a Control-LoRA is built anew for each run out of the model's own weights, which is not supported"
-    model = getattr(control, "control_model", None)
-    if type(control) is not comfy.controlnet.ControlNet or type(model) is not family.MODEL:
-        name = type(control if model is None else model).__name__
-        return f"{name} is not a ControlNet that AnyShape knows (it knows those of SD1.5, SD2 and SDXL)"
-    return family.unsupported(model)
+    plain = type(control) is comfy.controlnet.ControlNet
+    if plain and type(control.control_model) is family.MODEL:
+        return family.unsupported(control.control_model)
+    name = type(control.control_model if plain else control).__name__
+    return f"{name} is not a ControlNet that AnyShape knows (it knows those of SD1.5, SD2 and SDXL)"
 
 
 def _shadow_of(model: nn.Module) -> nn.Module:

@@ -1,0 +1,369 @@
+"""Compile ControlNet: what it leaves behind, runs that break off, other packs, what it does not know; on the CPU."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from tools.driving import SHORT_RUN, SMALL_UNET, UNETS, compiled, compiled_control, randn, steering
+from tools.oracles import assert_fast, assert_untouched, error, fallbacks, footprint, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-4
+RUN = SHORT_RUN | {"steps": 2}
+
+
+@pytest.fixture(scope="module")
+def control(models):
+    """The ControlNet that the tests of this file share."""
+    return models.controlnet("sd15", torch.float32, **SMALL_UNET)
+
+
+def sampled(models, patcher, *controls, **run):
+    return models.sample(patcher, **RUN | run, steer=steering(*controls))
+
+
+def sampling(control):
+    """What is known of a compiled control's network while it is sampled."""
+    return control.control_model.forward.sampling
+
+
+def assert_over(control, patcher):
+    """No run's state is left, on the network or on the model."""
+    assert sampling(control)._run is None and not sampling(control)._users
+    assert not patcher.callbacks and not any(patcher.wrappers.values())
+
+
+def inputs(rows=2, **changes):
+    call = {
+        "x": randn(rows, 4, 9, 11), "hint": randn(1, 3, 72, 88), "timesteps": torch.full((rows,), 500.0),
+        "context": randn(rows, 77, 64, seed=1),
+    }  # fmt: skip
+    return call | changes
+
+
+def largest_error(out, wanted):
+    return max(error(a, b) for key in wanted for a, b in zip(out[key], wanted[key], strict=True))
+
+
+# The shared ControlNet --------------------------------------------------------------------------------------------
+
+
+def test_toggling_leaves_the_shared_control_as_it_was(models, patcher, control):
+    """A with the node, B without, A with, on one ControlNet: B to the bit what it was before."""
+    from anyshape.accel import stats
+
+    network, plain, known = control.control_model, sampled(models, patcher, control), dict(vars(control))
+    before, before_patcher = footprint(network), dict(vars(control.control_model_wrapped))
+    fast = compiled_control(control)
+    first = sampled(models, patcher, fast)
+    assert_untouched(network, before)
+    assert vars(control) == known and vars(control.control_model_wrapped) == before_patcher
+    with stats.expect(calls=0):
+        assert torch.equal(sampled(models, patcher, control), plain)
+    assert torch.equal(sampled(models, patcher, fast), first)
+    assert error(first, plain) < CLOSE
+    assert_over(fast, patcher)
+
+
+def test_disabled_passes_through(control, pack):
+    from anyshape.nodes import CompileControlNet
+
+    assert CompileControlNet.execute(control, False).args[0] is control
+
+
+def test_compiling_twice_is_compiling_once(models, patcher, control):
+    once = compiled_control(control)
+    assert once is not control and compiled_control(once) is once
+    again = compiled_control(control)  # another node on the same ControlNet, in the same run
+    wanted = sampled(models, patcher, control, control)
+    assert error(sampled(models, patcher, once, again), wanted) < CLOSE
+    (shape,) = shapes()
+    assert shape["calls"] == 4 and shape["state"] == "regions"
+
+
+def test_copies_and_chains(models, patcher, control):
+    """Nodes copy controls, and hang one behind the other; ours keeps the chain it was given and is kept by copies."""
+    import comfy.controlnet
+
+    first = control.copy().set_cond_hint(torch.rand(1, 3, 128, 128))
+    chained = control.copy().set_previous_controlnet(first)
+    fast = compiled_control(chained)
+    assert fast.previous_controlnet is first and type(fast) is not comfy.controlnet.ControlNet
+    assert type(fast.copy()) is type(fast) and fast.copy().control_model is fast.control_model
+    assert fast.get_models() == [control.control_model_wrapped, fast.control_model_wrapped]
+
+
+def test_memory_management_loads_the_network_itself(models, patcher, control):
+    """The shadow's patcher is a clone: the same loaded model to ComfyUI, and its weights are no second copy."""
+    fast = compiled_control(control)
+    own, ours = control.control_model_wrapped, fast.control_model_wrapped
+    assert own is not ours and ours.is_clone(own) and ours.model is control.control_model
+    weights = dict(fast.control_model.named_parameters())
+    assert all(weights[name] is parameter for name, parameter in control.control_model.named_parameters())
+
+
+def test_everything_goes_with_the_network(models, patcher):
+    """The engine, its graphs and what was known of runs: no cache holds a ControlNet."""
+    import comfy.model_management as mm
+    from anyshape.accel.families import attach, controlnet
+
+    own = models.controlnet("sd15", torch.float32, **SMALL_UNET)
+    fast, network = compiled_control(own), weakref.ref(own.control_model)
+    engine, state = weakref.ref(attach._ENGINES[own.control_model]), weakref.ref(sampling(fast))
+    sampled(models, patcher, fast)
+    engines, states = len(attach._ENGINES), len(controlnet._SAMPLING)
+    del own, fast
+    gc.collect()
+    mm.cleanup_models()
+    assert network() is None and engine() is None and state() is None
+    assert (len(attach._ENGINES), len(controlnet._SAMPLING)) == (engines - 1, states - 1)
+
+
+def test_unloading_drops_the_graphs_of_this_network(control, monkeypatch):
+    """By the patcher that ComfyUI unloads; a load beside it (``unpatch_all`` off) drops none."""
+    from anyshape.accel.engine import Engine
+
+    dropped = []
+    fast = compiled_control(control)
+    monkeypatch.setattr(Engine, "drop_graphs", lambda self: dropped.append(self.stats.kind))
+    fast.control_model_wrapped.detach(unpatch_all=False)
+    assert dropped == []
+    fast.control_model_wrapped.detach()
+    assert dropped == ["controlnet"]
+    control.control_model_wrapped.detach()
+    assert dropped == ["controlnet"]
+
+
+# A run's beginning and end ----------------------------------------------------------------------------------------
+
+
+def test_a_run_is_surveyed_once(models, patcher, control, monkeypatch):
+    from anyshape.accel.families import controlnet_forward
+
+    made, own = [], controlnet_forward.Plan
+    monkeypatch.setattr(controlnet_forward, "Plan", lambda model: made.append(1) or own(model))
+    fast = compiled_control(control)
+    sampled(models, patcher, fast, fast, steps=4)
+    assert made == [1]
+    assert_over(fast, patcher)
+
+
+def test_interrupt_between_steps(models, patcher, control):
+    """ComfyUI cleans no control up then: the end of the model's run is ours, too."""
+    from comfy.model_management import InterruptProcessingException
+
+    fast, states = compiled_control(control), []
+
+    def stop(step, denoised, x, total):
+        states.append(sampling(fast)._run is not None)
+        raise InterruptProcessingException
+
+    with pytest.raises(InterruptProcessingException):
+        sampled(models, patcher, fast, callback=stop)
+    assert states == [True]
+    assert_over(fast, patcher)
+    assert error(sampled(models, patcher, fast), sampled(models, patcher, control)) < CLOSE
+    assert_fast()
+    assert not fallbacks()
+
+
+def test_interrupt_inside_a_forward(models, patcher, control):
+    """The user presses Cancel while the network runs, which is no failure of it."""
+    from comfy.model_management import InterruptProcessingException
+
+    fast = compiled_control(control)
+
+    def stop(module, args):
+        raise InterruptProcessingException
+
+    handle = control.control_model.zero_convs[3].register_forward_pre_hook(stop)
+    with pytest.raises(InterruptProcessingException):
+        sampled(models, patcher, fast)
+    handle.remove()
+    assert_over(fast, patcher)
+    assert error(sampled(models, patcher, fast), sampled(models, patcher, control)) < CLOSE
+    assert shapes()[-1]["state"] == "regions"
+    assert all("hooked" in f["reason"] for f in fallbacks())  # no tier was given up
+
+
+def test_runs_that_overlap(models, patcher, fresh, control):
+    """One that ends, of another model with the same ControlNet, leaves the other its state."""
+    fast, other, kept = compiled_control(control), compiled_control(control), []
+
+    def nested(step, denoised, x, total):
+        if step == 0:
+            before = sampling(fast)._run
+            sampled(models, fresh, other)
+            kept.append(sampling(fast)._run is before is not None)
+
+    sampled(models, patcher, fast, callback=nested)
+    assert kept == [True]
+    assert_over(fast, patcher)
+
+
+@pytest.mark.parametrize("budget", [0, 512])
+def test_the_budget_is_that_of_compile_model(models, patcher, control, budget):
+    """Of the run's own; the node has no such input, and graphs of a device share one budget."""
+    fast, seen = compiled_control(control), []
+    for model in (compiled(patcher, graph_budget_mb=budget), patcher):
+        sampled(models, model, fast, callback=lambda *args: seen.append(sampling(fast).settings.graph_budget_mb))
+    assert seen == [budget, budget, 2048, 2048]
+
+
+def test_without_a_run_nothing_is_remembered(control):
+    """Another pack calls the network itself: right, and a hook between two calls takes effect."""
+    network, fast = control.control_model, compiled_control(control).control_model
+    with torch.inference_mode():
+        assert largest_error(fast(**inputs()), network(**inputs())) < CLOSE
+        handle = network.input_blocks[1][0].register_forward_hook(lambda module, args, out: out * 1.5)
+        try:
+            assert largest_error(fast(**inputs()), network(**inputs())) < CLOSE
+        finally:
+            handle.remove()
+    assert fast.forward.sampling._run is None
+    assert "hooked" in fallbacks()[0]["reason"]
+
+
+# What other packs and bad input do --------------------------------------------------------------------------------
+
+PARTS = ["", "input_blocks.1", "input_blocks.1.1", "input_blocks.4.0.in_layers.2", "zero_convs.2", "zero_convs.2.0",
+         "middle_block", "middle_block_out", "input_hint_block", "input_hint_block.2", "time_embed"]  # fmt: skip
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_hook_takes_effect(control, part):
+    """Wherever it hangs, once a call, as in eager; ``zero_convs.2`` is called as a module, unlike a UNet's stages."""
+    network, fast, calls = control.control_model, compiled_control(control).control_model, []
+    with torch.inference_mode():
+        plain = network(**inputs())
+        handle = network.get_submodule(part).register_forward_hook(scaled(calls))
+        try:
+            wanted, count = network(**inputs()), len(calls)
+            out = fast(**inputs())
+        finally:
+            handle.remove()
+    assert largest_error(wanted, plain) > 1e-2 and largest_error(out, wanted) < CLOSE
+    assert len(calls) == 2 * count == 2
+
+
+def scaled(calls):
+    """A hook that counts itself and makes a module's output larger."""
+
+    def hook(module, args, out):
+        calls.append(module)
+        if isinstance(out, dict):
+            return {key: [t * 1.5 for t in each] for key, each in out.items()}
+        return out * 1.5
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"hint": randn(1, 1, 3, 72, 88)}, "hint"), ({"extra": 1}, "extra"), ({"context": None}, "prompt")],
+    ids=["a hint of five dimensions", "an argument that is new", "no prompt"],
+)
+def test_calls_for_eager_alone(control, changes, words):
+    """They are ComfyUI's, its errors included; the reason is counted."""
+    network, fast, outs = control.control_model, compiled_control(control).control_model, []
+    with torch.inference_mode():
+        for each in (network, fast):
+            try:
+                outs.append(each(**inputs(**changes)))
+            except (RuntimeError, TypeError, AttributeError) as error:
+                outs.append(type(error))
+    if isinstance(outs[0], dict):
+        assert largest_error(outs[1], outs[0]) == 0
+    else:
+        assert outs[0] is outs[1]
+    assert words in fallbacks()[0]["reason"]
+
+
+def test_a_control_for_sdxl_on_another_model(models, patcher):
+    """ComfyUI's own message, from ComfyUI, and no tier is lost."""
+    wide = models.controlnet("sdxl", torch.float32, **UNETS["sdxl"])
+    fast = compiled_control(wide)
+    with pytest.raises(ValueError, match="y is None"):
+        sampled(models, patcher, fast)
+    assert_over(fast, patcher)
+    with torch.inference_mode():
+        assert largest_error(*(each(**inputs(y=randn(2, 2816))) for each in (fast.control_model, wide.control_model)))
+    assert shapes()[-1]["state"] == "regions"
+
+
+def test_a_failing_tier_gives_the_eager_image(models, patcher, monkeypatch):
+    from anyshape.accel.region_ops import RegionOps
+
+    own = models.controlnet("sd15", torch.float32, **SMALL_UNET)
+    monkeypatch.setattr(RegionOps, "feed_forward", lambda self, *args: 1 / 0)
+    wanted, fast = sampled(models, patcher, own), compiled_control(own)
+    for _ in range(2):
+        assert torch.equal(sampled(models, patcher, fast), wanted)
+    (fallback,) = fallbacks()
+    assert "ZeroDivisionError" in fallback["reason"] and shapes()[-1]["state"] == "eager"
+
+
+def test_training_runs_in_eager(control):
+    fast = compiled_control(control).control_model
+    call = inputs()
+    call["x"].requires_grad_(True)
+    fast(**call)["output"][-1].mean().backward()
+    assert call["x"].grad.norm() > 0
+    assert "gradients are on" in fallbacks()[0]["reason"]
+
+
+# What it does not know --------------------------------------------------------------------------------------------
+
+
+def control_lora(models, control):
+    import comfy.controlnet
+
+    return comfy.controlnet.ControlLora({"lora_controlnet": torch.zeros(0)})
+
+
+def flux_control(models, control):
+    import comfy.controlnet
+    from comfy.ldm.flux.controlnet import ControlNetFlux
+
+    config = {name: value for name, value in models.FLUX.items() if name not in ("image_model", "guidance_embed")}
+    config |= {"hidden_size": 256, "num_heads": 2, "depth": 1, "depth_single_blocks": 0, "guidance_embed": True}
+    network = ControlNetFlux(**config, dtype=torch.float32, device="cpu", operations=torch.nn)
+    return comfy.controlnet.ControlNet(network, load_device=torch.device("cpu"))
+
+
+def subclass(models, control):
+    import comfy.controlnet
+
+    copied = control.copy()
+    copied.__class__ = type("SomeonesControlNet", (comfy.controlnet.ControlNet,), {})
+    return copied
+
+
+def t2i_adapter(models, control):
+    return models.t2i_adapter("sd15", **SMALL_UNET)
+
+
+def video_layers(models, control):
+    """A network with a layer that no ControlNet of ours has."""
+    from comfy.ldm.modules.attention import SpatialVideoTransformer
+
+    other = models.controlnet("sd15", torch.float32, **SMALL_UNET)
+    other.control_model.input_blocks[1][1].__class__ = SpatialVideoTransformer
+    return other
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [(control_lora, "Control-LoRA"), (flux_control, "ControlNetFlux"), (subclass, "SomeonesControlNet"),
+     (t2i_adapter, "once a run"), (video_layers, "SpatialVideoTransformer")],
+)  # fmt: skip
+def test_others_pass_through(models, control, made, words):
+    from anyshape.accel.families.controlnet import compile_controlnet
+
+    other = made(models, control)
+    out, message = compile_controlnet(other)
+    assert out is other and words in message and "as without this node" in message
+    assert [f["reason"] for f in fallbacks()] == [message]
