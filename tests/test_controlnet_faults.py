@@ -78,6 +78,7 @@ def test_compiling_twice_is_compiling_once(models, patcher, control):
     once = compiled_control(control)
     assert once is not control and compiled_control(once) is once
     again = compiled_control(control)  # another node on the same ControlNet, in the same run
+    assert sampling(again) is sampling(once)
     wanted = sampled(models, patcher, control, control)
     assert error(sampled(models, patcher, once, again), wanted) < CLOSE
     (shape,) = shapes()

@@ -11,7 +11,13 @@ from tools.paths import ROOT
 
 LANGUAGES = ("en", "zh")
 FORMATTING = re.compile(r"[@{}|]")  # the frontend's translator gives these a meaning of their own
-NODE_IDS = ("AnyShapeCompileModel", "AnyShapeCompileVAE", "AnyShapeSkipBlocks", "AnyShapeShapeCacheInfo")
+NODE_IDS = (
+    "AnyShapeCompileModel",
+    "AnyShapeCompileVAE",
+    "AnyShapeCompileControlNet",
+    "AnyShapeSkipBlocks",
+    "AnyShapeShapeCacheInfo",
+)
 
 
 def translation(language: str) -> dict[str, Any]:

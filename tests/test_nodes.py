@@ -28,6 +28,11 @@ CONTRACT = {
         {"vae": ("VAE", None, None), "enabled": ("BOOLEAN", True, None), "verify": ("BOOLEAN", True, None)},
         {"VAE": "VAE"},
     ),
+    "AnyShapeCompileControlNet": (
+        "Compile ControlNet",
+        {"control_net": ("CONTROL_NET", None, None), "enabled": ("BOOLEAN", True, None)},
+        {"CONTROL_NET": "CONTROL_NET"},
+    ),
     "AnyShapeSkipBlocks": (
         "Skip Blocks (DeepCache)",
         {
@@ -78,8 +83,8 @@ def test_schema(described, node_id) -> None:
 
 def test_only_the_info_node_is_an_end(described) -> None:
     assert {name: described[name]["output_node"] for name in CONTRACT} == {
-        "AnyShapeCompileModel": False, "AnyShapeCompileVAE": False, "AnyShapeSkipBlocks": False,
-        "AnyShapeShapeCacheInfo": True,
+        "AnyShapeCompileModel": False, "AnyShapeCompileVAE": False, "AnyShapeCompileControlNet": False,
+        "AnyShapeSkipBlocks": False, "AnyShapeShapeCacheInfo": True,
     }  # fmt: skip
     assert set(described["AnyShapeShapeCacheInfo"]["input"].get("required", {})) == set()
 
