@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -107,3 +108,17 @@ def test_both_starts(forward, tmp_path, monkeypatch):
     monkeypatch.setattr(forward.process, "follow", lambda *arguments: next(answers))
     starts = forward.both_starts("sd15", "auto", tmp_path)
     assert starts == {"width": 128, "height": 128, "images": 1, "cold_seconds": 4.0, "warm_seconds": None}
+
+
+def test_a_controlnet_row(pack, monkeypatch):
+    """Every way on a small model: the first is what the others are compared with, and they are near it."""
+    from bench import controlnet, models
+    from tools import driving
+
+    for name in ("unet", "controlnet"):
+        small = partial(getattr(models, name), dtype=torch.float32, **driving.UNETS["sdxl"])
+        monkeypatch.setattr(models, name, small)
+    monkeypatch.setattr(controlnet, "STEADY_STEPS", 3)
+    found = controlnet.row(controlnet.ways(), (72, 64))
+    assert found["neither_latent_error"] == 0.0 < found["both_latent_error"] < 1e-3
+    assert min(found[f"{way}_ms"] for way in ("neither", "model", "control", "both")) > 0

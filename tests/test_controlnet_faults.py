@@ -97,6 +97,24 @@ def test_copies_and_chains(models, patcher, control):
     assert fast.get_models() == [control.control_model_wrapped, fast.control_model_wrapped]
 
 
+def test_a_copy_to_the_bottom(control):
+    """Of a prompt with its control, as a pack may make one: another network, compiled too."""
+    import copy
+
+    fast = compiled_control(control)
+    other = copy.deepcopy(fast.control_model)
+    weights = {p.data_ptr() for p in control.control_model.parameters()}
+    assert not weights & {p.data_ptr() for p in other.parameters()} and other.forward is not fast.control_model.forward
+    with torch.inference_mode():
+        for parameter in control.control_model.zero_convs.parameters():
+            parameter.mul_(2)
+        wanted = fast.control_model(**inputs())
+        for parameter in control.control_model.zero_convs.parameters():
+            parameter.mul_(0.5)
+        out = other(**inputs())
+    assert all(error(a * 2, b) < CLOSE for a, b in zip(out["output"], wanted["output"], strict=True))
+
+
 def test_memory_management_loads_the_network_itself(models, patcher, control):
     """The shadow's patcher is a clone: the same loaded model to ComfyUI, and its weights are no second copy."""
     fast = compiled_control(control)

@@ -112,6 +112,21 @@ def test_scenes_equal_eager_and_compile_nothing(models, nets, way):
     assert sum(s["replays"] for s in shapes()) > sum(s["calls"] for s in shapes()) / 2
 
 
+def test_a_file_through_comfyuis_loader(models):
+    """What ComfyUI makes of a ControlNet's weights is what the node takes."""
+    import comfy.controlnet
+    import comfy.model_management as mm
+
+    loaded = comfy.controlnet.load_controlnet_state_dict(models.controlnet("sdxl").control_model.state_dict())
+    fast = compiled_control(loaded)
+    mm.load_models_gpu(fast.get_models())
+    call = inputs(loaded.control_model, 544, 408, 2)
+    with torch.inference_mode():
+        out, wanted = fast.control_model(**call), loaded.control_model(**call)
+    assert error(flat(out), flat(wanted)) < TOLERANCE[torch.float16]
+    assert shapes()[-1]["state"] == "graph"
+
+
 def test_skipped_steps_are_steered(models, nets):
     from anyshape.accel import stats
 

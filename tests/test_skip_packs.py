@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools.driving import compiled, randn, skipping
+from tools.driving import SMALL_UNET, compiled, randn, skipping
 from tools.oracles import counted, error, last_run
 from tools.patching import PATCHES
 
@@ -152,18 +152,7 @@ def test_easycache(models, patcher):
 
 def controlled(models, patcher, start=0.0, end=1.0, strength=0.8):
     """A prompt with a real ControlNet of random weights."""
-    import comfy.controlnet
-    from comfy.cldm.cldm import ControlNet
-
-    names = ("model_channels", "num_res_blocks", "channel_mult", "context_dim", "transformer_depth", "num_heads")
-    known = {name: value for name, value in patcher.model.model_config.unet_config.items() if name in names}
-    known |= {"num_head_channels": 16, "num_heads": -1, "transformer_depth_middle": 1}
-    model = ControlNet(
-        image_size=32, in_channels=4, hint_channels=3, use_spatial_transformer=True, legacy=False, **known,
-        operations=comfy.ops.disable_weight_init,
-    )  # fmt: skip
-    models.randomise(model, 7)
-    control = comfy.controlnet.ControlNet(model.eval(), load_device=torch.device("cpu"))
+    control = models.controlnet("sd15", torch.float32, **SMALL_UNET)
     control.set_cond_hint(randn(1, 3, 104, 136), strength, (start, end))
     return [
         [c, extra | {"control": control, "control_apply_to_uncond": True}]

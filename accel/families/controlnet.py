@@ -87,9 +87,11 @@ class CompiledControlNet(comfy.controlnet.ControlNet):
         c.__class__ = type(self)
         return c
 
-    def get_control(self, x_noisy: Tensor, t: Tensor, cond: Any, batched_number: int, *args: Any) -> Any:  # noqa: D102
+    def get_control(  # noqa: D102
+        self, x_noisy: Tensor, t: Tensor, cond: Any, batched_number: int, *args: Any, **kwargs: Any
+    ) -> Any:
         self._sampling.prompts = batched_number
-        return super().get_control(x_noisy, t, cond, batched_number, *args)
+        return super().get_control(x_noisy, t, cond, batched_number, *args, **kwargs)
 
     def pre_run(self, model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: D102
         super().pre_run(model, *args, **kwargs)
@@ -168,6 +170,11 @@ class _Forward:
     def __init__(self, engine: Engine, model: nn.Module) -> None:
         self._engine, self._model = engine, model
         self.sampling = _SAMPLING.setdefault(model, _Sampling())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
+        """A pack that copies prompts to the bottom gets a network of its own, as it does without us."""
+        model = copy.deepcopy(self._model, memo)
+        return _Forward(engine_for(model, type(model).__name__, family.KIND), model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Residuals:
         """ControlNet.forward."""
