@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..accel.families.controlnet import compile_controlnet
-from .messages import say
+from .messages import VERIFY, say
 
 
 class CompileControlNet(io.ComfyNode):
@@ -25,6 +25,7 @@ class CompileControlNet(io.ComfyNode):
                 io.Boolean.Input(
                     "enabled", default=True, tooltip="Off: the ControlNet passes through, exactly as without this node."
                 ),
+                io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[
                 io.ControlNet.Output(tooltip="The same ControlNet, faster. Deleting the node restores the original.")
@@ -33,9 +34,11 @@ class CompileControlNet(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, control_net: io.ControlNet.Type, enabled: bool) -> io.NodeOutput:  # noqa: D102
+    def execute(  # noqa: D102
+        cls, control_net: io.ControlNet.Type, enabled: bool, verify: bool = True
+    ) -> io.NodeOutput:
         if not enabled:
             return io.NodeOutput(control_net)
-        compiled, message = compile_controlnet(control_net)
+        compiled, message = compile_controlnet(control_net, verify)
         say(message, cls.hidden.unique_id)
         return io.NodeOutput(compiled)

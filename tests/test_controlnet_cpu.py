@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.driving import SHORT_RUN, UNETS, compiled, compiled_control, randn, skipping, steering
-from tools.oracles import assert_fast, counted, error, shapes
+from tools.oracles import assert_fast, counted, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -161,6 +161,7 @@ def test_a_type_that_the_network_has_not_got(models, union):
     fast = compiled_control(control)
     with pytest.raises(ValueError, match="out of range"):
         models.sample(patcher, **SHORT_RUN, steer=steering(set_type(fast, "tile")))
+    assert "control type" in fallbacks()[0]["reason"]
     models.sample(patcher, **SHORT_RUN, steer=steering(set_type(fast, "depth")))
     assert shapes()[-1]["state"] == "regions"
 

@@ -325,6 +325,41 @@ def test_a_failing_tier_gives_the_eager_image(models, patcher, monkeypatch):
     assert "ZeroDivisionError" in fallback["reason"] and shapes()[-1]["state"] == "eager"
 
 
+def test_wrong_numbers_are_noticed(models, patcher, monkeypatch):
+    """The first result of a size is compared with eager's, unless the user wants that not."""
+    from anyshape.accel.families.controlnet import compile_controlnet
+    from anyshape.accel.region_ops import RegionOps
+
+    own, right = models.controlnet("sd15", torch.float32, **SMALL_UNET), RegionOps.feed_forward
+    trusted, _ = compile_controlnet(models.controlnet("sd15", torch.float32, **SMALL_UNET), verify=False)
+    wanted = sampled(models, patcher, own)
+    monkeypatch.setattr(RegionOps, "feed_forward", lambda self, a, *rest: right(self, a * 1.5, *rest))
+    assert error(sampled(models, patcher, trusted), wanted) > 1e-2 and not fallbacks()
+    assert torch.equal(sampled(models, patcher, compiled_control(own)), wanted)
+    assert "wrong result" in fallbacks()[0]["reason"]
+
+
+@pytest.mark.parametrize("part", ["arguments", "obstacle", "graph_obstacle"])
+def test_a_fault_around_the_forward(models, patcher, control, monkeypatch, part):
+    """Of ours, before any tier is tried: ComfyUI's own forward makes the residuals."""
+    from anyshape.accel.families import controlnet_forward
+
+    fast, wanted = compiled_control(control), sampled(models, patcher, control)
+    monkeypatch.setattr(controlnet_forward, part, lambda *args, **kwargs: 1 / 0)
+    assert torch.equal(sampled(models, patcher, fast), wanted)
+    assert "ZeroDivisionError" in fallbacks()[0]["reason"]
+    assert_over(fast, patcher)
+
+
+@pytest.mark.parametrize("part", ["unsupported", "_shadow_of"])
+def test_a_fault_of_the_node(control, monkeypatch, part):
+    from anyshape.accel.families import controlnet
+
+    monkeypatch.setattr(controlnet, part, lambda *args: 1 / 0)
+    out, message = controlnet.compile_controlnet(control)
+    assert out is control and "ZeroDivisionError" in message
+
+
 def test_training_runs_in_eager(control):
     fast = compiled_control(control).control_model
     call = inputs()

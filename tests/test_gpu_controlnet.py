@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from tools.driving import compiled, compiled_control, randn, skipping, steering
+from tools.on_gpu import SMALL
 from tools.oracles import assert_untouched, error, footprint, shapes
 from tools.paths import ROOT
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2}
-SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
 SIZES = [(1024, 1024), (960, 720), (728, 720), (544, 408)]
 SCENES = {
     "one": (["net"], {}),
@@ -27,17 +27,6 @@ SCENES = {
     "a T2I-Adapter that ends": (["adapter"], {"end_percent": 0.5}),
     "batch 3": (["net"], {"batch": 3}),
 }
-
-
-@pytest.fixture(autouse=True)
-def _clean(clean_stats):
-    from anyshape.accel import graphs
-
-    with torch.backends.cudnn.flags(allow_tf32=False):
-        yield
-    gc.collect()
-    for cache in graphs._CACHES.values():
-        cache.clear()
 
 
 @pytest.fixture
@@ -259,8 +248,8 @@ import torch
 from anyshape.accel import stats
 from bench import models
 from tools.driving import compiled, compiled_control, steering
-small = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
-patcher, control = models.unet("sd15", **small), models.controlnet("sd15", **small)
+from tools.on_gpu import SMALL
+patcher, control = models.unet("sd15", **SMALL), models.controlnet("sd15", **SMALL)
 fast, net = compiled(patcher), compiled_control(control)
 for width, height, batch in ((512, 512, 1), (544, 408, 1), (728, 720, 2), (512, 512, 1)):
     runs = [(fast, net), (patcher, control)]

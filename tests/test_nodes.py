@@ -30,7 +30,11 @@ CONTRACT = {
     ),
     "AnyShapeCompileControlNet": (
         "Compile ControlNet",
-        {"control_net": ("CONTROL_NET", None, None), "enabled": ("BOOLEAN", True, None)},
+        {
+            "control_net": ("CONTROL_NET", None, None),
+            "enabled": ("BOOLEAN", True, None),
+            "verify": ("BOOLEAN", True, None),
+        },
         {"CONTROL_NET": "CONTROL_NET"},
     ),
     "AnyShapeSkipBlocks": (

@@ -9,6 +9,8 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import comfy.controlnet
@@ -17,37 +19,51 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from torch import Tensor, nn
 
-from ..engine import Call, Engine, Output, Settings
+from ..attempt import Theirs, attempt, failed
+from ..engine import Call, Engine, Settings
 from ..key import shape_key
 from ..ops import FusedOps
+from ..outputs import Output
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from . import controlnet_forward as family
 from .attach import KEY, drop_graphs, engine_for, settings_of
 from .family import Arguments
+from .layers import INTERRUPTS
 from .run_state import Run
 
 RUN_KEY = "anyshape.control"  # of the callback that ends a run
+NAME = "ControlNet"  # in the stats
 Residuals = dict[str, list[Tensor]]
 
 
 def compile_controlnet(
-    control: comfy.controlnet.ControlBase,
+    control: comfy.controlnet.ControlBase, verify: bool = True
 ) -> tuple[comfy.controlnet.ControlBase, str]:
     """(a control that runs compiled, what the user should know or ""); ``control`` stays as it is.
 
+    verify: compare each new size's first result with eager.
+
     One that cannot be compiled comes back as it is, with the reason; one that is compiled already, as it is.
     """
+    name = type(control).__name__
+    outcome, failure = attempt(lambda: _compiled(control, name, verify), failed(name, "Compile ControlNet"), INTERRUPTS)
+    return (control, failure) if failure else outcome
+
+
+def _compiled(
+    control: comfy.controlnet.ControlBase, name: str, verify: bool
+) -> tuple[comfy.controlnet.ControlBase, str]:
     if isinstance(control, CompiledControlNet):
         return control, ""
     obstacle = unsupported(control)
     if obstacle:
         message = f"{obstacle}. It runs as without this node"
-        STATS.fallback(type(control).__name__, message)
+        STATS.fallback(name, message)
         return control, message
     compiled = control.copy().set_previous_controlnet(control.previous_controlnet)
     compiled.__class__ = CompiledControlNet
-    compiled.control_model = _shadow_of(control.control_model)
+    compiled.control_model = _shadow_of(control.control_model, verify)
     compiled.control_model_wrapped = control.control_model_wrapped.clone()  # ComfyUI takes it for the same model
     compiled.control_model_wrapped.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
     return compiled, ""
@@ -66,11 +82,11 @@ def unsupported(control: comfy.controlnet.ControlBase) -> str:
     return f"{name} is not a ControlNet that AnyShape knows (it knows those of SD1.5, SD2 and SDXL)"
 
 
-def _shadow_of(model: nn.Module) -> nn.Module:
+def _shadow_of(model: nn.Module, verify: bool) -> nn.Module:
     """A shallow copy of the network, whose forward goes through the engine."""
     shadow = copy.copy(model)
     shadow._forward_hooks, shadow._forward_pre_hooks = OrderedDict(), OrderedDict()  # or the model's own run twice
-    shadow.forward = _Forward(engine_for(model, type(model).__name__, family.KIND), model)
+    shadow.forward = _Forward(model, verify)
     return shadow
 
 
@@ -95,7 +111,8 @@ class CompiledControlNet(comfy.controlnet.ControlNet):
 
     def pre_run(self, model: Any, *args: Any, **kwargs: Any) -> None:  # noqa: D102
         super().pre_run(model, *args, **kwargs)
-        self._sampling.begin(self, getattr(model, "current_patcher", None))
+        patcher = getattr(model, "current_patcher", None)
+        attempt(lambda: self._sampling.begin(self, patcher), failed(NAME, "a run's beginning"), INTERRUPTS)
 
     def cleanup(self) -> None:  # noqa: D102
         self._sampling.end(self)
@@ -134,7 +151,7 @@ class _Sampling:
                 return
             run, self._run, self.prompts, self.settings = self._run, None, 1, Settings()
             if run is not None:
-                run.close()
+                attempt(run.close, failed(NAME, "the run's end"), INTERRUPTS)
 
     def run(self, model: nn.Module, engine: Engine, device: torch.device) -> Run:
         """The run's state; outside a sampling run a fresh one that leaves the weights alone."""
@@ -167,24 +184,29 @@ _SAMPLING: "weakref.WeakKeyDictionary[nn.Module, _Sampling]" = weakref.WeakKeyDi
 class _Forward:
     """The forward of one ControlNet through its engine."""
 
-    def __init__(self, engine: Engine, model: nn.Module) -> None:
-        self._engine, self._model = engine, model
+    def __init__(self, model: nn.Module, verify: bool) -> None:
+        self._model, self._verify = model, verify
+        self._engine = engine_for(model, NAME, family.KIND)
         self.sampling = _SAMPLING.setdefault(model, _Sampling())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
         """A pack that copies prompts to the bottom gets a network of its own, as it does without us."""
-        model = copy.deepcopy(self._model, memo)
-        return _Forward(engine_for(model, type(model).__name__, family.KIND), model)
+        return _Forward(copy.deepcopy(self._model, memo), self._verify)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Residuals:
-        """ControlNet.forward."""
+        """ControlNet.forward; ComfyUI's own if anything of ours fails."""
+        theirs = Theirs(lambda: self._model(*args, **kwargs))
         if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
-            return self._model(*args, **kwargs)
-        given = family.arguments(*args, **kwargs)
-        out = self._engine(self._call(given), self.sampling.settings)
-        return out if isinstance(out, dict) else {"middle": [out[-1]], "output": list(out[:-1])}
+            return theirs()
+        ours = partial(self._through_engine, theirs, args, kwargs)
+        return theirs.rescue(ours, failed(self._engine.stats.name, "a forward"), INTERRUPTS)
 
-    def _call(self, given: Arguments) -> Call:
+    def _through_engine(self, theirs: Theirs, args: tuple, kwargs: dict[str, Any]) -> Residuals:
+        settings = replace(self.sampling.settings, verify=self._verify)
+        *output, middle = self._engine(self._call(family.arguments(*args, **kwargs), theirs), settings)
+        return {"middle": [middle], "output": output}
+
+    def _call(self, given: Arguments, theirs: Theirs) -> Call:
         model, x, obstacle = self._model, given.tensors["x"], family.obstacle(self._model, given)
         run = None if obstacle else self.sampling.run(model, self._engine, x.device)
         plan = run.plan if run else None
@@ -196,7 +218,7 @@ class _Forward:
             key=shape_key(given.flat(), given.structure()),
             inputs=given.flat(),
             forward=forward,
-            eager=lambda: model(*given.original, **given.known, **given.extra),
+            eager=lambda: _flat(theirs()),
             weights=run.weights if run else 0,
             constants=lambda: plan.constants(),
             width=x.shape[-1] * family.LATENT_TO_PIXELS,
@@ -205,4 +227,11 @@ class _Forward:
             obstacle=obstacle,
             graph_obstacle=family.graph_obstacle(model, plan, x) if plan else "",
             eager_parts=plan.survey.eager_parts() if plan else "",
+            repeatable=not (plan and plan.survey.altered),
         )
+
+
+def _flat(residuals: Residuals) -> tuple[Tensor, ...]:
+    """ComfyUI's residuals in the order of ``family.forward``."""
+    (middle,) = residuals["middle"]
+    return *residuals["output"], middle

@@ -45,7 +45,7 @@ def arguments(
         tensors=dict(zip(TENSORS, given, strict=True)),
         lists={},
         options={},
-        original=given,
+        original=lambda: given,
         extra=extra,
         known=known,
         plain={name: str(value) for name, value in known.items()},
