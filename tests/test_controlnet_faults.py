@@ -307,6 +307,7 @@ def test_a_control_for_sdxl_on_another_model(models, patcher):
     fast = compiled_control(wide)
     with pytest.raises(ValueError, match="y is None"):
         sampled(models, patcher, fast)
+    assert "pooled embedding" in fallbacks()[0]["reason"]
     assert_over(fast, patcher)
     with torch.inference_mode():
         assert largest_error(*(each(**inputs(y=randn(2, 2816))) for each in (fast.control_model, wide.control_model)))
