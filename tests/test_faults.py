@@ -18,9 +18,9 @@ LONG_RUN = SHORT_RUN | {"steps": 10}  # long enough for blocks to be skipped
 # Everything that a forward of a compiled model goes through, by module of the pack.
 FORWARD = [
     "families.unet.arguments", "families.unet.obstacle", "families.unet.forward", "families.unet.Plan",
-    "families.session._foreign_forward", "families.session._obstacle", "families.session._graph_obstacle",
-    "families.session.shape_key", "families.session.Call", "families.session._Run.refresh",
-    "families.unet_plan.Survey", "families.unet_forward.UNetForward._stage", "families.unet_forward.Stream",
+    "families.session._foreign_forward", "families.session.call_obstacle", "families.session._graph_obstacle",
+    "families.session.shape_key", "families.session.Call", "families.session.Run.refresh",
+    "families.unet_plan.Survey", "families.unet_stages.Stages.run", "families.unet_stages.Stream",
     "families.layers.Survey.eager_parts", "families.family.Arguments.flat", "families.family.Arguments.structure",
     "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
     "engine._tiers", "engine.Engine._fast", "engine.Engine._load", "engine.Engine._forward", "engine.compilations",
