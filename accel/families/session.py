@@ -46,8 +46,8 @@ class _Run:
         return self._shallow[depth]
 
     def refresh(self) -> None:
-        """Looks again if weights moved: ComfyUI may patch, unload or start to stream them in mid-run."""
-        if self._watch.fingerprint() != self.weights:
+        """Looks again if weights moved or parts were hooked: ComfyUI and other packs may do either in mid-run."""
+        if self._watch.fingerprint() != self.weights or self.plan.survey.is_stale():
             self._scan()
 
     def close(self) -> None:
