@@ -1,12 +1,9 @@
 """Every node of ComfyUI that patches a MODEL, before and after Compile Model: eager's image, and what stays fast."""
 
-import importlib
-import types
-from pathlib import Path
-
 import pytest
 import torch
 
+from tools.comfy_nodes import ALL, NODES, NONE, OWN_RUNS, SOME, WITHOUT_EFFECT, node
 from tools.driving import FLUX_RUN, SMALL_FLUX, SMALL_UNET, compiled, randn, sample_prompts
 from tools.oracles import error, fallbacks, shapes
 
@@ -14,134 +11,11 @@ pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 RUNS = {"unet": {"width": 128, "height": 64, "steps": 2}, "flux": FLUX_RUN | {"width": 136, "height": 72, "steps": 3}}
-ALL, SOME, NONE = "all", "some", "none"  # how many of the model's transformer blocks run fused
 # Where the layers of blocks meet regions: (method of RegionOps, how often in a forward).
 BLOCKS = {"unet": ("feed_forward", 16), "flux": ("linear_gelu", 2 * 2 + 3)}
 
 
-def node(module, name, *args, **kwargs):
-    """ComfyUI's node applied to a model with these other inputs."""
-
-    def apply(model):
-        cls = getattr(importlib.import_module(f"comfy_extras.{module}"), name)
-        if hasattr(cls, "execute"):
-            out = cls.execute(model, *args, **kwargs)
-            return (out if isinstance(out, tuple) else out.args)[0]  # HyperTile gives a plain tuple
-        return getattr(cls(), cls.FUNCTION)(model, *args, **kwargs)[0]
-
-    return apply
-
-
-def perp_neg(model):
-    from bench.models import conditioning
-
-    tokens = 77 if model.model.latent_format.latent_channels == 4 else 20
-    return node("nodes_perpneg", "PerpNeg", conditioning(model, tokens, 3), 0.7)(model)
-
-
-def sharpen(model):
-    """LatentApplyOperationCFG takes the latent operation of another node."""
-    from comfy_extras.nodes_latent import LatentOperationSharpen
-
-    operation = LatentOperationSharpen.execute(5, 1.0, 0.2).args[0]
-    return node("nodes_latent", "LatentApplyOperationCFG", operation)(model)
-
-
-def hypernetwork(model):
-    """HypernetworkLoader on weights of its own."""
-    import folder_paths
-    from comfy_extras.nodes_hypernetwork import HypernetworkLoader
-
-    folder = folder_paths.get_folder_paths("hypernetworks")[0]
-    state = {"layer_structure": [1, 1], "activation_func": "linear"}
-    state[64] = [{"linear.0.weight": randn(64, 64, seed=s) * 0.1, "linear.0.bias": randn(64, seed=s)} for s in (1, 2)]
-    path = Path(folder) / "anyshape_test.pt"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
-    try:
-        return HypernetworkLoader.execute(model, path.name, 1.0).args[0]
-    finally:
-        path.unlink()
-
-
-def uso(model):
-    """USOStyleReference with a small style projector of its own class."""
-    import comfy.ops
-    from comfy.model_patcher import ModelPatcher
-    from comfy_extras.nodes_model_patch import SigLIPMultiFeatProjModel, USOStyleReference
-
-    from bench.models import randomise
-
-    cpu, width = torch.device("cpu"), SMALL_FLUX["hidden_size"]
-    projector = SigLIPMultiFeatProjModel(7, 5, 24, width, operations=comfy.ops.manual_cast)
-    randomise(projector, 3)
-    vision = types.SimpleNamespace(
-        all_hidden_states=randn(1, 21, 7, 24, seed=1), penultimate_hidden_states=randn(1, 7, 24, seed=2)
-    )
-    return USOStyleReference().apply_patch(model, ModelPatcher(projector, cpu, cpu), vision)[0]
-
-
-GUIDANCE = {  # nothing but what is done with the model's predictions
-    "APG": node("nodes_apg", "APG", 0.5, 5.0, -0.3),
-    "CFGZeroStar": node("nodes_cfg", "CFGZeroStar"),
-    "CFGNorm": node("nodes_cfg", "CFGNorm", 0.7),
-    "Epsilon Scaling": node("nodes_eps", "EpsilonScaling", 1.05),
-    "TemporalScoreRescaling": node("nodes_eps", "TemporalScoreRescaling", 0.8, 1.0),
-    "FreSca": node("nodes_fresca", "FreSca", 0.8, 1.5, 3),
-    "RenormCFG": node("nodes_lumina2", "RenormCFG", 0.5, 0.7),
-    "Mahiro": node("nodes_mahiro", "Mahiro"),
-    "TCFG": node("nodes_tcfg", "TCFG"),
-    "RescaleCFG": node("nodes_model_advanced", "RescaleCFG", 0.7),
-    "PerpNeg": perp_neg,
-    "LatentApplyOperationCFG": sharpen,
-    "VideoLinearCFGGuidance": node("nodes_video_model", "VideoLinearCFGGuidance", 1.0),
-    "VideoTriangleCFGGuidance": node("nodes_video_model", "VideoTriangleCFGGuidance", 1.0),
-    "LazyCache": node("nodes_easycache", "LazyCacheNode", 5.0, 0.0, 1.0, False),
-    "EasyCache": node("nodes_easycache", "EasyCacheNode", 5.0, 0.0, 1.0, False),
-}
-SAMPLING = "nodes_model_advanced"
-NODES = {
-    "unet": {name: (apply, ALL) for name, apply in GUIDANCE.items()}
-    | {
-        "ModelSamplingDiscrete v, zsnr": (node(SAMPLING, "ModelSamplingDiscrete", "v_prediction", True), ALL),
-        "ModelSamplingDiscrete lcm": (node(SAMPLING, "ModelSamplingDiscrete", "lcm", False), ALL),
-        "ModelSamplingContinuousEDM": (node(SAMPLING, "ModelSamplingContinuousEDM", "v_prediction", 90.0, 0.01), ALL),
-        "ModelSamplingContinuousV": (node(SAMPLING, "ModelSamplingContinuousV", "v_prediction", 90.0, 0.01), ALL),
-        "ModelComputeDtype": (node(SAMPLING, "ModelComputeDtype", "fp32"), ALL),
-        "SelfAttentionGuidance": (node("nodes_sag", "SelfAttentionGuidance", 0.8, 2.0), SOME),
-        "PerturbedAttentionGuidance": (node("nodes_pag", "PerturbedAttentionGuidance", 3.0), SOME),
-        "HyperTile": (node("nodes_hypertile", "HyperTile", 32, 2, 1, True), NONE),
-        "TomePatchModel": (node("nodes_tomesd", "TomePatchModel", 0.4), NONE),
-        "HypernetworkLoader": (hypernetwork, NONE),
-        "PatchModelAddDownscale": (
-            node("nodes_model_downscale", "PatchModelAddDownscale", 3, 2.0, 0.0, 0.5, True, "bicubic", "bicubic"), ALL,
-        ),
-        "PatchModelAddDownscale before the skip": (
-            node("nodes_model_downscale", "PatchModelAddDownscale", 3, 1.5, 0.0, 0.5, False, "bislerp", "area"), ALL,
-        ),
-        "FreeU_V2": (node("nodes_freelunch", "FreeU_V2", 1.3, 1.4, 0.9, 0.2), ALL),
-    },
-    "flux": {name: (apply, ALL) for name, apply in GUIDANCE.items()}
-    | {
-        "ModelSamplingFlux": (node(SAMPLING, "ModelSamplingFlux", 2.0, 0.5, 1024, 1024), ALL),
-        "ModelSamplingSD3": (node(SAMPLING, "ModelSamplingSD3", 3.0), ALL),
-        "ModelSamplingAuraFlow": (node(SAMPLING, "ModelSamplingAuraFlow", 1.7), ALL),
-        "ModelComputeDtype": (node(SAMPLING, "ModelComputeDtype", "fp32"), ALL),
-        "ScaleROPE": (node("nodes_rope", "ScaleROPE", 1.5, 2.0, 0.5, 3.0, 1.0, 1.0), ALL),
-        "SkipLayerGuidanceDiT": (node("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 1.0, "1", "0, 2", 0.2), SOME),
-        "SkipLayerGuidanceDiTSimple": (node("nodes_slg", "SkipLayerGuidanceDiTSimple", 0.0, 1.0, "1", "0"), SOME),
-        "SkipLayerGuidanceSD3": (node("nodes_sd3", "SkipLayerGuidanceSD3", "1", 3.0, 0.0, 1.0), SOME),
-        "USOStyleReference": (uso, ALL),
-        "PerturbedAttentionGuidance": (node("nodes_pag", "PerturbedAttentionGuidance", 3.0), ALL),
-    },
-}  # fmt: skip
-OWN_RUNS = {  # what a node needs to do anything
-    "LazyCache": {"steps": 5}, "EasyCache": {"steps": 5}, "SelfAttentionGuidance": {"height": 128},
-    "USOStyleReference": {"cfg": 1.0},
-}  # fmt: skip
 CASES = [(kind, name) for kind, nodes in NODES.items() for name in nodes]
-# PAG replaces a block's attention that Flux has not; a model in fp32 is computed in fp32 anyway, but cast at each call
-WITHOUT_EFFECT = {("flux", "PerturbedAttentionGuidance"), ("unet", "ModelComputeDtype"), ("flux", "ModelComputeDtype")}
 
 
 @pytest.fixture(scope="module")
@@ -275,32 +149,77 @@ def test_a_patch_added_after_a_run_acts_at_once(models, patchers, warm):
     assert error(models.sample(model, **run), plain) > 1e-4
 
 
+LAYER = {"unet": "output_blocks.11.0.out_layers.3", "flux": "single_blocks.1.linear1"}
+
+
+def hooked(module):
+    handle = module.register_forward_hook(lambda m, args, out: out * 1.5)
+    return handle.remove
+
+
+def replaced(module):
+    own = module.forward
+    module.forward = lambda *args: own(*args) * 1.5
+    return lambda: delattr(module, "forward")
+
+
+def cast(module):
+    module.weight_function = [lambda weight: weight * 1.5]
+    return lambda: setattr(module, "weight_function", [])
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, cast])
 @pytest.mark.parametrize("kind", ["unet", "flux"])
-def test_a_hook_that_comes_in_mid_run(models, patchers, warm, kind):
-    """A pack that hooks a layer in a wrapper of its own, when sampling has begun: from that step on it acts."""
+def test_a_layer_that_changes_in_mid_run(models, patchers, warm, kind, change):
+    """A pack that does so in a wrapper of its own when sampling has begun, and undoes it before the end."""
     from comfy.patcher_extension import WrappersMP
 
-    def hooking(model):
+    def changing(model):
         calls, model = [], model.clone()
-        layer = {"unet": "output_blocks.11.0.out_layers.3", "flux": "single_blocks.1.linear1"}[kind]
-        module = model.model.diffusion_model.get_submodule(layer)
+        module = model.model.diffusion_model.get_submodule(LAYER[kind])
 
         def wrapper(executor, *args, **kwargs):
             calls.append(1)
-            handle = module.register_forward_hook(lambda m, a, out: out * 1.5) if len(calls) > 1 else None
+            undo = change(module) if len(calls) in (2, 3) else None
             try:
                 return executor(*args, **kwargs)
             finally:
-                if handle:
-                    handle.remove()
+                if undo:
+                    undo()
 
         model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "another pack", wrapper)
         return model
 
     run = RUNS[kind] | {"steps": 4}
-    wanted = models.sample(hooking(patchers[kind]), **run)
+    wanted = models.sample(changing(patchers[kind]), **run)
     assert error(wanted, models.sample(patchers[kind], **run)) > 1e-3
-    assert error(models.sample(hooking(warm[kind]), **run), wanted) < CLOSE
+    assert error(models.sample(changing(warm[kind]), **run), wanted) < CLOSE
+
+
+def test_what_a_graph_must_not_outlive(models, warm, monkeypatch):
+    """Attention's backend and torch's ways to multiply, which users and packs switch between runs."""
+    import comfy.ldm.modules.attention as attention
+    from anyshape.accel.engine import Engine
+
+    seen, own = [], Engine.__call__
+    monkeypatch.setattr(Engine, "__call__", lambda self, call, s: seen.append(call.weights) or own(self, call, s))
+    backend, matmul = attention.optimized_attention, torch.backends.cuda.matmul
+
+    def fingerprint():
+        models.sample(warm["unet"], **RUNS["unet"] | {"steps": 1})
+        return seen[-1]
+
+    first = fingerprint()
+    assert fingerprint() == first
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "optimized_attention", lambda *args, **kwargs: backend(*args, **kwargs))
+        assert fingerprint() != first
+    matmul.allow_fp16_accumulation ^= True
+    try:
+        assert fingerprint() != first
+    finally:
+        matmul.allow_fp16_accumulation ^= True
+    assert fingerprint() == first
 
 
 # torch.compile by others ------------------------------------------------------------------------------------------

@@ -3,6 +3,8 @@
 Models are patchers of ComfyUI's own classes with random weights (``bench.models``), on the CPU and in float32.
 """
 
+import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -108,6 +110,16 @@ def residuals(patcher: Patcher, x_shape: tuple[int, ...], kind: str) -> dict[str
         "short": {"middle": middle, "output": random[-4:]},
         "t2i adapter": {"input": [r if i % 3 == 0 else None for i, r in enumerate(reversed(random))], "output": []},
     }[kind]
+
+
+def memory_by_turns(monkeypatch: Any, *answers: bool) -> None:
+    """Whether there is memory for what ComfyUI's sampler wants to join into one batch: these answers, over and over."""
+    import comfy.model_management as mm
+    import comfy.samplers
+
+    turns = itertools.cycle(answers)
+    free = {"get_free_memory": lambda *args, **kwargs: 1 << 60 if next(turns) else 1}
+    monkeypatch.setattr(comfy.samplers, "model_management", types.SimpleNamespace(**vars(mm) | free))
 
 
 def sample_prompts(

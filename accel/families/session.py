@@ -18,7 +18,7 @@ from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import unet
 from .family import Arguments, Family
-from .layers import is_foreign
+from .layers import is_foreign, surroundings
 
 PATCH_KEYS = ("patches", "patches_replace")
 
@@ -191,7 +191,7 @@ class _Forward:
             inputs=inputs,
             forward=forward,
             eager=eager,
-            weights=self.run.weights if self.run else 0,
+            weights=hash((self.run.weights, surroundings())) if self.run else 0,
             constants=lambda: plan.constants(),
             width=x.shape[-1] * family.LATENT_TO_PIXELS,
             height=x.shape[-2] * family.LATENT_TO_PIXELS,
