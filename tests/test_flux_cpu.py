@@ -5,16 +5,13 @@ import copy
 import pytest
 import torch
 
+from tools.driving import SMALL_FLUX as SMALL
 from tools.driving import compile_with_message, compiled, randn
 from tools.oracles import assert_fast, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
-SMALL = {
-    "hidden_size": 64, "num_heads": 2, "depth": 2, "depth_single_blocks": 3, "axes_dim": [8, 12, 12],
-    "vec_in_dim": 32, "context_in_dim": 48,
-}  # fmt: skip
 SIZES = [(128, 128), (200, 264), (264, 200), (296, 232), (960, 720), (728, 720), (64, 64), (16, 24)]
 TOKENS = 20
 

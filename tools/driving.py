@@ -3,6 +3,8 @@
 Models are patchers of ComfyUI's own classes with random weights (``bench.models``), on the CPU and in float32.
 """
 
+import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +24,11 @@ UNETS = {
         "transformer_depth_middle": 2,
     },
 }
+SMALL_FLUX = {
+    "hidden_size": 64, "num_heads": 2, "depth": 2, "depth_single_blocks": 3, "axes_dim": [8, 12, 12],
+    "vec_in_dim": 32, "context_in_dim": 48,
+}  # fmt: skip
+FLUX_RUN = SHORT_RUN | {"tokens": 20, "cfg": 3.0}
 
 
 def compile_with_message(patcher: Patcher, **settings: Any) -> tuple[Patcher, str]:
@@ -133,3 +140,30 @@ def residuals(patcher: Patcher, x_shape: tuple[int, ...], kind: str) -> dict[str
         "short": {"middle": middle, "output": random[-4:]},
         "t2i adapter": {"input": [r if i % 3 == 0 else None for i, r in enumerate(reversed(random))], "output": []},
     }[kind]
+
+
+def memory_by_turns(monkeypatch: Any, *answers: bool) -> None:
+    """Whether there is memory for what ComfyUI's sampler wants to join into one batch: these answers, over and over."""
+    import comfy.model_management as mm
+    import comfy.samplers
+
+    turns = itertools.cycle(answers)
+    free = {"get_free_memory": lambda *args, **kwargs: 1 << 60 if next(turns) else 1}
+    monkeypatch.setattr(comfy.samplers, "model_management", types.SimpleNamespace(**vars(mm) | free))
+
+
+def sample_prompts(
+    patcher: Patcher, positive: list, negative: list, latent: Tensor | None = None, steps: int = 2, cfg: float = 4.0,
+    sampler: str = "euler", noise_mask: Tensor | None = None, seed: int = 1,
+) -> Tensor:  # fmt: skip
+    """One run through ``comfy.sample`` with these CONDITIONINGs; on a latent [N, C, H, W], by default 128x128."""
+    import comfy.sample
+
+    channels = patcher.model.latent_format.latent_channels
+    latent = torch.zeros(1, channels, 16, 16) if latent is None else latent
+    noise, kind = comfy.sample.prepare_noise(latent, seed), "simple" if channels == 16 else "normal"
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            patcher, noise, steps, cfg, sampler, kind, positive, negative, latent, noise_mask=noise_mask,
+            disable_pbar=True, seed=seed,
+        )  # fmt: skip

@@ -219,7 +219,7 @@ class _Forward:
             inputs=given.flat(),
             forward=forward,
             eager=lambda: _flat(theirs()),
-            weights=run.weights if run else 0,
+            weights=run.fingerprint() if run else 0,
             constants=lambda: plan.constants(),
             width=x.shape[-1] * family.LATENT_TO_PIXELS,
             height=x.shape[-2] * family.LATENT_TO_PIXELS,

@@ -4,8 +4,13 @@ ComfyUI may keep a layer's weights elsewhere or in another dtype and cast them a
 applied on the fly). ``cast_bias_weight`` is its own way to get them; we use it and nothing else.
 """
 
+from itertools import chain
+
+import comfy.ldm.flux.math as flux_math
+import comfy.ldm.modules.attention as attention
 import comfy.model_management
 import comfy.ops
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -80,6 +85,21 @@ def is_foreign(module: nn.Module, name: str) -> bool:
     return getattr(module.__dict__[name], "__func__", None) is not getattr(type(module), name, None)
 
 
+def surroundings() -> int:
+    """Changes with what decides a forward's result besides its inputs and weights, and that users and packs switch.
+
+    Attention's backend, and how torch multiplies: a graph holds what was set when it was captured.
+    """
+    matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
+    precision = (getattr(matmul, name, None) for name in _PRECISION)  # not allow_tf32: reading it may raise
+    sdpa = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
+    backends = (attention.optimized_attention, attention.optimized_attention_masked, flux_math.optimized_attention)
+    return hash((*precision, torch.backends.cudnn.enabled, *sdpa, *backends))
+
+
+_PRECISION = (
+    "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
+)  # fmt: skip
 _LAYERS = ("Linear", "Conv2d", "GroupNorm", "LayerNorm")
 _KNOWN_LAYERS = frozenset(
     getattr(ops, name) for ops in (nn, comfy.ops.disable_weight_init, comfy.ops.manual_cast) for name in _LAYERS
@@ -107,6 +127,18 @@ class Survey:
         self.cast = False
         for part in model.children():  # the model itself is called by others, with whatever they hung on it
             self._visit(part)
+        self._children = [module._modules for module in model.modules() if module._modules]
+        parts = (module for module in model.modules() if module is not model)
+        self._attached = [d for m in parts for d in (m.__dict__, m._forward_hooks, m._forward_pre_hooks)]
+        self._state = self._fingerprint()
+
+    def is_stale(self) -> bool:
+        """Whether a part was hooked, replaced, or set to be cast since the walk; 0.2 ms for the 2,000 of SDXL."""
+        return self._fingerprint() != self._state
+
+    def _fingerprint(self) -> int:
+        children = chain.from_iterable(modules.values() for modules in self._children)
+        return hash((tuple(children), tuple(map(len, self._attached))))
 
     def _visit(self, module: nn.Module) -> bool:
         altered, unknown = is_altered(module), _is_unknown_layer(module, self._known)

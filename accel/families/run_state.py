@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import unet
 from .family import Arguments, Family
+from .layers import surroundings
 
 
 class Run:
@@ -22,7 +23,7 @@ class Run:
         self.plan = self._family.Plan(self.model)
         self._shallow: dict[int, unet.Plan] = {}
         self._watch = WeightWatch(self.model)
-        self.weights = self._watch.fingerprint()
+        self._weights = self._watch.fingerprint()
 
     def shallow_plan(self, depth: int) -> unet.Plan:
         """The plan of what a skipped step runs."""
@@ -31,9 +32,13 @@ class Run:
         return self._shallow[depth]
 
     def refresh(self) -> None:
-        """Looks again if weights moved: ComfyUI may patch, unload or start to stream them in mid-run."""
-        if self._watch.fingerprint() != self.weights:
+        """Looks again if weights moved or parts were hooked: ComfyUI and other packs may do either in mid-run."""
+        if self._watch.fingerprint() != self._weights or self.plan.survey.is_stale():
             self._scan()
+
+    def fingerprint(self) -> int:
+        """What a graph of this model is valid for: where its weights lie, and what else decides its result."""
+        return hash((self._weights, surroundings()))
 
     def close(self) -> None:
         """Leaves the weights as ComfyUI had them."""

@@ -172,7 +172,7 @@ class _Forward:
             inputs=inputs,
             forward=forward,
             eager=eager,
-            weights=self.run.weights if self.run else 0,
+            weights=self.run.fingerprint() if self.run else 0,
             constants=lambda: plan.constants(),
             width=x.shape[-1] * family.LATENT_TO_PIXELS,
             height=x.shape[-2] * family.LATENT_TO_PIXELS,

@@ -1,0 +1,275 @@
+"""Every node of ComfyUI that patches a MODEL, before and after Compile Model: eager's image, and what stays fast."""
+
+import pytest
+import torch
+
+from tools.comfy_nodes import ALL, NODES, NONE, OWN_RUNS, SOME, WITHOUT_EFFECT, node
+from tools.driving import FLUX_RUN, SMALL_FLUX, SMALL_UNET, compiled, randn, sample_prompts
+from tools.oracles import error, fallbacks, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-4  # relative L2 in fp32
+RUNS = {"unet": {"width": 128, "height": 64, "steps": 2}, "flux": FLUX_RUN | {"width": 136, "height": 72, "steps": 3}}
+# Where the layers of blocks meet regions: (method of RegionOps, how often in a forward).
+BLOCKS = {"unet": ("feed_forward", 16), "flux": ("linear_gelu", 2 * 2 + 3)}
+
+
+CASES = [(kind, name) for kind, nodes in NODES.items() for name in nodes]
+
+
+@pytest.fixture(scope="module")
+def patchers(models, unets):
+    return {"unet": unets["sd15"], "flux": models.flux(torch.float32, **SMALL_FLUX)}
+
+
+@pytest.fixture(scope="module")
+def plain(models, patchers):
+    """Eager's image without any node."""
+    return {kind: models.sample(patcher, **RUNS[kind]) for kind, patcher in patchers.items()}
+
+
+@pytest.fixture(scope="module")
+def warm(models, patchers):
+    """Compiled, and run once."""
+    fast = {kind: compiled(patcher) for kind, patcher in patchers.items()}
+    for kind, each in fast.items():
+        models.sample(each, **RUNS[kind])
+    return fast
+
+
+@pytest.fixture
+def share(monkeypatch):
+    """How many of a model's blocks have run fused, of all that were called, since the last time it was asked."""
+    from anyshape.accel.region_ops import RegionOps
+
+    calls, seen = [], [0]
+
+    def counting(name):
+        own = getattr(RegionOps, name)
+        monkeypatch.setattr(RegionOps, name, lambda *args: calls.append(1) or own(*args))
+
+    for name, _ in BLOCKS.values():
+        counting(name)
+
+    def asked(kind):
+        total = sum(s["calls"] for s in shapes())
+        forwards, fused = total - seen[0], len(calls)
+        seen[0] = total
+        calls.clear()
+        assert forwards > 0
+        return NONE if fused == 0 else ALL if fused == forwards * BLOCKS[kind][1] else SOME
+
+    return asked
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_node(models, patchers, plain, warm, share, kind, name):
+    """After Compile Model and before it; then it is gone, and everything is fast again."""
+    apply, wanted_share = NODES[kind][name]
+    run, unpatched = RUNS[kind], plain[kind]
+    if name in OWN_RUNS:
+        run = run | OWN_RUNS[name]
+        unpatched = models.sample(patchers[kind], **run)
+    wanted = models.sample(apply(patchers[kind]), **run)
+    assert error(wanted, unpatched) > 1e-3 or (kind, name) in WITHOUT_EFFECT
+    for patched in (apply(warm[kind]), compiled(apply(patchers[kind]))):
+        assert error(models.sample(patched, **run), wanted) < CLOSE
+        assert share(kind) == wanted_share
+    assert {s["state"] for s in shapes()} == {"regions"}
+    assert error(models.sample(warm[kind], **run), unpatched) < CLOSE
+    assert share(kind) == ALL and all(s["reason"] == "" for s in shapes())
+    assert fallbacks() == []
+
+
+# Chains -----------------------------------------------------------------------------------------------------------
+
+
+def chained(model, names, kind):
+    for name in names:
+        model = compiled(model) if name == "Compile Model" else NODES[kind][name][0](model)
+    return model
+
+
+CHAINS = [
+    ("unet", ["FreeU_V2", "SelfAttentionGuidance", "Compile Model", "PerturbedAttentionGuidance", "RescaleCFG"]),
+    ("unet", ["LazyCache", "PatchModelAddDownscale", "Compile Model", "HyperTile"]),
+    ("unet", ["EasyCache", "Compile Model", "TomePatchModel", "Compile Model", "APG"]),
+    ("flux", ["ModelSamplingFlux", "Compile Model", "SkipLayerGuidanceDiT", "EasyCache"]),
+    ("flux", ["ScaleROPE", "SkipLayerGuidanceDiTSimple", "Compile Model", "TCFG"]),
+]
+
+
+@pytest.mark.parametrize(("kind", "names"), CHAINS, ids=str)
+def test_chains_of_nodes(models, patchers, warm, kind, names):
+    """Several at once, ours anywhere among them."""
+    run = RUNS[kind] | {"height": 128, "steps": 4}
+    wanted = models.sample(chained(patchers[kind], [n for n in names if n != "Compile Model"], kind), **run)
+    assert error(wanted, models.sample(patchers[kind], **run)) > 1e-3
+    assert error(models.sample(chained(patchers[kind], names, kind), **run), wanted) < CLOSE
+    assert {s["state"] for s in shapes()} == {"regions"}
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in ComfyUI's own windows
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+def test_context_windows(models, patchers, warm, kind):
+    """A latent in windows of its rows, as video models have windows of frames."""
+    windows = node(
+        "nodes_context_windows", "ContextWindowsManualNode", 10, 4, "standard_static", 1, False, "pyramid", 2
+    )
+    channels, tokens = (16, 20) if kind == "flux" else (4, 77)
+    prompts = [models.conditioning(patchers[kind], tokens, seed) for seed in (1, 2)]
+    latent = torch.zeros(1, channels, 17, 9)
+    wanted = sample_prompts(windows(patchers[kind]), *prompts, latent=latent)
+    assert error(wanted, sample_prompts(patchers[kind], *prompts, latent=latent)) > 1e-3
+    assert error(sample_prompts(windows(warm[kind]), *prompts, latent=latent), wanted) < CLOSE
+    assert {(s["height"], s["state"]) for s in shapes()} == {(80, "regions")}
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.4])
+def test_differential_diffusion(models, patchers, warm, strength):
+    """A mask that opens step by step."""
+    apply = node("nodes_differential_diffusion", "DifferentialDiffusion", strength)
+    prompts = [models.conditioning(patchers["unet"], 77, seed) for seed in (1, 2)]
+    given = {"latent": randn(1, 4, 9, 8), "noise_mask": torch.linspace(0, 1, 64 * 72).reshape(1, 1, 72, 64), "steps": 4}
+    wanted = sample_prompts(apply(patchers["unet"]), *prompts, **given)
+    assert error(wanted, sample_prompts(patchers["unet"], *prompts, **given)) > 1e-3
+    assert error(sample_prompts(apply(warm["unet"]), *prompts, **given), wanted) < CLOSE
+    assert {s["state"] for s in shapes()} == {"regions"}
+
+
+def test_a_patch_added_after_a_run_acts_at_once(models, patchers, warm):
+    """On the very clone that has run: what was decided in one run does not outlive it."""
+    model, run = warm["unet"].clone(), RUNS["unet"]
+    plain = models.sample(model, **run)
+    model.set_model_attn2_replace(lambda q, k, v, options: v.mean(1, keepdim=True).expand_as(q), "middle", 0)
+    wanted = patchers["unet"].clone()
+    wanted.set_model_attn2_replace(lambda q, k, v, options: v.mean(1, keepdim=True).expand_as(q), "middle", 0)
+    assert error(models.sample(model, **run), models.sample(wanted, **run)) < CLOSE
+    assert error(models.sample(model, **run), plain) > 1e-4
+
+
+LAYER = {"unet": "output_blocks.11.0.out_layers.3", "flux": "single_blocks.1.linear1"}
+
+
+def hooked(module):
+    handle = module.register_forward_hook(lambda m, args, out: out * 1.5)
+    return handle.remove
+
+
+def replaced(module):
+    own = module.forward
+    module.forward = lambda *args: own(*args) * 1.5
+    return lambda: delattr(module, "forward")
+
+
+def cast(module):
+    module.weight_function = [lambda weight: weight * 1.5]
+    return lambda: setattr(module, "weight_function", [])
+
+
+@pytest.mark.parametrize("change", [hooked, replaced, cast])
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+def test_a_layer_that_changes_in_mid_run(models, patchers, warm, kind, change):
+    """A pack that does so in a wrapper of its own when sampling has begun, and undoes it before the end."""
+    from comfy.patcher_extension import WrappersMP
+
+    def changing(model):
+        calls, model = [], model.clone()
+        module = model.model.diffusion_model.get_submodule(LAYER[kind])
+
+        def wrapper(executor, *args, **kwargs):
+            calls.append(1)
+            undo = change(module) if len(calls) in (2, 3) else None
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                if undo:
+                    undo()
+
+        model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "another pack", wrapper)
+        return model
+
+    run = RUNS[kind] | {"steps": 4}
+    wanted = models.sample(changing(patchers[kind]), **run)
+    assert error(wanted, models.sample(patchers[kind], **run)) > 1e-3
+    assert error(models.sample(changing(warm[kind]), **run), wanted) < CLOSE
+
+
+def test_what_a_graph_must_not_outlive(models, warm, monkeypatch):
+    """Attention's backend and torch's ways to multiply, which users and packs switch between runs."""
+    import comfy.ldm.modules.attention as attention
+    from anyshape.accel.engine import Engine
+
+    seen, own = [], Engine.__call__
+    monkeypatch.setattr(Engine, "__call__", lambda self, call, s: seen.append(call.weights) or own(self, call, s))
+    backend, matmul = attention.optimized_attention, torch.backends.cuda.matmul
+
+    def fingerprint():
+        models.sample(warm["unet"], **RUNS["unet"] | {"steps": 1})
+        return seen[-1]
+
+    first = fingerprint()
+    assert fingerprint() == first
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "optimized_attention", lambda *args, **kwargs: backend(*args, **kwargs))
+        assert fingerprint() != first
+    matmul.allow_fp16_accumulation ^= True
+    try:
+        assert fingerprint() != first
+    finally:
+        matmul.allow_fp16_accumulation ^= True
+    assert fingerprint() == first
+
+
+# torch.compile by others ------------------------------------------------------------------------------------------
+
+TINY = {
+    "num_res_blocks": [1, 1],
+    "channel_mult": (1, 2),
+    "transformer_depth": [1, 1],
+    "transformer_depth_output": [1] * 4,
+}
+PARTS = {
+    "unet": ["diffusion_model.middle_block.1.transformer_blocks.0", "diffusion_model.out"],
+    "flux": ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.1"],
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(models, patchers):
+    """Models that torch.compile traces in seconds."""
+    return {"unet": models.unet("sd15", torch.float32, **SMALL_UNET | TINY), "flux": patchers["flux"]}
+
+
+@pytest.mark.parametrize("parts", ["the whole model", "some blocks"])
+@pytest.mark.parametrize("kind", ["unet", "flux"])
+def test_torch_compile(models, tiny, kind, parts):
+    """ComfyUI's TorchCompileModel (the whole model: ours steps aside), and other packs' use of its function."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    def compiling(model):
+        if parts == "the whole model":
+            return node("nodes_torch_compile", "TorchCompileModel", "eager")(model)
+        model = model.clone()
+        set_torch_compile_wrapper(model, "eager", keys=PARTS[kind])
+        return model
+
+    fast, plain = compiled(tiny[kind]), models.sample(tiny[kind], **RUNS[kind])
+    for both in (compiling(fast), compiled(compiling(tiny[kind]))):
+        assert error(models.sample(both, **RUNS[kind]), plain) < CLOSE
+    if parts == "some blocks":
+        assert {s["state"] for s in shapes()} == {"regions"} and "replaced" in shapes()[0]["reason"]
+    else:
+        assert shapes() == []
+    assert error(models.sample(fast, **RUNS[kind]), plain) < CLOSE
+    assert shapes()[-1]["state"] == "regions" and shapes()[-1]["reason"] == ""
+
+
+def test_a_compiled_model_as_an_object_patch(models, tiny):
+    """The older way: the diffusion model itself is exchanged for a compiled one."""
+    for order in ("before", "after"):
+        model = compiled(tiny["unet"]) if order == "before" else tiny["unet"].clone()
+        model.add_object_patch("diffusion_model", torch.compile(model.model.diffusion_model, backend="eager"))
+        model = compiled(model) if order == "after" else model
+        assert error(models.sample(model, **RUNS["unet"]), models.sample(tiny["unet"], **RUNS["unet"])) < CLOSE

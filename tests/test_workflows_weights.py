@@ -1,0 +1,316 @@
+"""Weights that change under a compiled model: LoRAs of every kind, merges, hooks; eager's image, nothing compiled."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tools.driving import FLUX_RUN, SHORT_RUN, SMALL_FLUX, SMALL_UNET, compiled, randn, sample_prompts, unet_forward
+from tools.oracles import assert_fast, error, shapes
+from tools.weights import ALL_KINDS, BLOCK, LAYERS, family, lora, with_lora
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-4  # relative L2 in fp32
+CHANGED = 1e-2  # by how much a LoRA must change the image, so that a test can tell
+RUNS = {"sd15": SHORT_RUN, "sdxl": SHORT_RUN, "flux": FLUX_RUN}
+NAMES = ("sd15", "flux")
+
+
+@pytest.fixture(scope="module")
+def patchers(models, unets):
+    return unets | {"flux": models.flux(torch.float32, **SMALL_FLUX)}
+
+
+@pytest.fixture(scope="module")
+def others(models):
+    """Other weights of the same models."""
+    found = {"sd15": models.unet("sd15", torch.float32, **SMALL_UNET), "flux": models.flux(torch.float32, **SMALL_FLUX)}
+    for patcher in found.values():
+        models.randomise(patcher.model.diffusion_model, 5)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(models, patchers):
+    """Eager's image without any LoRA."""
+    return {name: models.sample(patcher, **RUNS[name]) for name, patcher in patchers.items()}
+
+
+@pytest.fixture(scope="module")
+def warm(models, patchers):
+    """Compiled, after the first prompt at batch 1 and the first above: from here on nothing may compile."""
+    fast = {name: compiled(patcher) for name, patcher in patchers.items()}
+    for name, each in fast.items():
+        models.sample(each, **RUNS[name])
+        models.sample(each, **RUNS[name] | {"batch": 2})
+    return fast
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiles(nothing_compiles):
+    """Of every test of this file."""
+
+
+# LoRAs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_kind_of_lora(models, patchers, warm, plain, name, kind):
+    """Loaded after Compile Model and before it, and gone again."""
+    if kind == "norm" and name == "flux":
+        pytest.skip("Flux's norms have no weights")
+    state, run = lora(patchers[name], kind), RUNS[name]
+    wanted = models.sample(with_lora(patchers[name], state, 0.7), **run)
+    assert error(wanted, plain[name]) > CHANGED
+    assert error(models.sample(with_lora(warm[name], state, 0.7), **run), wanted) < CLOSE
+    assert error(models.sample(compiled(with_lora(patchers[name], state, 0.7)), **run), wanted) < CLOSE
+    assert error(models.sample(warm[name], **run), plain[name]) < CLOSE
+    assert_fast()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_layer_of_the_kinds_matters(models, patchers, plain, name):
+    """A layer whose LoRA did nothing would hide a stale weight."""
+    state, own = lora(patchers[name], "diff"), LAYERS[name.replace("sd15", "unet")]
+    for layer in own:
+        part = {key: tensor for key, tensor in state.items() if f".{layer}." in key}
+        assert len(part) == 2
+        assert error(models.sample(with_lora(patchers[name], part), **RUNS[name]), plain[name]) > 1e-3, layer
+
+
+@pytest.mark.parametrize(("name", "in_place"), [("sd15", False), ("sdxl", True), ("flux", False), ("flux", True)])
+def test_prompts_of_one_afternoon(models, patchers, warm, plain, monkeypatch, name, in_place):
+    """LoRAs come, change strength, stack and go, from prompt to prompt."""
+    first, second = (lora(patchers[name], kind, seed) for kind, seed in (("lora", 1), ("loha", 99)))
+    stacks = [[], [(first, 0.5)], [(first, -0.5)], [(first, 0.5), (second, 1.0)], [(second, 1.0)], [], [(first, 0.5)]]
+
+    def loaded(patcher, stack):
+        for state, strength in stack:
+            patcher = with_lora(patcher, state, strength)
+        monkeypatch.setattr(patcher, "weight_inplace_update", in_place)
+        return patcher
+
+    for index, stack in enumerate(stacks):
+        run = RUNS[name] | {"width": 128 + 8 * index}
+        wanted = models.sample(loaded(patchers[name].clone(), stack), **run)
+        assert error(models.sample(loaded(warm[name].clone(), stack), **run), wanted) < CLOSE, index
+    assert error(models.sample(warm[name], **RUNS[name]), plain[name]) < CLOSE
+    assert_fast()
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_low_vram(patchers, warm, kind):
+    """A partly loaded model keeps LoRAs beside its weights and applies them at each call."""
+    state, outs = lora(patchers["sd15"], kind), []
+    for each in (patchers["sd15"], warm["sd15"]):
+        loaded = with_lora(each, state)
+        loaded.patch_model(torch.device("cpu"), lowvram_model_memory=1, force_patch_weights=False)
+        try:
+            assert any(getattr(m, "weight_function", None) for m in loaded.model.modules())
+            outs.append(unet_forward(loaded, 136, 120))
+        finally:
+            loaded.unpatch_model(torch.device("cpu"))
+    assert error(outs[1], outs[0]) < CLOSE and error(outs[0], unet_forward(patchers["sd15"], 136, 120)) > CHANGED
+    assert_fast()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_weight_wrapper(models, patchers, warm, plain, name):
+    """What a pack has ComfyUI do to one weight at each call."""
+
+    def wrapped(patcher):
+        patcher = patcher.clone()
+        for layer in LAYERS[family(patcher)]:
+            patcher.add_weight_wrapper(f"diffusion_model.{layer}.weight", lambda weight: weight * 0.8)
+        return patcher
+
+    wanted = models.sample(wrapped(patchers[name]), **RUNS[name])
+    assert error(wanted, plain[name]) > CHANGED
+    for each in (wrapped(warm[name]), compiled(wrapped(patchers[name]))):
+        assert error(models.sample(each, **RUNS[name]), wanted) < CLOSE
+    assert error(models.sample(warm[name], **RUNS[name]), plain[name]) < CLOSE
+    assert_fast()
+
+
+def test_a_lora_that_widens_the_model(models, patchers, warm):
+    """Flux's depth and canny LoRAs: the first layer takes twice the channels, the control image's too."""
+    state = lora(patchers["flux"])
+    state["diffusion_model.img_in.reshape_weight"] = torch.tensor([SMALL_FLUX["hidden_size"], 128])
+    state["diffusion_model.img_in.lora_down.weight"] = randn(4, 128) * 0.1
+    positive, negative = (models.conditioning(patchers["flux"], 20, seed) for seed in (1, 2))
+    for cond in (positive, negative):
+        cond[0][1]["concat_latent_image"] = randn(1, 16, 16, 16, seed=4)
+    wanted = sample_prompts(with_lora(patchers["flux"], state), positive, negative)
+    assert error(wanted, sample_prompts(patchers["flux"], positive, negative)) > CHANGED
+    assert error(sample_prompts(with_lora(warm["flux"], state), positive, negative), wanted) < CLOSE
+    assert_fast()
+
+
+# Merges -----------------------------------------------------------------------------------------------------------
+
+
+RATIOS = {"input_blocks.4": 0.4, "middle": 0.2, "double_blocks.1.": 0.3, "single_blocks.0.": 0.5}
+MERGES = {
+    "simple": lambda merging, one, two: merging.ModelMergeSimple().merge(one, two, 0.6),
+    "add": lambda merging, one, two: merging.ModelAdd().merge(one, two),
+    "subtract": lambda merging, one, two: merging.ModelSubtract().merge(one, two, 0.3),
+    "blocks": lambda merging, one, two: merging.ModelMergeBlocks().merge(one, two, input=0.7, out=0.9, **RATIOS),
+}
+
+
+# ComfyUI's merging takes seconds on a UNet's many weights: once there, the rest on Flux
+@pytest.mark.parametrize(("kind", "name"), [("blocks", "sd15"), *((kind, "flux") for kind in MERGES)])
+def test_merges(models, patchers, others, warm, plain, kind, name):
+    """ComfyUI's merging nodes on two models that have been compiled, and compiled after."""
+    from comfy_extras import nodes_model_merging as merging
+    from comfy_extras import nodes_model_merging_model_specific as specific
+
+    assert {specific.ModelMergeFlux1.merge, specific.ModelMergeSD1.merge} == {merging.ModelMergeBlocks.merge}
+    (eager,) = MERGES[kind](merging, patchers[name], others[name])
+    (fast,) = MERGES[kind](merging, warm[name], compiled(others[name]))
+    wanted = models.sample(eager, **RUNS[name])
+    assert error(wanted, plain[name]) > CHANGED
+    assert error(models.sample(fast, **RUNS[name]), wanted) < CLOSE
+    assert error(models.sample(compiled(eager), **RUNS[name]), wanted) < CLOSE
+    assert error(models.sample(warm[name], **RUNS[name]), plain[name]) < CLOSE
+    assert_fast()
+
+
+def test_a_lora_on_a_merge(models, patchers, others, warm):
+    from comfy_extras.nodes_model_merging import ModelMergeSimple
+
+    state = lora(patchers["flux"], "lokr")
+    outs = [
+        models.sample(with_lora(ModelMergeSimple().merge(each, others["flux"], 0.6)[0], state), **FLUX_RUN)
+        for each in (patchers["flux"], warm["flux"])
+    ]
+    assert error(outs[1], outs[0]) < CLOSE
+    assert_fast()
+
+
+@pytest.mark.parametrize("node", ["UNetSelfAttentionMultiply", "UNetCrossAttentionMultiply"])
+def test_attention_multiply(models, patchers, warm, plain, node):
+    """Nodes that scale the weights of every attention."""
+    from comfy_extras import nodes_attention_multiply
+
+    outs = [
+        models.sample(getattr(nodes_attention_multiply, node).execute(each, 0.3, 0.5, 3.0, 3.0).args[0], **SHORT_RUN)
+        for each in (patchers["sd15"], warm["sd15"])
+    ]
+    assert error(outs[0], plain["sd15"]) > CHANGED / 2 and error(outs[1], outs[0]) < CLOSE
+    assert_fast()
+
+
+# Hooks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lora_file(tmp_path):
+    """Writes a LoRA where ComfyUI's nodes look for it; gives its name."""
+    import folder_paths
+
+    folder_paths.add_model_folder_path("loras", str(tmp_path))
+
+    def write(state, name):
+        save_file({key: tensor.contiguous() for key, tensor in state.items()}, tmp_path / name)
+        return name
+
+    yield write
+    folder_paths.folder_names_and_paths["loras"][0].remove(str(tmp_path))
+
+
+def keyframes():
+    """A strength that falls to nothing and rises again, by ComfyUI's nodes."""
+    from comfy_extras.nodes_hooks import CreateHookKeyframe, CreateHookKeyframesInterpolated
+
+    (frames,) = CreateHookKeyframesInterpolated().create_hook_keyframes(1.0, 0.2, "linear", 0.0, 0.5, 3)
+    (frames,) = CreateHookKeyframe().create_hook_keyframe(0.0, 0.6, frames)
+    return CreateHookKeyframe().create_hook_keyframe(1.5, 0.85, frames)[0]
+
+
+def lora_hooks(patcher, lora_file, kind, seed, frames=None):
+    from comfy_extras.nodes_hooks import CreateHookLora, SetHookKeyframes
+
+    name = lora_file(lora(patcher, kind, seed), f"{kind}{seed}.safetensors")
+    (hooks,) = CreateHookLora().create_hook(name, 0.8, 0.0)
+    return SetHookKeyframes().set_hook_keyframes(hooks, frames)[0]
+
+
+def model_hooks(patcher):
+    """What CreateHookModelAsLora makes of a checkpoint, once it is loaded; of the layers that tests change."""
+    import comfy.hooks
+
+    weights = comfy.hooks.get_patch_weights_from_model(patcher)
+    weights = {key: weights[key] for key in (f"diffusion_model.{name}.weight" for name in LAYERS[family(patcher)])}
+    return comfy.hooks.create_hook_model_as_lora(weights, None, 0.5, 0.0)
+
+
+def hooked(models, patcher, groups):
+    """A positive prompt a group of hooks, side by side, and a negative one without any."""
+    from comfy_extras.nodes_hooks import ConditioningSetProperties, ConditioningSetPropertiesAndCombine
+
+    tokens, prompt = 20 if family(patcher) == "flux" else 77, None
+    for index, hooks in enumerate(groups):
+        cond = models.conditioning(patcher, tokens, 10 + index)
+        if prompt is None:
+            (prompt,) = ConditioningSetProperties().set_properties(cond, 1.0, "default", hooks=hooks)
+        else:
+            (prompt,) = ConditioningSetPropertiesAndCombine().set_properties(prompt, cond, 1.0, "default", hooks=hooks)
+    return prompt, models.conditioning(patcher, tokens, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_hooks_that_change_in_mid_run(models, patchers, others, warm, plain, lora_file, name):
+    """Two prompts with other LoRAs, one of them with keyframes, and a third that borrows another model's weights."""
+    patcher = patchers[name]
+    groups = [
+        lora_hooks(patcher, lora_file, "lora", 1, keyframes()), lora_hooks(patcher, lora_file, "loha", 99),
+        model_hooks(others[name]),
+    ]  # fmt: skip
+    prompts, run = hooked(models, patcher, groups), {"steps": 8}
+    wanted = sample_prompts(patcher, *prompts, **run)
+    assert error(wanted, sample_prompts(patcher, *hooked(models, patcher, [None] * 3), **run)) > CHANGED
+    assert error(sample_prompts(warm[name], *prompts, **run), wanted) < CLOSE
+    state = lora(patcher, "dora")  # a LoRA of the whole model beside the hooks'
+    wanted = sample_prompts(with_lora(patcher, state, 0.5), *prompts, **run)
+    assert error(sample_prompts(with_lora(warm[name], state, 0.5), *prompts, **run), wanted) < CLOSE
+    assert error(models.sample(warm[name], **RUNS[name]), plain[name]) < CLOSE
+    assert_fast()
+
+
+def test_hooks_that_are_patches_and_wrappers(models, patchers, warm):
+    """Hooks may give one prompt patches and wrappers of its own instead of weights."""
+    import comfy.hooks
+    from comfy.patcher_extension import WrappersMP
+
+    def group(transformer_options):
+        hooks = comfy.hooks.HookGroup()
+        scope = comfy.hooks.EnumHookScope.HookedOnly
+        hooks.add(comfy.hooks.TransformerOptionsHook(transformer_options, hook_scope=scope))
+        return hooks
+
+    def wrapper(executor, x, *args, **kwargs):
+        return executor(x * 0.8, *args, **kwargs) * 1.1
+
+    patched = group({"patches": {"attn1_patch": [lambda n, k, v, options: (n * 1.3, k, v)]}})
+    wrapping = group({"wrappers": {WrappersMP.DIFFUSION_MODEL: {"another pack": [wrapper]}}})
+    prompts = hooked(models, patchers["sd15"], [patched, wrapping])
+    wanted = sample_prompts(patchers["sd15"], *prompts)
+    for groups in ([None, wrapping], [patched, None]):
+        assert error(sample_prompts(patchers["sd15"], *hooked(models, patchers["sd15"], groups)), wanted) > 1e-3
+    assert error(sample_prompts(warm["sd15"], *prompts), wanted) < CLOSE
+    assert {s["state"] for s in shapes()} == {"regions"}
+
+
+def test_the_first_blocks_lora_reaches_the_kernels_tables(patchers):
+    """The layers that tests change are those whose weights a fused forward collects: text, embedding, modulations."""
+    from anyshape.accel.families import flux, unet
+
+    unet_plan = unet.Plan(patchers["sd15"].model.diffusion_model)
+    own = dict(patchers["sd15"].model.diffusion_model.named_parameters())
+    assert any(w is own[f"{BLOCK}.attn2.to_k.weight"] for w in unet_plan.text.weights)
+    assert any(w is own["input_blocks.7.0.emb_layers.1.weight"] for w in unet_plan.embedding.weights)
+    flux_plan = flux.Plan(patchers["flux"].model.diffusion_model)
+    own = dict(patchers["flux"].model.diffusion_model.named_parameters())
+    assert any(w is own["single_blocks.0.modulation.lin.weight"] for w in flux_plan.group.weights)
