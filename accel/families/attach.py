@@ -13,9 +13,11 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
+from .. import devices
 from ..engine import Engine, Settings
 from ..stats import STATS
 from . import flux, unet
+from .compat import static_clone
 from .family import Family
 from .layers import INTERRUPTS
 from .session import Session
@@ -38,20 +40,30 @@ def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatch
 
     A model that cannot be compiled comes back as a plain clone with the reason; ``mode: off`` as a plain clone.
     """
-    clone = patcher.clone()
-    remove(clone)  # of two Compile Model nodes in a row, the last one decides
     if settings.mode == "off":
-        return clone, ""
+        return remove(patcher.clone()), ""
+    if obstacle := devices.obstacle(patcher.load_device):
+        return _plain(patcher, obstacle)
     family, obstacle = family_of(getattr(patcher.model, "diffusion_model", None))
     if obstacle:
-        message = f"{obstacle}. It runs in eager, as without this node; Compile VAE works with any SD or Flux VAE"
-        STATS.fallback(type(patcher.model).__name__, message)
-        return clone, message
+        return _plain(
+            patcher, f"{obstacle}. It runs in eager, as without this node; Compile VAE works with any SD or Flux VAE"
+        )
+    clone, obstacle = static_clone(patcher)
+    if obstacle:
+        return _plain(patcher, f"this model runs in eager, as without this node: {obstacle}")
+    remove(clone)  # of two Compile Model nodes in a row, the last one decides
     session = Session(family, settings, engine_of(family, patcher))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
     return clone, _graph_message(settings, patcher.load_device)
+
+
+def _plain(patcher: ModelPatcher, message: str) -> tuple[ModelPatcher, str]:
+    """(a clone without our wrappers, ``message``), counted."""
+    STATS.fallback(type(patcher.model).__name__, message)
+    return remove(patcher.clone()), message
 
 
 def engine_of(family: Family, patcher: ModelPatcher) -> Callable[[nn.Module], Engine]:
@@ -68,16 +80,17 @@ def family_of(model: nn.Module) -> tuple[Family | None, str]:
     return family, family.unsupported(model)
 
 
-def remove(patcher: ModelPatcher) -> None:
-    """Takes our wrappers and callbacks off ``patcher``."""
+def remove(patcher: ModelPatcher) -> ModelPatcher:
+    """Takes our wrappers and callbacks off ``patcher``, and gives it back."""
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
+    return patcher
 
 
 def _graph_message(settings: Settings, device: torch.device) -> str:
     """What the user should know of graphs before the first run; "" where all is as it should be."""
-    if device.type != "cuda" or settings.graph_budget_mb == 0:
+    if not devices.is_nvidia(device) or settings.graph_budget_mb == 0:
         return ""
     card = torch.cuda.get_device_properties(device).total_memory
     if settings.graph_budget_bytes <= card:

@@ -17,6 +17,7 @@ from ..ops import FusedOps
 from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import unet
+from .compat import outside_memory_plan
 from .family import Arguments, Family
 from .layers import is_foreign
 
@@ -104,7 +105,8 @@ class Session:
             return self._call(model, original, *inner, **extra)
 
         chain = WrapperExecutor.new_class_executor(ours, model, executor.wrappers, executor.idx + 1)
-        return chain.execute(*args, **kwargs)
+        with outside_memory_plan():
+            return chain.execute(*args, **kwargs)
 
     def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The ``_forward`` of the model's family, through the engine."""
@@ -114,6 +116,7 @@ class Session:
         skip: SkipRun | None = given.options.get(RUN_KEY)
         obstacle = _foreign_forward(self.family, model, original) or _obstacle(given) or self.family.obstacle(given)
         run = None if obstacle or self.settings.mode == "off" else self._run(model, given.tensors["x"].device)
+        obstacle = obstacle or (run.plan.survey.obstacle() if run else "")
         forward = _Forward(self.family, model, original, given, run, obstacle)
         engine = self._engine(model)
         if skip is None or obstacle or not skip.skips:

@@ -19,6 +19,7 @@ from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor, nn
 
 from ..ops import FusedOps, Stream, linear
+from .compat import HAS_MIDDLE_PATCH
 from .layers import conv, norm_of, pointwise, product, to_image, to_tokens, weights_of
 from .unet_plan import Plan
 
@@ -109,7 +110,9 @@ class UNetForward:
         self.ops, self.model, self.plan, self.options = ops, model, plan, options
         self.patches: dict[str, list[Callable]] = options.get("patches", {})
         self.replacements: dict[str, dict] = options.get("patches_replace", {})
-        self.x, self.context, self.control = inputs.x, inputs.context, inputs.control
+        self.inputs, self.x, self.context, self.control = inputs, inputs.x, inputs.context, inputs.control
+        # classes of layers that patches run instead: which of them, ComfyUI's own code decides
+        self.patched = tuple(kind for kind, _ in self.patches.get("forward_timestep_embed_patch", ()))
         options["original_shape"], options["transformer_index"] = list(inputs.x.shape), 0
         self.emb = self._embedding(inputs.x, inputs.timesteps, inputs.y)
         self.shifts = self._project_embedding(F.silu(self.emb))
@@ -216,7 +219,12 @@ class UNetForward:
         self.options["block"] = ("middle", 0)
         if self.model.middle_block is not None:
             h = self._stage(self.model.middle_block, h)
-        return openaimodel.apply_control(h, self.control, "middle")
+        h = openaimodel.apply_control(h, self.control, "middle")
+        for patch in self.patches.get("middle_block_after_patch", ()) if HAS_MIDDLE_PATCH else ():
+            given = {"h": h, "emb": self.emb, "transformer_options": self.options}
+            names = ("x", "timesteps", "context", "y")
+            h = patch(given | {name: getattr(self.inputs, name) for name in names})["h"]
+        return h
 
     def _up(self, h: Tensor, blocks: range, complete: bool = True) -> Tensor:
         """Output blocks; each takes the last of ``skips``. Not ``complete``: without the last one's ``ending``."""
@@ -225,7 +233,8 @@ class UNetForward:
             skip = openaimodel.apply_control(self.skips.pop(), self.control, "output")
             for patch in self.patches.get("output_block_patch", ()):
                 h, skip = patch(h, skip, self.options)
-            h = torch.cat([h, skip], dim=1)  # in channels_last if both are
+            if skip is not None:  # a patch may have joined them
+                h = torch.cat([h, skip], dim=1)  # in channels_last if both are
             del skip  # not held while the stage runs, as in eager
             layers = list(self.model.output_blocks[index])
             if not complete and index == blocks[-1]:
@@ -236,14 +245,16 @@ class UNetForward:
     def _stage(self, stage: Iterable[nn.Module], h: Tensor, output_shape: torch.Size | None = None) -> Tensor:
         """One stage of layers; h [N, C, H, W], output_shape: of the skip connection that the result will meet."""
         for layer in stage:
-            if id(layer) in self.plan.res_blocks:
+            if isinstance(layer, self.patched):
+                h = openaimodel.forward_timestep_embed([layer], h, self.emb, self.context, self.options, output_shape)
+            elif id(layer) in self.plan.res_blocks:
                 h = res_block(self.ops, layer, h, *self.shifts[id(layer)])
             elif id(layer) in self.plan.transformers:
                 h = self._transformer(layer, h)
                 self.options["transformer_index"] += 1
             elif id(layer) in self.plan.upsamplings:
                 h = upsample(self.ops, layer, h, output_shape)
-            else:  # downsampling, the first convolution, blocks that are not plain, what a patch handles
+            else:  # downsampling, the first convolution, blocks that are not plain
                 h = openaimodel.forward_timestep_embed([layer], h, self.emb, self.context, self.options, output_shape)
         return h
 

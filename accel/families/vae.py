@@ -17,12 +17,14 @@ import torch
 from comfy.ldm.models.autoencoder import AutoencodingEngine
 from torch import Tensor, nn
 
+from .. import devices
 from ..engine import Call, Engine, Settings
 from ..key import shape_key
 from ..ops import FusedOps
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from .attach import engine_for
+from .compat import is_streamed, outside_memory_plan, static_clone
 from .layers import Survey, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens
 
 SETTINGS = Settings(graph_budget_mb=0)
@@ -57,14 +59,16 @@ def compile_vae(vae: comfy.sd.VAE) -> tuple[comfy.sd.VAE, str]:
     model = vae.first_stage_model
     if _is_compiled(model):
         return vae, ""
-    obstacle = unsupported(model)
+    compiled = copy.copy(vae)
+    obstacle = devices.obstacle(vae.device) or unsupported(model)
+    if not obstacle:
+        compiled.patcher, obstacle = static_clone(vae.patcher)
     if obstacle:
         message = f"{obstacle}. It runs in eager, as without this node"
         STATS.fallback(type(model).__name__, message)
         return vae, message
-    compiled = copy.copy(vae)
-    compiled.patcher = vae.patcher.clone()
-    compiled.first_stage_model = _with_fused_parts(model)
+    # of streamed weights there is a second copy, which stays in place
+    compiled.first_stage_model = _with_fused_parts(compiled.patcher.model if is_streamed(vae.patcher) else model)
     return compiled, ""
 
 
@@ -116,7 +120,8 @@ class _Forward:
             batch=x.shape[0],
             obstacle=_obstacle(self._part, x, options),
         )
-        return self._engine(call, SETTINGS)
+        with outside_memory_plan():
+            return self._engine(call, SETTINGS)
 
     def _run(self, ops: FusedOps, tensors: dict[str, Tensor]) -> Tensor:
         layout = ChannelsLastWeights()
@@ -138,6 +143,8 @@ def _obstacle(part: nn.Module, x: Tensor, options: dict[str, Any]) -> str:
     survey = Survey(part)
     if is_altered(part) or survey.altered:
         return "another node replaced or hooked a part of the VAE, so it runs in eager"
+    if survey.obstacle():
+        return survey.obstacle()
     if survey.unknown:
         return (
             f"layers of a kind that AnyShape does not know ({', '.join(sorted(survey.unknown))}): the VAE runs in eager"
