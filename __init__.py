@@ -1,25 +1,13 @@
 """AnyShape: compiled diffusion models that stay fast when the resolution and the batch change."""
 
-import comfy.model_management
-from comfy_api.latest import ComfyExtension, io
+import logging
 
-from .accel import kernels
-from .nodes import NODES, routes
+from .accel import minimum
 
 WEB_DIRECTORY = "./web"
 
-
-class AnyShape(ComfyExtension):
-    """The pack's nodes."""
-
-    async def get_node_list(self) -> list[type[io.ComfyNode]]:  # noqa: D102
-        return NODES
-
-
-async def comfy_entrypoint() -> AnyShape:
-    """What ComfyUI calls to load the pack."""
-    return AnyShape()
-
-
-routes.register()
-kernels.prepare(comfy.model_management.get_torch_device())
+if problem := minimum.unmet():
+    logging.getLogger(__name__).error("%s", problem)
+    NODE_CLASS_MAPPINGS = {}  # ComfyUI counts a pack without this as one that failed
+else:
+    from .nodes.extension import comfy_entrypoint as comfy_entrypoint

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import graphs, kernels, region_ops, verify
+from . import devices, graphs, kernels, region_ops, verify
 from .attempt import attempt, named
 from .compilations import compilations
 from .errors import AnyShapeError, CaptureFailed, Unavailable, is_out_of_memory
@@ -184,6 +184,8 @@ class Engine:
         return graphs.obstacle(tier) or call.graph_obstacle
 
     def _load(self, tier: str, device: torch.device) -> FusedOps:
+        if obstacle := devices.obstacle(device):
+            raise Unavailable(obstacle)
         if tier == "kernels":
             return kernels.load(device)
         if obstacle := kernels.too_old(device):
@@ -280,6 +282,6 @@ def _tiers(settings: Settings, device: torch.device) -> tuple[str, ...]:
     """The tiers to try, fastest first. ``auto`` asks no CPU for kernels; ``kernels`` does, and is told what happens."""
     if settings.mode == "off":
         return ()
-    if settings.mode == "regions" or (settings.mode == "auto" and device.type != "cuda"):
+    if settings.mode == "regions" or (settings.mode == "auto" and not devices.is_nvidia(device)):
         return ("regions",)
     return ("kernels", "regions")

@@ -11,7 +11,7 @@ import comfy.sd
 import comfy.supported_models
 import torch
 from comfy.cldm.cldm import ControlNet
-from comfy.ldm.flux.layers import RMSNorm
+from comfy.ldm.flux.model import FluxParams
 from comfy.ldm.models.autoencoder import AutoencoderKL
 from comfy.model_patcher import ModelPatcher
 from comfy.t2i_adapter.adapter import Adapter
@@ -39,6 +39,8 @@ FLUX = {
     "context_in_dim": 4096, "hidden_size": 3072, "mlp_ratio": 4.0, "num_heads": 24, "depth": 19,
     "depth_single_blocks": 38, "axes_dim": [16, 56, 56], "theta": 10000, "qkv_bias": True, "guidance_embed": True,
 }  # fmt: skip
+if "txt_ids_dims" in FluxParams.__dataclass_fields__:  # newer than ComfyUI 0.3.75
+    FLUX["txt_ids_dims"] = []
 VAE_CONFIG = {
     "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
     "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
@@ -55,8 +57,8 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
     for layer in module.modules():
         if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)) and layer.weight is not None:
             layer.weight.data.add_(1.0)
-        if isinstance(layer, RMSNorm):
-            layer.scale.data.add_(1.0)
+        if type(layer).__name__ == "RMSNorm":  # Flux's own, or in newer ComfyUI torch's
+            getattr(layer, "scale" if hasattr(layer, "scale") else "weight").data.add_(1.0)
     module.requires_grad_(False)
 
 

@@ -57,7 +57,10 @@ def test_interrupt_between_steps(models, patcher):
 def test_interrupt_inside_a_forward(models, patcher):
     """The user presses Cancel: ComfyUI's layers raise in the midst of our forward, which is no failure of it."""
     import comfy.model_management as mm
+    import comfy.ops
 
+    if not hasattr(comfy.ops, "run_every_op"):
+        pytest.skip("this ComfyUI's layers do not ask whether the user has cancelled")
     fast = compiled(patcher)
     stopping = fast.clone()
     stopping.set_model_input_block_patch(lambda h, o: mm.interrupt_current_processing(True) or h)
@@ -140,7 +143,8 @@ def test_no_compiler(tmp_path):
     """A machine without a C++ compiler: the eager image, and a reason that names what to install."""
     import json
 
-    env = {**os.environ, "CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    places = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": places}
     script = [sys.executable, "-c", NO_COMPILER % json.dumps(SMALL_UNET)]
     done = subprocess.run(script, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -188,6 +192,7 @@ def test_kernels_on_a_cpu_say_what_happens(models, patcher, fresh):
 def chroma():
     """The smallest Chroma that ComfyUI builds: a family that we do not know."""
     import comfy.supported_models
+    from comfy.ldm.chroma.model import ChromaParams
     from comfy.model_patcher import ModelPatcher
 
     config = {
@@ -195,6 +200,8 @@ def chroma():
         "mlp_ratio": 2.0, "num_heads": 2, "depth": 1, "depth_single_blocks": 1, "axes_dim": [8, 12, 12],
         "theta": 10000, "patch_size": 2, "qkv_bias": True, "in_dim": 64, "out_dim": 64, "hidden_dim": 64, "n_layers": 1,
     }  # fmt: skip
+    newer = {"txt_ids_dims": [], "vec_in_dim": 0}  # which ComfyUI 0.3.75 does not have
+    config |= {name: value for name, value in newer.items() if name in ChromaParams.__dataclass_fields__}
     settings = comfy.supported_models.Chroma(config)
     settings.set_inference_dtype(torch.float32, None)
     model = settings.get_model({}, "", device="cpu")

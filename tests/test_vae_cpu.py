@@ -129,7 +129,8 @@ def test_weights_and_their_names_are_shared(vae):
     own, ours = vae.get_sd(), fast.get_sd()
     assert list(own) == list(ours)
     assert all(own[name].data_ptr() == ours[name].data_ptr() for name in own)
-    assert fast.model_size() == vae.model_size()
+    if hasattr(vae, "model_size"):  # newer than ComfyUI 0.3.64
+        assert fast.model_size() == vae.model_size()
 
 
 def test_disabled_passes_through(vae, pack):

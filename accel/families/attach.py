@@ -13,10 +13,12 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 from torch import nn
 
+from .. import devices
 from ..attempt import attempt, failed
 from ..engine import Engine, Settings
 from ..stats import STATS
 from . import flux, unet
+from .compat import static_clone
 from .family import Family
 from .layers import INTERRUPTS
 from .session import Session
@@ -39,28 +41,36 @@ def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatch
 
     A model that cannot be compiled comes back as a plain clone with the reason; ``mode: off`` as a plain clone.
     """
-    clone, name = patcher.clone(), type(patcher.model).__name__
-    remove(clone)  # of two Compile Model nodes in a row, the last one decides
     if settings.mode == "off":
-        return clone, ""
-    message, failure = attempt(lambda: _attach(clone, name, settings), failed(name, "Compile Model"), INTERRUPTS)
-    if failure:
-        remove(clone)
-    return clone, failure or message
+        return remove(patcher.clone()), ""
+    judge = failed(type(patcher.model).__name__, "Compile Model")
+    outcome, failure = attempt(lambda: _compiled(patcher, settings), judge, INTERRUPTS)
+    return (remove(patcher.clone()), failure) if failure else outcome
 
 
-def _attach(clone: ModelPatcher, name: str, settings: Settings) -> str:
-    """Puts our wrappers on ``clone``, or says why it runs in eager; returns what the user should know or ""."""
-    family, obstacle = family_of(getattr(clone.model, "diffusion_model", None))
+def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, str]:
+    if obstacle := devices.obstacle(patcher.load_device):
+        return _plain(patcher, obstacle)
+    family, obstacle = family_of(getattr(patcher.model, "diffusion_model", None))
     if obstacle:
-        message = f"{obstacle}. It runs in eager, as without this node; Compile VAE works with any SD or Flux VAE"
-        STATS.fallback(name, message)
-        return message
-    session = Session(family, settings, name, engine_of(family, clone))
+        return _plain(
+            patcher, f"{obstacle}. It runs in eager, as without this node; Compile VAE works with any SD or Flux VAE"
+        )
+    clone, obstacle = static_clone(patcher)
+    if obstacle:
+        return _plain(patcher, f"this model runs in eager, as without this node: {obstacle}")
+    remove(clone)  # of two Compile Model nodes in a row, the last one decides
+    session = Session(family, settings, type(patcher.model).__name__, engine_of(family, patcher))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
-    return _graph_message(settings, clone.load_device)
+    return clone, _graph_message(settings, clone.load_device)
+
+
+def _plain(patcher: ModelPatcher, message: str) -> tuple[ModelPatcher, str]:
+    """(a clone without our wrappers, ``message``), counted."""
+    STATS.fallback(type(patcher.model).__name__, message)
+    return remove(patcher.clone()), message
 
 
 def engine_of(family: Family, patcher: ModelPatcher) -> Callable[[nn.Module], Engine]:
@@ -77,16 +87,17 @@ def family_of(model: nn.Module) -> tuple[Family | None, str]:
     return family, family.unsupported(model)
 
 
-def remove(patcher: ModelPatcher) -> None:
-    """Takes our wrappers and callbacks off ``patcher``."""
+def remove(patcher: ModelPatcher) -> ModelPatcher:
+    """Takes our wrappers and callbacks off ``patcher``, and gives it back."""
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
+    return patcher
 
 
 def _graph_message(settings: Settings, device: torch.device) -> str:
     """What the user should know of graphs before the first run; "" where all is as it should be."""
-    if device.type != "cuda" or settings.graph_budget_mb == 0:
+    if not devices.is_nvidia(device) or settings.graph_budget_mb == 0:
         return ""
     card = torch.cuda.get_device_properties(device).total_memory
     if settings.graph_budget_bytes <= card:

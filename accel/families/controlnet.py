@@ -19,6 +19,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from torch import Tensor, nn
 
+from .. import devices
 from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
 from ..key import shape_key
@@ -28,6 +29,7 @@ from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from . import controlnet_forward as family
 from .attach import KEY, drop_graphs, engine_for, settings_of
+from .compat import outside_memory_plan
 from .family import Arguments
 from .layers import INTERRUPTS
 from .run_state import Run
@@ -56,7 +58,7 @@ def _compiled(
 ) -> tuple[comfy.controlnet.ControlBase, str]:
     if isinstance(control, CompiledControlNet):
         return control, ""
-    obstacle = unsupported(control)
+    obstacle = unsupported(control) or devices.obstacle(control.load_device)
     if obstacle:
         message = f"{obstacle}. It runs as without this node"
         STATS.fallback(name, message)
@@ -203,13 +205,15 @@ class _Forward:
 
     def _through_engine(self, theirs: Theirs, args: tuple, kwargs: dict[str, Any]) -> Residuals:
         settings = replace(self.sampling.settings, verify=self._verify)
-        *output, middle = self._engine(self._call(family.arguments(*args, **kwargs), theirs), settings)
+        with outside_memory_plan():
+            *output, middle = self._engine(self._call(family.arguments(*args, **kwargs), theirs), settings)
         return {"middle": [middle], "output": output}
 
     def _call(self, given: Arguments, theirs: Theirs) -> Call:
         model, x, obstacle = self._model, given.tensors["x"], family.obstacle(self._model, given)
         run = None if obstacle else self.sampling.run(model, self._engine, x.device)
         plan = run.plan if run else None
+        obstacle = obstacle or (plan.survey.obstacle() if plan else "")
 
         def forward(ops: FusedOps, tensors: dict[str, Tensor]) -> Output:
             return family.forward(ops, model, plan, given, tensors)

@@ -54,6 +54,17 @@ def unconsumed(control: dict[str, list[Tensor | None]] | None) -> dict[str, list
     return control and {name: list(items) for name, items in control.items()}
 
 
+def unknown_patches(given: Arguments, known: frozenset[str], where: str) -> str:
+    """Why a call with patches of a kind that the mirrored forward does not call needs ComfyUI's own; "" if it has none.
+
+    A newer ComfyUI may call patches that ours would pass over.
+    """
+    names = sorted(name for name, patches in given.options.get("patches", {}).items() if patches and name not in known)
+    return (
+        f"patches that AnyShape does not know in {where} ({', '.join(names)}): the model runs in eager" if names else ""
+    )
+
+
 class Plan(Protocol):
     """Which parts of one model may run on fused operations, decided once a sampling run."""
 

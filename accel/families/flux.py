@@ -6,7 +6,7 @@ ours (``flux_blocks``).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 import comfy.ldm.flux.layers as layers
@@ -18,19 +18,21 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..ops import FusedOps, GatedStream
-from .family import Arguments, residuals, unconsumed
+from .compat import PROCESS_IMG_TAKES_OPTIONS, RMS_NORMS
+from .family import Arguments, residuals, unconsumed, unknown_patches
 from .flux_blocks import Attention, Modulations, Plan, double_block, is_half, last_layer, single_block
 
 KIND = "dit"
 MODEL = Flux
 MIRRORED = ("_forward", "forward_orig", "process_img")
 LATENT_TO_PIXELS = 8
-# What Flux may be built with, in ComfyUI 0.3.64 to 0.3.75; another name that is not at its default is a new form.
+# What Flux may be built with; another name that is neither at its default nor empty is a new form.
 PARAMETERS = frozenset(
     "in_channels out_channels vec_in_dim context_in_dim hidden_size mlp_ratio num_heads depth depth_single_blocks "
     "axes_dim theta patch_size qkv_bias guidance_embed ops_bias default_ref_method ref_index_scale".split()
 )
 PATCHES = frozenset({"post_input"})  # that the mirrored forward calls
+METHODS = ("offset", "index", "uxo")  # of placing references, that every version of ComfyUI knows alike
 
 Control = dict[str, list[Tensor | None]] | None
 
@@ -40,13 +42,15 @@ def unsupported(model: Flux) -> str:
     foreign = sorted(f.name for f in fields(model.params) if _is_new(f, getattr(model.params, f.name)))
     if foreign:
         return f"this Flux has a form that AnyShape does not know ({', '.join(foreign)}; it knows Flux.1)"
-    if len(model.params.axes_dim) != 3 or not hasattr(model, "final_layer"):
+    places = getattr(model.params, "default_ref_method", "offset") in METHODS and len(model.params.axes_dim) == 3
+    if not places or not hasattr(model, "final_layer"):
         return "this Flux has a form that AnyShape does not know (it knows Flux.1)"
     return ""
 
 
 def _is_new(field: Any, value: Any) -> bool:
-    return field.name not in PARAMETERS and value != field.default
+    default = [] if field.default is MISSING else field.default
+    return field.name not in PARAMETERS and value != default
 
 
 def arguments(
@@ -77,18 +81,26 @@ def _plain(known: dict[str, Any], options: dict[str, Any]) -> list[tuple[str, An
 
 def obstacle(given: Arguments) -> str:
     """Why only ComfyUI's own forward is right for this call; "" if ours is."""
-    unknown = sorted(name for name, value in given.options.get("patches", {}).items() if value and name not in PATCHES)
-    if unknown:
-        return f"patches that AnyShape does not know in Flux ({', '.join(unknown)}): the model runs in eager"
+    if unknown := unknown_patches(given, PATCHES, "Flux") or _unknown_references(given):
+        return unknown
     if any(_is_replaced(owner, name) for owner, name in _OWN) or layers.attention is not flux_math.attention:
         return "another node replaced a part of ComfyUI's Flux for every model, so it runs in eager"
     return ""
 
 
+def _unknown_references(given: Arguments) -> str:
+    """Why the references of this call are not ours to place; "" if they are."""
+    method = given.known.get("ref_latents_method")
+    if not given.lists.get("ref_latents") or method in (None, *METHODS) and "rope_options" not in given.options:
+        return ""
+    why = "with rope options" if method in (None, *METHODS) else f'by the method "{method}"'
+    return f"AnyShape does not place references {why}: the model runs in eager"
+
+
 _OWN = (
     *((Flux, name) for name in MIRRORED),
     *((block, "forward") for block in (DoubleStreamBlock, SingleStreamBlock, LastLayer)),
-    *((layer, "forward") for layer in (layers.Modulation, layers.QKNorm, layers.RMSNorm)),
+    *((layer, "forward") for layer in (layers.Modulation, layers.QKNorm, *RMS_NORMS)),
 )
 
 
@@ -104,9 +116,12 @@ def forward(ops: FusedOps, model: Flux, plan: Plan, given: Arguments, tensors: d
         given.known.get("ref_latents_method", getattr(model.params, "default_ref_method", "offset")),
     )
     references = given.listed("ref_latents", tensors) if "ref_latents" in given.lists else []
-    img, img_ids = model.process_img(x, transformer_options=given.options)
+    placed = {"transformer_options": given.options} if PROCESS_IMG_TAKES_OPTIONS else {}
+    img, img_ids = model.process_img(x, **placed)
     tokens = [(img, img_ids), *_reference_tokens(model, x, references, method)]
     img, img_ids = (torch.cat(each, dim=1) if references else each[0] for each in zip(*tokens, strict=True))
+    if references:
+        given.options["reference_image_num_tokens"] = [places.shape[1] for _, places in tokens[1:]]
     fused = FluxForward(ops, model, plan, given.options, tensors.get("attention_mask"))
     vec = fused.embedding(x, tensors["timesteps"], tensors.get("y"), tensors.get("guidance"))
     out = fused(img, img_ids, tensors["context"], vec, given.control(tensors))[:, : tokens[0][0].shape[1]]
@@ -183,7 +198,7 @@ class FluxForward:
     def _post_input(self, tokens: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Patches of the input tokens, then (img, txt, the rotation of each token)."""
         for patch in self.options.get("patches", {}).get("post_input", ()):
-            out = patch(tokens)
+            out = patch(tokens | {"transformer_options": self.options})
             tokens = {name: out[name] for name in ("img", "txt", "img_ids", "txt_ids")}
         ids = None if tokens["img_ids"] is None else torch.cat((tokens["txt_ids"], tokens["img_ids"]), dim=1)
         return tokens["img"], tokens["txt"], None if ids is None else self.model.pe_embedder(ids)
@@ -209,7 +224,7 @@ class FluxForward:
         return self.ops.gated_residual(img), self.ops.gated_residual(txt)
 
     def _single(self, x: Tensor, length: int, control: Control) -> GatedStream:
-        stream = GatedStream(x)
+        stream, self.options["img_slice"] = GatedStream(x), [length, x.shape[1]]
         for index, block, patch in self._blocks("single", self.model.single_blocks):
             if patch is None and self._is_ours(block):
                 stream = single_block(self.ops, block, stream, self.modulations, self.attend)

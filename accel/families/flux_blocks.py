@@ -12,9 +12,8 @@ from comfy.ldm.flux.model import Flux
 from torch import Tensor, nn
 
 from ..ops import FusedOps, GatedStream, Heads, LinearGroup, Modulation, Weights, linear
-from .layers import Survey, is_cast, weights_of
-
-RMS_EPS = 1e-6  # layers.RMSNorm.forward
+from .compat import RMS_NORMS, drops_out
+from .layers import Survey, is_cast, rms_norm_of, weights_of
 
 
 class Plan:
@@ -25,7 +24,7 @@ class Plan:
     """
 
     def __init__(self, model: Flux) -> None:
-        self.survey = Survey(model, own_layers=(layers.RMSNorm,))
+        self.survey = Survey(model, own_layers=RMS_NORMS)
         candidates = [*model.double_blocks, *model.single_blocks, model.final_layer]
         ours = [m for m in candidates if id(m) not in self.survey.odd and _is_plain(m)]
         self.ours = {id(m) for m in ours}
@@ -40,14 +39,18 @@ class Plan:
 
 def _is_plain(m: nn.Module) -> bool:
     plain = {DoubleStreamBlock: _plain_double_block, SingleStreamBlock: _plain_single_block, LastLayer: _plain_last}
-    return not m.training and type(m) in plain and plain[type(m)](m)
+    return type(m) in plain and plain[type(m)](m) and not drops_out(m)
 
 
 def _plain_double_block(m: DoubleStreamBlock) -> bool:
-    parts = ((m.img_attn, m.img_mlp, m.img_mod), (m.txt_attn, m.txt_mlp, m.txt_mod)) if m.modulation else ()
+    parts = (
+        ((m.img_attn, m.img_mlp, m.img_mod), (m.txt_attn, m.txt_mlp, m.txt_mod))
+        if getattr(m, "modulation", True)
+        else ()
+    )
     return (
         bool(parts)
-        and not m.flipped_img_txt
+        and not getattr(m, "flipped_img_txt", False)
         and all(
             _plain_norm(attn.norm) and len(mlp) == 3 and _is_tanh_gelu(mlp[1]) and mod.is_double
             for attn, mlp, mod in parts
@@ -64,7 +67,7 @@ def _plain_last(m: LastLayer) -> bool:
 
 
 def _plain_norm(m: nn.Module) -> bool:
-    return type(m) is layers.QKNorm and all(type(n) is layers.RMSNorm for n in (m.query_norm, m.key_norm))
+    return type(m) is layers.QKNorm and all(type(n) in RMS_NORMS for n in (m.query_norm, m.key_norm))
 
 
 def _is_tanh_gelu(m: nn.Module) -> bool:
@@ -146,8 +149,8 @@ def _leave(
 
 
 def _heads(norm: layers.QKNorm, qkv: Tensor) -> Heads:
-    query, key = (n.scale.to(device=qkv.device, dtype=qkv.dtype) for n in (norm.query_norm, norm.key_norm))
-    return Heads(qkv, query, key, RMS_EPS)
+    query, key = (rms_norm_of(n, qkv) for n in (norm.query_norm, norm.key_norm))
+    return Heads(qkv, query.weight, key.weight, query.eps)
 
 
 def is_half(x: Tensor) -> bool:

@@ -4,6 +4,7 @@ ComfyUI may keep a layer's weights elsewhere or in another dtype and cast them a
 applied on the fly). ``cast_bias_weight`` is its own way to get them; we use it and nothing else.
 """
 
+import functools
 from itertools import chain
 
 import comfy.ldm.flux.math as flux_math
@@ -15,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import FusedOps, Norm, Weights
+from .compat import is_streamed_layer
+
+FLUX_RMS_EPS = 1e-6  # comfy.ldm.flux.layers.RMSNorm.forward
 
 
 def is_cast(layer: nn.Module) -> bool:
@@ -37,6 +41,23 @@ def norm_of(layer: nn.Module, like: Tensor) -> Norm:
     """The parameters of a GroupNorm or LayerNorm layer."""
     weights = weights_of(layer, like) if layer.weight is not None else Weights(None, None)
     return Norm(weights.weight, weights.bias, layer.eps, getattr(layer, "num_groups", 1))
+
+
+def rms_norm_of(layer: nn.Module, like: Tensor) -> Norm:
+    """The parameters of an RMSNorm layer: of the class that Flux once had, or of the one that all models have now."""
+    if hasattr(layer, "scale"):
+        return Norm(layer.scale.to(device=like.device, dtype=like.dtype), None, FLUX_RMS_EPS)
+    eps = _torch_rms_eps(like.dtype, like.device) if layer.eps is None else layer.eps
+    return Norm(weights_of(layer, like).weight.to(like.dtype), None, eps)
+
+
+@functools.cache
+def _torch_rms_eps(dtype: torch.dtype, device: torch.device) -> float:
+    """What torch takes for an RMSNorm's epsilon where none is given: asked of it, for it is not the same everywhere."""
+    x = torch.full((1, 2), 2.0**-12, dtype=dtype, device=device)
+    found = F.rms_norm(x, (2,))[0, 0].item()
+    known = (torch.finfo(kind).eps for kind in (dtype, torch.float32, torch.float64))
+    return min(known, key=lambda eps: abs(found - 2.0**-12 / (2.0**-24 + eps) ** 0.5))
 
 
 def conv(ops: FusedOps, layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -125,6 +146,7 @@ class Survey:
         self.altered = False
         self.unknown: set[str] = set()
         self.cast = False
+        self.streamed = False
         for part in model.children():  # the model itself is called by others, with whatever they hung on it
             self._visit(part)
         self._children = [module._modules for module in model.modules() if module._modules]
@@ -144,6 +166,7 @@ class Survey:
         altered, unknown = is_altered(module), _is_unknown_layer(module, self._known)
         self.altered |= altered
         self.cast |= is_cast(module)
+        self.streamed |= is_streamed_layer(module)
         if unknown:
             self.unknown.add(type(module).__qualname__.split("<locals>.")[-1])
         odd = altered or unknown
@@ -152,6 +175,12 @@ class Survey:
         if odd:
             self.odd.add(id(module))
         return odd
+
+    def obstacle(self) -> str:
+        """Why nothing of this model may run fused; "" if something may."""
+        if self.streamed:
+            return "weights are streamed while the model runs (DynamicVRAM), so it runs in eager"
+        return ""
 
     def eager_parts(self) -> str:
         """Why some parts run their own forward; "" if none does."""

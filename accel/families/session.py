@@ -19,6 +19,7 @@ from ..outputs import Output
 from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
 from ..weights import ChannelsLastWeights
 from . import unet
+from .compat import outside_memory_plan
 from .family import Arguments, Family
 from .layers import INTERRUPTS, is_foreign
 from .run_state import Run, call_obstacle
@@ -74,7 +75,8 @@ class Session:
             return self._call(model, original, *inner, **extra)
 
         chain = WrapperExecutor.new_class_executor(ours, model, executor.wrappers, executor.idx + 1)
-        return chain.execute(*args, **kwargs)
+        with outside_memory_plan():
+            return chain.execute(*args, **kwargs)
 
     def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The ``_forward`` of the model's family, through the engine; ComfyUI's own if anything of ours fails."""
@@ -94,6 +96,7 @@ class Session:
         skip: SkipRun | None = given.options.get(RUN_KEY)
         obstacle = _foreign_forward(self.family, model, original) or call_obstacle(given) or self.family.obstacle(given)
         run = None if obstacle or self.settings.mode == "off" else self._run(model, given.tensors["x"].device)
+        obstacle = obstacle or (run.plan.survey.obstacle() if run else "")
         theirs.run = lambda: original(*given.original(), **given.known, **given.extra)
         forward = _Forward(self.family, model, theirs, given, run, obstacle)
         engine = self._engine(model)

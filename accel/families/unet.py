@@ -6,7 +6,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
 
 from ..ops import FusedOps
-from .family import Arguments, residuals, unconsumed
+from .family import Arguments, residuals, unconsumed, unknown_patches
 from .unet_forward import Control, Inputs, UNetForward
 from .unet_plan import Plan, unknown_layers
 from .unet_stages import ending
@@ -19,6 +19,10 @@ KIND = "unet"
 MODEL = UNetModel
 MIRRORED = ("_forward",)
 LATENT_TO_PIXELS = 8
+PATCHES = frozenset(  # that ``forward`` calls, or that its blocks do
+    "input_block_patch input_block_patch_after_skip middle_block_after_patch output_block_patch emb_patch "
+    "forward_timestep_embed_patch attn1_patch attn1_output_patch attn2_patch attn2_output_patch middle_patch".split()
+)
 
 
 def unsupported(model: UNetModel) -> str:
@@ -45,8 +49,8 @@ def arguments(
 
 
 def obstacle(given: Arguments) -> str:
-    """A UNet has nothing of its own that ``forward`` could not do."""
-    return ""
+    """Why only ComfyUI's own forward is right for this call; "" if ours is."""
+    return unknown_patches(given, PATCHES, "a UNet")
 
 
 def forward(ops: FusedOps, model: UNetModel, plan: Plan, given: Arguments, tensors: dict[str, Tensor]) -> Tensor:

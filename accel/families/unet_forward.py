@@ -15,6 +15,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor
 
 from ..ops import FusedOps
+from .compat import HAS_MIDDLE_PATCH
 from .layers import norm_of
 from .unet_plan import Plan
 from .unet_stages import Stages, ending
@@ -43,7 +44,7 @@ class UNetForward(Stages):
 
     def __init__(self, ops: FusedOps, model: UNetModel, plan: Plan, options: dict[str, Any], inputs: Inputs) -> None:
         super().__init__(ops, model, plan, options, inputs.context)
-        self.x, self.control = inputs.x, inputs.control
+        self.inputs, self.x, self.control = inputs, inputs.x, inputs.control
         options["original_shape"], options["transformer_index"] = list(inputs.x.shape), 0
         self.embed(self._embedding(inputs.x, inputs.timesteps, inputs.y))
         self.skips: list[Tensor] = []
@@ -118,7 +119,12 @@ class UNetForward(Stages):
         self.options["block"] = ("middle", 0)
         if self.model.middle_block is not None:
             h = self.run(self.model.middle_block, h)
-        return openaimodel.apply_control(h, self.control, "middle")
+        h = openaimodel.apply_control(h, self.control, "middle")
+        for patch in self.patches.get("middle_block_after_patch", ()) if HAS_MIDDLE_PATCH else ():
+            given = {"h": h, "emb": self.emb, "transformer_options": self.options}
+            names = ("x", "timesteps", "context", "y")
+            h = patch(given | {name: getattr(self.inputs, name) for name in names})["h"]
+        return h
 
     def _up(self, h: Tensor, blocks: range, complete: bool = True) -> Tensor:
         """Output blocks; each takes the last of ``skips``. Not ``complete``: without the last one's ``ending``."""
@@ -127,7 +133,8 @@ class UNetForward(Stages):
             skip = openaimodel.apply_control(self.skips.pop(), self.control, "output")
             for patch in self.patches.get("output_block_patch", ()):
                 h, skip = patch(h, skip, self.options)
-            h = torch.cat([h, skip], dim=1)  # in channels_last if both are
+            if skip is not None:  # a patch may have joined them
+                h = torch.cat([h, skip], dim=1)  # in channels_last if both are
             del skip  # not held while the stage runs, as in eager
             layers = list(self.model.output_blocks[index])
             if not complete and index == blocks[-1]:

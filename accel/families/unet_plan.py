@@ -8,6 +8,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import Downsample, ResBlock,
 from torch import Tensor, nn
 
 from ..ops import LinearGroup
+from .compat import drops_out
 from .layers import Survey, is_altered, is_cast
 
 
@@ -79,7 +80,7 @@ def _plain_res_block(m: ResBlock) -> bool:
         and not m.use_scale_shift_norm
         and not m.exchange_temb_dims
         and not m.skip_t_emb
-        and not m.training
+        and not drops_out(m)
     )
 
 
@@ -92,5 +93,5 @@ def _plain_transformer_block(m: BasicTransformerBlock) -> bool:
         and not m.disable_self_attn
         and not m.switch_temporal_ca_to_sa
         and type(m.ff.net[0]) is attention.GEGLU
-        and not m.training
+        and not drops_out(m)
     )

@@ -92,6 +92,8 @@ class Stages:
         self.ops, self.model, self.plan, self.options, self.context = ops, model, plan, options, context
         self.patches: dict[str, list[Callable]] = options.get("patches", {})
         self.replacements: dict[str, dict] = options.get("patches_replace", {})
+        # classes of layers that patches run instead: which of them, ComfyUI's own code decides
+        self.patched = tuple(kind for kind, _ in self.patches.get("forward_timestep_embed_patch", ()))
 
     def embed(self, emb: Tensor) -> None:
         """What the stages need of the embedding [N, E] and the prompt; to be called before the first of them."""
@@ -111,7 +113,9 @@ class Stages:
     def run(self, stage: Iterable[nn.Module], h: Tensor, output_shape: torch.Size | None = None) -> Tensor:
         """A stage's layers; h [N, C, H, W], output_shape: of the skip connection that the result will meet."""
         for layer in stage:
-            if id(layer) in self.plan.res_blocks:
+            if isinstance(layer, self.patched):
+                h = openaimodel.forward_timestep_embed([layer], h, self.emb, self.context, self.options, output_shape)
+            elif id(layer) in self.plan.res_blocks:
                 h = res_block(self.ops, layer, h, *self.shifts[id(layer)])
             elif id(layer) in self.plan.transformers:
                 h = self._transformer(layer, h)
@@ -119,7 +123,7 @@ class Stages:
                     self.options["transformer_index"] += 1
             elif id(layer) in self.plan.upsamplings:
                 h = upsample(self.ops, layer, h, output_shape)
-            else:  # downsampling, the first convolution, blocks that are not plain, what a patch handles
+            else:  # downsampling, the first convolution, blocks that are not plain
                 h = openaimodel.forward_timestep_embed([layer], h, self.emb, self.context, self.options, output_shape)
         return h
 

@@ -18,6 +18,7 @@ import torch
 from comfy.ldm.models.autoencoder import AutoencodingEngine
 from torch import Tensor, nn
 
+from .. import devices
 from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
 from ..key import shape_key
@@ -25,6 +26,7 @@ from ..ops import FusedOps
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from .attach import engine_for
+from .compat import is_streamed, outside_memory_plan, static_clone
 from .layers import INTERRUPTS, Survey, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens
 
 _KNOWN = (
@@ -67,14 +69,17 @@ def _compiled(vae: comfy.sd.VAE, name: str, settings: Settings) -> tuple[comfy.s
     model = vae.first_stage_model
     if _is_compiled(model):
         return vae, ""
-    obstacle = unsupported(model)
+    compiled = copy.copy(vae)
+    obstacle = devices.obstacle(vae.device) or unsupported(model)
+    if not obstacle:
+        compiled.patcher, obstacle = static_clone(vae.patcher)
     if obstacle:
         message = f"{obstacle}. It runs in eager, as without this node"
         STATS.fallback(name, message)
         return vae, message
-    compiled = copy.copy(vae)
-    compiled.patcher = vae.patcher.clone()
-    compiled.first_stage_model = _with_fused_parts(model, settings)
+    # of streamed weights there is a second copy, which stays in place
+    original = compiled.patcher.model if is_streamed(vae.patcher) else model
+    compiled.first_stage_model = _with_fused_parts(original, settings)
     return compiled, ""
 
 
@@ -134,7 +139,8 @@ class _Forward:
             batch=x.shape[0],
             obstacle=_obstacle(self._part, x, options),
         )
-        return self._engine(call, self._settings)
+        with outside_memory_plan():
+            return self._engine(call, self._settings)
 
     def _run(self, ops: FusedOps, tensors: dict[str, Tensor]) -> Tensor:
         layout = ChannelsLastWeights()
@@ -156,6 +162,8 @@ def _obstacle(part: nn.Module, x: Tensor, options: dict[str, Any]) -> str:
     survey = Survey(part)
     if is_altered(part) or survey.altered:
         return "another node replaced or hooked a part of the VAE, so it runs in eager"
+    if survey.obstacle():
+        return survey.obstacle()
     if survey.unknown:
         return (
             f"layers of a kind that AnyShape does not know ({', '.join(sorted(survey.unknown))}): the VAE runs in eager"

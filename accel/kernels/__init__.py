@@ -10,6 +10,7 @@ import threading
 
 import torch
 
+from .. import devices
 from ..errors import AnyShapeError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -19,16 +20,14 @@ OLDEST_TRITON = (3, 2)  # that of torch 2.6
 
 
 def _obstacle(device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"Triton kernels need an NVIDIA GPU, this model is on {device.type}"
-    if torch.version.hip is not None:
-        return "Triton kernels are not tested on ROCm"
-    return too_old(device) or None
+    if device.type == "cpu":
+        return "Triton kernels need an NVIDIA GPU, this model is on cpu"
+    return devices.obstacle(device) or too_old(device) or None
 
 
 def too_old(device: torch.device) -> str:
     """Why no compiler serves this card, neither Triton nor torch.compile; "" if they do."""
-    if device.type != "cuda" or torch.version.hip is not None:
+    if not devices.is_nvidia(device):
         return ""
     capability = torch.cuda.get_device_capability(device)
     if capability >= OLDEST:

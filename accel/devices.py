@@ -1,0 +1,23 @@
+"""What runs on which kind of device. CUDA here means NVIDIA: torch calls AMD's GPUs ``cuda`` too."""
+
+import torch
+
+OTHERS = {
+    "cuda": "AMD GPUs (ROCm)",
+    "mps": "Apple GPUs (MPS)",
+    "xpu": "Intel GPUs (XPU)",
+    "privateuseone": "GPUs under DirectML",
+}
+
+
+def is_nvidia(device: torch.device) -> bool:
+    """Whether this is an NVIDIA GPU, with kernels and graphs."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def obstacle(device: torch.device) -> str:
+    """Why nothing but eager runs on this device; "" if something may."""
+    if device.type == "cpu" or is_nvidia(device):
+        return ""
+    kind = OTHERS.get(device.type, f"{device.type} devices")
+    return f"{kind} are not supported yet, only NVIDIA GPUs and CPUs: everything runs in eager, as without AnyShape"

@@ -1,0 +1,23 @@
+"""The pack as ComfyUI loads it, once what it needs is there (``accel.minimum``)."""
+
+import comfy.model_management
+from comfy_api.latest import ComfyExtension, io
+
+from ..accel import kernels
+from . import NODES, routes
+
+
+class AnyShape(ComfyExtension):
+    """The pack's nodes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:  # noqa: D102
+        return NODES
+
+
+async def comfy_entrypoint() -> AnyShape:
+    """What ComfyUI calls to load the pack."""
+    return AnyShape()
+
+
+routes.register()
+kernels.prepare(comfy.model_management.get_torch_device())

@@ -1,0 +1,98 @@
+"""Devices that the pack does not know: a plain message and eager. torch says what they are; none of them is here."""
+
+import pytest
+import torch
+
+from tools import embed
+from tools.driving import SHORT_RUN, compile_with_message, skip_with_message
+
+embed.bare_pack()
+
+from anyshape.accel import devices, kernels  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.engine import Call, Engine, Settings, _tiers  # noqa: E402
+from anyshape.accel.errors import Unavailable  # noqa: E402
+from anyshape.accel.key import shape_key  # noqa: E402
+from anyshape.accel.stats import STATS  # noqa: E402
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+KINDS = {"rocm": (CUDA, "AMD"), "mps": (torch.device("mps"), "Apple"), "xpu": (torch.device("xpu", 0), "Intel")}
+KINDS |= {"directml": (torch.device("privateuseone", 0), "DirectML"), "other": (torch.device("hpu"), "hpu devices")}
+
+
+@pytest.fixture(params=KINDS)
+def other(request, monkeypatch):
+    """(a device that the pack does not know, the word that names it)."""
+    monkeypatch.setattr(torch.version, "hip", "7.1" if request.param == "rocm" else None)
+    return KINDS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    kernels.load.cache_clear()
+    yield
+    kernels.load.cache_clear()
+
+
+def test_nvidia_and_cpus_are_known(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert devices.obstacle(CUDA) == devices.obstacle(CPU) == ""
+    assert devices.is_nvidia(CUDA) and not devices.is_nvidia(CPU)
+    assert _tiers(Settings(), CUDA) == ("kernels", "regions") and _tiers(Settings(), CPU) == ("regions",)
+
+
+def test_others_are_named(other):
+    device, word = other
+    reason = devices.obstacle(device)
+    assert word in reason and "not supported yet" in reason and "eager" in reason
+    assert not devices.is_nvidia(device)
+
+
+def test_no_kernels_and_no_thread_at_the_start(other, monkeypatch):
+    device, word = other
+    monkeypatch.setattr(kernels, "_start_triton", lambda device: pytest.fail("started"))
+    kernels.prepare(device)
+    assert not kernels.available(device) and kernels.too_old(device) == ""
+    with pytest.raises(Unavailable, match=word):
+        kernels.load(device)
+
+
+@pytest.mark.parametrize("mode", ["auto", "kernels", "regions"])
+def test_the_engine_runs_eager_and_says_why_once(other, mode, monkeypatch):
+    device, word = other
+    for name in ("synchronize", "empty_cache"):  # torch's own for AMD; no such card is here
+        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
+    monkeypatch.setattr("anyshape.accel.graphs.GraphCache.capture", lambda *args: pytest.fail("a graph"))
+    engine = Engine(STATS.model("device", "unet"))
+    inputs = {"x": torch.zeros(2, 4, 8, 8)}
+    key = shape_key(inputs)
+    call = Call(
+        key=type(key)(device, key.inputs, key.structure), inputs=inputs, forward=lambda ops, t: pytest.fail("fused"),
+        eager=lambda: "eager", weights=0, width=64, height=64, batch=1,
+    )  # fmt: skip
+    assert engine(call, Settings(mode)) == "eager"
+    (shape,) = engine.stats.as_dict()["shapes"]
+    assert shape["state"] == "eager" and shape["reason"] == devices.obstacle(device)
+    assert not engine.wants_channels_last(Settings(mode), device)
+
+
+def test_the_nodes_say_so_and_pass_the_model_through(models, fresh, other, clean_stats):
+    from anyshape.accel.families.vae import compile_vae
+
+    device, word = other
+    fresh.load_device = device
+    out, message = compile_with_message(fresh)
+    assert word in message and not any(out.wrappers.values())
+    vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
+    vae.device = device
+    same, message = compile_vae(vae)
+    assert same is vae and word in message
+
+
+def test_skip_blocks_needs_no_kernels(models, fresh, monkeypatch, clean_stats):
+    """It is plain torch: on any device blocks are skipped, in eager."""
+    monkeypatch.setattr(torch.version, "hip", "7.1")
+    fresh_device, fresh.load_device = fresh.load_device, CUDA
+    out, message = skip_with_message(fresh)
+    assert message == "" and any(out.wrappers.values())
+    fresh.load_device = out.load_device = fresh_device
+    assert torch.isfinite(models.sample(out, **SHORT_RUN | {"steps": 12})).all()
