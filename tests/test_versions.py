@@ -221,7 +221,8 @@ def test_flux_whose_process_img_takes_no_options(models, flux, monkeypatch):
     monkeypatch.setattr(flux_model.Flux, "process_img", old)
     monkeypatch.setattr(family, "PROCESS_IMG_TAKES_OPTIONS", False)
     calling_like_us = True
-    assert error(models.sample(compiled(flux), **FLUX_RUN), wanted) < CLOSE
+    fast = compiled(flux, verify=False)  # which would call ComfyUI's own forward of today
+    assert error(models.sample(fast, **FLUX_RUN), wanted) < CLOSE
     assert_fast()
 
 

@@ -4,7 +4,7 @@ A sampling run may skip blocks (``skip.run``): then a forward is one of two prog
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..key import shape_key
 from ..ops import FusedOps
 from ..outputs import Output
 from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
+from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from . import unet
 from .compat import outside_memory_plan
@@ -25,6 +26,10 @@ from .layers import INTERRUPTS, is_foreign
 from .run_state import Run, call_obstacle
 
 PATCH_KEYS = ("patches", "patches_replace")
+PASSED_BY = (
+    "another node runs this model past Compile Model (TorchCompileModel compiles it as a whole, say), so nothing of "
+    "it was sped up here: remove one of the two nodes"
+)
 
 
 class Session:
@@ -36,14 +41,19 @@ class Session:
         self._engine = engine
         self._runs: dict[int, Run] = {}  # by id of the diffusion model; several threads sample several models
         self._depth = 0
+        self._calls = 0  # that came through here; code that someone else compiled does not
         self._lock = threading.RLock()
 
     def sampling(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE: state begins here and ends in ``finally``."""
         with self._lock:
             self._depth += 1
+        calls = self._calls
         try:
-            return executor(*args, **kwargs)
+            out = executor(*args, **kwargs)
+            if self._calls == calls and len(_sigmas(args, kwargs)) > 1:
+                STATS.fallback(self.name, PASSED_BY)
+            return out
         finally:
             with self._lock:
                 self._depth -= 1
@@ -92,6 +102,7 @@ class Session:
     def _through_engine(
         self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
+        self._calls += 1
         given = self.family.arguments(*args, **kwargs)
         skip: SkipRun | None = given.options.get(RUN_KEY)
         obstacle = _foreign_forward(self.family, model, original) or call_obstacle(given) or self.family.obstacle(given)
@@ -109,6 +120,11 @@ class Session:
             skipped=lambda deep: engine(forward.skipped(skip, deep), self.settings),
         )
         return skip.call(_prompts(skip, given), given.tensors["x"], programs)
+
+
+def _sigmas(args: tuple, kwargs: dict[str, Any]) -> Sequence:
+    """The noise levels among CFGGuider.outer_sample's arguments; none if they are not where they were."""
+    return kwargs.get("sigmas", args[3] if len(args) > 3 and isinstance(args[3], Tensor) else ())
 
 
 class _Forward:
