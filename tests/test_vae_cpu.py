@@ -200,24 +200,8 @@ def test_video_vae_passes_through(models):
         assert video.first_stage_model.decode(torch.randn(1, 4, 1, 8, 8)).shape == (1, 3, 1, 64, 64)
 
 
-def flux_vae(models):
-    """SD3's and Flux's: 16 channels and no quantisation layers, which ComfyUI builds from another class."""
-    import comfy.sd
-    from comfy.ldm.models.autoencoder import AutoencodingEngine
-
-    config = models.VAE_CONFIG | {"z_channels": 16}
-    blocks = "comfy.ldm.modules.diffusionmodules.model."
-    model = AutoencodingEngine(
-        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
-        encoder_config={"target": blocks + "Encoder", "params": config},
-        decoder_config={"target": blocks + "Decoder", "params": config},
-    )
-    models.randomise(model)
-    return comfy.sd.VAE(sd=model.state_dict(), dtype=torch.float32)
-
-
 def test_flux_vae_is_compiled(models):
-    wide = flux_vae(models)
+    wide = models.flux_vae(torch.float32)
     fast = compiled(wide)
     assert error(decode(fast, 64, 72, channels=16), decode(wide, 64, 72, channels=16)) < CLOSE
     assert error(encode(fast, 64, 72), encode(wide, 64, 72)) < CLOSE
