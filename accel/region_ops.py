@@ -153,6 +153,17 @@ def _batch(images: list[Tensor]) -> Tensor:
     return images[0][None] if len(images) == 1 else torch.stack(images)
 
 
+def _centring(x: Tensor, groups: int, shift: Tensor | int) -> Tensor:
+    """``shift`` less the mean of each group of x + shift [N, C, H, W], as [N, C]: the norm is the same without it.
+
+    On a CPU torch's GroupNorm in channels_last takes the variance as the mean square less the squared mean, of which
+    nothing is left where the mean is far above the spread: a plain white picture.
+    """
+    shift = (x.new_zeros(x.shape[:2]) + shift).unflatten(1, (groups, -1))
+    mean = x.mean((2, 3)).unflatten(1, (groups, -1)) + shift
+    return (shift - mean.mean(2, keepdim=True)).flatten(1)
+
+
 def _affine(norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     return _uniform(norm.weight), _uniform(norm.bias), _scalar(norm.eps, norm.weight)
 
@@ -175,6 +186,9 @@ class RegionOps(FusedOps):
     def group_norm(  # noqa: D102
         self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
     ) -> Tensor:
+        if x.device.type == "cpu" and self.channels_last:
+            centred = _centring(x, norm.groups, sum(pending, 0 if shift is None else shift))
+            return super().group_norm(x, norm, centred, silu)
         if x.device.type == "cpu" or not silu or not _complete(norm) or x.shape[2:].numel() == 1:
             return super().group_norm(x, norm, shift, silu, pending)
         if shift is not None or pending:

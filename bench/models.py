@@ -12,7 +12,7 @@ import comfy.supported_models
 import torch
 from comfy.cldm.cldm import ControlNet
 from comfy.ldm.flux.model import FluxParams
-from comfy.ldm.models.autoencoder import AutoencoderKL
+from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
 from comfy.model_patcher import ModelPatcher
 from comfy.t2i_adapter.adapter import Adapter
 from torch import Tensor, nn
@@ -122,6 +122,18 @@ def vae(dtype: torch.dtype | None = None, **changes: object) -> comfy.sd.VAE:
     return comfy.sd.VAE(
         sd=model.state_dict(), config={"params": {"ddconfig": config, "embed_dim": config["z_channels"]}}, dtype=dtype
     )
+
+
+def flux_vae(dtype: torch.dtype | None = None) -> comfy.sd.VAE:
+    """That of SD3 and Flux: 16 channels and no quantisation layers, which ComfyUI builds from another class."""
+    config, blocks = VAE_CONFIG | {"z_channels": 16}, "comfy.ldm.modules.diffusionmodules.model."
+    model = AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": blocks + "Encoder", "params": config},
+        decoder_config={"target": blocks + "Decoder", "params": config},
+    )
+    randomise(model)
+    return comfy.sd.VAE(sd=model.state_dict(), dtype=dtype)
 
 
 def is_flux(patcher: ModelPatcher) -> bool:

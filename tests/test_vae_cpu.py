@@ -101,6 +101,24 @@ def test_no_size_compiles(vae):
     assert (region_ops.misses(), region_ops.graphs()) == (misses, graphs)
 
 
+def test_flat_pictures_are_as_exact_as_in_eager(pack):
+    """Few channels a group, values far from zero and almost no spread: nothing may cancel in a norm."""
+    from anyshape.accel.ops import Norm
+    from anyshape.accel.region_ops import RegionOps
+
+    generator = torch.Generator().manual_seed(0)
+    for channels, spread in ((32, 1e-1), (32, 1e-2), (64, 1e-3), (128, 1.0)):
+        weight, bias, means, pending = torch.randn(4, channels, generator=generator)
+        x = spread * torch.randn(2, channels, 33, 17, generator=generator) + 3 * means[:, None, None]
+        x = x.contiguous(memory_format=torch.channels_last)
+        for more in ((), (pending,)):
+            shifted = x.double() + sum(more, torch.zeros(channels))[:, None, None].double()
+            exact = torch.nn.functional.group_norm(shifted, 32, weight.double(), bias.double(), 1e-6)
+            out = RegionOps(channels_last=True).group_norm(x, Norm(weight, bias, 1e-6, 32), pending=more)
+            assert error(out, torch.nn.functional.silu(exact)) < CLOSE
+            assert out.is_contiguous(memory_format=torch.channels_last)
+
+
 # The shared VAE ---------------------------------------------------------------------------------------------------
 
 
@@ -183,24 +201,8 @@ def test_video_vae_passes_through(models):
         assert video.first_stage_model.decode(torch.randn(1, 4, 1, 8, 8)).shape == (1, 3, 1, 64, 64)
 
 
-def flux_vae(models):
-    """SD3's and Flux's: 16 channels and no quantisation layers, which ComfyUI builds from another class."""
-    import comfy.sd
-    from comfy.ldm.models.autoencoder import AutoencodingEngine
-
-    config = models.VAE_CONFIG | {"z_channels": 16}
-    blocks = "comfy.ldm.modules.diffusionmodules.model."
-    model = AutoencodingEngine(
-        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
-        encoder_config={"target": blocks + "Encoder", "params": config},
-        decoder_config={"target": blocks + "Decoder", "params": config},
-    )
-    models.randomise(model)
-    return comfy.sd.VAE(sd=model.state_dict(), dtype=torch.float32)
-
-
 def test_flux_vae_is_compiled(models):
-    wide = flux_vae(models)
+    wide = models.flux_vae(torch.float32)
     fast = compiled(wide)
     assert error(decode(fast, 64, 72, channels=16), decode(wide, 64, 72, channels=16)) < CLOSE
     assert error(encode(fast, 64, 72), encode(wide, 64, 72)) < CLOSE

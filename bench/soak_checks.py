@@ -1,0 +1,151 @@
+"""What the soak holds each prompt to: how far a latent may be from eager's, which fallbacks are expected, memory.
+
+The bound. Both ways round in every operation, each in its own order, so their latents part, and sampling and CFG
+multiply the difference by an amount that depends on the prompt. So a latent passes if it is within ``FLOOR`` of eager's
+(relative L2), or else if it is no farther than eager's own latent moves when every output of its model is off by
+``FORWARD``, at random: the error of one forward that the parity tests find, in that dtype.
+"""
+
+import ctypes
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import comfy.model_management as mm
+import psutil
+import torch
+from anyshape.accel import graphs, region_ops, stats
+from torch import nn
+
+from bench.soak_prompts import FAILURE, Prompt
+
+FLOOR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+FORWARD = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+PICTURE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of one decode or encode, the VAE's dtype
+FAILED = "another pack's patch failed"
+GROWTH = 0.01  # of the weights' bytes: what device memory may grow by
+RSS_GROWTH = 0.15  # of the process' memory: on a CPU oneDNN keeps a program for each size that it met, in eager too
+
+
+def expected(prompt: Prompt) -> list[str]:
+    """What a fallback's reason may say for this prompt."""
+    reasons = []
+    if prompt.patch or (prompt.stop and prompt.stop.how == FAILURE):
+        reasons += ["patches by another node"]
+    if prompt.stop and prompt.stop.how == FAILURE:
+        reasons += [f"RuntimeError: {FAILED}"]
+    if prompt.budget_mb < 2048:
+        reasons += ["graph_budget_mb is"]
+    if prompt.mode == "kernels":
+        reasons += ["Triton kernels need an NVIDIA GPU"]
+    if prompt.mode == "regions":
+        reasons += ["compiled regions cannot be captured under cudaMallocAsync"]
+    return reasons
+
+
+@dataclass
+class Counted:
+    """What the pack counted during one prompt."""
+
+    calls: dict[str, int]  # of the engine, by kind of model
+    states: dict[str, int]  # shapes by what they ran as
+    fallbacks: dict[str, int]  # by reason
+    recompiles: int
+    misses: int
+    skipped: int
+
+
+class Counters:
+    """The pack's counters, from one prompt to the next."""
+
+    def __init__(self) -> None:
+        self.recompiles, self.misses = _recompiles(), region_ops.misses()
+        stats.STATS.clear()
+
+    def read(self) -> Counted:
+        """What moved since the beginning."""
+        now, calls, states = stats.snapshot(), {}, {}
+        for model in now["models"]:
+            for shape in model["shapes"]:
+                calls[model["kind"]] = calls.get(model["kind"], 0) + shape["calls"]
+                states[shape["state"]] = states.get(shape["state"], 0) + 1
+        fallbacks = {entry["reason"]: entry["count"] for entry in now["fallbacks"]}
+        recompiles = sum(count - self.recompiles.get(name, 0) for name, count in _recompiles().items())
+        skipped = sum(run["skipped"] for run in now["skip"])
+        return Counted(calls, states, fallbacks, recompiles, region_ops.misses() - self.misses, skipped)
+
+
+def _recompiles() -> dict[str, int]:
+    """By model: the oldest models are forgotten."""
+    return {model["name"]: model["recompiles"] for model in stats.snapshot()["models"]}
+
+
+def complaints(prompt: Prompt, counted: Counted) -> Iterator[str]:
+    """What the counters say that they should not."""
+    if counted.recompiles or counted.misses:
+        yield f"{counted.recompiles} recompiles, {counted.misses} guards that failed"
+    for reason, count in counted.fallbacks.items():
+        if not any(text in reason for text in expected(prompt)):
+            yield f"{count} unexpected fallbacks: {reason}"
+
+
+def altered(modules: list[nn.Module]) -> Iterator[str]:
+    """What is left on the shared models: a layout, a hook, a forward."""
+    for module in modules:
+        for name, part in module.named_modules():
+            if part._forward_hooks or part._forward_pre_hooks or "forward" in part.__dict__:
+                yield f"{type(module).__name__}.{name} has a hook or a forward of its own"
+        turned = [name for name, weight in module.named_parameters() if not weight.is_contiguous()]
+        if turned:
+            yield f"{len(turned)} weights of {type(module).__name__} are not contiguous, {turned[0]} among them"
+
+
+def unload() -> None:
+    """As ComfyUI's Unload Models does it."""
+    mm.unload_all_models()
+    mm.soft_empty_cache()
+
+
+def memory() -> dict[str, int]:
+    """Bytes after everything was unloaded and every graph dropped: the process', the device's, live tensors."""
+    unload()
+    for cache in list(graphs._CACHES.values()):
+        cache.clear()
+    gc.collect()
+    mm.soft_empty_cache()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what was freed
+        trim(0)
+    cuda = torch.cuda.is_available()
+    return {
+        "process": psutil.Process().memory_info().rss,
+        "device": torch.cuda.memory_allocated() if cuda else 0,
+        "tensors": sum(tensor.nbytes for tensor in _tensors()),
+    }
+
+
+def _tensors() -> Iterator[torch.Tensor]:
+    """Every live tensor, one for each storage."""
+    seen = set()
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, nn.Parameter) and thing.data_ptr() not in seen:
+            seen.add(thing.data_ptr())
+            yield thing
+
+
+def grown(first: dict[str, int], now: dict[str, int], weights: int) -> Iterator[str]:
+    """What grew from the first look to this one by more than it may."""
+    limits = {"process": RSS_GROWTH * first["process"], "device": GROWTH * weights, "tensors": GROWTH * weights}
+    for name, limit in limits.items():
+        if now[name] - first[name] > limit:
+            yield f"{name} memory grew from {first[name] >> 20} to {now[name] >> 20} MiB"
+
+
+def weight_bytes(modules: list[nn.Module]) -> int:
+    """Of all weights."""
+    return sum(weight.nbytes for module in modules for weight in module.parameters())
+
+
+def summed(totals: dict[str, int], more: dict[str, int]) -> dict[str, Any]:
+    """Both, added by name."""
+    return {name: totals.get(name, 0) + more.get(name, 0) for name in {**totals, **more}}

@@ -1,0 +1,185 @@
+"""The soak's models with all that other nodes put on them: LoRAs, ControlNet, prompts, patches; and their sampling.
+
+Everything is ComfyUI's own class or function; only the weights are random (those of the demo model are trained).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import comfy.cldm.cldm
+import comfy.model_management as mm
+import comfy.ops
+import comfy.sample
+import comfy.sd
+import torch
+from anyshape.accel.engine import Settings
+from anyshape.accel.families.attach import compile_model
+from anyshape.accel.families.skipping import skip_blocks
+from anyshape.accel.skip.settings import SkipSettings
+from anyshape_demo import model as demo
+from comfy.controlnet import ControlBase, ControlNet
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from torch import Tensor
+
+import nodes
+from bench import models
+from bench.soak_prompts import LORAS, Prompt, Scope
+from tools import driving, patching
+
+KEY = "soak"
+RANK, LORA_LAYERS = 4, 40
+SIDES = range(64, 161, 8)
+ON_CPU = Scope(
+    sizes=tuple((width, height) for width in SIDES for height in SIDES), images=(1, 1, 2, 3, 4), budgets_mb=(2048,),
+    rebuild=0.05, unload=0.1, every=20, most_pixels=4 * 96 * 96,
+)  # fmt: skip
+ON_GPU = Scope(
+    sizes=((512, 512), (512, 768), (768, 512), (544, 408), (728, 720), (960, 720), (640, 896), (768, 768), (520, 776),
+           (584, 824), (640, 1024), (1024, 1024)),
+    images=(1, 1, 2, 4), budgets_mb=(2048, 2048, 2048, 256, 0), rebuild=0.008, unload=0.02, every=50,
+    modes=("auto",) * 15 + ("kernels", "kernels", "regions", "off", "off"), most_pixels=1024 * 1024,
+)  # fmt: skip
+NAMES = ("demo", "small", "sd15", "sdxl")
+
+
+@dataclass
+class Way:
+    """A prompt as one of its two ways samples it."""
+
+    patcher: ModelPatcher
+    positive: list
+    negative: list
+    calls: list[int] = field(default_factory=lambda: [0])  # of the diffusion model, by ComfyUI
+
+
+class Parts:
+    """The models of a soak: UNet, VAE, ControlNet, LoRAs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.patcher, self.vae, self.text = _load(name)
+        self.control = _controlnet(self.patcher)
+        self.loras = [_lora(self.patcher, seed) for seed in range(LORAS)]
+
+    def modules(self) -> list[torch.nn.Module]:
+        """Everything that has weights."""
+        return [self.patcher.model, self.vae.first_stage_model, self.control.control_model]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the UNet computes."""
+        return self.patcher.model.manual_cast_dtype or self.patcher.model.get_dtype()
+
+    def way(self, prompt: Prompt, fast: bool) -> Way:
+        """The prompt in eager or through our nodes. Blocks are skipped in both: in eager on ComfyUI's own layers."""
+        patcher = self.patcher.clone()
+        for number, strength in prompt.loras:
+            patcher, _ = comfy.sd.load_lora_for_models(patcher, None, self.loras[number], strength, 0)
+        if prompt.patch:
+            getattr(patching, prompt.patch)(patcher, [])
+        if prompt.skip:
+            patcher, _ = skip_blocks(patcher, SkipSettings(*prompt.skip), lambda line: None)
+        if fast:
+            patcher, _ = compile_model(patcher, Settings(prompt.mode, prompt.budget_mb))
+        way = Way(patcher, *self._prompts(prompt, fast))
+        patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, partial(_counting, way.calls))
+        return way
+
+    def _prompts(self, prompt: Prompt, fast: bool) -> tuple[list, list]:
+        positive, negative = self._positive(prompt), self._cond(prompt, 1)
+        if prompt.control is None:
+            return positive, negative
+        strength, start, end, compiled = prompt.control
+        control = compile_control(self.control) if fast and compiled else self.control
+        hint = torch.rand(1, prompt.height, prompt.width, 3, generator=torch.Generator().manual_seed(prompt.seed))
+        return nodes.ControlNetApplyAdvanced().apply_controlnet(positive, negative, control, hint, strength, start, end)
+
+    def _positive(self, prompt: Prompt) -> list:
+        first, second = self._cond(prompt, 2), self._cond(prompt, 3)
+        if prompt.conds == "one":
+            return first
+        if prompt.conds == "area":
+            width, height = (max(64, side // 16 * 8) for side in (prompt.width, prompt.height))
+            x, y = (max(0, side - 64) // 16 * 8 for side in (prompt.width, prompt.height))
+            (second,) = nodes.ConditioningSetArea().append(second, width, height, x, y, 0.8)
+        if prompt.conds == "late":
+            (second,) = nodes.ConditioningSetTimestepRange().set_range(second, 0.4, 1.0)
+        return nodes.ConditioningCombine().combine(first, second)[0]
+
+    def _cond(self, prompt: Prompt, which: int) -> list:
+        if self.text is None:
+            return models.conditioning(self.patcher, prompt.tokens, prompt.seed % 1000 + which)
+        words = self.text.prompts[(prompt.seed + 97 * which) % len(self.text.prompts)] if which > 1 else ""
+        return demo.encode(self.text, " ".join([words] * (1 if prompt.tokens == 77 else 78)))
+
+
+def _load(name: str) -> tuple[ModelPatcher, comfy.sd.VAE, Any]:
+    """MODEL, VAE and the demo's text encoder."""
+    if name == "demo":
+        return demo.load(None if torch.cuda.is_available() else "fp32")
+    if name == "small":
+        patcher = models.unet("sdxl", torch.float32, **driving.UNETS["sdxl"])
+        return patcher, models.vae(torch.float32, ch=32, num_res_blocks=1), None
+    return models.unet(name), models.vae(), None
+
+
+def _controlnet(patcher: ModelPatcher) -> ControlNet:
+    """A ControlNet with random weights for the patcher's UNet, as ComfyUI's loader builds it."""
+    dtype, cast = patcher.model.get_dtype(), patcher.model.manual_cast_dtype
+    config = {**patcher.model.model_config.unet_config, "dtype": dtype, "device": mm.get_torch_device()}
+    config.pop("out_channels")
+    config["operations"] = comfy.ops.pick_operations(dtype, cast)
+    model = comfy.cldm.cldm.ControlNet(hint_channels=3, **config)
+    models.randomise(model, seed=5)
+    return ControlNet(model, load_device=patcher.load_device, manual_cast_dtype=cast)
+
+
+def compile_control(control: ControlBase) -> ControlBase:
+    """The Compile ControlNet node's work, once there is one."""
+    return control
+
+
+def _lora(patcher: ModelPatcher, seed: int) -> dict[str, Tensor]:
+    """A plain LoRA on random layers of the UNet; at strength 1 it changes a weight by about as much as it has."""
+    generator = torch.Generator().manual_seed(seed)
+    randn = partial(torch.randn, generator=generator)
+    layers = {name: weight for name, weight in patcher.model.diffusion_model.state_dict().items() if weight.ndim > 1}
+    chosen = torch.randperm(len(layers), generator=generator)[:LORA_LAYERS].tolist()
+    lora = {}
+    for name, weight in (list(layers.items())[index] for index in chosen):
+        key, (out, into, *kernel) = f"diffusion_model.{name.removesuffix('.weight')}", weight.shape
+        lora[f"{key}.lora_up.weight"] = randn(out, RANK, *(1 for _ in kernel)) * RANK**-0.5
+        lora[f"{key}.lora_down.weight"] = randn(RANK, into, *kernel) * weight[0].numel() ** -0.5
+    return lora
+
+
+def _counting(calls: list[int], executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
+    """DIFFUSION_MODEL: another pack's wrapper, which counts."""
+    calls[0] += 1
+    return executor(*args, **kwargs)
+
+
+def trembling(way: Way, amount: float) -> Way:
+    """The same with each output of the diffusion model off by a relative L2 of ``amount``, at random."""
+    generator = torch.Generator(way.patcher.load_device).manual_seed(0)
+
+    def tremble(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
+        out = executor(*args, **kwargs)
+        noise = torch.randn(out.shape, generator=generator, device=out.device)
+        return (out + noise * (amount * out.float().square().mean().sqrt())).to(out.dtype)
+
+    patcher = way.patcher.clone()
+    patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "soak.tremble", tremble)
+    return Way(patcher, way.positive, way.negative, way.calls)
+
+
+def sample(way: Way, prompt: Prompt, latent: Tensor, callback: Callable[..., None] | None = None) -> Tensor:
+    """One sampling run, as ComfyUI's KSampler node does it: the final latent on the CPU."""
+    noise = comfy.sample.prepare_noise(latent, prompt.seed)
+    return comfy.sample.sample(
+        way.patcher, noise, prompt.steps, prompt.cfg, prompt.sampler, "normal", way.positive, way.negative, latent,
+        denoise=prompt.denoise, callback=callback, disable_pbar=True, seed=prompt.seed,
+    )  # fmt: skip

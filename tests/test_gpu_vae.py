@@ -1,0 +1,217 @@
+"""Compile VAE on a real GPU, in workflows: ComfyUI's nodes, dtypes, memory that runs out, what is given back."""
+
+import gc
+
+import pytest
+import torch
+
+from tools.oracles import error, fallbacks, shapes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats")]
+
+TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
+SIZES = [(512, 512, 1), (544, 408, 2), (728, 720, 1), (203, 67, 3), (256, 256, 4)]  # width, height in pixels, batch
+
+
+@pytest.fixture(autouse=True)
+def _exact():
+    with torch.backends.cudnn.flags(allow_tf32=False):  # or float32 is compared at TF32's precision
+        yield
+
+
+def compiled(vae):
+    from anyshape.accel.families.vae import compile_vae
+
+    out, message = compile_vae(vae)
+    assert message == ""
+    return out
+
+
+def latent(width, height, batch=1, channels=4):
+    generator = torch.Generator().manual_seed(width * 31 + height)
+    return {"samples": torch.randn(batch, channels, height // 8, width // 8, generator=generator)}
+
+
+def picture(width, height, batch=1):
+    return torch.rand(batch, height, width, 3, generator=torch.Generator().manual_seed(width * 31 + height))
+
+
+def node(name, *args):
+    """The first output of one of ComfyUI's nodes, as a tensor."""
+    import nodes
+
+    made = getattr(nodes, name)
+    with torch.inference_mode():
+        out = getattr(made(), made.FUNCTION)(*args)[0]
+    return out["samples"] if isinstance(out, dict) else out
+
+
+def strides(vae):
+    return [weight.stride() for weight in vae.first_stage_model.parameters()]
+
+
+@pytest.fixture(scope="module")
+def vae(models):
+    """The VAE that several workflows share; bf16, as ComfyUI runs it."""
+    return models.vae(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", ["sdxl", "flux"])
+def test_nodes(models, kind, dtype):
+    """Full size, odd pictures, tiles: eager's, on kernels, with the weights laid out as ComfyUI had them."""
+    vae = models.flux_vae(dtype) if kind == "flux" else models.vae(dtype)
+    fast, layout = compiled(vae), strides(vae)
+    uses = [("VAEDecode", latent(*size, channels=vae.latent_channels)) for size in SIZES]
+    uses += [("VAEEncode", picture(*size)) for size in SIZES]
+    uses += [("VAEDecodeTiled", latent(728, 360, channels=vae.latent_channels), 256, 64)]
+    uses += [("VAEEncodeTiled", picture(731, 363), 256, 64)]
+    uses += [("VAEEncodeForInpaint", picture(544, 408), torch.ones(1, 408, 544))]
+    for name, *args in uses:
+        found = error(node(name, fast, *args), node(name, vae, *args))
+        print(kind, dtype, name, tuple(getattr(args[0], "shape", ())), found)
+        assert found < TOLERANCE[dtype], name
+    assert strides(vae) == layout
+    assert {s["state"] for s in shapes()} == {"kernels"} and fallbacks() == []
+
+
+def test_nothing_compiles_after_the_first_calls(vae):
+    from anyshape.accel import stats
+
+    fast = compiled(vae)
+    node("VAEEncode", fast, node("VAEDecode", fast, latent(512, 512)))
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        for batch, (width, height) in enumerate([(520, 776), (64, 64), (1024, 256), (408, 544)], start=1):
+            node("VAEEncode", fast, node("VAEDecode", fast, latent(width, height, batch)))
+            node("VAEDecodeTiled", fast, latent(width, height, batch), 128, 32)
+
+
+def test_workflows_in_turn(vae):
+    """With the node, without it, with it again: without it to the bit what it was, and its weights where they were."""
+    z, pixels, fast = latent(544, 408), picture(544, 408), compiled(vae)
+
+    def run(each):
+        return node("VAEDecode", each, z), node("VAEEncode", each, pixels)
+
+    with torch.backends.cudnn.flags(deterministic=True):
+        run(vae)  # the first one of a size
+        wanted, layout = run(vae), strides(vae)
+        places = [weight.data_ptr() for weight in vae.first_stage_model.parameters()]
+        for _ in range(2):
+            run(fast)
+            assert all(torch.equal(*pair) for pair in zip(run(vae), wanted, strict=True))
+    assert strides(vae) == layout and places == [weight.data_ptr() for weight in vae.first_stage_model.parameters()]
+
+
+def test_unloaded_and_reloaded(vae):
+    import comfy.model_management as mm
+
+    fast, z = compiled(vae), latent(512, 512)
+    wanted = node("VAEDecode", vae, z)
+    for _ in range(2):
+        assert error(node("VAEDecode", fast, z), wanted) < TOLERANCE[torch.bfloat16]
+        mm.unload_all_models()
+        assert {weight.device.type for weight in vae.first_stage_model.parameters()} == {
+            vae.patcher.offload_device.type
+        }
+    assert error(node("VAEDecode", vae, z), wanted) < 1e-3 and {s["state"] for s in shapes()} == {"kernels"}
+
+
+def test_two_vaes_in_turn(models, vae):
+    other = models.flux_vae(torch.bfloat16)
+    ways = [(each, compiled(each)) for each in (vae, other)]
+    for plain, fast in ways * 2:
+        z = latent(408, 544, channels=plain.latent_channels)
+        assert error(node("VAEDecode", fast, z), node("VAEDecode", plain, z)) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("where", ["ours", "both"])
+def test_out_of_memory(models, monkeypatch, where):
+    """Injected in the kernels' forward: ComfyUI's whole picture, or its tiles, and the layout given back."""
+    import comfy.ldm.modules.diffusionmodules.model as blocks
+    from anyshape.accel.kernels.triton_ops import TritonOps
+
+    vae = models.vae(torch.bfloat16)
+    fast, layout, z = compiled(vae), strides(vae), latent(512, 1032)
+    _tight(monkeypatch, TritonOps, "bias_add", 1024)
+    if where == "both":
+        _tight(monkeypatch, blocks.Decoder, "forward", 128)
+    assert error(node("VAEDecode", fast, z), node("VAEDecode", vae, z)) < TOLERANCE[torch.bfloat16]
+    assert all("out of memory" in f["reason"] for f in fallbacks()) and fallbacks()
+    assert strides(vae) == layout
+    node("VAEDecode", fast, latent(512, 512))
+    assert shapes()[-1]["state"] == "kernels"
+
+
+def _tight(monkeypatch, owner, name, limit):
+    """``owner.name`` runs out of memory for an image that is higher than ``limit``."""
+    own = getattr(owner, name)
+
+    def limited(self, x, *args, **kwargs):
+        if x.shape[2] > limit:
+            raise torch.OutOfMemoryError("injected")
+        return own(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, limited)
+
+
+def test_memory_that_really_runs_out(models):
+    """The card itself says no: the picture is still made, in tiles, and everything is given back."""
+    vae = models.vae(torch.bfloat16)
+    fast, z = compiled(vae), latent(1024, 1024)
+    wanted, layout = node("VAEDecode", vae, z), strides(vae)
+    node("VAEDecode", fast, latent(512, 512))
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + (900 << 20)) / total)
+    try:
+        out = node("VAEDecode", fast, z)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert out.shape == wanted.shape and error(out, wanted) < 0.2  # tiles are blended
+    gc.collect()
+    assert torch.cuda.memory_allocated() <= before + (8 << 20) and strides(vae) == layout
+
+
+def test_an_interrupt_leaves_the_layout(vae, monkeypatch):
+    """In the midst of a forward, whose weights are in channels_last."""
+    import comfy.model_management as mm
+    from anyshape.accel.families import vae as family
+
+    fast, layout = compiled(vae), strides(vae)
+    own, found = family.res_block, []
+
+    def interrupted(*args):
+        found.append(strides(vae))
+        if len(found) == 3:
+            raise mm.InterruptProcessingException
+        return own(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(family, "res_block", interrupted)
+        with pytest.raises(mm.InterruptProcessingException):
+            node("VAEDecode", fast, latent(512, 512))
+    assert strides(vae) == layout != found[-1]
+    node("VAEDecode", fast, latent(512, 512))
+    assert {s["state"] for s in shapes()} == {"kernels"} and fallbacks() == []
+
+
+def test_a_freed_vae_gives_its_memory_back(models):
+    import comfy.model_management as mm
+
+    def once():
+        vae = models.vae(torch.bfloat16)
+        fast = compiled(vae)
+        node("VAEEncode", fast, node("VAEDecode", fast, latent(512, 512)))
+
+    def allocated():
+        mm.unload_all_models()
+        gc.collect()
+        mm.cleanup_models()
+        return torch.cuda.memory_allocated()
+
+    once()
+    before = allocated()
+    once()
+    assert allocated() <= before + (1 << 20)

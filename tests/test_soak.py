@@ -1,0 +1,172 @@
+"""A short soak (bench/soak.py) on the demo model, and that it finds what it is there to find."""
+
+import json
+from dataclasses import replace
+from types import ModuleType
+
+import pytest
+import torch
+
+PROMPTS = 40
+SEED = 1
+PLAIN = {
+    "loras": (), "control": None, "patch": "", "skip": None, "conds": "one", "stop": None, "unload": "",
+    "rebuild": False, "denoise": 1.0, "twice": False, "mode": "auto", "vae": False, "width": 72, "height": 64,
+    "images": 1, "steps": 2, "sampler": "euler", "cfg": 2.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bench(pack: ModuleType, demo_pack: ModuleType) -> ModuleType:
+    """``bench.soak``."""
+    from bench import soak
+
+    return soak
+
+
+@pytest.fixture(scope="module")
+def soak(bench: ModuleType) -> "Soak":  # noqa: F821
+    return bench.Soak("demo", SEED, bench.ON_CPU)
+
+
+@pytest.fixture
+def attempt(bench, soak):
+    """What is wrong with a plain prompt, after changes to it. The report of the long run is left alone."""
+    own, soak.report = soak.report, bench.Report()
+    yield lambda **changes: soak.attempt(replace(bench.draw(SEED, 0, soak.scope), **PLAIN | changes))
+    soak.report = own
+
+
+def test_prompts_that_differ_in_everything(soak):
+    report = soak.run(range(PROMPTS))
+    assert report.failed == []
+    assert report.prompts == PROMPTS and report.steps > 150 and len(report.memory) == 2
+    assert min(report.broken_off, report.unloads, report.rebuilds, report.skipped, report.calls["vae"]) > 1
+    assert 0 < report.worst_share < 1 and report.states["regions"] > PROMPTS
+    assert any("another pack's patch failed" in reason for reason in report.fallbacks)
+
+
+def test_a_prompt_is_drawn_again_from_its_number(bench):
+    lines = [bench.draw(SEED, index, bench.ON_CPU).line() for index in range(PROMPTS)]
+    assert len(set(lines)) == PROMPTS and bench.draw(SEED, 7, bench.ON_CPU).line() == lines[7]
+    assert bench.draw(SEED + 1, 7, bench.ON_CPU).line() != lines[7]
+    for word in ("LoRA 0", "control", "skip", "interrupt", "failure", "unload", "rebuild", "mode off", "area", "late"):
+        assert any(word in line for line in lines), word
+
+
+def test_sizes_of_latents_are_odd_too(bench):
+    prompts = [bench.draw(SEED, index, scope) for index in range(PROMPTS) for scope in (bench.ON_CPU, bench.ON_GPU)]
+    assert all(p.width % 8 == p.height % 8 == 0 for p in prompts)
+    assert sum(p.width // 8 % 2 for p in prompts) > 5
+
+
+# What it finds ----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_wrong_with_a_plain_prompt(attempt):
+    assert attempt() == attempt(vae=True) == []
+
+
+def test_a_latent_that_is_not_eagers(attempt, monkeypatch):
+    from anyshape.accel.region_ops import RegionOps
+
+    own = RegionOps.feed_forward
+    monkeypatch.setattr(RegionOps, "feed_forward", lambda self, *args: _more(own(self, *args)))
+    (problem,) = attempt()
+    assert "from eager's" in problem
+
+
+def _more(stream):
+    """A stream that is off by a thousandth."""
+    return replace(stream, value=stream.value * 1.001)
+
+
+def test_a_picture_that_is_not_eagers(attempt, monkeypatch):
+    from anyshape.accel.families import vae
+
+    own = vae.res_block
+    monkeypatch.setattr(vae, "res_block", lambda *args: own(*args) * 1.001)
+    (problem,) = attempt(vae=True)
+    assert problem.startswith("the VAE's result is")
+
+
+def test_a_step_down(attempt, monkeypatch):
+    from anyshape.accel.region_ops import RegionOps
+
+    def out_of_memory(*args: object) -> None:
+        raise torch.OutOfMemoryError("injected")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(RegionOps, "feed_forward", out_of_memory)
+        (problem,) = attempt()
+    assert "unexpected fallbacks: out of memory" in problem and attempt() == []
+
+
+def test_a_compilation(attempt, monkeypatch):
+    from anyshape.accel import region_ops
+
+    misses = iter(range(99))
+    monkeypatch.setattr(region_ops, "misses", lambda: next(misses))
+    (problem,) = attempt()
+    assert "1 guards that failed" in problem
+
+
+def test_an_interrupt_that_is_swallowed(attempt, bench, monkeypatch):
+    from bench.soak_prompts import Stop
+
+    stopped = Stop("interrupt", 1)
+    assert attempt(stop=stopped) == []
+    monkeypatch.setattr(bench, "sample", lambda way, prompt, latent, callback=None: torch.ones(1))
+    assert any("did not end the run" in problem for problem in attempt(stop=stopped))
+
+
+def test_what_is_left_on_the_shared_models(attempt, soak):
+    conv = soak.parts.patcher.model.diffusion_model.input_blocks[0][0]
+    hook = conv.register_forward_hook(lambda *args: None)
+    problems = attempt()
+    hook.remove()
+    assert any("has a hook" in problem for problem in problems)
+    conv.weight.data = conv.weight.data.contiguous(memory_format=torch.channels_last)
+    problems = attempt()
+    conv.weight.data = conv.weight.data.contiguous()
+    assert any("not contiguous" in problem for problem in problems) and attempt() == []
+
+
+def test_memory_that_is_not_given_back(attempt, soak):
+    last = soak.scope.every - 1
+    assert attempt(index=last) == []
+    leak = torch.zeros(1 << 18)
+    problems = attempt(index=last)
+    assert any("tensors memory grew" in problem for problem in problems), leak.nbytes
+
+
+def test_models_that_are_held(attempt, soak):
+    held = soak.parts.vae.first_stage_model
+    assert any("AutoencoderKL is still held" in problem for problem in attempt(rebuild=True)), held
+    del held
+    assert attempt(rebuild=True) == []
+
+
+def test_a_picture_in_eager_that_has_changed(attempt, soak):
+    last = soak.scope.every - 1
+    assert attempt(index=last) == []
+    weight = soak.parts.patcher.model.diffusion_model.out[2].weight
+    own = weight.data.clone()
+    weight.data.mul_(1.001)
+    problems = attempt(index=last)
+    weight.data.copy_(own)
+    assert any("no longer what it was" in problem for problem in problems) and attempt(index=last) == []
+
+
+def test_a_failure_is_told_and_the_run_goes_on(bench, soak, monkeypatch, capsys, tmp_path):
+    """From the command line: its line, the exit code, and a JSON with the conditions."""
+    monkeypatch.setattr(bench, "Soak", lambda *args: soak)
+    monkeypatch.setattr(soak, "report", bench.Report())
+    monkeypatch.setattr(soak, "attempt", lambda prompt: ["broken"] if prompt.index == 1 else [])
+    path = tmp_path / "soak.json"
+    monkeypatch.setattr(bench.sys, "argv", ["soak", "--model", "demo", "--prompts", "3", "--json", str(path)])
+    monkeypatch.setattr(bench.measure, "conditions", lambda: {"machine": "x"})
+    assert bench.main() == 1
+    found = json.loads(path.read_text())
+    assert found["prompts"] == 3 and [entry["index"] for entry in found["failed"]] == [1] and found["machine"] == "x"
+    assert "FAILED 1: seed" in capsys.readouterr().out

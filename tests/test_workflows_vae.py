@@ -1,0 +1,427 @@
+"""Compile VAE in workflows, on the CPU: ComfyUI's own nodes on the node's output, and what else a VAE is used for."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from tools.driving import randn
+from tools.oracles import error, fallbacks, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-4  # relative L2 in fp32
+ODD = (17, 9)  # a latent's height and width
+
+
+def build(models, **changes):
+    return models.vae(torch.float32, **{"ch": 32, "num_res_blocks": 1} | changes)
+
+
+@pytest.fixture(scope="module")
+def vae(models):
+    """The VAE that several workflows share."""
+    return build(models)
+
+
+@pytest.fixture
+def fresh(models):
+    return build(models)
+
+
+def compiled(vae):
+    """Compile VAE, as ComfyUI runs it."""
+    from anyshape.nodes import CompileVAE
+
+    (out,) = CompileVAE.PREPARE_CLASS_CLONE({}).execute(vae, True).result
+    assert out is not vae
+    return out
+
+
+def latent(height=ODD[0], width=ODD[1], batch=1):
+    return {"samples": randn(batch, 4, height, width, seed=height * 31 + width)}
+
+
+def picture(height, width, batch=1):
+    return torch.rand(batch, height, width, 3, generator=torch.Generator().manual_seed(height * 31 + width))
+
+
+def node(name, *args, **kwargs):
+    """The first output of one of ComfyUI's nodes, in inference mode as its executor runs it."""
+    import nodes
+
+    made = getattr(nodes, name)
+    with torch.inference_mode():
+        return getattr(made(), made.FUNCTION)(*args, **kwargs)[0]
+
+
+def states():
+    return {s["state"] for s in shapes()}
+
+
+# Nodes ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decode_and_encode_nodes(vae, batch):
+    fast, z = compiled(vae), latent(batch=batch)
+    image = node("VAEDecode", vae, z)
+    assert error(node("VAEDecode", fast, z), image) < CLOSE
+    wanted = node("VAEEncode", vae, image)["samples"]
+    assert error(node("VAEEncode", fast, image)["samples"], wanted) < CLOSE
+    assert states() == {"regions"}
+
+
+@pytest.mark.parametrize("tile, overlap", [(64, 0), (96, 16)])
+def test_tiled_nodes(vae, tile, overlap):
+    """Tiles of other sizes, the last ones cut off by the picture's edge."""
+    fast, z = compiled(vae), latent(21, 13, batch=2)
+    image = node("VAEDecodeTiled", vae, z, tile, overlap)
+    assert error(node("VAEDecodeTiled", fast, z, tile, overlap), image) < CLOSE
+    assert error(image, node("VAEDecode", vae, z)) > CLOSE  # it was tiled
+    pixels = picture(171, 109)  # ComfyUI cuts it down to multiples of 8
+    wanted = node("VAEEncodeTiled", vae, pixels, tile, overlap)["samples"]
+    assert error(node("VAEEncodeTiled", fast, pixels, tile, overlap)["samples"], wanted) < CLOSE
+    assert states() == {"regions"} and len(shapes()) > 8
+
+
+@pytest.mark.parametrize("grow", [0, 6])
+def test_inpaint_nodes(vae, grow):
+    fast, pixels = compiled(vae), picture(136, 72)
+    mask = torch.zeros(1, 136, 72)
+    mask[:, 40:90, 20:50] = 1
+    wanted, out = (node("VAEEncodeForInpaint", each, pixels, mask, grow) for each in (vae, fast))
+    assert error(out["samples"], wanted["samples"]) < CLOSE
+    assert torch.equal(out["noise_mask"], wanted["noise_mask"])
+    conds = [[randn(1, 77, 64), {}]]
+    positive = [node("InpaintModelConditioning", conds, conds, pixels, each, mask)[0][1] for each in (vae, fast)]
+    assert error(*(extra["concat_latent_image"] for extra in reversed(positive))) < CLOSE
+    assert states() == {"regions"}
+
+
+def test_no_size_compiles_in_a_workflow(vae):
+    """After one decode and one encode: tiles, odd sizes and batches 1 to 4."""
+    from anyshape.accel import region_ops, stats
+
+    fast = compiled(vae)
+    node("VAEEncode", fast, node("VAEDecode", fast, latent(8, 8)))
+    misses = region_ops.misses()
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        for batch, (height, width) in enumerate([(9, 8), (8, 11), (5, 7), ODD], start=1):
+            node("VAEEncode", fast, node("VAEDecode", fast, latent(height, width, batch)))
+            node("VAEDecodeTiled", fast, latent(height, width, batch), 64, 0)
+    assert region_ops.misses() == misses
+
+
+# Memory that runs out ---------------------------------------------------------------------------------------------
+
+
+def tight(monkeypatch, owner, name, limit):
+    """``owner.name`` runs out of memory for an image that is higher than ``limit``."""
+    own = getattr(owner, name)
+
+    def limited(self, x, *args, **kwargs):
+        if x.shape[2] > limit:
+            raise torch.OutOfMemoryError("injected")
+        return own(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, limited)
+
+
+@pytest.mark.parametrize("where", ["ours", "eager", "both"])
+@pytest.mark.parametrize("way", ["decode", "encode"])
+def test_out_of_memory(fresh, monkeypatch, way, where):
+    """In ours: ComfyUI's whole picture. In eager: ours, which needs it not. In both: tiles, in ours again."""
+    import comfy.ldm.modules.diffusionmodules.model as blocks
+    from anyshape.accel.region_ops import RegionOps
+
+    fast, scale = compiled(fresh), {"decode": 1, "encode": 8}[way]
+    part = {"decode": blocks.Decoder, "encode": blocks.Encoder}[way]
+    value = latent(129, 2)["samples"] if way == "decode" else picture(1032, 16)
+    with torch.inference_mode():
+        wanted = getattr(fresh, way)(value)
+        if where != "eager":
+            tight(monkeypatch, RegionOps, "bias_add", 1024)  # the tallest tile
+        if where != "ours":
+            tight(monkeypatch, part, "forward", 128 * scale)
+        if where == "both":
+            whole, wanted = wanted, getattr(fresh, way)(value)
+            assert error(wanted, whole) > CLOSE  # it was tiled
+        out = getattr(fast, way)(value)
+    assert error(out, wanted) < CLOSE
+    whole = [s for s in shapes() if s["height"] == 1032]
+    assert [s["state"] for s in whole] == (["regions"] if where == "eager" else ["eager"])
+    tiles = [s for s in shapes() if s["height"] != 1032]
+    assert bool(tiles) == (where == "both") and {s["state"] for s in tiles} <= {"regions"}
+    assert bool(fallbacks()) == (where != "eager") and all("out of memory" in f["reason"] for f in fallbacks())
+
+
+# Wrong input ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wide(models):
+    """Flux's: without a quantisation layer, so that wrong input comes as far as our decoder."""
+    return models.flux_vae(torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 2, 5, 4), (1, 4, 5, 4), (1, 17, 5, 4)], ids=["video", "SDXL", "17 channels"])
+def test_a_latent_of_another_model(wide, shape):
+    """ComfyUI's own error, and the next latent is decoded in regions."""
+    fast, messages = compiled(wide), []
+    for each in (wide, fast):
+        with pytest.raises(RuntimeError) as raised:
+            node("VAEDecode", each, {"samples": torch.zeros(shape)})
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    assert node("VAEDecode", fast, {"samples": randn(1, 16, 5, 4)}).shape == (1, 40, 32, 3)
+    assert shapes()[-1]["state"] == "regions"
+
+
+def test_a_picture_with_another_number_of_channels(vae):
+    fast, messages = compiled(vae), []
+    for each in (vae, fast):
+        with torch.inference_mode(), pytest.raises(RuntimeError) as raised:
+            each.encode(torch.zeros(1, 40, 32, 4))
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+    node("VAEEncode", fast, picture(40, 32))
+    assert shapes()[-1]["state"] == "regions"
+
+
+# One VAE, several workflows ---------------------------------------------------------------------------------------
+
+
+def footprint(vae):
+    """What a workflow without our node may see of the VAE: attributes, hooks, where and how the weights lie."""
+    model = vae.first_stage_model
+    parts = [
+        (name, id(m), sorted(m.__dict__), len(m._forward_hooks), "forward" in m.__dict__)
+        for name, m in model.named_modules()
+    ]
+    weights = [(p.data_ptr(), p.stride(), p.view(torch.int32).sum().item()) for p in model.parameters()]
+    return parts, weights, sorted(vae.__dict__), sorted(vae.patcher.__dict__), dict(vae.patcher.callbacks)
+
+
+def test_workflows_in_turn(vae):
+    """A with the node, B without it, A again; whole, tiled, after an error: B is to the bit what it was."""
+    z, pixels = latent(), picture(72, 64)
+    uses = (("VAEDecode", z), ("VAEDecodeTiled", z, 64, 0), ("VAEEncode", pixels))
+
+    def run(each):
+        made = [node(name, each, *args) for name, *args in uses]
+        return [out["samples"] if isinstance(out, dict) else out for out in made]
+
+    before, wanted = footprint(vae), run(vae)
+    first = run(compiled(vae))
+    for _ in range(2):
+        assert all(torch.equal(*pair) for pair in zip(run(vae), wanted, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(run(compiled(vae)), first, strict=True))
+        with pytest.raises(RuntimeError):
+            node("VAEDecode", compiled(vae), {"samples": torch.zeros(1, 3, 5, 4)})
+    assert footprint(vae) == before
+    assert not any(torch.equal(*pair) for pair in zip(first, wanted, strict=True))  # these were ours
+
+
+def test_two_vaes_in_turn(models, vae):
+    """Other weights and other widths: no result of one in the other, and nothing compiles for the second."""
+    from anyshape.accel import stats
+
+    other = build(models, ch=64)
+    models.randomise(other.first_stage_model, seed=9)
+    ways = [(each, compiled(each)) for each in (vae, other)]
+    node("VAEDecode", ways[0][1], latent())
+    with stats.expect(region_graphs=0, recompiles=0):
+        for plain, fast in ways * 2:
+            assert error(node("VAEDecode", fast, latent()), node("VAEDecode", plain, latent())) < CLOSE
+    assert states() == {"regions"}
+
+
+def test_weights_that_change(fresh, models):
+    """Another pack merges into the shared VAE, in place or with new tensors: the next picture has the new weights."""
+    fast = compiled(fresh)
+    first = node("VAEDecode", fast, latent())
+    conv = fresh.first_stage_model.decoder.conv_in
+    conv.weight.data.mul_(1.5)
+    second = node("VAEDecode", fast, latent())
+    assert error(second, first) > 1e-2 and error(second, node("VAEDecode", fresh, latent())) < CLOSE
+    conv.weight = torch.nn.Parameter(conv.weight * 0.5, requires_grad=False)
+    third = node("VAEDecode", fast, latent())
+    assert error(third, second) > 1e-2 and error(third, node("VAEDecode", fresh, latent())) < CLOSE
+
+
+def test_a_patched_vae(fresh):
+    """Weight patches on the VAE's patcher, as merge nodes put them; with the node before and after them."""
+    key, wanted = "decoder.conv_in.weight", node("VAEDecode", fresh, latent())
+    fast = compiled(fresh)
+    for each in (fast, fresh):
+        each.patcher.add_patches({key: (torch.ones_like(each.patcher.model_state_dict()[key]) * 0.1,)}, 1.0)
+        patched = node("VAEDecode", each, latent())
+        assert error(patched, wanted) > 1e-2
+        outs = [node("VAEDecode", other, latent()) for other in (compiled(fresh), each)]
+        if each is fresh:
+            assert error(*outs) < CLOSE
+
+
+def test_unloaded_and_reloaded(vae):
+    import comfy.model_management as mm
+
+    fast, wanted = compiled(vae), node("VAEDecode", vae, latent())
+    for _ in range(2):
+        assert error(node("VAEDecode", fast, latent()), wanted) < CLOSE
+        mm.unload_all_models()
+        mm.cleanup_models()
+    assert torch.equal(node("VAEDecode", vae, latent()), wanted) and states() == {"regions"}
+
+
+@pytest.mark.parametrize("first", ["the VAE", "its copy"])
+def test_a_freed_vae_is_gone(models, first):
+    """Whichever goes first: nothing of ours keeps the weights alive, and the one that is left still works."""
+    import comfy.model_management as mm
+    from anyshape.accel.families import attach
+
+    plain = build(models)
+    fast = compiled(plain)
+    node("VAEEncode", fast, node("VAEDecode", fast, latent()))
+    model, weight = weakref.ref(plain.first_stage_model), weakref.ref(plain.first_stage_model.decoder.conv_in.weight)
+    engines = [weakref.ref(attach._ENGINES[part]) for part in (model().decoder, model().encoder)]
+    if first == "the VAE":
+        del plain
+        gc.collect()
+        node("VAEDecode", fast, latent())
+        del fast
+    else:
+        del fast
+        gc.collect()
+        node("VAEDecode", plain, latent())
+        del plain
+    mm.unload_all_models()
+    gc.collect()
+    assert [ref() for ref in (model, weight, *engines)] == [None] * 4
+
+
+# Others that use a VAE --------------------------------------------------------------------------------------------
+
+
+def test_a_controlnet_that_needs_a_vae(models, vae):
+    """ComfyUI's ControlNet encodes its hint with the VAE that the node gives it."""
+    import comfy.cldm.cldm
+    import comfy.latent_formats
+    from comfy.controlnet import ControlNet
+
+    from tools.driving import SMALL_UNET
+
+    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
+    config = {name: value for name, value in patcher.model.model_config.unet_config.items() if name != "out_channels"}
+    network = comfy.cldm.cldm.ControlNet(hint_channels=4, **config)
+    network.input_hint_block = comfy.cldm.cldm.TimestepEmbedSequential(
+        torch.nn.Conv2d(4, SMALL_UNET["model_channels"], 1)
+    )
+    models.randomise(network)
+    control = ControlNet(
+        network, compression_ratio=1, latent_format=comfy.latent_formats.SD15(), load_device=patcher.load_device
+    )
+    conds, outs = [models.conditioning(patcher, seed=seed) for seed in (1, 2)], []
+    for each in (vae, compiled(vae), None):
+        positive, negative = conds if each is None else controlled(conds, control, each)
+        outs.append(sampled(patcher, positive, negative))
+    assert error(outs[1], outs[0]) < CLOSE < error(outs[2], outs[0])
+    assert states() == {"regions"}
+
+
+def controlled(conds, control, vae):
+    import nodes
+
+    return nodes.ControlNetApplyAdvanced().apply_controlnet(*conds, control, picture(72, 136), 0.5, 0.0, 1.0, vae=vae)
+
+
+def sampled(patcher, positive, negative, callback=None):
+    import comfy.sample
+
+    z = latent()["samples"]
+    with torch.inference_mode():
+        return comfy.sample.sample(
+            patcher, randn(*z.shape, seed=3), 2, 3.0, "euler", "normal", positive, negative, z, callback=callback,
+            disable_pbar=True, seed=1,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["Latent2RGB", "TAESD"])
+def test_previews_are_left_alone(models, vae, monkeypatch, tmp_path, method):
+    """Between two steps, while the compiled VAE is in use: the previews of a workflow without it."""
+    import folder_paths
+    import latent_preview
+    from comfy.cli_args import LatentPreviewMethod
+    from comfy.taesd.taesd import TAESD
+    from comfy.utils import save_torch_file
+
+    from tools.driving import SMALL_UNET
+
+    tiny = TAESD()
+    models.randomise(tiny)
+    save_torch_file(tiny.taesd_decoder.state_dict(), tmp_path / "taesd_decoder.safetensors")
+    monkeypatch.setitem(folder_paths.folder_names_and_paths, "vae_approx", ([str(tmp_path)], {".safetensors"}))
+    monkeypatch.setattr(latent_preview.args, "preview_method", LatentPreviewMethod[method])
+    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
+    previewer = latent_preview.get_previewer(patcher.load_device, patcher.model.latent_format)
+    assert type(previewer).__name__ == f"{method}Previewer{'Impl' if method == 'TAESD' else ''}"
+    conds = [models.conditioning(patcher, seed=seed) for seed in (1, 2)]
+
+    def previews(each):
+        seen = []
+
+        def callback(step, x0, x, total):
+            node("VAEDecode", each, {"samples": x0})
+            seen.append(previewer.decode_latent_to_preview(x0))
+
+        sampled(patcher, *conds, callback)
+        return [image.tobytes() for image in seen]
+
+    wanted = previews(vae)
+    assert previews(compiled(vae)) == wanted and len(set(wanted)) == 2
+    assert states() == {"regions"}
+
+
+# Interrupts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["decode", "encode"])
+def test_an_interrupt_between_tiles(vae, monkeypatch, way):
+    """As the server does it: its hook of the progress bar raises."""
+    import comfy.model_management as mm
+    import comfy.utils
+
+    fast, before, wanted = compiled(vae), footprint(vae), node("VAEDecode", vae, latent())
+    name, value = ("VAEDecodeTiled", latent(33, 9)) if way == "decode" else ("VAEEncodeTiled", picture(264, 72))
+
+    def hook(done, total, *rest, **named):
+        if done == 2:
+            mm.interrupt_current_processing()
+        mm.throw_exception_if_processing_interrupted()
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
+    with pytest.raises(mm.InterruptProcessingException):
+        node(name, fast, value, 64, 0)
+    monkeypatch.undo()
+    assert sum(s["calls"] for s in shapes()) == 2 and fallbacks() == []
+    assert footprint(vae) == before and torch.equal(node("VAEDecode", vae, latent()), wanted)
+    assert error(node("VAEDecode", fast, latent()), wanted) < CLOSE
+
+
+def test_an_interrupt_inside_the_vae(vae, monkeypatch):
+    """In the midst of a forward: a message, so no tier is retired and nothing is tried again."""
+    import comfy.model_management as mm
+    from anyshape.accel.families import vae as family
+
+    fast, before, wanted = compiled(vae), footprint(vae), node("VAEDecode", vae, latent())
+
+    def interrupted(*args):
+        raise mm.InterruptProcessingException
+
+    with monkeypatch.context() as patched:
+        patched.setattr(family, "res_block", interrupted)
+        with pytest.raises(mm.InterruptProcessingException):
+            node("VAEDecode", fast, latent())
+    assert footprint(vae) == before and fallbacks() == []
+    assert error(node("VAEDecode", fast, latent()), wanted) < CLOSE and states() == {"regions"}
