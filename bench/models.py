@@ -98,9 +98,22 @@ def controlnet(
 
     cast_to: the dtype that weights are cast to at each call, as on hardware that cannot compute in theirs.
     """
-    config, device = SPATIAL | UNETS[name][1] | changes, mm.get_torch_device()
+    return _controlnet(SPATIAL | UNETS[name][1] | changes, dtype, cast_to)
+
+
+def controlnet_for(patcher: ModelPatcher) -> comfy.controlnet.ControlNet:
+    """A ControlNet for the UNet of ``patcher``, in its dtypes."""
+    config = {name: value for name, value in patcher.model.model_config.unet_config.items() if name != "out_channels"}
+    return _controlnet(config, patcher.model.get_dtype(), patcher.model.manual_cast_dtype)
+
+
+def _controlnet(
+    config: dict[str, object], dtype: torch.dtype, cast_to: torch.dtype | None
+) -> comfy.controlnet.ControlNet:
+    device = mm.get_torch_device()
     operations = comfy.ops.disable_weight_init if cast_to is None else comfy.ops.manual_cast
-    model = ControlNet(**config, hint_channels=3, dtype=dtype, device=device, operations=operations).eval()
+    layers = {"hint_channels": 3, "dtype": dtype, "device": device, "operations": operations}
+    model = ControlNet(**config | layers).eval()
     randomise(model)  # zero convolutions too: a trained ControlNet's are not zero
     return comfy.controlnet.ControlNet(model, load_device=device, manual_cast_dtype=cast_to)
 

@@ -8,18 +8,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import comfy.cldm.cldm
-import comfy.model_management as mm
-import comfy.ops
 import comfy.sample
 import comfy.sd
 import torch
 from anyshape.accel.engine import Settings
 from anyshape.accel.families.attach import compile_model
+from anyshape.accel.families.controlnet import compile_controlnet
 from anyshape.accel.families.skipping import skip_blocks
 from anyshape.accel.skip.settings import SkipSettings
 from anyshape_demo import model as demo
-from comfy.controlnet import ControlBase, ControlNet
+from comfy.controlnet import ControlBase
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
@@ -61,7 +59,7 @@ class Parts:
     def __init__(self, name: str) -> None:
         self.name = name
         self.patcher, self.vae, self.text = _load(name)
-        self.control = _controlnet(self.patcher)
+        self.control = models.controlnet_for(self.patcher)
         self.loras = [_lora(self.patcher, seed) for seed in range(LORAS)]
 
     def modules(self) -> list[torch.nn.Module]:
@@ -126,20 +124,11 @@ def _load(name: str) -> tuple[ModelPatcher, comfy.sd.VAE, Any]:
     return models.unet(name), models.vae(), None
 
 
-def _controlnet(patcher: ModelPatcher) -> ControlNet:
-    """A ControlNet with random weights for the patcher's UNet, as ComfyUI's loader builds it."""
-    dtype, cast = patcher.model.get_dtype(), patcher.model.manual_cast_dtype
-    config = {**patcher.model.model_config.unet_config, "dtype": dtype, "device": mm.get_torch_device()}
-    config.pop("out_channels")
-    config["operations"] = comfy.ops.pick_operations(dtype, cast)
-    model = comfy.cldm.cldm.ControlNet(hint_channels=3, **config)
-    models.randomise(model, seed=5)
-    return ControlNet(model, load_device=patcher.load_device, manual_cast_dtype=cast)
-
-
 def compile_control(control: ControlBase) -> ControlBase:
-    """The Compile ControlNet node's work, once there is one."""
-    return control
+    """The Compile ControlNet node's work."""
+    compiled, message = compile_controlnet(control)
+    assert message == "", message
+    return compiled
 
 
 def _lora(patcher: ModelPatcher, seed: int) -> dict[str, Tensor]:
