@@ -1,6 +1,7 @@
 """A short soak (bench/soak.py) on the demo model, and that it finds what it is there to find."""
 
 import json
+import logging
 from dataclasses import replace
 from types import ModuleType
 
@@ -27,6 +28,12 @@ def bench(pack: ModuleType, demo_pack: ModuleType) -> ModuleType:
 @pytest.fixture(scope="module")
 def soak(bench: ModuleType) -> "Soak":  # noqa: F821
     return bench.Soak("demo", SEED, bench.ON_CPU)
+
+
+@pytest.fixture(autouse=True)
+def _unlogged(monkeypatch):
+    """pytest keeps every log record, with a traceback whose frames hold the models."""
+    monkeypatch.setattr(logging.getLogger("anyshape.accel.engine"), "disabled", True)
 
 
 @pytest.fixture
