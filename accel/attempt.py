@@ -5,6 +5,7 @@ us, and every tier of the engine, goes through ``attempt``; no other code here c
 """
 
 import logging
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -65,7 +66,7 @@ def failed(where: str, what: str) -> Judge:
     def judge(error: Exception) -> str:
         reason = f"{what} of AnyShape failed, so ComfyUI's own took its place ({named(error)}). Please report it"
         if STATS.fallback(where, reason) == 1:
-            log.warning("AnyShape: %s: %s", where, reason, exc_info=error)
+            log.warning("AnyShape: %s: %s\n%s", where, reason, "".join(traceback.format_exception(error)))
         return reason
 
     return judge

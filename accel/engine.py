@@ -6,6 +6,7 @@ did, and turns every failure of ours into the next slower tier. Eager is the las
 
 import logging
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -87,6 +88,8 @@ class Engine:
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
     _started: set[tuple[str, torch.dtype]] = field(default_factory=set)  # tiers whose first call is over
     _verified: set[tuple[str, ShapeKey]] = field(default_factory=set)  # shapes that a tier gets right
+    _details: dict[str, str] = field(default_factory=dict)  # of what failed in this call, by reason, for the log
+    _told: set[str] = field(default_factory=set)  # reasons that were logged
     # of shapes that cannot have a graph, by tier and reason: another patch, another trial
     _trials: dict[tuple[str, str, ShapeKey], Trial] = field(default_factory=dict)
 
@@ -115,37 +118,41 @@ class Engine:
                 if not failure:
                     for reason in failures:
                         STATS.fallback(self.stats.name, reason)
+                    self._tell(call)
                     return out
                 failures.append(failure)
                 if tier not in self._retired:  # memory was short
                     break  # no time to compile another tier: eager is there and needs no more memory
             missing = [self._retired[tier] for tier in tiers if tier in self._retired]  # of those that were asked for
             obstacle = "; ".join(dict.fromkeys([*missing, *failures]))
-        self._note(shape, "eager", obstacle)
         try:
-            return self._eager(call, shape)
+            out, failure = self._eager(call)
         except BaseException:
             self._retired = retired  # the call itself is wrong (another node's patch, its input), not our tiers
+            self._details.clear()
             raise
+        self._note(shape, "eager", "; ".join(filter(None, (obstacle, failure))))
+        self._tell(call)
+        return out
 
     def _attempt(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> tuple[Output, str]:
         """(the output, "") or (None, why the tier could not give it)."""
         return attempt(
             lambda: self._fast(tier, call, settings, shape),
-            lambda error: self._step_down(tier, error, call),
+            lambda error: self._step_down(tier, error),
             self.passthrough,
         )
 
-    def _eager(self, call: Call, shape: ShapeStats) -> Output:
+    def _eager(self, call: Call) -> tuple[Output, str]:
+        """(the output, why it is the last resort's or "")."""
         if call.last_resort is None:
-            return call.eager()
-        out, failure = attempt(call.eager, lambda error: self._not_skipped(error, call, shape), self.passthrough)
-        return call.last_resort() if failure else out
+            return call.eager(), ""
+        out, failure = attempt(call.eager, self._not_skipped, self.passthrough)
+        return (call.last_resort(), failure) if failure else (out, "")
 
-    def _not_skipped(self, error: Exception, call: Call, shape: ShapeStats) -> str:
+    def _not_skipped(self, error: Exception) -> str:
         reason = f"blocks could not be skipped ({named(error)})"
-        if self._note(shape, "eager", reason):
-            log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=error)
+        self._details[reason] = _traceback(error)
         return reason
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
@@ -241,7 +248,7 @@ class Engine:
         except CaptureFailed as error:
             self._note(shape, ops.name, str(error))
 
-    def _step_down(self, tier: str, error: Exception, call: Call) -> str:
+    def _step_down(self, tier: str, error: Exception) -> str:
         """Retires the tier, unless only memory was short, and returns the reason."""
         if is_out_of_memory(error):
             self.drop_graphs()
@@ -250,17 +257,21 @@ class Engine:
         ours = isinstance(error, AnyShapeError)  # whose text is made for the user
         reason = str(error) if ours else f"{tier} failed: {named(error)}"
         self._retired[tier] = reason
-        unexpected = not isinstance(error, Unavailable)
-        log.warning("AnyShape: %s (%s): %s", self.stats.name, call.key, reason, exc_info=unexpected)
+        self._details[reason] = "" if isinstance(error, Unavailable) else _traceback(error)
         return reason
 
-    def _note(self, shape: ShapeStats, state: str, reason: str) -> bool:
-        """Counts how a shape runs; whether its reason is a new one."""
+    def _tell(self, call: Call) -> None:
+        """Logs what failed in this call, once, now that another way has given its result."""
+        for reason in self._details.keys() - self._told:
+            log.warning("AnyShape: %s (%s): %s%s", self.stats.name, call.key, reason, self._details[reason])
+        self._told |= self._details.keys()
+        self._details.clear()
+
+    def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
+        """Counts how a shape runs, and why it is not faster."""
         shape.state, shape.reason = state, reason
-        first = bool(reason) and STATS.fallback(self.stats.name, reason) == 1
-        if first:
+        if reason and STATS.fallback(self.stats.name, reason) == 1:
             log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
-        return first
 
     def wants_channels_last(self, settings: Settings, device: torch.device) -> bool:
         """Whether convolution weights should be in channels_last: for kernels, and for nothing slower."""
@@ -273,6 +284,11 @@ class Engine:
 
     def __del__(self) -> None:
         graphs.drop_owner(id(self))
+
+
+def _traceback(error: Exception) -> str:
+    """As text: a log handler that keeps the error would keep its frames, and with them the model."""
+    return "\n" + "".join(traceback.format_exception(error))
 
 
 _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed

@@ -66,7 +66,7 @@ def _permutable(module: nn.Module) -> Iterator[Tensor]:
         weight = getattr(conv, "weight", None)
         plain = isinstance(conv, nn.Conv2d) and type(weight) in (Tensor, nn.Parameter)
         # on a GPU, contiguous, larger than 1x1 (whose two layouts are one), and alone in its storage
-        if not plain or not weight.is_cuda or not weight.is_contiguous() or weight[0, 0].numel() == 1:
+        if not plain or not weight.is_cuda or not weight.is_contiguous() or weight.shape[2:].numel() == 1:
             continue
         if weight.is_floating_point() and weight.shape[1] > 1:
             yield weight

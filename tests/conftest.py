@@ -101,6 +101,13 @@ def no_graphs_left(pack: ModuleType) -> Iterator[None]:
         cache.clear()
 
 
+@pytest.fixture
+def exact_float32() -> Iterator[None]:
+    """Convolutions in float32 are that on a GPU too, not TF32."""
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        yield
+
+
 @pytest.fixture(scope="session")
 def demo_pack(comfy: Path) -> ModuleType:
     """The demo's node pack, as the module `anyshape_demo`."""

@@ -13,19 +13,13 @@ from tools.on_gpu import SMALL, forward, loaded_forward
 from tools.oracles import error, shapes
 from tools.paths import ROOT
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left", "exact_float32")]
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
 SMALL_FLUX = {"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4, "context_in_dim": 128}
 DEMO = [(256, 256), (200, 264), (320, 192), (192, 320), (264, 200), (384, 192), (296, 232), (384, 384), (192, 384),
         (328, 248)]  # fmt: skip
 ODD = [(960, 720), (728, 720), (544, 408), (512, 512)]
-
-
-@pytest.fixture(autouse=True)
-def _clean(clean_stats, no_graphs_left):
-    with torch.backends.cudnn.flags(allow_tf32=False):  # or float32 is compared at TF32's precision
-        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

@@ -1,37 +1,24 @@
 """Workflows on a real GPU: graphs while LoRAs, hooks, patches and batches come and go; eager's image always."""
 
-import gc
-
 import pytest
 import torch
 
 from tools.comfy_nodes import GUIDANCE, NODES, OWN_RUNS, WITHOUT_EFFECT
 from tools.driving import compiled, memory_by_turns, sample_prompts
+from tools.on_gpu import SMALL
 from tools.oracles import error, shapes
 from tools.weights import ALL_KINDS, LAYERS, family, lora, with_lora
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left", "exact_float32")]
 
 CLOSE = 1e-3  # relative L2 in fp32, without TF32, after a few steps
 CHANGED = 1e-2
-SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}
 SMALL_FLUX = {"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 3, "context_in_dim": 128}
 RUNS = {
     "unet": {"width": 256, "height": 328, "steps": 2},
     "flux": {"width": 256, "height": 328, "steps": 3, "tokens": 20, "cfg": 3.0},
 }
 KINDS = tuple(RUNS)
-
-
-@pytest.fixture(autouse=True)
-def _clean(clean_stats):
-    from anyshape.accel import graphs
-
-    with torch.backends.cudnn.flags(allow_tf32=False):  # or float32 is compared at TF32's precision
-        yield
-    gc.collect()
-    for cache in graphs._CACHES.values():
-        cache.clear()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from comfy.ldm.flux.layers import DoubleStreamBlock, LastLayer, SingleStreamBloc
 from comfy.ldm.flux.model import Flux
 from torch import Tensor, nn
 
-from ..ops import FusedOps, GatedStream, Heads, LinearGroup, Modulation, Weights, linear
+from ..ops import FusedOps, GatedStream, Heads, LinearGroup, Modulation, linear
 from .compat import RMS_NORMS, drops_out
 from .layers import Survey, is_cast, rms_norm_of, weights_of
 
@@ -164,16 +164,11 @@ def single_block(
     """layers.SingleStreamBlock.forward on stream [B, T, C]: attention and feed-forward side by side."""
     shift, scale, gate = modulations(m.modulation.lin, 3)
     stream, n = ops.modulated_norm(stream, Modulation(shift, scale, m.pre_norm.eps))
-    qkv, mlp = _split_rows(weights_of(m.linear1, n), 3 * m.hidden_size)
+    layer, width = weights_of(m.linear1, n), 3 * m.hidden_size
+    qkv, mlp = layer.rows(0, width), layer.rows(width)
     a = attend((_heads(m.norm, linear(n, qkv)),), m.num_heads)
     branch = ops.concat_linear(a, ops.linear_gelu(n, mlp), weights_of(m.linear2, n))
     return GatedStream(stream.value, branch, gate, is_half(branch))
-
-
-def _split_rows(weights: Weights, rows: int) -> tuple[Weights, Weights]:
-    """One linear layer as two of the same input."""
-    w, b = weights.weight, weights.bias
-    return Weights(w[:rows], None if b is None else b[:rows]), Weights(w[rows:], None if b is None else b[rows:])
 
 
 def last_layer(ops: FusedOps, m: LastLayer, stream: GatedStream, modulations: Modulations) -> Tensor:

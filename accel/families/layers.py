@@ -70,7 +70,7 @@ def conv(ops: FusedOps, layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor | N
 def pointwise(layer: nn.Module, tokens: Tensor) -> Tensor:
     """A linear layer or a 1x1 convolution on tokens [B, T, C]."""
     weights = weights_of(layer, tokens)
-    return F.linear(tokens, weights.weight.flatten(1), weights.bias)
+    return F.linear(tokens, weights.matrix(), weights.bias)
 
 
 def product(ops: FusedOps, layer: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -78,7 +78,7 @@ def product(ops: FusedOps, layer: nn.Module, tokens: Tensor) -> tuple[Tensor, Te
     if not ops.defer_bias:
         return pointwise(layer, tokens), None
     weights = weights_of(layer, tokens)
-    return F.linear(tokens, weights.weight.flatten(1)), weights.bias
+    return F.linear(tokens, weights.matrix()), weights.bias
 
 
 def to_tokens(x: Tensor) -> Tensor:
