@@ -11,6 +11,7 @@ How (``docs/architecture.md`` has the reasons):
   plain function, and is counted.
 """
 
+import re
 import threading
 import time
 import types
@@ -148,7 +149,8 @@ class Region:
             try:
                 out = variant.first_call(args)
             except torch._dynamo.exc.BackendCompilerFailed as error:
-                raise Unavailable(f"torch.compile failed: {_cause(error)}. {_advice(args)}") from error
+                line = named(error.inner_exception)
+                raise Unavailable(f"torch.compile failed: {line}. {_advice(line, args)}") from error
             self._variants[key] = variant
             return out
 
@@ -158,12 +160,10 @@ class Region:
         return sum(v.backend.graphs for v in self._variants.values())
 
 
-def _cause(error: "torch._dynamo.exc.BackendCompilerFailed") -> str:
-    """Why it failed, without the pages that Dynamo adds."""
-    return named(getattr(error, "inner_exception", error))
-
-
-def _advice(args: tuple) -> str:
+def _advice(line: str, args: tuple) -> str:
     on_cpu = all(a.device.type == "cpu" for a in args if isinstance(a, Tensor))
+    missing = re.search(r"No module named '([\w.]+)'", line)  # from Python 3.12 on torch needs setuptools
     need = "a C++ compiler (g++, clang or MSVC)" if on_cpu else "Triton for your version of torch"
+    if missing and missing[1] != "triton":
+        need = f"{missing[1]} for the Python that runs ComfyUI (pip install {missing[1]})"
     return f"Install {need}, or set the mode to off; until then this part runs in eager"

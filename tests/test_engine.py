@@ -481,6 +481,18 @@ def test_what_does_not_compile_raises_and_is_tried_again() -> None:
     assert region.graphs == 0
 
 
+def test_a_package_that_torch_lacks_is_named(monkeypatch) -> None:
+    """setuptools, in a bare environment of Python 3.12 or newer: no compiler would help."""
+
+    def lacking(self, gm, inputs):
+        raise ModuleNotFoundError("No module named 'setuptools'", name="setuptools")
+
+    monkeypatch.setattr(regions._CountingInductor, "__call__", lacking)
+    with pytest.raises(Unavailable, match="pip install setuptools") as refused:
+        Region(scaled)(torch.randn(4, 4), torch.randn(4))
+    assert "C++" not in str(refused.value)
+
+
 def transformer_weights(channels, inner):
     """Norm and layers of a feed-forward."""
     layers = [(channels, channels), (2 * inner, channels), (channels, inner)]
