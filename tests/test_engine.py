@@ -239,6 +239,23 @@ def test_chart_of_many_sizes_stays_small(counted) -> None:
     assert node_module("chart").draw(stats.snapshot()).shape[1] < 2000
 
 
+# Weights ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_views_of_a_parameter_made_in_inference_mode_and_moved_outside_of_it(inside) -> None:
+    """By a LoRA and then Unload Models, say: eager takes no view of it, and a plain one raises."""
+    with torch.inference_mode():
+        weight, bias = (torch.nn.Parameter(torch.ones(size), requires_grad=False) for size in ((6, 4, 1, 1), (6,)))
+    weight.data, bias.data = torch.arange(24.0).view(6, 4, 1, 1), torch.arange(6.0)
+    with torch.inference_mode(inside):
+        with pytest.raises(RuntimeError, match="version counter"):
+            bias[2:]
+        part, whole = Weights(weight, bias).rows(2, 5), Weights(weight, None)
+        assert torch.equal(part.bias, torch.arange(2.0, 5.0)) and part.weight[0, 0] == 8
+        assert torch.equal(whole.matrix(), torch.arange(24.0).view(6, 4)) and whole.rows(1).bias is None
+
+
 # The decision -----------------------------------------------------------------------------------------------------
 
 

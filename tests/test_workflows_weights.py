@@ -314,18 +314,3 @@ def test_the_first_blocks_lora_reaches_the_kernels_tables(patchers):
     flux_plan = flux.Plan(patchers["flux"].model.diffusion_model)
     own = dict(patchers["flux"].model.diffusion_model.named_parameters())
     assert any(w is own["single_blocks.0.modulation.lin.weight"] for w in flux_plan.group.weights)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_biases_made_in_inference_mode_and_moved_outside_of_it(models, others, name):
-    """As by a LoRA and then Unload Models: such a parameter raises where a view of it is taken, which eager never does."""
-    patcher = others[name]
-    for module in patcher.model.diffusion_model.modules():
-        for key, parameter in list(module._parameters.items()):
-            if parameter is not None and parameter.ndim == 1:
-                with torch.inference_mode():
-                    made = torch.nn.Parameter(parameter.clone(), requires_grad=False)
-                made.data = parameter.data.clone()
-                module._parameters[key] = made
-    assert error(models.sample(compiled(patcher), **RUNS[name]), models.sample(patcher, **RUNS[name])) < CLOSE
-    assert_fast()
