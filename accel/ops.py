@@ -33,12 +33,12 @@ class Weights:
 
     def rows(self, start: int, stop: int | None = None) -> "Weights":
         """The layer's outputs from ``start`` to ``stop`` alone."""
-        # detached: a view of a parameter that was made in inference mode and moved outside of it raises
-        return Weights(self.weight.detach()[start:stop], None if self.bias is None else self.bias.detach()[start:stop])
+        # .data: a view of a parameter that was made in inference mode and moved outside of it raises
+        return Weights(self.weight.data[start:stop], None if self.bias is None else self.bias.data[start:stop])
 
     def matrix(self) -> Tensor:
         """The weight as [out, in], for a linear layer or a convolution of 1x1."""
-        return self.weight if self.weight.ndim == 2 else self.weight.detach().flatten(1)
+        return self.weight if self.weight.ndim == 2 else self.weight.data.flatten(1)
 
 
 @dataclass(frozen=True)

@@ -179,11 +179,11 @@ class TritonOps(FusedOps):
         if not (x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)) or layer.bias is None:
             return super().linear_gelu(x, layer)
         # cuBLASLt's epilogue, which has the GELU with tanh only
-        y = torch._addmm_activation(layer.bias, x.reshape(-1, x.shape[-1]), layer.weight.detach().t(), use_gelu=True)
+        y = torch._addmm_activation(layer.bias, x.reshape(-1, x.shape[-1]), layer.weight.data.t(), use_gelu=True)
         return y.view(*x.shape[:-1], -1)
 
     def concat_linear(self, a: Tensor, b: Tensor, layer: Weights) -> Tensor:  # noqa: D102
-        width, weight = a.shape[-1], layer.weight.detach()
+        width, weight = a.shape[-1], layer.weight.data
         out = linear(a, Weights(weight[:, :width], layer.bias))
         rows = out.view(-1, out.shape[-1])
         rows.addmm_(b.reshape(-1, b.shape[-1]), weight[:, width:].t())
