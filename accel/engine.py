@@ -125,13 +125,13 @@ class Engine:
                     break  # no time to compile another tier: eager is there and needs no more memory
             missing = [self._retired[tier] for tier in tiers if tier in self._retired]  # of those that were asked for
             obstacle = "; ".join(dict.fromkeys([*missing, *failures]))
+        self._note(shape, "eager", obstacle)
         try:
-            out, failure = self._eager(call)
+            out = self._eager(call, shape)
         except BaseException:
             self._retired = retired  # the call itself is wrong (another node's patch, its input), not our tiers
             self._details.clear()
             raise
-        self._note(shape, "eager", "; ".join(filter(None, (obstacle, failure))))
         self._tell(call)
         return out
 
@@ -143,12 +143,14 @@ class Engine:
             self.passthrough,
         )
 
-    def _eager(self, call: Call) -> tuple[Output, str]:
-        """(the output, why it is the last resort's or "")."""
+    def _eager(self, call: Call, shape: ShapeStats) -> Output:
         if call.last_resort is None:
-            return call.eager(), ""
+            return call.eager()
         out, failure = attempt(call.eager, self._not_skipped, self.passthrough)
-        return (call.last_resort(), failure) if failure else (out, "")
+        if failure:
+            self._note(shape, "eager", failure)
+            return call.last_resort()
+        return out
 
     def _not_skipped(self, error: Exception) -> str:
         reason = f"blocks could not be skipped ({named(error)})"
