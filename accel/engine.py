@@ -86,7 +86,7 @@ class Engine:
     uses_graphs: bool = True
     image_layout: bool = False
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
-    _started: set[tuple[str, torch.dtype]] = field(default_factory=set)  # tiers whose first call is over
+    _started: set[tuple[str, torch.dtype, bool]] = field(default_factory=set)  # whose first call is over
     _verified: set[tuple[str, ShapeKey]] = field(default_factory=set)  # shapes that a tier gets right
     _details: dict[str, str] = field(default_factory=dict)  # of what failed in this call, by reason, for the log
     _told: set[str] = field(default_factory=set)  # reasons that were logged
@@ -203,7 +203,7 @@ class Engine:
 
     def _forward(self, ops: FusedOps, call: Call, settings: Settings) -> Output:
         """Runs the fused forward; compilations in its first call are expected, later ones are recompiles."""
-        name = ops.name, call.key.inputs[0].dtype
+        name = ops.name, call.key.inputs[0].dtype, call.repeatable  # with patches other operations run
         first = name not in self._started
         with compilations(ops, first) as compiled:
             if first and not (

@@ -104,7 +104,9 @@ def controlnet(
 def controlnet_for(patcher: ModelPatcher) -> comfy.controlnet.ControlNet:
     """A ControlNet for the UNet of ``patcher``, in its dtypes."""
     config = {name: value for name, value in patcher.model.model_config.unet_config.items() if name != "out_channels"}
-    return _controlnet(config, patcher.model.get_dtype(), patcher.model.manual_cast_dtype)
+    control = _controlnet(config, patcher.model.get_dtype(), patcher.model.manual_cast_dtype)
+    control.control_model.to(mm.unet_offload_device())  # where ComfyUI's loader leaves it
+    return control
 
 
 def _controlnet(

@@ -4,7 +4,7 @@ import pytest
 
 from tools.driving import SHORT_RUN, compiled, unet_forward
 from tools.oracles import assert_fast, error, fallbacks, shapes
-from tools.patching import PATCHES, attn2_replace_one
+from tools.patching import PATCHES, attn1, attn2_replace_one
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -56,6 +56,22 @@ def test_one_replaced_block_leaves_the_others_fast(monkeypatch, patcher):
     attn2_replace_one(patched, [])
     unet_forward(patched, 128, 128)
     assert len(calls) == 15
+
+
+def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, monkeypatch):
+    """Its first call without the patch compiles the blocks that were patched: it is their first call."""
+    from anyshape.accel import region_ops, stats
+
+    for region in region_ops.ALL:  # as in a new process: nothing is compiled yet
+        monkeypatch.setattr(region, "_variants", {})
+    fast = compiled(fresh)
+    patched = fast.clone()
+    attn1(patched, [])
+    models.sample(patched, **SHORT_RUN)
+    graphs = region_ops.graphs()
+    with stats.expect(recompiles=0):
+        assert error(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN)) < CLOSE
+    assert region_ops.graphs() > graphs
 
 
 def test_an_error_in_a_patch_is_the_users_to_see(models, patcher):
