@@ -1,6 +1,6 @@
 """Soak: random prompts one after another in one process, each compared with eager.
 
-python -m bench.soak [--model demo|small|sd15|sdxl] [--prompts 500] [--seed 0] [--only N] [--limit S] [--json FILE]
+python -m bench.soak [--model demo|small|sd15|sdxl] [--prompts 500] [--seed 0] [--start N] [--only N] [--limit S] [--json FILE]
 
 A prompt draws its size (odd latents too), batch, sampler, steps, CFG, prompts by area and time, LoRAs, a ControlNet,
 another pack's patch, Skip Blocks, Compile Model's settings and Compile VAE; whether it is broken off first by the user
@@ -9,7 +9,7 @@ skipping on plain eager pieces. What must hold: the latent and the picture are e
 nothing compiles again, nothing falls back unexpectedly, every call is counted, nothing is left on the shared models;
 every so many prompts memory is where it was, and a picture in eager is what it was to the bit.
 
-``--seed`` names the sequence: ``--only N`` runs its prompt N alone. A prompt that fails is told with its line, and the
+``--seed`` names the sequence: ``--only N`` runs its prompt N alone, ``--start N`` begins with it. A prompt that fails is told with its line, and the
 run goes on; the exit code is 1 then. On a CPU use demo or small.
 """
 
@@ -252,6 +252,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=NAMES, default="sdxl" if cuda else "demo")
     parser.add_argument("--prompts", type=int, default=500 if cuda else 40)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="begin with this prompt of the sequence")
     parser.add_argument("--only", type=int, help="this prompt of the sequence alone")
     parser.add_argument("--list", action="store_true", help="print the sequence and end")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no prompt begins")
@@ -262,7 +263,8 @@ def main() -> int:
     """Prints what fails, and a line now and then; writes the JSON. The exit code: 1 if a prompt failed."""
     chosen = arguments()
     scope = ON_GPU if torch.cuda.is_available() else ON_CPU
-    indices = range(chosen.prompts) if chosen.only is None else range(chosen.only, chosen.only + 1)
+    start, count = (chosen.start, chosen.prompts) if chosen.only is None else (chosen.only, 1)
+    indices = range(start, start + count)
     if chosen.list or chosen.only is not None:
         print(*(draw(chosen.seed, index, scope).line() for index in indices), sep="\n", flush=True)
     if chosen.list:
