@@ -2,6 +2,7 @@
 
 from comfy_api.latest import io
 
+from ..accel.attempt import attempt, failed
 from ..accel.families.entries import Names
 from ..accel.stats import STATS, NodeStats
 
@@ -10,12 +11,16 @@ HIDDEN = [io.Hidden.unique_id, io.Hidden.extra_pnginfo]  # what a node needs for
 
 def note(node: type[io.ComfyNode], names: Names | None, message: str = "", enabled: bool = True) -> None:
     """Notes what ``node``, which is being executed, gave: see ``accel.families.entries`` for ``names``."""
-    node_id = getattr(node.hidden, "unique_id", None)
-    if node_id is None:  # called from Python, not by a workflow
-        return
     state = "off" if not enabled else "eager" if names is None else "ready"
-    kind = node.GET_SCHEMA().node_id
-    STATS.node(NodeStats(str(node_id), _workflow(node.hidden.extra_pnginfo), kind, state, message, names or list))
+    attempt(lambda: _note(node, state, message, names or list), failed("server", "a node's badge"))
+
+
+def _note(node: type[io.ComfyNode], state: str, message: str, names: Names) -> None:
+    hidden = node.hidden
+    if hidden is None or hidden.unique_id is None:  # called from Python, not by a workflow
+        return
+    kind = node.define_schema().node_id
+    STATS.node(NodeStats(str(hidden.unique_id), _workflow(hidden.extra_pnginfo), kind, state, message, names))
 
 
 def _workflow(extra: object) -> str:

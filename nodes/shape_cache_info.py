@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 
 from ..accel import stats
 from .chart import draw
@@ -45,5 +45,4 @@ class ShapeCacheInfo(io.ComfyNode):
     def execute(cls, after: Any = None) -> io.NodeOutput:  # noqa: D102
         snapshot = stats.snapshot()
         text = report(snapshot)
-        shown = {"text": (text,), "anyshape": (snapshot,)}  # web/ draws the second on the node
-        return io.NodeOutput(text, json.dumps(snapshot), draw(snapshot), ui=shown)
+        return io.NodeOutput(text, json.dumps(snapshot), draw(snapshot), ui=ui.PreviewText(text))

@@ -10,11 +10,6 @@ import * as texts from "./anyshape/texts.js";
 const ID = "anyshape";
 const TITLE = "Shape cache"; // also the key of its translation, for frontends that look one up
 
-function refresh() {
-  store.refresh();
-  info.showAll();
-}
-
 /** A tab that the frontend may mount, and mount again, anywhere. */
 function tab() {
   const panel = makePanel();
@@ -54,8 +49,9 @@ function register() {
     async setup() {
       addStyle();
       if (sidebar) manager.registerSidebarTab(tab());
-      texts.onLanguage(refresh);
+      texts.onLanguage(store.refresh);
       store.watch(badges.show);
+      store.watch(info.show);
       await store.connect();
     },
 

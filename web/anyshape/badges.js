@@ -6,7 +6,8 @@ import { badge, entryOf } from "./format.js";
 import * as store from "./store.js";
 import { language, words } from "./texts.js";
 
-const HEIGHT = 22; // pixels; fixed, so that a node never changes its size
+const HEIGHT = 28; // pixels; fixed, so that a node never changes its size
+const MARGIN = 4; // of the element within its line
 const TYPES = new Set([
   "AnyShapeCompileModel",
   "AnyShapeCompileVAE",
@@ -20,22 +21,25 @@ const badges = new Map(); // node -> its element
 export function addBadge(node) {
   if (!TYPES.has(node.comfyClass) || !node.addDOMWidget) return;
   const element = el("div", { className: "anyshape-badge" });
-  addLine(node, "anyshape", element, HEIGHT);
-  badges.set(node, element);
-  const removed = node.onRemoved;
-  node.onRemoved = function (...args) {
-    badges.delete(node);
-    return removed?.apply(this, args);
-  };
-  setTimeout(() => show(store.stats)); // a loaded node has its id only then
+  addLine(node, element, { map: badges, value: element, height: HEIGHT, most: HEIGHT });
+  node.setSize?.([node.size[0], node.computeSize()[1]]);
 }
 
-/** An element within a node that is neither saved with the workflow nor sent with a prompt. */
-export function addLine(node, name, element, height, most = height) {
-  const options = { serialize: false, hideOnZoom: false, getMinHeight: () => height, getMaxHeight: () => most };
-  const widget = node.addDOMWidget(name, "anyshape", element, options);
-  widget.serialize = false;
-  return widget;
+/**
+ * Puts an element into a node, which is neither saved with the workflow nor sent with a prompt, and `value` into `map`
+ * for as long as the node is there. height, most: pixels.
+ */
+export function addLine(node, element, { map, value, height, most }) {
+  const heights = { getMinHeight: () => height, getMaxHeight: () => most };
+  const options = { serialize: false, hideOnZoom: false, margin: MARGIN, ...heights };
+  node.addDOMWidget("anyshape", "anyshape", element, options).serialize = false;
+  map.set(node, value);
+  const removed = node.onRemoved;
+  node.onRemoved = function (...args) {
+    map.delete(node);
+    return removed?.apply(this, args);
+  };
+  setTimeout(store.refresh); // a loaded node has its id only then
 }
 
 /** Shows `stats` on every node of ours. */

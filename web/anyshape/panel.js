@@ -11,6 +11,7 @@ const SAID_FOR = 4000; // milliseconds
 /** The panel's element, and `show(stats)`. Its parts stay; only texts and table lines change. */
 export function makePanel() {
   const parts = {
+    title: el("h2"),
     totals: el("p", { className: "anyshape-totals" }),
     bar: el("div", { className: "anyshape-budget", role: "meter", "aria-valuemin": "0", "aria-valuemax": "100" }),
     budget: el("p", { className: "anyshape-note" }),
@@ -25,7 +26,12 @@ export function makePanel() {
   const element = el(
     "section",
     { className: "anyshape-panel" },
-    el("header", {}, parts.totals, parts.bar, parts.budget, el("div", { className: "anyshape-buttons" }, ...buttons)),
+    el(
+      "header",
+      {},
+      ...[parts.title, parts.totals, parts.bar, parts.budget],
+      el("div", { className: "anyshape-buttons" }, ...buttons),
+    ),
     parts.said,
     el("div", { className: "anyshape-scroll" }, parts.empty, parts.tables, parts.skip, parts.fallbacks),
   );
@@ -69,6 +75,7 @@ function showPanel(element, parts, buttons, stats) {
   const texts = words();
   element.setAttribute("aria-label", texts.title);
   parts.tables.setAttribute("aria-label", texts.title);
+  setText(parts.title, texts.title);
   setText(parts.totals, fill(texts.totals, totals(stats)));
   showBudget(parts, budget(stats.graphs), texts);
   const none = !stats.models.some((model) => model.shapes.length);

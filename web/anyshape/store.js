@@ -21,15 +21,12 @@ export function watch(view) {
   return () => views.delete(view);
 }
 
-/** What an older or newer server does not send is empty, not an error. */
-export const complete = (data) => ({ ...EMPTY, ...data });
-
 export function refresh() {
   views.forEach((view) => view(stats));
 }
 
 function take(data) {
-  stats = complete(data);
+  stats = { ...EMPTY, ...data }; // what another version of the server does not send is empty, not an error
   refresh();
 }
 
