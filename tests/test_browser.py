@@ -120,22 +120,25 @@ def test_a_run_is_shown_without_a_reload(built) -> None:
     assert SIZE in page.page.locator(".anyshape-info").inner_text()
     assert [page.size_of(one) for one in (built.model, built.vae, built.info)] == sizes
     assert page.page.evaluate(moved) == tops
-    page.shot("panel")
 
 
 def test_updates_are_pushed_not_polled(built) -> None:
-    """A run makes at most two events a second and no request for the stats."""
+    """Runs at other sizes make at most two events a second and no request for the stats."""
     page = built.page.page
     page.evaluate(
         "() => { window.seen = []; app.api.addEventListener('anyshape.stats', () => seen.push(performance.now())); }"
     )
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
-    built.page.run(built.server)
+    for width, height, batch in ((200, 264, 1), (256, 192, 1)):
+        built.page.set_widgets(4, {"width": width, "height": height, "batch_size": batch})
+        built.page.run(built.server)
     page.wait_for_timeout(1500)
     times = page.evaluate("() => window.seen")
     assert times and all(later - earlier > 300 for earlier, later in zip(times, times[1:], strict=False))
     assert not [url for url in asked if "anyshape" in url]
+    assert built.page.wait_for_badge(built.model, "3 sizes") == "regions, 3 sizes, 0 recompiles"
+    built.page.shot("panel")
 
 
 def test_switching_the_vae_off(built) -> None:
@@ -191,7 +194,7 @@ def test_chinese_and_back(built) -> None:
     built.page.set("Comfy.Locale", "zh")
     page.locator(PANEL, has_text="尺寸缓存").wait_for()
     (model,) = page.evaluate("() => app.graph.nodes.filter((n) => n.type === 'AnyShapeCompileModel').map((n) => n.id)")
-    assert built.page.wait_for_badge(model, "个尺寸") == "regions, 1 个尺寸, 重新编译 0 次"
+    assert built.page.wait_for_badge(model, "个尺寸") == "regions, 3 个尺寸, 重新编译 0 次"
     assert SIZE in page.locator(".anyshape-info").inner_text()
     assert "清空" in built.panel() and EMPTY not in built.panel()
     built.page.shot("chinese")

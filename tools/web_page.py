@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, TimeoutError, sync_playwright
 
 from tools import browser as installed
 from tools.comfy_server import ComfyServer, Workflow
@@ -31,6 +31,7 @@ SETTINGS = {
     "Comfy.VueNodes.Enabled": False,
 }
 OURS = ".anyshape-tab-button"  # the panel's button, as the frontend names it
+TRIES = 5
 SEARCH = ".comfy-vue-node-search-container"
 NO_BANNER = "localStorage.setItem('vueNodesBannerDismissed', 'true')"  # the offer of another kind of nodes
 READY = "() => window.app?.graph && window.app.extensionManager?.getSidebarTabs?.().length > 1"
@@ -78,6 +79,8 @@ class WebPage:
     def shot(self, name: str) -> None:
         """Keeps a picture of the page."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.mouse.move(VIEW["width"] / 2, VIEW["height"] - 60)  # over nothing that has a tooltip
+        self.page.wait_for_timeout(300)
         self.page.screenshot(path=SCREENSHOTS / f"{name}.png")
 
     # The graph ---------------------------------------------------------------------------------------------------
@@ -101,7 +104,7 @@ class WebPage:
     def add_node(self, name: str, x: int, y: int) -> int:
         """Adds a node by the search box, which a double click opens, and gives its id."""
         before = self.ids()
-        self.page.mouse.dblclick(*self._on_page(x, y))
+        self._open_search(x, y)
         self.page.locator(f"{SEARCH} input").first.fill(name)
         self.page.locator(f"{SEARCH} li[role=option]", has_text=name).first.click()
         self.page.wait_for_function("n => app.graph.nodes.length > n", arg=len(before))
@@ -109,6 +112,17 @@ class WebPage:
         (added,) = self.ids() - before
         self.page.evaluate("([id, pos]) => { app.graph.getNodeById(id).pos = pos }", [added, [x, y]])
         return added
+
+    def _open_search(self, x: int, y: int) -> None:
+        """As a person does, again where the canvas took the first double click for something else."""
+        field = self.page.locator(f"{SEARCH} input").first
+        for _ in range(TRIES):
+            self.page.mouse.dblclick(*self._on_page(x, y))
+            try:
+                return field.wait_for(timeout=2_000)
+            except TimeoutError:
+                continue
+        field.wait_for()
 
     def connect(self, source: int, output: int, target: int, place: int) -> None:
         """Drags a link from an output to an input."""
@@ -129,6 +143,14 @@ class WebPage:
             [node, name],
         )
         self.page.mouse.click(*self._on_page(*place))
+
+    def set_widgets(self, node: int, values: dict[str, Any]) -> None:
+        """Gives a node's widgets other values."""
+        self.page.evaluate(
+            "([id, values]) => app.graph.getNodeById(id).widgets.forEach("
+            "(one) => { if (one.name in values) one.value = values[one.name]; })",
+            [node, values],
+        )
 
     def ids(self) -> set[int]:
         """Of all nodes."""

@@ -32,7 +32,7 @@ export function totals(stats) {
   const shapes = stats.models.flatMap((model) => model.shapes);
   return {
     models: stats.models.filter((model) => model.shapes.length).length,
-    sizes: sum(stats.models, (model) => sizes(model.shapes)),
+    sizes: sizes(shapes),
     calls: sum(shapes, (s) => s.calls),
     recompiles: sum(stats.models, (model) => model.recompiles),
     seconds: seconds(sum(stats.models, (model) => model.compile_seconds)),
