@@ -245,6 +245,14 @@ def drop_owner(owner: int) -> None:
         device_cache.drop_owner(owner)
 
 
+def clear() -> None:
+    """Gives the memory of every graph back. Any thread may ask, also while models run: a replay or a capture is waited
+    for, and the next call of a shape captures it again.
+    """
+    for device_cache in list(_CACHES.values()):
+        device_cache.clear()
+
+
 def obstacle(tier: str) -> str:
     """Why forwards of ``tier`` cannot be captured with this allocator; "" if they can."""
     if tier == "regions" and addresses_are_promised():

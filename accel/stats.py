@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ VERSION = 1
 MAX_MODELS = 32  # oldest forgotten first; a session that loads more wants the recent ones
 MAX_SHAPES = 256  # of one model
 MAX_RUNS = 32  # sampling runs with skipped blocks
+MAX_NODES = 256
 TIMES_KEPT = 64
 
 
@@ -109,11 +110,12 @@ class ModelStats:
 
     def shape(self, key: str, width: int, height: int, batch: int) -> ShapeStats:
         """The entry for ``key``, made when new; the least recently made is forgotten beyond ``MAX_SHAPES``."""
-        if key not in self.shapes:
-            if len(self.shapes) >= MAX_SHAPES:
-                self.shapes.pop(next(iter(self.shapes)))
-            self.shapes[key] = ShapeStats(key, width, height, batch)
-        return self.shapes[key]
+        entry = self.shapes.get(key)  # one look: the browser's thread may clear the entries at any moment
+        if entry is None:
+            for oldest in list(self.shapes)[: max(0, len(self.shapes) + 1 - MAX_SHAPES)]:
+                self.shapes.pop(oldest, None)
+            entry = self.shapes.setdefault(key, ShapeStats(key, width, height, batch))
+        return entry
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
@@ -174,6 +176,25 @@ class SkipStats:
         }
 
 
+@dataclass
+class NodeStats:
+    """What a node of a workflow gave when it last ran, so that the browser finds the entries of its model."""
+
+    id: str  # in its workflow; "5:2" in a subgraph
+    workflow: str  # the browser's id of it; "" if it came without one, from a script
+    type: str  # the node's class, as ComfyUI knows it
+    state: str  # "off": passes through | "eager": its model cannot be compiled | "ready": what the entries say
+    message: str  # what the user should know; "" if nothing
+    names: Callable[[], list[str]]  # of entries of ``models``, known from the first forward on; holds no model
+    _known: list[str] = field(default_factory=list, repr=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's entry. Keeps the names when the model is gone, as its entries stay too."""
+        self._known = self.names() or self._known
+        names = ("id", "workflow", "type", "state", "message")
+        return {name: getattr(self, name) for name in names} | {"models": list(self._known)}
+
+
 class Stats:
     """Everything that has been counted since the start or the last ``clear``."""
 
@@ -183,6 +204,7 @@ class Stats:
         self._named: Counter[str] = Counter()  # models made so far, by name
         self._fallbacks: Counter[tuple[str, str]] = Counter()
         self._skip: deque[SkipStats] = deque(maxlen=MAX_RUNS)
+        self._nodes: dict[tuple[str, str], NodeStats] = {}
         self.graphs = GraphStats()
 
     def model(self, name: str, kind: str) -> ModelStats:
@@ -200,6 +222,14 @@ class Stats:
             entry = SkipStats(model, depth)
             self._skip.append(entry)
             return entry
+
+    def node(self, entry: NodeStats) -> None:
+        """Notes what a node gave; of more than ``MAX_NODES`` the one that ran longest ago is forgotten."""
+        with self._lock:
+            self._nodes.pop((entry.workflow, entry.id), None)
+            self._nodes[entry.workflow, entry.id] = entry
+            for oldest in list(self._nodes)[:-MAX_NODES]:
+                del self._nodes[oldest]
 
     def fallback(self, where: str, reason: str) -> int:
         """Counts a step down to a slower tier and returns how often it has happened."""
@@ -222,6 +252,7 @@ class Stats:
             models = [model.as_dict() for model in self._models]
             fallbacks = [{"where": w, "reason": r, "count": n} for (w, r), n in self._fallbacks.items()]
             skip = [run.as_dict() for run in self._skip]
+            nodes = [node.as_dict() for node in self._nodes.values()]
         return {
             "version": VERSION,
             "torch": torch.__version__,
@@ -230,6 +261,7 @@ class Stats:
             "graphs": vars(self.graphs).copy(),
             "fallbacks": fallbacks,
             "skip": skip,
+            "nodes": nodes,
             "artifacts": {"dir": "", "loaded": 0, "saved": 0, "rejected": []},
         }
 

@@ -1,6 +1,7 @@
 """Soak: random prompts one after another in one process, each compared with eager.
 
-python -m bench.soak [--model demo|small|sd15|sdxl] [--prompts 500] [--seed 0] [--start N] [--only N] [--limit S] [--json FILE]
+python -m bench.soak [--model demo|small|sd15|sdxl] [--prompts 500] [--seed 0] [--start N | --only N] [--limit S]
+    [--json FILE]
 
 A prompt draws its size (odd latents too), batch, sampler, steps, CFG, prompts by area and time, LoRAs, a ControlNet,
 another pack's patch, Skip Blocks, Compile Model's settings and Compile VAE; whether it is broken off first by the user
@@ -9,8 +10,8 @@ skipping on plain eager pieces. What must hold: the latent and the picture are e
 nothing compiles again, nothing falls back unexpectedly, every call is counted, nothing is left on the shared models;
 every so many prompts memory is where it was, and a picture in eager is what it was to the bit.
 
-``--seed`` names the sequence: ``--only N`` runs its prompt N alone, ``--start N`` begins with it. A prompt that fails is told with its line, and the
-run goes on; the exit code is 1 then. On a CPU use demo or small.
+``--seed`` names the sequence: ``--only N`` runs its prompt N alone, ``--start N`` begins with it. A prompt that fails
+is told with its line, and the run goes on; the exit code is 1 then. On a CPU use demo or small.
 """
 
 from tools import embed

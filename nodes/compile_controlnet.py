@@ -2,7 +2,9 @@
 
 from comfy_api.latest import io
 
+from ..accel.families import entries
 from ..accel.families.controlnet import compile_controlnet
+from . import badge
 from .messages import VERIFY, say
 
 
@@ -30,7 +32,7 @@ class CompileControlNet(io.ComfyNode):
             outputs=[
                 io.ControlNet.Output(tooltip="The same ControlNet, faster. Deleting the node restores the original.")
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=badge.HIDDEN,
         )
 
     @classmethod
@@ -38,7 +40,9 @@ class CompileControlNet(io.ComfyNode):
         cls, control_net: io.ControlNet.Type, enabled: bool, verify: bool = True
     ) -> io.NodeOutput:
         if not enabled:
+            badge.note(cls, None, enabled=False)
             return io.NodeOutput(control_net)
         compiled, message = compile_controlnet(control_net, verify)
         say(message, cls.hidden.unique_id)
+        badge.note(cls, entries.of_controlnet(compiled), message)
         return io.NodeOutput(compiled)

@@ -3,7 +3,9 @@
 from comfy_api.latest import io
 
 from ..accel.engine import MODES, Settings
+from ..accel.families import entries
 from ..accel.families.attach import compile_model
+from . import badge
 from .messages import VERIFY, say
 
 
@@ -39,7 +41,7 @@ class CompileModel(io.ComfyNode):
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[io.Model.Output(tooltip="The same model, faster. Deleting the node restores the original.")],
-            hidden=[io.Hidden.unique_id],
+            hidden=badge.HIDDEN,
         )
 
     @classmethod
@@ -48,4 +50,5 @@ class CompileModel(io.ComfyNode):
     ) -> io.NodeOutput:
         compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
         say(message, cls.hidden.unique_id)
+        badge.note(cls, entries.of_model(compiled), message, enabled=mode != "off")
         return io.NodeOutput(compiled)

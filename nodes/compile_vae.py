@@ -3,7 +3,9 @@
 import comfy.sd
 from comfy_api.latest import io
 
+from ..accel.families import entries
 from ..accel.families.vae import compile_vae
+from . import badge
 from .messages import VERIFY, say
 
 
@@ -26,13 +28,15 @@ class CompileVAE(io.ComfyNode):
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[io.Vae.Output(tooltip="The same VAE, faster. Deleting the node restores the original.")],
-            hidden=[io.Hidden.unique_id],
+            hidden=badge.HIDDEN,
         )
 
     @classmethod
     def execute(cls, vae: comfy.sd.VAE, enabled: bool, verify: bool = True) -> io.NodeOutput:  # noqa: D102
         if not enabled:
+            badge.note(cls, None, enabled=False)
             return io.NodeOutput(vae)
         compiled, message = compile_vae(vae, verify)
         say(message, cls.hidden.unique_id)
+        badge.note(cls, entries.of_vae(compiled), message)
         return io.NodeOutput(compiled)

@@ -1,17 +1,94 @@
-"""HTTP routes for the web panel and for scripts."""
+"""HTTP routes for the web panel and for scripts. Errors are JSON: ``{"error": what is wrong and what is accepted}``.
+
+ComfyUI's middleware refuses requests from other origins, as for its own routes.
+"""
+
+import asyncio
+import json
+from typing import Any
 
 from aiohttp import web
 from server import PromptServer
 
-from ..accel import stats
+from ..accel import graphs, stats
+from ..accel.attempt import attempt, named
+from .live import Live
+from .report import report
+
+FORMATS = ("json", "text")
+MAX_BODY = 256  # bytes; {"graphs": true} has 16
+CLEAR_KEYS = ("graphs",)
 
 
 def register() -> None:
-    """Adds ``GET /anyshape/stats`` to the running server; does nothing where there is none (tests in process)."""
+    """Adds the routes to the running server; does nothing where there is none (tests in process)."""
     server = getattr(PromptServer, "instance", None)
-    if server is not None:
-        server.routes.get("/anyshape/stats")(_stats)
+    if server is None:
+        return
+    live = Live(server)
+
+    async def cleared(request: web.Request) -> web.Response:
+        response = await _clear(request)
+        live.push()
+        return response
+
+    server.routes.get("/anyshape/stats")(_stats)
+    server.routes.post("/anyshape/clear")(cleared)
 
 
-async def _stats(_: web.Request) -> web.Response:
+class _Refused(ValueError):
+    """A request that is wrong; the text is for the user."""
+
+
+async def _stats(request: web.Request) -> web.Response:
+    """GET: the counters, as JSON or (``?format=text``) as the tables of Shape Cache Info."""
+    unknown = sorted(set(request.query) - {"format"})
+    wanted = request.query.get("format", FORMATS[0])
+    if unknown:
+        return _error(f"unknown query {unknown[0]!r}; accepted: format")
+    if wanted not in FORMATS:
+        return _error(f"format is {wanted!r}; choose one of {', '.join(FORMATS)}")
+    now = stats.snapshot()
+    return web.json_response(now) if wanted == "json" else web.Response(text=report(now))
+
+
+async def _clear(request: web.Request) -> web.Response:
+    """POST: forgets what was counted; ``{"graphs": true}`` gives the memory of all CUDA graphs back too."""
+    try:
+        drop_graphs = _wants_graphs(await request.read())
+    except _Refused as refusal:
+        return _error(str(refusal))
+    if drop_graphs:  # in another thread: it waits for a capture that is going on
+        _, failure = await asyncio.to_thread(attempt, graphs.clear, named)
+        if failure:
+            return _error(f"the graphs could not be dropped ({failure})", 500)
+    stats.STATS.clear()
     return web.json_response(stats.snapshot())
+
+
+def _wants_graphs(body: bytes) -> bool:
+    """What the body asks for. Raises ``_Refused``."""
+    options = _object(body) if body.strip() else {}
+    unknown = sorted(set(options) - set(CLEAR_KEYS))
+    if unknown:
+        raise _Refused(f"unknown key {unknown[0]!r}; accepted: {', '.join(CLEAR_KEYS)}")
+    wanted = options.get("graphs", False)
+    if not isinstance(wanted, bool):
+        raise _Refused(f"graphs is {wanted!r}; give true or false")
+    return wanted
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    if len(body) > MAX_BODY:
+        raise _Refused(f"the body is longer than {MAX_BODY} bytes; accepted keys: {', '.join(CLEAR_KEYS)}")
+    try:
+        options = json.loads(body)
+    except ValueError as error:
+        raise _Refused(f"the body is not JSON ({error}); give a JSON object or nothing") from error
+    if not isinstance(options, dict):
+        raise _Refused(f"the body is a JSON {type(options).__name__}; give a JSON object or nothing")
+    return options
+
+
+def _error(message: str, status: int = 400) -> web.Response:
+    return web.json_response({"error": message}, status=status)

@@ -5,8 +5,10 @@ from functools import partial
 
 from comfy_api.latest import io
 
+from ..accel.families import entries
 from ..accel.families.skipping import skip_blocks
 from ..accel.skip.settings import AUTO, FORECASTS, MAX_INTERVAL, SkipSettings
+from . import badge
 from .messages import say
 
 DEEPEST = 10  # of SD1.5, which has the most blocks
@@ -62,7 +64,7 @@ class SkipBlocks(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(tooltip="The same model, faster. Deleting the node restores the original.")],
-            hidden=[io.Hidden.unique_id],
+            hidden=badge.HIDDEN,
         )
 
     @classmethod
@@ -73,4 +75,5 @@ class SkipBlocks(io.ComfyNode):
         tell = partial(say, node_id=cls.hidden.unique_id, level=logging.INFO)
         skipping, message = skip_blocks(model, settings, tell)
         say(message, cls.hidden.unique_id)
+        badge.note(cls, entries.of_skipping(skipping), message)
         return io.NodeOutput(skipping)

@@ -233,6 +233,7 @@ def check_stats(found: dict) -> None:
         assert all(set(shape) == STATS_KEYS["shape"] for shape in model["shapes"])
     assert all(set(fallback) == STATS_KEYS["fallback"] for fallback in found["fallbacks"])
     assert all(set(run) == STATS_KEYS["skip"] for run in found["skip"])
+    assert all(set(entry) == STATS_KEYS["node"] for entry in found["nodes"])
 
 
 def test_the_route_and_the_node_agree(server, plain) -> None:

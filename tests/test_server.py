@@ -16,7 +16,7 @@ CONTRACT = {
     },
     "AnyShapeShapeCacheInfo": {"inputs": {"after"}, "outputs": ["STRING", "STRING", "IMAGE"]},
 }
-STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"}
+STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts"}
 
 
 def inputs(node: dict) -> dict[str, list]:

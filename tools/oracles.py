@@ -13,7 +13,7 @@ from anyshape.accel import stats  # noqa: E402 - the package exists from the lin
 
 # The contract of docs/architecture.md: the keys of each part of the stats.
 STATS_KEYS = {
-    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "artifacts"},
+    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts"},
     "model": {"name", "kind", "region_graphs", "recompiles", "compile_seconds", "shapes"},
     "shape": {
         "key", "width", "height", "batch", "state", "calls", "replays", "first_call_seconds", "median_ms", "bytes",
@@ -22,6 +22,7 @@ STATS_KEYS = {
     "graphs": {"budget_bytes", "used_bytes", "evictions"},
     "fallback": {"where", "reason", "count"},
     "skip": {"model", "depth", "full", "skipped", "resets", "seconds", "bytes"},
+    "node": {"id", "workflow", "type", "state", "message", "models"},
     "artifacts": {"dir", "loaded", "saved", "rejected"},
 }  # fmt: skip
 

@@ -36,6 +36,12 @@ def engine_for(module: nn.Module, name: str, kind: str, **traits: bool) -> Engin
     return _ENGINES[module]
 
 
+def entry_names(module: nn.Module | None) -> list[str]:
+    """The names of the stats' entries that ``module`` has; none before its first forward."""
+    engine = None if module is None else _ENGINES.get(module)
+    return [engine.stats.name] if engine else []
+
+
 def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, str]:
     """(a clone that runs compiled, what the user should know or "").
 

@@ -1,0 +1,46 @@
+"""Which entries of the stats belong to what a node gave. A badge in the browser shows them.
+
+Each function gives the names of the entries, in a form that keeps no model alive, or None for what is not compiled.
+"""
+
+import weakref
+from collections.abc import Callable
+
+import comfy.controlnet
+import comfy.sd
+from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrappersMP
+
+from . import attach, skipping
+
+Names = Callable[[], list[str]]
+
+
+def of_model(patcher: ModelPatcher, key: str = attach.KEY) -> Names | None:
+    """Of a MODEL from Compile Model. Its entry is made by its first forward."""
+    if not patcher.get_wrappers(WrappersMP.DIFFUSION_MODEL, key):
+        return None
+    module = weakref.ref(patcher.model.diffusion_model)
+    return lambda: attach.entry_names(module())
+
+
+def of_skipping(patcher: ModelPatcher) -> Names | None:
+    """Of a MODEL from Skip Blocks."""
+    return of_model(patcher, skipping.KEY)
+
+
+def of_vae(vae: comfy.sd.VAE) -> Names | None:
+    """Of a VAE: its decoder's and its encoder's."""
+    return _of_forwards(vae.first_stage_model, "decoder", "encoder")
+
+
+def of_controlnet(control: comfy.controlnet.ControlBase) -> Names | None:
+    """Of a ControlNet."""
+    return _of_forwards(control, "control_model")
+
+
+def _of_forwards(owner: object, *parts: str) -> Names | None:
+    """The engines' entries of those parts whose ``forward`` is one of ours."""
+    forwards = (getattr(getattr(owner, part, None), "forward", None) for part in parts)
+    names = [engine.stats.name for forward in forwards if (engine := getattr(forward, "_engine", None))]
+    return (lambda: names) if names else None

@@ -1,0 +1,276 @@
+"""What users see and touch: the real front end in a real browser, before the real server, on the demo model.
+
+Pictures of the page lie in .cache/screenshots afterwards.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tools import browser as installed
+from tools.comfy_server import ComfyServer
+
+pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
+pytest.importorskip("comfyui_frontend_package", reason="there is no front end to test: make setup")
+
+from tools.web_page import OURS, WebPage, chromium  # noqa: E402 - it imports playwright
+
+if not installed.find():
+    pytest.skip(installed.MISSING, allow_module_level=True)
+
+PANEL = ".anyshape-panel"
+EMPTY = "Nothing has run through a compile node yet."
+SIZE = "136×120"  # image pixels; an odd latent
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def flow() -> dict[str, dict[str, Any]]:
+    """Text to image on the demo model, by ComfyUI's own nodes alone."""
+    return {
+        "1": node("AnyShapeDemoLoader", dtype="fp32"),
+        "2": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text="rocket"),
+        "3": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text=""),
+        "4": node("EmptyLatentImage", width=136, height=120, batch_size=2),
+        "5": node(
+            "KSampler", model=["1", 0], positive=["2", 0], negative=["3", 0], latent_image=["4", 0], seed=5, steps=3,
+            cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0,
+        ),
+        "6": node("VAEDecode", samples=["5", 0], vae=["1", 1]),
+        "7": node("PreviewImage", images=["6", 0]),
+    }  # fmt: skip
+
+
+PLACES = {"1": (120, 160), "4": (120, 330), "2": (120, 600), "3": (420, 600), "5": (740, 160), "6": (1070, 160),
+          "7": (1260, 160)}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as launched:
+        yield launched
+
+
+class Built:
+    """The page with our nodes in the workflow, and the ids of the nodes."""
+
+    def __init__(self, page: WebPage, server: ComfyServer) -> None:
+        self.page, self.server = page, server
+        page.load_workflow(flow(), PLACES)
+        self.model = page.add_node("Compile Model", 410, 160)
+        self.vae = page.add_node("Compile VAE", 410, 400)
+        self.info = page.add_node("Shape Cache Info", 1000, 500)
+        links = [(1, 0, self.model), (1, 1, self.vae), (6, 0, self.info)]
+        for source, output, target in links:
+            page.connect(source, output, target, 0)
+        page.connect(self.model, 0, 5, 0)
+        page.connect(self.vae, 0, 6, 1)
+
+    def panel(self) -> str:
+        return self.page.page.locator(PANEL).inner_text()
+
+    def stats(self) -> dict[str, Any]:
+        return self.server.get("/anyshape/stats").json()
+
+
+@pytest.fixture(scope="module")
+def built(browser, server) -> Iterator[Built]:
+    """One page for the file: its tests follow one another as a person's session does."""
+    server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
+    page = WebPage(browser, server)
+    yield Built(page, server)
+    page.close()
+
+
+def test_nodes_say_that_they_have_not_run(built) -> None:
+    assert built.page.badge(built.model) == built.page.badge(built.vae) == "not run yet"
+
+
+def test_the_panel_opens_by_keyboard(built) -> None:
+    page = built.page.page
+    page.locator(OURS).focus()
+    page.keyboard.press("Enter")
+    page.locator(PANEL).wait_for()
+    assert EMPTY in built.panel()
+    page.locator(f"{PANEL} button").first.focus()
+    reached = []
+    for _ in range(3):
+        reached.append(page.evaluate("() => document.activeElement.dataset.action"))
+        page.keyboard.press("Tab")
+    assert reached == ["clear", "free", "copy"]
+
+
+def test_a_run_is_shown_without_a_reload(built) -> None:
+    page, moved = built.page, "() => [...document.querySelectorAll('.anyshape-buttons')].map((b) => b.offsetTop)"
+    sizes, tops = [page.size_of(one) for one in (built.model, built.vae, built.info)], page.page.evaluate(moved)
+    page.run(built.server)
+    assert page.wait_for_badge(built.model, "regions") == "regions, 1 size, 0 recompiles"
+    assert page.wait_for_badge(built.vae, "regions") == "regions, 1 size, 0 recompiles"
+    (unet,) = [model for model in built.stats()["models"] if model["kind"] == "unet" and model["shapes"]]
+    row = page.page.locator(f"{PANEL} tr[data-state=regions]", has_text=SIZE).nth(0)
+    row.wait_for()
+    page.page.wait_for_function(
+        "([panel, calls]) => [...document.querySelectorAll(panel + ' tr[data-state]')]"
+        ".some((row) => row.cells[3].textContent === calls)",
+        arg=[PANEL, str(unet["shapes"][0]["calls"])],
+    )
+    assert SIZE in page.page.locator(".anyshape-info").inner_text()
+    assert [page.size_of(one) for one in (built.model, built.vae, built.info)] == sizes
+    assert page.page.evaluate(moved) == tops
+
+
+def test_updates_are_pushed_not_polled(built) -> None:
+    """Runs at other sizes make at most two events a second and no request for the stats."""
+    page = built.page.page
+    page.evaluate(
+        "() => { window.seen = []; app.api.addEventListener('anyshape.stats', () => seen.push(performance.now())); }"
+    )
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    for width, height, batch in ((200, 264, 1), (256, 192, 1)):
+        built.page.set_widgets(4, {"width": width, "height": height, "batch_size": batch})
+        built.page.run(built.server)
+    page.wait_for_timeout(1500)
+    times = page.evaluate("() => window.seen")
+    assert times and all(later - earlier > 300 for earlier, later in zip(times, times[1:], strict=False))
+    assert not [url for url in asked if "anyshape" in url]
+    assert built.page.wait_for_badge(built.model, "3 sizes") == "regions, 3 sizes, 0 recompiles"
+    built.page.shot("panel")
+
+
+def test_switching_the_vae_off(built) -> None:
+    before = sum(s["calls"] for model in built.stats()["models"] if model["kind"] == "vae" for s in model["shapes"])
+    built.page.click_widget(built.vae, "enabled")
+    built.page.run(built.server)
+    assert built.page.wait_for_badge(built.vae, "off") == "off: as without this node"
+    after = sum(s["calls"] for model in built.stats()["models"] if model["kind"] == "vae" for s in model["shapes"])
+    assert after == before > 0
+    built.page.click_widget(built.vae, "enabled")
+
+
+def test_the_report_is_copied(built) -> None:
+    page = built.page.page
+    page.locator("[data-action=copy]").click()
+    page.get_by_text("The report is in the clipboard.").wait_for()
+    copied = page.evaluate("() => navigator.clipboard.readText()")
+    assert copied == built.server.get("/anyshape/stats", format="text").text and "136x120" in copied
+
+
+def luminance(colour: list[float]) -> float:
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(page: Any, selector: str) -> float:
+    """Of a text and what is painted behind it, by WCAG."""
+    colours = page.evaluate(
+        """(selector) => {
+            const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+            let at = document.querySelector(selector);
+            const front = parse(getComputedStyle(at).color);
+            while (at && (parse(getComputedStyle(at).backgroundColor)[3] ?? 1) === 0) at = at.parentElement;
+            return [front, parse(getComputedStyle(at).backgroundColor)].map((c) => c.slice(0, 3).map((v) => v / 255));
+        }""",
+        selector,
+    )
+    light, dark = sorted(map(luminance, colours), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_themes_are_readable(built, theme) -> None:
+    built.page.set("Comfy.ColorPalette", theme)
+    built.page.page.wait_for_timeout(300)
+    for selector in (f"{PANEL} h2", f"{PANEL} tr[data-state] td", ".anyshape-badge", ".anyshape-button"):
+        assert contrast(built.page.page, selector) > 4.5, selector
+    built.page.shot(theme)
+
+
+def test_chinese_and_back(built) -> None:
+    page = built.page.page
+    built.page.set("Comfy.Locale", "zh")
+    page.locator(PANEL, has_text="尺寸缓存").wait_for()
+    (model,) = page.evaluate("() => app.graph.nodes.filter((n) => n.type === 'AnyShapeCompileModel').map((n) => n.id)")
+    assert built.page.wait_for_badge(model, "个尺寸") == "regions, 3 个尺寸, 重新编译 0 次"
+    assert SIZE in page.locator(".anyshape-info").inner_text()
+    assert "清空" in built.panel() and EMPTY not in built.panel()
+    built.page.shot("chinese")
+    built.page.set("Comfy.Locale", "en")
+    page.locator(PANEL, has_text="Shape cache").wait_for()
+
+
+def test_nodes_2_0(built) -> None:
+    """The frontend's other kind of nodes, made of elements instead of a canvas."""
+    built.page.set("Comfy.VueNodes.Enabled", True)
+    shown = built.page.page.locator(".lg-node .anyshape-badge", has_text="regions")
+    shown.first.wait_for()
+    assert SIZE in built.page.page.locator(".lg-node .anyshape-info").inner_text()
+    built.page.shot("nodes-2.0")
+    built.page.set("Comfy.VueNodes.Enabled", False)
+
+
+def test_clearing(built) -> None:
+    built.page.page.locator("[data-action=clear]").click()
+    built.page.page.get_by_text("Cleared.").wait_for()
+    assert EMPTY in built.panel()
+    assert not [model for model in built.stats()["models"] if model["shapes"]]
+
+
+def test_nothing_is_saved_or_sent_of_it(built) -> None:
+    """A workflow saved with the pack opens without it, and ComfyUI's cache does not see the badges."""
+    saved, sent = built.page.page.evaluate("async () => [app.graph.serialize(), (await app.graphToPrompt()).output]")
+    (ours,) = [one for one in saved["nodes"] if one["type"] == "AnyShapeCompileModel"]
+    assert ours["widgets_values"] == ["auto", 2048, True]
+    assert "anyshape" not in sent[str(ours["id"])]["inputs"]
+
+
+def test_our_scripts_complain_of_nothing(built) -> None:
+    """The last test of the session above."""
+    assert built.page.errors == []
+
+
+def test_a_silent_server_breaks_nothing(browser, server) -> None:
+    def silence(page: Any) -> None:
+        page.route("**/api/anyshape/**", lambda route: route.fulfill(status=500, body="no"))
+
+    page = WebPage(browser, server, silence)
+    page.load_workflow(flow(), PLACES)
+    model = page.add_node("Compile Model", 410, 160)
+    page.page.locator(OURS).click()
+    assert EMPTY in page.page.locator(PANEL).inner_text()
+    page.page.locator("[data-action=clear]").click()
+    page.page.get_by_text("That did not work: HTTP 500").wait_for()
+    assert page.badge(model) == "not run yet"
+    assert [error for error in page.errors if "500" not in error] == []
+    page.close()
+
+
+OLDER = """
+const real = window.comfyAPI.app.app;
+const hidden = new Set(["extensionManager"]);
+export const app = new Proxy(real, {
+  get(target, name) {
+    const value = hidden.has(name) ? undefined : target[name];
+    return typeof value === "function" ? value.bind(target) : value;
+  },
+});
+"""
+
+
+def test_a_frontend_without_a_sidebar(browser, server) -> None:
+    """The panel is a tab of the bottom panel then."""
+
+    def older(page: Any) -> None:
+        body = {"content_type": "application/javascript", "body": OLDER}
+        page.route("**/scripts/app.js", lambda route: route.fulfill(**body))
+
+    page = WebPage(browser, server, older)
+    assert page.page.locator(OURS).count() == 0
+    page.page.evaluate("() => app.extensionManager.command.execute('Workspace.ToggleBottomPanel')")
+    page.page.get_by_role("tab", name="Shape cache").click()
+    assert EMPTY in page.page.locator(PANEL).inner_text()
+    assert page.errors == []
+    page.close()

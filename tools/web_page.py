@@ -1,0 +1,213 @@
+"""The real front end in a browser, used as a person does: the search box, the mouse, the keyboard.
+
+with chromium() as browser:
+    page = WebPage(browser, server)
+    page.load_workflow(flow, places)          # flow in ComfyUI's API format
+    model = page.add_node("Compile Model", 400, 100)
+    page.connect(1, 0, model, 0)
+    page.press("Control+Enter")
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, TimeoutError, sync_playwright
+
+from tools import browser as installed
+from tools.comfy_server import ComfyServer, Workflow
+from tools.paths import CACHE
+
+SCREENSHOTS = CACHE / "screenshots"
+VIEW = {"width": 1500, "height": 950}
+# Nothing may lie over the canvas when the page opens; the rest is what a new user gets.
+SETTINGS = {
+    "Comfy.TutorialCompleted": True,
+    "Comfy.Locale": "en",
+    "Comfy.ColorPalette": "dark",
+    "Comfy.Minimap.Visible": False,
+    "Comfy.VueNodes.Enabled": False,
+}
+OURS = ".anyshape-tab-button"  # the panel's button, as the frontend names it
+TRIES = 5
+SEARCH = ".comfy-vue-node-search-container"
+NO_BANNER = "localStorage.setItem('vueNodesBannerDismissed', 'true')"  # the offer of another kind of nodes
+READY = "() => window.app?.graph && window.app.extensionManager?.getSidebarTabs?.().length > 1"
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A headless browser."""
+    with sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=str(installed.find()), args=list(installed.FLAGS))
+        yield launched
+        launched.close()
+
+
+class WebPage:
+    """One open page. ``errors``: what our scripts complained of, and every uncaught error."""
+
+    def __init__(self, browser: Browser, server: ComfyServer, prepare: Any = None, **settings: Any) -> None:
+        """prepare(page): what to do before the page is loaded. settings: the frontend's, with _ for the dots."""
+        wanted = SETTINGS | {name.replace("_", "."): value for name, value in settings.items()}
+        server.http.post(f"{server.url}/api/settings", json=wanted).raise_for_status()
+        self.context: BrowserContext = browser.new_context(
+            viewport=VIEW, permissions=["clipboard-read", "clipboard-write"]
+        )
+        self.context.set_default_timeout(20_000)
+        self.page: Page = self.context.new_page()
+        self.errors: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", self._listen)
+        self.page.add_init_script(NO_BANNER)
+        if prepare:
+            prepare(self.page)
+        self.page.goto(server.url)
+        self.page.wait_for_function(READY)
+
+    def _listen(self, message: ConsoleMessage) -> None:
+        ours = "/extensions/AnyShape" in message.location["url"] or message.text.startswith("AnyShape")
+        if message.type in ("error", "warning") and ours:
+            self.errors.append(message.text)
+
+    def close(self) -> None:
+        """Ends the page and its session."""
+        self.context.close()
+
+    def shot(self, name: str) -> None:
+        """Keeps a picture of the page."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        self.page.mouse.move(VIEW["width"] / 2, VIEW["height"] - 60)  # over nothing that has a tooltip
+        self.page.wait_for_timeout(300)
+        self.page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+    # The graph ---------------------------------------------------------------------------------------------------
+
+    def load_workflow(self, flow: Workflow, places: dict[str, tuple[int, int]]) -> None:
+        """Opens a workflow in ComfyUI's API format with its nodes at ``places`` of the canvas, by node id."""
+        self.page.evaluate(
+            """([flow, places]) => {
+                app.loadApiJson(flow, "test");
+                Object.entries(places).forEach(([id, place]) => {
+                    const node = app.graph.getNodeById(id);
+                    node.pos = place;
+                    node.setSize(node.computeSize());
+                });
+                Object.assign(app.canvas.ds, { scale: 1, offset: [0, 0] });
+                app.canvas.setDirty(true, true);
+            }""",
+            [flow, places],
+        )
+
+    def add_node(self, name: str, x: int, y: int) -> int:
+        """Adds a node by the search box, which a double click opens, and gives its id."""
+        before = self.ids()
+        self._open_search(x, y)
+        self.page.locator(f"{SEARCH} input").first.fill(name)
+        self.page.locator(f"{SEARCH} li[role=option]", has_text=name).first.click()
+        self.page.wait_for_function("n => app.graph.nodes.length > n", arg=len(before))
+        self.page.locator(SEARCH).wait_for(state="hidden")
+        (added,) = self.ids() - before
+        self.page.evaluate("([id, pos]) => { app.graph.getNodeById(id).pos = pos }", [added, [x, y]])
+        return added
+
+    def _open_search(self, x: int, y: int) -> None:
+        """As a person does, again where the canvas took the first double click for something else."""
+        field = self.page.locator(f"{SEARCH} input").first
+        for _ in range(TRIES):
+            self.page.mouse.dblclick(*self._on_page(x, y))
+            try:
+                return field.wait_for(timeout=2_000)
+            except TimeoutError:
+                continue
+        field.wait_for()
+
+    def connect(self, source: int, output: int, target: int, place: int) -> None:
+        """Drags a link from an output to an input."""
+        self.page.mouse.move(*self._slot(source, False, output))
+        self.page.mouse.down()
+        self.page.mouse.move(*self._slot(target, True, place), steps=5)
+        self.page.mouse.up()
+        linked = self.page.evaluate("([id, i]) => app.graph.getNodeById(id).inputs[i].link", [target, place])
+        assert linked is not None, f"no link to input {place} of node {target}"
+
+    def click_widget(self, node: int, name: str) -> None:
+        """Clicks on a node's widget; a switch changes its state."""
+        place = self.page.evaluate(
+            """([id, name]) => {
+                const node = app.graph.getNodeById(id), widget = node.widgets.find((one) => one.name === name);
+                return [node.pos[0] + node.size[0] - 40, node.pos[1] + widget.last_y + 10];
+            }""",
+            [node, name],
+        )
+        self.page.mouse.click(*self._on_page(*place))
+
+    def set_widgets(self, node: int, values: dict[str, Any]) -> None:
+        """Gives a node's widgets other values."""
+        self.page.evaluate(
+            "([id, values]) => app.graph.getNodeById(id).widgets.forEach("
+            "(one) => { if (one.name in values) one.value = values[one.name]; })",
+            [node, values],
+        )
+
+    def ids(self) -> set[int]:
+        """Of all nodes."""
+        return set(self.page.evaluate("() => app.graph.nodes.map((node) => node.id)"))
+
+    def size_of(self, node: int) -> list[float]:
+        """[width, height] of a node."""
+        return self.page.evaluate("id => [...app.graph.getNodeById(id).size]", node)
+
+    def _slot(self, node: int, is_input: bool, index: int) -> tuple[float, float]:
+        place = self.page.evaluate(
+            "([id, input, i]) => [...app.graph.getNodeById(id).getConnectionPos(input, i)]", [node, is_input, index]
+        )
+        return self._on_page(*place)
+
+    def _on_page(self, x: float, y: float) -> tuple[float, float]:
+        """A place of the canvas, in pixels of the page."""
+        return tuple(
+            self.page.evaluate(
+                """([x, y]) => {
+                    const { scale, offset } = app.canvas.ds, box = app.canvas.canvas.getBoundingClientRect();
+                    return [(x + offset[0]) * scale + box.left, (y + offset[1]) * scale + box.top];
+                }""",
+                [x, y],
+            )
+        )
+
+    # The page ----------------------------------------------------------------------------------------------------
+
+    def set(self, setting: str, value: Any) -> None:
+        """Changes a setting, as the dialog of settings does."""
+        self.page.evaluate("([id, value]) => app.extensionManager.setting.set(id, value)", [setting, value])
+
+    def badge(self, node: int) -> str:
+        """The line that one of our nodes shows of itself."""
+        return self.page.evaluate(
+            "id => app.graph.getNodeById(id).widgets.find((w) => w.name === 'anyshape').element.textContent", node
+        )
+
+    def wait_for_badge(self, node: int, part: str, timeout: float = 60) -> str:
+        """Waits until the line has ``part``; seconds."""
+        self.page.wait_for_function(
+            "([id, part]) => app.graph.getNodeById(id).widgets.find((w) => w.name === 'anyshape')"
+            ".element.textContent.includes(part)",
+            arg=[node, part],
+            timeout=timeout * 1e3,
+        )
+        return self.badge(node)
+
+    def run(self, server: ComfyServer, timeout: float = 120) -> dict[str, Any]:
+        """Queues the workflow by the keyboard and gives the history's entry when it has ended."""
+        with self.page.expect_response(lambda answer: answer.url.endswith("/prompt")) as posted:
+            self.page.keyboard.press("Control+Enter")
+        answer = posted.value.json()
+        assert posted.value.ok, json.dumps(answer)
+        path, deadline = f"/history/{answer['prompt_id']}", time.monotonic() + timeout
+        while not (history := server.get(path).json()):
+            assert time.monotonic() < deadline, "the prompt did not end"
+            self.page.wait_for_timeout(100)
+        return history[answer["prompt_id"]]

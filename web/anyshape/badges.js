@@ -1,0 +1,66 @@
+/** A line at the bottom of each of our nodes that says how its model runs. */
+
+import { app } from "../../../scripts/app.js";
+import { el, setText, setTitle } from "./dom.js";
+import { badge, entryOf } from "./format.js";
+import * as store from "./store.js";
+import { language, words } from "./texts.js";
+
+const HEIGHT = 28; // pixels; fixed, so that a node never changes its size
+const MARGIN = 4; // of the element within its line
+const TYPES = new Set([
+  "AnyShapeCompileModel",
+  "AnyShapeCompileVAE",
+  "AnyShapeCompileControlNet",
+  "AnyShapeSkipBlocks",
+]);
+
+const badges = new Map(); // node -> its element
+
+/** For the extension's `nodeCreated`. */
+export function addBadge(node) {
+  if (!TYPES.has(node.comfyClass) || !node.addDOMWidget) return;
+  const element = el("div", { className: "anyshape-badge" });
+  addLine(node, element, { map: badges, value: element, height: HEIGHT, most: HEIGHT });
+  node.setSize?.([node.size[0], node.computeSize()[1]]);
+}
+
+/**
+ * Puts an element into a node, which is neither saved with the workflow nor sent with a prompt, and `value` into `map`
+ * for as long as the node is there. height, most: pixels.
+ */
+export function addLine(node, element, { map, value, height, most }) {
+  const heights = { getMinHeight: () => height, getMaxHeight: () => most };
+  const options = { serialize: false, hideOnZoom: false, margin: MARGIN, ...heights };
+  node.addDOMWidget("anyshape", "anyshape", element, options).serialize = false;
+  map.set(node, value);
+  const removed = node.onRemoved;
+  node.onRemoved = function (...args) {
+    map.delete(node);
+    return removed?.apply(this, args);
+  };
+  setTimeout(store.refresh); // a loaded node has its id only then
+}
+
+/** Shows `stats` on every node of ours. */
+export function show(stats) {
+  if (!badges.size) return;
+  const root = app.rootGraph ?? app.graph?.rootGraph ?? app.graph;
+  const ids = idsOf(root);
+  for (const [node, element] of badges) {
+    const where = { id: ids.get(node) ?? String(node.id), type: node.comfyClass, workflow: root?.id };
+    const shown = badge(entryOf(stats, where), stats, words(), language());
+    element.dataset.level = shown.level;
+    setText(element, shown.text);
+    setTitle(element, shown.title);
+  }
+}
+
+/** node -> the id that the server knows it by: "4", or "7:4" within the subgraph of node 7. */
+function idsOf(graph, prefix = "", found = new Map()) {
+  for (const node of graph?.nodes ?? graph?._nodes ?? []) {
+    found.set(node, `${prefix}${node.id}`);
+    if (node.subgraph) idsOf(node.subgraph, `${prefix}${node.id}:`, found);
+  }
+  return found;
+}

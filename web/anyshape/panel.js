@@ -1,0 +1,112 @@
+/** The panel "Shape cache": every size that has run, the graphs' budget, what ran slower and why. */
+
+import { el, setText, sync } from "./dom.js";
+import { budget, count, fill, totals } from "./format.js";
+import * as store from "./store.js";
+import { showTables } from "./tables.js";
+import { language, words } from "./texts.js";
+
+const SAID_FOR = 4000; // milliseconds
+
+/** The panel's element, and `show(stats)`. Its parts stay; only texts and table lines change. */
+export function makePanel() {
+  const parts = {
+    title: el("h2"),
+    totals: el("p", { className: "anyshape-totals" }),
+    bar: el("div", { className: "anyshape-budget", role: "meter", "aria-valuemin": "0", "aria-valuemax": "100" }),
+    budget: el("p", { className: "anyshape-note" }),
+    empty: el("p", { className: "anyshape-note" }),
+    tables: el("div", { className: "anyshape-tables", role: "region", tabIndex: 0 }),
+    skip: list(),
+    fallbacks: list(),
+    said: el("p", { className: "anyshape-said", role: "status" }),
+  };
+  const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport };
+  const buttons = Object.entries(actions).map(([name, action]) => button(name, action, parts.said));
+  const element = el(
+    "section",
+    { className: "anyshape-panel" },
+    el(
+      "header",
+      {},
+      ...[parts.title, parts.totals, parts.bar, parts.budget],
+      el("div", { className: "anyshape-buttons" }, ...buttons),
+    ),
+    parts.said,
+    el("div", { className: "anyshape-scroll" }, parts.empty, parts.tables, parts.skip, parts.fallbacks),
+  );
+  return { element, show: (stats) => showPanel(element, parts, buttons, stats) };
+}
+
+const list = () => el("div", { className: "anyshape-list" }, el("h3"), el("ul"));
+
+function button(name, action, said) {
+  const say = (text) => {
+    setText(said, text);
+    clearTimeout(said.timer);
+    said.timer = setTimeout(() => setText(said, ""), SAID_FOR);
+  };
+  const made = el("button", { type: "button", className: "anyshape-button" });
+  made.dataset.action = name;
+  made.addEventListener("click", async () => {
+    try {
+      await action();
+      say(words().done[name]);
+    } catch (error) {
+      say(fill(words().failed, { error: error.message }));
+    }
+  });
+  return made;
+}
+
+/** Pages that are not served from this machine or by https have no clipboard; a selected text can be copied anywhere. */
+async function copyReport() {
+  const text = await store.report();
+  if (navigator.clipboard && window.isSecureContext) return navigator.clipboard.writeText(text);
+  const area = el("textarea", { value: text, className: "anyshape-copied" });
+  document.body.append(area);
+  area.select();
+  const copied = document.execCommand("copy");
+  area.remove();
+  if (!copied) throw new Error(words().no_clipboard);
+}
+
+function showPanel(element, parts, buttons, stats) {
+  const texts = words();
+  element.setAttribute("aria-label", texts.title);
+  parts.tables.setAttribute("aria-label", texts.title);
+  setText(parts.title, texts.title);
+  setText(parts.totals, fill(texts.totals, totals(stats)));
+  showBudget(parts, budget(stats.graphs), texts);
+  const none = !stats.models.some((model) => model.shapes.length);
+  parts.empty.hidden = !none;
+  setText(parts.empty, texts.empty);
+  buttons.forEach((one) => {
+    setText(one, texts.buttons[one.dataset.action].title);
+    one.title = texts.buttons[one.dataset.action].help;
+  });
+  showTables(parts.tables, stats);
+  showList(parts.skip, texts.skip.title, stats.skip.map((run) => skipLine(run, texts)));
+  const steps = stats.fallbacks.map((f) => `${f.where}, ${count(texts.counts.times, f.count, language())}: ${f.reason}`);
+  showList(parts.fallbacks, texts.fallbacks, steps);
+}
+
+function showBudget(parts, graphs, texts) {
+  const percent = graphs ? Math.round(100 * graphs.fraction) : 0;
+  parts.bar.style.setProperty("--share", `${percent}%`);
+  parts.bar.setAttribute("aria-valuenow", String(percent));
+  parts.bar.setAttribute("aria-label", texts.budget.title);
+  setText(parts.budget, graphs ? fill(texts.budget.used, graphs) : texts.budget.none);
+}
+
+function skipLine(run, texts) {
+  const resets = Object.entries(run.resets).map(([reason, n]) => fill(texts.skip.reset, { n, reason }));
+  return [`${run.model}: ${fill(texts.badge.skipped, run)}`, ...resets].join("; ");
+}
+
+function showList(part, title, lines) {
+  part.hidden = !lines.length;
+  setText(part.children[0], title);
+  const items = lines.map((text, index) => ({ text, index }));
+  sync(part.children[1], items, (item) => item.index, () => el("li"), (item, { text }) => setText(item, text));
+}

@@ -1,0 +1,62 @@
+/** The stats that every view shows: fetched once, then pushed by the server; nothing polls. */
+
+import { api } from "../../../scripts/api.js";
+
+const EVENT = "anyshape.stats";
+const EMPTY = {
+  models: [],
+  graphs: { budget_bytes: 0, used_bytes: 0, evictions: 0 },
+  fallbacks: [],
+  skip: [],
+  nodes: [],
+};
+
+const views = new Set();
+export let stats = EMPTY;
+
+/** Calls `view(stats)` now and at every change; the result ends that. */
+export function watch(view) {
+  views.add(view);
+  view(stats);
+  return () => views.delete(view);
+}
+
+export function refresh() {
+  views.forEach((view) => view(stats));
+}
+
+function take(data) {
+  stats = { ...EMPTY, ...data }; // what another version of the server does not send is empty, not an error
+  refresh();
+}
+
+/** Begins to listen; after a lost connection the server may be another one. */
+export function connect() {
+  api.addEventListener(EVENT, (event) => take(event.detail));
+  api.addEventListener("reconnected", load);
+  return load();
+}
+
+async function load() {
+  const response = await api.fetchApi("/anyshape/stats").catch(() => null);
+  if (response?.ok) take(await response.json());
+}
+
+/** Forgets what was counted; with `graphs` their memory goes too. Throws with the server's words. */
+export async function clear(graphs) {
+  const response = await api.fetchApi("/anyshape/clear", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ graphs }),
+  });
+  const data = await response.json().catch(() => ({ error: `HTTP ${response.status}` }));
+  if (!response.ok) throw new Error(data.error);
+  take(data);
+}
+
+/** The report of Shape Cache Info, with the machine's particulars. */
+export async function report() {
+  const response = await api.fetchApi("/anyshape/stats?format=text");
+  if (!response.ok) throw new Error(`HTTP ${response.status}`);
+  return response.text();
+}
