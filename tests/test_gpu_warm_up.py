@@ -84,7 +84,7 @@ def test_a_full_budget_is_said(pack, models):
     budget = (sum(graphs.held(device).values()) >> 20) + 8
     graphs.cache(device).clear()
     model = compiled(patcher, graph_budget_mb=budget)
-    sizes = [(1024 - 64 * index, 1024 - 64 * index) for index in range(8)]
+    sizes = [(1024 - 64 * index, 1024 - 64 * index) for index in range(12)]
     with stats.expect(evictions=0):
         report = warm(pack, model, "\n".join(f"{width}x{height}" for width, height in reversed(sizes)))
     states = [line.split()[3] for line in report.splitlines()[1:]]
