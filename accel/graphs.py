@@ -101,6 +101,11 @@ class GraphCache:
                 self._refused[owner, key] = str(error)
                 raise
 
+    def held(self) -> dict[str, int]:
+        """The keys of the graphs that are there, as the stats name them, and the bytes that each took."""
+        with self._lock:
+            return {str(key): entry.bytes for (_, key), entry in self._entries.items()}
+
     def drop_owner(self, owner: int) -> None:
         """Forgets every graph of ``owner`` (its model was unloaded or freed)."""
         with self._lock:
@@ -237,6 +242,11 @@ _CACHES: dict[torch.device, GraphCache] = {}
 def cache(device: torch.device) -> GraphCache:
     """The one cache of ``device``."""
     return _CACHES.setdefault(device, GraphCache(device))
+
+
+def held(device: torch.device) -> dict[str, int]:
+    """The graphs of ``device``, by key, and the bytes that each took."""
+    return _CACHES[device].held() if device in _CACHES else {}
 
 
 def drop_owner(owner: int) -> None:

@@ -5,5 +5,6 @@ from .compile_model import CompileModel
 from .compile_vae import CompileVAE
 from .shape_cache_info import ShapeCacheInfo
 from .skip_blocks import SkipBlocks
+from .warm_up import WarmUp
 
-NODES = [CompileModel, CompileVAE, CompileControlNet, SkipBlocks, ShapeCacheInfo]
+NODES = [CompileModel, CompileVAE, CompileControlNet, SkipBlocks, WarmUp, ShapeCacheInfo]

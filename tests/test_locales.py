@@ -16,6 +16,7 @@ NODE_IDS = (
     "AnyShapeCompileVAE",
     "AnyShapeCompileControlNet",
     "AnyShapeSkipBlocks",
+    "AnyShapeWarmUp",
     "AnyShapeShapeCacheInfo",
 )
 

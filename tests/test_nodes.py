@@ -49,6 +49,18 @@ CONTRACT = {
         },
         {"MODEL": "MODEL"},
     ),
+    "AnyShapeWarmUp": (
+        "Warm Up",
+        {
+            "model": ("MODEL", None, None),
+            "shapes": ("STRING", "1024x1024", None),
+            "vae": ("VAE", None, None),
+            "positive": ("CONDITIONING", None, None),
+            "negative": ("CONDITIONING", None, None),
+            "cfg": (["auto", "on", "off", "both"], "auto", None),
+        },
+        {"MODEL": "MODEL", "VAE": "VAE", "report": "STRING"},
+    ),
     "AnyShapeShapeCacheInfo": (
         "Shape Cache Info",
         {"after": ("*", None, None)},
@@ -88,7 +100,7 @@ def test_schema(described, node_id) -> None:
 def test_only_the_info_node_is_an_end(described) -> None:
     assert {name: described[name]["output_node"] for name in CONTRACT} == {
         "AnyShapeCompileModel": False, "AnyShapeCompileVAE": False, "AnyShapeCompileControlNet": False,
-        "AnyShapeSkipBlocks": False, "AnyShapeShapeCacheInfo": True,
+        "AnyShapeSkipBlocks": False, "AnyShapeWarmUp": False, "AnyShapeShapeCacheInfo": True,
     }  # fmt: skip
     assert set(described["AnyShapeShapeCacheInfo"]["input"].get("required", {})) == set()
 
@@ -204,6 +216,34 @@ def test_a_second_seed_compiles_nothing(server, plain) -> None:
     server.run(with_nodes(seed=6))
     after = [(model["name"], model["region_graphs"], model["recompiles"]) for model in stats(server)["models"]]
     assert before == after and {model["kind"] for model in stats(server)["models"]} >= {"unet", "vae"}
+
+
+def test_warm_up_before_the_first_prompt(server, plain) -> None:
+    """At a size of its own: the sampler and the VAE meet nothing new, and the picture is the one without Warm Up."""
+    size = {"width": 104, "height": 152, "batch_size": 2}
+    flow = with_nodes(seed=8)
+    flow["latent"]["inputs"] |= size
+    warm = node(
+        "AnyShapeWarmUp", model=["model", 0], vae=["vae", 0], positive=["yes", 0], negative=["no", 0],
+        shapes="104x152 batch 2\n104*152",
+    )  # fmt: skip
+    before = known(server)
+    listed = server.run({name: flow[name] for name in ("loader", "yes", "no", "model", "vae")} | {
+        "warm": warm, "show": node("PreviewAny", source=["warm", 2])})  # fmt: skip
+    report, made = listed["outputs"]["show"]["text"][0], known(server)
+    assert "line 2: '104*152' - write 1024x1152 or 896x768 batch 2" in report
+    assert len(made - before) == 3 and all(part in report for part in ("model", "VAE decode", "VAE encode"))
+    flow["sampler"]["inputs"]["model"], flow["decode"]["inputs"]["vae"] = ["warm", 0], ["warm", 1]
+    shown = pixels(server, flow | {"warm": warm})
+    assert known(server) == made
+    flow["sampler"]["inputs"]["model"], flow["decode"]["inputs"]["vae"] = ["model", 0], ["vae", 0]
+    flow["save"]["inputs"]["filename_prefix"] = "cold"
+    assert np.array_equal(pixels(server, flow), shown)
+
+
+def known(server: ComfyServer) -> set[tuple[str, str]]:
+    """The shapes that have run, by model."""
+    return {(model["name"], shape["key"]) for model in stats(server)["models"] for shape in model["shapes"]}
 
 
 def test_a_full_queue_and_an_impatient_reader(server, plain) -> None:

@@ -14,6 +14,10 @@ CONTRACT = {
         "inputs": {"model", "interval", "depth", "start_percent", "end_percent", "forecast"},
         "outputs": ["MODEL"],
     },
+    "AnyShapeWarmUp": {
+        "inputs": {"model", "shapes", "vae", "positive", "negative", "cfg"},
+        "outputs": ["MODEL", "VAE", "STRING"],
+    },
     "AnyShapeShapeCacheInfo": {"inputs": {"after"}, "outputs": ["STRING", "STRING", "IMAGE"]},
 }
 STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts"}

@@ -128,5 +128,10 @@ def drop_graphs(module: nn.Module) -> None:
 
 def settings_of(patcher: ModelPatcher | None) -> Settings:
     """The settings of the Compile Model node that made this patcher; the default ones without such a node."""
-    wrappers = patcher.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY) if patcher else ()
-    return next((wrapper.__self__.settings for wrapper in wrappers), Settings())
+    session = session_of(patcher) if patcher else None
+    return session.settings if session else Settings()
+
+
+def session_of(patcher: ModelPatcher) -> Session | None:
+    """What the Compile Model node put on this patcher; None without such a node, or where it has mode off."""
+    return next((wrapper.__self__ for wrapper in patcher.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)), None)

@@ -67,7 +67,7 @@ def compile_vae(vae: comfy.sd.VAE, verify: bool = True) -> tuple[comfy.sd.VAE, s
 
 def _compiled(vae: comfy.sd.VAE, name: str, settings: Settings) -> tuple[comfy.sd.VAE, str]:
     model = vae.first_stage_model
-    if _is_compiled(model):
+    if is_compiled(vae):
         return vae, ""
     compiled = copy.copy(vae)
     obstacle = devices.obstacle(vae.device) or unsupported(model)
@@ -83,8 +83,9 @@ def _compiled(vae: comfy.sd.VAE, name: str, settings: Settings) -> tuple[comfy.s
     return compiled, ""
 
 
-def _is_compiled(model: nn.Module) -> bool:
-    decoder = getattr(model, "decoder", None)
+def is_compiled(vae: comfy.sd.VAE) -> bool:
+    """Whether this VAE comes from Compile VAE, and runs on our forwards."""
+    decoder = getattr(vae.first_stage_model, "decoder", None)
     return isinstance(getattr(decoder, "forward", None), _Forward)
 
 

@@ -1,0 +1,297 @@
+"""Warm Up: the programs and graphs of listed sizes, made ahead through ComfyUI's own sampling and VAE.
+
+Each size is sampled for a few steps with the user's prompts, so that ComfyUI decides what meets the model: which
+prompts are joined, what a ControlNet adds, where the weights lie. Nothing is kept but what the engines keep anyway.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import comfy.model_management as mm
+import comfy.sample
+import comfy.samplers
+import comfy.sd
+import comfy.utils
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor
+
+from .. import devices, graphs
+from ..attempt import Judge, attempt, failed, named
+from ..errors import is_out_of_memory
+from ..skip.run import RUN_KEY, SkipRun
+from ..stats import STATS
+from ..warm_up import MIB, Row, Shape, parse, table
+from . import vae as vae_family
+from .attach import session_of
+from .layers import INTERRUPTS
+
+STEPS = 30  # of the noise schedule; few of them are evaluated
+CFG = {"on": (4.0,), "off": (1.0,), "both": (4.0, 1.0)}  # at 1.0 ComfyUI leaves the negative prompt out
+CFG_OPTIONS = ("auto", *CFG)
+TOKENS = {"unet": 77, "dit": 256}  # of a short prompt: CLIP's, and the fewest that ComfyUI gives Flux
+POOLED = 1280  # of CLIP-G, where the model does not say
+HOPELESS = 4  # times the device's memory, by ComfyUI's estimate, which is generous: not even tried
+STATES = ("eager", "regions", "kernels", "graph")  # slowest first
+NOT_RUN, FAILED, EVICTED = "not run", "failed", "evicted"
+
+NO_MODEL = (
+    "connect Compile Model before Warm Up: nothing to warm up. This MODEL does not run compiled (no Compile Model "
+    "node, its mode is off, or it could not be compiled), and passes through as it is"
+)
+NO_VAE = "this VAE does not come from Compile VAE: nothing of it was warmed up, and it passes through as it is"
+NO_SIZES = "no size to warm up: write one a line"
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One size in one part of the workflow."""
+
+    shape: Shape
+    part: str
+    work: int  # image pixels that a call may have to compute; the largest comes first
+    needs: float  # bytes of memory, by ComfyUI's estimate
+    device: torch.device
+    run: Callable[[], Any]
+
+
+def warm_up(
+    model: ModelPatcher, text: str, vae: comfy.sd.VAE | None = None, positive: list | None = None,
+    negative: list | None = None, cfg: str = "auto",
+) -> tuple[str, list[str]]:  # fmt: skip
+    """(the report, what the user should do something about). ``text``: a size a line; nothing else is changed."""
+    shapes, problems = parse(text)
+    if not (shapes or problems):
+        problems = [NO_SIZES]
+    outcome, failure = attempt(
+        lambda: _warmed(model, shapes, vae, (positive, negative), cfg), failed("Warm Up", "Warm Up"), INTERRUPTS
+    )
+    rows, warnings = outcome or ([], [failure])
+    warnings = [*problems, *warnings]
+    notes = [*warnings, *(shape.note for shape in shapes if shape.note)]
+    return "\n".join([*notes, *([table(rows)] if rows else [])]), warnings
+
+
+def _warmed(
+    model: ModelPatcher, shapes: list[Shape], vae: comfy.sd.VAE | None, prompts: tuple, cfg: str
+) -> tuple[list[Row], list[str]]:
+    """(a row a job, what the user should know). The VAE first: loading it later might unload the model's graphs."""
+    session, jobs, warnings = session_of(model), [], []
+    if vae is not None:
+        if vae_family.is_compiled(vae):
+            jobs += _vae_jobs(vae, shapes)
+        else:
+            warnings.append(NO_VAE)
+    if session is None:
+        warnings.append(NO_MODEL)
+    else:
+        jobs += _model_jobs(model, shapes, _prompts(model, session.family.KIND, *prompts), session.family.KIND, cfg)
+    budget = _Budget(model.load_device, session.settings.graph_budget_bytes if session else 0)
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=_random_devices(model.load_device)))
+        stack.enter_context(torch.inference_mode())
+        return _in_order(jobs, budget), warnings
+
+
+def _random_devices(device: torch.device) -> list[torch.device]:
+    """Whose random state must be kept besides the CPU's."""
+    return [device] if devices.is_nvidia(device) else []
+
+
+def _in_order(jobs: Sequence[_Job], budget: "_Budget") -> list[Row]:
+    progress, rows = comfy.utils.ProgressBar(len(jobs)), []
+    for job in jobs:
+        mm.throw_exception_if_processing_interrupted()
+        reason = budget.is_spent()
+        rows.append(Row(job.shape, job.part, NOT_RUN, why=reason) if reason else _run(job))
+        budget.note(rows[-1])
+        progress.update(1)
+    return budget.settled(rows)
+
+
+def _run(job: _Job) -> Row:
+    """Runs one job and says how the engines took it."""
+    total = mm.get_total_memory(job.device)
+    if job.needs > HOPELESS * total:
+        why = f"needs about {job.needs / MIB:.0f} MB, and the device has {total / MIB:.0f}: make it smaller"
+        return Row(job.shape, job.part, NOT_RUN, why=why)
+    before, started = _calls(), time.perf_counter()
+    _, failure = attempt(job.run, _judge(job), INTERRUPTS)
+    seconds = time.perf_counter() - started
+    if failure:
+        mm.soft_empty_cache()
+        return Row(job.shape, job.part, FAILED, seconds, why=failure)
+    return _outcome(job, seconds, before)
+
+
+def _judge(job: _Job) -> Judge:
+    """One size that fails costs neither the others nor the prompt."""
+
+    def judge(error: Exception) -> str:
+        reason = f"{job.part} at {job.shape} could not be warmed up ({named(error)}); others were"
+        if is_out_of_memory(error):
+            reason = f"out of memory in {job.part} at {job.shape}; lower the size or the batch"
+        STATS.fallback("Warm Up", reason)
+        return reason
+
+    return judge
+
+
+def _calls() -> dict[tuple[str, str], int]:
+    """How often each shape of each model has run."""
+    return {(m["name"], s["key"]): s["calls"] for m in STATS.snapshot()["models"] for s in m["shapes"]}
+
+
+def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> Row:
+    """The row of all programs that ran: full and skipped steps, a ControlNet's, prompts that were not joined."""
+    models = STATS.snapshot()["models"]
+    ran = [(m["name"], s) for m in models for s in m["shapes"] if s["calls"] > before.get((m["name"], s["key"]), 0)]
+    states = [s["state"] for _, s in ran]
+    several = len({name for name, _ in ran}) > 1
+    reasons = [f"{name}: {s['reason']}" if several else s["reason"] for name, s in ran if s["reason"]]
+    return Row(
+        job.shape, job.part, min(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
+        "; ".join(dict.fromkeys(reasons)), frozenset(s["key"] for _, s in ran if s["state"] == "graph"),
+    )  # fmt: skip
+
+
+class _Budget:
+    """When graphs of this warm-up would push each other out.
+
+    Graphs of other sizes and models, from before, are the least recently used ones and give way; ours must not.
+    """
+
+    def __init__(self, device: torch.device, limit: int) -> None:
+        self._device, self._limit = device, limit
+        self._before = graphs.held(device).keys()
+        self._taken: list[int] = []  # bytes of all our graphs, after each job with a graph
+        self._ours: frozenset[str] = frozenset()
+
+    def is_spent(self) -> str:
+        """Why the next size cannot have a graph beside those before it; "" if it probably can."""
+        if not self._taken:
+            return ""
+        steps = [after - before for before, after in zip(self._taken, self._taken[1:], strict=False)]
+        # The first graph pays for the memory pool. Each later one is smaller, so it takes no more than those before.
+        if not self._lost() and self._taken[-1] + max(steps, default=0) < self._limit:
+            return ""
+        return (
+            f"graph_budget_mb ({self._limit // MIB}) is full: raise it in Compile Model to keep this size too. Without "
+            f"that it is captured at its first prompt, and the least recently used size gives way"
+        )
+
+    def note(self, row: Row) -> None:
+        """Counts the graphs of one size."""
+        if row.keys:
+            self._ours |= row.keys
+            held = graphs.held(self._device)
+            self._taken.append(sum(size for key, size in held.items() if key not in self._before))
+
+    def _lost(self) -> frozenset[str]:
+        return self._ours - graphs.held(self._device).keys()
+
+    def settled(self, rows: Iterable[Row]) -> list[Row]:
+        """The rows, now that all has run: a graph may have given way to a later one."""
+        lost, rows = self._lost(), list(rows)
+        for row in rows:
+            if row.keys & lost:
+                row.state, row.why = (
+                    EVICTED,
+                    "its graph gave way to a later one: raise graph_budget_mb in Compile Model",
+                )
+        return rows
+
+
+# What runs --------------------------------------------------------------------------------------------------------
+
+
+def _model_jobs(
+    model: ModelPatcher, shapes: Iterable[Shape], prompts: tuple[list, list], kind: str, cfg: str
+) -> list[_Job]:
+    jobs = []
+    for scale in CFG.get(cfg, CFG["off" if kind == "dit" else "on"]):
+        part, rows = ("model", 2) if scale > 1 else ("model, cfg 1", 1)
+        for shape in shapes:
+            run = partial(_sample, model, shape, scale, *prompts)
+            needs = model.memory_required([shape.batch, 1, *shape.latent])
+            jobs.append(_Job(shape, part, rows * shape.pixels, needs, model.load_device, run))
+    return _largest_first(jobs)
+
+
+def _vae_jobs(vae: comfy.sd.VAE, shapes: Iterable[Shape]) -> list[_Job]:
+    jobs = []
+    for shape in shapes:
+        latent, image = (shape.batch, vae.latent_channels, *shape.latent), (shape.batch, shape.height, shape.width, 3)
+        needs = vae.memory_used_decode((1, *latent[1:]), vae.vae_dtype)  # ComfyUI splits what does not fit
+        decode, encode = partial(_decode, vae, latent), partial(_encode, vae, image)
+        jobs.append(_Job(shape, "VAE decode", shape.pixels, needs, vae.device, decode))
+        jobs.append(_Job(shape, "VAE encode", shape.pixels, needs, vae.device, encode))
+    return _largest_first(jobs)
+
+
+def _largest_first(jobs: Iterable[_Job]) -> list[_Job]:
+    """So that the graphs' pool is as large as it will be from the first one on."""
+    return sorted(jobs, key=lambda job: job.work, reverse=True)
+
+
+def _decode(vae: comfy.sd.VAE, shape: tuple[int, ...]) -> None:
+    vae.decode(_noise(*shape))
+
+
+def _encode(vae: comfy.sd.VAE, shape: tuple[int, ...]) -> None:
+    vae.encode(_noise(*shape).sigmoid_())  # values of an image, 0..1
+
+
+def _sample(model: ModelPatcher, shape: Shape, cfg: float, positive: list, negative: list) -> None:
+    """A few steps of one run, as KSampler makes them. Random input: on constant images rounding is all there is."""
+    noise = _noise(shape.batch, model.get_model_object("latent_format").latent_channels, *shape.latent)
+    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", STEPS)
+    comfy.sample.sample_custom(
+        model, noise, cfg, comfy.samplers.KSAMPLER(_few_steps), sigmas, positive, negative, torch.zeros_like(noise),
+        disable_pbar=True, seed=0,
+    )  # fmt: skip
+
+
+def _few_steps(model: Callable[..., Tensor], x: Tensor, sigmas: Tensor, extra_args: dict[str, Any], **_: Any) -> Tensor:
+    """A sampler, by ComfyUI's protocol, that looks at some steps of the schedule and changes nothing."""
+    run = extra_args["model_options"].get("transformer_options", {}).get(RUN_KEY)
+    ones = x.new_ones(len(x))
+    for step in steps_to_evaluate(run, len(sigmas) - 1):
+        if run is not None:
+            run.begin_step(step)
+        model(x * (sigmas[step] / sigmas[0]), sigmas[step] * ones, **extra_args)
+    return x
+
+
+def steps_to_evaluate(run: SkipRun | None, count: int) -> list[int]:
+    """The first, the middle and the last step: a ControlNet or a prompt may begin or end in between.
+
+    Of a run that skips blocks, each time a full step and the skipped one behind it.
+    """
+    if run is None or not run.skips:
+        return sorted({0, count // 2, count - 1})
+    pairs = [step for step in sorted(run.full) if step + 1 < count and step + 1 not in run.full]
+    chosen = {pairs[0], pairs[len(pairs) // 2], pairs[-1]}
+    return sorted(chosen | {step + 1 for step in chosen} | {count - 1})
+
+
+def _prompts(model: ModelPatcher, kind: str, positive: list | None, negative: list | None) -> tuple[list, list]:
+    """The user's CONDITIONINGs, one in place of the other where only one is there; without any, plain ones."""
+    plain = None if positive or negative else _plain_prompt(model, kind)
+    return positive or negative or plain, negative or positive or plain
+
+
+def _plain_prompt(model: ModelPatcher, kind: str) -> list:
+    """A short prompt's embedding, of the widths that the model takes."""
+    config = model.model.model_config.unet_config
+    width = config["context_in_dim" if kind == "dit" else "context_dim"]
+    return [[_noise(1, TOKENS[kind], width), {"pooled_output": _noise(1, config.get("vec_in_dim", POOLED))}]]
+
+
+def _noise(*shape: int) -> Tensor:
+    """Normal random numbers that leave the global random state alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))

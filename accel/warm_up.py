@@ -1,0 +1,110 @@
+"""Warm Up's list of sizes, as the user writes it, and the table that says what became of each."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+FORMS = "1024x1152 or 896x768 batch 2"
+MIN_SIDE, MAX_SIDE, MAX_BATCH = 16, 16384, 4096  # ComfyUI's Empty Latent Image
+STEP = 8  # image pixels a side of one latent element; Empty Latent Image leaves the rest out
+MIB = 1 << 20
+
+_LINE = re.compile(r"([0-9]{1,9})\s*[x×]\s*([0-9]{1,9})(?:\s+batch\s+([0-9]{1,9}))?", re.IGNORECASE)
+_QUOTED = 40  # characters of a bad line
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Image pixels and images a prompt."""
+
+    width: int
+    height: int
+    batch: int = 1
+    note: str = field(default="", compare=False)  # what the user should know of this line
+
+    @property
+    def latent(self) -> tuple[int, int]:
+        """Height and width of the latent."""
+        return self.height // STEP, self.width // STEP
+
+    @property
+    def pixels(self) -> int:
+        """Of all images together."""
+        return self.width * self.height * self.batch
+
+    def __str__(self) -> str:
+        return f"{self.width}x{self.height}" + (f" batch {self.batch}" if self.batch > 1 else "")
+
+
+def parse(text: str) -> tuple[list[Shape], list[str]]:
+    """(the sizes in the order of ``text``, each once; what is wrong with the lines that are none).
+
+    A line each; blank lines and what follows a # are left out.
+    """
+    shapes: dict[Shape, None] = {}
+    problems: list[str] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        entry = line.split("#")[0].strip()
+        if not entry:
+            continue
+        problem = _problem(entry)
+        if problem:
+            problems.append(f"line {number}: {_quoted(entry)} - {problem}")
+        else:
+            shapes.setdefault(_shape(entry, number))
+    return list(shapes), problems
+
+
+def _problem(entry: str) -> str:
+    """Why ``entry`` is no size that ComfyUI makes; "" if it is one."""
+    match = _LINE.fullmatch(entry)
+    if match is None:
+        return f"write {FORMS}"
+    width, height, batch = (int(group or 1) for group in match.groups())
+    for name, side in (("width", width), ("height", height)):
+        if not MIN_SIDE <= side <= MAX_SIDE:
+            return f"the {name} is {side}; give {MIN_SIDE} to {MAX_SIDE} pixels, as in {FORMS}"
+    if not 1 <= batch <= MAX_BATCH:
+        return f"the batch is {batch}; give 1 to {MAX_BATCH} images, as in {FORMS}"
+    return ""
+
+
+def _shape(entry: str, number: int) -> Shape:
+    width, height, batch = (int(group or 1) for group in _LINE.fullmatch(entry).groups())
+    floored = width // STEP * STEP, height // STEP * STEP
+    if floored == (width, height):
+        return Shape(width, height, batch)
+    shown = f"{floored[0]}x{floored[1]}"
+    note = f"line {number}: {_quoted(entry)} - taken as {shown}: Empty Latent Image makes multiples of {STEP} pixels"
+    return Shape(*floored, batch, note)
+
+
+def _quoted(entry: str) -> str:
+    return repr(entry if len(entry) <= _QUOTED else entry[:_QUOTED] + "...")
+
+
+@dataclass
+class Row:
+    """What became of one size in one part of the workflow."""
+
+    shape: Shape
+    part: str  # model, VAE decode, ...
+    state: str  # of its slowest program: graph | kernels | regions | eager; or why there is none
+    seconds: float = 0.0
+    bytes: int = 0  # of its graphs
+    why: str = ""
+    keys: frozenset[str] = frozenset()  # of the stats' shapes that ran
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Plain text, a line each."""
+    head = f"{'size':>11} {'batch':>5} {'part':<12} {'state':<10} {'s':>7} {'MB':>6}  why"
+    return "\n".join([head, *map(_line, rows)])
+
+
+def _line(row: Row) -> str:
+    size = f"{row.shape.width}x{row.shape.height}"
+    return (
+        f"{size:>11} {row.shape.batch:>5} {row.part:<12} {row.state:<10} {row.seconds:>7.2f} "
+        f"{row.bytes / MIB:>6.0f}  {row.why}"
+    ).rstrip()

@@ -1,0 +1,100 @@
+"""Warm Up on a real GPU: a listed size's first prompt is replays only, and a budget that is full is said."""
+
+import pytest
+import torch
+
+from tools.driving import compiled, compiled_control, sample_prompts, skipping, steering
+from tools.on_gpu import SMALL
+from tools.oracles import shapes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
+
+SIZES = [(960, 720, 1), (728, 720, 1), (544, 408, 2), (512, 512, 1)]
+LIST = "\n".join(f"{width}x{height} batch {batch}" for width, height, batch in SIZES)
+
+
+def warm(pack, model, sizes=LIST, **inputs):
+    """The node's report."""
+    out = pack.nodes.WarmUp.PREPARE_CLASS_CLONE({}).execute(model, sizes, **inputs).args
+    assert out[0] is model
+    return out[2]
+
+
+def only_replays(run):
+    """``run``, whose calls of the model are all replays; nothing is captured or compiled."""
+    from anyshape.accel import graphs, stats
+
+    before, (calls, replays) = {s["key"] for s in shapes()}, counts()
+    held = graphs.held(torch.device("cuda", torch.cuda.current_device()))
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0, evictions=0):
+        out = run()
+    after = counts()
+    assert after[0] - calls == after[1] - replays > 0
+    assert {s["key"] for s in shapes()} == before
+    assert graphs.held(torch.device("cuda", torch.cuda.current_device())) == held
+    return out
+
+
+def counts():
+    return sum(s["calls"] for s in shapes()), sum(s["replays"] for s in shapes())
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+@pytest.mark.parametrize("cfg", ["on", "off"])
+def test_the_first_prompt_replays(pack, models, name, cfg):
+    model = compiled(models.unet(name, torch.float16, **SMALL))
+    report = warm(pack, model, cfg=cfg)
+    assert report.count(" graph ") == len(SIZES)
+    for width, height, batch in SIZES:
+        scale = 5.0 if cfg == "on" else 1.0
+        only_replays(lambda w=width, h=height, b=batch, s=scale: models.sample(model, w, h, b, steps=3, cfg=s))
+
+
+def test_both_kinds_of_step_replay(pack, models):
+    model = skipping(compiled(models.unet("sdxl", torch.float16, **SMALL)))
+    warm(pack, model)
+    for width, height, batch in SIZES:
+        only_replays(lambda w=width, h=height, b=batch: models.sample(model, w, h, b, steps=12))
+
+
+def test_a_controlnet_that_begins_in_mid_run_replays(pack, models):
+    patcher = models.unet("sd15", torch.float16, **SMALL)
+    control = compiled_control(models.controlnet_for(patcher))
+    prompts = [models.conditioning(patcher, tokens=154, seed=seed) for seed in (1, 2)]
+    positive, negative = steering(control, width=512, height=512, start_percent=0.3)(*prompts)
+    model = compiled(patcher)
+    warm(pack, model, "512x512", positive=positive, negative=negative)
+    only_replays(lambda: sample_prompts(model, positive, negative, torch.zeros(1, 4, 64, 64), steps=6))
+
+
+def test_random_state_is_left_alone(pack, models):
+    model = compiled(models.unet("sd15", torch.float16, **SMALL))
+    before = torch.get_rng_state(), torch.cuda.get_rng_state()
+    warm(pack, model, "512x512")
+    assert torch.equal(torch.get_rng_state(), before[0]) and torch.equal(torch.cuda.get_rng_state(), before[1])
+
+
+def test_a_full_budget_is_said(pack, models):
+    """The largest are there, the rest is named, nothing was pushed out, and a size that did not fit still works."""
+    from anyshape.accel import graphs, stats
+
+    patcher = models.unet("sdxl", torch.float16, **SMALL)
+    device = torch.device("cuda", torch.cuda.current_device())
+    warm(pack, compiled(patcher), "1024x1024\n960x960")
+    budget = (sum(graphs.held(device).values()) >> 20) + 8
+    graphs.cache(device).clear()
+    model = compiled(patcher, graph_budget_mb=budget)
+    sizes = [(1024 - 64 * index, 1024 - 64 * index) for index in range(12)]
+    with stats.expect(evictions=0):
+        report = warm(pack, model, "\n".join(f"{width}x{height}" for width, height in reversed(sizes)))
+    states = [line.split()[3] for line in report.splitlines()[1:]]
+    assert states[0] == "graph" and "not" in states and states == sorted(states)
+    assert f"graph_budget_mb ({budget}) is full" in report
+    models.sample(model, *sizes[-1], steps=3)
+    assert next(s for s in shapes() if s["width"] == sizes[-1][0])["replays"] > 0
+
+
+def test_a_size_too_large_for_the_budget_does_not_stop_the_others(pack, models):
+    patcher = models.unet("sdxl", torch.float16, **SMALL)
+    report = warm(pack, compiled(patcher, graph_budget_mb=1), "2048x2048\n64x64")
+    assert "for its graph, graph_budget_mb is 1" in report and report.count("not run") == 0

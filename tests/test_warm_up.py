@@ -1,0 +1,312 @@
+"""Warm Up on the CPU: its list of sizes, and the node in front of real sampling on small models."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tools.driving import compiled, compiled_control, sample_prompts, skipping, steering
+from tools.oracles import error, fallbacks, last_run, shapes
+
+FORMS = "write 1024x1152 or 896x768 batch 2"
+SIZES = "136x120\n64x96 batch 2\n128x128"
+LISTED = {(136, 120, 1), (64, 96, 2), (128, 128, 1)}
+
+
+# The list ---------------------------------------------------------------------------------------------------------
+
+
+def parse(text):
+    from anyshape.accel.warm_up import parse
+
+    shapes, problems = parse(text)
+    return [(s.width, s.height, s.batch) for s in shapes], problems
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("1024x1152", (1024, 1152, 1)), ("896x768 batch 2", (896, 768, 2)), ("  896 X 768   Batch 02 ", (896, 768, 2)),
+        ("16x16384 batch 4096", (16, 16384, 4096)), ("512×768 # tall", (512, 768, 1)), ("1023x727", (1016, 720, 1)),
+    ],
+)  # fmt: skip
+def test_a_size(pack, line, wanted) -> None:
+    assert parse(line) == ([wanted], [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["1024*1152", "1024", "1024x", "x1152", "1024x1152x2", "1024x1152 2", "1024x1152 batch", "1024x1152 batch two",
+     "-1024x1152", "1024.5x1152", "1e3x1152", "1024x1152 batch -1", "a square", "1024x1152, 512x512",
+     "9" * 5000 + "x64", "١٠٢٤x512"],
+)  # fmt: skip
+def test_not_a_size(pack, line) -> None:
+    found, (problem,) = parse(f"\n# sizes\n{line}\n512x512")
+    assert found == [(512, 512, 1)]
+    assert problem.startswith("line 3: '") and problem.endswith(FORMS)
+    assert line[:40] in problem and len(problem) < 150
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("8x512", "the width is 8; give 16 to 16384 pixels"), ("512x16385", "the height is 16385; give 16"),
+        ("0x0", "the width is 0"), ("512x512 batch 0", "the batch is 0; give 1 to 4096 images"),
+        ("512x512 batch 4097", "the batch is 4097"),
+    ],
+)  # fmt: skip
+def test_a_size_that_comfyui_does_not_make(pack, line, words) -> None:
+    found, (problem,) = parse(line)
+    assert found == [] and problem.startswith(f"line 1: '{line}' - ") and words in problem
+
+
+def test_blank_lines_comments_and_repetitions(pack) -> None:
+    assert parse("\n# all\n512x512\r\n\t\n512x512 batch 1\n515x519\n512x512 batch 2 # more\n") == (
+        [(512, 512, 1), (512, 512, 2)], [],
+    )  # fmt: skip
+    assert parse("") == parse(" \n#512x512") == ([], [])
+
+
+def test_comfyui_makes_the_same_size(models) -> None:
+    """Of a size that is no multiple of 8; the report says so."""
+    from anyshape.accel.warm_up import parse
+
+    import nodes
+
+    ((shape,), _) = parse("1023x729 batch 3")
+    latent = nodes.EmptyLatentImage().generate(1023, 729, 3)[0]["samples"]
+    assert tuple(latent.shape) == (shape.batch, 4, *shape.latent)
+    assert shape.note.startswith("line 1: '1023x729 batch 3' - taken as 1016x728: ")
+
+
+# The node ---------------------------------------------------------------------------------------------------------
+
+
+def warm(pack, model, sizes=SIZES, **inputs):
+    """The node's report."""
+    node = pack.nodes.WarmUp
+    given = {"vae": None} | inputs
+    out = node.PREPARE_CLASS_CLONE({}).execute(model, sizes, **given).args
+    assert out[0] is model and out[1] is given["vae"]
+    return out[2]
+
+
+def ran(kind="unet"):
+    """(width, height, batch) -> calls, of everything of this kind."""
+    from anyshape.accel import stats
+
+    found = [s for model in stats.snapshot()["models"] if model["kind"] == kind for s in model["shapes"]]
+    return {(s["width"], s["height"], s["batch"]): s["calls"] for s in found}
+
+
+def first_calls():
+    return {s["key"] for s in shapes()}
+
+
+def nothing_new(run):
+    """``run``, in which no shape is new and nothing compiles."""
+    from anyshape.accel import stats
+
+    before = first_calls()
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        out = run()
+    assert first_calls() == before
+    return out
+
+
+def sample_listed(models, model, **run):
+    for width, height, batch in LISTED:
+        models.sample(model, width, height, batch, **{"steps": 2} | run)
+
+
+@pytest.fixture
+def clean(clean_stats):
+    return clean_stats
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_listed_sizes_are_known_before_their_first_prompt(pack, models, unets, clean, name) -> None:
+    """And of others nothing compiles either."""
+    from anyshape.accel import stats
+
+    model = compiled(unets[name])
+    report = warm(pack, model)
+    assert ran().keys() == LISTED and {s["state"] for s in shapes()} == {"regions"}
+    assert [line.split()[:4] for line in report.splitlines()[1:]] == [
+        ["128x128", "1", "model", "regions"], ["136x120", "1", "model", "regions"], ["64x96", "2", "model", "regions"],
+    ]  # fmt: skip
+    nothing_new(lambda: sample_listed(models, model))
+    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        models.sample(model, 200, 72, 3, steps=1)
+    assert (200, 72, 3) in ran()
+
+
+@pytest.mark.parametrize(("cfg", "rows"), [("auto", {2, 4}), ("off", {1, 2}), ("both", {1, 2, 4})])
+def test_cfg_says_which_prompts_are_joined(pack, patcher, clean, cfg, rows) -> None:
+    warm(pack, compiled(patcher), "64x64\n64x64 batch 2", cfg=cfg)
+    assert {int(s["key"].split("x[")[1].split("x")[0]) for s in shapes()} == rows
+
+
+def test_flux_is_warmed_as_it_is_sampled(pack, models, clean) -> None:
+    from tools.driving import FLUX_RUN, SMALL_FLUX
+
+    model = compiled(models.flux(torch.float32, **SMALL_FLUX))
+    warm(pack, model, "128x128")
+    nothing_new(lambda: models.sample(model, **FLUX_RUN | {"tokens": 256, "cfg": 1.0}))
+
+
+def test_the_prompts_are_the_users(pack, models, patcher, clean) -> None:
+    """Their length, and the ControlNet in them; one prompt stands for both."""
+    control = compiled_control(models.controlnet_for(patcher))
+    prompts = [models.conditioning(patcher, tokens=154, seed=seed) for seed in (1, 2)]
+    positive, negative = steering(control, start_percent=0.3)(*prompts)
+    model = compiled(patcher)
+    warm(pack, model, "128x128", positive=positive, negative=negative)
+    nothing_new(lambda: sample_prompts(model, positive, negative, steps=4))
+    assert ran("controlnet") and all("154x64" in s["key"] for s in shapes() if "context" in s["key"])
+    warm(pack, model, "64x64", negative=negative)
+    nothing_new(lambda: sample_prompts(model, positive, negative, torch.zeros(1, 4, 8, 8), steps=4))
+
+
+@pytest.mark.parametrize("interval", [1, 3, 20])
+def test_both_kinds_of_step_are_warmed(pack, models, patcher, clean, interval) -> None:
+    model = skipping(compiled(patcher), interval=interval)
+    warm(pack, model)
+    assert last_run()["resets"] == {} and (last_run()["skipped"] > 0) == (interval > 1)
+    kinds = {kind for kind in ("full", "skipped") for s in shapes() if f"step={kind}" in s["key"]}
+    assert kinds == ({"full", "skipped"} if interval > 1 else set())
+    nothing_new(lambda: sample_listed(models, model, steps=12))
+    assert interval == 1 or last_run()["skipped"] > 0
+
+
+def test_results_and_random_state_are_those_without_it(pack, models, patcher, clean) -> None:
+    """To the bit, weights and attributes of the model included."""
+    from tools.oracles import assert_untouched, footprint
+
+    model = compiled(patcher)
+    wanted = models.sample(model, 136, 120, steps=2)
+    before = footprint(patcher.model.diffusion_model)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    warm(pack, model)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert np.array_equal(np.random.get_state()[1], states[2])
+    assert_untouched(patcher.model.diffusion_model, before)
+    assert torch.equal(models.sample(model, 136, 120, steps=2), wanted)
+
+
+def test_vae(pack, models, patcher, clean) -> None:
+    from anyshape.accel.families.vae import compile_vae
+
+    vae, message = compile_vae(models.vae(torch.float32, ch=32, num_res_blocks=1))
+    assert message == ""
+    report = warm(pack, compiled(patcher), "64x96 batch 2\n72x64", vae=vae)
+    assert ran("vae").keys() == {(64, 96, 2), (72, 64, 1)}
+    assert report.count("VAE decode") == report.count("VAE encode") == report.count("model") == 2
+    with torch.inference_mode():
+        nothing_new(lambda: (vae.decode(torch.randn(2, 4, 12, 8)), vae.encode(torch.rand(1, 64, 72, 3))))
+
+
+def test_what_is_not_compiled_passes_through(pack, models, patcher, clean) -> None:
+    vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
+    report = warm(pack, patcher, "64x64", vae=vae)
+    assert "connect Compile Model before Warm Up: nothing to warm up" in report
+    assert "this VAE does not come from Compile VAE" in report and shapes() == []
+    assert "connect Compile Model before Warm Up" in warm(pack, compiled(patcher, mode="off"), "64x64")
+
+
+def test_bad_lines_with_good_ones(pack, patcher, clean) -> None:
+    report = warm(pack, compiled(patcher), "65x71\n64x64\n1024*1152\n70x64 batch 0")
+    assert f"line 3: '1024*1152' - {FORMS}" in report and "line 4: '70x64 batch 0' - the batch is 0" in report
+    assert "line 1: '65x71' - taken as 64x64" in report and ran().keys() == {(64, 64, 1)}
+    assert "no size to warm up" in warm(pack, compiled(patcher), "# none\n")
+
+
+def test_a_size_that_cannot_fit_is_not_tried(pack, patcher, clean) -> None:
+    report = warm(pack, compiled(patcher), "64x64\n16384x16384 batch 4096")
+    assert "not run" in report.splitlines()[1] and "make it smaller" in report.splitlines()[1]
+    assert ran().keys() == {(64, 64, 1)}
+
+
+@pytest.mark.parametrize("raised", [RuntimeError("boom"), torch.OutOfMemoryError("short")], ids=str)
+def test_a_size_that_fails_costs_no_other(pack, models, patcher, clean, raised) -> None:
+    """ComfyUI's own forward fails at one size; the report and the counters say which."""
+    model = compiled(patcher)
+
+    def fail(executor, x, *args, **kwargs):
+        if x.shape[-1] == 16:
+            raise raised
+        return executor(x, *args, **kwargs)
+
+    from comfy.patcher_extension import WrappersMP
+
+    model.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", fail)
+    report = warm(pack, model)
+    (failed,) = [line for line in report.splitlines() if "128x128" in line]
+    assert "failed" in failed and ("out of memory" in failed or "boom" in failed)
+    assert ran().keys() == LISTED - {(128, 128, 1)}
+    assert [f["where"] for f in fallbacks()] == ["Warm Up"]
+
+
+def test_an_interrupt_ends_it(pack, models, patcher, clean, monkeypatch) -> None:
+    """Between two sizes, by ComfyUI's own button; a later prompt is as ever."""
+    import comfy.model_management as mm
+    import comfy.utils
+
+    model, wanted = compiled(patcher), models.sample(patcher, 136, 120, steps=2)
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda *_, **__: mm.interrupt_current_processing())
+    with pytest.raises(mm.InterruptProcessingException):
+        warm(pack, model)
+    mm.interrupt_current_processing(False)
+    assert ran().keys() == {(128, 128, 1)} and fallbacks() == []
+    monkeypatch.undo()
+    assert error(models.sample(model, 136, 120, steps=2), wanted) < 1e-5
+
+
+def test_progress(pack, patcher, clean, monkeypatch) -> None:
+    import comfy.utils
+
+    seen = []
+    monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda value, total, *_, **__: seen.append((value, total)))
+    warm(pack, compiled(patcher), "64x64\n72x64", cfg="both")
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_failure_of_ours_costs_nothing(pack, patcher, clean, monkeypatch) -> None:
+    from anyshape.accel.families import warm_up
+
+    monkeypatch.setattr(warm_up, "_in_order", lambda *_: 1 / 0)
+    assert "ZeroDivisionError" in warm(pack, compiled(patcher), "64x64")
+
+
+# The budget -------------------------------------------------------------------------------------------------------
+
+
+def budget(monkeypatch, *held):
+    """What the node thinks of its budget of 100 bytes, if the graphs after each size are these."""
+    from anyshape.accel.families import warm_up
+    from anyshape.accel.warm_up import Row, Shape
+
+    now = {"old": 70}
+    monkeypatch.setattr(warm_up.graphs, "held", lambda _: now)
+    found, rows = warm_up._Budget(torch.device("cpu"), 100), []
+    for index, after in enumerate(held):
+        if found.is_spent():
+            break
+        now = {"old": 70} | after
+        rows.append(Row(Shape(64, 64), "model", "graph", keys=frozenset({f"k{index}"})))
+        found.note(rows[-1])
+    return found, rows
+
+
+def test_budget_leaves_room_for_what_was_captured(pack, monkeypatch) -> None:
+    held = [{"k0": 60}, {"k0": 60, "k1": 20}, {"k0": 60, "k1": 20, "k2": 10}]
+    found, rows = budget(monkeypatch, *held)
+    assert len(rows) == 2 and "graph_budget_mb" in found.is_spent()
+    assert [row.state for row in found.settled(rows)] == ["graph", "graph"]
+
+
+def test_budget_says_which_graph_gave_way(pack, monkeypatch) -> None:
+    found, rows = budget(monkeypatch, {"k0": 60}, {"k1": 20}, {"k1": 20, "k2": 10})
+    assert len(rows) == 2 and found.is_spent()
+    assert [row.state for row in found.settled(rows)] == ["evicted", "graph"]
