@@ -151,6 +151,17 @@ def test_switching_the_vae_off(built) -> None:
     built.page.click_widget(built.vae, "enabled")
 
 
+def test_a_step_down_is_shown_with_its_reason(built) -> None:
+    """Kernels are asked for; without a GPU the panel says what ran instead, and why."""
+    built.page.set_widgets(built.model, {"mode": "kernels"})
+    built.page.run(built.server)
+    reasons = [step["reason"] for step in built.stats()["fallbacks"]]
+    built.page.page.locator(f"{PANEL} li").first.wait_for()
+    assert [reason for reason in reasons if reason not in built.panel()] == []
+    assert bool(reasons) == ("Stepped down to something slower" in built.panel())
+    built.page.set_widgets(built.model, {"mode": "auto"})
+
+
 def test_the_report_is_copied(built) -> None:
     page = built.page.page
     page.locator("[data-action=copy]").click()
