@@ -70,7 +70,7 @@ def fresh(models: ModuleType) -> "ModelPatcher":  # noqa: F821
 
 
 @pytest.fixture
-def nothing_compiles(warm: Any) -> Iterator[None]:
+def nothing_compiles(clean_stats: None, warm: Any) -> Iterator[None]:
     """The oracle around a test, once its ``warm`` models are: no recompile, graph, step down or guard that fails."""
     from anyshape.accel import region_ops, stats
 
