@@ -206,9 +206,8 @@ class Engine:
         name = ops.name, call.key.inputs[0].dtype, call.repeatable  # with patches other operations run
         first = name not in self._started
         with compilations(ops, first) as compiled:
-            if first and not (
-                call.graph_obstacle or call.eager_parts
-            ):  # else it may have effects that must happen once
+            once = call.graph_obstacle or call.eager_parts  # it may have effects that must happen once
+            if first and not once:
                 ops.compile_ahead(lambda: call.forward(ops, call.inputs))
             out = call.forward(ops, call.inputs)
         self.stats.compile_seconds += compiled.seconds

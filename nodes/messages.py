@@ -9,8 +9,8 @@ from ..accel.attempt import attempt, failed
 log = logging.getLogger(__name__)
 
 VERIFY = (  # the tooltip of an input that several nodes have
-    "Compares the first result of each new size with ComfyUI's own, so that a faulty driver or card can never give a "
-    "wrong or black image. Costs one step more at a new size."
+    "Compares the first result of each new size with ComfyUI's own, to find a faulty driver or card before it spoils "
+    "pictures. Costs one step more at a new size."
 )
 
 

@@ -5,26 +5,13 @@ import gc
 import pytest
 import torch
 
+from tools.driving import compiled_vae, short_of_memory
 from tools.oracles import error, fallbacks, shapes
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats")]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "exact_float32")]
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
 SIZES = [(512, 512, 1), (544, 408, 2), (728, 720, 1), (203, 67, 3), (256, 256, 4)]  # width, height in pixels, batch
-
-
-@pytest.fixture(autouse=True)
-def _exact():
-    with torch.backends.cudnn.flags(allow_tf32=False):  # or float32 is compared at TF32's precision
-        yield
-
-
-def compiled(vae):
-    from anyshape.accel.families.vae import compile_vae
-
-    out, message = compile_vae(vae)
-    assert message == ""
-    return out
 
 
 def latent(width, height, batch=1, channels=4):
@@ -62,7 +49,7 @@ def test_nodes(models, kind, dtype):
     """Full size, odd pictures, tiles: eager's, on kernels, with the weights laid out as ComfyUI had them."""
     make = models.flux_vae if kind == "flux" else models.vae
     vae, truth = make(dtype), make(torch.float32)
-    fast, layout = compiled(vae), strides(vae)
+    fast, layout = compiled_vae(vae), strides(vae)
     uses = [("VAEDecode", latent(*size, channels=vae.latent_channels)) for size in SIZES]
     uses += [("VAEEncode", picture(*size)) for size in SIZES]
     uses += [("VAEDecodeTiled", latent(728, 360, channels=vae.latent_channels), 256, 64)]
@@ -82,7 +69,7 @@ def test_nodes(models, kind, dtype):
 def test_nothing_compiles_after_the_first_calls(vae):
     from anyshape.accel import stats
 
-    fast = compiled(vae)
+    fast = compiled_vae(vae)
     node("VAEEncode", fast, node("VAEDecode", fast, latent(512, 512)))
     with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
         for batch, (width, height) in enumerate([(520, 776), (64, 64), (1024, 256), (408, 544)], start=1):
@@ -92,7 +79,7 @@ def test_nothing_compiles_after_the_first_calls(vae):
 
 def test_workflows_in_turn(vae):
     """With the node, without it, with it again: without it to the bit what it was, and its weights where they were."""
-    z, pixels, fast = latent(544, 408), picture(544, 408), compiled(vae)
+    z, pixels, fast = latent(544, 408), picture(544, 408), compiled_vae(vae)
 
     def run(each):
         return node("VAEDecode", each, z), node("VAEEncode", each, pixels)
@@ -110,7 +97,7 @@ def test_workflows_in_turn(vae):
 def test_unloaded_and_reloaded(vae):
     import comfy.model_management as mm
 
-    fast, z = compiled(vae), latent(512, 512)
+    fast, z = compiled_vae(vae), latent(512, 512)
     wanted = node("VAEDecode", vae, z)
     for _ in range(2):
         assert error(node("VAEDecode", fast, z), wanted) < TOLERANCE[torch.bfloat16]
@@ -123,7 +110,7 @@ def test_unloaded_and_reloaded(vae):
 
 def test_two_vaes_in_turn(models, vae):
     other = models.flux_vae(torch.bfloat16)
-    ways = [(each, compiled(each)) for each in (vae, other)]
+    ways = [(each, compiled_vae(each)) for each in (vae, other)]
     for plain, fast in ways * 2:
         z = latent(408, 544, channels=plain.latent_channels)
         assert error(node("VAEDecode", fast, z), node("VAEDecode", plain, z)) < TOLERANCE[torch.bfloat16]
@@ -136,10 +123,10 @@ def test_out_of_memory(models, monkeypatch, where):
     from anyshape.accel.kernels.triton_ops import TritonOps
 
     vae = models.vae(torch.bfloat16)
-    fast, layout, z = compiled(vae), strides(vae), latent(512, 1032)
-    _tight(monkeypatch, TritonOps, "bias_add", 1024)
+    fast, layout, z = compiled_vae(vae), strides(vae), latent(512, 1032)
+    short_of_memory(monkeypatch, TritonOps, "bias_add", 1024)
     if where == "both":
-        _tight(monkeypatch, blocks.Decoder, "forward", 128)
+        short_of_memory(monkeypatch, blocks.Decoder, "forward", 128)
     assert error(node("VAEDecode", fast, z), node("VAEDecode", vae, z)) < TOLERANCE[torch.bfloat16]
     assert all("out of memory" in f["reason"] for f in fallbacks()) and fallbacks()
     assert strides(vae) == layout
@@ -147,22 +134,10 @@ def test_out_of_memory(models, monkeypatch, where):
     assert shapes()[-1]["state"] == "kernels"
 
 
-def _tight(monkeypatch, owner, name, limit):
-    """``owner.name`` runs out of memory for an image that is higher than ``limit``."""
-    own = getattr(owner, name)
-
-    def limited(self, x, *args, **kwargs):
-        if x.shape[2] > limit:
-            raise torch.OutOfMemoryError("injected")
-        return own(self, x, *args, **kwargs)
-
-    monkeypatch.setattr(owner, name, limited)
-
-
 def test_memory_that_really_runs_out(models):
     """The card itself says no: the picture is still made, in tiles, and everything is given back."""
     vae = models.vae(torch.bfloat16)
-    fast, z = compiled(vae), latent(1024, 1024)
+    fast, z = compiled_vae(vae), latent(1024, 1024)
     wanted, layout = node("VAEDecode", vae, z), strides(vae)
     node("VAEDecode", fast, latent(512, 512))
     gc.collect()
@@ -183,7 +158,7 @@ def test_an_interrupt_leaves_the_layout(vae, monkeypatch):
     import comfy.model_management as mm
     from anyshape.accel.families import vae as family
 
-    fast, layout = compiled(vae), strides(vae)
+    fast, layout = compiled_vae(vae), strides(vae)
     own, found = family.res_block, []
 
     def interrupted(*args):
@@ -206,7 +181,7 @@ def test_a_freed_vae_gives_its_memory_back(models):
 
     def once():
         vae = models.vae(torch.bfloat16)
-        fast = compiled(vae)
+        fast = compiled_vae(vae)
         node("VAEEncode", fast, node("VAEDecode", fast, latent(512, 512)))
 
     def allocated():

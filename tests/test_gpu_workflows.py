@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools.comfy_nodes import GUIDANCE, NODES, OWN_RUNS, WITHOUT_EFFECT
-from tools.driving import compiled, memory_by_turns, sample_prompts
+from tools.driving import COMPILED_PARTS, TINY_UNET, compiled, memory_by_turns, sample_prompts
 from tools.on_gpu import SMALL
 from tools.oracles import error, shapes
 from tools.weights import ALL_KINDS, LAYERS, family, lora, with_lora
@@ -198,18 +198,6 @@ def test_another_attention_for_every_model(models, patchers, warm, monkeypatch, 
     assert_graph_again(models, patchers, warm, kind)
 
 
-TINY = {
-    "num_res_blocks": [1, 1],
-    "channel_mult": (1, 2),
-    "transformer_depth": [1, 1],
-    "transformer_depth_output": [1] * 4,
-}
-PARTS = {
-    "unet": ["diffusion_model.middle_block.1.transformer_blocks.0", "diffusion_model.out"],
-    "flux": ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.1"],
-}
-
-
 @pytest.mark.parametrize("parts", ["the whole model", "some blocks"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_compile(models, patchers, kind, parts):
@@ -217,13 +205,13 @@ def test_torch_compile(models, patchers, kind, parts):
     from comfy_api.torch_helpers import set_torch_compile_wrapper
     from comfy_extras.nodes_torch_compile import TorchCompileModel
 
-    patcher = models.unet("sd15", torch.float32, **SMALL | TINY) if kind == "unet" else patchers["flux"]
+    patcher = models.unet("sd15", torch.float32, **SMALL | TINY_UNET) if kind == "unet" else patchers["flux"]
 
     def compiling(model):
         if parts == "the whole model":
             return TorchCompileModel.execute(model, "inductor").args[0]
         model = model.clone()
-        set_torch_compile_wrapper(model, "inductor", keys=PARTS[kind])
+        set_torch_compile_wrapper(model, "inductor", keys=COMPILED_PARTS[kind])
         return model
 
     fast, plain = compiled(patcher), models.sample(patcher, **RUNS[kind])

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tools.driving import compiled_vae
 from tools.oracles import error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -20,14 +21,6 @@ def vae(models):
 def fresh(models):
     """A VAE of the test's own: what is retired there harms no other test."""
     return models.vae(torch.float32, ch=32, num_res_blocks=1)
-
-
-def compiled(vae):
-    from anyshape.accel.families.vae import compile_vae
-
-    out, message = compile_vae(vae)
-    assert message == ""
-    return out
 
 
 def latent(width, height, batch=1, channels=4):
@@ -58,7 +51,7 @@ def states():
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_decode_and_encode_equal_eager(vae, size):
-    fast = compiled(vae)
+    fast = compiled_vae(vae)
     image = decode(vae, *size)
     assert 0.01 < image.std() and image.shape == (size[2], size[1], size[0], 3)
     assert error(decode(fast, *size), image) < CLOSE
@@ -68,13 +61,13 @@ def test_decode_and_encode_equal_eager(vae, size):
 
 
 def test_odd_pictures_are_cropped_as_in_eager(vae):
-    fast = compiled(vae)
+    fast = compiled_vae(vae)
     assert error(encode(fast, 203, 67), encode(vae, 203, 67)) < CLOSE
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_tiled_equals_eager(vae, batch):
-    fast = compiled(vae)
+    fast = compiled_vae(vae)
     size = (200, 136, batch)
     with torch.inference_mode():
         tiles = {"tile_x": 16, "tile_y": 16, "overlap": 4}
@@ -91,13 +84,13 @@ def test_no_size_compiles(vae):
     """After the first decode and the first encode: no size, no batch, and no second VAE."""
     from anyshape.accel import region_ops, stats
 
-    fast = compiled(vae)
+    fast = compiled_vae(vae)
     decode(fast, 64, 64), encode(fast, 64, 64)
     misses, graphs = region_ops.misses(), region_ops.graphs()
     with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
         for width, height, batch in [*SIZES, (128, 64, 3), (64, 128, 1), (8, 16, 1)]:
             decode(fast, width, height, batch), encode(fast, width, height, batch)
-        decode(compiled(vae), 80, 80)
+        decode(compiled_vae(vae), 80, 80)
     assert (region_ops.misses(), region_ops.graphs()) == (misses, graphs)
 
 
@@ -125,7 +118,7 @@ def test_flat_pictures_are_as_exact_as_in_eager(pack):
 def test_toggling_leaves_the_shared_vae_as_it_was(vae):
     """A with the node, B without, A with, on one VAE: B to the bit what it was before."""
     before, image, moments = vae_footprint(vae), decode(vae, 72, 64), encode(vae, 72, 64)
-    fast = compiled(vae)
+    fast = compiled_vae(vae)
     first = decode(fast, 72, 64), encode(fast, 72, 64)
     count = sum(s["calls"] for s in shapes())
     assert torch.equal(decode(vae, 72, 64), image) and torch.equal(encode(vae, 72, 64), moments)
@@ -143,7 +136,7 @@ def vae_footprint(vae):
 
 def test_weights_and_their_names_are_shared(vae):
     """A node that saves or loads the VAE's weights finds what it knows, and no byte is copied."""
-    fast = compiled(vae)
+    fast = compiled_vae(vae)
     own, ours = vae.get_sd(), fast.get_sd()
     assert list(own) == list(ours)
     assert all(own[name].data_ptr() == ours[name].data_ptr() for name in own)
@@ -158,8 +151,8 @@ def test_disabled_passes_through(vae, pack):
 
 
 def test_compiling_twice_is_compiling_once(vae):
-    once = compiled(vae)
-    fast = compiled(once)
+    once = compiled_vae(vae)
+    fast = compiled_vae(once)
     assert once is not vae and fast is once
     assert error(decode(fast, 64, 64), decode(vae, 64, 64)) < CLOSE
     assert [s["calls"] for s in shapes()] == [1]
@@ -203,7 +196,7 @@ def test_video_vae_passes_through(models):
 
 def test_flux_vae_is_compiled(models):
     wide = models.flux_vae(torch.float32)
-    fast = compiled(wide)
+    fast = compiled_vae(wide)
     assert error(decode(fast, 64, 72, channels=16), decode(wide, 64, 72, channels=16)) < CLOSE
     assert error(encode(fast, 64, 72), encode(wide, 64, 72)) < CLOSE
     assert states() == {"regions"}
@@ -215,7 +208,7 @@ def test_flux_vae_is_compiled(models):
 def test_out_of_memory_in_our_decode(fresh, monkeypatch):
     """ComfyUI's own decoder makes the picture, and a smaller one is fast again."""
     limit_ours(monkeypatch, 64)
-    fast = compiled(fresh)
+    fast = compiled_vae(fresh)
     assert torch.equal(decode(fast, 128, 128), decode(fresh, 128, 128))
     assert any("out of memory" in f["reason"] for f in fallbacks())
     decode(fast, 64, 64)
@@ -235,7 +228,7 @@ def test_out_of_memory_everywhere(fresh, monkeypatch):
         return own(self, z, **kwargs)
 
     monkeypatch.setattr(blocks.Decoder, "forward", tight)
-    wanted, out = decode(fresh, 64, 1288), decode(compiled(fresh), 64, 1288)
+    wanted, out = decode(fresh, 64, 1288), decode(compiled_vae(fresh), 64, 1288)
     assert error(out, wanted) < CLOSE
     tiles = [s for s in shapes() if s["height"] <= 1024]
     assert tiles and {s["state"] for s in tiles} == {"regions"}
@@ -259,7 +252,7 @@ def test_a_failing_tier_gives_the_eager_picture(fresh, monkeypatch):
     from anyshape.accel.region_ops import RegionOps
 
     monkeypatch.setattr(RegionOps, "bias_add", lambda self, *args: 1 / 0)
-    fast = compiled(fresh)
+    fast = compiled_vae(fresh)
     for _ in range(2):
         assert torch.equal(decode(fast, 64, 64), decode(fresh, 64, 64))
     (fallback,) = fallbacks()
@@ -268,7 +261,7 @@ def test_a_failing_tier_gives_the_eager_picture(fresh, monkeypatch):
 
 @pytest.mark.parametrize("name", ["mid.attn_1.q", "up.1.block.0", "conv_in", "norm_out", ""])
 def test_a_hook_takes_effect(vae, name):
-    fast, plain = compiled(vae), decode(vae, 64, 64)
+    fast, plain = compiled_vae(vae), decode(vae, 64, 64)
     handle = vae.first_stage_model.decoder.get_submodule(name).register_forward_hook(lambda m, args, out: out * 1.5)
     try:
         wanted, out = decode(vae, 64, 64), decode(fast, 64, 64)
@@ -280,7 +273,7 @@ def test_a_hook_takes_effect(vae, name):
 
 def test_training_runs_in_eager(vae):
     z = latent(64, 64).requires_grad_(True)
-    out = compiled(vae).first_stage_model.decode(z)
+    out = compiled_vae(vae).first_stage_model.decode(z)
     assert torch.equal(out, vae.first_stage_model.decode(z))
     out.mean().backward()
     assert z.grad.norm() > 0

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools.comfy_nodes import ALL, NODES, NONE, OWN_RUNS, SOME, WITHOUT_EFFECT, node
-from tools.driving import FLUX_RUN, SMALL_FLUX, SMALL_UNET, compiled, randn, sample_prompts
+from tools.driving import COMPILED_PARTS, FLUX_RUN, SMALL_FLUX, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
 from tools.oracles import error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -224,22 +224,11 @@ def test_what_a_graph_must_not_outlive(models, warm, monkeypatch):
 
 # torch.compile by others ------------------------------------------------------------------------------------------
 
-TINY = {
-    "num_res_blocks": [1, 1],
-    "channel_mult": (1, 2),
-    "transformer_depth": [1, 1],
-    "transformer_depth_output": [1] * 4,
-}
-PARTS = {
-    "unet": ["diffusion_model.middle_block.1.transformer_blocks.0", "diffusion_model.out"],
-    "flux": ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.1"],
-}
-
 
 @pytest.fixture(scope="module")
 def tiny(models, patchers):
     """Models that torch.compile traces in seconds."""
-    return {"unet": models.unet("sd15", torch.float32, **SMALL_UNET | TINY), "flux": patchers["flux"]}
+    return {"unet": models.unet("sd15", torch.float32, **SMALL_UNET | TINY_UNET), "flux": patchers["flux"]}
 
 
 @pytest.mark.parametrize("parts", ["the whole model", "some blocks"])
@@ -252,7 +241,7 @@ def test_torch_compile(models, tiny, kind, parts):
         if parts == "the whole model":
             return node("nodes_torch_compile", "TorchCompileModel", "eager")(model)
         model = model.clone()
-        set_torch_compile_wrapper(model, "eager", keys=PARTS[kind])
+        set_torch_compile_wrapper(model, "eager", keys=COMPILED_PARTS[kind])
         return model
 
     fast, plain = compiled(tiny[kind]), models.sample(tiny[kind], **RUNS[kind])

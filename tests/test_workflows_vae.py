@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from tools.driving import randn
+from tools.driving import compiled_vae, randn, short_of_memory
 from tools.oracles import error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -28,15 +28,6 @@ def vae(models):
 @pytest.fixture
 def fresh(models):
     return build(models)
-
-
-def compiled(vae):
-    """Compile VAE, as ComfyUI runs it."""
-    from anyshape.nodes import CompileVAE
-
-    (out,) = CompileVAE.PREPARE_CLASS_CLONE({}).execute(vae, True).result
-    assert out is not vae
-    return out
 
 
 def latent(height=ODD[0], width=ODD[1], batch=1):
@@ -65,7 +56,7 @@ def states():
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_decode_and_encode_nodes(vae, batch):
-    fast, z = compiled(vae), latent(batch=batch)
+    fast, z = compiled_vae(vae), latent(batch=batch)
     image = node("VAEDecode", vae, z)
     assert error(node("VAEDecode", fast, z), image) < CLOSE
     wanted = node("VAEEncode", vae, image)["samples"]
@@ -76,7 +67,7 @@ def test_decode_and_encode_nodes(vae, batch):
 @pytest.mark.parametrize("tile, overlap", [(64, 0), (96, 16)])
 def test_tiled_nodes(vae, tile, overlap):
     """Tiles of other sizes, the last ones cut off by the picture's edge."""
-    fast, z = compiled(vae), latent(21, 13, batch=2)
+    fast, z = compiled_vae(vae), latent(21, 13, batch=2)
     image = node("VAEDecodeTiled", vae, z, tile, overlap)
     assert error(node("VAEDecodeTiled", fast, z, tile, overlap), image) < CLOSE
     assert error(image, node("VAEDecode", vae, z)) > CLOSE  # it was tiled
@@ -88,7 +79,7 @@ def test_tiled_nodes(vae, tile, overlap):
 
 @pytest.mark.parametrize("grow", [0, 6])
 def test_inpaint_nodes(vae, grow):
-    fast, pixels = compiled(vae), picture(136, 72)
+    fast, pixels = compiled_vae(vae), picture(136, 72)
     mask = torch.zeros(1, 136, 72)
     mask[:, 40:90, 20:50] = 1
     wanted, out = (node("VAEEncodeForInpaint", each, pixels, mask, grow) for each in (vae, fast))
@@ -104,7 +95,7 @@ def test_no_size_compiles_in_a_workflow(vae):
     """After one decode and one encode: tiles, odd sizes and batches 1 to 4."""
     from anyshape.accel import region_ops, stats
 
-    fast = compiled(vae)
+    fast = compiled_vae(vae)
     node("VAEEncode", fast, node("VAEDecode", fast, latent(8, 8)))
     misses = region_ops.misses()
     with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
@@ -117,18 +108,6 @@ def test_no_size_compiles_in_a_workflow(vae):
 # Memory that runs out ---------------------------------------------------------------------------------------------
 
 
-def tight(monkeypatch, owner, name, limit):
-    """``owner.name`` runs out of memory for an image that is higher than ``limit``."""
-    own = getattr(owner, name)
-
-    def limited(self, x, *args, **kwargs):
-        if x.shape[2] > limit:
-            raise torch.OutOfMemoryError("injected")
-        return own(self, x, *args, **kwargs)
-
-    monkeypatch.setattr(owner, name, limited)
-
-
 @pytest.mark.parametrize("where", ["ours", "eager", "both"])
 @pytest.mark.parametrize("way", ["decode", "encode"])
 def test_out_of_memory(fresh, monkeypatch, way, where):
@@ -136,15 +115,15 @@ def test_out_of_memory(fresh, monkeypatch, way, where):
     import comfy.ldm.modules.diffusionmodules.model as blocks
     from anyshape.accel.region_ops import RegionOps
 
-    fast, scale = compiled(fresh), {"decode": 1, "encode": 8}[way]
+    fast, scale = compiled_vae(fresh), {"decode": 1, "encode": 8}[way]
     part = {"decode": blocks.Decoder, "encode": blocks.Encoder}[way]
     value = latent(129, 2)["samples"] if way == "decode" else picture(1032, 16)
     with torch.inference_mode():
         wanted = getattr(fresh, way)(value)
         if where != "eager":
-            tight(monkeypatch, RegionOps, "bias_add", 1024)  # the tallest tile
+            short_of_memory(monkeypatch, RegionOps, "bias_add", 1024)  # the tallest tile
         if where != "ours":
-            tight(monkeypatch, part, "forward", 128 * scale)
+            short_of_memory(monkeypatch, part, "forward", 128 * scale)
         if where == "both":
             whole, wanted = wanted, getattr(fresh, way)(value)
             assert error(wanted, whole) > CLOSE  # it was tiled
@@ -169,7 +148,7 @@ def wide(models):
 @pytest.mark.parametrize("shape", [(1, 16, 2, 5, 4), (1, 4, 5, 4), (1, 17, 5, 4)], ids=["video", "SDXL", "17 channels"])
 def test_a_latent_of_another_model(wide, shape):
     """ComfyUI's own error, and the next latent is decoded in regions."""
-    fast, messages = compiled(wide), []
+    fast, messages = compiled_vae(wide), []
     for each in (wide, fast):
         with pytest.raises(RuntimeError) as raised:
             node("VAEDecode", each, {"samples": torch.zeros(shape)})
@@ -180,7 +159,7 @@ def test_a_latent_of_another_model(wide, shape):
 
 
 def test_a_picture_with_another_number_of_channels(vae):
-    fast, messages = compiled(vae), []
+    fast, messages = compiled_vae(vae), []
     for each in (vae, fast):
         with torch.inference_mode(), pytest.raises(RuntimeError) as raised:
             each.encode(torch.zeros(1, 40, 32, 4))
@@ -214,12 +193,12 @@ def test_workflows_in_turn(vae):
         return [out["samples"] if isinstance(out, dict) else out for out in made]
 
     before, wanted = footprint(vae), run(vae)
-    first = run(compiled(vae))
+    first = run(compiled_vae(vae))
     for _ in range(2):
         assert all(torch.equal(*pair) for pair in zip(run(vae), wanted, strict=True))
-        assert all(torch.equal(*pair) for pair in zip(run(compiled(vae)), first, strict=True))
+        assert all(torch.equal(*pair) for pair in zip(run(compiled_vae(vae)), first, strict=True))
         with pytest.raises(RuntimeError):
-            node("VAEDecode", compiled(vae), {"samples": torch.zeros(1, 3, 5, 4)})
+            node("VAEDecode", compiled_vae(vae), {"samples": torch.zeros(1, 3, 5, 4)})
     assert footprint(vae) == before
     assert not any(torch.equal(*pair) for pair in zip(first, wanted, strict=True))  # these were ours
 
@@ -230,7 +209,7 @@ def test_two_vaes_in_turn(models, vae):
 
     other = build(models, ch=64)
     models.randomise(other.first_stage_model, seed=9)
-    ways = [(each, compiled(each)) for each in (vae, other)]
+    ways = [(each, compiled_vae(each)) for each in (vae, other)]
     node("VAEDecode", ways[0][1], latent())
     with stats.expect(region_graphs=0, recompiles=0):
         for plain, fast in ways * 2:
@@ -240,7 +219,7 @@ def test_two_vaes_in_turn(models, vae):
 
 def test_weights_that_change(fresh, models):
     """Another pack merges into the shared VAE, in place or with new tensors: the next picture has the new weights."""
-    fast = compiled(fresh)
+    fast = compiled_vae(fresh)
     first = node("VAEDecode", fast, latent())
     conv = fresh.first_stage_model.decoder.conv_in
     conv.weight.data.mul_(1.5)
@@ -254,12 +233,12 @@ def test_weights_that_change(fresh, models):
 def test_a_patched_vae(fresh):
     """Weight patches on the VAE's patcher, as merge nodes put them; with the node before and after them."""
     key, wanted = "decoder.conv_in.weight", node("VAEDecode", fresh, latent())
-    fast = compiled(fresh)
+    fast = compiled_vae(fresh)
     for each in (fast, fresh):
         each.patcher.add_patches({key: (torch.ones_like(each.patcher.model_state_dict()[key]) * 0.1,)}, 1.0)
         patched = node("VAEDecode", each, latent())
         assert error(patched, wanted) > 1e-2
-        outs = [node("VAEDecode", other, latent()) for other in (compiled(fresh), each)]
+        outs = [node("VAEDecode", other, latent()) for other in (compiled_vae(fresh), each)]
         if each is fresh:
             assert error(*outs) < CLOSE
 
@@ -267,7 +246,7 @@ def test_a_patched_vae(fresh):
 def test_unloaded_and_reloaded(vae):
     import comfy.model_management as mm
 
-    fast, wanted = compiled(vae), node("VAEDecode", vae, latent())
+    fast, wanted = compiled_vae(vae), node("VAEDecode", vae, latent())
     for _ in range(2):
         assert error(node("VAEDecode", fast, latent()), wanted) < CLOSE
         mm.unload_all_models()
@@ -282,7 +261,7 @@ def test_a_freed_vae_is_gone(models, first):
     from anyshape.accel.families import attach
 
     plain = build(models)
-    fast = compiled(plain)
+    fast = compiled_vae(plain)
     node("VAEEncode", fast, node("VAEDecode", fast, latent()))
     model, weight = weakref.ref(plain.first_stage_model), weakref.ref(plain.first_stage_model.decoder.conv_in.weight)
     engines = [weakref.ref(attach._ENGINES[part]) for part in (model().decoder, model().encoder)]
@@ -323,7 +302,7 @@ def test_a_controlnet_that_needs_a_vae(models, vae):
         network, compression_ratio=1, latent_format=comfy.latent_formats.SD15(), load_device=patcher.load_device
     )
     conds, outs = [models.conditioning(patcher, seed=seed) for seed in (1, 2)], []
-    for each in (vae, compiled(vae), None):
+    for each in (vae, compiled_vae(vae), None):
         positive, negative = conds if each is None else controlled(conds, control, each)
         outs.append(sampled(patcher, positive, negative))
     assert error(outs[1], outs[0]) < CLOSE < error(outs[2], outs[0])
@@ -379,7 +358,7 @@ def test_previews_are_left_alone(models, vae, monkeypatch, tmp_path, method):
         return [image.tobytes() for image in seen]
 
     wanted = previews(vae)
-    assert previews(compiled(vae)) == wanted and len(set(wanted)) == 2
+    assert previews(compiled_vae(vae)) == wanted and len(set(wanted)) == 2
     assert states() == {"regions"}
 
 
@@ -392,7 +371,7 @@ def test_an_interrupt_between_tiles(vae, monkeypatch, way):
     import comfy.model_management as mm
     import comfy.utils
 
-    fast, before, wanted = compiled(vae), footprint(vae), node("VAEDecode", vae, latent())
+    fast, before, wanted = compiled_vae(vae), footprint(vae), node("VAEDecode", vae, latent())
     name, value = ("VAEDecodeTiled", latent(33, 9)) if way == "decode" else ("VAEEncodeTiled", picture(264, 72))
 
     def hook(done, total, *rest, **named):
@@ -414,7 +393,7 @@ def test_an_interrupt_inside_the_vae(vae, monkeypatch):
     import comfy.model_management as mm
     from anyshape.accel.families import vae as family
 
-    fast, before, wanted = compiled(vae), footprint(vae), node("VAEDecode", vae, latent())
+    fast, before, wanted = compiled_vae(vae), footprint(vae), node("VAEDecode", vae, latent())
 
     def interrupted(*args):
         raise mm.InterruptProcessingException

@@ -24,6 +24,13 @@ UNETS = {
         "transformer_depth_middle": 2,
     },
 }
+TINY_UNET = {  # of a UNet that torch.compile traces in seconds
+    "num_res_blocks": [1, 1], "channel_mult": (1, 2), "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
+}  # fmt: skip
+COMPILED_PARTS = {  # what other packs compile of such a model
+    "unet": ["diffusion_model.middle_block.1.transformer_blocks.0", "diffusion_model.out"],
+    "flux": ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.1"],
+}
 SMALL_FLUX = {
     "hidden_size": 64, "num_heads": 2, "depth": 2, "depth_single_blocks": 3, "axes_dim": [8, 12, 12],
     "vec_in_dim": 32, "context_in_dim": 48,
@@ -42,6 +49,15 @@ def compile_with_message(patcher: Patcher, **settings: Any) -> tuple[Patcher, st
 def compiled(patcher: Patcher, **settings: Any) -> Patcher:
     """The Compile Model node's work, where it has nothing to say."""
     out, message = compile_with_message(patcher, **settings)
+    assert message == "", message
+    return out
+
+
+def compiled_vae(vae: Any) -> Any:
+    """The Compile VAE node's work, where it has nothing to say."""
+    from anyshape.accel.families.vae import compile_vae
+
+    out, message = compile_vae(vae)
     assert message == "", message
     return out
 
@@ -167,3 +183,15 @@ def sample_prompts(
             patcher, noise, steps, cfg, sampler, kind, positive, negative, latent, noise_mask=noise_mask,
             disable_pbar=True, seed=seed,
         )  # fmt: skip
+
+
+def short_of_memory(monkeypatch: Any, owner: type, name: str, limit: int) -> None:
+    """``owner.name`` runs out of memory for an image [N, C, H, W] that is higher than ``limit``."""
+    own = getattr(owner, name)
+
+    def limited(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if x.shape[2] > limit:
+            raise torch.OutOfMemoryError("injected")
+        return own(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, limited)
