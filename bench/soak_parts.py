@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import comfy.model_management as mm
 import comfy.sample
 import comfy.sd
 import torch
@@ -166,7 +167,13 @@ def trembling(way: Way, amount: float) -> Way:
 
 
 def sample(way: Way, prompt: Prompt, latent: Tensor, callback: Callable[..., None] | None = None) -> Tensor:
-    """One sampling run, as ComfyUI's KSampler node does it: the final latent on the CPU."""
+    """One sampling run, as ComfyUI's KSampler node does it: the final latent on the CPU.
+
+    The model is loaded before: ComfyUI makes the schedule with the sampling tables where they lie at that moment, and
+    CPU and GPU round differently. A sigma half-way between two timesteps, or just where a cond begins, then falls to
+    one side in the first run after a load and to the other in the next, in eager too.
+    """
+    mm.load_models_gpu([way.patcher])
     noise = comfy.sample.prepare_noise(latent, prompt.seed)
     return comfy.sample.sample(
         way.patcher, noise, prompt.steps, prompt.cfg, prompt.sampler, "normal", way.positive, way.negative, latent,

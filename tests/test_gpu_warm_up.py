@@ -80,11 +80,15 @@ def test_a_full_budget_is_said(pack, models):
 
     patcher = models.unet("sdxl", torch.float16, **SMALL)
     device = torch.device("cuda", torch.cuda.current_device())
-    warm(pack, compiled(patcher), "1024x1024\n960x960")
-    budget = (sum(graphs.held(device).values()) >> 20) + 8
-    graphs.cache(device).clear()
-    model = compiled(patcher, graph_budget_mb=budget)
     sizes = [(1024 - 64 * index, 1024 - 64 * index) for index in range(12)]
+    held = []
+    for count in (2, len(sizes)):  # MiB of the largest two, and of all
+        warm(pack, compiled(patcher), "\n".join(f"{width}x{height}" for width, height in sizes[:count]))
+        held.append(sum(graphs.held(device).values()) >> 20)
+        graphs.cache(device).clear()
+    assert held[1] > held[0] + 2, held
+    budget = sum(held) // 2
+    model = compiled(patcher, graph_budget_mb=budget)
     with stats.expect(evictions=0):
         report = warm(pack, model, "\n".join(f"{width}x{height}" for width, height in reversed(sizes)))
     states = [line.split()[3] for line in report.splitlines()[1:]]

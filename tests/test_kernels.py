@@ -409,6 +409,28 @@ def test_an_operation_whose_kernel_fails_runs_in_plain_torch(monkeypatch, module
     assert "and more" not in fallback["reason"]
 
 
+def test_what_did_not_run_at_the_first_size_runs_at_the_next(monkeypatch):
+    """A first call that was broken off has not compiled the kernel that only other sizes choose."""
+    from anyshape.accel.kernels.triton_ops import TritonOps
+
+    ops, long = TritonOps(torch.device(DEVICE)), short_attention.MAX_KEYS + 1
+    q, k = (randn(1, length, 64, dtype=torch.float16) for length in (5, long))
+    real, calls = short_attention.short_attention, []
+
+    def attention(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError("broken off")
+        return real(*args)
+
+    monkeypatch.setattr(short_attention, "short_attention", attention)
+    with pytest.raises(RuntimeError, match="broken off"):
+        ops.short_attention(q, k, k, 1)
+    for _ in range(2):
+        assert ops.short_attention(q, k, k, 1) is None
+    assert len(calls) == 2
+
+
 @pytest.mark.skipif(CUDA, reason="a GPU compiles the kernels anyway")
 def test_every_kernel_compiles_for_every_card():
     """Needs no GPU. In a process of its own: here the kernels are interpreted."""

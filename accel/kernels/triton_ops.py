@@ -72,7 +72,7 @@ class TritonOps(FusedOps):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._chosen: set[tuple] = set()
+        self._chosen: set[tuple] = set()  # variants that only some sizes choose; the first size runs them all
         self._failed: set[str] = set()  # operations whose kernel does not work here
         card = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
         self._processors = card.multi_processor_count if card else 0
@@ -90,9 +90,11 @@ class TritonOps(FusedOps):
             return self._linear_then_geglu(x, layer)
         (outer, depth), rows = layer.weight.shape, x.numel() // x.shape[-1]
         fused = linear_geglu.is_faster(rows, depth, outer // 2, self._processors)
-        first = self._is_first("geglu", x.dtype, layer.bias is None)
+        variant = ("geglu", x.dtype, layer.bias is None)
+        first = variant not in self._chosen
         one = linear_geglu.linear_geglu(x, layer.weight, layer.bias) if fused or first else None
         two = self._linear_then_geglu(x, layer) if first or not fused else None
+        self._chosen.add(variant)
         return one if fused else two
 
     @_or("linear_geglu")
@@ -104,8 +106,9 @@ class TritonOps(FusedOps):
         if not short_attention.fits(q, k, heads):
             return None
         few = k.shape[1] <= short_attention.MAX_KEYS
-        first = self._is_first("attention", q.dtype, q.shape[2] // heads)
-        out = short_attention.short_attention(q, k, v, heads) if few or first else None
+        variant = ("attention", q.dtype, q.shape[2] // heads)
+        out = short_attention.short_attention(q, k, v, heads) if few or variant not in self._chosen else None
+        self._chosen.add(variant)
         return out if few else None
 
     def _give_up(self, operation: str, error: KernelFailed) -> None:
@@ -115,12 +118,6 @@ class TritonOps(FusedOps):
         self._failed.add(operation)
         STATS.fallback("kernels", f"{error}: {operation} runs in plain torch. Update Triton and the GPU's driver")
         log.warning("AnyShape: %s; %s runs in plain torch", error, operation, exc_info=error)
-
-    def _is_first(self, *variant: Any) -> bool:
-        """Whether a kernel that only some sizes choose must run now, so that no later size has to compile it."""
-        first = variant not in self._chosen
-        self._chosen.add(variant)
-        return first
 
     def compile_one(self) -> None:
         """Compiles one kernel that most models need, and with it starts Triton. Raises ``KernelFailed``."""
