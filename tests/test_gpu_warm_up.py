@@ -82,17 +82,18 @@ def test_a_full_budget_is_said(pack, models):
     device = torch.device("cuda", torch.cuda.current_device())
     sizes = [(1024 - 64 * index, 1024 - 64 * index) for index in range(12)]
     held = []
-    for count in (2, len(sizes)):  # MiB of the largest two, and of all
+    for count in (len(sizes), 2, len(sizes)):  # MiB; the first time libraries load their own kernels as well
         warm(pack, compiled(patcher), "\n".join(f"{width}x{height}" for width, height in sizes[:count]))
         held.append(sum(graphs.held(device).values()) >> 20)
         graphs.cache(device).clear()
-    assert held[1] > held[0] + 2, held
-    budget = sum(held) // 2
+    _, two, all_ = held
+    assert all_ > two + 2, held
+    budget = (two + all_) // 2
     model = compiled(patcher, graph_budget_mb=budget)
     with stats.expect(evictions=0):
         report = warm(pack, model, "\n".join(f"{width}x{height}" for width, height in reversed(sizes)))
     states = [line.split()[3] for line in report.splitlines()[1:]]
-    assert states[0] == "graph" and "not" in states and states == sorted(states)
+    assert states[0] == "graph" and "not" in states and states == sorted(states), (held, report)
     assert f"graph_budget_mb ({budget}) is full" in report
     models.sample(model, *sizes[-1], steps=3)
     assert next(s for s in shapes() if s["width"] == sizes[-1][0])["replays"] > 0
