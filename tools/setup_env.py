@@ -91,7 +91,7 @@ def install_packages() -> None:
     _check_disk()
     STAMP.unlink(missing_ok=True)
     if not _venv_works():
-        _make_venv()
+        make_venv(VENV)
     say("Installing what ComfyUI, the tests and the demo need (torch among them: about 3 GB, some minutes).")
     _pip("install", "--requirement", str(REQUIREMENTS))
     for extra in extra_requirements():
@@ -119,7 +119,8 @@ def _venv_works() -> bool:
     return subprocess.run([PYTHON, "-c", check], capture_output=True).returncode == 0
 
 
-def _make_venv() -> None:
+def make_venv(folder: Path) -> None:
+    """A new, empty virtual environment in ``folder``."""
     missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
     if missing:
         raise ProjectError(
@@ -127,11 +128,11 @@ def _make_venv() -> None:
             "On Debian and Ubuntu install it with: apt-get install python3-venv. "
             "Or name another Python: make setup PYTHON=python3.12"
         )
-    say(f"Making a virtual environment in .venv with Python {sys.version.split()[0]}.")
-    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    say(f"Making a virtual environment in {os.path.relpath(folder, ROOT)} with Python {sys.version.split()[0]}.")
+    command = [sys.executable, "-m", "venv", "--clear", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise ProjectError(f"`python -m venv .venv` failed:\n{result.stdout}{result.stderr}")
+        raise ProjectError(f"`python -m venv` failed:\n{result.stdout}{result.stderr}")
 
 
 def _torch_pins() -> Path:
@@ -199,8 +200,12 @@ def say(text: str) -> None:
 
 
 def _pip(*arguments: str) -> None:
-    """Run the venv's pip; its whole output goes to the log, its large downloads and the time to the screen."""
-    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
+    run_pip(PYTHON, *arguments)
+
+
+def run_pip(python: Path, *arguments: str) -> None:
+    """Run a venv's pip; its whole output goes to the log, its large downloads and the time to the screen."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
     with LOG.open("a") as log, Heartbeat() as heart:
         process = subprocess.Popen(
             command,
