@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools import release
 from tools.paths import CACHE, ROOT, ProjectError, project_env
-from tools.setup_env import make_venv, run_pip
+from tools.setup_env import drop_downloads, make_venv, run_pip
 
 FOLDER = CACHE / "comfy-cli"
 PYTHON = FOLDER / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -42,6 +42,7 @@ def prepare() -> None:
         return
     make_venv(FOLDER)
     run_pip(PYTHON, "install", "--requirement", str(REQUIREMENTS))
+    drop_downloads()
     STAMP.write_text(REQUIREMENTS.read_text())
 
 

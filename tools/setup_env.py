@@ -97,7 +97,7 @@ def install_packages() -> None:
     for extra in extra_requirements():
         say(f"Installing what the ComfyUI at COMFYUI_PATH asks for in its {extra.name}, keeping torch as it is.")
         _pip("install", "--requirement", str(extra), "--constraint", str(_torch_pins()))
-    _drop_downloads()
+    drop_downloads()
     STAMP.write_text(fingerprint())
     _advise_compiler()
 
@@ -142,7 +142,7 @@ def _torch_pins() -> Path:
     return path
 
 
-def _drop_downloads() -> None:
+def drop_downloads() -> None:
     """Downloads are kept until all is installed, so that a repaired run need not fetch them again; then they go."""
     if "PIP_CACHE_DIR" not in os.environ:
         shutil.rmtree(CACHE / "pip", ignore_errors=True)
