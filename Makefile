@@ -8,13 +8,14 @@ RESULTS ?= .cache/bench
 # Sends every cache and temporary file into .cache/ (see tools/paths.py).
 ENV := eval "$$($(PYTHON) -m tools.paths)" &&
 
-.PHONY: help setup demo test lint format bench figures clean distclean
+.PHONY: help setup demo test lint format package bench figures clean distclean
 
 help:
 	@echo "make demo       the real ComfyUI server, many sizes and batches: a table, pictures and demo/out/report.json"
 	@echo "make test       all tests (those that need a GPU are skipped where there is none)"
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make format     ruff's fixes and its formatting"
+	@echo "make package    what the registry would get: checked and packed by comfy-cli, into .cache/package"
 	@echo "make bench      what the README quotes, on full-size models, into RESULTS=.cache/bench; needs a GPU, 10 minutes"
 	@echo "make figures    plots, and the tables of README and docs, from bench/results"
 	@echo "make setup      only what the others do first: .venv and ComfyUI"
@@ -36,6 +37,9 @@ lint: setup
 format: setup
 	@$(VENV_PYTHON) -m ruff check --fix .
 	@$(VENV_PYTHON) -m ruff format .
+
+package:
+	@$(PYTHON) -m tools.comfy_cli
 
 bench: setup
 	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sdxl --json $(RESULTS)/sdxl-forward.json

