@@ -170,7 +170,7 @@ def test_the_prompts_are_the_users(pack, models, patcher, clean) -> None:
 
 
 @pytest.mark.parametrize("interval", [1, 3, 20])
-def test_both_kinds_of_step_are_warmed(pack, models, patcher, clean, interval) -> None:
+def test_every_kind_of_step_is_warmed(pack, models, patcher, clean, interval) -> None:
     model = skipping(compiled(patcher), interval=interval)
     warm(pack, model)
     assert last_run()["resets"] == {} and (last_run()["skipped"] > 0) == (interval > 1)
@@ -178,6 +178,8 @@ def test_both_kinds_of_step_are_warmed(pack, models, patcher, clean, interval) -
     assert kinds == ({"full", "skipped"} if interval > 1 else set())
     nothing_new(lambda: sample_listed(models, model, steps=12))
     assert interval == 1 or last_run()["skipped"] > 0
+    nothing_new(lambda: sample_listed(models, model, steps=8))
+    assert last_run()["skipped"] == 0
 
 
 def test_results_and_random_state_are_those_without_it(pack, models, patcher, clean) -> None:

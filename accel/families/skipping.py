@@ -66,6 +66,12 @@ def remove(patcher: ModelPatcher) -> None:
         patcher.remove_wrappers_with_key(wrapper, KEY)
 
 
+def skips(patcher: ModelPatcher) -> bool:
+    """Whether a run of many steps on ``patcher`` leaves blocks out on some of them."""
+    wrappers = patcher.get_wrappers(WrappersMP.OUTER_SAMPLE, KEY)
+    return any(wrapper.__self__.settings.interval > 1 for wrapper in wrappers)
+
+
 def _depth_message(settings: SkipSettings, deepest: int) -> str:
     if settings.depth == AUTO or int(settings.depth) <= deepest:
         return ""

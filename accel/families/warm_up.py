@@ -24,11 +24,13 @@ from .. import devices, graphs
 from ..attempt import Judge, attempt, failed, named
 from ..errors import is_out_of_memory
 from ..skip.run import RUN_KEY, SkipRun
+from ..skip.schedule import FEW_STEPS
 from ..stats import STATS
 from ..warm_up import MIB, Row, Shape, parse, table
 from . import vae as vae_family
 from .attach import session_of
 from .layers import INTERRUPTS
+from .skipping import skips
 
 STEPS = 30  # of the noise schedule; few of them are evaluated
 CFG = {"on": (4.0,), "off": (1.0,), "both": (4.0, 1.0)}  # at 1.0 ComfyUI leaves the negative prompt out
@@ -247,13 +249,17 @@ def _encode(vae: comfy.sd.VAE, shape: tuple[int, ...]) -> None:
 
 
 def _sample(model: ModelPatcher, shape: Shape, cfg: float, positive: list, negative: list) -> None:
-    """A few steps of one run, as KSampler makes them. Random input: on constant images rounding is all there is."""
+    """A few steps of a run, as KSampler makes them. Random input: on constant images rounding is all there is.
+
+    With Skip Blocks also of a run so short that nothing is skipped, which keeps nothing and is another program.
+    """
     noise = _noise(shape.batch, model.get_model_object("latent_format").latent_channels, *shape.latent)
-    sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", STEPS)
-    comfy.sample.sample_custom(
-        model, noise, cfg, comfy.samplers.KSAMPLER(_few_steps), sigmas, positive, negative, torch.zeros_like(noise),
-        disable_pbar=True, seed=0,
-    )  # fmt: skip
+    for steps in (FEW_STEPS, STEPS) if skips(model) else (STEPS,):
+        sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
+        comfy.sample.sample_custom(
+            model, noise, cfg, comfy.samplers.KSAMPLER(_few_steps), sigmas, positive, negative,
+            torch.zeros_like(noise), disable_pbar=True, seed=0,
+        )  # fmt: skip
 
 
 def _few_steps(model: Callable[..., Tensor], x: Tensor, sigmas: Tensor, extra_args: dict[str, Any], **_: Any) -> Tensor:
