@@ -10,7 +10,7 @@ from tools.paths import ROOT
 RESULTS = ROOT / "bench" / "results"
 STEPS = 20  # of the picture that break-even counts in
 MODELS = {"sdxl": "SDXL", "sd15": "SD1.5", "flux": "Flux"}  # the order of the tables
-HOWS = ("eager", "anyshape", "blocks", "core")
+HOWS = ("eager", "anyshape", "unverified", "blocks", "core")
 CONDITIONS = ("machine", "versions", "allocator", "date", "command")
 
 

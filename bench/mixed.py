@@ -1,13 +1,15 @@
 """The mixed run: 12 prompts of other sizes and batches, 20 Euler steps each, through comfy.sample.
 
-python -m bench.mixed --model sdxl|sd15|flux --how eager,anyshape,core,blocks [--limit SECONDS] --json FILE
+python -m bench.mixed --model sdxl|sd15|flux --how eager,anyshape,unverified,core,blocks [--limit S] --json FILE
 
 Each ``how`` runs in processes of its own: cold (empty compiler caches) and warm (the caches that the cold run filled).
 One that is not done ``--limit`` seconds after its model was loaded is stopped and reported as not finished, with what
 it had done by then. The JSON is written after each run: what was measured is kept if a later run takes the machine.
+Runs of another ``how`` that the file has already stay, if machine and versions are the same; each has its date.
 
 - eager: ComfyUI as it is
 - anyshape: the Compile Model node
+- unverified: the same with ``verify`` off, so that no new size is compared with eager
 - core: ComfyUI's TorchCompileModel node with its defaults
 - blocks: each transformer block compiled with torch's defaults, as popular packs do
 """
@@ -22,7 +24,7 @@ from typing import Any
 
 from bench import process
 
-HOWS = ("eager", "anyshape", "core", "blocks")
+HOWS = ("eager", "anyshape", "unverified", "core", "blocks")
 PROMPTS = {
     "sdxl": [(1024, 1024, 1), (1024, 1152, 1), (896, 768, 1), (960, 720, 1), (1280, 1280, 1), (512, 2048, 1),
              (2048, 512, 1), (720, 1280, 1), (1024, 1024, 2), (728, 720, 1), (768, 768, 4), (1536, 1536, 1)],
@@ -31,6 +33,7 @@ PROMPTS = {
 }  # fmt: skip
 PROMPTS["flux"] = PROMPTS["sdxl"]
 STEPS = 20
+COMPARABLE = ("model", "steps", "machine", "versions", "allocator")  # what runs in one file have in common
 
 
 def worker(model: str, how: str) -> None:
@@ -57,11 +60,11 @@ def worker(model: str, how: str) -> None:
 
 def prepare(patcher: Any, how: str) -> Any:
     """The patcher that ``how`` samples with."""
-    if how == "anyshape":
+    if how in ("anyshape", "unverified"):
         from anyshape.accel.engine import Settings
         from anyshape.accel.families.attach import compile_model
 
-        return compile_model(patcher, Settings())[0]
+        return compile_model(patcher, Settings(verify=how == "anyshape"))[0]
     if how == "core":
         from comfy_api.torch_helpers import set_torch_compile_wrapper
 
@@ -128,12 +131,23 @@ def main() -> None:
         return worker(chosen.model, chosen.worker)
     command = f"python -m bench.mixed --model {chosen.model} --how {chosen.how} --limit {chosen.limit:g}"
     result = {"command": command, "model": chosen.model, "steps": STEPS, "runs": {}}
+    earlier = json.loads(chosen.json.read_text()) if chosen.json and chosen.json.exists() else {}
     for how in chosen.how.split(","):
         for temperature, figures, conditions in both(chosen.model, how, chosen.limit):
             print(f"{how} {temperature}: {told(figures)}", flush=True)
             result = conditions | result  # the first that came stay
-            result["runs"].setdefault(how, {})[temperature] = figures
-            save(chosen.json, result)
+            result["runs"].setdefault(how, {})[temperature] = figures | {"date": result.get("date")}
+            save(chosen.json, result | {"runs": kept(earlier, result) | result["runs"]})
+
+
+def kept(earlier: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """The runs of an earlier result, if it was measured as this one is."""
+    comparable = all(earlier.get(name) == result.get(name) for name in COMPARABLE)
+    return {
+        how: {name: {"date": earlier.get("date")} | run for name, run in runs.items()}
+        for how, runs in earlier.get("runs", {}).items()
+        if comparable
+    }
 
 
 def save(path: Path | None, result: dict[str, Any]) -> None:

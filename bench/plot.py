@@ -21,7 +21,7 @@ from tools.paths import ROOT
 IMAGES = ROOT / "docs" / "images"
 SOURCE = "Figures-SHA256"  # the key in the picture's metadata
 # Okabe and Ito's colours, told apart without red and green; the two light ones darkened for text on white.
-COLOURS = {"eager": "#333333", "anyshape": "#0072B2", "blocks": "#C44E00", "core": "#A5467E"}
+COLOURS = {"eager": "#333333", "anyshape": "#0072B2", "blocks": "#C44E00", "core": "#A5467E"}  # what is drawn
 NAMES = {"eager": "eager", "anyshape": "AnyShape", "blocks": "blocks compiled", "core": "TorchCompileModel"}
 CACHES = {"cold": "caches empty", "warm": "caches filled"}
 STYLES = {"cold": "-", "warm": (0, (4, 2))}
@@ -48,9 +48,11 @@ class Line(NamedTuple):
 
 
 def lines(result: dict[str, Any]) -> list[Line]:
-    """Every run of ``result``."""
+    """Every run of ``result`` that is drawn."""
     found = []
     for how, name, run in figures.runs(result):
+        if how not in COLOURS:
+            continue
         seconds = [0.0]
         for prompt in run["prompts"]:
             seconds.append(seconds[-1] + prompt["seconds"])

@@ -17,6 +17,7 @@ ENGLISH = {
     "names": {
         "eager": "eager",
         "anyshape": "AnyShape",
+        "unverified": "AnyShape with verify off",
         "blocks": "each transformer block compiled with torch's defaults",
         "core": "ComfyUI's TorchCompileModel",
     },
@@ -47,6 +48,7 @@ CHINESE = {
     "names": {
         "eager": "eager",
         "anyshape": "AnyShape",
+        "unverified": "AnyShape（关闭 verify）",
         "blocks": "逐个编译 transformer 块（torch 默认设置）",
         "core": "ComfyUI 的 TorchCompileModel",
     },
