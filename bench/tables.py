@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import figures, skip_tables, texts
+from bench import figures, skip_tables, texts, workflow_tables
 from bench.markdown import conditions, headed, said, size, table
 from tools.paths import ROOT
 
@@ -146,7 +146,7 @@ def document() -> str:
     parts = [forward_part(model) for model in figures.MODELS if figures.forward_path(model).exists()]
     parts.append(vae_part())
     parts += [mixed_part(model) for model in figures.MODELS if figures.mixed_path(model).exists()]
-    return "\n\n".join([*parts, *skip_tables.parts()])
+    return "\n\n".join([*parts, *skip_tables.parts(), *workflow_tables.parts()])
 
 
 def forward_part(model: str) -> str:

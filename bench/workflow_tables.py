@@ -1,0 +1,62 @@
+"""What bench/results says of whole workflows, for docs/performance.md: ControlNet, the soak. Needs no torch."""
+
+from typing import Any
+
+from bench import figures
+from bench.markdown import headed, size, table
+
+CONTROLNET = figures.RESULTS / "controlnet.json"
+WAYS = ("neither", "control", "model", "both")  # what is compiled
+Result = dict[str, Any]
+
+
+def parts() -> list[str]:
+    """The sections, as far as they have been measured."""
+    found = [controlnet_part(figures.load(CONTROLNET))] if CONTROLNET.exists() else []
+    return [*found, *([soak_part([figures.load(path) for path in soaks])] if (soaks := soak_paths()) else [])]
+
+
+def controlnet_part(result: Result) -> str:
+    """Milliseconds a step of SDXL with a ControlNet."""
+    head = ["Size", "Eager, ms", "Compile ControlNet", "Compile Model", "Both", "Faster", "Error of both"]
+    return headed("SDXL with a ControlNet, one step", result, table(head, map(controlnet_row, result["rows"])))
+
+
+def controlnet_row(row: Result) -> list[str]:
+    """One size."""
+    times = [row[f"{way}_ms"] for way in WAYS]
+    faster = f"{row['neither_ms'] / row['both_ms']:.2f}x"
+    return [size(row), *(f"{ms:.1f}" for ms in times), faster, f"{row['both_latent_error']:.1e}"]
+
+
+def soak_paths() -> list[Any]:
+    """The processes of the soak on a GPU, in the order of their prompts."""
+    return sorted(figures.RESULTS.glob("soak-sdxl-*.json"))
+
+
+def soak_part(results: list[Result]) -> str:
+    """What the random prompts came to."""
+    head = ["Prompts", "Failed", "Model calls", "Broken off", "Unloads", "Worst latent", "Worst picture", "GPU", "RAM"]
+    count, failed = (sum(values) for values in zip(*((r["prompts"], len(r["failed"])) for r in results), strict=True))
+    above = (
+        f"Random prompts on full-size SDXL, each compared with eager (`bench/soak.py`), in {len(results)} processes: "
+        f"{count} prompts, {failed} of them failed. *Worst*: relative L2 from eager; 1e-2 is allowed for a latent of "
+        f"fp16, 3e-2 for a picture of a VAE in bf16. *GPU*, *RAM*: MiB in use at the first look at memory "
+        f"and at the last, each after everything was unloaded; the models are in RAM then."
+    )
+    return headed("Soak", results[0], above, table(head, map(soak_row, results)))
+
+
+def soak_row(result: Result) -> list[str]:
+    """One process."""
+    looks = [result["memory"][0], result["memory"][-1]]
+    return [
+        str(result["prompts"]),
+        str(len(result["failed"])),
+        str(result["calls"]["unet"]),
+        str(result["broken_off"]),
+        str(result["unloads"] + result["rebuilds"]),
+        f"{result['worst_error']:.1e}",
+        f"{result['worst_picture']:.1e}",
+        *(" → ".join(str(look[where]) for look in looks) for where in ("device", "process")),
+    ]
