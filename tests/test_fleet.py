@@ -1,0 +1,546 @@
+"""Workers that share compiled kernels through a real Redis, and every way in which that Redis can fail them.
+
+Kernels are ours, compiled for a card that need not be here; each is judged by its machine code.
+"""
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tools import redis_server
+from tools.paths import ROOT
+from tools.redis_server import RedisServer
+
+redis = pytest.importorskip("redis", reason="the Python client of Redis (requirements-dev.txt)")
+pytestmark = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
+
+FLEET = ROOT / "fleet"
+KERNELS = ["geglu_kernel", "bias_add_kernel", "launcher"]
+LIMIT = 1.0  # seconds that a Redis in trouble may cost in all
+COMPILED = {"compiled": KERNELS[:2], "found": []}  # the launcher is no kernel
+FOUND = {"compiled": [], "found": KERNELS[:2]}
+
+
+PAUSES = {"PAUSE": 30.0}
+
+
+class Worker:
+    """A process of tools.fleet_worker."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join([str(FLEET), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": path}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tools.fleet_worker"], cwd=ROOT, env=env, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def __call__(self, folder: Path, port: int, kernels: list[str] = KERNELS, **more: Any) -> dict[str, Any]:
+        """Compiles with the local cache in ``folder`` and the shared one at ``port``."""
+        env = {"TRITON_CACHE_DIR": str(folder), "TRITON_CACHE_MANAGER": "anyshape_redis:Manager"} | {
+            "TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port), "ANYSHAPE_FLEET_KEY": None,
+            "ANYSHAPE_REDIS_URL": None,
+        } | more.pop("env", {})  # fmt: skip
+        self.process.stdin.write(json.dumps({"env": env, "kernels": kernels, "settings": PAUSES} | more) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def end(self) -> None:
+        self.process.stdin.close()
+        self.process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def worker() -> Iterator[Worker]:
+    """One process for many orders, each as if it had just begun."""
+    running = Worker()
+    yield running
+    running.end()
+
+
+@pytest.fixture(scope="module")
+def right(worker, tmp_path_factory) -> dict[str, str]:
+    """The machine code that Triton makes without any of this."""
+    answer = worker(tmp_path_factory.mktemp("alone"), 1, env={"TRITON_CACHE_MANAGER": None})
+    assert answer["compiled"] == KERNELS[:2] and answer["fleet"] == {}
+    return answer["code"]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RedisServer]:
+    with RedisServer() as server:
+        yield server
+
+
+@pytest.fixture
+def store(running) -> "redis.Redis":
+    """A client of an empty Redis."""
+    client = redis.Redis(port=running.port)
+    client.flushall()
+    return client
+
+
+@pytest.fixture
+def fresh(tmp_path) -> Callable[[], Path]:
+    """Empty local caches."""
+    count = iter(range(100))
+    return lambda: tmp_path / f"local{next(count)}"
+
+
+@pytest.fixture
+def fleet(monkeypatch) -> Iterator[ModuleType]:
+    """The package in this process, as an operator's PYTHONPATH makes it importable."""
+    monkeypatch.syspath_prepend(str(FLEET))
+    import anyshape_redis
+
+    anyshape_redis.renew()
+    yield anyshape_redis
+    anyshape_redis.renew()
+
+
+def events(answer: dict[str, Any]) -> dict[str, list[str]]:
+    return {name: answer[name] for name in ("compiled", "found")}
+
+
+def counted(answer: dict[str, Any]) -> tuple[int, ...]:
+    return tuple(answer["fleet"][name] for name in ("hits", "misses", "skipped", "stored"))
+
+
+# Sharing ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_second_process_compiles_nothing(right, store, running, fresh):
+    first, second = Worker(), Worker()
+    cold, warm = first(fresh(), running.port), second(fresh(), running.port)
+    first.end(), second.end()
+    assert events(cold) == COMPILED and counted(cold) == (0, 3, 0, 3)
+    assert events(warm) == FOUND and counted(warm) == (3, 0, 0, 0)
+    assert cold["code"] == warm["code"] == right
+    assert cold["fallbacks"] == warm["fallbacks"] == []
+    assert warm["fleet"]["bytes_read"] > 10_000 and cold["fleet"]["bytes_stored"] > warm["fleet"]["bytes_read"]
+
+
+def test_what_lies_on_the_own_disk_is_not_asked_for(worker, store, running, fresh, right):
+    folder = fresh()
+    worker(folder, running.port)
+    again = worker(folder, running.port)
+    assert events(again) == FOUND and counted(again) == (0, 0, 0, 0) and again["code"] == right
+
+
+def test_a_disk_filled_by_triton_alone_is_used_and_the_other_way_round(worker, running, store, fresh, right):
+    alone, shared = fresh(), fresh()
+    worker(alone, running.port, env={"TRITON_CACHE_MANAGER": None})
+    worker(shared, running.port)
+    for folder, manager in ((alone, "anyshape_redis:Manager"), (shared, None)):
+        answer = worker(folder, running.port, env={"TRITON_CACHE_MANAGER": manager})
+        assert events(answer) == FOUND and answer["code"] == right
+
+
+def test_names_hold_what_the_values_depend_on(worker, store, running, fresh, fleet, monkeypatch):
+    """Triton's own keys know card and compiler; ours add what its launchers depend on."""
+    from anyshape_redis import client
+
+    worker(fresh(), running.port)
+    names = {name.decode() for name in store.keys()}
+    prefix = fleet.remote().prefix
+    assert len(names) == 3 and all(name.startswith(f"{prefix}:") for name in names)
+    worker(fresh(), running.port, capability=80)
+    assert len(store.keys()) == 5  # the launcher is the same
+    monkeypatch.setattr(client.triton, "__version__", "0")
+    assert fleet.remote().prefix == prefix != client.Remote().prefix
+
+
+# Trouble ----------------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """A real TCP server that treats every connection as ``handle`` says."""
+
+    def __init__(self, handle: Callable[[socket.socket], None]) -> None:
+        self._socket, self._handle = socket.create_server(("127.0.0.1", 0)), handle
+        self.port = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                link = self._socket.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        with link:
+            try:
+                self._handle(link)
+            except OSError:
+                pass
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def mute(link: socket.socket) -> None:
+    while link.recv(1 << 16):
+        pass
+
+
+def trickle(link: socket.socket) -> None:
+    """Never silent for as long as a timeout, and never done."""
+    link.recv(1 << 16)
+    link.sendall(b"$9999999\r\n")
+    while True:
+        link.sendall(b"x")
+        time.sleep(0.05)
+
+
+def not_redis(link: socket.socket) -> None:
+    link.recv(1 << 16)
+    link.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: another\r\n\r\n")
+
+
+def relay(port: int, delay: float = 0.0, limit: int = 1 << 40) -> Callable[[socket.socket], None]:
+    """The Redis at ``port``, each answer ``delay`` seconds late; breaks off after ``limit`` bytes of answers."""
+
+    def handle(link: socket.socket) -> None:
+        left = limit
+        with socket.create_connection(("127.0.0.1", port)) as upstream:
+            upstream.settimeout(0.02)
+            while left > 0 and (question := link.recv(1 << 16)):
+                upstream.sendall(question)
+                time.sleep(delay)
+                while left > 0 and (answer := _received(upstream)):
+                    link.sendall(answer[:left])
+                    left -= len(answer)
+
+    return handle
+
+
+def _received(upstream: socket.socket) -> bytes:
+    try:
+        return upstream.recv(1 << 16)
+    except TimeoutError:
+        return b""
+
+
+@pytest.fixture
+def listening() -> Iterator[Callable[..., int]]:
+    """Starts listeners; gives their ports."""
+    started: list[Listener] = []
+
+    def listen(handle: Callable[[socket.socket], None]) -> int:
+        started.append(Listener(handle))
+        return started[-1].port
+
+    yield listen
+    for each in started:
+        each.close()
+
+
+def check_fallback(answer: dict[str, Any], right: dict[str, str], words: str) -> None:
+    """Right kernels, compiled here, soon, and a reason that says what to do."""
+    assert events(answer) == COMPILED and answer["code"] == right
+    (fallback,) = answer["fallbacks"]
+    assert fallback["where"] == "shared kernel cache" and fallback["count"] == 1
+    assert words in fallback["reason"] and "compiled here. Check" in fallback["reason"], fallback
+    assert answer["fleet"]["waited_seconds"] < LIMIT and answer["fleet"]["state"] == "down"
+    assert counted(answer)[0] == 0 and answer["fleet"]["skipped"] == 2  # after the first nobody asks
+
+
+def test_nobody_listens(worker, fresh, right):
+    port = redis_server.free_port()
+    check_fallback(worker(fresh(), port), right, f"127.0.0.1:{port} cannot be used (Error 111")
+
+
+@pytest.mark.parametrize("handle", [mute, trickle])
+def test_no_answer(worker, fresh, right, listening, handle):
+    port = listening(handle)
+    check_fallback(worker(fresh(), port), right, f"127.0.0.1:{port} does not answer")
+
+
+def test_another_kind_of_server(worker, fresh, right, listening):
+    check_fallback(worker(fresh(), listening(not_redis)), right, "cannot be used")
+
+
+def test_a_connection_that_breaks_in_the_middle_of_a_value(worker, fresh, right, listening, running, store):
+    worker(fresh(), running.port)
+    check_fallback(worker(fresh(), listening(relay(running.port, limit=5000))), right, "cannot be used")
+
+
+def test_a_host_that_does_not_exist(worker, fresh, right):
+    answer = worker(fresh(), 6379, env={"TRITON_REDIS_HOST": "no-such-host.invalid"})
+    check_fallback(answer, right, "no-such-host.invalid:6379")
+
+
+def test_a_frozen_redis(worker, fresh, right, running, store):
+    worker(fresh(), running.port)
+    running.freeze()
+    try:
+        check_fallback(worker(fresh(), running.port), right, "does not answer")
+    finally:
+        running.freeze(False)
+
+
+def test_killed_and_started_again(worker, fresh, right):
+    """In the middle of a worker's life; it comes back by itself, without a caller who waits for it."""
+    with RedisServer() as server:
+        worker(fresh(), server.port)
+        folder, quick = fresh(), {"PAUSE": 0.2}
+        first = worker(folder, server.port, KERNELS[:1], settings=quick)
+        assert first["found"] == KERNELS[:1]
+        server.kill()
+        rest = worker(folder, server.port, KERNELS[1:], again=True)
+        assert rest["compiled"] == KERNELS[1:2] and len(rest["fallbacks"]) == 1
+        assert first["code"] | rest["code"] == right
+        server.start()
+        end = time.monotonic() + 10
+        while (last := worker(fresh(), server.port, again=True))["fleet"]["state"] == "down":
+            assert time.monotonic() < end
+        last = worker(fresh(), server.port, again=True)
+        assert last["code"] == right and last["fleet"]["stored"] > 0
+
+
+# Values that must not be used -------------------------------------------------------------------------------------
+
+
+def flipped(value: bytes) -> bytes:
+    place = random.randrange(80, len(value))
+    return value[:place] + bytes([value[place] ^ 1]) + value[place + 1 :]
+
+
+DAMAGE = {
+    "garbage": (lambda value: os.urandom(300), "not written by this cache"),
+    "empty of sense": (lambda value: b"{}", "not written by this cache"),
+    "truncated": (lambda value: value[:-7], "damaged"),
+    "cut to nothing": (lambda value: value[:50], "cut off"),
+    "one bit": (flipped, "damaged"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_values(worker, store, running, fresh, right, kind):
+    worker(fresh(), running.port)
+    damage, words = DAMAGE[kind]
+    for name in store.keys():
+        store.set(name, damage(store.get(name)))
+    refuses(worker(fresh(), running.port), right, words, 3)
+    healed = worker(fresh(), running.port)
+    assert events(healed) == FOUND and healed["fallbacks"] == []
+
+
+def refuses(answer: dict[str, Any], right: dict[str, str], words: str, count: int) -> None:
+    assert events(answer) == COMPILED and answer["code"] == right
+    (fallback,) = answer["fallbacks"]
+    assert fallback["count"] == count and words in fallback["reason"], fallback
+    assert answer["fleet"]["rejected"] == {fallback["reason"]: count} and answer["fleet"]["state"] == "up"
+
+
+def test_a_kernel_under_another_kernels_name(worker, store, running, fresh, right):
+    worker(fresh(), running.port)
+    one, other = (name for name in store.keys() if name.endswith(b".json"))
+    store.set(one, store.get(other)), store.delete(other)
+    refuses(worker(fresh(), running.port), right, "damaged", 1)
+
+
+def test_a_value_of_another_type(worker, store, running, fresh, right):
+    worker(fresh(), running.port)
+    for name in store.keys():
+        store.delete(name), store.rpush(name, b"garbage")
+    check_fallback(worker(fresh(), running.port), right, "WRONGTYPE")
+
+
+def test_only_who_knows_the_key_can_write(fleet, worker, store, running, fresh, right):
+    """Values of others, written with another key or none, under the names that this worker asks for."""
+    key = {"ANYSHAPE_FLEET_KEY": "the fleet's"}
+    worker(fresh(), running.port, env=key)
+    mine = sorted(store.keys())
+    assert events(worker(fresh(), running.port, env=key)) == FOUND
+    assert events(worker(fresh(), running.port)) == COMPILED  # workers without the key have names of their own
+    for other in ({}, {"ANYSHAPE_FLEET_KEY": "a guess"}):
+        for name in mine:
+            store.set(name, forged(name, store, other))
+        refuses(worker(fresh(), running.port, env=key), right, "not signed with this worker's", 3)
+    assert b"the fleet's" not in b"".join(store.get(name) for name in store.keys())
+
+
+def forged(name: bytes, store: "redis.Redis", env: dict[str, str]) -> bytes:
+    """The value again, with a right checksum, but signed by somebody else."""
+    from anyshape_redis import values
+
+    data = store.get(name)[len(values.MAGIC) + 64 :]
+    return values.seal(name.decode(), data, env.get("ANYSHAPE_FLEET_KEY", "").encode())
+
+
+@pytest.mark.parametrize("value", [b"", b"[1]\nx", b'{"a": 5}\nabc', b'{"../a": 3}\nabc', b'{"a": "b"}\n', b"\xff\n"])
+def test_what_is_no_kernel(fleet, value):
+    from anyshape_redis import values
+
+    with pytest.raises(values.Rejected):
+        values.unpack(value)
+    assert values.unpack(values.pack({"a": b"\0\n", "b": b""})) == {"a": b"\0\n", "b": b""}
+
+
+# Time -------------------------------------------------------------------------------------------------------------
+
+
+def waits(fleet: ModuleType, port: int, threads: int, count: int = 60) -> tuple[float, dict[str, Any]]:
+    """(seconds, counters) of asking for ``count`` names and storing each."""
+    from anyshape_redis.client import Remote
+
+    remote = Remote({"TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port)})
+    begun = time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda n: remote.get(f"name{n}") or remote.put(f"name{n}", bytes(1000)), range(count)))
+    return time.monotonic() - begun, remote.snapshot()
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+@pytest.mark.parametrize("trouble", ["mute", "trickle", "refused", "slow"])
+def test_trouble_costs_less_than_a_second(fleet, listening, running, store, trouble, threads):
+    slow = relay(running.port, delay=0.03)
+    handles = {"mute": mute, "trickle": trickle, "slow": slow}
+    port = listening(handles[trouble]) if trouble in handles else redis_server.free_port()
+    seconds, counts = waits(fleet, port, threads)
+    assert seconds < LIMIT
+    # sixteen at a time, an answer in 0.1 s is no trouble: the work goes on meanwhile
+    assert counts["state"] == "down" or (trouble, threads) == ("slow", 16)
+    assert len(counts["outages"]) == (counts["state"] == "down")
+    assert trouble != "slow" or threads == 16 or "too slowly" in next(iter(counts["outages"]))
+
+
+def test_a_quick_redis_is_never_given_up(fleet, running, store):
+    for _ in range(2):
+        seconds, counts = waits(fleet, running.port, 16, count=400)
+    assert counts["hits"] == 400 and counts["outages"] == {} and counts["state"] == "up"
+
+
+def test_the_end_of_the_process_is_not_held_up(fleet, listening):
+    from anyshape_redis.client import Remote
+
+    remote = Remote({"TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(listening(mute))})
+    remote.put("name", b"data")
+    begun = time.monotonic()
+    remote.flush()
+    assert 0.3 < time.monotonic() - begun < LIMIT
+
+
+# How an operator sets it up ---------------------------------------------------------------------------------------
+
+
+def test_workers_that_may_only_read(worker, store, running, fresh, right):
+    store.execute_command("ACL", "SETUSER", "worker", "on", ">pass", "~anyshape:*", "+@connection", "+getrange")
+    url = {"ANYSHAPE_REDIS_URL": f"redis://worker:pass@127.0.0.1:{running.port}/0"}
+    answer = worker(fresh(), 1, env=url)
+    assert answer["code"] == right and answer["fallbacks"] == [] and store.keys() == []
+    assert answer["fleet"]["state"] == "read-only" and answer["fleet"]["address"] == f"127.0.0.1:{running.port}"
+    worker(fresh(), running.port)
+    assert events(worker(fresh(), 1, env=url)) == FOUND
+
+
+def test_a_wrong_password(worker, fresh, right):
+    with RedisServer("--requirepass", "right") as server:
+        check_fallback(worker(fresh(), server.port), right, "refuses this worker")
+        url = {"ANYSHAPE_REDIS_URL": f"redis://:wrong-secret@127.0.0.1:{server.port}"}
+        answer = worker(fresh(), 1, env=url)
+        check_fallback(answer, right, "Check ANYSHAPE_REDIS_URL and the ACL")
+        assert "wrong-secret" not in json.dumps(answer)
+
+
+def test_a_full_redis_still_gives(worker, fresh, right):
+    with RedisServer("--maxmemory-policy", "noeviction") as server:
+        worker(fresh(), server.port, KERNELS[:1])
+        redis.Redis(port=server.port).config_set("maxmemory", "1")
+        answer = worker(fresh(), server.port)
+        assert answer["found"] == KERNELS[:1] and answer["code"] == right
+        assert answer["fleet"]["state"] == "read-only" and "allkeys-lru" in answer["fallbacks"][0]["reason"]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_tls(worker, fresh, tmp_path, right):
+    paths = {"--tls-cert-file": tmp_path / "cert.pem", "--tls-key-file": tmp_path / "key.pem"}
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
+            "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
+    make += ["-out", str(paths["--tls-cert-file"]), "-keyout", str(paths["--tls-key-file"])]
+    subprocess.run(make, check=True, capture_output=True)
+    port = redis_server.free_port()
+    options = [str(part) for item in paths.items() for part in item]
+    options += ["--tls-port", str(port), "--tls-auth-clients", "no", "--requirepass", "pass"]
+    with RedisServer(*options):
+        url = f"rediss://:pass@127.0.0.1:{port}/0?ssl_ca_certs={paths['--tls-cert-file']}"
+        assert counted(worker(fresh(), 1, env={"ANYSHAPE_REDIS_URL": url})) == (0, 3, 0, 3)
+        answer = worker(fresh(), 1, env={"ANYSHAPE_REDIS_URL": url})
+        assert events(answer) == FOUND and answer["code"] == right
+        untrusted = worker(fresh(), 1, env={"ANYSHAPE_REDIS_URL": url.partition("?")[0]})
+        check_fallback(untrusted, right, "CERTIFICATE_VERIFY_FAILED")
+
+
+@pytest.mark.parametrize("env", [{"ANYSHAPE_REDIS_URL": "http://secret@x"}, {"TRITON_REDIS_PORT": "many"}])
+def test_settings_that_make_no_sense(fleet, env):
+    from anyshape_redis.client import Remote
+
+    remote = Remote(env)
+    assert remote.get("name") is None and remote.put("name", b"data") is None
+    (reason,) = remote.snapshot()["outages"]
+    assert next(iter(env)) in reason and "secret" not in reason
+
+
+def test_without_the_client(fleet, monkeypatch):
+    from anyshape_redis import client
+
+    monkeypatch.setattr(client, "redis", None)
+    there = client.Remote({})
+    assert there.get("name") is None and there.put("name", b"data") is None
+    assert "pip install redis" in next(iter(there.snapshot()["outages"]))
+
+
+# What the user sees -----------------------------------------------------------------------------------------------
+
+
+def test_stats_and_report(fleet, pack, clean_stats, listening, monkeypatch):
+    from anyshape.accel import stats
+    from anyshape.nodes.report import report
+
+    assert stats.snapshot()["fleet"] == {} and "Shared" not in report(stats.snapshot())
+    port = listening(mute)
+    monkeypatch.setenv("TRITON_REDIS_HOST", "127.0.0.1")
+    monkeypatch.setenv("TRITON_REDIS_PORT", str(port))
+    with stats.expect(fallbacks=1):
+        fleet.remote().get("name"), fleet.remote().get("name")
+    now = stats.snapshot()
+    assert json.loads(json.dumps(now)) == now
+    text = report(now)
+    assert f"Shared kernel cache 127.0.0.1:{port} (down): 0 hits" in text
+    assert f"shared kernel cache, 1 times: the shared kernel cache at 127.0.0.1:{port} does not answer" in text
+    stats.STATS.clear()
+    assert stats.snapshot()["fallbacks"] == [] and stats.snapshot()["fleet"]["misses"] == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+def test_a_forked_process_begins_anew(fleet, running, store, monkeypatch):
+    monkeypatch.setenv("TRITON_REDIS_HOST", "127.0.0.1")
+    monkeypatch.setenv("TRITON_REDIS_PORT", str(running.port))
+    fleet.remote().put("name", b"data")
+    fleet.remote().flush()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if fleet.snapshot() == {} and fleet.remote().get("name") == b"data" else 1)
+    end = time.monotonic() + 10
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    assert done[1] == 0
