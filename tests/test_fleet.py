@@ -112,6 +112,11 @@ def fleet(monkeypatch) -> Iterator[ModuleType]:
     anyshape_redis.renew()
 
 
+def values(store: "redis.Redis") -> list[bytes]:
+    """The names of all values in Redis."""
+    return sorted(name for name in store.keys() if not name.endswith(b":names"))
+
+
 def events(answer: dict[str, Any]) -> dict[str, list[str]]:
     return {name: answer[name] for name in ("compiled", "found")}
 
@@ -155,11 +160,11 @@ def test_names_hold_what_the_values_depend_on(worker, store, running, fresh, fle
     from anyshape_redis import client
 
     worker(fresh(), running.port)
-    names = {name.decode() for name in store.keys()}
+    names = {name.decode() for name in values(store)}
     prefix = fleet.remote().prefix
     assert len(names) == 3 and all(name.startswith(f"{prefix}:") for name in names)
     worker(fresh(), running.port, capability=80)
-    assert len(store.keys()) == 5  # the launcher is the same
+    assert len(values(store)) == 5  # the launcher is the same
     monkeypatch.setattr(client.triton, "__version__", "0")
     assert fleet.remote().prefix == prefix != client.Remote().prefix
 
@@ -213,8 +218,8 @@ def not_redis(link: socket.socket) -> None:
     link.sendall(b"HTTP/1.1 400 Bad Request\r\nServer: another\r\n\r\n")
 
 
-def relay(port: int, delay: float = 0.0, limit: int = 1 << 40) -> Callable[[socket.socket], None]:
-    """The Redis at ``port``, each answer ``delay`` seconds late; breaks off after ``limit`` bytes of answers."""
+def relay(port: int, delay: dict[str, float], limit: int = 1 << 40) -> Callable[[socket.socket], None]:
+    """The Redis at ``port``, each answer delayed; breaks off after ``limit`` bytes of answers."""
 
     def handle(link: socket.socket) -> None:
         left = limit
@@ -222,7 +227,7 @@ def relay(port: int, delay: float = 0.0, limit: int = 1 << 40) -> Callable[[sock
             upstream.settimeout(0.02)
             while left > 0 and (question := link.recv(1 << 16)):
                 upstream.sendall(question)
-                time.sleep(delay)
+                time.sleep(delay["seconds"])
                 while left > 0 and (answer := _received(upstream)):
                     link.sendall(answer[:left])
                     left -= len(answer)
@@ -258,7 +263,7 @@ def check_fallback(answer: dict[str, Any], right: dict[str, str], words: str) ->
     assert fallback["where"] == "shared kernel cache" and fallback["count"] == 1
     assert words in fallback["reason"] and "compiled here. Check" in fallback["reason"], fallback
     assert answer["fleet"]["waited_seconds"] < LIMIT and answer["fleet"]["state"] == "down"
-    assert counted(answer)[0] == 0 and answer["fleet"]["skipped"] == 2  # after the first nobody asks
+    assert counted(answer)[0] == 0 and answer["fleet"]["skipped"] >= 2  # after the first nobody asks
 
 
 def test_nobody_listens(worker, fresh, right):
@@ -278,7 +283,9 @@ def test_another_kind_of_server(worker, fresh, right, listening):
 
 def test_a_connection_that_breaks_in_the_middle_of_a_value(worker, fresh, right, listening, running, store):
     worker(fresh(), running.port)
-    check_fallback(worker(fresh(), listening(relay(running.port, limit=5000))), right, "cannot be used")
+    check_fallback(
+        worker(fresh(), listening(relay(running.port, {"seconds": 0.0}, limit=5000))), right, "cannot be used"
+    )
 
 
 def test_a_host_that_does_not_exist(worker, fresh, right):
@@ -335,7 +342,7 @@ DAMAGE = {
 def test_damaged_values(worker, store, running, fresh, right, kind):
     worker(fresh(), running.port)
     damage, words = DAMAGE[kind]
-    for name in store.keys():
+    for name in values(store):
         store.set(name, damage(store.get(name)))
     refuses(worker(fresh(), running.port), right, words, 3)
     healed = worker(fresh(), running.port)
@@ -351,14 +358,14 @@ def refuses(answer: dict[str, Any], right: dict[str, str], words: str, count: in
 
 def test_a_kernel_under_another_kernels_name(worker, store, running, fresh, right):
     worker(fresh(), running.port)
-    one, other = (name for name in store.keys() if name.endswith(b".json"))
+    one, other = (name for name in values(store) if name.endswith(b".json"))
     store.set(one, store.get(other)), store.delete(other)
     refuses(worker(fresh(), running.port), right, "damaged", 1)
 
 
 def test_a_value_of_another_type(worker, store, running, fresh, right):
     worker(fresh(), running.port)
-    for name in store.keys():
+    for name in values(store):
         store.delete(name), store.rpush(name, b"garbage")
     check_fallback(worker(fresh(), running.port), right, "WRONGTYPE")
 
@@ -367,41 +374,44 @@ def test_only_who_knows_the_key_can_write(fleet, worker, store, running, fresh, 
     """Values of others, written with another key or none, under the names that this worker asks for."""
     key = {"ANYSHAPE_FLEET_KEY": "the fleet's"}
     worker(fresh(), running.port, env=key)
-    mine = sorted(store.keys())
+    mine = values(store)
     assert events(worker(fresh(), running.port, env=key)) == FOUND
     assert events(worker(fresh(), running.port)) == COMPILED  # workers without the key have names of their own
     for other in ({}, {"ANYSHAPE_FLEET_KEY": "a guess"}):
         for name in mine:
             store.set(name, forged(name, store, other))
         refuses(worker(fresh(), running.port, env=key), right, "not signed with this worker's", 3)
-    assert b"the fleet's" not in b"".join(store.get(name) for name in store.keys())
+    assert b"the fleet's" not in b"".join(store.get(name) for name in values(store))
 
 
 def forged(name: bytes, store: "redis.Redis", env: dict[str, str]) -> bytes:
     """The value again, with a right checksum, but signed by somebody else."""
-    from anyshape_redis import values
+    from anyshape_redis.values import MAGIC, seal
 
-    data = store.get(name)[len(values.MAGIC) + 64 :]
-    return values.seal(name.decode(), data, env.get("ANYSHAPE_FLEET_KEY", "").encode())
+    data = store.get(name)[len(MAGIC) + 64 :]
+    return seal(name.decode(), data, env.get("ANYSHAPE_FLEET_KEY", "").encode())
 
 
 @pytest.mark.parametrize("value", [b"", b"[1]\nx", b'{"a": 5}\nabc', b'{"../a": 3}\nabc', b'{"a": "b"}\n', b"\xff\n"])
 def test_what_is_no_kernel(fleet, value):
-    from anyshape_redis import values
+    from anyshape_redis.values import Rejected, pack, unpack
 
-    with pytest.raises(values.Rejected):
-        values.unpack(value)
-    assert values.unpack(values.pack({"a": b"\0\n", "b": b""})) == {"a": b"\0\n", "b": b""}
+    with pytest.raises(Rejected):
+        unpack(value)
+    assert unpack(pack({"a": b"\0\n", "b": b""})) == {"a": b"\0\n", "b": b""}
 
 
 # Time -------------------------------------------------------------------------------------------------------------
 
 
-def waits(fleet: ModuleType, port: int, threads: int, count: int = 60) -> tuple[float, dict[str, Any]]:
-    """(seconds, counters) of asking for ``count`` names and storing each."""
+def remote_at(port: int) -> Any:
     from anyshape_redis.client import Remote
 
-    remote = Remote({"TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port)})
+    return Remote({"TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port)})
+
+
+def ask(remote: Any, threads: int, count: int = 60) -> tuple[float, dict[str, Any]]:
+    """(seconds, counters) of asking for ``count`` names, and of storing what is not there."""
     begun = time.monotonic()
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(lambda n: remote.get(f"name{n}") or remote.put(f"name{n}", bytes(1000)), range(count)))
@@ -409,29 +419,71 @@ def waits(fleet: ModuleType, port: int, threads: int, count: int = 60) -> tuple[
 
 
 @pytest.mark.parametrize("threads", [1, 16])
-@pytest.mark.parametrize("trouble", ["mute", "trickle", "refused", "slow"])
-def test_trouble_costs_less_than_a_second(fleet, listening, running, store, trouble, threads):
-    slow = relay(running.port, delay=0.03)
-    handles = {"mute": mute, "trickle": trickle, "slow": slow}
-    port = listening(handles[trouble]) if trouble in handles else redis_server.free_port()
-    seconds, counts = waits(fleet, port, threads)
-    assert seconds < LIMIT
-    # sixteen at a time, an answer in 0.1 s is no trouble: the work goes on meanwhile
-    assert counts["state"] == "down" or (trouble, threads) == ("slow", 16)
-    assert len(counts["outages"]) == (counts["state"] == "down")
-    assert trouble != "slow" or threads == 16 or "too slowly" in next(iter(counts["outages"]))
+@pytest.mark.parametrize("handle", [mute, trickle, None])
+def test_trouble_costs_less_than_a_second(fleet, listening, handle, threads):
+    port = listening(handle) if handle else redis_server.free_port()
+    seconds, counts = ask(remote_at(port), threads)
+    assert seconds < LIMIT and counts["waited_seconds"] < LIMIT
+    assert counts["state"] == "down" and list(counts["outages"].values()) == [1]
+    assert (counts["hits"], counts["misses"], counts["skipped"]) == (0, 0, 60)
 
 
-def test_a_quick_redis_is_never_given_up(fleet, running, store):
-    for _ in range(2):
-        seconds, counts = waits(fleet, running.port, 16, count=400)
-    assert counts["hits"] == 400 and counts["outages"] == {} and counts["state"] == "up"
+def test_a_redis_that_becomes_slow(fleet, listening, running, store):
+    """An answer in a quarter of a second is none that pays."""
+    first = remote_at(running.port)
+    ask(first, 1), first.flush()
+    delay = {"seconds": 0.0}
+    remote = remote_at(listening(relay(running.port, delay)))
+    assert remote.get("name0") is not None
+    delay["seconds"] = 0.25
+    seconds, counts = ask(remote, 1)
+    assert "too slowly" in next(iter(counts["outages"])) and counts["hits"] <= 10, counts
+    assert seconds - counts["hits"] * 0.15 < LIMIT, counts  # a hit spares at least as much
+
+
+@pytest.mark.parametrize("threads", [1, 16])
+def test_a_quick_redis_is_never_given_up(fleet, running, store, threads):
+    first = remote_at(running.port)
+    cold = ask(first, threads)[1]
+    first.flush()
+    warm = ask(remote_at(running.port), threads)[1]
+    assert (cold["misses"], warm["hits"]) == (60, 60) and cold["outages"] == warm["outages"] == {}
+
+
+def test_a_busy_process_does_not_take_redis_for_slow(fleet, running, store):
+    """Threads that compile hold Python's lock most of the time."""
+    first, done = remote_at(running.port), threading.Event()
+    ask(first, 8), first.flush()
+
+    def compile_something() -> None:
+        while not done.is_set():
+            sum(range(10_000))
+
+    threads = [threading.Thread(target=compile_something) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        counts = ask(remote_at(running.port), 8, count=20)[1]
+    finally:
+        done.set()
+    assert counts["hits"] == 20 and counts["outages"] == {}, counts
+
+
+def test_the_list_of_names_may_be_lost(worker, store, running, fresh, right):
+    """Evicted, say: all is compiled and listed anew."""
+    worker(fresh(), running.port)
+    (listed,) = set(store.keys()) - set(values(store))
+    store.delete(listed)
+    again = worker(fresh(), running.port)
+    assert events(again) == COMPILED and again["fallbacks"] == [] and again["code"] == right
+    store.delete(values(store)[0])
+    one = worker(fresh(), running.port)
+    assert counted(one) == (2, 1, 0, 1) and one["code"] == right and one["fallbacks"] == []
+    assert events(worker(fresh(), running.port)) == FOUND
 
 
 def test_the_end_of_the_process_is_not_held_up(fleet, listening):
-    from anyshape_redis.client import Remote
-
-    remote = Remote({"TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(listening(mute))})
+    remote = remote_at(listening(mute))
     remote.put("name", b"data")
     begun = time.monotonic()
     remote.flush()
@@ -442,7 +494,9 @@ def test_the_end_of_the_process_is_not_held_up(fleet, listening):
 
 
 def test_workers_that_may_only_read(worker, store, running, fresh, right):
-    store.execute_command("ACL", "SETUSER", "worker", "on", ">pass", "~anyshape:*", "+@connection", "+getrange")
+    store.execute_command(
+        "ACL", "SETUSER", "worker", "on", ">pass", "~anyshape:*", "+@connection", "+getrange", "+smembers"
+    )
     url = {"ANYSHAPE_REDIS_URL": f"redis://worker:pass@127.0.0.1:{running.port}/0"}
     answer = worker(fresh(), 1, env=url)
     assert answer["code"] == right and answer["fallbacks"] == [] and store.keys() == []
@@ -526,7 +580,7 @@ def test_stats_and_report(fleet, pack, clean_stats, listening, monkeypatch):
     assert f"Shared kernel cache 127.0.0.1:{port} (down): 0 hits" in text
     assert f"shared kernel cache, 1 times: the shared kernel cache at 127.0.0.1:{port} does not answer" in text
     stats.STATS.clear()
-    assert stats.snapshot()["fallbacks"] == [] and stats.snapshot()["fleet"]["misses"] == 1
+    assert stats.snapshot()["fallbacks"] == [] and stats.snapshot()["fleet"]["skipped"] == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -544,3 +598,35 @@ def test_a_forked_process_begins_anew(fleet, running, store, monkeypatch):
             os.kill(child, signal.SIGKILL)
         time.sleep(0.02)
     assert done[1] == 0
+
+
+# The benchmark ----------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_of_a_fleet(tmp_path, monkeypatch):
+    """Its runs, their environments and its table; the workers themselves need a GPU."""
+    from bench import figures, fleet, fleet_tables, process
+
+    calls = []
+
+    def follow(command: list[str], folder: Path, limit: float, more: dict[str, str]) -> process.Ended:
+        calls.append((folder.name, more.get("TRITON_REDIS_PORT"), more.get("TRITON_CACHE_MANAGER")))
+        done = {"first_seconds": 2.0, "second_seconds": 1.0, "compiled": 5, "found": 0, "fleet": {"bytes_read": 3e6}}
+        conditions = {"machine": "x, y", "allocator": "native", "date": "2026-01-01", "command": "another"}
+        conditions["versions"] = dict.fromkeys(("torch", "triton", "comfyui", "python"), "1")
+        return process.Ended([{"conditions": conditions}, done], 0)
+
+    path = tmp_path / "new" / "fleet-sdxl.json"
+    monkeypatch.setattr(process, "follow", follow)
+    monkeypatch.setattr(sys, "argv", ["fleet", "--repeats", "2", "--json", str(path)])
+    fleet.main()
+    assert [folder for folder, *_ in calls] == ["alone", "first", "joined", "joined", "down", "frozen"] * 2
+    assert calls[0][1:] == (None, None) and all(manager == "anyshape_redis:Manager" for *_, manager in calls[1:6])
+    ports = [port for _, port, _ in calls[1:6]]
+    assert len(set(ports)) == 2 and ports[3] not in ports[:3] + ports[4:]
+    result = json.loads(path.read_text())
+    assert result["repeats"] == 2 and result["command"] == "python -m bench.fleet --model sdxl --repeats 2"
+    assert set(result["runs"]) == set(fleet_tables.NAMES)
+    monkeypatch.setattr(figures, "RESULTS", path.parent)
+    monkeypatch.setattr(figures, "fleet_path", lambda model: path)
+    assert "| one that joins: empty disk, filled Redis | 2.00 | 1.00 | 5 | 0 | 3.0 |" in fleet_tables.document()

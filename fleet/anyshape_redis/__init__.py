@@ -8,8 +8,8 @@ The operator switches it on; ``docs/fleet.md`` has examples and says who may wri
     ANYSHAPE_FLEET_KEY                       a secret: values that were not signed with it are refused
 
 What is on the worker's own disk is taken from there. Only what is missing is asked for, and what was compiled is stored
-behind the caller's back. Redis may be down, slow, full or hold garbage: that costs at most ``BUDGET + DEADLINE``
-seconds of waiting, is counted with its reason, and the kernel is compiled here, as without this cache.
+behind the caller's back. Redis may be down, slow, full or hold garbage: that costs less
+than a second in all, is counted with its reason, and the kernel is compiled here, as without this cache.
 
 Imports only triton, redis and the standard library: this folder is on sys.path, the pack's never is.
 """
@@ -73,7 +73,7 @@ class Manager(FileCacheManager):
         self._missing: set[str] = set()  # single files that were asked for in vain
 
     def _name(self, filename: str) -> str:
-        return f"{remote().prefix}:{self.key}:{filename}"
+        return f"{self.key}:{filename}"
 
     def get_file(self, filename: str) -> str | None:
         """The path of a single file."""

@@ -9,8 +9,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,13 @@ except ImportError:  # told as an outage
 
 log = logging.getLogger(__name__)
 
-DEADLINE = 0.4  # seconds that a caller waits for one answer, names and handshakes included
-BUDGET = 0.5  # seconds of waiting for nothing in a row, all answers together, until Redis counts as slow
+# A caller waits in short slices, and what counts is the time in which the process does nothing else: while other
+# threads compile or import, Python lets everybody wait for longer, and that says nothing about Redis.
+SLICE, MOST = 0.05, 18  # seconds of a slice, and slices that a caller waits at most
+PATIENCE = 0.4  # idle seconds for one answer, names and handshakes included
+BUDGET = 0.4  # idle seconds for more than it was worth, within PAUSE, until Redis counts as slow
 WORTH = 0.15  # seconds that a hit spares at least: a launcher's C compiler
+REFRESH = 5.0  # seconds until the list of what is there is read again
 PAUSE, MAX_PAUSE = 30.0, 600.0  # seconds until Redis is tried again (in the background), doubled each time
 SOCKET_TIMEOUT = 2.0  # seconds; of background work, no caller waits for it
 FLUSH = 0.5  # seconds at the end of the process for what is still being stored
@@ -45,7 +49,7 @@ class Counts:
     stored: int = 0
     bytes_read: int = 0
     bytes_stored: int = 0
-    waited_seconds: float = 0.0
+    waited_seconds: float = 0.0  # idle, of all callers together
     rejected: Counter[str] = field(default_factory=Counter)
     outages: Counter[str] = field(default_factory=Counter)
 
@@ -62,7 +66,9 @@ class Remote:
         self._lock = threading.Lock()
         self._down = ""  # why Redis is left alone at the moment
         self._retry_at, self._pause = 0.0, PAUSE
-        self._waiting, self._since, self._wasted = 0, 0.0, 0.0  # callers, and seconds that brought nothing
+        self._wasted, self._wasting_since = 0.0, 0.0  # seconds that were not worth it
+        self._names: set[bytes] = set()  # what is there, as of ...
+        self._names_read, self._reading = -REFRESH, threading.Lock()
         self._storing: set[threading.Thread] = set()
         self._client = self._connect(environ)
 
@@ -87,13 +93,22 @@ class Remote:
 
     def get(self, name: str) -> bytes | None:
         """The value, or None: not there, not right, or Redis is in trouble."""
+        there = self._is_there(name)
         if not self._is_up():
             self.counts.skipped += 1
             return None
-        with self._patience() as outcome:
-            value = self._ask(lambda: self._client.getrange(name, 0, MAX_BYTES))
-            data = outcome["data"] = self._checked(name, value)
-        return data
+        path = f"{self.prefix}:{name}"
+        value = self._ask(lambda: self._client.getrange(path, 0, MAX_BYTES), WORTH) if there else None
+        return self._checked(path, value)
+
+    def _is_there(self, name: str) -> bool:
+        """Whether Redis lists it: what is not there costs no question, and a worker that begins asks for much."""
+        with self._reading:
+            old = time.monotonic() - self._names_read > REFRESH
+            if name.encode() not in self._names and old and self._is_up():
+                self._names = self._ask(lambda: self._client.smembers(f"{self.prefix}:names"), 0.0) or set()
+                self._names_read = time.monotonic()
+        return name.encode() in self._names
 
     def _checked(self, name: str, value: bytes | None) -> bytes | None:
         try:
@@ -120,13 +135,16 @@ class Remote:
         """Stores the value, behind the caller's back."""
         if self.refuses_writes or len(data) > MAX_BYTES // 2 or not self._is_up():
             return
-        thread = _start(self._store, name, seal(name, data, self._key))
+        thread = _start(self._store, name, data)
         with self._lock:
             self._storing = {other for other in self._storing if other.is_alive()} | {thread}
 
-    def _store(self, name: str, value: bytes) -> None:
+    def _store(self, name: str, data: bytes) -> None:
+        path = f"{self.prefix}:{name}"
+        value = seal(path, data, self._key)
         try:
-            self._client.set(name, value)
+            self._client.set(path, value)
+            self._client.sadd(f"{self.prefix}:names", name)
         except (redis.exceptions.NoPermissionError, redis.exceptions.ReadOnlyError):
             self.refuses_writes = True  # meant so by the operator
         except redis.exceptions.OutOfMemoryError:
@@ -147,35 +165,33 @@ class Remote:
 
     # When to leave Redis alone
 
-    def _ask(self, command: Callable[[], Any]) -> Any:
-        """The command's result, or None; in a thread, because a resolver or a trickle of bytes obeys no timeout."""
+    def _ask(self, command: Callable[[], Any], worth: float) -> Any:
+        """The command's result, or None; ``worth``: seconds that an answer may take and not count as slow.
+
+        In a thread, because a resolver or a trickle of bytes obeys no timeout.
+        """
         answers: queue.SimpleQueue = queue.SimpleQueue()
         _start(_answer, command, answers)
-        try:
-            value, error = answers.get(timeout=DEADLINE)
-        except queue.Empty:
-            value, error = None, TimeoutError()
+        value, error, idle = None, TimeoutError(), 0.0
+        for _ in range(MOST):
+            begun, busy = time.monotonic(), time.process_time()
+            with suppress(queue.Empty):
+                value, error = answers.get(timeout=SLICE)
+            idle += max(0.0, min(SLICE, time.monotonic() - begun) - (time.process_time() - busy))
+            if idle >= PATIENCE or not isinstance(error, TimeoutError):
+                break
         if error is not None:
             self._give_up(self._why(error))
+        self._waited(idle, worth)
         return value
 
-    @contextmanager
-    def _patience(self) -> Iterator[dict[str, Any]]:
-        """Counts the seconds in which somebody waits, however many do, less what a hit is worth."""
-        begun, outcome = time.monotonic(), {}
+    def _waited(self, seconds: float, worth: float) -> None:
+        """Counts it, and gives Redis up if it is slow."""
         with self._lock:
-            self._wasted = 0.0 if not self._waiting and begun - self._since > PAUSE else self._wasted
-            self._since = self._since if self._waiting else begun
-            self._waiting += 1
-        yield outcome
-        now = time.monotonic()
-        with self._lock:
-            self._waiting -= 1
-            if not self._waiting:
-                self._wasted += now - self._since
-                self.counts.waited_seconds += now - self._since
-            if outcome.get("data") is not None:
-                self._wasted = max(0.0, self._wasted - min(WORTH, now - begun))
+            if time.monotonic() - self._wasting_since > PAUSE:
+                self._wasted, self._wasting_since = 0.0, time.monotonic()
+            self._wasted += max(0.0, seconds - worth)
+            self.counts.waited_seconds += seconds
             slow = self._wasted > BUDGET
         if slow:
             self._give_up(f"the shared kernel cache at {self.address} answers too slowly; {ADVICE}")
@@ -198,8 +214,8 @@ class Remote:
         except FAILURES as error:
             return self._give_up(self._why(error), again=True)
         with self._lock:
-            if time.monotonic() - begun < DEADLINE:
-                self._down, self._wasted = "", 0.0
+            if time.monotonic() - begun < PATIENCE:
+                self._down, self._wasted, self._names_read = "", 0.0, -REFRESH
 
     def _give_up(self, reason: str, again: bool = False) -> None:
         """Leaves Redis alone for a while; many callers that fail at once count once."""
