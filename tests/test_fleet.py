@@ -5,6 +5,7 @@ Kernels are ours, compiled for a card that need not be here; each is judged by i
 
 import json
 import os
+import platform
 import random
 import shutil
 import signal
@@ -163,6 +164,8 @@ def test_names_hold_what_the_values_depend_on(worker, store, running, fresh, fle
     names = {name.decode() for name in values(store)}
     prefix = fleet.remote().prefix
     assert len(names) == 3 and all(name.startswith(f"{prefix}:") for name in names)
+    for part in (client.triton.__version__, sys.implementation.cache_tag, platform.machine()):
+        assert f":{part}:" in prefix
     worker(fresh(), running.port, capability=80)
     assert len(values(store)) == 5  # the launcher is the same
     monkeypatch.setattr(client.triton, "__version__", "0")

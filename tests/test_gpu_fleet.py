@@ -38,7 +38,9 @@ patcher = models.unet("sdxl", torch.float16, **SMALL)
 fast = compiled(patcher)
 errors = [error(forward(fast, *size, seed=seed), forward(patcher, *size, seed=seed))
           for seed, size in enumerate([(512, 512), (544, 408), (512, 512), (544, 408)])]
-sys.modules["anyshape_redis"].remote().flush()
+shared = sys.modules.get("anyshape_redis")
+if shared:
+    shared.remote().flush()
 from anyshape.accel import stats
 now = stats.snapshot()
 print(json.dumps({"errors": errors, "found": sum(events), "compiled": len(events) - sum(events), "fleet": now["fleet"],
@@ -46,18 +48,18 @@ print(json.dumps({"errors": errors, "found": sum(events), "compiled": len(events
 """
 
 
-def run(folder: Path, port: int) -> dict[str, Any]:
-    """A process with the local caches in ``folder``; its forwards are eager's, and replay graphs."""
+def run(folder: Path, port: int, manager: str = "anyshape_redis:Manager") -> dict[str, Any]:
+    """A process with the local caches in ``folder``; its forwards are eager's."""
     path = os.pathsep.join([str(ROOT), str(FLEET), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder)} | {
-        "TRITON_CACHE_MANAGER": "anyshape_redis:Manager", "TRITON_REDIS_HOST": "127.0.0.1",
-        "TRITON_REDIS_PORT": str(port),
+        "TRITON_CACHE_MANAGER": manager, "TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port),
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     print(found)
-    assert max(found["errors"]) < TOLERANCE and found["states"] == ["graph"]
+    assert max(found["errors"]) < TOLERANCE
+    assert found["states"] == ["graph"] or manager != "anyshape_redis:Manager"
     return found
 
 
@@ -92,3 +94,10 @@ def check_outage(answer: dict[str, Any], first: dict[str, Any], words: str) -> N
     (fallback,) = answer["fallbacks"]
     assert words in fallback["reason"] and fallback["count"] == 1
     assert answer["compiled"] == first["compiled"] and answer["fleet"]["waited_seconds"] < 1.0
+
+
+def test_a_manager_that_does_not_exist(tmp_path):
+    """Triton cannot run at all then; the picture is made, and the reason names what the operator wrote."""
+    found = run(tmp_path, 1, manager="no_such_module:Manager")
+    assert found["compiled"] == found["found"] == 0 and found["fleet"] == {}
+    assert any("no_such_module" in fallback["reason"] for fallback in found["fallbacks"])
