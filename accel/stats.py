@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from . import fleet
+
 VERSION = 1
 MAX_MODELS = 32  # oldest forgotten first; a session that loads more wants the recent ones
 MAX_SHAPES = 256  # of one model
@@ -239,6 +241,7 @@ class Stats:
 
     def clear(self) -> None:
         """Forgets calls, shapes and fallbacks; compiled code and captured graphs stay."""
+        fleet.forget()
         with self._lock:
             self._fallbacks.clear()
             self._skip.clear()
@@ -253,16 +256,18 @@ class Stats:
             fallbacks = [{"where": w, "reason": r, "count": n} for (w, r), n in self._fallbacks.items()]
             skip = [run.as_dict() for run in self._skip]
             nodes = [node.as_dict() for node in self._nodes.values()]
+        shared = fleet.snapshot()
         return {
             "version": VERSION,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "models": models,
             "graphs": vars(self.graphs).copy(),
-            "fallbacks": fallbacks,
+            "fallbacks": fallbacks + fleet.fallbacks(shared),
             "skip": skip,
             "nodes": nodes,
             "artifacts": {"dir": "", "loaded": 0, "saved": 0, "rejected": []},
+            "fleet": shared,
         }
 
 

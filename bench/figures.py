@@ -29,6 +29,11 @@ def mixed_path(model: str, folder: Path = RESULTS) -> Path:
     return folder / f"mixed-{model}.json"
 
 
+def fleet_path(model: str, folder: Path = RESULTS) -> Path:
+    """Where the result of ``bench.fleet`` lies."""
+    return folder / f"fleet-{model}.json"
+
+
 def break_even(start_seconds: float | None, eager_ms: float, compiled_ms: float, images: int) -> int | None:
     """Pictures of 20 steps until a start has paid for itself; None where it never does, or was not measured.
 

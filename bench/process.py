@@ -29,11 +29,13 @@ def caches(folder: Path) -> dict[str, str]:
     return {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
 
-def follow(command: list[str], folder: Path, limit: float) -> Ended:
-    """Runs ``command`` with its caches in ``folder``, until it ends or ``limit`` seconds after its first line."""
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | caches(folder), stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+def follow(command: list[str], folder: Path, limit: float, more: dict[str, str] | None = None) -> Ended:
+    """Runs ``command`` with its caches in ``folder``, until it ends or ``limit`` seconds after its first line.
+
+    ``more``: further environment variables.
+    """
+    env = os.environ | caches(folder) | (more or {})
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
     lines, loaded = [], threading.Event()
     reader = threading.Thread(target=_read, args=(process.stdout, lines, loaded), daemon=True)
     reader.start()

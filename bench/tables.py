@@ -1,4 +1,4 @@
-"""Writes the figures of bench/results into README.md, README.zh-CN.md and docs/performance.md, between their markers.
+"""Writes the figures of bench/results into the READMEs, docs/performance.md and docs/fleet.md, between their markers.
 
 python -m bench.tables [--write]
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import figures, skip_tables, texts, workflow_tables
+from bench import figures, fleet_tables, skip_tables, texts, workflow_tables
 from bench.markdown import conditions, headed, said, size, table
 from tools.paths import ROOT
 
@@ -220,6 +220,7 @@ BLOCKS: dict[Path, Callable[[], str]] = {
     ROOT / "README.md": lambda: readme(texts.ENGLISH, wrap=True),
     ROOT / "README.zh-CN.md": lambda: readme(texts.CHINESE, wrap=False),
     ROOT / "docs" / "performance.md": document,
+    ROOT / "docs" / "fleet.md": fleet_tables.document,
 }
 
 

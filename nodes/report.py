@@ -8,7 +8,8 @@ MIB = 1 << 20
 def report(snapshot: dict[str, Any]) -> str:
     """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
     models = [_model(model) for model in snapshot["models"]] or ["Nothing has run through a compile node yet."]
-    parts = [*models, _graphs(snapshot["graphs"]), _skip(snapshot["skip"]), _fallbacks(snapshot["fallbacks"])]
+    parts = [*models, _graphs(snapshot["graphs"]), _fleet(snapshot["fleet"]), _skip(snapshot["skip"])]
+    parts.append(_fallbacks(snapshot["fallbacks"]))
     return "\n\n".join(part for part in parts if part)
 
 
@@ -41,6 +42,16 @@ def _graphs(graphs: dict[str, Any]) -> str:
     return (
         f"CUDA graphs: {graphs['used_bytes'] / MIB:.0f} of {graphs['budget_bytes'] / MIB:.0f} MB, "
         f"{graphs['evictions']} evicted"
+    )
+
+
+def _fleet(shared: dict[str, Any]) -> str:
+    if not shared:
+        return ""
+    return (
+        f"Shared kernel cache {shared['address']} ({shared['state']}): {shared['hits']} hits "
+        f"({shared['bytes_read'] / MIB:.1f} MB), {shared['misses']} misses, {shared['skipped']} not asked, "
+        f"{shared['stored']} stored ({shared['bytes_stored'] / MIB:.1f} MB), {shared['waited_seconds']:.2f} s waited"
     )
 
 

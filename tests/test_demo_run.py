@@ -16,7 +16,7 @@ from anyshape_demo import report, run, workflows  # noqa: E402 - the package exi
 STATES = {"graph", "kernels", "regions", "eager"}
 ALLOWED = report.Difference(4, 0.5)
 PROMPT_KEYS = {"width", "height", "batch", "first_seconds", "seconds", "eager_seconds", "max_abs_diff", "rms_diff"}
-STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts"}
+STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts", "fleet"}
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ CONTRACT = {
     },
     "AnyShapeShapeCacheInfo": {"inputs": {"after"}, "outputs": ["STRING", "STRING", "IMAGE"]},
 }
-STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts"}
+STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts", "fleet"}
 
 
 def inputs(node: dict) -> dict[str, list]:

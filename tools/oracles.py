@@ -13,7 +13,7 @@ from anyshape.accel import stats  # noqa: E402 - the package exists from the lin
 
 # The contract of docs/architecture.md: the keys of each part of the stats.
 STATS_KEYS = {
-    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts"},
+    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts", "fleet"},
     "model": {"name", "kind", "region_graphs", "recompiles", "compile_seconds", "shapes"},
     "shape": {
         "key", "width", "height", "batch", "state", "calls", "replays", "first_call_seconds", "median_ms", "bytes",
