@@ -13,6 +13,7 @@ const TYPES = new Set([
   "AnyShapeCompileVAE",
   "AnyShapeCompileControlNet",
   "AnyShapeSkipBlocks",
+  "AnyShapeWarmUp",
 ]);
 
 const badges = new Map(); // node -> its element
