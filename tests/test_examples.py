@@ -100,6 +100,13 @@ def test_the_layout_is_tidy(path) -> None:
     assert not [node["title"] for node in nodes if node["type"].startswith("AnyShape") and "title" in node]
 
 
+def test_only_the_demos_own_example_needs_the_demo() -> None:
+    """The registry's archive has no demo/, so nothing in example_workflows may ask for its nodes."""
+    needs = {path.stem for path in EXAMPLES if "AnyShapeDemo" in path.read_text(encoding="utf-8")}
+    assert needs == {path.stem for path in EXAMPLES if path.is_relative_to(ROOT / DEMO)} == {"emoji_sizes"}
+    assert "demo/" in (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
+
+
 def test_every_node_of_the_pack_is_in_an_example(pack) -> None:
     used = {node["type"] for path in EXAMPLES for node in read(path)["nodes"]}
     assert {node.define_schema().node_id for node in pack.nodes.NODES} <= used
