@@ -334,6 +334,22 @@ def test_every_node_is_found_and_warm_up_says_what_it_warmed(browser, server) ->
     page.close()
 
 
+def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(browser, server) -> None:
+    """The same workflow opened a second time has another id, and its Compile Model comes from ComfyUI's cache."""
+    page = WebPage(browser, server)
+    compiled = flow() | {"8": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024)}
+    compiled["5"]["inputs"]["model"] = ["8", 0]
+    page.load_workflow(compiled, PLACES | {"8": (410, 160)})
+    page.run(server)
+    page.wait_for_badge(8, "regions")
+    page.page.evaluate("async () => { const { id, ...same } = app.graph.serialize(); await app.loadGraphData(same); }")
+    assert page.badge(8) == "not run yet"
+    page.run(server)
+    assert page.wait_for_badge(8, "regions").endswith("0 recompiles")
+    assert page.errors == []
+    page.close()
+
+
 def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     """What the server reads of a node's inputs; the front end sends the text that Preview Any shows too."""
     return {name: made["inputs"][name] for name in inputs(known[made["class_type"]]) if name in made["inputs"]}
