@@ -4,7 +4,9 @@ import logging
 
 from comfy_api.latest import io
 
+from ..accel.families import entries
 from ..accel.families.warm_up import CFG_OPTIONS, warm_up
+from . import badge
 from .messages import say
 
 
@@ -64,7 +66,7 @@ class WarmUp(io.ComfyNode):
                     display_name="report", tooltip="A table of the sizes: how each runs now, what it took, and why."
                 ),
             ],
-            hidden=[io.Hidden.unique_id],
+            hidden=badge.HIDDEN,
         )
 
     @classmethod
@@ -74,4 +76,5 @@ class WarmUp(io.ComfyNode):
     ) -> io.NodeOutput:  # fmt: skip
         report, warnings = warm_up(model, shapes, vae, positive, negative, cfg)
         say(report, cls.hidden.unique_id, logging.WARNING if warnings else logging.INFO)
+        badge.note(cls, entries.of_warm_up(model, vae), "\n".join(warnings))
         return io.NodeOutput(model, vae, report)

@@ -3,13 +3,16 @@
 Pictures of the page lie in .cache/screenshots afterwards.
 """
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tools import browser as installed
+from tools.api_format import inputs, to_api
 from tools.comfy_server import ComfyServer
+from tools.paths import ROOT
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 pytest.importorskip("comfyui_frontend_package", reason="there is no front end to test: make setup")
@@ -103,9 +106,21 @@ def test_the_panel_opens_by_keyboard(built) -> None:
     assert reached == ["clear", "free", "copy"]
 
 
+SHIFTS = """() => {
+    window.shifted = [];
+    const fixed = '.anyshape-panel header *, .anyshape-badge, .anyshape-info';  // tables grow within what scrolls
+    const ours = (node) => (node?.matches ? node : node?.parentElement)?.matches(fixed);
+    const note = (list) => list.getEntries().forEach((entry) => entry.sources.forEach((source) => {
+        if (ours(source.node)) shifted.push(source.node.className || source.node.textContent);
+    }));
+    new PerformanceObserver(note).observe({ type: 'layout-shift' });
+}"""
+
+
 def test_a_run_is_shown_without_a_reload(built) -> None:
     page, moved = built.page, "() => [...document.querySelectorAll('.anyshape-buttons')].map((b) => b.offsetTop)"
     sizes, tops = [page.size_of(one) for one in (built.model, built.vae, built.info)], page.page.evaluate(moved)
+    page.page.evaluate(SHIFTS)
     page.run(built.server)
     assert page.wait_for_badge(built.model, "regions") == "regions, 1 size, 0 recompiles"
     assert page.wait_for_badge(built.vae, "regions") == "regions, 1 size, 0 recompiles"
@@ -120,6 +135,7 @@ def test_a_run_is_shown_without_a_reload(built) -> None:
     assert SIZE in page.page.locator(".anyshape-info").inner_text()
     assert [page.size_of(one) for one in (built.model, built.vae, built.info)] == sizes
     assert page.page.evaluate(moved) == tops
+    assert page.page.evaluate("() => window.shifted") == []
 
 
 def test_updates_are_pushed_not_polled(built) -> None:
@@ -223,8 +239,9 @@ def test_nodes_2_0(built) -> None:
     built.page.set("Comfy.VueNodes.Enabled", False)
 
 
-def test_clearing(built) -> None:
-    built.page.page.locator("[data-action=clear]").click()
+def test_clearing_by_the_keyboard(built) -> None:
+    built.page.page.locator("[data-action=clear]").focus()
+    built.page.page.keyboard.press("Enter")
     built.page.page.get_by_text("Cleared.").wait_for()
     assert EMPTY in built.panel()
     assert not [model for model in built.stats()["models"] if model["shapes"]]
@@ -259,6 +276,20 @@ def test_a_silent_server_breaks_nothing(browser, server) -> None:
     page.close()
 
 
+def test_a_server_without_data_is_no_error(browser, server) -> None:
+    def empty(page: Any) -> None:
+        page.route("**/api/anyshape/stats", lambda route: route.fulfill(json={}))
+
+    page = WebPage(browser, server, empty)
+    page.load_workflow(flow(), PLACES)
+    model, info = page.add_node("Compile Model", 410, 160), page.add_node("Shape Cache Info", 1000, 500)
+    page.page.locator(OURS).click()
+    assert EMPTY in page.page.locator(PANEL).inner_text() and page.badge(model) == "not run yet"
+    assert EMPTY in page.page.locator(".anyshape-info").inner_text() and page.size_of(info)[1] > 200
+    assert page.errors == []
+    page.close()
+
+
 OLDER = """
 const real = window.comfyAPI.app.app;
 const hidden = new Set(["extensionManager"]);
@@ -284,4 +315,77 @@ def test_a_frontend_without_a_sidebar(browser, server) -> None:
     page.page.get_by_role("tab", name="Shape cache").click()
     assert EMPTY in page.page.locator(PANEL).inner_text()
     assert page.errors == []
+    page.close()
+
+
+def test_every_node_is_found_and_warm_up_says_what_it_warmed(browser, server) -> None:
+    page = WebPage(browser, server)
+    page.load_workflow(flow(), PLACES)
+    model, warm = page.add_node("Compile Model", 410, 160), page.add_node("Warm Up", 740, 480)
+    others = [page.add_node("Skip Blocks", 410, 400), page.add_node("Compile ControlNet", 1170, 480)]
+    page.set_widgets(warm, {"shapes": "64x64\n96x64"})
+    for source, output, target, place in ((1, 0, model, 0), (model, 0, warm, 0), (warm, 0, 5, 0)):
+        page.connect(source, output, target, place)
+    page.run(server)
+    assert page.wait_for_badge(warm, "regions") == "regions, 3 sizes, 0 recompiles"
+    assert [page.badge(one) for one in others] == ["not run yet"] * 2
+    page.shot("warm-up")
+    assert page.errors == []
+    page.close()
+
+
+def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(browser, server) -> None:
+    """The same workflow opened a second time has another id, and its Compile Model comes from ComfyUI's cache."""
+    page = WebPage(browser, server)
+    compiled = flow() | {"8": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024)}
+    compiled["5"]["inputs"]["model"] = ["8", 0]
+    page.load_workflow(compiled, PLACES | {"8": (410, 160)})
+    page.run(server)
+    page.wait_for_badge(8, "regions")
+    page.page.evaluate("async () => { const { id, ...same } = app.graph.serialize(); await app.loadGraphData(same); }")
+    assert page.badge(8) == "not run yet"
+    page.run(server)
+    assert page.wait_for_badge(8, "regions").endswith("0 recompiles")
+    assert page.errors == []
+    page.close()
+
+
+def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    """What the server reads of a node's inputs; the front end sends the text that Preview Any shows too."""
+    return {name: made["inputs"][name] for name in inputs(known[made["class_type"]]) if name in made["inputs"]}
+
+
+def test_an_example_opens_from_the_template_browser(browser, server) -> None:
+    """With its picture; the front end makes the same prompt of each example as tools.api_format does."""
+    page, known = WebPage(browser, server), server.object_info()
+    page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
+    page.page.get_by_text("AnyShape", exact=True).last.click()
+    card = page.page.locator("[data-testid=template-workflow-eager_vs_compiled]")
+    card.locator("img").first.wait_for()
+    page.page.wait_for_function("card => card.querySelector('img').naturalWidth === 640", arg=card.element_handle())
+    page.shot("templates")
+    card.click()
+    page.page.wait_for_function("() => app.graph.nodes.some((node) => node.type === 'AnyShapeShapeCacheInfo')")
+    for path in [*ROOT.glob("example_workflows/*.json"), *ROOT.glob("demo/example_workflows/*.json")]:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        made = page.page.evaluate(
+            "async (saved) => { await app.loadGraphData(saved); return (await app.graphToPrompt()).output; }", saved
+        )
+        given = {name: known_inputs(one, known) for name, one in made.items()}
+        assert given == {name: one["inputs"] for name, one in to_api(saved, known).items()}, path.stem
+    page.close()
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_help_pages_show_their_picture(browser, server, language) -> None:
+    page = WebPage(browser, server, Comfy_Locale=language)
+    page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
+    page.page.evaluate("() => app.canvas.selectNode(app.graph.nodes[0])")
+    page.page.locator("[data-testid=info-button]").click()
+    heading = {"en": "When to use it", "zh": "适合的情况"}[language]
+    page.page.locator(".node-help-content").get_by_role("heading", name=heading, exact=True).wait_for()
+    page.page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 100")
+    source = page.page.locator(".node-help-content img").get_attribute("src")
+    assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
+    page.shot(f"help-{language}")
     page.close()

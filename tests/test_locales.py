@@ -91,6 +91,46 @@ def test_help_pages_name_every_input(schemas, node_id) -> None:
         assert not [name for name in schemas[node_id]["inputs"] if f"`{name}`" not in text], page
 
 
+SECTIONS = {
+    "en": ("When to use it", "When not to use it", "Inputs", "Output", "Troubleshooting"),
+    "zh": ("适合的情况", "不适合的情况", "输入", "输出", "常见问题"),
+}
+MOST_BYTES = 40_000  # of a picture
+
+
+def help_page(node_id: str, language: str) -> str:
+    name = f"{node_id}.md" if language == "en" else f"{node_id}/{language}.md"
+    return (ROOT / "web" / "docs" / name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("node_id", NODE_IDS)
+def test_help_pages_have_every_section_and_a_picture(node_id, language) -> None:
+    text = help_page(node_id, language)
+    places = [text.find(f"\n## {title}") for title in SECTIONS[language]]
+    assert -1 not in places and places == sorted(places)
+    (named,) = re.findall(r"!\[[^\]]+\]\((\S+)\)", text)
+    assert named == f"assets/{node_id}.{language}.png"
+    assert 0 < (ROOT / "web" / "docs" / named).stat().st_size < MOST_BYTES
+
+
+def complaints() -> list[tuple[str, list[str], list[str]]]:
+    """(complaint, the ids of the nodes whose help page has more, what is quoted of it by language)."""
+    lines = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
+    return [(row[0], re.findall(r"/(AnyShape\w+)\.md", row[2]), re.findall(r"\*\*(.+?)\*\*", row[3])) for row in rows]
+
+
+def test_help_pages_answer_what_users_complain_about() -> None:
+    assert len(complaints()) >= 10
+    for complaint, node_ids, quoted in complaints():
+        assert node_ids and len(quoted) == len(LANGUAGES), complaint
+        for node_id in node_ids:
+            for language, words in zip(LANGUAGES, quoted, strict=True):
+                _, answers = help_page(node_id, language).split(f"\n## {SECTIONS[language][-1]}")
+                assert f"- **{words}" in answers, (complaint, node_id, language)
+
+
 @pytest.mark.parametrize("node_id", NODE_IDS)
 def test_help_pages_are_served(server, node_id) -> None:
     """At the addresses where the frontend asks for them: the language first, then the page without one."""

@@ -170,10 +170,14 @@ def as_run(node: type, node_id: str, extra: Any = None) -> type:
     return node.PREPARE_CLASS_CLONE({io.Hidden.unique_id: node_id, io.Hidden.extra_pnginfo: extra})
 
 
-def entry(node_id: str) -> dict[str, Any]:
+def stats_now() -> dict[str, Any]:
     from anyshape.accel import stats
 
-    (found,) = [one for one in stats.snapshot()["nodes"] if one["id"] == node_id]
+    return stats.snapshot()
+
+
+def entry(node_id: str) -> dict[str, Any]:
+    (found,) = [one for one in stats_now()["nodes"] if one["id"] == node_id]
     return found
 
 
@@ -199,6 +203,33 @@ def test_skip_blocks_names_its_models_entry(pack, models, fresh) -> None:
     models.sample(out, width=64, height=64, steps=1)
     (name,) = entry("skip")["models"]
     assert re.sub(r" #\d+$", "", name) == stats.snapshot()["skip"][-1]["model"]
+
+
+def test_warm_up_names_the_entries_of_its_model_and_its_vae(pack, models, fresh) -> None:
+    """Of what is compiled of the two, known as soon as the node has run; with neither it says what to connect."""
+    from anyshape.nodes import CompileModel, CompileVAE, WarmUp
+
+    vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
+    model = as_run(CompileModel, "m").execute(fresh, "auto", 0).args[0]
+    fast = as_run(CompileVAE, "v").execute(vae, True).args[0]
+
+    def kinds(*parts: Any) -> set[str]:
+        as_run(WarmUp, "warm").execute(parts[0], "64x64", parts[1])
+        found = {one["name"]: one["kind"] for one in stats_now()["models"]}
+        return {found[name] for name in entry("warm")["models"]}
+
+    assert kinds(model, fast) == {"unet", "vae"} and entry("warm")["message"] == ""
+    assert kinds(fresh, fast) == {"vae"} and "connect Compile Model" in entry("warm")["message"]
+    assert kinds(model, vae) == {"unet"} and "does not come from Compile VAE" in entry("warm")["message"]
+    assert kinds(model, None) == {"unet"} and entry("warm")["state"] == "ready"
+    assert kinds(fresh, None) == set() and entry("warm")["state"] == "eager"
+
+
+def test_every_node_with_a_model_has_a_line_on_the_page(pack) -> None:
+    """All but Shape Cache Info, which has the tables."""
+    wanted = {one.define_schema().node_id for one in pack.nodes.NODES} - {"AnyShapeShapeCacheInfo"}
+    listed = re.search(r"TYPES = new Set\(\[(.*?)\]\)", (WEB / "anyshape/badges.js").read_text(), re.DOTALL)
+    assert set(re.findall(r'"(\w+)"', listed[1])) == wanted
 
 
 def test_a_node_that_is_off_or_has_a_model_that_cannot_be_compiled(pack, fresh) -> None:

@@ -50,6 +50,7 @@ function register() {
       addStyle();
       if (sidebar) manager.registerSidebarTab(tab());
       texts.onLanguage(store.refresh);
+      badges.listen();
       store.watch(badges.show);
       store.watch(info.show);
       await store.connect();

@@ -39,6 +39,13 @@ def of_controlnet(control: comfy.controlnet.ControlBase) -> Names | None:
     return _of_forwards(control, "control_model")
 
 
+def of_warm_up(patcher: ModelPatcher, vae: comfy.sd.VAE | None) -> Names | None:
+    """Of what Warm Up passes on: the MODEL's, and the VAE's if there is one."""
+    parts = [of_model(patcher), of_vae(vae) if vae is not None else None]
+    found = [names for names in parts if names]
+    return (lambda: [name for names in found for name in names()]) if found else None
+
+
 def _of_forwards(owner: object, *parts: str) -> Names | None:
     """The engines' entries of those parts whose ``forward`` is one of ours."""
     forwards = (getattr(getattr(owner, part, None), "forward", None) for part in parts)

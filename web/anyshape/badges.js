@@ -1,5 +1,6 @@
 /** A line at the bottom of each of our nodes that says how its model runs. */
 
+import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { el, setText, setTitle } from "./dom.js";
 import { badge, entryOf } from "./format.js";
@@ -13,9 +14,19 @@ const TYPES = new Set([
   "AnyShapeCompileVAE",
   "AnyShapeCompileControlNet",
   "AnyShapeSkipBlocks",
+  "AnyShapeWarmUp",
 ]);
 
 const badges = new Map(); // node -> its element
+const cached = new Set(); // "workflow node" of those that ComfyUI did not run, because their inputs were the same
+
+/** For the extension's `setup`. */
+export function listen() {
+  api.addEventListener("execution_cached", ({ detail }) => {
+    detail.nodes.forEach((id) => cached.add(`${rootGraph()?.id} ${id}`));
+    store.refresh();
+  });
+}
 
 /** For the extension's `nodeCreated`. */
 export function addBadge(node) {
@@ -45,16 +56,19 @@ export function addLine(node, element, { map, value, height, most }) {
 /** Shows `stats` on every node of ours. */
 export function show(stats) {
   if (!badges.size) return;
-  const root = app.rootGraph ?? app.graph?.rootGraph ?? app.graph;
+  const root = rootGraph();
   const ids = idsOf(root);
   for (const [node, element] of badges) {
-    const where = { id: ids.get(node) ?? String(node.id), type: node.comfyClass, workflow: root?.id };
+    const id = ids.get(node) ?? String(node.id);
+    const where = { id, type: node.comfyClass, workflow: root?.id, cached: cached.has(`${root?.id} ${id}`) };
     const shown = badge(entryOf(stats, where), stats, words(), language());
     element.dataset.level = shown.level;
     setText(element, shown.text);
     setTitle(element, shown.title);
   }
 }
+
+const rootGraph = () => app.rootGraph ?? app.graph?.rootGraph ?? app.graph;
 
 /** node -> the id that the server knows it by: "4", or "7:4" within the subgraph of node 7. */
 function idsOf(graph, prefix = "", found = new Map()) {

@@ -63,10 +63,14 @@ export function shares(values) {
   return values.map((value) => (most > 0 ? value / most : 0));
 }
 
-/** The entry of a node, if it has run: of its own workflow, or one that came without the name of its workflow. */
-export function entryOf(stats, { id, type, workflow }) {
+/**
+ * The entry of a node, if it has run: of its own workflow, or one that came without the name of its workflow. A node
+ * that ComfyUI took from its cache ran in another workflow, a copy of this one: its entry, if there is but one.
+ */
+export function entryOf(stats, { id, type, workflow, cached = false }) {
   const mine = stats.nodes?.filter((entry) => entry.id === id && entry.type === type) ?? [];
-  return mine.find((entry) => entry.workflow === workflow) ?? mine.find((entry) => !entry.workflow);
+  const own = mine.find((entry) => entry.workflow === workflow) ?? mine.find((entry) => !entry.workflow);
+  return own ?? (cached && mine.length === 1 ? mine[0] : undefined);
 }
 
 /**

@@ -1,0 +1,57 @@
+"""A workflow as the front end saves it, in the form that the server runs.
+
+    flow = to_api(json.loads(path.read_text()), server.object_info())
+    server.run(flow)
+
+The front end does this itself when a prompt is queued; here it is done without one, for workflows whose nodes are all
+switched on and in one graph.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+NOTES = {"Note", "MarkdownNote"}  # the front end's own, which the server does not know
+Described = dict[str, Any]  # one node of /object_info
+
+
+def inputs(described: Described) -> dict[str, list]:
+    """All inputs of a node by name, in their order: [type or choices, options]."""
+    return {**described["input"].get("required", {}), **described["input"].get("optional", {})}
+
+
+def is_widget(spec: list) -> bool:
+    """Whether an input is set on the node itself; it may be linked all the same."""
+    return isinstance(spec[0], list) or spec[0] in WIDGETS
+
+
+def to_api(workflow: dict[str, Any], known: dict[str, Described]) -> dict[str, dict[str, Any]]:
+    """{node id: {"class_type", "inputs"}}. ``known``: /object_info. Raises ValueError for what does not fit a node."""
+    sources = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
+    flow = {}
+    for node in workflow["nodes"]:
+        if node["type"] in NOTES:
+            continue
+        if node.get("mode", 0):
+            raise ValueError(f"node {node['id']} ({node['type']}) is muted or bypassed")
+        linked = {one["name"]: sources[one["link"]] for one in node["inputs"] if one["link"] is not None}
+        given = _widgets(node, inputs(known[node["type"]])) | linked
+        flow[str(node["id"])] = {"class_type": node["type"], "inputs": given}
+    return flow
+
+
+def _widgets(node: dict[str, Any], specs: dict[str, list]) -> dict[str, Any]:
+    """The values of a node's widgets by name; a seed has a second one, which is for the front end alone."""
+    names = list(_widget_names(specs))
+    values = node["widgets_values"]
+    if len(names) != len(values):
+        raise ValueError(f"node {node['id']} ({node['type']}) has values {values} for the widgets {names}")
+    return {name: value for name, value in zip(names, values, strict=True) if name}
+
+
+def _widget_names(specs: dict[str, list]) -> Iterator[str]:
+    for name, (kind, *options) in specs.items():
+        if is_widget([kind]):
+            yield name
+            if options and options[0].get("control_after_generate"):
+                yield ""

@@ -1,0 +1,144 @@
+"""The pictures of workflows and nodes, made in the real front end before the real server, on the demo model.
+
+    python -m tools.thumbnails           # all of them anew; needs a Chromium, about a minute
+
+Beside each example workflow a thumbnail, which ComfyUI's template browser shows; in web/docs/assets a picture of each
+node in each language, for its help page.
+"""
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from tools import browser as installed
+from tools.comfy_server import ComfyServer
+from tools.paths import ROOT, project_env
+from tools.web_page import WebPage, chromium
+
+EXAMPLES = sorted(
+    path for folder in ("example_workflows", "demo/example_workflows") for path in ROOT.glob(f"{folder}/*.json")
+)
+RUN = ROOT / "demo/example_workflows/emoji_sizes.json"  # needs no model that is not here
+ASSETS = ROOT / "web/docs/assets"
+LANGUAGES = ("en", "zh")
+VIEW = {"width": 1600, "height": 1100}
+CLEAR = {"x": 80, "y": 150, "width": 1440, "height": 810}  # pixels of the page over which nothing of ComfyUI's lies
+THUMBNAIL, QUALITY = (640, 360), 80
+NODE_SCALE, MARGIN, BADGE = 1.5, 10, 24  # BADGE: the pack's name above a node, pixels of the canvas
+SHARP = {"LiteGraph_Canvas_MinFontSizeForLOD": 0}  # texts are drawn however small
+TITLE = 30
+NODE_PLACE = (150, 130)
+INFO, INFO_SIZE = "AnyShapeShapeCacheInfo", (480, 350)
+
+
+class Canvas:
+    """A page with a workflow on its canvas."""
+
+    def __init__(self, browser: Any, server: ComfyServer, language: str = "en") -> None:
+        self.web, self.server = WebPage(browser, server, Comfy_Locale=language, **SHARP), server
+        self.web.page.set_viewport_size(VIEW)
+
+    def open(self, path: Path) -> None:
+        """A workflow as the template browser opens it."""
+        self.web.page.evaluate("workflow => app.loadGraphData(workflow)", json.loads(path.read_text(encoding="utf-8")))
+        self.web.page.wait_for_timeout(500)
+
+    def bounds(self, kind: str = "") -> tuple[float, float, float, float]:
+        """(left, top, width, height) on the canvas of the first node of a kind, or of all nodes."""
+        boxes = self.web.page.evaluate(
+            "kind => app.graph.nodes.filter((n) => !kind || n.type === kind).map((n) => [...n.pos, ...n.size])", kind
+        )
+        boxes = boxes[:1] if kind else boxes
+        left, top = min(box[0] for box in boxes), min(box[1] for box in boxes) - TITLE - BADGE
+        return left, top, max(b[0] + b[2] for b in boxes) - left, max(b[1] + b[3] for b in boxes) - top
+
+    def shot(self, bounds: tuple[float, float, float, float], scale: float | None = None) -> Image.Image:
+        """A picture of a part of the canvas: centred in CLEAR and as large as fits there, or cut out at ``scale``."""
+        left, top, width, height = bounds
+        fit = min(scale or 1.0, (CLEAR["width"] - 2 * MARGIN) / width, (CLEAR["height"] - 2 * MARGIN) / height)
+        x, y = CLEAR["x"] + (CLEAR["width"] - fit * width) / 2, CLEAR["y"] + (CLEAR["height"] - fit * height) / 2
+        self.web.page.evaluate(
+            """([scale, x, y, left, top]) => {
+                const box = app.canvas.canvas.getBoundingClientRect();
+                app.canvas.deselectAll?.();
+                app.canvas.ds.scale = scale;
+                app.canvas.ds.offset = [(x - box.left) / scale - left, (y - box.top) / scale - top];
+                app.canvas.setDirty(true, true);
+            }""",
+            [fit, x, y, left, top],
+        )
+        self.web.page.mouse.move(5, VIEW["height"] - 5)  # over nothing that has a tooltip
+        self.web.page.wait_for_timeout(700)
+        cut = {"x": x - MARGIN, "y": y - MARGIN, "width": fit * width + 2 * MARGIN, "height": fit * height + 2 * MARGIN}
+        return Image.open(io.BytesIO(self.web.page.screenshot(clip=cut if scale else CLEAR))).convert("RGB")
+
+    def run(self) -> None:
+        """Opens the workflow for the demo model and runs it."""
+        self.open(RUN)
+        self.web.run(self.server)
+
+    def add(self, kind: str) -> None:
+        """A new node, in a workflow of its own."""
+        self.web.page.evaluate(
+            """([kind, place]) => {
+                app.graph.clear();
+                const node = LiteGraph.createNode(kind);
+                node.pos = place;
+                app.graph.add(node);
+            }""",
+            [kind, NODE_PLACE],
+        )
+        self.web.page.wait_for_timeout(300)
+
+    def resize(self, kind: str, size: tuple[float, float]) -> None:
+        """Of the nodes of a kind."""
+        self.web.page.evaluate(
+            "([kind, size]) => app.graph.nodes.forEach((node) => node.type === kind && node.setSize(size))",
+            [kind, size],
+        )
+
+
+def thumbnails(canvas: Canvas) -> None:
+    """Beside each example. The one for the demo model is run, and the last, so that no other shows its figures."""
+    for path in sorted(EXAMPLES, key=lambda path: path == RUN):
+        canvas.run() if path == RUN else canvas.open(path)
+        picture = canvas.shot(canvas.bounds()).resize(THUMBNAIL, Image.Resampling.LANCZOS)
+        picture.save(path.with_suffix(".jpg"), quality=QUALITY, optimize=True)
+        print(path.with_suffix(".jpg").relative_to(ROOT))
+
+
+def nodes(canvas: Canvas, language: str) -> None:
+    """A picture of each node: of the workflow that has just run, or else as it is when it is added."""
+    canvas.resize(INFO, INFO_SIZE)
+    ours = sorted(name for name, node in canvas.server.object_info().items() if node["category"] == "AnyShape")
+    there = canvas.web.page.evaluate("() => app.graph.nodes.map((node) => node.type)")
+    for kind in sorted(ours, key=lambda name: name not in there):
+        if kind not in there:
+            canvas.add(kind)
+        path = ASSETS / f"{kind}.{language}.png"
+        canvas.shot(canvas.bounds(kind), NODE_SCALE).quantize(64).save(path, optimize=True)
+        print(path.relative_to(ROOT))
+
+
+def main() -> int:
+    """The exit code."""
+    if not installed.find():
+        print(installed.MISSING, file=sys.stderr)
+        return 1
+    os.environ.update(project_env())
+    ASSETS.mkdir(exist_ok=True)
+    for language in LANGUAGES:
+        with ComfyServer() as server, chromium() as browser:  # a new one each: its figures are of one run
+            canvas = Canvas(browser, server, language)
+            thumbnails(canvas) if language == "en" else canvas.run()
+            nodes(canvas, language)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
