@@ -55,7 +55,7 @@ def test_every_change_reuses_what_does_not_depend_on_it(tmp_path, obstacle):
     shared = Path((os.environ | project_env())["TORCHINDUCTOR_CACHE_DIR"])
     first = process(tmp_path / "store", shared, "nothing")
     assert (first["saved"], first["loaded"], first["rejected"]) == (3, 0, [])
-    shutil.copytree(shared, tmp_path / "cache", copy_function=os.link, ignore=shutil.ignore_patterns(*GRAPHS, "*.lock"))
+    shutil.copytree(shared, tmp_path / "cache", ignore=shutil.ignore_patterns(*GRAPHS, "*.lock"))
     second = process(tmp_path / "store", tmp_path / "cache")
     assert {name: (c["hits"], c["misses"]) for name, c in second["changes"].items()} == REUSE
     assert max(change["error"] for change in second["changes"].values()) < CLOSE

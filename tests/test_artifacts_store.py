@@ -312,3 +312,34 @@ def test_the_report_says_where_and_why(store, entry, keeper, here, pack):
     text = report(snapshot())
     assert f"on disk, in {store.folder}: 0 loaded, 0 saved" in text
     assert "not used, 1 times: compiled for the architecture sm_90, here it is sm_80" in text
+
+
+@pytest.fixture
+def folder_paths(pack, monkeypatch):
+    """ComfyUI's, without our folder."""
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "folder_names_and_paths", {**folder_paths.folder_names_and_paths})
+    folder_paths.folder_names_and_paths.pop("anyshape", None)
+    return folder_paths
+
+
+def test_the_folder_is_one_of_comfyuis_models(folder_paths, tmp_path):
+    from anyshape.nodes import artifacts_folder
+
+    models, user = (
+        os.path.join(path, "anyshape") for path in (folder_paths.models_dir, folder_paths.get_user_directory())
+    )
+    assert list(map(str, artifacts_folder.folders())) == [models, user]
+    os.makedirs(models, exist_ok=True)
+    assert folder_paths.get_filename_list("anyshape") == []
+
+
+def test_extra_model_paths_move_it(folder_paths, tmp_path):
+    """A store on a disk that several machines share, as users move their models there."""
+    from anyshape.nodes import artifacts_folder
+    from utils.extra_config import load_extra_path_config
+
+    (tmp_path / "extra.yaml").write_text(f"shared:\n  base_path: {tmp_path}\n  anyshape: compiled/\n")
+    load_extra_path_config(str(tmp_path / "extra.yaml"))
+    assert artifacts_folder.folders()[0].resolve() == (tmp_path / "compiled").resolve()
