@@ -43,6 +43,7 @@ def obstacle():
 def process(store: Path, cache: Path, *changes: str) -> dict:
     """``tools.stored_regions`` with PyTorch's caches in ``cache``."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "ANYSHAPE_ARTIFACTS_MB": "64"}
+    environment["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else PyTorch tries out what the processor can, for ten seconds
     command = [sys.executable, "-m", "tools.stored_regions", str(store), *changes]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr
@@ -85,7 +86,11 @@ def test_an_artefact_lands_where_pytorch_looks(tmp_path, monkeypatch, obstacle, 
     if obstacle:
         pytest.skip(obstacle)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    torch_cache.place([torch_cache.Artifact(cache, "ab/cdef" if cache == "autotune" else "f" * 50, b"content")])
+    artifact = torch_cache.Artifact(cache, "ab/cdef" if cache == "autotune" else "f" * 50, b"content")
+    _, _, notes = torch_cache.pack([artifact])
+    assert torch_cache.has(notes) is (cache == "autotune")  # a measurement alone is nothing to look for
+    torch_cache.place([artifact])
+    assert torch_cache.has(notes)
     assert [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()] == [b"content"]
 
 
@@ -97,8 +102,10 @@ def test_keys_that_lead_elsewhere(tmp_path, monkeypatch, cache, key):
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "a" / "b" / "cache"))
     monkeypatch.setattr(torch_cache, "obstacle", str)
-    with pytest.raises(ArtifactError, match="is no key of PyTorch's caches"):
-        torch_cache.place([torch_cache.Artifact(cache, key, b"x")])
+    artifact = torch_cache.Artifact(cache, key, b"x")
+    for use in (lambda: torch_cache.place([artifact]), lambda: torch_cache.unpack(*torch_cache.pack([artifact])[1:])):
+        with pytest.raises(ArtifactError, match="is no key of PyTorch's caches"):
+            use()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

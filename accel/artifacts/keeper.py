@@ -125,8 +125,9 @@ class Keeper:
             self._due = True
             if self._thread is None:
                 # no daemon: a process that ends finishes its copies, a fraction of a second
-                self._thread = threading.Thread(target=self._run, name="AnyShape saves artefacts")
-                attempt(self._thread.start, _judge("store"))
+                thread = threading.Thread(target=self._run, name="AnyShape saves artefacts")
+                _, failure = attempt(thread.start, _judge("store"))
+                self._thread = None if failure else thread
 
     def _run(self) -> None:
         while True:
@@ -172,6 +173,8 @@ class Keeper:
 def place(store: Store, entry: Entry) -> bool:
     """Puts an entry into its compiler's cache; False if it is there. Raises ``ArtifactError``."""
     if entry.kind == "region":
+        if torch_cache.has(entry.notes):
+            return False
         torch_cache.place(torch_cache.unpack(store.read(entry), entry.notes))
         return True
     from . import triton_cache

@@ -6,6 +6,7 @@ ours. An entry is bytes under a key that names the graph, the versions and the G
 graph is compiled.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ def obstacle() -> str:
         manager, factory = _api()
     except ImportError:
         manager = factory = None
-    if hasattr(manager, "_seen_artifacts") and hasattr(manager, "populate_caches") and hasattr(factory, "create"):
+    used = ("_seen_artifacts", "populate_caches", "_ensure_cache_artifacts_registered")
+    if all(hasattr(manager, name) for name in used) and hasattr(factory, "create"):
         return ""
     return (
         f"torch {torch.__version__} does not hand out compiled regions one by one (2.8 to 2.15 do): they stay in its "
@@ -56,6 +58,18 @@ def recorded_since(before: frozenset[Any]) -> list[Artifact]:
     """What has come to that since."""
     new = [artifact for artifact in list(_api()[0]._seen_artifacts) if artifact not in before]
     return [Artifact(a.type(), a.key, a.content) for a in new if a.type() in CACHES]
+
+
+def has(notes: dict[str, Any]) -> bool:
+    """Whether PyTorch would find this entry of the store. Raises ``ArtifactError``."""
+    if reason := obstacle():
+        raise Unavailable(reason)
+    from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+    from torch._inductor.codecache import FxGraphCache
+
+    owners = {"inductor": FxGraphCache, "aot_autograd": AOTAutogradCache}
+    folders = [owners[cache]._get_tmp_dir_for_key(key) for cache, key in _keys(notes) if cache in owners]
+    return all(os.path.isdir(folder) and os.listdir(folder) for folder in folders)
 
 
 def place(artifacts: Iterable[Artifact]) -> None:
@@ -84,11 +98,18 @@ def pack(artifacts: list[Artifact]) -> tuple[str, dict[str, bytes], dict[str, An
 
 
 def unpack(contents: dict[str, bytes], notes: dict[str, Any]) -> list[Artifact]:
-    """The artefacts of an entry. Raises ``Damaged``."""
+    """The artefacts of an entry. Raises ``ArtifactError``."""
+    keys = _keys(notes)
+    if contents.keys() != set(map(str, range(len(keys)))):
+        raise Damaged("its list of artefacts is damaged")
+    return [Artifact(cache, key, contents[str(index)]) for index, (cache, key) in enumerate(keys)]
+
+
+def _keys(notes: dict[str, Any]) -> list[tuple[str, str]]:
     try:
-        return [
-            Artifact(str(cache), str(key), contents[str(index)])
-            for index, (cache, key) in enumerate(notes["artifacts"])
-        ]
+        keys = [(str(cache), str(key)) for cache, key in notes["artifacts"]]
     except (KeyError, TypeError, ValueError) as error:
         raise Damaged("its list of artefacts is damaged") from error
+    for cache, key in keys:
+        _check(cache, key)
+    return keys
