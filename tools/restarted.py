@@ -34,7 +34,6 @@ def main() -> None:
     """See the module."""
     mode = sys.argv[2]
     result: dict[str, Any] = {"unet": _unet(mode)} | ({"vae": _vae()} if mode == "kernels" else {})
-    KEEPER.save_soon()
     KEEPER.wait()
     result |= snapshot()["artifacts"] | {"models": snapshot()["models"], "fallbacks": snapshot()["fallbacks"]}
     result |= {"compiled": FOUND.count(False), "hits": FOUND.count(True)}

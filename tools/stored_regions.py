@@ -69,6 +69,5 @@ def counted(change: Callable[[], float]) -> dict[str, Any]:
 if __name__ == "__main__":
     KEEPER.use([Path(sys.argv[1])])
     changes = {name: counted(CHANGES[name]) for name in sys.argv[2:] or CHANGES}
-    KEEPER.save_soon()
     KEEPER.wait()
     print(json.dumps({"changes": changes, "models": snapshot()["models"]} | snapshot()["artifacts"]))

@@ -40,7 +40,8 @@ def found(kernel: Any) -> Iterator[Found]:
         return
     files = {name: Path(path) for name, path in kernel.metadata_group.items()}
     yield Found("kernel", kernel.hash, f"sm_{kernel.metadata.target.arch}", files)
-    launch = getattr(getattr(kernel, "_run", None), "launch", None)
+    own = vars(kernel)  # to ask for ``run`` would load the kernel; before Triton 3.5 it is no property
+    launch = getattr(own.get("_run") or own.get("run"), "launch", None)
     for module in (_module_of(launch), _driver_module() if launch is not None else ""):
         if module and (key := _key_of(Path(module))):
             yield Found("launcher", key, "", {Path(module).name: Path(module)})
