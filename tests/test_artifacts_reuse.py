@@ -40,11 +40,11 @@ def obstacle():
     return torch_cache.obstacle()
 
 
-def process(store: Path, cache: Path, *changes: str) -> dict:
+def process(base: Path, cache: Path, *changes: str) -> dict:
     """``tools.stored_regions`` with PyTorch's caches in ``cache``."""
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "ANYSHAPE_ARTIFACTS_MB": "64"}
     environment["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else PyTorch tries out what the processor can, for ten seconds
-    command = [sys.executable, "-m", "tools.stored_regions", str(store), *changes]
+    command = [sys.executable, "-m", "tools.stored_regions", str(base), *changes]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
@@ -54,10 +54,11 @@ def test_every_change_reuses_what_does_not_depend_on_it(tmp_path, obstacle):
     if obstacle:
         pytest.skip(obstacle)
     shared = Path((os.environ | project_env())["TORCHINDUCTOR_CACHE_DIR"])
-    first = process(tmp_path / "store", shared, "nothing")
+    first = process(tmp_path / "base", shared, "nothing")
     assert (first["saved"], first["loaded"], first["rejected"]) == (3, 0, [])
+    assert first["dir"] == str(tmp_path / "base" / "models" / "anyshape")
     shutil.copytree(shared, tmp_path / "cache", ignore=shutil.ignore_patterns(*GRAPHS, "*.lock"))
-    second = process(tmp_path / "store", tmp_path / "cache")
+    second = process(tmp_path / "base", tmp_path / "cache")
     assert {name: (c["hits"], c["misses"]) for name, c in second["changes"].items()} == REUSE
     assert max(change["error"] for change in second["changes"].values()) < CLOSE
     assert {shape["state"] for model in second["models"] for shape in model["shapes"]} == {"regions"}

@@ -1,8 +1,8 @@
-"""A compiled UNet and a store in a process of its own, on a CPU: python -m tools.stored_regions STORE [CHANGE ...].
+"""A compiled UNet and a store in a process of its own, on a CPU: python -m tools.stored_regions BASE [CHANGE ...].
 
-Samples with a small UNet, then makes one change of the structure of its input after the other. Prints JSON: the stats
-of the store, and for each change the graphs that PyTorch found in its cache or had to make, and how far from eager's
-the result is.
+Samples with a small UNet, then makes one change of the structure of its input after the other, with the store of the
+ComfyUI whose base directory is BASE. Prints JSON: the stats of the store, and for each change the graphs that PyTorch
+found in its cache or had to make, and how far from eager's the result is.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import Any
 
 from tools import embed
 
-embed.use_comfyui(cpu=True)
+embed.use_comfyui(cpu=True, extra={"base_directory": str(embed.make_base(Path(sys.argv[1])))})
 embed.load_pack()
 
 import torch  # noqa: E402
@@ -67,7 +67,6 @@ def counted(change: Callable[[], float]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    KEEPER.use([Path(sys.argv[1])])
     changes = {name: counted(CHANGES[name]) for name in sys.argv[2:] or CHANGES}
     KEEPER.wait()
     print(json.dumps({"changes": changes, "models": snapshot()["models"]} | snapshot()["artifacts"]))
