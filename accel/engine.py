@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import devices, graphs, kernels, region_ops, verify
+from .artifacts import KEEPER
 from .attempt import attempt, named
 from .compilations import compilations
 from .errors import AnyShapeError, CaptureFailed, Unavailable, is_out_of_memory
@@ -214,6 +215,8 @@ class Engine:
         self.stats.region_graphs += compiled.graphs
         self.stats.recompiles += 0 if first else compiled.graphs + compiled.kernels
         self._started.add(name)
+        if first or compiled.seconds:
+            KEEPER.save_soon()
         if settings.verify and (ops.name, call.key) not in self._verified:
             self._verify(ops, call, out)
         return out

@@ -23,6 +23,14 @@ class WrongResult(AnyShapeError):
     """A tier gave other numbers than eager; the model runs without it."""
 
 
+class ArtifactError(AnyShapeError):
+    """A compiled artefact on disk cannot be used; it is compiled anew."""
+
+
+class Damaged(ArtifactError):
+    """An artefact is not as it was written, so it is thrown away."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory was short. torch has an exception of its own for it; the driver, cuBLAS and Triton only say so."""
     if isinstance(error, torch.OutOfMemoryError):

@@ -21,6 +21,7 @@ MAX_MODELS = 32  # oldest forgotten first; a session that loads more wants the r
 MAX_SHAPES = 256  # of one model
 MAX_RUNS = 32  # sampling runs with skipped blocks
 MAX_NODES = 256
+MAX_REJECTED = 256
 TIMES_KEPT = 64
 
 
@@ -141,6 +142,28 @@ class GraphStats:
 
 
 @dataclass
+class ArtifactStats:
+    """What was put into the compilers' caches from the store on disk, and copied to it; why not, where it was not."""
+
+    dir: str = ""
+    loaded: int = 0
+    saved: int = 0
+    rejected: list[dict[str, str]] = field(default_factory=list)
+
+    def reject(self, file: str, reason: str) -> bool:
+        """Notes why an artefact is not used; False if that is known, or if too many are."""
+        entry = {"file": file, "reason": reason}
+        if entry in self.rejected or len(self.rejected) >= MAX_REJECTED:
+            return False
+        self.rejected.append(entry)
+        return True
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's entry."""
+        return vars(self) | {"rejected": [dict(entry) for entry in list(self.rejected)]}
+
+
+@dataclass
 class SkipStats:
     """One sampling run with skipped blocks, in evaluations of the sampler (Heun makes two a step).
 
@@ -208,6 +231,7 @@ class Stats:
         self._skip: deque[SkipStats] = deque(maxlen=MAX_RUNS)
         self._nodes: dict[tuple[str, str], NodeStats] = {}
         self.graphs = GraphStats()
+        self.artifacts = ArtifactStats()
 
     def model(self, name: str, kind: str) -> ModelStats:
         """A new entry; a second model of the same name gets a number."""
@@ -266,7 +290,7 @@ class Stats:
             "fallbacks": fallbacks + fleet.fallbacks(shared),
             "skip": skip,
             "nodes": nodes,
-            "artifacts": {"dir": "", "loaded": 0, "saved": 0, "rejected": []},
+            "artifacts": self.artifacts.as_dict(),
             "fleet": shared,
         }
 

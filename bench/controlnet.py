@@ -9,7 +9,7 @@ that of the latent after 2 Euler steps with CFG 7, which multiplies differences.
 from tools import embed
 
 embed.use_comfyui()
-embed.load_pack()
+embed.load_pack(store=False)
 
 import os  # noqa: E402
 import statistics  # noqa: E402

@@ -14,7 +14,7 @@ Break-even is the number of 20-step images after which that is won back.
 from tools import embed
 
 embed.use_comfyui()
-embed.load_pack()
+embed.load_pack(store=False)
 
 import argparse  # noqa: E402
 import json  # noqa: E402

@@ -25,8 +25,9 @@ class Ended(NamedTuple):
 
 
 def caches(folder: Path) -> dict[str, str]:
-    """The environment variables that put every compiler's cache into ``folder``."""
-    return {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    """The environment variables that put every compiler's cache into ``folder``, and nothing into them from a store."""
+    compilers = {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    return compilers | {"ANYSHAPE_ARTIFACTS_MB": "0"}
 
 
 def follow(command: list[str], folder: Path, limit: float, more: dict[str, str] | None = None) -> Ended:

@@ -9,7 +9,7 @@ costs anyway.
 from tools import embed
 
 embed.use_comfyui()
-embed.load_pack()
+embed.load_pack(store=False)
 
 import os  # noqa: E402
 import tempfile  # noqa: E402

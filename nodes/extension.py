@@ -4,7 +4,8 @@ import comfy.model_management
 from comfy_api.latest import ComfyExtension, io
 
 from ..accel import kernels
-from . import NODES, routes
+from ..accel.artifacts import KEEPER
+from . import NODES, artifacts_folder, routes
 
 
 class AnyShape(ComfyExtension):
@@ -20,4 +21,5 @@ async def comfy_entrypoint() -> AnyShape:
 
 
 routes.register()
+KEEPER.use(artifacts_folder.folders())
 kernels.prepare(comfy.model_management.get_torch_device())

@@ -1,5 +1,6 @@
 """The stats as text that a person reads."""
 
+from collections import Counter
 from typing import Any
 
 MIB = 1 << 20
@@ -8,8 +9,14 @@ MIB = 1 << 20
 def report(snapshot: dict[str, Any]) -> str:
     """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
     models = [_model(model) for model in snapshot["models"]] or ["Nothing has run through a compile node yet."]
-    parts = [*models, _graphs(snapshot["graphs"]), _fleet(snapshot["fleet"]), _skip(snapshot["skip"])]
-    parts.append(_fallbacks(snapshot["fallbacks"]))
+    parts = [
+        *models,
+        _graphs(snapshot["graphs"]),
+        _fleet(snapshot["fleet"]),
+        _skip(snapshot["skip"]),
+        _fallbacks(snapshot["fallbacks"]),
+        _artifacts(snapshot["artifacts"]),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -70,3 +77,11 @@ def _run(run: dict[str, Any]) -> str:
 def _fallbacks(fallbacks: list[dict[str, Any]]) -> str:
     lines = [f"- {f['where']}, {f['count']} times: {f['reason']}" for f in fallbacks]
     return "\n".join(["Stepped down to something slower:", *lines]) if lines else ""
+
+
+def _artifacts(artifacts: dict[str, Any]) -> str:
+    where = f"in {artifacts['dir']}" if artifacts["dir"] else "none"
+    reasons = Counter(entry["reason"] for entry in artifacts["rejected"])
+    lines = [f"- not used, {count} times: {reason}" for reason, count in reasons.items()]
+    head = f"Compiled artefacts on disk, {where}: {artifacts['loaded']} loaded, {artifacts['saved']} saved"
+    return "\n".join([head, *lines]) if artifacts["dir"] or lines else ""

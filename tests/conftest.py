@@ -21,6 +21,9 @@ os.environ.update(project_env())
 embed.hide_repo()
 embed.bare_pack()
 
+# No artefacts on disk between tests: those about them make stores of their own.
+os.environ["ANYSHAPE_ARTIFACTS_MB"] = "0"
+
 # Where there is no GPU, kernels run in Triton's interpreter. Triton reads this when it is first imported, by any test.
 if not embed.has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")

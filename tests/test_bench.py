@@ -139,3 +139,28 @@ def test_a_controlnet_row(pack, monkeypatch):
     found = controlnet.row(controlnet.ways(), (72, 64))
     assert found["neither_latent_error"] == 0.0 < found["both_latent_error"] < 1e-3
     assert min(found[f"{way}_ms"] for way in ("neither", "model", "control", "both")) > 0
+
+
+def test_starts_share_what_they_should(tmp_path, monkeypatch):
+    """The cold start fills the caches and the store; each of the next two finds one of them."""
+    from bench import restart
+
+    seen = []
+
+    def follow(command: list[str], caches: Path, limit: float) -> process.Ended:
+        base = Path(command[command.index("--base") + 1])
+        seen.append((command[command.index("--worker") + 1], caches.name, base.name))
+        return process.Ended([{"conditions": {"machine": "x"}}, {"seconds": 2.0}], 0)
+
+    monkeypatch.setattr(restart.process, "follow", follow)
+    path = tmp_path / "restart.json"
+    monkeypatch.setattr(sys, "argv", ["restart", "--model", "sdxl", "--repeat", "2", "--json", str(path)])
+    restart.main()
+    places = [("eager", "full", "base"), ("cold", "full", "base"), ("store", "empty", "base"),
+              ("caches", "full", "no store")]  # fmt: skip
+    assert seen == places * 2
+    result = json.loads(path.read_text())
+    assert result["machine"] == "x" and {start: len(runs) for start, runs in result["starts"].items()} == dict.fromkeys(
+        restart.STARTS, 2
+    )
+    assert result["command"] == "python -m bench.restart --model sdxl --mode auto --repeat 2"

@@ -2,7 +2,7 @@
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, CompiledKernel
 
 from tools import embed
 
@@ -49,8 +49,8 @@ def _type(kernel: triton.JITFunction, name: str) -> str:
     return SCALARS.get(name) or ("*fp32" if name in FLOAT32 else "*fp16")
 
 
-def compile_for(kernel: triton.JITFunction, capability: int) -> triton.compiler.CompiledKernel:
-    """Compiles ``kernel`` to machine code for one compute capability (75 for 7.5)."""
+def compile_for(kernel: triton.JITFunction, capability: int) -> CompiledKernel:
+    """``kernel`` as machine code for one compute capability (75 for 7.5)."""
     names = kernel.arg_names
     constants = {p.name: FLAGS.get(p.name, True) for p in kernel.params if p.is_constexpr}
     signature = {name: "constexpr" if name in constants else _type(kernel, name) for name in names}

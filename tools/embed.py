@@ -105,8 +105,13 @@ def bare_pack() -> ModuleType:
     return _package("anyshape", ROOT)
 
 
-def load_pack() -> ModuleType:
-    """The whole pack as the package `anyshape`, its `__init__.py` run. Call `use_comfyui` first."""
+def load_pack(store: bool = True) -> ModuleType:
+    """The whole pack as the package `anyshape`, its `__init__.py` run. Call `use_comfyui` first.
+
+    store: False for what measures compilers, which an earlier run's artefacts on disk would help.
+    """
+    if not store:
+        os.environ["ANYSHAPE_ARTIFACTS_MB"] = "0"
     return _run_init(bare_pack())
 
 

@@ -11,6 +11,7 @@ import threading
 import torch
 
 from .. import devices
+from ..artifacts import KEEPER
 from ..errors import AnyShapeError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -47,11 +48,12 @@ def load(device: torch.device) -> "FusedOps":  # noqa: F821  (imported below, wi
     try:
         import triton
 
-        from .triton_ops import TritonOps
+        from .triton_ops import KERNELS, TritonOps
     except ImportError as error:
         raise Unavailable(f"Triton cannot be imported ({error}): {_advice()}") from error
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         raise Unavailable(f"Triton {triton.__version__} is too old: {_advice()}")
+    KEEPER.load_kernels(device, KERNELS)
     return TritonOps(device)
 
 

@@ -1,0 +1,81 @@
+"""What an artefact was compiled for, and whether that is this machine."""
+
+import functools
+import hashlib
+import platform
+import re
+import sysconfig
+from pathlib import Path
+
+import torch
+
+PACK = Path(__file__).resolve().parents[2]
+KINDS = {  # the fields that must be the same, by kind of artefact
+    "kernel": ("pack", "sources", "torch", "triton", "cuda", "arch"),
+    "launcher": ("triton", "python", "platform"),  # C code that starts a kernel: it knows no GPU
+    "region": ("pack", "sources", "torch", "triton", "cuda", "arch", "gpu", "python", "platform"),
+}
+WORDS = {
+    "pack": "AnyShape", "sources": "AnyShape's source", "torch": "torch", "triton": "Triton", "cuda": "CUDA",
+    "arch": "the architecture", "gpu": "the GPU", "python": "Python", "platform": "the system",
+}  # fmt: skip
+
+
+def describe(device: torch.device) -> dict[str, str]:
+    """All fields, for ``device`` of this machine."""
+    return {
+        "pack": _pack_version(),
+        "sources": _sources(),
+        "torch": str(torch.__version__),
+        "triton": _triton_version(),
+        "cuda": torch.version.cuda or "none",
+        "arch": architecture(device),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
+        "python": str(sysconfig.get_config_var("EXT_SUFFIX")),
+        "platform": "-".join([platform.system(), platform.machine(), *platform.libc_ver()]),
+    }
+
+
+def architecture(device: torch.device) -> str:
+    """sm_90 for compute capability 9.0; of a CPU its vector instructions, which compiled regions use."""
+    if device.type == "cuda":
+        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+
+
+def key_of(kind: str, machine: dict[str, str]) -> dict[str, str]:
+    """The fields that an artefact of this kind depends on."""
+    return {name: machine[name] for name in KINDS[kind]}
+
+
+def mismatch(kind: str, key: dict[str, str], machine: dict[str, str]) -> str:
+    """Why an artefact with this key does not fit the machine; "" if it does."""
+    for name in KINDS[kind]:
+        if key[name] != machine[name]:
+            return f"compiled for {WORDS[name]} {key[name]}, here it is {machine[name]}: it will be compiled anew"
+    return ""
+
+
+def _triton_version() -> str:
+    try:
+        import triton
+    except ImportError:
+        return "none"
+    return triton.__version__
+
+
+@functools.cache
+def _pack_version() -> str:
+    project = PACK / "pyproject.toml"
+    found = re.search(r'^version = "([^"]+)"', project.read_text("utf-8"), re.M) if project.is_file() else None
+    return found[1] if found else "unknown"
+
+
+@functools.cache
+def _sources() -> str:
+    """A hash of everything that says what kernels and regions compute, whatever the family."""
+    accel = PACK / "accel"
+    digest = hashlib.sha256()
+    for path in [*sorted((accel / "kernels").glob("*.py")), accel / "regions.py", accel / "region_ops.py"]:
+        digest.update(path.name.encode() + b"\0" + path.read_text("utf-8").encode() + b"\0")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,345 @@
+"""The store of compiled artefacts: what it refuses, what it removes, and several processes on one folder."""
+
+import json
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="rights of files are POSIX ones")
+
+CONTENT = {"some_kernel.json": b"{}", "some_kernel.cubin": b"\x7fELF" + bytes(400)}
+HASH = "ab" * 32
+
+
+@pytest.fixture
+def here():
+    from anyshape.accel.artifacts import machine
+
+    return machine.describe(torch.device("cpu")) | {"arch": "sm_90", "triton": "3.6.0"}
+
+
+@pytest.fixture
+def store(tmp_path):
+    from anyshape.accel.artifacts.store import Store
+
+    return Store(tmp_path / "store")
+
+
+@pytest.fixture
+def entry(store, here):
+    """A kernel in the store."""
+    from anyshape.accel.artifacts.keeper import keep
+
+    assert keep(store, "kernel", HASH, here, CONTENT, {})
+    return store.entry(store.ids()[0])
+
+
+@pytest.fixture
+def keeper(monkeypatch, here):
+    """One of the test's own with counters of its own, on a machine like ``here``; no compiler's cache behind it."""
+    from anyshape.accel import stats
+    from anyshape.accel.artifacts import keeper, machine
+
+    monkeypatch.setattr(stats.STATS, "artifacts", stats.ArtifactStats())
+    monkeypatch.setattr(machine, "describe", lambda device: here)
+    monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", "8")
+    placed = []
+    monkeypatch.setattr(keeper, "place", lambda store, entry: placed.append(store.read(entry)) or True)
+    made = keeper.Keeper()
+    made.placed = placed
+    return made
+
+
+def load(keeper, store):
+    """(what reached the compilers' caches, why the rest did not)."""
+    from anyshape.accel.stats import snapshot
+
+    keeper.use([store.folder])
+    keeper.load_kernels(torch.device("cpu"), ())
+    found = snapshot()["artifacts"]
+    assert found["loaded"] == len(keeper.placed)
+    return keeper.placed, [entry["reason"] for entry in found["rejected"]]
+
+
+def test_what_was_put_in_comes_out(store, entry, keeper):
+    assert store.read(entry) == CONTENT
+    assert load(keeper, store) == ([CONTENT], [])
+    assert oct(store.folder.stat().st_mode)[-3:] == "700"
+    assert {oct(path.stat().st_mode)[-3:] for path in (store.folder / entry.id).iterdir()} == {"600"}
+
+
+@pytest.mark.parametrize("field", ["pack", "sources", "torch", "triton", "cuda", "arch"])
+def test_a_kernel_for_another_machine(store, entry, keeper, here, field):
+    ours, here[field] = here[field], "another"
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and store.ids() == [entry.id]  # it may fit the next machine that shares the store
+    assert ours in reason and "here it is another: it will be compiled anew" in reason
+
+
+@pytest.mark.parametrize("field", ["gpu", "python", "platform"])
+def test_a_kernel_does_not_depend_on(store, entry, keeper, here, field):
+    here[field] = "another"
+    assert load(keeper, store) == ([CONTENT], [])
+
+
+@pytest.mark.parametrize("kind", ["launcher", "region"])
+@pytest.mark.parametrize("field", ["python", "platform"])
+def test_c_code_and_pickles_depend_on_python_and_the_system(here, kind, field):
+    from anyshape.accel.artifacts import machine
+
+    assert machine.mismatch(kind, machine.key_of(kind, here), here) == ""
+    assert "another" in machine.mismatch(kind, machine.key_of(kind, here), here | {field: "another"})
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("harm", [truncate, flip, lambda path: path.unlink()], ids=["truncated", "flipped", "gone"])
+@pytest.mark.parametrize("file", ["some_kernel.cubin", "manifest.json"])
+def test_damage(store, entry, keeper, harm, file):
+    """It never reaches a compiler, and goes, so that the next compilation can be kept."""
+    harm(store.folder / entry.id / file)
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and any(word in reason for word in ("damaged", "missing", "another artefact")), reason
+    assert store.ids() == []
+    assert store.put(entry, CONTENT)
+
+
+def edit(store, entry, **changes):
+    path = store.folder / entry.id / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", ".hidden", "a/b", "a\\b", "", "manifest.json"])
+def test_names_that_lead_elsewhere(store, entry, keeper, name):
+    edit(store, entry, files=entry.files | {name: entry.files["some_kernel.json"]})
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "not one that this version of AnyShape writes" in reason
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000, '{"format": 1}', "\xff"])
+def test_manifests_that_are_none(store, entry, keeper, text):
+    (store.folder / entry.id / "manifest.json").write_text(text, "latin-1")
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "damaged" in reason
+
+
+def test_an_entry_under_a_key_that_is_not_its_own(store, entry, keeper, here):
+    here["arch"] = "sm_80"
+    edit(store, entry, key=entry.key | {"arch": "sm_80"})  # machine code for another card, said to be for this one
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "belongs to another artefact" in reason
+
+
+def test_a_newer_format_is_left_alone(store, entry, keeper):
+    edit(store, entry, format=2)
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and store.ids() == [entry.id] and "not one that this version" in reason
+
+
+@pytest.mark.parametrize("what", ["a file", "a folder", "an entry"])
+def test_links(store, entry, keeper, tmp_path, what):
+    own = store.folder / entry.id
+    if what == "a file":
+        (own / "some_kernel.cubin").rename(tmp_path / "elsewhere")
+        (own / "some_kernel.cubin").symlink_to(tmp_path / "elsewhere")
+    else:
+        own.rename(tmp_path / "elsewhere")
+        own.symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "is a link" in reason
+
+
+@pytest.mark.parametrize("extra", ["some_kernel.so", "x"])
+def test_a_file_too_many(store, entry, keeper, extra):
+    (store.folder / entry.id / extra).write_bytes(b"?")
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and f"{extra} is missing or not of this artefact" in reason
+
+
+def test_other_peoples_files_in_the_folder(store, entry, keeper):
+    (store.folder / "model.safetensors").write_bytes(b"?")
+    (store.folder / "notes").mkdir()
+    placed, reasons = load(keeper, store)
+    assert placed == [CONTENT] and reasons == ["not an artefact of AnyShape"] * 2
+    store.prune(0)
+    assert sorted(store.ids()) == ["model.safetensors", "notes"]
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_a_folder_that_others_may_write_to_is_refused(store, entry, keeper, mode):
+    store.folder.chmod(mode)
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "may be written by others" in reason and "chmod" in reason
+
+
+def test_a_file_that_others_may_write_to_is_refused(store, entry, keeper):
+    (store.folder / entry.id / "some_kernel.cubin").chmod(0o666)
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "some_kernel.cubin may be written by others" in reason
+
+
+def test_a_folder_of_another_user_is_refused(store, entry, keeper, monkeypatch):
+    monkeypatch.setattr(os, "geteuid", lambda: store.folder.stat().st_uid + 1)
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "belongs to another user" in reason
+
+
+def test_the_next_folder_takes_its_place(tmp_path, keeper):
+    """As on a system whose models lie on a disk that cannot be written to."""
+    from anyshape.accel.stats import snapshot
+
+    (tmp_path / "file").write_bytes(b"")
+    keeper.use([tmp_path / "file" / "anyshape", tmp_path / "user" / "anyshape"])
+    found = snapshot()["artifacts"]
+    assert found["dir"] == str(tmp_path / "user" / "anyshape") and len(found["rejected"]) == 1
+
+
+@pytest.mark.parametrize("text, reasons", [("0", 0), ("2 GB", 1), ("-1", 1)])
+def test_no_store(tmp_path, keeper, monkeypatch, text, reasons):
+    from anyshape.accel.stats import snapshot
+
+    monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", text)
+    keeper.use([tmp_path / "store"])
+    keeper.load_kernels(torch.device("cpu"), ())
+    keeper.save_soon()
+    found = snapshot()["artifacts"]
+    assert found["dir"] == "" and len(found["rejected"]) == reasons and not (tmp_path / "store").exists()
+    assert all("ANYSHAPE_ARTIFACTS_MB" in entry["reason"] for entry in found["rejected"])
+
+
+def test_an_error_that_nobody_thought_of_costs_nothing(store, entry, keeper, monkeypatch):
+    from anyshape.accel.artifacts import keeper as module
+
+    def place(store, entry):
+        raise ZeroDivisionError("x")
+
+    monkeypatch.setattr(module, "place", place)
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "ZeroDivisionError: x" in reason
+
+
+def fill(store, here, count, size=1000):
+    """Artefacts of ``size`` bytes, used a second after one another, the first longest ago."""
+    from anyshape.accel.artifacts.keeper import keep
+
+    for index in range(count):
+        before = set(store.ids())
+        keep(store, "kernel", f"{index:064x}", here, {"k.json": bytes(size)}, {})
+        (new,) = set(store.ids()) - before
+        os.utime(store.folder / new / "manifest.json", (time.time(), time.time() - 1000 + index))
+    return store.ids()
+
+
+def test_the_least_recently_used_go(store, here):
+    from anyshape.accel.artifacts.store import size_of
+
+    ids = fill(store, here, 4)
+    assert store.touch(store.entry(ids[0]))
+    limit = sum(size_of(store.folder / name) for name in (ids[0], ids[3]))
+    assert store.prune(limit) == 2
+    assert store.ids() == [ids[3], ids[0]]
+    assert store.prune(limit) == 0
+
+
+def test_saving_keeps_to_the_limit(store, here, keeper, monkeypatch):
+    """One more than there is room for: the oldest goes, by the thread that saves."""
+    from anyshape.accel.artifacts.torch_cache import Artifact
+
+    first = fill(store, here, 3, size=300_000)[0]
+    monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", "1")
+    keeper.use([store.folder])
+    keeper._regions.append((torch.device("cpu"), [Artifact("inductor", "f" * 50, bytes(300_000))]))
+    keeper.save_soon()
+    keeper.wait()
+    assert len(store.ids()) == 3 and first not in store.ids()
+
+
+def test_what_a_killed_process_left(store, here):
+    fill(store, here, 1)
+    old, new = store.folder / ".tmp-1-a", store.folder / ".tmp-2-b"
+    for path in (old, new):
+        path.mkdir()
+        (path / "x").write_bytes(b"x")
+    os.utime(old, (0, 0))
+    assert store.prune(1 << 20) == 0 and not old.exists() and new.exists()
+    assert len(store.ids()) == 1
+
+
+def test_many_writers_at_once(tmp_path, here):
+    """Of the same entries: each is written once, whole, and nothing unfinished stays."""
+    from anyshape.accel.artifacts.keeper import keep
+    from anyshape.accel.artifacts.store import Store
+
+    start, new, failures = threading.Barrier(6), [], []
+
+    def work():
+        store = Store(tmp_path / "store")
+        start.wait()
+        for index in range(12):
+            try:
+                new.append(keep(store, "kernel", f"{index:064x}", here, CONTENT, {}))
+                store.read(store.entry(store.ids()[-1]))
+            except Exception as error:  # noqa: BLE001  any is a failure
+                failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store = Store(tmp_path / "store")
+    assert failures == [] and sum(new) == 12 == len(list(store.folder.iterdir()))
+    assert all(store.read(store.entry(name)) == CONTENT for name in store.ids())
+
+
+def test_the_report_says_where_and_why(store, entry, keeper, here, pack):
+    from anyshape.accel.stats import snapshot
+    from anyshape.nodes.report import report
+
+    here["arch"] = "sm_80"
+    load(keeper, store)
+    text = report(snapshot())
+    assert f"on disk, in {store.folder}: 0 loaded, 0 saved" in text
+    assert "not used, 1 times: compiled for the architecture sm_90, here it is sm_80" in text
+
+
+@pytest.fixture
+def folder_paths(pack, monkeypatch):
+    """ComfyUI's, without our folder."""
+    import folder_paths
+
+    monkeypatch.setattr(folder_paths, "folder_names_and_paths", {**folder_paths.folder_names_and_paths})
+    folder_paths.folder_names_and_paths.pop("anyshape", None)
+    return folder_paths
+
+
+def test_the_folder_is_one_of_comfyuis_models(folder_paths, tmp_path):
+    from anyshape.nodes import artifacts_folder
+
+    models, user = (
+        os.path.join(path, "anyshape") for path in (folder_paths.models_dir, folder_paths.get_user_directory())
+    )
+    assert list(map(str, artifacts_folder.folders())) == [models, user]
+    os.makedirs(models, exist_ok=True)
+    assert folder_paths.get_filename_list("anyshape") == []
+
+
+def test_extra_model_paths_move_it(folder_paths, tmp_path):
+    """A store on a disk that several machines share, as users move their models there."""
+    from anyshape.nodes import artifacts_folder
+    from utils.extra_config import load_extra_path_config
+
+    (tmp_path / "extra.yaml").write_text(f"shared:\n  base_path: {tmp_path}\n  anyshape: compiled/\n")
+    load_extra_path_config(str(tmp_path / "extra.yaml"))
+    assert artifacts_folder.folders()[0].resolve() == (tmp_path / "compiled").resolve()
