@@ -138,6 +138,20 @@ def test_the_code_that_starts_a_kernel(tmp_path, monkeypatch):
     assert again.launch() == 42
 
 
+def test_launchers_are_told_apart(tmp_path, monkeypatch):
+    """All are modules of one name, so loading one again has Python change another's ``__file__``."""
+    from anyshape.accel.artifacts import triton_cache
+    from triton.runtime.build import compile_module_from_src
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sources = [SOURCE.replace("42", str(answer)) for answer in (1, 2)]
+    one, two, _ = (compile_module_from_src(sources[index], "__triton_launcher").launch for index in (0, 1, 0))
+    assert (one(), two()) == (1, 2)
+    places = [Path(triton_cache._module_of(launch)) for launch in (one, two)]
+    assert places[0] != places[1] and all(place.is_file() for place in places)
+    assert all(triton_cache._key_of(place) for place in places)
+
+
 @pytest.mark.parametrize("key", ["../../../x", "zz" * 32, "ab", ""])
 def test_a_name_that_is_no_hash(key):
     from anyshape.accel.artifacts import triton_cache

@@ -7,7 +7,9 @@ where they lie, makes it valid. That list is written anew when an entry is put t
 
 import base64
 import binascii
+import ctypes
 import inspect
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -57,7 +59,26 @@ def _module_of(function: Any) -> str:
     """The file of the C module that a function comes from; "" if it comes from none."""
     if inspect.isfunction(function):  # around one: a kernel that takes descriptors of tensors
         function = inspect.getclosurevars(function).nonlocals.get("launcher")
-    return str(getattr(getattr(function, "__self__", None), "__file__", None) or "")
+    return _file_of(function) if inspect.isbuiltin(function) else ""
+
+
+class _Place(ctypes.Structure):
+    """``Dl_info`` of the C library's dladdr."""
+
+    _fields_ = [("file", ctypes.c_char_p), *((name, ctypes.c_void_p) for name in ("base", "name", "address"))]
+
+
+def _file_of(function: Any) -> str:
+    """The file that holds the code of a C function.
+
+    The module's ``__file__`` does not tell: all launchers have one name, so Python loads them into one module.
+    """
+    if os.name != "posix":
+        return str(getattr(function.__self__, "__file__", None) or "")
+    prototype = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object)
+    code, place = prototype(("PyCFunction_GetFunction", ctypes.pythonapi)), _Place()
+    found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(code(function)), ctypes.byref(place))
+    return os.fsdecode(place.file) if found and place.file else ""
 
 
 def _key_of(module: Path) -> str:
