@@ -79,16 +79,16 @@ def test_a_full_budget_is_said(pack, models):
     """The largest are there, the rest is named, nothing was pushed out, and a size that did not fit still works."""
     from anyshape.accel import graphs, stats
 
-    patcher = models.unet("sdxl", torch.float16, **SMALL)
+    patcher = models.unet("sdxl", torch.float16)  # graphs of a small model take hardly more than the pool
     device = torch.device("cuda", torch.cuda.current_device())
-    sizes = [(1024 - 64 * index, 1024 - 64 * index) for index in range(12)]
+    sizes = [(1024 - 128 * index, 1024 - 128 * index) for index in range(6)]
     held = []
     for count in (len(sizes), 2, len(sizes)):  # MiB; the first time libraries load their own kernels as well
         warm(pack, compiled(patcher), "\n".join(f"{width}x{height}" for width, height in sizes[:count]))
         held.append(sum(graphs.held(device).values()) >> 20)
         graphs.cache(device).clear()
     _, two, all_ = held
-    assert all_ > two + 2, held
+    assert all_ > two + 20, held
     budget = (two + all_) // 2
     model = compiled(patcher, graph_budget_mb=budget)
     with stats.expect(evictions=0):
