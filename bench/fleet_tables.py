@@ -25,7 +25,9 @@ def document() -> str:
     result = figures.load(path)
     lines = [line(name, result["runs"][how]) for how, name in NAMES.items() if how in result["runs"]]
     what = f"SDXL, {result['width']}x{result['height']}, {result['steps']} steps"
-    said = f"Seconds from the loaded model to the latent; medians of {result['repeats']} processes each."
+    count = result["repeats"]
+    each = "one process each" if count == 1 else f"medians of {count} processes each"
+    said = f"Seconds from the loaded model to the latent; {each}."
     return headed(what, result, said, table(HEAD.split(" | "), lines))
 
 

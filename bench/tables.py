@@ -15,6 +15,7 @@ from bench import figures, fleet_tables, skip_tables, texts, workflow_tables
 from bench.markdown import conditions, headed, said, size, table
 from tools.paths import ROOT
 
+VERIFY = figures.RESULTS / "verify-sdxl.json"
 BEGIN = "<!-- begin: written by python -m bench.tables --write from bench/results -->"
 END = "<!-- end: written by python -m bench.tables -->"
 
@@ -146,6 +147,7 @@ def document() -> str:
     parts = [forward_part(model) for model in figures.MODELS if figures.forward_path(model).exists()]
     parts.append(vae_part())
     parts += [mixed_part(model) for model in figures.MODELS if figures.mixed_path(model).exists()]
+    parts += [verify_part(figures.load(VERIFY))] if VERIFY.exists() else []
     return "\n\n".join([*parts, *skip_tables.parts(), *workflow_tables.parts()])
 
 
@@ -197,15 +199,27 @@ def vae_row(row: dict[str, Any]) -> list[str]:
 
 def mixed_part(model: str) -> str:
     """The mixed run of ``model``: a line a prompt, a column a run, and the plot."""
-    result = figures.load(figures.mixed_path(model))
+    path = figures.mixed_path(model)
+    picture = f"![{texts.ENGLISH['plot']}](images/{path.stem}.png)"
+    result = figures.load(path)
+    title = f"{figures.MODELS[model]}, the mixed run"
+    return headed(title, result, picture, "Seconds a prompt, everything included:", mixed_table(result))
+
+
+def verify_part(result: dict[str, Any]) -> str:
+    """The mixed run with and without the check of each new size."""
+    title = f"{figures.MODELS[result['model']]}, the mixed run: what verify costs"
+    said = "Seconds a prompt; another machine than above, with a slower processor. *unverified*: `verify` off."
+    return headed(title, result, said, mixed_table(result))
+
+
+def mixed_table(result: dict[str, Any]) -> str:
+    """A line a prompt, a column a run, and the sums."""
     every = [(how if how == "eager" else f"{how}, {name}", run) for how, name, run in figures.runs(result)]
     prompts = result["runs"]["eager"]["cold"]["prompts"]
     lines = [[size(p), str(p["images"]), *(at(run, i) for _, run in every)] for i, p in enumerate(prompts)]
     sums = [outcome(texts.ENGLISH, run, len(prompts)) for _, run in every]
-    grid = table(["Size", "Images", *(name for name, _ in every)], [*lines, ["All", "", *sums]])
-    title = f"{figures.MODELS[model]}, the mixed run"
-    picture = f"![{texts.ENGLISH['plot']}](images/{figures.mixed_path(model).stem}.png)"
-    return headed(title, result, picture, "Seconds a prompt, everything included:", grid)
+    return table(["Size", "Images", *(name for name, _ in every)], [*lines, ["All", "", *sums]])
 
 
 def at(run: dict[str, Any], index: int) -> str:

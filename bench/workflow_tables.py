@@ -1,4 +1,4 @@
-"""What bench/results says of whole workflows, for docs/performance.md: ControlNet, the soak. Needs no torch."""
+"""What bench/results says of whole workflows, for docs/performance.md: ControlNet, restarts, soak. Needs no torch."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ Result = dict[str, Any]
 def parts() -> list[str]:
     """The sections, as far as they have been measured."""
     found = [controlnet_part(figures.load(CONTROLNET))] if CONTROLNET.exists() else []
+    found += [restart_part(figures.load(path)) for path in sorted(figures.RESULTS.glob("restart-*.json"))]
     return [*found, *([soak_part([figures.load(path) for path in soaks])] if (soaks := soak_paths()) else [])]
 
 
@@ -27,6 +28,34 @@ def controlnet_row(row: Result) -> list[str]:
     times = [row[f"{way}_ms"] for way in WAYS]
     faster = f"{row['neither_ms'] / row['both_ms']:.2f}x"
     return [size(row), *(f"{ms:.1f}" for ms in times), faster, f"{row['both_latent_error']:.1e}"]
+
+
+STARTS = {
+    "eager": "eager",
+    "cold": "AnyShape, everything empty",
+    "store": "AnyShape, empty compiler caches, filled store",
+    "caches": "AnyShape, filled compiler caches, no store",
+}
+
+
+def restart_part(result: Result) -> str:
+    """Seconds from a loaded model to the first picture of a process."""
+    head = ["Start", "Picture, s", "First step, s", "Decode, s", "Kernels compiled", "Read from the store, s"]
+    size, count = "x".join(map(str, result["size"])), len(result["starts"]["eager"])
+    each = "one process each" if count == 1 else f"the fastest of {count}"
+    above = f"Seconds from the loaded model to its first picture, {size}, {result['steps']} steps; {each}."
+    lines = [restart_row(name, result["starts"][start]) for start, name in STARTS.items()]
+    return headed(
+        f"{figures.MODELS[result['model']]}, the first picture of a process", result, above, table(head, lines)
+    )
+
+
+def restart_row(name: str, runs: list[Result]) -> list[str]:
+    """One kind of start."""
+    run = min(runs, key=lambda run: run["seconds"])
+    compiled = "" if name == "eager" else str(run["kernels"]["compiled"])
+    times = [f"{run[part]:.2f}" if part in run else "" for part in ("seconds", "first_step", "decode")]
+    return [name, *times, compiled, f"{run['store_load']:.2f}" if run["artifacts"]["loaded"] else ""]
 
 
 def soak_paths() -> list[Any]:
