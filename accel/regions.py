@@ -11,6 +11,7 @@ How (``docs/architecture.md`` has the reasons):
   plain function, and is counted.
 """
 
+import logging
 import re
 import threading
 import time
@@ -26,6 +27,8 @@ from .artifacts import KEEPER
 from .attempt import named
 from .errors import Unavailable
 from .stats import COMPILES
+
+log = logging.getLogger(__name__)
 
 MAX_VARIANTS = 16  # of one region: dtypes x modes x sizes of 1; more means a key that is too fine, so stop compiling
 
@@ -110,6 +113,8 @@ class _Variant:
 
     def first_call(self, args: tuple) -> Any:
         started = time.perf_counter()
+        if not COMPILES.graphs:
+            log.info("AnyShape: torch.compile starts, once for all sizes; this can take up to a minute")
         out = self.compiled(*map(_symbolic_alias, args))
         COMPILES.add(graphs=self.backend.graphs, seconds=time.perf_counter() - started)
         return out

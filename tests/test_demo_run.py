@@ -150,3 +150,5 @@ def test_skip_blocks_on_the_trained_model(server, compiled) -> None:
     latest = server.get("/anyshape/stats").json()["skip"][-1]
     assert (latest["full"], latest["skipped"], latest["resets"]) == (4, 8, {})
     assert "4 full and 8 skipped evaluations" in server.log()
+    if compiled and not embed.has_cuda():
+        assert server.log().count("torch.compile starts, once for all sizes") == 1

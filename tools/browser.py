@@ -7,8 +7,9 @@ Standard library only. Playwright drives whatever is found; it downloads no brow
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
+
+from tools import debian
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 # The last one has the Chinese letters of the screenshots.
@@ -34,18 +35,8 @@ def install() -> str:
     """Installs a browser with apt-get where that is possible; "" or why there is still none."""
     if find():
         return ""
-    if not shutil.which("apt-get") or os.geteuid() != 0:
-        return f"{MISSING}. It is not installed by itself: that takes apt-get, as root."
-    for command in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", *PACKAGES]):
-        done = subprocess.run(
-            ["apt-get", *command],
-            capture_output=True,
-            text=True,
-            env={**os.environ, "DEBIAN_FRONTEND": "noninteractive"},
-        )
-        if done.returncode:
-            return f"apt-get {command[0]} failed: {done.stderr.strip()[-500:]}"
-    return "" if find() else MISSING
+    problem = debian.install(*PACKAGES)
+    return "" if find() else f"{MISSING}. {problem}"
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tools import debian
+
 PACKAGE = "redis-server"
 STARTING = 10.0  # seconds
 MISSING = (
@@ -32,14 +34,8 @@ def install() -> str:
     """Installs a server with apt-get where that is possible; "" or why there is still none."""
     if find():
         return ""
-    if not shutil.which("apt-get") or os.geteuid() != 0:
-        return f"{MISSING}. It is not installed by itself: that takes apt-get, as root."
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # installed, not started
-    for command in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", PACKAGE]):
-        done = subprocess.run(["apt-get", *command], capture_output=True, text=True, env=env)
-        if done.returncode:
-            return f"apt-get {command[0]} failed: {done.stderr.strip()[-500:]}"
-    return "" if find() else MISSING
+    problem = debian.install(PACKAGE)
+    return "" if find() else f"{MISSING}. {problem}"
 
 
 def free_port() -> int:
