@@ -59,8 +59,9 @@ def readme(words: dict[str, Any], wrap: bool) -> str:
     below = said(words, [starts(words, unet), memory(words, unet), vae_sentence(words, vae)], wrap)
     picture = f"![{words['plot']}](docs/images/{figures.mixed_path('sdxl').stem}.png)"
     mixed = said(words, [mixed_sentence(words, figures.load(figures.mixed_path("sdxl")))], wrap)
+    restart = said(words, [restart_sentence(words, figures.load(workflow_tables.restart_path("sdxl")))], wrap)
     skip = said(words, [skip_tables.sentence(words)], wrap)
-    return "\n\n".join([above, table(words["head"], readme_rows(unet, vae)), below, picture, mixed, skip])
+    return "\n\n".join([above, table(words["head"], readme_rows(unet, vae)), below, picture, mixed, restart, skip])
 
 
 def readme_rows(unet: dict[str, Any], vae: dict[str, Any]) -> list[list[str]]:
@@ -114,6 +115,12 @@ def vae_sentence(words: dict[str, Any], vae: dict[str, Any]) -> str:
         error=scientific(first["error_to_float32"]),
         eager_error=scientific(first["eager_error_to_float32"]),
     )
+
+
+def restart_sentence(words: dict[str, Any], result: dict[str, Any]) -> str:
+    """The first picture of a process, by how it starts."""
+    seconds = {start: two(workflow_tables.fastest(runs)["seconds"]) for start, runs in result["starts"].items()}
+    return words["restart"].format(size="x".join(map(str, result["size"])), steps=result["steps"], **seconds)
 
 
 def mixed_sentence(words: dict[str, Any], result: dict[str, Any]) -> str:

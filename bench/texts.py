@@ -12,6 +12,7 @@ ENGLISH = {
     "starts": "The first run of a process takes {cold} s beyond eager with an empty Triton cache and {warm} s with a filled one (fresh processes, {size}); the process of the table began with empty caches.",
     "memory": "The graphs of all {count} shapes of the UNet take {memory} MiB.",
     "vae": "The first VAE decode of a process took {first} s; encoding {size} {encode} ms. Error of a bf16 decode against float32: {error}, eager's own {eager_error}.",
+    "restart": "The first picture of a new process ({size}, {steps} steps, with the VAE) takes eager {eager} s; AnyShape {cold} s with everything empty, {store} s with the store of compiled kernels alone, {caches} s with filled compiler caches.",
     "plot": "Seconds of the first prompt, and of all prompts together, one line a method",
     "mixed": "The mixed run: {count} prompts of other sizes and batches, {steps} Euler steps each, everything included: {runs}.",
     "names": {
@@ -43,6 +44,7 @@ CHINESE = {
     "starts": "进程的第一次运行，Triton 缓存为空时比 eager 多 {cold} 秒，缓存已有时多 {warm} 秒（新进程，{size}）；表格所用的进程从空缓存开始。",
     "memory": "UNet 全部 {count} 种形状的 CUDA 图共占 {memory} MiB。",
     "vae": "进程中首次 VAE 解码用时 {first} 秒；编码 {size} 为 {encode} 毫秒。bf16 解码相对 float32 的误差：{error}，eager 自己是 {eager_error}。",
+    "restart": "新进程的第一张图（{size}，{steps} 步，含 VAE）：eager {eager} 秒；AnyShape 在一切为空时 {cold} 秒，只有内核存储时 {store} 秒，编译缓存已有时 {caches} 秒。",
     "plot": "第一个提示词和全部提示词所用的秒数，每种方法一条线",
     "mixed": "混合测试：{count} 个提示词，尺寸和批量各不相同，各 {steps} 步 Euler，含一切开销：{runs}。",
     "names": {

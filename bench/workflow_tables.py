@@ -1,5 +1,6 @@
 """What bench/results says of whole workflows, for docs/performance.md: ControlNet, restarts, soak. Needs no torch."""
 
+from pathlib import Path
 from typing import Any
 
 from bench import figures
@@ -13,7 +14,7 @@ Result = dict[str, Any]
 def parts() -> list[str]:
     """The sections, as far as they have been measured."""
     found = [controlnet_part(figures.load(CONTROLNET))] if CONTROLNET.exists() else []
-    found += [restart_part(figures.load(path)) for path in sorted(figures.RESULTS.glob("restart-*.json"))]
+    found += [restart_part(figures.load(path)) for path in map(restart_path, figures.MODELS) if path.exists()]
     return [*found, *([soak_part([figures.load(path) for path in soaks])] if (soaks := soak_paths()) else [])]
 
 
@@ -38,6 +39,16 @@ STARTS = {
 }
 
 
+def restart_path(model: str) -> Path:
+    """Where the result of ``bench.restart`` lies."""
+    return figures.RESULTS / f"restart-{model}.json"
+
+
+def fastest(runs: list[Result]) -> Result:
+    """Of the processes that started alike."""
+    return min(runs, key=lambda run: run["seconds"])
+
+
 def restart_part(result: Result) -> str:
     """Seconds from a loaded model to the first picture of a process."""
     head = ["Start", "Picture, s", "First step, s", "Decode, s", "Kernels compiled", "Read from the store, s"]
@@ -52,13 +63,13 @@ def restart_part(result: Result) -> str:
 
 def restart_row(name: str, runs: list[Result]) -> list[str]:
     """One kind of start."""
-    run = min(runs, key=lambda run: run["seconds"])
+    run = fastest(runs)
     compiled = "" if name == "eager" else str(run["kernels"]["compiled"])
     times = [f"{run[part]:.2f}" if part in run else "" for part in ("seconds", "first_step", "decode")]
     return [name, *times, compiled, f"{run['store_load']:.2f}" if run["artifacts"]["loaded"] else ""]
 
 
-def soak_paths() -> list[Any]:
+def soak_paths() -> list[Path]:
     """The processes of the soak on a GPU, in the order of their prompts."""
     return sorted(figures.RESULTS.glob("soak-sdxl-*.json"))
 
