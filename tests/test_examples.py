@@ -104,7 +104,7 @@ def test_only_the_demos_own_example_needs_the_demo() -> None:
     """The registry's archive has no demo/, so nothing in example_workflows may ask for its nodes."""
     needs = {path.stem for path in EXAMPLES if "AnyShapeDemo" in path.read_text(encoding="utf-8")}
     assert needs == {path.stem for path in EXAMPLES if path.is_relative_to(ROOT / DEMO)} == {"emoji_sizes"}
-    assert "demo/" in (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
+    assert "/demo/" in (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
 
 
 def test_every_node_of_the_pack_is_in_an_example(pack) -> None:

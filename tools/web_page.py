@@ -191,14 +191,14 @@ class WebPage:
         )
 
     def wait_for_badge(self, node: int, part: str, timeout: float = 60) -> str:
-        """Waits until the line has ``part``; seconds."""
-        self.page.wait_for_function(
-            "([id, part]) => app.graph.getNodeById(id).widgets.find((w) => w.name === 'anyshape')"
-            ".element.textContent.includes(part)",
+        """The line as soon as it has ``part``; seconds. The front end may make its nodes anew at any time."""
+        found = self.page.wait_for_function(
+            "([id, part]) => { const line = app.graph.getNodeById(id)?.widgets.find((w) => w.name === 'anyshape');"
+            " return line?.element.textContent.includes(part) && line.element.textContent; }",
             arg=[node, part],
             timeout=timeout * 1e3,
         )
-        return self.badge(node)
+        return found.json_value()
 
     def run(self, server: ComfyServer, timeout: float = 120) -> dict[str, Any]:
         """Queues the workflow by the keyboard and gives the history's entry when it has ended."""
