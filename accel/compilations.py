@@ -31,6 +31,7 @@ class _FirstForwards:
 
     @contextmanager
     def one(self) -> Iterator[None]:
+        """The body is a first forward; another thread's waits."""
         with self._lock:
             self._begun += 1
             self._running += 1

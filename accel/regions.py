@@ -114,7 +114,7 @@ class _Variant:
     def first_call(self, args: tuple) -> Any:
         started = time.perf_counter()
         if not COMPILES.graphs:
-            log.info("AnyShape: torch.compile starts, once for all sizes; this can take up to a minute")
+            log.info("AnyShape: torch.compile starts, once for all sizes; this can take a minute")
         out = self.compiled(*map(_symbolic_alias, args))
         COMPILES.add(graphs=self.backend.graphs, seconds=time.perf_counter() - started)
         return out

@@ -5,7 +5,6 @@ python -m bench.mixed --model sdxl|sd15|flux --how eager,anyshape,unverified,cor
 Each ``how`` runs in processes of its own: cold (empty compiler caches) and warm (the caches that the cold run filled).
 One that is not done ``--limit`` seconds after its model was loaded is stopped and reported as not finished, with what
 it had done by then. The JSON is written after each run: what was measured is kept if a later run takes the machine.
-Runs of another ``how`` that the file has already stay, if machine and versions are the same; each has its date.
 
 - eager: ComfyUI as it is
 - anyshape: the Compile Model node
@@ -33,7 +32,6 @@ PROMPTS = {
 }  # fmt: skip
 PROMPTS["flux"] = PROMPTS["sdxl"]
 STEPS = 20
-COMPARABLE = ("model", "steps", "machine", "versions", "allocator")  # what runs in one file have in common
 
 
 def worker(model: str, how: str) -> None:
@@ -131,23 +129,12 @@ def main() -> None:
         return worker(chosen.model, chosen.worker)
     command = f"python -m bench.mixed --model {chosen.model} --how {chosen.how} --limit {chosen.limit:g}"
     result = {"command": command, "model": chosen.model, "steps": STEPS, "runs": {}}
-    earlier = json.loads(chosen.json.read_text()) if chosen.json and chosen.json.exists() else {}
     for how in chosen.how.split(","):
         for temperature, figures, conditions in both(chosen.model, how, chosen.limit):
             print(f"{how} {temperature}: {told(figures)}", flush=True)
             result = conditions | result  # the first that came stay
-            result["runs"].setdefault(how, {})[temperature] = figures | {"date": result.get("date")}
-            save(chosen.json, result | {"runs": kept(earlier, result) | result["runs"]})
-
-
-def kept(earlier: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """The runs of an earlier result, if it was measured as this one is."""
-    comparable = all(earlier.get(name) == result.get(name) for name in COMPARABLE)
-    return {
-        how: {name: {"date": earlier.get("date")} | run for name, run in runs.items()}
-        for how, runs in earlier.get("runs", {}).items()
-        if comparable
-    }
+            result["runs"].setdefault(how, {})[temperature] = figures
+            save(chosen.json, result)
 
 
 def save(path: Path | None, result: dict[str, Any]) -> None:

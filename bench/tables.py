@@ -216,7 +216,7 @@ def mixed_part(model: str) -> str:
 def verify_part(result: dict[str, Any]) -> str:
     """The mixed run with and without the check of each new size."""
     title = f"{figures.MODELS[result['model']]}, the mixed run: what verify costs"
-    said = "Seconds a prompt; another machine than above, with a slower processor. *unverified*: `verify` off."
+    said = "Seconds a prompt, all on one host. *unverified*: `verify` off."
     return headed(title, result, said, mixed_table(result))
 
 

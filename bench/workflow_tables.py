@@ -76,21 +76,23 @@ def soak_paths() -> list[Path]:
 
 def soak_part(results: list[Result]) -> str:
     """What the random prompts came to."""
-    head = ["Prompts", "Failed", "Model calls", "Broken off", "Unloads", "Worst latent", "Worst picture", "GPU", "RAM"]
-    count, failed = (sum(values) for values in zip(*((r["prompts"], len(r["failed"])) for r in results), strict=True))
+    head = "Which | Prompts | Failed | Model calls | Broken off | Unloads | Worst latent | Worst picture | GPU | RAM"
+    count, failed = sum(result["prompts"] for result in results), sum(len(result["failed"]) for result in results)
     above = (
-        f"Random prompts on full-size SDXL, each compared with eager (`bench/soak.py`), in {len(results)} processes: "
-        f"{count} prompts, {failed} of them failed. *Worst*: relative L2 from eager; 1e-2 is allowed for a latent of "
-        f"fp16, 3e-2 for a picture of a VAE in bf16. *GPU*, *RAM*: MiB in use at the first look at memory "
-        f"and at the last, each after everything was unloaded; the models are in RAM then."
+        f"Random prompts on full-size SDXL, each compared with eager (`bench/soak.py`), in {len(results)} processes; "
+        f"the command is the first one's. {count} prompts, {failed} of them failed. *Worst*: relative L2 from eager; "
+        f"1e-2 is allowed for a latent of fp16, 3e-2 for a picture of a VAE in bf16. *GPU*, *RAM*: MiB in use at the "
+        f"first look at memory and at the last, each after everything was unloaded; the models are in RAM then."
     )
-    return headed("Soak", results[0], above, table(head, map(soak_row, results)))
+    lines = map(soak_row, soak_paths(), results)
+    return headed("Soak", results[0], above, table(head.split(" | "), lines))
 
 
-def soak_row(result: Result) -> list[str]:
-    """One process."""
+def soak_row(path: Path, result: Result) -> list[str]:
+    """One process; its file is named after the numbers of its prompts."""
     looks = [result["memory"][0], result["memory"][-1]]
     return [
+        path.stem.removeprefix("soak-sdxl-").replace("-", " to "),
         str(result["prompts"]),
         str(len(result["failed"])),
         str(result["calls"]["unet"]),

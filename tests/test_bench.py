@@ -74,23 +74,6 @@ def test_a_mixed_result_is_written_run_by_run(tmp_path, monkeypatch):
     assert result["command"] == "python -m bench.mixed --model sdxl --how eager,core --limit 9"
 
 
-def test_a_mixed_result_keeps_the_runs_of_other_ways(tmp_path, monkeypatch):
-    path = tmp_path / "mixed.json"
-    argv = ["mixed", "--limit", "9", "--json", str(path), "--how"]
-
-    def run(how: str, machine: str, date: str) -> dict:
-        lines = [{"conditions": {"machine": machine, "date": date}}, {"seconds": 2.0}]
-        monkeypatch.setattr(mixed.process, "follow", lambda *rest: process.Ended(lines, None))
-        monkeypatch.setattr(sys, "argv", [*argv, how])
-        mixed.main()
-        runs = json.loads(path.read_text())["runs"]
-        return {how: {name: run["date"] for name, run in each.items()} for how, each in runs.items()}
-
-    run("eager,core", "x", "monday")
-    assert run("eager", "x", "friday") == {"core": dict(cold="monday", warm="monday"), "eager": dict(cold="friday")}
-    assert run("core", "y", "sunday") == {"core": dict(cold="sunday", warm="sunday")}
-
-
 @pytest.fixture
 def forward(pack, monkeypatch) -> ModuleType:
     """``bench.forward`` with a small model, on which a size takes less than a second."""
