@@ -12,7 +12,8 @@ their own few megabytes first, and the pool as a whole only when nothing else is
 import threading
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -60,17 +61,29 @@ class CapturedGraph:
         return each(Tensor.clone, self.output)
 
 
+Name = tuple[int, ShapeKey]  # of a graph: its owner, any number that stands for a model, and its shape
+
+
+@dataclass
+class Pins:
+    """Graphs that stay, whatever is captured later."""
+
+    names: set[Name] = field(default_factory=set)
+    full: bool = False  # a graph was refused because it would have needed their room
+
+
 @dataclass
 class GraphCache:
-    """The graphs of one device, least recently used first. ``owner`` is any hashable that stands for a model."""
+    """The graphs of one device, least recently used first."""
 
     device: torch.device
     used_bytes: int = 0
-    _entries: OrderedDict[tuple[int, ShapeKey], CapturedGraph] = field(default_factory=OrderedDict)
-    _refused: dict[tuple[int, ShapeKey], str] = field(default_factory=dict)  # and why
+    _entries: OrderedDict[Name, CapturedGraph] = field(default_factory=OrderedDict)
+    _refused: dict[Name, str] = field(default_factory=dict)  # and why
     _budget: int = 0  # bytes; refusals are for this budget
     _broken: str = ""  # why no capture can begin any more
     _pool: tuple[int, int] | None = None
+    _pins: Pins | None = None
     _stream: torch.cuda.Stream | None = None  # one for all captures: the pool's blocks belong to a stream
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -84,6 +97,7 @@ class GraphCache:
                 self._drop((owner, key))
                 return None
             self._entries.move_to_end((owner, key))
+            self._pin((owner, key))
             return entry.replay(inputs)
 
     def capture(self, owner: int, key: ShapeKey, recording: Recording, budget: int) -> int:
@@ -98,8 +112,18 @@ class GraphCache:
             try:
                 return self._keep((owner, key), lambda: self._record_or_make_room(recording))
             except CaptureFailed as error:
-                self._refused[owner, key] = str(error)
+                if not self._pinned():  # without pins there may be room
+                    self._refused[owner, key] = str(error)
                 raise
+
+    @contextmanager
+    def pinning(self) -> Iterator[Pins]:
+        """What is captured or replayed in the body stays: a graph that needs its room is refused, for that one time."""
+        self._pins = pins = Pins()
+        try:
+            yield pins
+        finally:
+            self._pins = None
 
     def held(self) -> dict[str, int]:
         """The keys of the graphs that are there, as the stats name them, and the bytes that each took."""
@@ -124,11 +148,22 @@ class GraphCache:
             self._budget = budget
             self._refused.clear()
 
-    def _keep(self, name: tuple[int, ShapeKey], record: Callable[[], CapturedGraph]) -> int:
+    def _pinned(self) -> Collection[Name]:
+        return self._pins.names if self._pins else ()
+
+    def _pin(self, name: Name) -> None:
+        if self._pins:
+            self._pins.names.add(name)
+
+    def _keep(self, name: Name, record: Callable[[], CapturedGraph]) -> int:
         """Records and files a graph; the least recently used give way, and one that is too large alone is refused."""
         self._file(name, record())
         crowded = len(self._entries) > 1
-        self._evict_down_to(self._budget, keep=1)
+        self._evict_down_to(self._budget, keep={name, *self._pinned()})
+        if self.used_bytes > self._budget and self._pinned():
+            self._pins.full = True
+            self._drop(name)
+            raise CaptureFailed(budget_is_full(self._budget))
         if self.used_bytes > self._budget and crowded:  # the pool shrinks only when empty: begin anew with this graph
             self._drop(name)
             self._file(name, record())
@@ -139,9 +174,10 @@ class GraphCache:
                 f"this size needs {need // MIB} MB for its graph, graph_budget_mb is {self._budget // MIB}: it runs "
                 f"without a graph. Raise graph_budget_mb to {need // MIB + 64} for more speed at this size"
             )
+        self._pin(name)
         return self._entries[name].bytes
 
-    def _file(self, name: tuple[int, ShapeKey], entry: CapturedGraph) -> None:
+    def _file(self, name: Name, entry: CapturedGraph) -> None:
         self._entries[name] = entry
         self.used_bytes += entry.bytes
 
@@ -169,7 +205,7 @@ class GraphCache:
                 f"until ComfyUI is restarted. If memory is short, lower graph_budget_mb or the image size"
             )
             raise CaptureFailed(self._broken) from error
-        self._evict_down_to(-1)
+        self._evict_down_to(-1, keep=self._pinned())
         torch.cuda.empty_cache()
 
     def _record(self, recording: Recording) -> CapturedGraph:
@@ -210,14 +246,15 @@ class GraphCache:
                 graph.capture_end()
         return graph
 
-    def _evict_down_to(self, budget: int, keep: int = 0) -> None:
-        """Drops the least recently used graphs until ``budget`` bytes or ``keep`` graphs are left."""
-        while len(self._entries) > keep and self.used_bytes > budget:
-            self._drop(next(iter(self._entries)))
-            STATS.graphs.evictions += 1
+    def _evict_down_to(self, budget: int, keep: Collection[Name] = ()) -> None:
+        """Drops the least recently used graphs, none of ``keep``, until ``budget`` bytes are left."""
+        for name in [name for name in self._entries if name not in keep]:
+            if self.used_bytes > budget:
+                self._drop(name)
+                STATS.graphs.evictions += 1
         self._report()
 
-    def _drop(self, name: tuple[int, ShapeKey]) -> None:
+    def _drop(self, name: Name) -> None:
         entry = self._entries.pop(name)
         torch.cuda.synchronize(self.device)  # a replay of it may still be running
         torch.cuda.empty_cache()  # what others have freed is not the graph's
@@ -261,6 +298,14 @@ def clear() -> None:
     """
     for device_cache in list(_CACHES.values()):
         device_cache.clear()
+
+
+def budget_is_full(budget: int) -> str:
+    """Why a size has no graph yet. ``budget``: bytes."""
+    return (
+        f"graph_budget_mb ({budget // MIB}) is full: raise it in Compile Model to keep this size too. Without that it "
+        f"is captured at its first prompt, and the least recently used size gives way"
+    )
 
 
 def obstacle(tier: str) -> str:

@@ -81,23 +81,25 @@ def test_a_full_budget_is_said(pack, models):
 
     patcher = models.unet("sdxl", torch.float16)  # graphs of a small model take hardly more than the pool
     device = torch.device("cuda", torch.cuda.current_device())
-    sizes = [(1024 - 128 * index, 1024 - 128 * index) for index in range(6)]
+    sizes = [(side, side) for side in range(1024, 320, -64)]
     held = []
     for count in (len(sizes), 2, len(sizes)):  # MiB; the first time libraries load their own kernels as well
-        warm(pack, compiled(patcher), "\n".join(f"{width}x{height}" for width, height in sizes[:count]))
+        warm(pack, compiled(patcher, verify=False), "\n".join(f"{width}x{height}" for width, height in sizes[:count]))
         held.append(sum(graphs.held(device).values()) >> 20)
         graphs.cache(device).clear()
     _, two, all_ = held
-    assert all_ > two + 4, held
     budget = (two + all_) // 2
-    model = compiled(patcher, graph_budget_mb=budget)
+    model = compiled(patcher, graph_budget_mb=budget, verify=False)
     with stats.expect(evictions=0):
         report = warm(pack, model, "\n".join(f"{width}x{height}" for width, height in reversed(sizes)))
     states = [line.split()[3] for line in report.splitlines()[1:]]
-    assert states[0] == "graph" and "not" in states and states == sorted(states), (held, report)
-    assert f"graph_budget_mb ({budget}) is full" in report
-    models.sample(model, *sizes[-1], steps=3)
-    assert next(s for s in shapes() if s["width"] == sizes[-1][0])["replays"] > 0
+    fit = states.count("graph")
+    assert 1 < fit < len(sizes) - 1, (held, report)
+    assert states == ["graph"] * fit + ["kernels"] + ["not"] * (len(sizes) - fit - 1)
+    assert report.count(f"graph_budget_mb ({budget}) is full") == len(sizes) - fit
+    assert len(graphs.held(device)) == fit
+    models.sample(model, *sizes[fit], steps=3)
+    assert next(s for s in shapes() if s["width"] == sizes[fit][0])["state"] == "graph"
 
 
 def test_a_size_too_large_for_the_budget_does_not_stop_the_others(pack, models):

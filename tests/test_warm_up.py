@@ -284,31 +284,32 @@ def test_a_failure_of_ours_costs_nothing(pack, patcher, clean, monkeypatch) -> N
 # The budget -------------------------------------------------------------------------------------------------------
 
 
-def budget(monkeypatch, *held):
-    """What the node thinks of its budget of 100 bytes, if the graphs after each size are these."""
+def budget(pins):
+    """What the node thinks of a budget of 100 MiB."""
+    from anyshape.accel.families import warm_up
+
+    return warm_up._Budget(torch.device("cpu"), 100 << 20, pins)
+
+
+def test_a_graph_that_did_not_fit_ends_the_warm_up(pack) -> None:
+    from anyshape.accel.graphs import Pins
+
+    assert budget(Pins()).is_spent() == ""
+    assert "graph_budget_mb (100) is full" in budget(Pins(full=True)).is_spent()
+
+
+def test_a_graph_that_is_gone_is_said(pack, monkeypatch) -> None:
     from anyshape.accel.families import warm_up
     from anyshape.accel.warm_up import Row, Shape
 
-    now = {"old": 70}
-    monkeypatch.setattr(warm_up.graphs, "held", lambda _: now)
-    found, rows = warm_up._Budget(torch.device("cpu"), 100), []
-    for index, after in enumerate(held):
-        if found.is_spent():
-            break
-        now = {"old": 70} | after
-        rows.append(Row(Shape(64, 64), "model", "graph", keys=frozenset({f"k{index}"})))
-        found.note(rows[-1])
-    return found, rows
+    monkeypatch.setattr(warm_up.graphs, "held", lambda _: {"there": 1})
+    rows = [Row(Shape(64, 64), "model", "graph", keys=frozenset({key})) for key in ("gone", "there")]
+    assert [row.state for row in budget(None).settled(rows)] == ["evicted", "graph"]
+    assert "memory ran short" in rows[0].why and not rows[1].why
 
 
-def test_budget_leaves_room_for_what_was_captured(pack, monkeypatch) -> None:
-    held = [{"k0": 60}, {"k0": 60, "k1": 20}, {"k0": 60, "k1": 20, "k2": 10}]
-    found, rows = budget(monkeypatch, *held)
-    assert len(rows) == 2 and "graph_budget_mb" in found.is_spent()
-    assert [row.state for row in found.settled(rows)] == ["graph", "graph"]
+def test_pins_end_with_the_warm_up(pack, patcher) -> None:
+    from anyshape.accel import graphs
 
-
-def test_budget_says_which_graph_gave_way(pack, monkeypatch) -> None:
-    found, rows = budget(monkeypatch, {"k0": 60}, {"k1": 20}, {"k1": 20, "k2": 10})
-    assert len(rows) == 2 and found.is_spent()
-    assert [row.state for row in found.settled(rows)] == ["evicted", "graph"]
+    warm(pack, compiled(patcher), "64x64")
+    assert graphs.cache(patcher.load_device)._pins is None

@@ -46,6 +46,7 @@ NO_MODEL = (
     "node, its mode is off, or it could not be compiled), and passes through as it is"
 )
 NO_VAE = "this VAE does not come from Compile VAE: nothing of it was warmed up, and it passes through as it is"
+GONE = "memory ran short at a later size, which took this graph's: list fewer or smaller sizes"
 NO_SIZES = "no size to warm up: write one a line"
 
 
@@ -92,11 +93,12 @@ def _warmed(
         warnings.append(NO_MODEL)
     else:
         jobs += _model_jobs(model, shapes, _prompts(model, session.family.KIND, *prompts), session.family.KIND, cfg)
-    budget = _Budget(model.load_device, session.settings.graph_budget_bytes if session else 0)
+    limit = session.settings.graph_budget_bytes if session else 0
     with ExitStack() as stack:
+        pins = stack.enter_context(graphs.cache(model.load_device).pinning())
         stack.enter_context(torch.random.fork_rng(devices=_random_devices(model.load_device)))
         stack.enter_context(torch.inference_mode())
-        return _in_order(jobs, budget), warnings
+        return _in_order(jobs, _Budget(model.load_device, limit, pins)), warnings
 
 
 def _random_devices(device: torch.device) -> list[torch.device]:
@@ -110,7 +112,6 @@ def _in_order(jobs: Sequence[_Job], budget: "_Budget") -> list[Row]:
         mm.throw_exception_if_processing_interrupted()
         reason = budget.is_spent()
         rows.append(Row(job.shape, job.part, NOT_RUN, why=reason) if reason else _run(job))
-        budget.note(rows[-1])
         progress.update(1)
     return budget.settled(rows)
 
@@ -162,49 +163,21 @@ def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> R
 
 
 class _Budget:
-    """When graphs of this warm-up would push each other out.
+    """When there is no room for another graph beside those of this warm-up, which must not push each other out."""
 
-    Graphs of other sizes and models, from before, are the least recently used ones and give way; ours must not.
-    """
-
-    def __init__(self, device: torch.device, limit: int) -> None:
-        self._device, self._limit = device, limit
-        self._before = graphs.held(device).keys()
-        self._taken: list[int] = []  # bytes of all our graphs, after each job with a graph
-        self._ours: frozenset[str] = frozenset()
+    def __init__(self, device: torch.device, limit: int, pins: graphs.Pins) -> None:
+        self._device, self._limit, self._pins = device, limit, pins
 
     def is_spent(self) -> str:
-        """Why the next size cannot have a graph beside those before it; "" if it probably can."""
-        if not self._taken:
-            return ""
-        steps = [after - before for before, after in zip(self._taken, self._taken[1:], strict=False)]
-        # The first graph pays for the memory pool. Each later one is smaller, so it takes no more than those before.
-        if not self._lost() and self._taken[-1] + max(steps, default=0) < self._limit:
-            return ""
-        return (
-            f"graph_budget_mb ({self._limit // MIB}) is full: raise it in Compile Model to keep this size too. Without "
-            f"that it is captured at its first prompt, and the least recently used size gives way"
-        )
-
-    def note(self, row: Row) -> None:
-        """Counts the graphs of one size."""
-        if row.keys:
-            self._ours |= row.keys
-            held = graphs.held(self._device)
-            self._taken.append(sum(size for key, size in held.items() if key not in self._before))
-
-    def _lost(self) -> frozenset[str]:
-        return self._ours - graphs.held(self._device).keys()
+        """Why the next size cannot have a graph beside those before it; "" if it may."""
+        return graphs.budget_is_full(self._limit) if self._pins.full else ""
 
     def settled(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows, now that all has run: a graph may have given way to a later one."""
-        lost, rows = self._lost(), list(rows)
+        """The rows, now that all has run: a graph may be gone."""
+        held, rows = graphs.held(self._device).keys(), list(rows)
         for row in rows:
-            if row.keys & lost:
-                row.state, row.why = (
-                    EVICTED,
-                    "its graph gave way to a later one: raise graph_budget_mb in Compile Model",
-                )
+            if row.keys - held:
+                row.state, row.why = EVICTED, GONE
         return rows
 
 
