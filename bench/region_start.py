@@ -26,6 +26,14 @@ HOWS = ("vec_isa_ok", "precompile", "aot_compile", "aoti")
 PARTS = {"tracing": "bytecode_tracing", "guards": "build_guards", "load": "PyCodeCache.load_by_key_path"}
 
 
+def parts(named: dict[str, str]) -> dict[str, float]:
+    """Seconds that PyTorch has counted in this process, by our names for its own."""
+    import torch
+
+    metrics = torch._dynamo.utils.compilation_time_metrics
+    return {part: round(sum(metrics.get(name, [])), 3) for part, name in named.items()}
+
+
 def variant(how: str, saves: bool) -> type:
     """In the place of ``regions._Variant``: a function that ``how`` saves, or has saved in another process."""
     import torch
@@ -110,8 +118,7 @@ def worker(how: str, saves: bool) -> None:
     with measure.seconds(took, "forward"):
         out = driving.unet_forward(fast, 200, 264)
     took |= {"cpu": round(sum(os.times()[:4]) - cpu, 2), "error": measure.relative_error(out, eager)}
-    metrics = torch._dynamo.utils.compilation_time_metrics
-    took |= {part: round(sum(metrics.get(name, [])), 3) for part, name in PARTS.items()}
+    took |= parts(PARTS)
     if how == "precompile" and saves:
         from torch._dynamo.precompile_context import PrecompileContext
 

@@ -128,10 +128,11 @@ def test_starts_share_what_they_should(tmp_path, monkeypatch):
     """The cold start fills the caches and the store; each of the next two finds one of them."""
     from bench import restart
 
-    seen = []
+    seen, bytecode = [], set()
 
-    def follow(command: list[str], caches: Path, limit: float) -> process.Ended:
+    def follow(command: list[str], caches: Path, limit: float, more: dict[str, str]) -> process.Ended:
         base = Path(command[command.index("--base") + 1])
+        bytecode.add(more["PYTHONPYCACHEPREFIX"])
         seen.append((command[command.index("--worker") + 1], caches.name, base.name))
         return process.Ended([{"conditions": {"machine": "x"}}, {"seconds": 2.0}], 0)
 
@@ -141,9 +142,9 @@ def test_starts_share_what_they_should(tmp_path, monkeypatch):
     restart.main()
     places = [("eager", "full", "base"), ("cold", "full", "base"), ("store", "empty", "base"),
               ("caches", "full", "no store")]  # fmt: skip
-    assert seen == places * 2
+    assert seen == [("eager", "caches", "base"), *places * 2] and len(bytecode) == 1
     result = json.loads(path.read_text())
     assert result["machine"] == "x" and {start: len(runs) for start, runs in result["starts"].items()} == dict.fromkeys(
         restart.STARTS, 2
     )
-    assert result["command"] == "python -m bench.restart --model sdxl --mode auto --repeat 2"
+    assert result["command"] == "python -m bench.restart --model sdxl --mode auto --steps 20 --repeat 2"
