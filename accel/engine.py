@@ -87,7 +87,7 @@ class Engine:
     uses_graphs: bool = True
     image_layout: bool = False
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
-    _started: set[tuple[str, torch.dtype, bool]] = field(default_factory=set)  # whose first call is over
+    _started: set[tuple[str, torch.dtype, bool, bool]] = field(default_factory=set)  # whose first call is over
     _verified: set[tuple[str, ShapeKey]] = field(default_factory=set)  # shapes that a tier gets right
     _details: dict[str, str] = field(default_factory=dict)  # of what failed in this call, by reason, for the log
     _told: set[str] = field(default_factory=set)  # reasons that were logged
@@ -204,7 +204,8 @@ class Engine:
 
     def _forward(self, ops: FusedOps, call: Call, settings: Settings) -> Output:
         """Runs the fused forward; compilations in its first call are expected, later ones are recompiles."""
-        name = ops.name, call.key.inputs[0].dtype, call.repeatable  # with patches other operations run
+        # with patches, and with weights that are cast at each call, other operations run
+        name = ops.name, call.key.inputs[0].dtype, call.repeatable, bool(call.graph_obstacle)
         first = name not in self._started
         with compilations(ops, first) as compiled:
             once = call.graph_obstacle or call.eager_parts  # it may have effects that must happen once

@@ -1,5 +1,7 @@
 """A benchmark's part that runs in a process of its own, with compiler caches of its own.
 
+Python keeps its bytecode between workers, as it does for users; some machines switch that off.
+
 Such a worker prints JSON, one object a line; what else it prints is dropped, what it writes to stderr is shown. Its
 first line says that the model is loaded: time is counted from there.
 """
@@ -12,9 +14,10 @@ import threading
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from tools.paths import ROOT
+from tools.paths import CACHE, ROOT
 
 LOADING_LIMIT = 300  # seconds until a worker's first line
+BYTECODE = {"PYTHONPYCACHEPREFIX": str(CACHE / "bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
 
 
 class Ended(NamedTuple):
@@ -35,7 +38,7 @@ def follow(command: list[str], folder: Path, limit: float, more: dict[str, str] 
 
     ``more``: further environment variables.
     """
-    env = os.environ | caches(folder) | (more or {})
+    env = os.environ | BYTECODE | caches(folder) | (more or {})
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
     lines, loaded = [], threading.Event()
     reader = threading.Thread(target=_read, args=(process.stdout, lines, loaded), daemon=True)

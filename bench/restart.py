@@ -11,8 +11,7 @@ One prompt of 1024x1024 (SD1.5: 512x512) and its decode by the VAE; of Flux the 
 
 Seconds count from when the models are loaded, and end when the picture is in memory. What the pack does in the
 background while models are built (it starts Triton and reads the store) is therefore not in them, as it is not in a
-user's wait. Python keeps its bytecode, as it does for users (some machines switch that off): a process that does not
-count leaves that of ComfyUI, the cold start that of PyTorch's compilers.
+user's wait. A process before the others does not count: it leaves Python's bytecode (``bench.process``).
 """
 
 import argparse
@@ -135,26 +134,23 @@ def _counts(clocks: Clocks) -> dict[str, Any]:
     }
 
 
-def follow(
-    chosen: argparse.Namespace, start: str, caches: Path, base: Path, bytecode: Path
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def follow(chosen: argparse.Namespace, start: str, caches: Path, base: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(figures of one start, the conditions it ran under)."""
     command = [sys.executable, "-m", "bench.restart", "--model", chosen.model, "--mode", chosen.mode]
     command += ["--steps", str(chosen.steps), "--worker", start, "--base", str(base)]
-    keeps = {"PYTHONPYCACHEPREFIX": str(bytecode), "PYTHONDONTWRITEBYTECODE": ""}
-    ended = process.follow(command, caches, LIMIT, keeps)
+    ended = process.follow(command, caches, LIMIT)
     figures = next((line for line in ended.lines if "seconds" in line), {"seconds": None, "exit_code": ended.code})
     return figures, next((line["conditions"] for line in ended.lines if "conditions" in line), {})
 
 
-def once(chosen: argparse.Namespace, bytecode: Path, starts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+def once(chosen: argparse.Namespace, starts: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Every kind of start once, its figures added to ``starts``; the conditions."""
     known: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         full, base = Path(folder) / "full", Path(folder) / "base"
         places = {"eager": (full, base), "cold": (full, base), "store": (Path(folder) / "empty", base)}
         for start in STARTS:
-            figures, conditions = follow(chosen, start, *places.get(start, (full, Path(folder) / "no store")), bytecode)
+            figures, conditions = follow(chosen, start, *places.get(start, (full, Path(folder) / "no store")))
             print(f"{start}: {json.dumps(figures)}", flush=True)
             known |= conditions
             starts.setdefault(start, []).append(figures)
@@ -180,11 +176,10 @@ def main() -> None:
     result = {"model": chosen.model, "mode": chosen.mode, "size": [size, size], "steps": chosen.steps, "starts": {}}
     command = f"python -m bench.restart --model {chosen.model} --mode {chosen.mode} --steps {chosen.steps}"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        bytecode = Path(folder) / "bytecode"
-        follow(chosen, "eager", Path(folder) / "caches", Path(folder) / "base", bytecode)
-        for _ in range(chosen.repeat):
-            conditions = once(chosen, bytecode, result["starts"])
-            mixed.save(chosen.json, conditions | {"command": f"{command} --repeat {chosen.repeat}"} | result)
+        follow(chosen, "eager", Path(folder) / "caches", Path(folder) / "base")
+    for _ in range(chosen.repeat):
+        conditions = once(chosen, result["starts"])
+        mixed.save(chosen.json, conditions | {"command": f"{command} --repeat {chosen.repeat}"} | result)
 
 
 if __name__ == "__main__":

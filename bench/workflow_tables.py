@@ -68,7 +68,7 @@ def restart_part(result: Result) -> str:
         head += [name.capitalize() + ", s" for name in REGIONS.values()]
         lines = [[*line, *region_seconds(result["starts"][start])] for line, start in zip(lines, STARTS, strict=True)]
     title = f"{figures.MODELS[result['model']]}{' on regions' if on_regions else ''}, the first picture of a process"
-    return headed(title, result, above, table(head, lines))
+    return headed(title, result, above, result.get("remark", ""), table(head, lines))
 
 
 def restart_row(name: str, runs: list[Result]) -> list[str]:

@@ -391,6 +391,17 @@ def test_a_recompile_is_counted(engine) -> None:
     assert engine.stats.compile_seconds > 0
 
 
+def test_weights_that_are_cast_have_a_first_call_of_their_own(engine) -> None:
+    """Short memory comes and goes; with it other operations run, which compile when they first do."""
+    region = Region(scaled)
+    for rows, obstacle in ((2, ""), (1, "weights are cast"), (2, ""), (1, "weights are cast")):
+        engine(
+            call(lambda ops, inputs, rows=rows: region(torch.ones(rows, 4), torch.ones(4)), graph_obstacle=obstacle),
+            PLAIN,
+        )
+    assert (engine.stats.region_graphs, engine.stats.recompiles) == (2, 0)
+
+
 # Regions ----------------------------------------------------------------------------------------------------------
 
 
