@@ -112,7 +112,7 @@ class GraphCache:
             try:
                 return self._keep((owner, key), lambda: self._record_or_make_room(recording))
             except CaptureFailed as error:
-                if not self._pinned():  # without pins there may be room
+                if not self._pinned():  # pins end, and then there may be room
                     self._refused[owner, key] = str(error)
                 raise
 
@@ -148,8 +148,8 @@ class GraphCache:
             self._budget = budget
             self._refused.clear()
 
-    def _pinned(self) -> Collection[Name]:
-        return self._pins.names if self._pins else ()
+    def _pinned(self) -> set[Name]:
+        return self._pins.names & self._entries.keys() if self._pins else set()
 
     def _pin(self, name: Name) -> None:
         if self._pins:
@@ -159,8 +159,8 @@ class GraphCache:
         """Records and files a graph; the least recently used give way, and one that is too large alone is refused."""
         self._file(name, record())
         crowded = len(self._entries) > 1
-        self._evict_down_to(self._budget, keep={name, *self._pinned()})
-        if self.used_bytes > self._budget and self._pinned():
+        self._evict_down_to(self._budget, keep=self._pinned() | {name})
+        if self.used_bytes > self._budget and self._pinned() - {name}:
             self._pins.full = True
             self._drop(name)
             raise CaptureFailed(budget_is_full(self._budget))

@@ -70,3 +70,12 @@ def test_a_graph_refused_for_pins_is_captured_later(cache) -> None:
         assert capture(cache, a=90, b=20)
     assert capture(cache, b=20) == {}
     assert cache.held().keys() == {"b"}
+
+
+def test_pins_of_graphs_that_are_gone_take_no_room(cache) -> None:
+    """Memory ran short and they were given back: then the next is too large, or it fits, by itself."""
+    with cache.pinning() as pins:
+        capture(cache, a=90)
+        cache.drop_owner(0)
+        assert "this size needs" in capture(cache, b=101)["b"] and not pins.full
+        assert capture(cache, c=100) == {}
