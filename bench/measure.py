@@ -19,6 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+COMPILE_PARTS = {  # by PyTorch's names
+    "all": "_compile.compile_inner", "tracing": "bytecode_tracing", "guards": "build_guards",
+    "load": "PyCodeCache.load_by_key_path",
+}  # fmt: skip
+
 
 def median_ms(fn: Callable[[], Any], repeats: int = 12, warmup: int = 3) -> float:
     """Median duration of ``fn`` on the device, milliseconds."""
@@ -102,6 +107,12 @@ def write(path: Path | None, figures: dict[str, Any]) -> None:
 def _nameless(argument: str) -> str:
     """A path without its folders: they say nothing about the figures."""
     return Path(argument).name if "/" in argument else argument
+
+
+def compile_seconds() -> dict[str, float]:
+    """What PyTorch has counted in this process of Dynamo and inductor: "all", imports among it, and parts of that."""
+    metrics = torch._dynamo.utils.compilation_time_metrics
+    return {part: round(sum(metrics.get(name, [])), 3) for part, name in COMPILE_PARTS.items()}
 
 
 def conditions() -> dict[str, Any]:

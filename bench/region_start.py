@@ -23,15 +23,6 @@ from typing import Any
 from bench import process
 
 HOWS = ("vec_isa_ok", "precompile", "aot_compile", "aoti")
-PARTS = {"tracing": "bytecode_tracing", "guards": "build_guards", "load": "PyCodeCache.load_by_key_path"}
-
-
-def parts(named: dict[str, str]) -> dict[str, float]:
-    """Seconds that PyTorch has counted in this process, by our names for its own."""
-    import torch
-
-    metrics = torch._dynamo.utils.compilation_time_metrics
-    return {part: round(sum(metrics.get(name, [])), 3) for part, name in named.items()}
 
 
 def variant(how: str, saves: bool) -> type:
@@ -118,7 +109,7 @@ def worker(how: str, saves: bool) -> None:
     with measure.seconds(took, "forward"):
         out = driving.unet_forward(fast, 200, 264)
     took |= {"cpu": round(sum(os.times()[:4]) - cpu, 2), "error": measure.relative_error(out, eager)}
-    took |= parts(PARTS)
+    took |= measure.compile_seconds()
     if how == "precompile" and saves:
         from torch._dynamo.precompile_context import PrecompileContext
 

@@ -23,13 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import measure, mixed, process, region_start
+from bench import measure, mixed, process
 
 SIZES = {"sdxl": 1024, "flux": 1024, "sd15": 512}  # pixels a side
 STARTS = ("eager", "cold", "store", "caches")
 LIMIT = 400.0  # seconds given to a start
 STORE = "2048"  # megabytes
-REGIONS = {"all": "_compile.compile_inner"} | region_start.PARTS  # of Dynamo and inductor, imports among them
 
 
 class Clocks:
@@ -126,7 +125,7 @@ def _counts(clocks: Clocks) -> dict[str, Any]:
     return {
         **{name: round(value, 3) for name, value in clocks.spent.items()},
         "kernels": clocks.kernels,
-        "regions": region_start.parts(REGIONS),
+        "regions": measure.compile_seconds(),
         "graphs": {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")},
         "artifacts": {name: found["artifacts"][name] for name in ("loaded", "saved")},
         "rejected": len(found["artifacts"]["rejected"]),
