@@ -29,6 +29,23 @@ if not embed.has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+# One thread for each test process: several run side by side, and small models gain nothing from more.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For ``-n auto``: one process a core, two at most; none on a GPU, whose memory some tests measure."""
+    return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file stays in one process, and all files that drive the server in the same one: it starts once."""
+    driving = {item.path for item in items if "server" in item.fixturenames}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("server" if item.path in driving else item.path.stem))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not embed.has_cuda():
         pytest.skip("needs a CUDA device, and torch sees none on this machine")

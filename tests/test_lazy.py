@@ -21,7 +21,9 @@ import comfy.controlnet, comfy.sd
 from bench import models
 from tools import driving
 
-HOLES = {"unet": (attention, "SpatialTransformer"), "vae": (vae_blocks, "AttnBlock"), "controlnet": (cldm, "ControlNet")}
+HOLES = {
+    "unet": (attention, "SpatialTransformer"), "vae": (vae_blocks, "AttnBlock"), "controlnet": (cldm, "ControlNet"),
+}
 patcher = models.unet("sd15", torch.float32, **driving.SMALL_UNET)
 vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
 control = models.controlnet("sd15", torch.float32, **driving.SMALL_UNET)
