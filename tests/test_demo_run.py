@@ -7,15 +7,15 @@ import pytest
 from PIL import Image, ImageChops, ImageStat
 
 from tools import embed
+from tools.oracles import FUSED, STATS_KEYS
 
 embed.bare_demo()
 
 from anyshape_demo import report, run, workflows  # noqa: E402 - the package exists from the line above on
 
-STATES = {"graph", "kernels", "eager"}
+STATES = {"graph", FUSED, "eager"}
 ALLOWED = report.Difference(4, 0.5)
 PROMPT_KEYS = {"width", "height", "batch", "first_seconds", "seconds", "eager_seconds", "max_abs_diff", "rms_diff"}
-STATS_KEYS = {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts", "fleet"}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def test_nothing_is_wrong(finished) -> None:
 
 
 def test_report_keeps_the_contract(written) -> None:
-    assert set(written) >= STATS_KEYS | {"prompts"}
+    assert set(written) >= STATS_KEYS[""] | {"prompts"}
     assert len(written["prompts"]) == len(workflows.QUICK)
     for prompt in written["prompts"]:
         assert set(prompt) >= PROMPT_KEYS
@@ -114,10 +114,10 @@ def test_only_the_first_batch_of_each_kind_may_compile() -> None:
 
 def test_states_are_those_of_the_shapes_that_ran() -> None:
     def stats(calls: int) -> dict:
-        shapes = [{"key": "a", "calls": 3, "state": "eager"}, {"key": "b", "calls": calls, "state": "kernels"}]
+        shapes = [{"key": "a", "calls": 3, "state": "eager"}, {"key": "b", "calls": calls, "state": FUSED}]
         return {"models": [{"kind": "unet", "shapes": shapes}]}
 
-    assert run.states(stats(1), stats(2)) == {"unet": "kernels"}
+    assert run.states(stats(1), stats(2)) == {"unet": FUSED}
 
 
 def test_the_table_lines_up() -> None:
