@@ -1,4 +1,4 @@
-"""The one decision per call: replay | capture | kernels | regions | eager.
+"""The one decision per call: replay | capture | kernels | eager.
 
 A family turns a model's forward into a ``Call``; the engine runs it on the fastest tier that is safe, counts what it
 did, and turns every failure of ours into the next slower tier. Eager is the last and never ours to break.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import devices, graphs, kernels, region_ops, verify
+from . import devices, graphs, kernels, verify
 from .artifacts import KEEPER
 from .attempt import attempt, named
 from .compilations import compilations
@@ -22,11 +22,10 @@ from .key import ShapeKey
 from .ops import FusedOps
 from .outputs import Output
 from .stats import STATS, ModelStats, ShapeStats
-from .trial import Trial
 
 log = logging.getLogger(__name__)
 
-MODES = ("auto", "kernels", "regions", "off")
+MODES = ("auto", "exact", "off")
 MAX_BUDGET_MB = 1 << 20
 
 
@@ -78,21 +77,16 @@ class Engine:
 
     ``passthrough``: exceptions that are messages, not failures (the user's interrupt).
     ``uses_graphs``: False for models that a graph does not make faster (a VAE is bound by the GPU).
-    ``image_layout``: activations in channels_last on a CPU too. Convolutions on large images are a quarter faster that
-    way (a VAE), those on a UNet's small ones slower.
     """
 
     stats: ModelStats
     passthrough: tuple[type[BaseException], ...] = ()
     uses_graphs: bool = True
-    image_layout: bool = False
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
     _started: set[tuple[str, torch.dtype, bool, bool]] = field(default_factory=set)  # whose first call is over
     _verified: set[tuple[str, ShapeKey]] = field(default_factory=set)  # shapes that a tier gets right
     _details: dict[str, str] = field(default_factory=dict)  # of what failed in this call, by reason, for the log
     _told: set[str] = field(default_factory=set)  # reasons that were logged
-    # of shapes that cannot have a graph, by tier and reason: another patch, another trial
-    _trials: dict[tuple[str, str, ShapeKey], Trial] = field(default_factory=dict)
 
     def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, from the fastest tier that is safe."""
@@ -111,7 +105,7 @@ class Engine:
     def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle, retired, failures = call.obstacle, dict(self._retired), []
         if not obstacle:
-            tiers = _tiers(settings, call.key.device)
+            tiers = _tiers(settings)
             for tier in tiers:
                 if tier in self._retired:
                     continue
@@ -159,48 +153,35 @@ class Engine:
         return reason
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
-        obstacle = self._graph_obstacle(tier, call, settings)
+        obstacle = self._graph_obstacle(call, settings)
         if not obstacle:
             out = graphs.cache(call.key.device).replay(id(self), call.key, call.weights, call.inputs)
             if out is not None:
                 shape.state, shape.reason = "graph", ""
                 shape.replays += 1
                 return out
-        ops = self._load(tier, call.key.device)
+        ops = self._load(call.key.device)
         if obstacle == _BY_DESIGN:
             self._note(shape, tier, call.eager_parts)
             return self._forward(ops, call, settings)
         if obstacle:
-            return self._without_graph(ops, call, settings, shape, obstacle)
+            self._note(shape, tier, obstacle)
+            return self._forward(ops, call, settings)
         out = self._forward(ops, call, settings)
         self._capture(ops, call, settings, shape, out)
         return out
 
-    def _without_graph(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, obstacle: str) -> Output:
-        """A shape that should have a graph and cannot: fused, or in eager where that proves faster."""
-        trial = self._trials.setdefault((ops.name, obstacle, call.key), Trial())
-        out = trial.run(lambda: self._forward(ops, call, settings), call.eager, call.key.device)
-        if trial.eager_wins:
-            self._note(shape, "eager", f"{trial.verdict()}; {obstacle}")
-        else:
-            self._note(shape, ops.name, obstacle)
-        return out
-
-    def _graph_obstacle(self, tier: str, call: Call, settings: Settings) -> str:
+    def _graph_obstacle(self, call: Call, settings: Settings) -> str:
         if call.key.device.type != "cuda" or not self.uses_graphs:
             return _BY_DESIGN
         if settings.graph_budget_mb == 0:
             return "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
-        return graphs.obstacle(tier) or call.graph_obstacle
+        return call.graph_obstacle
 
-    def _load(self, tier: str, device: torch.device) -> FusedOps:
+    def _load(self, device: torch.device) -> FusedOps:
         if obstacle := devices.obstacle(device):
             raise Unavailable(obstacle)
-        if tier == "kernels":
-            return kernels.load(device)
-        if obstacle := kernels.too_old(device):
-            raise Unavailable(obstacle)
-        return region_ops.RegionOps(channels_last=self.image_layout and device.type == "cpu")
+        return kernels.load(device)
 
     def _forward(self, ops: FusedOps, call: Call, settings: Settings) -> Output:
         """Runs the fused forward; compilations in its first call are expected, later ones are recompiles."""
@@ -213,8 +194,7 @@ class Engine:
                 ops.compile_ahead(lambda: call.forward(ops, call.inputs))
             out = call.forward(ops, call.inputs)
         self.stats.compile_seconds += compiled.seconds
-        self.stats.region_graphs += compiled.graphs
-        self.stats.recompiles += 0 if first else compiled.graphs + compiled.kernels
+        self.stats.recompiles += 0 if first else compiled.kernels
         self._started.add(name)
         if first or compiled.seconds:
             KEEPER.save_soon()
@@ -280,7 +260,7 @@ class Engine:
 
     def wants_channels_last(self, settings: Settings, device: torch.device) -> bool:
         """Whether convolution weights should be in channels_last: for kernels, and for nothing slower."""
-        usable = "kernels" in _tiers(settings, device) and "kernels" not in self._retired
+        usable = "kernels" in _tiers(settings) and "kernels" not in self._retired
         return usable and kernels.available(device)
 
     def drop_graphs(self) -> None:
@@ -299,10 +279,6 @@ def _traceback(error: Exception) -> str:
 _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed
 
 
-def _tiers(settings: Settings, device: torch.device) -> tuple[str, ...]:
-    """The tiers to try, fastest first. ``auto`` asks no CPU for kernels; ``kernels`` does, and is told what happens."""
-    if settings.mode == "off":
-        return ()
-    if settings.mode == "regions" or (settings.mode == "auto" and not devices.is_nvidia(device)):
-        return ("regions",)
-    return ("kernels", "regions")
+def _tiers(settings: Settings) -> tuple[str, ...]:
+    """The tiers to try, fastest first. Without any it is ComfyUI's own forward."""
+    return ("kernels",) if settings.mode == "auto" else ()

@@ -308,15 +308,5 @@ def budget_is_full(budget: int) -> str:
     )
 
 
-def obstacle(tier: str) -> str:
-    """Why forwards of ``tier`` cannot be captured with this allocator; "" if they can."""
-    if tier == "regions" and addresses_are_promised():
-        return (
-            "compiled regions cannot be captured under cudaMallocAsync, ComfyUI's default: use mode auto, or start "
-            "ComfyUI with --disable-cuda-malloc"
-        )
-    return ""
-
-
 def _free(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]

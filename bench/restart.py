@@ -1,6 +1,6 @@
 """From a loaded model to its first picture, in a new process: what artefacts on disk are worth.
 
-python -m bench.restart [--model sdxl|sd15|flux] [--mode auto|regions] [--steps N] [--repeat N] [--json FILE]
+python -m bench.restart [--model sdxl|sd15|flux] [--steps N] [--repeat N] [--json FILE]
 
 One prompt of 1024x1024 (SD1.5: 512x512) and its decode by the VAE; of Flux the model alone. Each start is a process:
 
@@ -59,7 +59,7 @@ class Clocks:
         self.spent["triton_compile"] += 0.0 if cache_hit else times.total * 1e-6
 
 
-def worker(model: str, mode: str, steps: int, start: str, base: Path) -> None:
+def worker(model: str, steps: int, start: str, base: Path) -> None:
     """One start in this process; prints a line when the models are loaded and one with the figures."""
     from tools import embed
 
@@ -79,10 +79,10 @@ def worker(model: str, mode: str, steps: int, start: str, base: Path) -> None:
     torch.zeros(1, device=patcher.load_device)
     measure.synchronize()
     print(json.dumps({"conditions": measure.conditions()}), flush=True)
-    print(json.dumps(_figures(patcher, vae, model, mode, steps, start) | _counts(clocks)), flush=True)
+    print(json.dumps(_figures(patcher, vae, model, steps, start) | _counts(clocks)), flush=True)
 
 
-def _figures(patcher: Any, vae: Any, model: str, mode: str, steps: int, start: str) -> dict[str, Any]:
+def _figures(patcher: Any, vae: Any, model: str, steps: int, start: str) -> dict[str, Any]:
     """Seconds to the picture, and of its parts."""
     import torch
 
@@ -91,7 +91,7 @@ def _figures(patcher: Any, vae: Any, model: str, mode: str, steps: int, start: s
     took: dict[str, float] = {}
     with measure.seconds(took, "seconds"):
         if start != "eager":
-            patcher, vae = _compiled(patcher, vae, mode)
+            patcher, vae = _compiled(patcher, vae)
         marks = [time.perf_counter()]
 
         def after_step(*state: Any) -> None:
@@ -107,26 +107,23 @@ def _figures(patcher: Any, vae: Any, model: str, mode: str, steps: int, start: s
     return took | {"first_step": round(marks[1] - marks[0], 3)}
 
 
-def _compiled(patcher: Any, vae: Any, mode: str) -> tuple[Any, Any]:
+def _compiled(patcher: Any, vae: Any) -> tuple[Any, Any]:
     from anyshape.accel.engine import Settings
     from anyshape.accel.families.attach import compile_model
     from anyshape.accel.families.vae import compile_vae
 
-    return compile_model(patcher, Settings(mode=mode))[0], vae and compile_vae(vae)[0]
+    return compile_model(patcher, Settings())[0], vae and compile_vae(vae)[0]
 
 
 def _counts(clocks: Clocks) -> dict[str, Any]:
     from anyshape.accel.artifacts import KEEPER
     from anyshape.accel.stats import snapshot
-    from torch._dynamo.utils import counters
 
     KEEPER.wait()
     found = snapshot()
     return {
         **{name: round(value, 3) for name, value in clocks.spent.items()},
         "kernels": clocks.kernels,
-        "regions": measure.compile_seconds(),
-        "graphs": {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")},
         "artifacts": {name: found["artifacts"][name] for name in ("loaded", "saved")},
         "rejected": len(found["artifacts"]["rejected"]),
         "states": sorted({shape["state"] for entry in found["models"] for shape in entry["shapes"]}),
@@ -135,7 +132,7 @@ def _counts(clocks: Clocks) -> dict[str, Any]:
 
 def follow(chosen: argparse.Namespace, start: str, caches: Path, base: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(figures of one start, the conditions it ran under)."""
-    command = [sys.executable, "-m", "bench.restart", "--model", chosen.model, "--mode", chosen.mode]
+    command = [sys.executable, "-m", "bench.restart", "--model", chosen.model]
     command += ["--steps", str(chosen.steps), "--worker", start, "--base", str(base)]
     ended = process.follow(command, caches, LIMIT)
     figures = next((line for line in ended.lines if "seconds" in line), {"seconds": None, "exit_code": ended.code})
@@ -160,7 +157,6 @@ def main() -> None:
     """Prints a line for each start and writes the JSON after each round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=sorted(SIZES), default="sdxl")
-    parser.add_argument("--mode", choices=("auto", "regions"), default="auto")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
         "--repeat", type=int, default=1, help="how often each start is made, each round with new caches"
@@ -170,10 +166,10 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        return worker(chosen.model, chosen.mode, chosen.steps, chosen.worker, chosen.base)
+        return worker(chosen.model, chosen.steps, chosen.worker, chosen.base)
     size = SIZES[chosen.model]
-    result = {"model": chosen.model, "mode": chosen.mode, "size": [size, size], "steps": chosen.steps, "starts": {}}
-    command = f"python -m bench.restart --model {chosen.model} --mode {chosen.mode} --steps {chosen.steps}"
+    result = {"model": chosen.model, "size": [size, size], "steps": chosen.steps, "starts": {}}
+    command = f"python -m bench.restart --model {chosen.model} --steps {chosen.steps}"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         follow(chosen, "eager", Path(folder) / "caches", Path(folder) / "base")
     for _ in range(chosen.repeat):

@@ -1,35 +1,10 @@
-"""Regions through the store into empty caches of PyTorch: which change of the input's structure compiles what anew.
-
-In processes of their own. The C++ that a graph on a CPU consists of is built by a compiler of its own and belongs to
-one machine: it is not in the store, and the second process is handed it, which saves the test minutes.
-"""
-
-import json
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+"""What the store keeps of PyTorch's caches, and how it is put there."""
 
 import pytest
 import torch
 
-from tools.paths import ROOT, project_env
-
 CLOSE = 1e-4  # relative L2 in fp32; what is measured is 4e-6
 GRAPHS = ("fxgraph", "aotautograd")  # folders of PyTorch's caches
-# What a change must compile anew with a store that a UNet filled, in this order and in one process: (found, compiled).
-REUSE = {
-    "nothing": (3, 0),
-    "another size": (0, 0),
-    "another batch": (0, 0),
-    "no negative prompt": (0, 0),
-    "a longer prompt": (0, 0),
-    "a LoRA": (0, 0),
-    "a ControlNet": (0, 0),
-    "a compiled ControlNet": (0, 0),  # it consists of the UNet's operations
-    "a compiled VAE": (0, 1),  # it adds an operation of its own
-}
 ARTIFACT = ("inductor", "f" * 50, b"content")
 
 
@@ -38,31 +13,6 @@ def obstacle():
     from anyshape.accel.artifacts import torch_cache
 
     return torch_cache.obstacle()
-
-
-def process(base: Path, cache: Path, *changes: str) -> dict:
-    """``tools.stored_regions`` with PyTorch's caches in ``cache``."""
-    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache), "ANYSHAPE_ARTIFACTS_MB": "64"}
-    environment["TORCHINDUCTOR_VEC_ISA_OK"] = "1"  # else PyTorch tries out what the processor can, for ten seconds
-    command = [sys.executable, "-m", "tools.stored_regions", str(base), *changes]
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
-    assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout.splitlines()[-1])
-
-
-def test_every_change_reuses_what_does_not_depend_on_it(tmp_path, obstacle):
-    if obstacle:
-        pytest.skip(obstacle)
-    shared = Path((os.environ | project_env())["TORCHINDUCTOR_CACHE_DIR"])
-    first = process(tmp_path / "base", shared, "nothing")
-    assert (first["saved"], first["loaded"], first["rejected"]) == (3, 0, [])
-    assert first["dir"] == str(tmp_path / "base" / "models" / "anyshape")
-    shutil.copytree(shared, tmp_path / "cache", ignore=shutil.ignore_patterns(*GRAPHS, "*.lock"))
-    second = process(tmp_path / "base", tmp_path / "cache")
-    assert {name: (c["hits"], c["misses"]) for name, c in second["changes"].items()} == REUSE
-    assert max(change["error"] for change in second["changes"].values()) < CLOSE
-    assert {shape["state"] for model in second["models"] for shape in model["shapes"]} == {"regions"}
-    assert (second["loaded"], second["saved"], second["rejected"]) == (3, 1, [])
 
 
 def test_what_another_pack_compiles_is_not_ours(obstacle):

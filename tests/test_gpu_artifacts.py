@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.oracles import FUSED
 from tools.paths import ROOT
 
 pytestmark = pytest.mark.gpu
@@ -16,13 +17,13 @@ pytestmark = pytest.mark.gpu
 TOLERANCE = {"unet": 5e-3, "vae": 2.5e-2}  # as in test_gpu.py and test_gpu_vae.py
 
 
-def start(folder: Path, base: Path, mode: str = "kernels") -> dict:
+def start(folder: Path, base: Path) -> dict:
     """``tools.restarted`` in a process with its compilers' caches in ``folder``; its results are eager's.
 
     base: ComfyUI's base directory, whose models/anyshape is the store.
     """
     caches = {"TRITON_CACHE_DIR": str(folder / "triton"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    command = [sys.executable, "-m", "tools.restarted", str(base), mode]
+    command = [sys.executable, "-m", "tools.restarted", str(base)]
     environment = os.environ | caches | {"ANYSHAPE_ARTIFACTS_MB": "256"}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr
@@ -31,7 +32,7 @@ def start(folder: Path, base: Path, mode: str = "kernels") -> dict:
     for name, tolerance in TOLERANCE.items():
         assert found.get(name, 0.0) < tolerance
     states = {shape["state"] for model in found["models"] for shape in model["shapes"]}
-    assert states <= {"graph", mode}, found["fallbacks"]
+    assert states <= {"graph", FUSED}, found["fallbacks"]
     return found
 
 
@@ -79,11 +80,3 @@ def test_a_damaged_store(base, tmp_path):
     found = start(tmp_path / "caches", base)
     assert len(found["rejected"]) == len(damaged) and found["compiled"] > 0 and found["loaded"] > 0
     assert found["saved"] == len(damaged)
-
-
-def test_regions(tmp_path):
-    """``mode: regions``: PyTorch finds every graph in caches that were empty."""
-    first = start(tmp_path / "one", tmp_path / "base", "regions")
-    second = start(tmp_path / "two", tmp_path / "base", "regions")
-    assert first["miss"] > 0 and first["saved"] > 0 and first["rejected"] == []
-    assert (second["miss"], second["saved"], second["rejected"]) == (0, 0, []) and second["loaded"] == first["saved"]

@@ -10,7 +10,7 @@ from tools.comfy_server import ComfyServer, PromptError
 from tools.oracles import STATS_KEYS
 
 # The contract: node id -> display name, inputs (type or choices, default, minimum) in order, outputs.
-MODES = ["auto", "kernels", "regions", "off"]
+MODES = ["auto", "exact", "off"]
 DEPTHS = ["auto", *(str(depth) for depth in range(11))]
 CONTRACT = {
     "AnyShapeCompileModel": (
@@ -204,7 +204,7 @@ def test_switched_off_is_plain(server, plain) -> None:
     assert calls(server) == before
 
 
-@pytest.mark.parametrize(("mode", "budget"), [("regions", 0), ("kernels", 0), ("auto", 1 << 20)])
+@pytest.mark.parametrize(("mode", "budget"), [("exact", 0), ("auto", 0), ("auto", 1 << 20)])
 def test_every_setting_makes_the_image(server, plain, mode, budget) -> None:
     """Kernels on a machine without a GPU and a budget larger than any card included."""
     assert np.abs(pixels(server, with_nodes(mode, budget=budget)) - plain[1]).max() <= CLOSE
@@ -314,7 +314,7 @@ def test_the_info_node_runs_each_time_and_after_its_input(server, plain) -> None
         ({"budget": -1}, ["graph_budget_mb", "-1", "min of 0"]),
         ({"budget": (1 << 20) + 1}, ["graph_budget_mb", str((1 << 20) + 1), "max of"]),
         ({"budget": "much"}, ["graph_budget_mb", "much"]),
-        ({"mode": "x"}, ["mode", "'x'", "regions"]),
+        ({"mode": "x"}, ["mode", "'x'", "exact"]),
     ],
     ids=str,
 )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools import embed
-from tools.oracles import fallbacks
+from tools.oracles import FUSED, fallbacks
 
 embed.bare_pack()
 
@@ -35,7 +35,7 @@ def own_stats(monkeypatch):
 
 
 @pytest.fixture
-def engine(own_stats):
+def engine(own_stats, stand_in):
     return Engine(own_stats.model("Engine", "unet"), passthrough=(Interrupt,))
 
 
@@ -161,7 +161,7 @@ def test_a_tier_that_is_wrong_is_retired(engine) -> None:
 
     for _ in range(3):
         assert torch.equal(engine(call(wrong), Settings()), X * 2)
-    assert tried == ["regions"]
+    assert tried == ["kernels"]
     assert state(engine)[0] == "eager" and "wrong result" in state(engine)[1] and "64x64" in state(engine)[1]
     assert any("wrong result" in fallback["reason"] for fallback in fallbacks())
 
@@ -186,7 +186,7 @@ def test_each_shape_is_compared_once(engine) -> None:
 
 def test_it_can_be_switched_off(engine) -> None:
     out = engine(call(lambda ops, inputs: inputs["x"] * 2, eager=failing(AssertionError())), Settings(verify=False))
-    assert torch.equal(out, X * 2) and state(engine) == ("regions", "")
+    assert torch.equal(out, X * 2) and state(engine) == (FUSED, "")
 
 
 def test_code_of_other_packs_does_not_run_twice(engine) -> None:
@@ -201,4 +201,4 @@ def test_code_of_other_packs_does_not_run_twice(engine) -> None:
 def test_eager_may_need_more_memory_than_there_is(engine) -> None:
     short = call(lambda ops, inputs: inputs["x"] * 2, eager=failing(torch.OutOfMemoryError("short")))
     assert torch.equal(engine(short, Settings()), X * 2)
-    assert state(engine) == ("regions", "") and not fallbacks()
+    assert state(engine) == (FUSED, "") and not fallbacks()

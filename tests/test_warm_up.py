@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.driving import compiled, compiled_control, sample_prompts, skipping, steering
-from tools.oracles import error, fallbacks, last_run, shapes
+from tools.oracles import FUSED, error, fallbacks, last_run, shapes
 
 FORMS = "write 1024x1152 or 896x768 batch 2"
 SIZES = "136x120\n64x96 batch 2\n128x128"
@@ -109,7 +109,7 @@ def nothing_new(run):
     from anyshape.accel import stats
 
     before = first_calls()
-    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+    with stats.expect(recompiles=0, fallbacks=0):
         out = run()
     assert first_calls() == before
     return out
@@ -121,7 +121,7 @@ def sample_listed(models, model, **run):
 
 
 @pytest.fixture
-def clean(clean_stats):
+def clean(stand_in, clean_stats):
     return clean_stats
 
 
@@ -132,12 +132,12 @@ def test_listed_sizes_are_known_before_their_first_prompt(pack, models, unets, c
 
     model = compiled(unets[name])
     report = warm(pack, model)
-    assert ran().keys() == LISTED and {s["state"] for s in shapes()} == {"regions"}
+    assert ran().keys() == LISTED and {s["state"] for s in shapes()} == {FUSED}
     assert [line.split()[:4] for line in report.splitlines()[1:]] == [
-        ["128x128", "1", "model", "regions"], ["136x120", "1", "model", "regions"], ["64x96", "2", "model", "regions"],
+        ["128x128", "1", "model", FUSED], ["136x120", "1", "model", FUSED], ["64x96", "2", "model", FUSED],
     ]  # fmt: skip
     nothing_new(lambda: sample_listed(models, model))
-    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+    with stats.expect(recompiles=0, fallbacks=0):
         models.sample(model, 200, 72, 3, steps=1)
     assert (200, 72, 3) in ran()
 
@@ -146,14 +146,6 @@ def test_listed_sizes_are_known_before_their_first_prompt(pack, models, unets, c
 def test_cfg_says_which_prompts_are_joined(pack, patcher, clean, cfg, rows) -> None:
     warm(pack, compiled(patcher), "64x64\n64x64 batch 2", cfg=cfg)
     assert {int(s["key"].split("x[")[1].split("x")[0]) for s in shapes()} == rows
-
-
-def test_flux_is_warmed_as_it_is_sampled(pack, models, clean) -> None:
-    from tools.driving import FLUX_RUN, SMALL_FLUX
-
-    model = compiled(models.flux(torch.float32, **SMALL_FLUX))
-    warm(pack, model, "128x128")
-    nothing_new(lambda: models.sample(model, **FLUX_RUN | {"tokens": 256, "cfg": 1.0}))
 
 
 def test_the_prompts_are_the_users(pack, models, patcher, clean) -> None:

@@ -27,7 +27,7 @@ from ..skip.run import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..stats import STATS
 from ..warm_up import MIB, Row, Shape, parse, table
-from . import vae as vae_family
+from . import lazy
 from .attach import session_of
 from .layers import INTERRUPTS
 from .skipping import skips
@@ -85,7 +85,7 @@ def _warmed(
     """(a row a job, what the user should know). The VAE first: loading it later might unload the model's graphs."""
     session, jobs, warnings = session_of(model), [], []
     if vae is not None:
-        if vae_family.is_compiled(vae):
+        if lazy.module("vae").is_compiled(vae):
             jobs += _vae_jobs(vae, shapes)
         else:
             warnings.append(NO_VAE)

@@ -22,12 +22,12 @@ OLDEST_TRITON = (3, 2)  # that of torch 2.6
 
 def _obstacle(device: torch.device) -> str | None:
     if device.type == "cpu":
-        return "Triton kernels need an NVIDIA GPU, this model is on cpu"
+        return "kernels need an NVIDIA GPU and this model is on the CPU, so it runs in eager"
     return devices.obstacle(device) or too_old(device) or None
 
 
 def too_old(device: torch.device) -> str:
-    """Why no compiler serves this card, neither Triton nor torch.compile; "" if they do."""
+    """Why Triton does not serve this card; "" if it does."""
     if not devices.is_nvidia(device):
         return ""
     capability = torch.cuda.get_device_capability(device)
@@ -35,7 +35,7 @@ def too_old(device: torch.device) -> str:
         return ""
     return (
         f"this card has compute capability {capability[0]}.{capability[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}: "
-        f"no kernels, no regions; the model runs in eager"
+        f"no kernels, so the model runs in eager"
     )
 
 
