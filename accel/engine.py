@@ -96,6 +96,10 @@ class Engine:
 
     def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, from the fastest tier that is safe."""
+        with devices.current(call.key.device):  # another one may be: kernels and graphs start on the current one
+            return self._counted(call, settings)
+
+    def _counted(self, call: Call, settings: Settings) -> Output:
         shape = self.stats.shape(str(call.key), call.width, call.height, call.batch)
         shape.calls += 1
         if shape.calls > 1:
@@ -161,7 +165,7 @@ class Engine:
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle = self._graph_obstacle(tier, call, settings)
         if not obstacle:
-            out = graphs.cache(call.key.device).replay(id(self), call.key, call.weights, call.inputs)
+            out = graphs.cache(call.key.device).replay(self._graph(tier, call), call.weights, call.inputs)
             if out is not None:
                 shape.state, shape.reason = "graph", ""
                 shape.replays += 1
@@ -243,15 +247,19 @@ class Engine:
     def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, out: Output) -> None:
         """Captures the shape's graph right after its first fused forward; the next call replays it."""
         recording = graphs.Recording(
-            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out, settings.verify
-        )
+            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out,
+            settings.verify, self.stats.name,
+        )  # fmt: skip
         try:
             shape.bytes = graphs.cache(call.key.device).capture(
-                id(self), call.key, recording, settings.graph_budget_bytes
+                self._graph(ops.name, call), recording, settings.graph_budget_bytes
             )
             shape.state, shape.reason = "graph", ""
         except CaptureFailed as error:
             self._note(shape, ops.name, str(error))
+
+    def _graph(self, tier: str, call: Call) -> graphs.Name:
+        return graphs.Name(id(self), call.key, tier)
 
     def _step_down(self, tier: str, error: Exception) -> str:
         """Retires the tier, unless only memory was short, and returns the reason."""
@@ -262,6 +270,7 @@ class Engine:
         ours = isinstance(error, AnyShapeError)  # whose text is made for the user
         reason = str(error) if ours else f"{tier} failed: {named(error)}"
         self._retired[tier] = reason
+        self.drop_graphs()  # what it captured is no better than what it computes
         self._details[reason] = "" if isinstance(error, Unavailable) else _traceback(error)
         return reason
 
@@ -288,7 +297,7 @@ class Engine:
         graphs.drop_owner(id(self))
 
     def __del__(self) -> None:
-        graphs.drop_owner(id(self))
+        graphs.abandon(id(self))
 
 
 def _traceback(error: Exception) -> str:
