@@ -7,6 +7,7 @@ did, and turns every failure of ours into the next slower tier. Eager is the las
 import logging
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 MODES = ("auto", "kernels", "regions", "off")
 MAX_BUDGET_MB = 1 << 20
+MAX_TRIES = 3  # to compare a shape: eager may overflow, or have no memory, in one call and not in the next
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Engine:
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
     _started: set[tuple[str, torch.dtype, bool, bool]] = field(default_factory=set)  # whose first call is over
     _verified: set[tuple[str, ShapeKey]] = field(default_factory=set)  # shapes that a tier gets right
+    _tries: Counter[tuple[str, ShapeKey]] = field(default_factory=Counter)  # to compare others
     _details: dict[str, str] = field(default_factory=dict)  # of what failed in this call, by reason, for the log
     _told: set[str] = field(default_factory=set)  # reasons that were logged
     # of shapes that cannot have a graph, by tier and reason: another patch, another trial
@@ -177,7 +180,10 @@ class Engine:
         if obstacle:
             return self._without_graph(ops, call, settings, shape, obstacle)
         out = self._forward(ops, call, settings)
-        self._capture(ops, call, settings, shape, out)
+        if settings.verify and not self._is_checked(ops, call):  # its graph would never be compared
+            self._note(shape, ops.name, NOT_COMPARED)
+        else:
+            self._capture(ops, call, settings, shape, out)
         return out
 
     def _without_graph(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, obstacle: str) -> Output:
@@ -222,20 +228,26 @@ class Engine:
         self._started.add(name)
         if first or compiled.seconds:
             KEEPER.save_soon()
-        if settings.verify and (ops.name, call.key) not in self._verified:
+        if settings.verify and not self._is_checked(ops, call):
             self._verify(ops, call, out)
         return out
 
+    def _is_checked(self, ops: FusedOps, call: Call) -> bool:
+        """Whether a shape was compared, or cannot be."""
+        return (ops.name, call.key) in self._verified or self._tries[ops.name, call.key] >= MAX_TRIES
+
     def _verify(self, ops: FusedOps, call: Call, out: Output) -> None:
         """Compares a shape's first result with eager, by one forward more. Raises ``WrongResult``."""
-        what = f"the {ops.name} tier at {call.width}x{call.height}"
+        what, name, compared = f"the {ops.name} tier at {call.width}x{call.height}", (ops.name, call.key), True
         if call.repeatable:
             reference, _ = attempt(call.eager, self._no_reference, self.passthrough)
-            if reference is not None:
-                verify.compare(what, out, reference)
+            compared = reference is not None and verify.compare(what, out, reference)
         else:
             verify.check_finite(what, out)
-        self._verified.add((ops.name, call.key))
+        if compared:
+            self._verified.add(name)
+        else:
+            self._tries[name] += 1
 
     def _no_reference(self, error: Exception) -> str | None:
         """Eager needs more memory than the tier: nothing to compare with. Other errors are the call's own."""
@@ -305,6 +317,9 @@ def _traceback(error: Exception) -> str:
     return "\n" + "".join(traceback.format_exception(error))
 
 
+NOT_COMPARED = (
+    "eager's own result could not be compared with (it is not finite, or eager had no memory), so there is no graph yet"
+)
 _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed
 
 
