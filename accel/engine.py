@@ -7,6 +7,7 @@ did, and turns every failure of ours into the next slower tier. Eager is the las
 import logging
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ log = logging.getLogger(__name__)
 
 MODES = ("auto", "exact", "off")
 MAX_BUDGET_MB = 1 << 20
+MAX_TRIES = 3  # to compare a shape: eager may overflow, or have no memory, in one call and not in the next
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,16 @@ class Engine:
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
     _started: set[tuple[str, torch.dtype, bool, bool]] = field(default_factory=set)  # whose first call is over
     _verified: set[tuple[str, ShapeKey]] = field(default_factory=set)  # shapes that a tier gets right
+    _tries: Counter[tuple[str, ShapeKey]] = field(default_factory=Counter)  # to compare others
     _details: dict[str, str] = field(default_factory=dict)  # of what failed in this call, by reason, for the log
     _told: set[str] = field(default_factory=set)  # reasons that were logged
 
     def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, from the fastest tier that is safe."""
+        with devices.current(call.key.device):  # another one may be: kernels and graphs start on the current one
+            return self._counted(call, settings)
+
+    def _counted(self, call: Call, settings: Settings) -> Output:
         shape = self.stats.shape(str(call.key), call.width, call.height, call.batch)
         shape.calls += 1
         if shape.calls > 1:
@@ -155,7 +162,7 @@ class Engine:
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle = self._graph_obstacle(call, settings)
         if not obstacle:
-            out = graphs.cache(call.key.device).replay(id(self), call.key, call.weights, call.inputs)
+            out = graphs.cache(call.key.device).replay(self._graph(tier, call), call.weights, call.inputs)
             if out is not None:
                 shape.state, shape.reason = "graph", ""
                 shape.replays += 1
@@ -168,7 +175,10 @@ class Engine:
             self._note(shape, tier, obstacle)
             return self._forward(ops, call, settings)
         out = self._forward(ops, call, settings)
-        self._capture(ops, call, settings, shape, out)
+        if settings.verify and not self._is_checked(ops, call):  # its graph would never be compared
+            self._note(shape, ops.name, NOT_COMPARED)
+        else:
+            self._capture(ops, call, settings, shape, out)
         return out
 
     def _graph_obstacle(self, call: Call, settings: Settings) -> str:
@@ -198,20 +208,26 @@ class Engine:
         self._started.add(name)
         if first or compiled.seconds:
             KEEPER.save_soon()
-        if settings.verify and (ops.name, call.key) not in self._verified:
+        if settings.verify and not self._is_checked(ops, call):
             self._verify(ops, call, out)
         return out
 
+    def _is_checked(self, ops: FusedOps, call: Call) -> bool:
+        """Whether a shape was compared, or cannot be."""
+        return (ops.name, call.key) in self._verified or self._tries[ops.name, call.key] >= MAX_TRIES
+
     def _verify(self, ops: FusedOps, call: Call, out: Output) -> None:
         """Compares a shape's first result with eager, by one forward more. Raises ``WrongResult``."""
-        what = f"the {ops.name} tier at {call.width}x{call.height}"
+        what, name, compared = f"the {ops.name} tier at {call.width}x{call.height}", (ops.name, call.key), True
         if call.repeatable:
             reference, _ = attempt(call.eager, self._no_reference, self.passthrough)
-            if reference is not None:
-                verify.compare(what, out, reference)
+            compared = reference is not None and verify.compare(what, out, reference)
         else:
             verify.check_finite(what, out)
-        self._verified.add((ops.name, call.key))
+        if compared:
+            self._verified.add(name)
+        else:
+            self._tries[name] += 1
 
     def _no_reference(self, error: Exception) -> str | None:
         """Eager needs more memory than the tier: nothing to compare with. Other errors are the call's own."""
@@ -223,15 +239,19 @@ class Engine:
     def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, out: Output) -> None:
         """Captures the shape's graph right after its first fused forward; the next call replays it."""
         recording = graphs.Recording(
-            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out, settings.verify
-        )
+            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out,
+            settings.verify, self.stats.name,
+        )  # fmt: skip
         try:
             shape.bytes = graphs.cache(call.key.device).capture(
-                id(self), call.key, recording, settings.graph_budget_bytes
+                self._graph(ops.name, call), recording, settings.graph_budget_bytes
             )
             shape.state, shape.reason = "graph", ""
         except CaptureFailed as error:
             self._note(shape, ops.name, str(error))
+
+    def _graph(self, tier: str, call: Call) -> graphs.Name:
+        return graphs.Name(id(self), call.key, tier)
 
     def _step_down(self, tier: str, error: Exception) -> str:
         """Retires the tier, unless only memory was short, and returns the reason."""
@@ -242,6 +262,7 @@ class Engine:
         ours = isinstance(error, AnyShapeError)  # whose text is made for the user
         reason = str(error) if ours else f"{tier} failed: {named(error)}"
         self._retired[tier] = reason
+        self.drop_graphs()  # what it captured is no better than what it computes
         self._details[reason] = "" if isinstance(error, Unavailable) else _traceback(error)
         return reason
 
@@ -268,7 +289,7 @@ class Engine:
         graphs.drop_owner(id(self))
 
     def __del__(self) -> None:
-        graphs.drop_owner(id(self))
+        graphs.abandon(id(self))
 
 
 def _traceback(error: Exception) -> str:
@@ -276,6 +297,9 @@ def _traceback(error: Exception) -> str:
     return "\n" + "".join(traceback.format_exception(error))
 
 
+NOT_COMPARED = (
+    "eager's own result could not be compared with (it is not finite, or eager had no memory), so there is no graph yet"
+)
 _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed
 
 

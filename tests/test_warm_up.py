@@ -294,8 +294,8 @@ def test_a_graph_that_is_gone_is_said(pack, monkeypatch) -> None:
     from anyshape.accel.families import warm_up
     from anyshape.accel.warm_up import Row, Shape
 
-    monkeypatch.setattr(warm_up.graphs, "held", lambda _: {"there": 1})
-    rows = [Row(Shape(64, 64), "model", "graph", keys=frozenset({key})) for key in ("gone", "there")]
+    monkeypatch.setattr(warm_up.graphs, "held", lambda _: {("UNet", "there"): 1})
+    rows = [Row(Shape(64, 64), "model", "graph", keys=frozenset({("UNet", key)})) for key in ("gone", "there")]
     assert [row.state for row in budget(None).settled(rows)] == ["evicted", "graph"]
     assert "memory ran short" in rows[0].why and not rows[1].why
 

@@ -158,7 +158,7 @@ def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> R
     reasons = [f"{name}: {s['reason']}" if several else s["reason"] for name, s in ran if s["reason"]]
     return Row(
         job.shape, job.part, min(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
-        "; ".join(dict.fromkeys(reasons)), frozenset(s["key"] for _, s in ran if s["state"] == "graph"),
+        "; ".join(dict.fromkeys(reasons)), frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph"),
     )  # fmt: skip
 
 
