@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from .artifacts import KEEPER
 from .attempt import named
 from .errors import Unavailable
 from .stats import COMPILES
@@ -152,11 +151,8 @@ class Region:
                 self.misses += 1
                 return self._fn(*args)
             variant = _Variant(self._fn, f"anyshape_{id(self)}_{len(self._variants)}")
-            device = next((value.device for value in args if isinstance(value, Tensor)), torch.device("cpu"))
-            KEEPER.load_regions(device)
             try:
-                with KEEPER.recording(device):
-                    out = variant.first_call(args)
+                out = variant.first_call(args)
             except torch._dynamo.exc.BackendCompilerFailed as error:
                 line = named(error.inner_exception)
                 raise Unavailable(f"torch.compile failed: {line}. {_advice(line, args)}") from error
