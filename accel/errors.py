@@ -28,7 +28,7 @@ class WrongResult(AnyShapeError):
 
 
 class ArtifactError(AnyShapeError):
-    """A compiled artefact on disk cannot be used; it is compiled anew."""
+    """A compiled artefact on disk cannot be used; it is compiled again."""
 
 
 class Damaged(ArtifactError):

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from . import verify
-from .allocator import addresses_are_promised
 from .capture import CapturedGraph, Capturer, Recording
 from .errors import CaptureFailed, NoRoom, WrongResult, is_out_of_memory
 from .key import ShapeKey

@@ -43,14 +43,14 @@ class Clocks:
         from anyshape.accel.artifacts import keeper
         from triton import knobs
 
-        load = keeper.Keeper._load_all
+        load = keeper.Keeper._load
 
         def timed(*args: Any) -> None:
             started = time.perf_counter()
             load(*args)
             self.spent["store_load"] += time.perf_counter() - started
 
-        keeper.Keeper._load_all = timed
+        keeper.Keeper._load = timed
         if hasattr(knobs, "compilation"):  # Triton 3.4 and newer
             knobs.compilation.listener = self._compiled
 
@@ -64,8 +64,8 @@ def worker(model: str, steps: int, start: str, base: Path) -> None:
     from tools import embed
 
     if start in ("cold", "store"):
-        os.environ["ANYSHAPE_ARTIFACTS_MB"] = STORE
-    embed.use_comfyui(extra={"base_directory": str(embed.make_base(base))})
+        os.environ |= {"ANYSHAPE_ARTIFACTS_MB": STORE, "ANYSHAPE_ARTIFACTS_DIR": str(base)}
+    embed.use_comfyui()
     embed.bare_pack()
     clocks = Clocks()
     clocks.install()
