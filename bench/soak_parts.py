@@ -31,11 +31,11 @@ ON_CPU = Scope(
     sizes=tuple((width, height) for width in SIDES for height in SIDES), images=(1, 1, 2, 3, 4), budgets_mb=(2048,),
     rebuild=0.05, unload=0.1, every=20, most_pixels=4 * 96 * 96,
 )  # fmt: skip
-ON_GPU = Scope(  # without mode regions, whose dozen graphs take inductor a minute on a GPU
+ON_GPU = Scope(
     sizes=((512, 512), (512, 768), (768, 512), (544, 408), (728, 720), (960, 720), (640, 896), (768, 768), (520, 776),
            (584, 824), (640, 1024), (264, 200)),
     images=(1, 1, 2, 4), budgets_mb=(2048, 2048, 2048, 256, 0), rebuild=0.008, unload=0.02, every=50,
-    modes=("auto",) * 15 + ("kernels", "kernels", "off", "off"), most_pixels=1024 * 768,
+    modes=("auto",) * 15 + ("exact", "exact", "off", "off"), most_pixels=1024 * 768,
 )  # fmt: skip
 NAMES = ("demo", "small", "sd15", "sdxl")
 
