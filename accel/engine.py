@@ -26,7 +26,7 @@ from .trial import Trial
 
 log = logging.getLogger(__name__)
 
-MODES = ("auto", "kernels", "regions", "off")
+MODES = ("auto", "exact", "off")
 MAX_BUDGET_MB = 1 << 20
 
 
@@ -213,8 +213,8 @@ class Engine:
                 ops.compile_ahead(lambda: call.forward(ops, call.inputs))
             out = call.forward(ops, call.inputs)
         self.stats.compile_seconds += compiled.seconds
-        self.stats.region_graphs += compiled.graphs
-        self.stats.recompiles += 0 if first else compiled.graphs + compiled.kernels
+        self.stats.kernels += compiled.kernels
+        self.stats.recompiles += 0 if first else compiled.kernels
         self._started.add(name)
         if first or compiled.seconds:
             KEEPER.save_soon()
@@ -274,7 +274,7 @@ class Engine:
 
     def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
         """Counts how a shape runs, and why it is not faster."""
-        shape.state, shape.reason = state, reason
+        shape.state, shape.reason = "eager" if state == "eager" else "tape", reason
         if reason and STATS.fallback(self.stats.name, reason) == 1:
             log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
 
@@ -300,9 +300,7 @@ _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothin
 
 
 def _tiers(settings: Settings, device: torch.device) -> tuple[str, ...]:
-    """The tiers to try, fastest first. ``auto`` asks no CPU for kernels; ``kernels`` does, and is told what happens."""
-    if settings.mode == "off":
+    """The tiers to try, fastest first."""
+    if settings.mode != "auto":  # a fused forward rounds otherwise than eager's
         return ()
-    if settings.mode == "regions" or (settings.mode == "auto" and not devices.is_nvidia(device)):
-        return ("regions",)
-    return ("kernels", "regions")
+    return ("kernels", "regions") if devices.is_nvidia(device) else ("regions",)

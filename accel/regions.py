@@ -14,7 +14,6 @@ How (``docs/architecture.md`` has the reasons):
 import logging
 import re
 import threading
-import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -112,11 +111,10 @@ class _Variant:
         self.run = torch._dynamo.run(self.fn)
 
     def first_call(self, args: tuple) -> Any:
-        started = time.perf_counter()
-        if not COMPILES.graphs:
+        if not COMPILES.kernels:
             log.info("AnyShape: torch.compile starts, once for all sizes; this can take a minute")
         out = self.compiled(*map(_symbolic_alias, args))
-        COMPILES.add(graphs=self.backend.graphs, seconds=time.perf_counter() - started)
+        COMPILES.add(self.backend.graphs)
         return out
 
 

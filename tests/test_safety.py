@@ -36,7 +36,7 @@ def own_stats(monkeypatch):
 
 @pytest.fixture
 def engine(own_stats):
-    return Engine(own_stats.model("Engine", "unet"), passthrough=(Interrupt,))
+    return Engine(own_stats.model("Engine", "model"), passthrough=(Interrupt,))
 
 
 def call(forward, eager=lambda: X * 2, x=X, **changes):
@@ -186,7 +186,7 @@ def test_each_shape_is_compared_once(engine) -> None:
 
 def test_it_can_be_switched_off(engine) -> None:
     out = engine(call(lambda ops, inputs: inputs["x"] * 2, eager=failing(AssertionError())), Settings(verify=False))
-    assert torch.equal(out, X * 2) and state(engine) == ("regions", "")
+    assert torch.equal(out, X * 2) and state(engine) == ("tape", "")
 
 
 def test_code_of_other_packs_does_not_run_twice(engine) -> None:
@@ -201,4 +201,4 @@ def test_code_of_other_packs_does_not_run_twice(engine) -> None:
 def test_eager_may_need_more_memory_than_there_is(engine) -> None:
     short = call(lambda ops, inputs: inputs["x"] * 2, eager=failing(torch.OutOfMemoryError("short")))
     assert torch.equal(engine(short, Settings()), X * 2)
-    assert state(engine) == ("regions", "") and not fallbacks()
+    assert state(engine) == ("tape", "") and not fallbacks()

@@ -73,7 +73,7 @@ def test_no_import_failures(server) -> None:
 def test_stats_route(server) -> None:
     stats = server.get("/anyshape/stats").json()
     assert STATS_KEYS <= set(stats)
-    assert stats["version"] == 1
+    assert stats["version"] == 2
 
 
 def test_run_view_and_progress(server) -> None:

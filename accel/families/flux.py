@@ -22,7 +22,7 @@ from .compat import PROCESS_IMG_TAKES_OPTIONS, RMS_NORMS
 from .family import Arguments, residuals, unconsumed, unknown_patches
 from .flux_blocks import Attention, Modulations, Plan, double_block, is_half, last_layer, single_block
 
-KIND = "dit"
+KIND = "model"
 MODEL = Flux
 MIRRORED = ("_forward", "forward_orig", "process_img")
 LATENT_TO_PIXELS = 8
