@@ -204,6 +204,7 @@ class Engine:
                 ops.compile_ahead(lambda: call.forward(ops, call.inputs))
             out = call.forward(ops, call.inputs)
         self.stats.compile_seconds += compiled.seconds
+        self.stats.kernels += compiled.kernels
         self.stats.recompiles += 0 if first else compiled.kernels
         self._started.add(name)
         if first or compiled.seconds:
@@ -275,9 +276,9 @@ class Engine:
 
     def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
         """Counts how a shape runs, and why it is not faster."""
-        shape.state, shape.reason = state, reason
+        shape.state, shape.reason = "eager" if state == "eager" else "tape", reason
         if reason and STATS.fallback(self.stats.name, reason) == 1:
-            log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
+            log.info("AnyShape: %s runs as %s: %s", self.stats.name, shape.state, reason)
 
     def wants_channels_last(self, settings: Settings, device: torch.device) -> bool:
         """Whether convolution weights should be in channels_last: for kernels, and for nothing slower."""

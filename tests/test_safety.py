@@ -36,7 +36,7 @@ def own_stats(monkeypatch):
 
 @pytest.fixture
 def engine(own_stats, stand_in):
-    return Engine(own_stats.model("Engine", "unet"), passthrough=(Interrupt,))
+    return Engine(own_stats.model("Engine", "model"), passthrough=(Interrupt,))
 
 
 def call(forward, eager=lambda: X * 2, x=X, **changes):
