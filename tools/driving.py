@@ -199,6 +199,6 @@ def short_of_memory(monkeypatch: Any, owner: type, name: str, limit: int) -> Non
 
 
 def as_own(owner: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` as if its code were in the file of ``owner``: a fault of ComfyUI's own, no method of another pack."""
+    """``function`` as if its code were in the file of ``owner``: a fault of ComfyUI's own, not of another pack."""
     function.__code__ = function.__code__.replace(co_filename=sys.modules[owner.__module__].__file__)
     return function
