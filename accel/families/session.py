@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
+from ..fingerprint import foreign_method
 from ..key import shape_key
 from ..ops import FusedOps
 from ..outputs import Output
@@ -42,6 +43,10 @@ class Session:
         self._depth = 0
         self._calls = 0  # that came through here; code that someone else compiled does not
         self._lock = threading.RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
+        """A pack that copies ``model_options`` to the bottom copies our wrappers too: they stay of this session."""
+        return self
 
     def sampling(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE: state begins here and ends in ``finally``."""
@@ -231,9 +236,11 @@ def _patches(options: dict[str, Any]) -> Iterator[tuple[tuple, Any]]:
 def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., Tensor]) -> str:
     """Why the model's forward is not the one that the family mirrors; "" if it is."""
     own = getattr(original, "__func__", None) is type(model)._forward
-    if own and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
+    replaced = foreign_method(type(model))
+    if own and not replaced and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
         return ""
-    return "another node replaced the model's forward, so the model runs in eager"
+    whose = f" ({replaced})" if replaced else ""
+    return f"another node replaced the model's forward{whose}, so the model runs in eager"
 
 
 def _graph_obstacle(run: Run, options: dict[str, Any]) -> str:

@@ -89,6 +89,10 @@ class _Skipping:
     def __init__(self, settings: SkipSettings, name: str, tell: Tell) -> None:
         self.settings, self.name, self.tell = settings, name, tell
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Skipping":
+        """As ``Session``: a copy of ``model_options`` is of the same node."""
+        return self
+
     def sampling(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
         """OUTER_SAMPLE: a run begins here and ends in ``finally``; where it cannot begin, nothing is skipped."""
         judge = failed(self.name, "the start of Skip Blocks")
