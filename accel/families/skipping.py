@@ -52,7 +52,7 @@ def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
         STATS.fallback(name, message)
         return message
     skipping = _Skipping(settings, name, tell)
-    session = Session(unet, Settings(mode="off"), name, attach.engine_of(unet, clone))
+    session = Session(unet, Settings(mode="off"), name, attach.engine_of(clone))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, skipping.sampling)
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, partial(_forward, session))
