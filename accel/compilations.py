@@ -1,6 +1,6 @@
-"""What one forward compiled, told from what another model's first forward compiles at the same time.
+"""What one forward compiled, apart from what another model's first forward compiles at the same time.
 
-Region graphs and kernel variants are counted for the process, but several threads may sample several models. First
+Kernels are counted for the process, but several threads may sample several models. First
 forwards are expected to compile and run one at a time; any other forward that one of them overlaps counts nothing.
 """
 
@@ -18,7 +18,6 @@ from .stats import COMPILES
 class Compiled:
     """Filled in when the forward is over."""
 
-    graphs: int = 0
     kernels: int = 0
     seconds: float = 0.0  # of the forward, if anything was compiled
 
@@ -53,14 +52,14 @@ def compilations(ops: FusedOps, first: bool) -> Iterator[Compiled]:
     """Counts what the body compiles; ``first``: it is a model's first forward on these operations."""
     compiled = Compiled()
     with _FIRST.one() if first else nullcontext():
-        before, started = _counts(ops), time.perf_counter()
+        before, started = _count(ops), time.perf_counter()
         seen = _FIRST.seen()
         yield compiled
         undisturbed = first or seen == _FIRST.seen() == (seen[0], 0)
-        after = _counts(ops) if undisturbed else before
-    compiled.graphs, compiled.kernels = after[0] - before[0], after[1] - before[1]
+        after = _count(ops) if undisturbed else before
+    compiled.kernels = after - before
     compiled.seconds = time.perf_counter() - started if after != before else 0.0
 
 
-def _counts(ops: FusedOps) -> tuple[int, int]:
-    return COMPILES.graphs, ops.compiled_variants()
+def _count(ops: FusedOps) -> int:
+    return COMPILES.kernels + ops.compiled_variants()

@@ -21,6 +21,7 @@ from tools.redis_server import RedisServer, find, free_port
 SIZE = (1024, 1024)
 STEPS = 20
 LIMIT = 300.0  # seconds a run
+KEY = "for this machine only"
 
 
 def worker(model: str) -> None:
@@ -79,7 +80,7 @@ def shared_at(port: int | None) -> dict[str, str]:
         return {}
     path = os.pathsep.join(filter(None, [str(ROOT / "fleet"), os.environ.get("PYTHONPATH", "")]))
     address = {"TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port)}
-    return {"PYTHONPATH": path, "TRITON_CACHE_MANAGER": "anyshape_redis:Manager"} | address
+    return {"PYTHONPATH": path, "TRITON_CACHE_MANAGER": "anyshape_redis:Manager", "ANYSHAPE_FLEET_KEY": KEY} | address
 
 
 def round_of(model: str, folder: Path) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:

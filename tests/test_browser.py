@@ -122,10 +122,10 @@ def test_a_run_is_shown_without_a_reload(built) -> None:
     sizes, tops = [page.size_of(one) for one in (built.model, built.vae, built.info)], page.page.evaluate(moved)
     page.page.evaluate(SHIFTS)
     page.run(built.server)
-    assert page.wait_for_badge(built.model, "regions") == "regions, 1 size, 0 recompiles"
-    assert page.wait_for_badge(built.vae, "regions") == "regions, 1 size, 0 recompiles"
+    assert page.wait_for_badge(built.model, "kernels") == "kernels, 1 size, 0 recompiles"
+    assert page.wait_for_badge(built.vae, "kernels") == "kernels, 1 size, 0 recompiles"
     (unet,) = [model for model in built.stats()["models"] if model["kind"] == "unet" and model["shapes"]]
-    row = page.page.locator(f"{PANEL} tr[data-state=regions]", has_text=SIZE).nth(0)
+    row = page.page.locator(f"{PANEL} tr[data-state=kernels]", has_text=SIZE).nth(0)
     row.wait_for()
     page.page.wait_for_function(
         "([panel, calls]) => [...document.querySelectorAll(panel + ' tr[data-state]')]"
@@ -153,7 +153,7 @@ def test_updates_are_pushed_not_polled(built) -> None:
     times = page.evaluate("() => window.seen")
     assert times and all(later - earlier > 300 for earlier, later in zip(times, times[1:], strict=False))
     assert not [url for url in asked if "anyshape" in url]
-    assert built.page.wait_for_badge(built.model, "3 sizes") == "regions, 3 sizes, 0 recompiles"
+    assert built.page.wait_for_badge(built.model, "3 sizes") == "kernels, 3 sizes, 0 recompiles"
     built.page.shot("panel")
 
 
@@ -168,14 +168,18 @@ def test_switching_the_vae_off(built) -> None:
 
 
 def test_a_step_down_is_shown_with_its_reason(built) -> None:
-    """Kernels are asked for; without a GPU the panel says what ran instead, and why."""
-    built.page.set_widgets(built.model, {"mode": "kernels"})
+    """A patch that ours does not know: the panel says what ran instead, and why."""
+    patch = built.page.add_node("Unknown Patch", 120, 30)
+    built.page.connect(1, 0, patch, 0)
+    built.page.connect(patch, 0, built.model, 0)
     built.page.run(built.server)
     reasons = [step["reason"] for step in built.stats()["fallbacks"]]
+    assert any("patch_of_tomorrow" in reason for reason in reasons)
     built.page.page.locator(f"{PANEL} li").first.wait_for()
     assert [reason for reason in reasons if reason not in built.panel()] == []
-    assert bool(reasons) == ("Stepped down to something slower" in built.panel())
-    built.page.set_widgets(built.model, {"mode": "auto"})
+    assert "Stepped down to something slower" in built.panel()
+    built.page.connect(1, 0, built.model, 0)
+    built.page.run(built.server)
 
 
 def test_the_report_is_copied(built) -> None:
@@ -221,7 +225,7 @@ def test_chinese_and_back(built) -> None:
     built.page.set("Comfy.Locale", "zh")
     page.locator(PANEL, has_text="尺寸缓存").wait_for()
     (model,) = page.evaluate("() => app.graph.nodes.filter((n) => n.type === 'AnyShapeCompileModel').map((n) => n.id)")
-    assert built.page.wait_for_badge(model, "个尺寸") == "regions, 3 个尺寸, 重新编译 0 次"
+    assert built.page.wait_for_badge(model, "个尺寸") == "kernels, 3 个尺寸, 重新编译 0 次"
     assert SIZE in page.locator(".anyshape-info").inner_text()
     assert "清空" in built.panel() and EMPTY not in built.panel()
     built.page.shot("chinese")
@@ -232,7 +236,7 @@ def test_chinese_and_back(built) -> None:
 def test_nodes_2_0(built) -> None:
     """The frontend's other kind of nodes, made of elements instead of a canvas."""
     built.page.set("Comfy.VueNodes.Enabled", True)
-    shown = built.page.page.locator(".lg-node .anyshape-badge", has_text="regions")
+    shown = built.page.page.locator(".lg-node .anyshape-badge", has_text="kernels")
     shown.first.wait_for()
     assert SIZE in built.page.page.locator(".lg-node .anyshape-info").inner_text()
     built.page.shot("nodes-2.0")
@@ -327,7 +331,7 @@ def test_every_node_is_found_and_warm_up_says_what_it_warmed(browser, server) ->
     for source, output, target, place in ((1, 0, model, 0), (model, 0, warm, 0), (warm, 0, 5, 0)):
         page.connect(source, output, target, place)
     page.run(server)
-    assert page.wait_for_badge(warm, "regions") == "regions, 3 sizes, 0 recompiles"
+    assert page.wait_for_badge(warm, "kernels") == "kernels, 3 sizes, 0 recompiles"
     assert [page.badge(one) for one in others] == ["not run yet"] * 2
     page.shot("warm-up")
     assert page.errors == []
@@ -341,11 +345,11 @@ def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(browser, server
     compiled["5"]["inputs"]["model"] = ["8", 0]
     page.load_workflow(compiled, PLACES | {"8": (410, 160)})
     page.run(server)
-    page.wait_for_badge(8, "regions")
+    page.wait_for_badge(8, "kernels")
     page.page.evaluate("async () => { const { id, ...same } = app.graph.serialize(); await app.loadGraphData(same); }")
     assert page.badge(8) == "not run yet"
     page.run(server)
-    assert page.wait_for_badge(8, "regions").endswith("0 recompiles")
+    assert page.wait_for_badge(8, "kernels").endswith("0 recompiles")
     assert page.errors == []
     page.close()
 
