@@ -234,5 +234,3 @@ def _timed(program: Program, inputs: list[Tensor], device: torch.device) -> tupl
     if device.type == "cuda":
         torch.cuda.synchronize()
     return out, host * 1e3, (time.perf_counter() - started) * 1e3
-
-

@@ -70,7 +70,9 @@ class Tapes:
                     return take
             return None
 
-    def record(self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]) -> tuple[Any, Take, Tape | None]:
+    def record(
+        self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]
+    ) -> tuple[Any, Take, Tape | None]:
         """(ComfyUI's own result, the new take, its tape). Errors are those of ComfyUI's own forward."""
         recorder = Recorder(list(inputs.values()), taped.module, key.device)
         reads = Reads(recorder.add_input)

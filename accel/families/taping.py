@@ -5,6 +5,7 @@ some forwards empty the lists that they are given (ControlNet residuals).
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,6 +142,21 @@ class Fingerprints:
         """Lets go of the model."""
         if self._current is not None:
             self._current.release()
+
+
+_FINGERPRINTS: "weakref.WeakKeyDictionary[nn.Module, Fingerprints]" = weakref.WeakKeyDictionary()
+
+
+def fingerprints(model: nn.Module) -> Fingerprints:
+    """Those of ``model``: one for all clones of its patcher."""
+    return _FINGERPRINTS.setdefault(model, Fingerprints())
+
+
+def pixels(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(width, height, frames) of a latent, where the model does not say: those of the latent, times 8."""
+    if len(shape) < 4:
+        return shape[-1], 1, 1
+    return shape[-1] * 8, shape[-2] * 8, shape[2] if len(shape) > 4 else 1
 
 
 def obstacle(given: Given) -> str:

@@ -212,7 +212,9 @@ class Program:
         """What ``wanted`` values are in a run; memory for all of them is needed. For finding faults."""
         found: dict[Value, Tensor] = {}
         names = {slot: value for value, slot in self._slots.items() if value in wanted}
-        self._execute(inputs, lambda slot, tensor: found.update({names[slot]: tensor.clone()}) if slot in names else None)
+        self._execute(
+            inputs, lambda slot, tensor: found.update({names[slot]: tensor.clone()}) if slot in names else None
+        )
         for value in wanted - found.keys():
             tensor = self._bound[self._slots[value]] if not isinstance(value.leaf, Input) else inputs[value.leaf.index]
             found[value] = tensor
