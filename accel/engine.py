@@ -161,11 +161,8 @@ class Engine:
                 shape.replays += 1
                 return out
         ops = self._load(call.key.device)
-        if obstacle == _BY_DESIGN:
-            self._note(shape, tier, call.eager_parts)
-            return self._forward(ops, call, settings)
         if obstacle:
-            self._note(shape, tier, obstacle)
+            self._note(shape, tier, call.eager_parts if obstacle == _BY_DESIGN else obstacle)
             return self._forward(ops, call, settings)
         out = self._forward(ops, call, settings)
         self._capture(ops, call, settings, shape, out)
