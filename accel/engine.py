@@ -1,12 +1,14 @@
-"""The one decision per call: replay | capture | kernels | eager.
+"""The one decision per call: replay | tape or kernels | eager.
 
-A family turns a model's forward into a ``Call``; the engine runs it on the fastest tier that is safe, counts what it
-did, and turns every failure of ours into the next slower tier. Eager is the last and never ours to break.
+A model's forward comes as a ``Call``. Most are recorded (``tape_tier``); UNets, ControlNets and VAEs on a GPU bring a
+forward of their own on kernels. The engine runs a call in the fastest way that is safe, counts what it did, and turns
+every failure of ours into ComfyUI's own forward. Eager is the last resort, and we never change it.
 """
 
 import logging
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,11 +24,15 @@ from .key import ShapeKey
 from .ops import FusedOps
 from .outputs import Output
 from .stats import STATS, ModelStats, ShapeStats
+from .tape_tier import TapeTier
+from .tapes import Taped
 
 log = logging.getLogger(__name__)
 
+TAPE, KERNELS = "tape", "kernels"
 MODES = ("auto", "exact", "off")
 MAX_BUDGET_MB = 1 << 20
+MAX_TRIES = 3  # to compare a shape: eager may overflow, or have no memory, in one call and not in the next
 
 
 @dataclass(frozen=True)
@@ -57,12 +63,15 @@ class Call:
 
     key: ShapeKey
     inputs: dict[str, Tensor]  # everything that may differ from call to call
-    forward: Callable[[FusedOps, dict[str, Tensor]], Output]  # pure, unless graph_obstacle says otherwise
     eager: Callable[[], Output]  # on ComfyUI's own layers
     weights: int  # weights.WeightWatch.fingerprint, now
     width: int  # image pixels
     height: int
     batch: int  # images a prompt
+    frames: int = 1
+    taped: Taped | None = None  # how to record it
+    forward: Callable[[FusedOps, dict[str, Tensor]], Output] | None = None  # by hand, on kernels; pure, unless
+    # graph_obstacle says otherwise
     constants: Callable[[], tuple[Tensor | None, ...]] = tuple  # device memory besides weights that the forward reads
     obstacle: str = ""  # why only eager is right; "" if fused forwards are
     graph_obstacle: str = ""  # why the forward may not be captured; "" if it may
@@ -85,12 +94,20 @@ class Engine:
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
     _started: set[tuple[str, torch.dtype, bool, bool]] = field(default_factory=set)  # whose first call is over
     _verified: set[tuple[str, ShapeKey]] = field(default_factory=set)  # shapes that a tier gets right
+    _tries: Counter[tuple[str, ShapeKey]] = field(default_factory=Counter)  # to compare others
     _details: dict[str, str] = field(default_factory=dict)  # of what failed in this call, by reason, for the log
     _told: set[str] = field(default_factory=set)  # reasons that were logged
 
+    def __post_init__(self) -> None:
+        self._tape = TapeTier(self.stats, id(self), self.passthrough)
+
     def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, from the fastest tier that is safe."""
-        shape = self.stats.shape(str(call.key), call.width, call.height, call.batch)
+        with devices.current(call.key.device):  # another one may be: kernels and graphs start on the current one
+            return self._counted(call, settings)
+
+    def _counted(self, call: Call, settings: Settings) -> Output:
+        shape = self.stats.shape(str(call.key), call.width, call.height, call.batch, call.frames)
         shape.calls += 1
         if shape.calls > 1:
             with shape.times.measure(call.key.device):
@@ -105,7 +122,7 @@ class Engine:
     def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle, retired, failures = call.obstacle, dict(self._retired), []
         if not obstacle:
-            tiers = _tiers(settings)
+            tiers = _tiers(settings, call)
             for tier in tiers:
                 if tier in self._retired:
                     continue
@@ -153,9 +170,11 @@ class Engine:
         return reason
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
+        if tier == TAPE:
+            return self._tape.run(call, settings, shape)
         obstacle = self._graph_obstacle(call, settings)
         if not obstacle:
-            out = graphs.cache(call.key.device).replay(id(self), call.key, call.weights, call.inputs)
+            out = graphs.cache(call.key.device).replay(self._graph(tier, call), call.weights, call.inputs)
             if out is not None:
                 shape.state, shape.reason = "graph", ""
                 shape.replays += 1
@@ -165,7 +184,10 @@ class Engine:
             self._note(shape, tier, call.eager_parts if obstacle == _BY_DESIGN else obstacle)
             return self._forward(ops, call, settings)
         out = self._forward(ops, call, settings)
-        self._capture(ops, call, settings, shape, out)
+        if settings.verify and not self._is_checked(ops, call):  # its graph would never be compared
+            self._note(shape, ops.name, NOT_COMPARED)
+        else:
+            self._capture(ops, call, settings, shape, out)
         return out
 
     def _graph_obstacle(self, call: Call, settings: Settings) -> str:
@@ -191,24 +213,31 @@ class Engine:
                 ops.compile_ahead(lambda: call.forward(ops, call.inputs))
             out = call.forward(ops, call.inputs)
         self.stats.compile_seconds += compiled.seconds
+        self.stats.kernels += compiled.kernels
         self.stats.recompiles += 0 if first else compiled.kernels
         self._started.add(name)
         if first or compiled.seconds:
             KEEPER.save_soon()
-        if settings.verify and (ops.name, call.key) not in self._verified:
+        if settings.verify and not self._is_checked(ops, call):
             self._verify(ops, call, out)
         return out
 
+    def _is_checked(self, ops: FusedOps, call: Call) -> bool:
+        """Whether a shape was compared, or cannot be."""
+        return (ops.name, call.key) in self._verified or self._tries[ops.name, call.key] >= MAX_TRIES
+
     def _verify(self, ops: FusedOps, call: Call, out: Output) -> None:
         """Compares a shape's first result with eager, by one forward more. Raises ``WrongResult``."""
-        what = f"the {ops.name} tier at {call.width}x{call.height}"
+        what, name, compared = f"the {ops.name} tier at {call.width}x{call.height}", (ops.name, call.key), True
         if call.repeatable:
             reference, _ = attempt(call.eager, self._no_reference, self.passthrough)
-            if reference is not None:
-                verify.compare(what, out, reference)
+            compared = reference is not None and verify.compare(what, out, reference)
         else:
             verify.check_finite(what, out)
-        self._verified.add((ops.name, call.key))
+        if compared:
+            self._verified.add(name)
+        else:
+            self._tries[name] += 1
 
     def _no_reference(self, error: Exception) -> str | None:
         """Eager needs more memory than the tier: nothing to compare with. Other errors are the call's own."""
@@ -220,15 +249,19 @@ class Engine:
     def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, out: Output) -> None:
         """Captures the shape's graph right after its first fused forward; the next call replays it."""
         recording = graphs.Recording(
-            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out, settings.verify
-        )
+            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out,
+            settings.verify, self.stats.name,
+        )  # fmt: skip
         try:
             shape.bytes = graphs.cache(call.key.device).capture(
-                id(self), call.key, recording, settings.graph_budget_bytes
+                self._graph(ops.name, call), recording, settings.graph_budget_bytes
             )
             shape.state, shape.reason = "graph", ""
         except CaptureFailed as error:
             self._note(shape, ops.name, str(error))
+
+    def _graph(self, tier: str, call: Call) -> graphs.Name:
+        return graphs.Name(id(self), call.key, tier)
 
     def _step_down(self, tier: str, error: Exception) -> str:
         """Retires the tier, unless only memory was short, and returns the reason."""
@@ -239,6 +272,7 @@ class Engine:
         ours = isinstance(error, AnyShapeError)  # whose text is made for the user
         reason = str(error) if ours else f"{tier} failed: {named(error)}"
         self._retired[tier] = reason
+        self.drop_graphs()  # what it captured is no better than what it computes
         self._details[reason] = "" if isinstance(error, Unavailable) else _traceback(error)
         return reason
 
@@ -251,21 +285,22 @@ class Engine:
 
     def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
         """Counts how a shape runs, and why it is not faster."""
-        shape.state, shape.reason = state, reason
+        shape.state, shape.reason = "eager" if state == "eager" else "tape", reason
         if reason and STATS.fallback(self.stats.name, reason) == 1:
-            log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
+            log.info("AnyShape: %s runs as %s: %s", self.stats.name, shape.state, reason)
 
     def wants_channels_last(self, settings: Settings, device: torch.device) -> bool:
         """Whether convolution weights should be in channels_last: for kernels, and for nothing slower."""
-        usable = "kernels" in _tiers(settings) and "kernels" not in self._retired
+        usable = settings.mode == "auto" and KERNELS not in self._retired
         return usable and kernels.available(device)
 
     def drop_graphs(self) -> None:
         """Gives the memory of this model's graphs back; the next call of a shape captures it again."""
         graphs.drop_owner(id(self))
+        self._tape.release()
 
     def __del__(self) -> None:
-        graphs.drop_owner(id(self))
+        graphs.abandon(id(self))
 
 
 def _traceback(error: Exception) -> str:
@@ -273,9 +308,14 @@ def _traceback(error: Exception) -> str:
     return "\n" + "".join(traceback.format_exception(error))
 
 
+NOT_COMPARED = (
+    "eager's own result could not be compared with (it is not finite, or eager had no memory), so there is no graph yet"
+)
 _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed
 
 
-def _tiers(settings: Settings) -> tuple[str, ...]:
+def _tiers(settings: Settings, call: Call) -> tuple[str, ...]:
     """The tiers to try, fastest first. Without any it is ComfyUI's own forward."""
-    return ("kernels",) if settings.mode == "auto" else ()
+    if call.taped is not None:
+        return (TAPE,)
+    return (KERNELS,) if settings.mode == "auto" and call.forward is not None else ()

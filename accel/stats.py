@@ -16,7 +16,8 @@ import torch
 
 from . import fleet
 
-VERSION = 1
+VERSION = 2
+STATES = ("graph", "tape", "eager")  # of a shape, fastest first
 MAX_MODELS = 32  # oldest forgotten first; a session that loads more wants the recent ones
 MAX_SHAPES = 256  # of one model
 MAX_RUNS = 32  # sampling runs with skipped blocks
@@ -27,15 +28,13 @@ TIMES_KEPT = 64
 
 @dataclass
 class CompileCounter:
-    """Graphs compiled in this process and the seconds that took, all regions together."""
+    """Kernels that were generated and compiled in this process, for all models together."""
 
-    graphs: int = 0
-    seconds: float = 0.0
+    kernels: int = 0
 
-    def add(self, graphs: int, seconds: float) -> None:
-        """Counts one compilation."""
-        self.graphs += graphs
-        self.seconds += seconds
+    def add(self, kernels: int = 1) -> None:
+        """Counts ``kernels`` more."""
+        self.kernels += kernels
 
 
 COMPILES = CompileCounter()
@@ -76,48 +75,55 @@ class CallTimes:
 
 @dataclass
 class ShapeStats:
-    """One size and batch of one model; sizes in image pixels, batch in images a prompt."""
+    """One size and batch of one model: image pixels, images or videos per prompt, and the frames of a video."""
 
     key: str
     width: int
     height: int
     batch: int
-    state: str = "eager"
+    frames: int = 1
+    state: str = "eager"  # of STATES; "tape" is any fused forward without a graph
     calls: int = 0
     replays: int = 0
     first_call_seconds: float = 0.0
+    eager_ms: float | None = None  # of ComfyUI's own forward, where it was measured
     bytes: int = 0
-    reason: str = ""
+    reason: str = ""  # why it does not run faster, where something is missed
+    note: str = ""  # why it runs as it does, where nothing is missed: a graph would not help, say
     times: CallTimes = field(default_factory=CallTimes, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
-        names = ("key", "width", "height", "batch", "state", "calls", "replays", "bytes", "reason")
+        names = (
+            "key", "width", "height", "batch", "frames", "state", "calls", "replays", "bytes", "reason", "note",
+        )  # fmt: skip
         entry = {name: getattr(self, name) for name in names}
         return entry | {
             "first_call_seconds": round(self.first_call_seconds, 4),
             "median_ms": round(self.times.median_ms(), 3),
+            "eager_ms": None if self.eager_ms is None else round(self.eager_ms, 3),
         }
 
 
 @dataclass
 class ModelStats:
-    """One model (or VAE); kept for the report after the model is gone."""
+    """One model (or VAE, or ControlNet); kept for the report after the model is gone."""
 
     name: str
-    kind: str  # "unet" | "dit" | "vae" | "controlnet"
-    region_graphs: int = 0
-    recompiles: int = 0
+    kind: str  # "model" | "vae" | "controlnet"
+    kernels: int = 0  # generated and compiled for it
+    recompiles: int = 0  # of these, after its first forward at its first size in that dtype
     compile_seconds: float = 0.0
+    inexact: list[str] = field(default_factory=list)  # what is in use that rounds more than eager, and by how much
     shapes: dict[str, ShapeStats] = field(default_factory=dict)
 
-    def shape(self, key: str, width: int, height: int, batch: int) -> ShapeStats:
+    def shape(self, key: str, width: int, height: int, batch: int, frames: int = 1) -> ShapeStats:
         """The entry for ``key``, made when new; the least recently made is forgotten beyond ``MAX_SHAPES``."""
         entry = self.shapes.get(key)  # one look: the browser's thread may clear the entries at any moment
         if entry is None:
             for oldest in list(self.shapes)[: max(0, len(self.shapes) + 1 - MAX_SHAPES)]:
                 self.shapes.pop(oldest, None)
-            entry = self.shapes.setdefault(key, ShapeStats(key, width, height, batch))
+            entry = self.shapes.setdefault(key, ShapeStats(key, width, height, batch, frames))
         return entry
 
     def as_dict(self) -> dict[str, Any]:
@@ -125,9 +131,10 @@ class ModelStats:
         return {
             "name": self.name,
             "kind": self.kind,
-            "region_graphs": self.region_graphs,
+            "kernels": self.kernels,
             "recompiles": self.recompiles,
             "compile_seconds": round(self.compile_seconds, 3),
+            "inexact": list(self.inexact),
             "shapes": [shape.as_dict() for shape in list(self.shapes.values())],
         }
 
@@ -258,7 +265,7 @@ class Stats:
                 del self._nodes[oldest]
 
     def fallback(self, where: str, reason: str) -> int:
-        """Counts a step down to a slower tier and returns how often it has happened."""
+        """Counts a step down to something slower and returns how often it has happened."""
         with self._lock:
             self._fallbacks[where, reason] += 1
             return self._fallbacks[where, reason]
@@ -307,7 +314,7 @@ def snapshot() -> dict[str, Any]:
 def expect(**wanted: int) -> Iterator[None]:
     """Raises AssertionError unless the body moves each named total by exactly that much.
 
-    Names: ``region_graphs``, ``recompiles``, ``calls``, ``replays``, ``fallbacks``, ``evictions``. An oracle for tests.
+    Names: ``kernels``, ``recompiles``, ``calls``, ``replays``, ``fallbacks``, ``evictions``. An oracle for tests.
     """
     before = _totals()
     yield
@@ -320,7 +327,7 @@ def _totals() -> dict[str, int]:
     now = snapshot()
     shapes = [shape for model in now["models"] for shape in model["shapes"]]
     return {
-        "region_graphs": sum(m["region_graphs"] for m in now["models"]),
+        "kernels": sum(m["kernels"] for m in now["models"]),
         "recompiles": sum(m["recompiles"] for m in now["models"]),
         "calls": sum(s["calls"] for s in shapes),
         "replays": sum(s["replays"] for s in shapes),

@@ -4,36 +4,41 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-FORMS = "1024x1152 or 896x768 batch 2"
-MIN_SIDE, MAX_SIDE, MAX_BATCH = 16, 16384, 4096  # ComfyUI's Empty Latent Image
-STEP = 8  # image pixels a side of one latent element; Empty Latent Image leaves the rest out
+FORMS = "1024x1152, 896x768 batch 2, or 832x480x33 for 33 frames"
+MIN_SIDE, MAX_SIDE, MAX_BATCH, MAX_FRAMES = 16, 16384, 4096, 16384  # of ComfyUI's nodes for empty latents
+STEP = 8  # image pixels along each side of one latent element; Empty Latent Image leaves the rest out
 MIB = 1 << 20
 
-_LINE = re.compile(r"([0-9]{1,9})\s*[x×]\s*([0-9]{1,9})(?:\s+batch\s+([0-9]{1,9}))?", re.IGNORECASE)
+_NUMBER = "([0-9]{1,9})"
+_LINE = re.compile(
+    rf"{_NUMBER}\s*[x×]\s*{_NUMBER}(?:\s*[x×]\s*{_NUMBER}|\s+{_NUMBER}\s+frames?)?(?:\s+batch\s+{_NUMBER})?",
+    re.IGNORECASE,
+)
 _QUOTED = 40  # characters of a bad line
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Image pixels and images a prompt."""
+    """Image pixels, images or videos per prompt, and the frames of a video."""
 
     width: int
     height: int
     batch: int = 1
+    frames: int = 1
     note: str = field(default="", compare=False)  # what the user should know of this line
 
     @property
-    def latent(self) -> tuple[int, int]:
-        """Height and width of the latent."""
-        return self.height // STEP, self.width // STEP
+    def pixels(self) -> int:
+        """Of all images and frames together."""
+        return self.width * self.height * self.batch * self.frames
 
     @property
-    def pixels(self) -> int:
-        """Of all images together."""
-        return self.width * self.height * self.batch
+    def size(self) -> str:
+        """Of an image 1024x1152, of a video 832x480x33."""
+        return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
 
     def __str__(self) -> str:
-        return f"{self.width}x{self.height}" + (f" batch {self.batch}" if self.batch > 1 else "")
+        return self.size + (f" batch {self.batch}" if self.batch > 1 else "")
 
 
 def parse(text: str) -> tuple[list[Shape], list[str]]:
@@ -60,23 +65,31 @@ def _problem(entry: str) -> str:
     match = _LINE.fullmatch(entry)
     if match is None:
         return f"write {FORMS}"
-    width, height, batch = (int(group or 1) for group in match.groups())
+    width, height, batch, frames = _numbers(match)
     for name, side in (("width", width), ("height", height)):
         if not MIN_SIDE <= side <= MAX_SIDE:
             return f"the {name} is {side}; give {MIN_SIDE} to {MAX_SIDE} pixels, as in {FORMS}"
     if not 1 <= batch <= MAX_BATCH:
         return f"the batch is {batch}; give 1 to {MAX_BATCH} images, as in {FORMS}"
+    if not 1 <= frames <= MAX_FRAMES:
+        return f"the frames are {frames}; give 1 to {MAX_FRAMES}, as in {FORMS}"
     return ""
 
 
+def _numbers(match: re.Match) -> tuple[int, int, int, int]:
+    """(width, height, batch, frames)."""
+    width, height, joined, counted, batch = match.groups()
+    return int(width), int(height), int(batch or 1), int(joined or counted or 1)
+
+
 def _shape(entry: str, number: int) -> Shape:
-    width, height, batch = (int(group or 1) for group in _LINE.fullmatch(entry).groups())
+    width, height, batch, frames = _numbers(_LINE.fullmatch(entry))
     floored = width // STEP * STEP, height // STEP * STEP
     if floored == (width, height):
-        return Shape(width, height, batch)
+        return Shape(width, height, batch, frames)
     shown = f"{floored[0]}x{floored[1]}"
     note = f"line {number}: {_quoted(entry)} - taken as {shown}: Empty Latent Image makes multiples of {STEP} pixels"
-    return Shape(*floored, batch, note)
+    return Shape(*floored, batch, frames, note)
 
 
 def _quoted(entry: str) -> str:
@@ -89,22 +102,21 @@ class Row:
 
     shape: Shape
     part: str  # model, VAE decode, ...
-    state: str  # of its slowest program: graph | kernels | regions | eager; or why there is none
+    state: str  # of its slowest program: graph | tape | eager; or why there is none
     seconds: float = 0.0
     bytes: int = 0  # of its graphs
     why: str = ""
-    keys: frozenset[str] = frozenset()  # of the stats' shapes that ran
+    keys: frozenset[tuple[str, str]] = frozenset()  # of its graphs: the model's name in the stats, and the shape's key
 
 
 def table(rows: Iterable[Row]) -> str:
     """Plain text, a line each."""
-    head = f"{'size':>11} {'batch':>5} {'part':<12} {'state':<10} {'s':>7} {'MB':>6}  why"
+    head = f"{'size':>14} {'batch':>5} {'part':<12} {'state':<10} {'s':>7} {'MB':>6}  why"
     return "\n".join([head, *map(_line, rows)])
 
 
 def _line(row: Row) -> str:
-    size = f"{row.shape.width}x{row.shape.height}"
     return (
-        f"{size:>11} {row.shape.batch:>5} {row.part:<12} {row.state:<10} {row.seconds:>7.2f} "
+        f"{row.shape.size:>14} {row.shape.batch:>5} {row.part:<12} {row.state:<10} {row.seconds:>7.2f} "
         f"{row.bytes / MIB:>6.0f}  {row.why}"
     ).rstrip()

@@ -40,8 +40,8 @@ class Row:
     first_seconds: float = math.nan
     seconds: float = math.nan
     difference: Difference = Difference()
-    states: dict[str, str] = field(default_factory=dict)  # "unet" and "vae" -> graph, kernels, regions or eager
-    compiled: int = 0  # graphs that were compiled while the case ran
+    states: dict[str, str] = field(default_factory=dict)  # "model" and "vae" -> graph, tape or eager
+    compiled: int = 0  # kernels that were compiled while the case ran
     recompiles: int = 0
     pictures: dict[str, Pictures] = field(default_factory=dict)  # "eager", "compiled"
 
@@ -89,7 +89,7 @@ def problems(rows: list[Row], allowed: Difference) -> list[str]:
         if row.recompiles:
             found.append(f"{name}: {row.recompiles} recompiles; there must be none.")
         if row.compiled and (row.case.batch > 1) in warm:
-            found.append(f"{name}: compiled {row.compiled} graphs; only a first batch of 1, and of more, may compile.")
+            found.append(f"{name}: compiled {row.compiled} kernels; only a first batch of 1, and of more, may compile.")
         warm.add(row.case.batch > 1)
     return found
 

@@ -103,7 +103,7 @@ class Demo:
         row.pictures["compiled"] = first + steady
         row.difference = difference(row.pictures["compiled"], row.pictures["eager"])
         row.states = states(before, after)
-        row.compiled = total(after, "region_graphs") - total(before, "region_graphs")
+        row.compiled = total(after, "kernels") - total(before, "kernels")
         row.recompiles = total(after, "recompiles") - total(before, "recompiles")
 
     def _prompt(self, case: Case, seed: int, compiled: bool) -> tuple[list[Image.Image], float]:

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ..accel.attempt import attempt, failed
 from ..accel.families.entries import Names
 from ..accel.stats import STATS, NodeStats
+from .messages import node_id
 
 HIDDEN = [io.Hidden.unique_id, io.Hidden.extra_pnginfo]  # what a node needs for it; the latter names the workflow
 
@@ -16,11 +17,10 @@ def note(node: type[io.ComfyNode], names: Names | None, message: str = "", enabl
 
 
 def _note(node: type[io.ComfyNode], state: str, message: str, names: Names) -> None:
-    hidden = node.hidden
-    if hidden is None or hidden.unique_id is None:  # called from Python, not by a workflow
+    if (found := node_id(node)) is None:
         return
     kind = node.define_schema().node_id
-    STATS.node(NodeStats(str(hidden.unique_id), _workflow(hidden.extra_pnginfo), kind, state, message, names))
+    STATS.node(NodeStats(str(found), _workflow(node.hidden.extra_pnginfo), kind, state, message, names))
 
 
 def _workflow(extra: object) -> str:

@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-COLOURS = {"graph": "#2a9d8f", "kernels": "#4c78a8", "regions": "#8d6fc1", "eager": "#c44e52"}
+COLOURS = {"graph": "#2a9d8f", "tape": "#4c78a8", "eager": "#c44e52"}
 MAX_BARS = 40
 
 
@@ -30,12 +30,17 @@ def draw(snapshot: dict[str, Any]) -> Tensor:
 
 
 def _bars(axes: Any, shapes: list[tuple[str, dict[str, Any]]], field: str, title: str) -> None:
-    labels = [f"{name}  {s['width']}x{s['height']}  b{s['batch']}" for name, s in shapes]
+    labels = [_label(name, s) for name, s in shapes]
     places = range(len(shapes))
     axes.barh(places, [s[field] for _, s in shapes], color=[COLOURS[s["state"]] for _, s in shapes])
     axes.set_yticks(places, labels, fontsize=8)
     axes.set_title(title, fontsize=10)
     axes.invert_yaxis()
+
+
+def _label(name: str, s: dict[str, Any]) -> str:
+    frames = f"x{s['frames']}" if s["frames"] > 1 else ""
+    return f"{name}  {s['width']}x{s['height']}{frames}  b{s['batch']}"
 
 
 def _patch(state: str) -> Any:

@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from ..accel.families import entries
 from ..accel.families.lazy import compile_controlnet
 from . import badge
-from .messages import VERIFY, say
+from .messages import VERIFY, node_id, say
 
 
 class CompileControlNet(io.ComfyNode):
@@ -43,6 +43,6 @@ class CompileControlNet(io.ComfyNode):
             badge.note(cls, None, enabled=False)
             return io.NodeOutput(control_net)
         compiled, message = compile_controlnet(control_net, verify)
-        say(message, cls.hidden.unique_id)
+        say(message, node_id(cls))
         badge.note(cls, entries.of_controlnet(compiled), message)
         return io.NodeOutput(compiled)

@@ -6,7 +6,9 @@ from ..accel.engine import MODES, Settings
 from ..accel.families import entries
 from ..accel.families.attach import compile_model
 from . import badge
-from .messages import VERIFY, say
+from .messages import VERIFY, node_id, say
+
+FORMER = ("kernels", "regions")  # modes of versions before the tape; saved workflows still name them
 
 
 class CompileModel(io.ComfyNode):
@@ -18,16 +20,18 @@ class CompileModel(io.ComfyNode):
             node_id="AnyShapeCompileModel",
             display_name="Compile Model",
             category="AnyShape",
-            description="Makes sampling faster. Compiles once, in seconds; a new size, batch or prompt length never "
-            "compiles again. What cannot run faster runs as without this node; Shape Cache Info says why.",
+            description="Makes sampling faster, for any model: image or video. Compiles once, in seconds; a new size, "
+            "batch or prompt length never compiles again. What cannot run faster runs as without this node; Shape "
+            "Cache Info says why.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to speed up. LoRA nodes may come before or after."),
                 io.Combo.Input(
                     "mode",
                     options=list(MODES),
                     default="auto",
-                    tooltip="auto: the fastest that works here. kernels: Triton kernels (NVIDIA). regions: "
-                    "torch.compile of the repeated blocks. off: exactly as without this node.",
+                    tooltip="auto: joins small operations into fewer, faster ones. exact: ComfyUI's own operations, in "
+                    "a CUDA graph where that pays; the picture is bit-equal to ComfyUI's. off: exactly as without this "
+                    "node.",
                 ),
                 io.Int.Input(
                     "graph_budget_mb",
@@ -45,10 +49,29 @@ class CompileModel(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, mode: str | None = None) -> bool | str:
+        """In the place of ComfyUI's look at the list, which would refuse a saved workflow with a former mode.
+
+        None: the value comes from another node, and is not known yet.
+        """
+        if mode is None or mode in MODES or mode in FORMER:
+            return True
+        return f"{mode!r} is not in the list; choose one of {', '.join(MODES)}"
+
+    @classmethod
     def execute(  # noqa: D102
-        cls, model: io.Model.Type, mode: str, graph_budget_mb: int, verify: bool = True
+        cls, model: io.Model.Type, mode: str = "auto", graph_budget_mb: int = 2048, verify: bool = True
     ) -> io.NodeOutput:
+        mode, note = _current(mode)
         compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
-        say(message, cls.hidden.unique_id)
+        message = "\n".join(part for part in (note, message) if part)
+        say(message, node_id(cls))
         badge.note(cls, entries.of_model(compiled), message, enabled=mode != "off")
         return io.NodeOutput(compiled)
+
+
+def _current(mode: str) -> tuple[str, str]:
+    """(the mode that stands for ``mode`` today, what the user should know)."""
+    if mode not in FORMER:
+        return mode, ""
+    return "auto", f"mode {mode!r} is of an earlier version and now means auto: choose one of {', '.join(MODES)}"

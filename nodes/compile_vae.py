@@ -6,7 +6,7 @@ from comfy_api.latest import io
 from ..accel.families import entries
 from ..accel.families.lazy import compile_vae
 from . import badge
-from .messages import VERIFY, say
+from .messages import VERIFY, node_id, say
 
 
 class CompileVAE(io.ComfyNode):
@@ -37,6 +37,6 @@ class CompileVAE(io.ComfyNode):
             badge.note(cls, None, enabled=False)
             return io.NodeOutput(vae)
         compiled, message = compile_vae(vae, verify)
-        say(message, cls.hidden.unique_id)
+        say(message, node_id(cls))
         badge.note(cls, entries.of_vae(compiled), message)
         return io.NodeOutput(compiled)

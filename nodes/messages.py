@@ -2,6 +2,7 @@
 
 import logging
 
+from comfy_api.latest import io
 from server import PromptServer
 
 from ..accel.attempt import attempt, failed
@@ -10,8 +11,13 @@ log = logging.getLogger(__name__)
 
 VERIFY = (  # the tooltip of an input that several nodes have
     "Compares the first result of each new size with ComfyUI's own, to find a faulty driver or card before it spoils "
-    "pictures. Costs one step more at a new size."
+    "pictures. Costs at most one forward more at a new size."
 )
+
+
+def node_id(node: type[io.ComfyNode]) -> str | None:
+    """The id of ``node`` in the workflow that runs it; None where a script calls it, which has no workflow."""
+    return node.hidden.unique_id if node.hidden else None
 
 
 def say(message: str, node_id: str | None, level: int = logging.WARNING) -> None:

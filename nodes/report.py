@@ -22,20 +22,31 @@ def report(snapshot: dict[str, Any]) -> str:
 
 def _model(model: dict[str, Any]) -> str:
     head = (
-        f"{model['name']} ({model['kind']}): {len(model['shapes'])} sizes, {model['region_graphs']} region graphs, "
+        f"{model['name']} ({model['kind']}): {len(model['shapes'])} sizes, {model['kernels']} kernels, "
         f"{model['recompiles']} recompiles, {model['compile_seconds']:.1f} s compiling"
     )
-    rows = [f"{'size':>11} {'batch':>5} {'state':>8} {'calls':>6} {'first s':>8} {'ms':>8} {'MB':>6}  why"]
-    rows += [_shape(shape) for shape in model["shapes"]]
-    return "\n".join([head, *rows])
+    columns = (
+        f"{'size':>14} {'batch':>5} {'state':>6} {'calls':>6} {'first s':>8} {'ms':>8} {'eager ms':>8} {'MB':>6}  why"
+    )
+    inexact = [f"  less exact than eager: {sentence}" for sentence in model["inexact"]]
+    return "\n".join([head, columns, *map(_shape, model["shapes"]), *inexact])
 
 
 def _shape(s: dict[str, Any]) -> str:
-    size = f"{s['width']}x{s['height']}"
+    eager = "-" if s["eager_ms"] is None else f"{s['eager_ms']:.1f}"
     return (
-        f"{size:>11} {s['batch']:>5} {s['state']:>8} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
-        f"{s['median_ms']:>8.1f} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{s['reason']}"
+        f"{_size(s):>14} {s['batch']:>5} {s['state']:>6} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
+        f"{s['median_ms']:>8.1f} {eager:>8} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{_why(s)}"
     ).rstrip()
+
+
+def _size(s: dict[str, Any]) -> str:
+    """Of an image 1024x1152, of a video 832x480x33."""
+    return f"{s['width']}x{s['height']}" + (f"x{s['frames']}" if s["frames"] > 1 else "")
+
+
+def _why(s: dict[str, Any]) -> str:
+    return "; ".join(text for text in (s["reason"], s["note"]) if text)
 
 
 def _step(key: str) -> str:
@@ -80,7 +91,7 @@ def _fallbacks(fallbacks: list[dict[str, Any]]) -> str:
 
 
 def _artifacts(artifacts: dict[str, Any]) -> str:
-    where = f"in {artifacts['dir']}" if artifacts["dir"] else "none"
+    where = f"in the folder {artifacts['dir']}" if artifacts["dir"] else "none"
     reasons = Counter(entry["reason"] for entry in artifacts["rejected"])
     lines = [f"- not used, {count} times: {reason}" for reason, count in reasons.items()]
     head = f"Compiled artefacts on disk, {where}: {artifacts['loaded']} loaded, {artifacts['saved']} saved"

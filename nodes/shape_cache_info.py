@@ -19,8 +19,8 @@ class ShapeCacheInfo(io.ComfyNode):
             node_id="AnyShapeShapeCacheInfo",
             display_name="Shape Cache Info",
             category="AnyShape",
-            description="Shows every size that has run: how (graph, kernels, regions or eager), what its first call "
-            "cost, how fast it is now, and the reason wherever something could not run faster.",
+            description="Shows every size that has run: how (graph, tape or eager), what its first call cost, how fast "
+            "it is now, and the reason wherever something could not run faster.",
             inputs=[
                 io.AnyType.Input(
                     "after",

@@ -9,7 +9,7 @@ from ..accel.families import entries
 from ..accel.families.skipping import skip_blocks
 from ..accel.skip.settings import AUTO, FORECASTS, MAX_INTERVAL, SkipSettings
 from . import badge
-from .messages import say
+from .messages import node_id, say
 
 DEEPEST = 10  # of SD1.5, which has the most blocks
 
@@ -72,8 +72,8 @@ class SkipBlocks(io.ComfyNode):
         cls, model: io.Model.Type, interval: int, depth: str, start_percent: float, end_percent: float, forecast: str
     ) -> io.NodeOutput:
         settings = SkipSettings(interval, depth, start_percent, end_percent, forecast)
-        tell = partial(say, node_id=cls.hidden.unique_id, level=logging.INFO)
+        tell = partial(say, node_id=node_id(cls), level=logging.INFO)
         skipping, message = skip_blocks(model, settings, tell)
-        say(message, cls.hidden.unique_id)
+        say(message, node_id(cls))
         badge.note(cls, entries.of_skipping(skipping), message)
         return io.NodeOutput(skipping)

@@ -7,7 +7,7 @@ from comfy_api.latest import io
 from ..accel.families import entries
 from ..accel.families.warm_up import CFG_OPTIONS, warm_up
 from . import badge
-from .messages import say
+from .messages import node_id, say
 
 
 class WarmUp(io.ComfyNode):
@@ -30,8 +30,8 @@ class WarmUp(io.ComfyNode):
                     "shapes",
                     multiline=True,
                     default="1024x1024",
-                    tooltip="A size a line, width x height in image pixels: 1024x1152, or 896x768 batch 2 for two "
-                    "images a prompt. What follows a # is left out.",
+                    tooltip="One size per line, width x height in image pixels: 1024x1152, 896x768 batch 2 for two "
+                    "images per prompt, 832x480x33 for a video of 33 frames. What follows a # is left out.",
                 ),
                 io.Vae.Input(
                     "vae",
@@ -42,7 +42,8 @@ class WarmUp(io.ComfyNode):
                     "positive",
                     optional=True,
                     tooltip="What the sampler gets: sizes are warmed up for its prompt length and its ControlNets. "
-                    "Without positive and negative: 77 tokens (256 for Flux) of the model's own width.",
+                    "Without positive and negative: a plain prompt of 77 tokens for a UNet and 256 for others; where "
+                    "none fits the model, the report says so.",
                 ),
                 io.Conditioning.Input(
                     "negative",
@@ -56,7 +57,8 @@ class WarmUp(io.ComfyNode):
                     default=CFG_OPTIONS[0],
                     optional=True,
                     tooltip="How the sampler's cfg will be. on: above 1.0, positive and negative together. off: 1.0, "
-                    "positive alone (LCM, Turbo, Flux). both: either way. auto: off for Flux, on for others.",
+                    "positive alone (LCM, Turbo, Flux). both: either way. auto: off for models that take their "
+                    "guidance as an input (Flux.1, HunyuanVideo), on for others.",
                 ),
             ],
             outputs=[
@@ -75,6 +77,6 @@ class WarmUp(io.ComfyNode):
         positive: io.Conditioning.Type | None = None, negative: io.Conditioning.Type | None = None, cfg: str = "auto",
     ) -> io.NodeOutput:  # fmt: skip
         report, warnings = warm_up(model, shapes, vae, positive, negative, cfg)
-        say(report, cls.hidden.unique_id, logging.WARNING if warnings else logging.INFO)
+        say(report, node_id(cls), logging.WARNING if warnings else logging.INFO)
         badge.note(cls, entries.of_warm_up(model, vae), "\n".join(warnings))
         return io.NodeOutput(model, vae, report)

@@ -180,7 +180,7 @@ def run(server: ComfyServer, known: dict[str, Any], name: str) -> tuple[dict[str
     return shown, server.get("/anyshape/stats").json()
 
 
-def sizes(stats: dict[str, Any], kind: str = "unet") -> set[tuple[int, int, int]]:
+def sizes(stats: dict[str, Any], kind: str = "model") -> set[tuple[int, int, int]]:
     shapes = [shape for model in stats["models"] if model["kind"] == kind for shape in model["shapes"]]
     return {(shape["width"], shape["height"], shape["batch"]) for shape in shapes}
 

@@ -246,12 +246,12 @@ def test_a_crowded_pool_begins_anew(models):
 
 
 def test_a_capture_that_fails_costs_only_the_graph(models, monkeypatch):
-    from anyshape.accel import graphs
+    from anyshape.accel import capture
 
     def refuse(self, run):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(graphs.GraphCache, "_recorded", refuse)
+    monkeypatch.setattr(capture.Capturer, "_captured", refuse)
     patcher = models.unet("sd15", **SMALL)
     fast = compiled(patcher)
     for seed in (0, 1):
@@ -337,7 +337,7 @@ UNDER_ASYNC = """
 from tools import embed
 embed.use_comfyui(); embed.load_pack()
 import torch
-from anyshape.accel import graphs, stats
+from anyshape.accel import capture, stats
 from anyshape.accel.engine import Settings
 from anyshape.accel.families.attach import compile_model
 from bench import models
@@ -356,18 +356,18 @@ for width, height, batch in ((512, 512, 1), (544, 408, 2), (512, 512, 1)):
     assert (out - expected).norm() / expected.norm() < 2.5e-2
 shapes = stats.snapshot()["models"][-1]["shapes"]
 assert [shape["state"] for shape in shapes] == ["graph"] * 2, shapes
-capture = graphs.GraphCache._recorded
+own = capture.Capturer._captured
 def broken(self, run):
     def fails():
         run()
         raise RuntimeError("broken")
-    return capture(self, fails)
-graphs.GraphCache._recorded = broken
+    return own(self, fails)
+capture.Capturer._captured = broken
 out, expected = (models.sample(p, 768, 512, steps=3) for p in (fast, patcher))
 assert (out - expected).norm() / expected.norm() < 1e-2
 shape = stats.snapshot()["models"][0]["shapes"][-1]
 assert shape["state"] not in ("graph", "eager") and "broken" in shape["reason"], shape
-graphs.GraphCache._recorded = capture
+capture.Capturer._captured = own
 models.sample(fast, 256, 256, steps=2)
 shape = stats.snapshot()["models"][0]["shapes"][-1]
 assert shape["state"] not in ("graph", "eager") and "restarted" in shape["reason"], shape

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from tools.comfy_server import ComfyServer, PromptError
 from tools.oracles import STATS_KEYS
@@ -204,18 +205,38 @@ def test_switched_off_is_plain(server, plain) -> None:
     assert calls(server) == before
 
 
-@pytest.mark.parametrize(("mode", "budget"), [("exact", 0), ("auto", 0), ("auto", 1 << 20)])
-def test_every_setting_makes_the_image(server, plain, mode, budget) -> None:
+def test_exact_is_bit_equal(server, plain) -> None:
+    before = calls(server)
+    assert np.array_equal(pixels(server, with_nodes(mode="exact", enabled=False)), plain[1])
+    assert calls(server) > before  # it went through the node all the same
+
+
+@pytest.mark.parametrize("mode", ["kernels", "regions"])
+def test_workflows_of_earlier_versions_run(server, plain, mode) -> None:
+    """As with auto, and the node says so."""
+    said, wanted = [], pixels(server, with_nodes())
+    flow = with_nodes(mode=mode)
+    flow["save"]["inputs"]["filename_prefix"] = f"former-{mode}"  # or ComfyUI would not save an equal picture again
+    entry = server.run(flow, lambda kind, data: said.append(data) if kind == "progress_text" else None)
+    pictures = [server.view(image).convert("RGB") for image in entry["outputs"]["save"]["images"]]
+    assert np.array_equal(np.stack([np.asarray(p, dtype=np.float32) / 255 for p in pictures]), wanted)
+    (noted,) = [one for one in stats(server)["nodes"] if one["id"] == "model"]
+    assert noted["state"] == "ready"
+    assert noted["message"].startswith(f"mode '{mode}' is of an earlier version and now means auto")
+
+
+@pytest.mark.parametrize("budget", [0, 1 << 20])
+def test_every_setting_makes_the_image(server, plain, budget) -> None:
     """Kernels on a machine without a GPU and a budget larger than any card included."""
-    assert np.abs(pixels(server, with_nodes(mode, budget=budget)) - plain[1]).max() <= CLOSE
+    assert np.abs(pixels(server, with_nodes(budget=budget)) - plain[1]).max() <= CLOSE
 
 
 def test_a_second_seed_compiles_nothing(server, plain) -> None:
     server.run(with_nodes())
-    before = [(model["name"], model["region_graphs"], model["recompiles"]) for model in stats(server)["models"]]
+    before = [(model["name"], model["kernels"], model["recompiles"]) for model in stats(server)["models"]]
     server.run(with_nodes(seed=6))
-    after = [(model["name"], model["region_graphs"], model["recompiles"]) for model in stats(server)["models"]]
-    assert before == after and {model["kind"] for model in stats(server)["models"]} >= {"unet", "vae"}
+    after = [(model["name"], model["kernels"], model["recompiles"]) for model in stats(server)["models"]]
+    assert before == after and {model["kind"] for model in stats(server)["models"]} >= {"model", "vae"}
 
 
 def test_warm_up_before_the_first_prompt(server, plain) -> None:
@@ -231,7 +252,7 @@ def test_warm_up_before_the_first_prompt(server, plain) -> None:
     listed = server.run({name: flow[name] for name in ("loader", "yes", "no", "model", "vae")} | {
         "warm": warm, "show": node("PreviewAny", source=["warm", 2])})  # fmt: skip
     report, made = listed["outputs"]["show"]["text"][0], known(server)
-    assert "line 2: '104*152' - write 1024x1152 or 896x768 batch 2" in report
+    assert "line 2: '104*152' - write 1024x1152, 896x768 batch 2, or 832x480x33" in report
     assert len(made - before) == 3 and all(part in report for part in ("model", "VAE decode", "VAE encode"))
     flow["sampler"]["inputs"]["model"], flow["decode"]["inputs"]["vae"] = ["warm", 0], ["warm", 1]
     shown = pixels(server, flow | {"warm": warm})
@@ -266,7 +287,7 @@ def test_a_full_queue_and_an_impatient_reader(server, plain) -> None:
 
 
 def check_stats(found: dict) -> None:
-    assert set(found) == STATS_KEYS[""] and found["version"] == 1
+    assert set(found) == STATS_KEYS[""] and found["version"] == 2
     assert set(found["graphs"]) == STATS_KEYS["graphs"] and set(found["artifacts"]) == STATS_KEYS["artifacts"]
     for model in found["models"]:
         assert set(model) == STATS_KEYS["model"]
@@ -286,7 +307,7 @@ def test_the_route_and_the_node_agree(server, plain) -> None:
     routed = stats(server)
     check_stats(routed)
     assert [model["shapes"] for model in shown["models"]] == [model["shapes"] for model in routed["models"]]
-    for kind in ("unet", "vae"):
+    for kind in ("model", "vae"):
         ours = [s for model in shown["models"] if model["kind"] == kind for s in model["shapes"]]
         assert any((s["width"], s["height"], s["batch"]) == (136, 120, 2) for s in ours), kind
     assert "136x120" in text and "recompiles" in text
@@ -314,7 +335,8 @@ def test_the_info_node_runs_each_time_and_after_its_input(server, plain) -> None
         ({"budget": -1}, ["graph_budget_mb", "-1", "min of 0"]),
         ({"budget": (1 << 20) + 1}, ["graph_budget_mb", str((1 << 20) + 1), "max of"]),
         ({"budget": "much"}, ["graph_budget_mb", "much"]),
-        ({"mode": "x"}, ["mode", "'x'", "exact"]),
+        ({"mode": "x"}, ["mode", "'x'", "auto, exact, off"]),
+        ({"mode": 7}, ["mode", "7", "auto, exact, off"]),
     ],
     ids=str,
 )
@@ -331,3 +353,31 @@ def test_a_missing_model_is_refused(server) -> None:
     del flow["model"]["inputs"]["model"]
     with pytest.raises(PromptError, match="model"):
         server.run(flow)
+
+
+# Scripts ----------------------------------------------------------------------------------------------------------
+
+
+def test_every_node_runs_without_comfyuis_hidden_inputs(pack, models, patcher) -> None:
+    """As a script calls it, with what a user must give; there is no workflow whose node could be shown anything."""
+    nodes, noted = pack.nodes, lambda: pack.accel.stats.snapshot()["nodes"]
+    before = noted()
+    vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
+    control = models.controlnet_for(patcher)
+    model = nodes.CompileModel.execute(patcher, "auto", 2048).args[0]
+    assert model is not patcher and nodes.CompileModel.execute(patcher, "regions", 0).args[0] is not patcher
+    assert nodes.CompileVAE.execute(vae, True).args[0] is not vae
+    assert nodes.CompileVAE.execute(vae, False).args[0] is vae
+    assert nodes.CompileControlNet.execute(control, True).args[0] is not control
+    skipping = nodes.SkipBlocks.execute(patcher, 3, "99", 0.0, 1.0, "order1").args[0]
+    models.sample(skipping, width=64, height=64, steps=1)  # the line at the end of a run is told to no node
+    out, _, report = nodes.WarmUp.execute(model, "64x64").args
+    assert out is model and "64x64" in report
+    text, figures, chart = nodes.ShapeCacheInfo.execute().args
+    assert "64x64" in text and json.loads(figures)["version"] == 2 and chart.shape[0] == 1
+    assert noted() == before
+
+
+def test_a_mode_that_never_was_is_refused_in_scripts_too(pack, patcher) -> None:
+    with pytest.raises(ValueError, match="mode is 'fast'; choose one of auto, exact, off"):
+        pack.nodes.CompileModel.execute(patcher, "fast", 0)

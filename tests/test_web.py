@@ -99,7 +99,7 @@ class Forgetful(dict):
 def test_clearing_in_the_middle_of_a_call(clean_stats) -> None:
     from anyshape.accel.stats import Stats
 
-    model = Stats().model("UNet", "unet")
+    model = Stats().model("UNet", "model")
     model.shapes = Forgetful()
     for _ in range(3):
         shape = model.shape("k", 512, 768, 2)
@@ -218,10 +218,10 @@ def test_warm_up_names_the_entries_of_its_model_and_its_vae(pack, models, fresh)
         found = {one["name"]: one["kind"] for one in stats_now()["models"]}
         return {found[name] for name in entry("warm")["models"]}
 
-    assert kinds(model, fast) == {"unet", "vae"} and entry("warm")["message"] == ""
+    assert kinds(model, fast) == {"model", "vae"} and entry("warm")["message"] == ""
     assert kinds(fresh, fast) == {"vae"} and "connect Compile Model" in entry("warm")["message"]
-    assert kinds(model, vae) == {"unet"} and "does not come from Compile VAE" in entry("warm")["message"]
-    assert kinds(model, None) == {"unet"} and entry("warm")["state"] == "ready"
+    assert kinds(model, vae) == {"model"} and "does not come from Compile VAE" in entry("warm")["message"]
+    assert kinds(model, None) == {"model"} and entry("warm")["state"] == "ready"
     assert kinds(fresh, None) == set() and entry("warm")["state"] == "eager"
 
 

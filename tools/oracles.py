@@ -11,15 +11,15 @@ embed.bare_pack()
 
 from anyshape.accel import stats  # noqa: E402 - the package exists from the line above on
 
-FUSED = "kernels"  # the state of a shape that runs on fused operations, without a graph
+FUSED = "tape"  # the state of a shape that runs on fused operations, without a graph
 
 # The contract of docs/architecture.md: the keys of each part of the stats.
 STATS_KEYS = {
     "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts", "fleet"},
-    "model": {"name", "kind", "region_graphs", "recompiles", "compile_seconds", "shapes"},
+    "model": {"name", "kind", "kernels", "recompiles", "compile_seconds", "inexact", "shapes"},
     "shape": {
-        "key", "width", "height", "batch", "state", "calls", "replays", "first_call_seconds", "median_ms", "bytes",
-        "reason",
+        "key", "width", "height", "batch", "frames", "state", "calls", "replays", "first_call_seconds", "median_ms",
+        "eager_ms", "bytes", "reason", "note",
     },
     "graphs": {"budget_bytes", "used_bytes", "evictions"},
     "fallback": {"where", "reason", "count"},

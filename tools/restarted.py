@@ -1,13 +1,10 @@
-"""A start of the pack on a GPU, in a process of its own: python -m tools.restarted BASE.
+"""A start of the pack on a GPU, in a process of its own: python -m tools.restarted.
 
-One forward of a small SDXL and one decode of a small VAE, each against eager, with the store of the ComfyUI whose base
-directory is BASE. Prints JSON: the stats of the store, what was compiled and found by Triton, and how
-far the results are from eager's.
+One forward of a small SDXL and one decode of a small VAE, each against eager. Prints JSON: the stats of the store, what
+Triton compiled and found, and how far the results are from eager's.
 """
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from triton import knobs
@@ -16,7 +13,7 @@ from tools import embed
 
 FOUND: list[bool] = []  # for each kernel that Triton was asked for, whether it was in its cache
 knobs.compilation.listener = lambda cache_hit, **compilation: FOUND.append(cache_hit)
-embed.use_comfyui(extra={"base_directory": str(embed.make_base(Path(sys.argv[1])))})
+embed.use_comfyui()
 embed.load_pack()
 
 import torch  # noqa: E402

@@ -2,7 +2,7 @@
 
 All through Triton's own cache manager, so they go to wherever a user's cache lies, or to whatever manager is set. An
 entry there is a folder named after a hash of all that decides what is compiled; a list of its files, with the places
-where they lie, makes it valid. That list is written anew when an entry is put there, because the place is another.
+where they lie, makes it valid. That list is not copied: it is written for the place where an entry is put.
 """
 
 import base64
@@ -29,9 +29,11 @@ class Found(NamedTuple):
     files: dict[str, Path]
 
 
-def compiled(kernels: Iterable[Any]) -> Iterator[Any]:
-    """The variants of these kernels that this process has compiled, or found in Triton's cache."""
+def variants(kernels: Iterable[Any]) -> Iterator[Any]:
+    """What this process has compiled of these kernels, or found in Triton's cache; a variant is one already."""
     for kernel in kernels:
+        if hasattr(kernel, "metadata_group"):
+            yield kernel
         for cache in list(getattr(kernel, "device_caches", {}).values()):
             yield from list((cache[0] if isinstance(cache, tuple) else cache).values())
 
@@ -41,6 +43,8 @@ def found(kernel: Any) -> Iterator[Found]:
     if not hasattr(kernel, "metadata_group"):  # a variant that is still being compiled
         return
     files = {name: Path(path) for name, path in kernel.metadata_group.items()}
+    if any(name.endswith(".cubin") for name in files):  # the steps between source and machine code are for people
+        files = {name: path for name, path in files.items() if name.endswith((".cubin", ".json"))}
     yield Found("kernel", kernel.hash, f"sm_{kernel.metadata.target.arch}", files)
     own = vars(kernel)  # to ask for ``run`` would load the kernel; before Triton 3.5 it is no property
     launch = getattr(own.get("_run") or own.get("run"), "launch", None)

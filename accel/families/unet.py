@@ -15,7 +15,7 @@ __all__ = ["Plan"]  # a name of the family's protocol
 
 DEEP = "deep"  # the name of the deep feature among a call's tensors
 EAGER = Plan(nn.Module(), ())  # nothing is fused
-KIND = "unet"
+KIND = "model"
 MODEL = UNetModel
 MIRRORED = ("_forward",)
 LATENT_TO_PIXELS = 8

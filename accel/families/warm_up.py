@@ -25,20 +25,19 @@ from ..attempt import Judge, attempt, failed, named
 from ..errors import is_out_of_memory
 from ..skip.run import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
-from ..stats import STATS
+from ..stats import STATES, STATS
 from ..warm_up import MIB, Row, Shape, parse, table
 from . import lazy
 from .attach import session_of
+from .latents import Latents, latents_of
 from .layers import INTERRUPTS
+from .plain_prompt import noise, plain_prompt
 from .skipping import skips
 
 STEPS = 30  # of the noise schedule; few of them are evaluated
 CFG = {"on": (4.0,), "off": (1.0,), "both": (4.0, 1.0)}  # at 1.0 ComfyUI leaves the negative prompt out
 CFG_OPTIONS = ("auto", *CFG)
-TOKENS = {"unet": 77, "dit": 256}  # of a short prompt: CLIP's, and the fewest that ComfyUI gives Flux
-POOLED = 1280  # of CLIP-G, where the model does not say
 HOPELESS = 4  # times the device's memory, by ComfyUI's estimate, which is generous: not even tried
-STATES = ("eager", "regions", "kernels", "graph")  # slowest first
 NOT_RUN, FAILED, EVICTED = "not run", "failed", "evicted"
 
 NO_MODEL = (
@@ -47,6 +46,8 @@ NO_MODEL = (
 )
 NO_VAE = "this VAE does not come from Compile VAE: nothing of it was warmed up, and it passes through as it is"
 GONE = "memory ran short at a later size, which took this graph's: list fewer or smaller sizes"
+NO_PICTURES = "this model makes neither images nor video, so a size in pixels says nothing of it"
+NO_FRAMES = "{} makes single images: leave the frames out of this line"
 NO_SIZES = "no size to warm up: write one a line"
 
 
@@ -60,6 +61,8 @@ class _Job:
     needs: float  # bytes of memory, by ComfyUI's estimate
     device: torch.device
     run: Callable[[], Any]
+    obstacle: str = ""  # why it cannot be run at all
+    note: str = ""  # what the user should know of it
 
 
 def warm_up(
@@ -92,7 +95,7 @@ def _warmed(
     if session is None:
         warnings.append(NO_MODEL)
     else:
-        jobs += _model_jobs(model, shapes, _prompts(model, session.family.KIND, *prompts), session.family.KIND, cfg)
+        jobs += _model_jobs(model, shapes, prompts, cfg)
     limit = session.settings.graph_budget_bytes if session else 0
     with ExitStack() as stack:
         pins = stack.enter_context(graphs.cache(model.load_device).pinning())
@@ -118,6 +121,8 @@ def _in_order(jobs: Sequence[_Job], budget: "_Budget") -> list[Row]:
 
 def _run(job: _Job) -> Row:
     """Runs one job and says how the engines took it."""
+    if job.obstacle:
+        return Row(job.shape, job.part, NOT_RUN, why=job.obstacle)
     total = mm.get_total_memory(job.device)
     if job.needs > HOPELESS * total:
         why = f"needs about {job.needs / MIB:.0f} MB, and the device has {total / MIB:.0f}: make it smaller"
@@ -155,10 +160,11 @@ def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> R
     ran = [(m["name"], s) for m in models for s in m["shapes"] if s["calls"] > before.get((m["name"], s["key"]), 0)]
     states = [s["state"] for _, s in ran]
     several = len({name for name, _ in ran}) > 1
-    reasons = [f"{name}: {s['reason']}" if several else s["reason"] for name, s in ran if s["reason"]]
+    told = [(name, text) for name, s in ran for text in (s["reason"], s["note"]) if text]
+    reasons = [job.note] * bool(job.note) + [f"{name}: {text}" if several else text for name, text in told]
     return Row(
-        job.shape, job.part, min(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
-        "; ".join(dict.fromkeys(reasons)), frozenset(s["key"] for _, s in ran if s["state"] == "graph"),
+        job.shape, job.part, max(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
+        "; ".join(dict.fromkeys(reasons)), frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph"),
     )  # fmt: skip
 
 
@@ -185,26 +191,48 @@ class _Budget:
 
 
 def _model_jobs(
-    model: ModelPatcher, shapes: Iterable[Shape], prompts: tuple[list, list], kind: str, cfg: str
+    model: ModelPatcher, shapes: Iterable[Shape], prompts: tuple[list | None, list | None], cfg: str
 ) -> list[_Job]:
-    jobs = []
-    for scale in CFG.get(cfg, CFG["off" if kind == "dit" else "on"]):
+    latents, jobs = latents_of(model.get_model_object("latent_format")), []
+    positive, negative, obstacle = _prompts(model, latents, *prompts) if latents else ([], [], NO_PICTURES)
+    for scale in CFG.get(cfg, CFG["off" if _guides_itself(model) else "on"]):
         part, rows = ("model", 2) if scale > 1 else ("model, cfg 1", 1)
         for shape in shapes:
-            run = partial(_sample, model, shape, scale, *prompts)
-            needs = model.memory_required([shape.batch, 1, *shape.latent])
-            jobs.append(_Job(shape, part, rows * shape.pixels, needs, model.load_device, run))
+            why = obstacle or _no_frames(shape, latents, "this model")
+            size = () if why else latents.shape(shape.width, shape.height, shape.batch, shape.frames)
+            needs = 0 if why else model.memory_required([*size])
+            run = partial(_sample, model, size, scale, positive, negative)
+            note = "" if why else _rounded(shape, latents)
+            jobs.append(_Job(shape, part, rows * shape.pixels, needs, model.load_device, run, why, note))
     return _largest_first(jobs)
 
 
+def _guides_itself(model: ModelPatcher) -> bool:
+    """Whether the model takes its guidance as an input, so that samplers run it at cfg 1 (Flux.1, HunyuanVideo)."""
+    config = model.model.model_config.unet_config
+    return bool(config.get("guidance_embed")) or config.get("image_model") == "flux"
+
+
+def _rounded(shape: Shape, latents: Latents) -> str:
+    """What is run in the place of a size that this model's latents cannot have."""
+    width, height, frames = latents.size(latents.shape(shape.width, shape.height, shape.batch, shape.frames))
+    made = Shape(width, height, shape.batch, frames)
+    return "" if made == shape else f"taken as {made}, the next size below that this model's latents have"
+
+
+def _no_frames(shape: Shape, latents: Latents, what: str) -> str:
+    return NO_FRAMES.format(what) if shape.frames > 1 and not latents.frames else ""
+
+
 def _vae_jobs(vae: comfy.sd.VAE, shapes: Iterable[Shape]) -> list[_Job]:
-    jobs = []
+    """Of a VAE of images: no other is compiled."""
+    latents, jobs = Latents(vae.latent_channels, vae.spacial_compression_encode(), 0), []
     for shape in shapes:
-        latent, image = (shape.batch, vae.latent_channels, *shape.latent), (shape.batch, shape.height, shape.width, 3)
-        needs = vae.memory_used_decode((1, *latent[1:]), vae.vae_dtype)  # ComfyUI splits what does not fit
-        decode, encode = partial(_decode, vae, latent), partial(_encode, vae, image)
-        jobs.append(_Job(shape, "VAE decode", shape.pixels, needs, vae.device, decode))
-        jobs.append(_Job(shape, "VAE encode", shape.pixels, needs, vae.device, encode))
+        size, image = latents.shape(shape.width, shape.height, shape.batch), (shape.batch, shape.height, shape.width, 3)
+        needs = vae.memory_used_decode((1, *size[1:]), vae.vae_dtype)  # ComfyUI splits what does not fit
+        why = _no_frames(shape, latents, "this VAE")
+        for part, run in (("VAE decode", partial(_decode, vae, size)), ("VAE encode", partial(_encode, vae, image))):
+            jobs.append(_Job(shape, part, shape.pixels, needs, vae.device, run, why))
     return _largest_first(jobs)
 
 
@@ -214,24 +242,24 @@ def _largest_first(jobs: Iterable[_Job]) -> list[_Job]:
 
 
 def _decode(vae: comfy.sd.VAE, shape: tuple[int, ...]) -> None:
-    vae.decode(_noise(*shape))
+    vae.decode(noise(*shape))
 
 
 def _encode(vae: comfy.sd.VAE, shape: tuple[int, ...]) -> None:
-    vae.encode(_noise(*shape).sigmoid_())  # values of an image, 0..1
+    vae.encode(noise(*shape).sigmoid_())  # values of an image, 0..1
 
 
-def _sample(model: ModelPatcher, shape: Shape, cfg: float, positive: list, negative: list) -> None:
+def _sample(model: ModelPatcher, shape: tuple[int, ...], cfg: float, positive: list, negative: list) -> None:
     """A few steps of a run, as KSampler makes them. Random input: on constant images rounding is all there is.
 
     With Skip Blocks also of a run so short that nothing is skipped, which keeps nothing and is another program.
     """
-    noise = _noise(shape.batch, model.get_model_object("latent_format").latent_channels, *shape.latent)
+    start = noise(*shape)
     for steps in (FEW_STEPS, STEPS) if skips(model) else (STEPS,):
         sigmas = comfy.samplers.calculate_sigmas(model.get_model_object("model_sampling"), "simple", steps)
         comfy.sample.sample_custom(
-            model, noise, cfg, comfy.samplers.KSAMPLER(_few_steps), sigmas, positive, negative,
-            torch.zeros_like(noise), disable_pbar=True, seed=0,
+            model, start, cfg, comfy.samplers.KSAMPLER(_few_steps), sigmas, positive, negative,
+            torch.zeros_like(start), disable_pbar=True, seed=0,
         )  # fmt: skip
 
 
@@ -258,19 +286,9 @@ def steps_to_evaluate(run: SkipRun | None, count: int) -> list[int]:
     return sorted(chosen | {step + 1 for step in chosen} | {count - 1})
 
 
-def _prompts(model: ModelPatcher, kind: str, positive: list | None, negative: list | None) -> tuple[list, list]:
-    """The user's CONDITIONINGs, one in place of the other where only one is there; without any, plain ones."""
-    plain = None if positive or negative else _plain_prompt(model, kind)
-    return positive or negative or plain, negative or positive or plain
-
-
-def _plain_prompt(model: ModelPatcher, kind: str) -> list:
-    """A short prompt's embedding, of the widths that the model takes."""
-    config = model.model.model_config.unet_config
-    width = config["context_in_dim" if kind == "dit" else "context_dim"]
-    return [[_noise(1, TOKENS[kind], width), {"pooled_output": _noise(1, config.get("vec_in_dim", POOLED))}]]
-
-
-def _noise(*shape: int) -> Tensor:
-    """Normal random numbers that leave the global random state alone."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+def _prompts(
+    model: ModelPatcher, latents: Latents, positive: list | None, negative: list | None
+) -> tuple[list, list, str]:
+    """(positive, negative, why there are none or ""): one in place of the other, or plain ones without any."""
+    plain, problem = ([], "") if positive or negative else plain_prompt(model, latents)
+    return positive or negative or plain, negative or positive or plain, problem

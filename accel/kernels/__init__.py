@@ -12,6 +12,7 @@ import torch
 
 from .. import devices
 from ..artifacts import KEEPER
+from ..attempt import without_folders
 from ..errors import AnyShapeError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -50,10 +51,10 @@ def load(device: torch.device) -> "FusedOps":  # noqa: F821  (imported below, wi
 
         from .triton_ops import KERNELS, TritonOps
     except ImportError as error:
-        raise Unavailable(f"Triton cannot be imported ({error}): {_advice()}") from error
+        raise Unavailable(f"Triton cannot be imported ({without_folders(str(error))}): {_advice()}") from error
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         raise Unavailable(f"Triton {triton.__version__} is too old: {_advice()}")
-    KEEPER.load_kernels(device, KERNELS)
+    KEEPER.watch(device, lambda: KERNELS)
     return TritonOps(device)
 
 

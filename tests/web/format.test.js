@@ -17,20 +17,24 @@ const shape = (more = {}) => ({
   width: 512,
   height: 512,
   batch: 1,
+  frames: 1,
   state: "graph",
   calls: 3,
   replays: 2,
   first_call_seconds: 1.5,
   median_ms: 20,
+  eager_ms: null,
   bytes: 8 * MIB,
   reason: "",
+  note: "",
   ...more,
 });
 const model = (shapes, more = {}) => ({
   name: "SDXL",
-  kind: "unet",
-  region_graphs: 0,
+  kind: "model",
+  kernels: 0,
   recompiles: 0,
+  inexact: [],
   compile_seconds: 4.25,
   shapes,
   ...more,
@@ -74,6 +78,28 @@ test("a size with several lines is one size, another batch is another", () => {
   const other = shape({ key: "longer prompt" });
   assert.equal(format.sizes([shape(), other]), 1);
   assert.equal(format.sizes([shape(), shape({ batch: 2 }), shape({ width: 520 })]), 3);
+});
+
+test("the frames of a video are part of its size", () => {
+  const video = shape({ width: 832, height: 480, frames: 33 });
+  assert.deepEqual([shape(), video].map(format.size), ["512×512", "832×480×33"]);
+  assert.equal(format.size({ width: 8, height: 8 }), "8×8"); // an older server
+  assert.equal(format.sizes([video, shape({ width: 832, height: 480 }), { ...video }]), 2);
+});
+
+test("a size that runs without a graph although nothing is wrong is not eager, and says why", () => {
+  const note = "the GPU is the limit at this size";
+  const shown = badge([model([shape({ state: "tape", note })])]);
+  assert.deepEqual([shown.level, shown.text], ["tape", "tape, 1 size, 0 recompiles"]);
+  assert.equal(shown.title, `tape, 1 size, 0 recompiles\n${note}`);
+  assert.deepEqual(format.why(shape({ reason: "a patch", note })), ["a patch", note]);
+  assert.deepEqual(format.why(shape()), []);
+});
+
+test("what is less exact is listed by model, while that has run", () => {
+  const wan = model([shape()], { name: "Wan", inexact: ["one", "two"] });
+  assert.deepEqual(format.inexact([model([shape()]), wan]), ["Wan: one", "Wan: two"]);
+  assert.deepEqual(format.inexact([{ ...wan, shapes: [] }, { shapes: [shape()] }]), []); // cleared; an older server
 });
 
 test("totals add the models up", () => {

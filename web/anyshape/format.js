@@ -22,8 +22,11 @@ export const seconds = (value) => value.toFixed(value < 10 ? 2 : 1);
 export const milliseconds = (value) => (value > 0 ? value.toFixed(value < 100 ? 1 : 0) : "–");
 export const megabytes = (bytes) => (bytes > 0 ? Math.max(1, Math.round(bytes / MIB)).toString() : "–");
 
-/** Sizes that a user would count: width, height and batch, however many lines a size has. */
-export const sizes = (shapes) => new Set(shapes.map((s) => `${s.width}x${s.height} ${s.batch}`)).size;
+/** Of an image "1024×1152", of a video "832×480×33": the frames come last. */
+export const size = (s) => [s.width, s.height, ...(s.frames > 1 ? [s.frames] : [])].join("×");
+
+/** Sizes that a user would count: width, height, frames and batch, however many lines a size has. */
+export const sizes = (shapes) => new Set(shapes.map((s) => `${size(s)} ${s.batch}`)).size;
 
 const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
 
@@ -74,7 +77,7 @@ export function entryOf(stats, { id, type, workflow, cached = false }) {
 }
 
 /**
- * What a node shows of itself: {level: "none" | "off" | "eager" | a tier | "mixed", text, title}.
+ * What a node shows of itself: {level: "none" | "off" | a state ("graph", "tape", "eager") | "mixed", text, title}.
  * entry: of entryOf; undefined before the node's first run.
  */
 export function badge(entry, stats, words, language = "en") {
@@ -90,12 +93,19 @@ const plain = (level, text, title = text) => ({ level, text, title });
 const eager = (reason) => plain("eager", shorten(reason ? `eager: ${reason}` : "eager"), reason || "eager");
 const withMessage = (shown, message) => (message ? { ...shown, title: `${shown.title}\n${message}` } : shown);
 
+/** What is said of a shape: the reason why it does not run faster, and the note where nothing is missed. */
+export const why = (s) => [s.reason, s.note].filter(Boolean);
+
+/** "SDXL: sentence", for each rule in use that is less exact than ComfyUI's own rounding. */
+export const inexact = (models) =>
+  models.filter((model) => model.shapes.length).flatMap((model) => (model.inexact ?? []).map((sentence) => `${model.name}: ${sentence}`));
+
 function ran(models, words, language) {
   const shapes = models.flatMap((model) => model.shapes);
   if (!shapes.length) return null;
   const recompiles = count(words.counts.recompiles, sum(models, (model) => model.recompiles), language);
   const states = [...new Set(shapes.map((s) => s.state))];
-  const reasons = [...new Set(shapes.map((s) => s.reason).filter(Boolean))];
+  const reasons = [...new Set(shapes.flatMap(why))];
   if (states.length === 1 && states[0] === "eager") return eager(reasons.join("\n"));
   const distinct = (state) => sizes(shapes.filter((s) => s.state === state));
   const parts =

@@ -1,7 +1,7 @@
 /** The panel "Shape cache": every size that has run, the graphs' budget, what ran slower and why. */
 
 import { el, setText, sync } from "./dom.js";
-import { budget, count, fill, totals } from "./format.js";
+import { budget, count, fill, inexact, totals } from "./format.js";
 import * as store from "./store.js";
 import { showTables } from "./tables.js";
 import { language, words } from "./texts.js";
@@ -17,6 +17,7 @@ export function makePanel() {
     budget: el("p", { className: "anyshape-note" }),
     empty: el("p", { className: "anyshape-note" }),
     tables: el("div", { className: "anyshape-tables", role: "region", tabIndex: 0 }),
+    inexact: list(),
     skip: list(),
     fallbacks: list(),
     said: el("p", { className: "anyshape-said", role: "status" }),
@@ -33,11 +34,12 @@ export function makePanel() {
       el("div", { className: "anyshape-buttons" }, ...buttons),
     ),
     parts.said,
-    el("div", { className: "anyshape-scroll" }, parts.empty, parts.tables, parts.skip, parts.fallbacks),
+    el("div", { className: "anyshape-scroll" }, ...lists(parts)),
   );
   return { element, show: (stats) => showPanel(element, parts, buttons, stats) };
 }
 
+const lists = (parts) => [parts.empty, parts.tables, parts.inexact, parts.skip, parts.fallbacks];
 const list = () => el("div", { className: "anyshape-list" }, el("h3"), el("ul"));
 
 function button(name, action, said) {
@@ -86,6 +88,7 @@ function showPanel(element, parts, buttons, stats) {
     one.title = texts.buttons[one.dataset.action].help;
   });
   showTables(parts.tables, stats);
+  showList(parts.inexact, texts.inexact, inexact(stats.models));
   showList(parts.skip, texts.skip.title, stats.skip.map((run) => skipLine(run, texts)));
   const steps = stats.fallbacks.map((f) => `${f.where}, ${count(texts.counts.times, f.count, language())}: ${f.reason}`);
   showList(parts.fallbacks, texts.fallbacks, steps);

@@ -1,7 +1,7 @@
 /** A table a model, a line a size, with its two costs as bars: what the panel and Shape Cache Info have in common. */
 
 import { el, setText, setTitle, sync } from "./dom.js";
-import { count, megabytes, milliseconds, seconds, shares, sizes, step } from "./format.js";
+import { count, fill, megabytes, milliseconds, seconds, shares, size, sizes, step, why } from "./format.js";
 import { language, words } from "./texts.js";
 
 const COLUMNS = ["size", "batch", "state", "calls", "first", "median", "memory"];
@@ -29,7 +29,7 @@ function showModel(table, model) {
   const now = shares(model.shapes.map((s) => s.median_ms));
   const lines = model.shapes.flatMap((s, i) => [
     { key: s.key, shape: s, bars: [first[i], now[i]] },
-    ...(s.reason ? [{ key: `${s.key} why`, reason: s.reason }] : []),
+    ...why(s).map((reason, place) => ({ key: `${s.key} why ${place}`, reason })),
   ]);
   sync(body, lines, (line) => line.key, makeLine, showLine);
 }
@@ -61,7 +61,7 @@ function showShape(row, shape, bars) {
   setTitle(row, shape.key);
   const kind = step(shape.key);
   const texts = [
-    `${shape.width}×${shape.height}`,
+    size(shape),
     shape.batch,
     kind ? `${shape.state} (${words().steps[kind]})` : shape.state,
     shape.calls,
@@ -70,6 +70,7 @@ function showShape(row, shape, bars) {
     megabytes(shape.bytes),
   ];
   texts.forEach((text, index) => setText(row.cells[index], String(text)));
+  setTitle(row.cells[5], shape.eager_ms > 0 ? fill(words().eager_ms, { ms: milliseconds(shape.eager_ms) }) : "");
   bars.forEach((share, index) => {
     row.cells[4 + index].className = "anyshape-bar";
     row.cells[4 + index].style.setProperty("--share", `${(100 * share).toFixed(1)}%`);

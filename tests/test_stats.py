@@ -1,0 +1,197 @@
+"""The stats in plain torch: counters, their contract, the report and the chart. No ComfyUI here."""
+
+import importlib.util
+import json
+
+import pytest
+import torch
+
+from tools import embed
+from tools.oracles import STATS_KEYS
+from tools.paths import ROOT
+
+embed.bare_pack()
+
+from anyshape.accel import stats  # noqa: E402 - the package exists from the line above on
+
+
+def node_module(name):
+    """A module of nodes/ on its own: the package itself needs ComfyUI."""
+    spec = importlib.util.spec_from_file_location(f"lone_{name}", ROOT / "nodes" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Counters ---------------------------------------------------------------------------------------------------------
+
+TYPES = {
+    **dict.fromkeys(["kernels", "recompiles", "width", "height", "batch", "frames"], int),
+    **dict.fromkeys(["calls", "replays", "bytes", "depth", "full", "skipped"], int),
+    **dict.fromkeys(["name", "kind", "key", "state", "reason", "note", "model"], str),
+    "eager_ms": float,
+    "inexact": list,
+    **dict.fromkeys(["compile_seconds", "first_call_seconds", "median_ms", "seconds"], float),
+    "resets": dict,
+}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Counters of the test's own, with one model, one shape and one run with skipped blocks in them."""
+    own = stats.Stats()
+    monkeypatch.setattr(stats, "STATS", own)
+    shape = own.model("UNet", "model").shape("k", 512, 768, 2)
+    shape.calls, shape.state, shape.eager_ms = 3, "tape", 21.25
+    with shape.times.measure(torch.device("cpu")):
+        pass
+    own.fallback("UNet", "a reason")
+    own.fallback("UNet", "a reason")
+    run = own.skip_run("UNet", 3)
+    for skipped, reason in ((False, ""), (True, ""), (False, "another reason")):
+        run.begin_evaluation()
+        run.count(skipped, reason)
+    return own
+
+
+def test_snapshot_keeps_the_contract(counted) -> None:
+    now = stats.snapshot()
+    (model,), (fallback,), (run,) = now["models"], now["fallbacks"], now["skip"]
+    (shape,) = model["shapes"]
+    found = {"": now, "model": model, "shape": shape, "graphs": now["graphs"], "fallback": fallback, "skip": run}
+    for name, part in {**found, "artifacts": now["artifacts"]}.items():
+        assert set(part) == STATS_KEYS[name], name
+    assert now["version"] == 2 and isinstance(now["device"], str)
+    for name, value in {**model, **shape, **run}.items():
+        assert name == "shapes" or type(value) is TYPES[name], name
+    assert fallback == {"where": "UNet", "reason": "a reason", "count": 2}
+    assert (run["full"], run["skipped"], run["resets"]) == (2, 1, {"another reason": 1})
+
+
+def test_what_was_never_measured_is_null(counted) -> None:
+    counted.model("new", "model").shape("k", 8, 8, 1)
+    (shape,) = stats.snapshot()["models"][-1]["shapes"]
+    assert shape["eager_ms"] is None and shape["frames"] == 1 and shape["note"] == ""
+
+
+def test_snapshot_is_json(counted) -> None:
+    now = stats.snapshot()
+    assert json.loads(json.dumps(now)) == now
+
+
+def test_a_snapshot_does_not_change_afterwards(counted) -> None:
+    now = json.dumps(stats.snapshot())
+    kept = stats.snapshot()
+    counted.model("another", "vae").shape("k", 8, 8, 1).calls = 9
+    counted.graphs.used_bytes = 7
+    counted.fallback("UNet", "a reason")
+    assert json.dumps(kept) == now
+
+
+def test_old_models_are_forgotten(counted) -> None:
+    for index in range(stats.MAX_MODELS + 5):
+        counted.model(f"model {index}", "model")
+    names = [model["name"] for model in stats.snapshot()["models"]]
+    assert len(names) == stats.MAX_MODELS and names[-1] == f"model {stats.MAX_MODELS + 4}" and "UNet" not in names
+
+
+def test_old_shapes_are_forgotten(counted) -> None:
+    model = counted.model("many", "model")
+    for width in range(stats.MAX_SHAPES + 3):
+        model.shape(f"{width}", width, 8, 1).calls += 1
+    assert len(model.shapes) == stats.MAX_SHAPES and "2" not in model.shapes and "3" in model.shapes
+    model.shape("3", 3, 8, 1).calls += 1
+    assert model.shapes["3"].calls == 2
+
+
+def test_models_of_one_name_are_told_apart(counted) -> None:
+    """For as long as a session lasts: the first ones are long forgotten, the last ones still differ."""
+    for _ in range(3 * stats.MAX_MODELS):
+        counted.model("UNet", "model")
+    names = [model["name"] for model in stats.snapshot()["models"]]
+    assert len(set(names)) == len(names) and all(name.startswith("UNet") for name in names)
+
+
+def test_clear_keeps_the_models(counted) -> None:
+    counted.clear()
+    now = stats.snapshot()
+    assert now["fallbacks"] == [] and [model["shapes"] for model in now["models"]] == [[]]
+
+
+def test_expect_is_an_oracle(counted) -> None:
+    with stats.expect(fallbacks=1, calls=0):
+        counted.fallback("here", "why")
+    with pytest.raises(AssertionError, match=r"'fallbacks': 0.*'fallbacks': 1"), stats.expect(fallbacks=0):
+        counted.fallback("here", "why")
+    with pytest.raises(AssertionError), stats.expect(calls=1):
+        pass
+    with pytest.raises(AssertionError), stats.expect(no_such_counter=0):
+        pass
+    (model,) = counted._models
+    with stats.expect(kernels=2, recompiles=1, replays=1, evictions=1):
+        model.kernels, model.recompiles, counted.graphs.evictions = 2, 1, 1
+        model.shapes["k"].replays += 1
+
+
+def test_times_are_medians() -> None:
+    times = stats.CallTimes()
+    assert times.median_ms() == 0.0
+    times._done.extend([1.0, 100.0, 2.0])
+    assert times.median_ms() == 2.0
+
+
+# Reports ----------------------------------------------------------------------------------------------------------
+
+
+def test_report_text(counted) -> None:
+    counted.graphs.budget_bytes, counted.graphs.used_bytes, counted.graphs.evictions = 64 << 20, 32 << 20, 1
+    text = node_module("report").report(stats.snapshot())
+    for part in ("UNet (model): 1 sizes", "0 kernels, 0 recompiles", "512x768", "tape", "32 of 64 MB, 1 evicted"):
+        assert part in text
+    assert "- UNet, 2 times: a reason" in text
+    assert not any(line != line.rstrip() for line in text.splitlines())
+
+
+def test_report_of_a_video(counted) -> None:
+    """Its frames, what eager takes, why it has no graph although nothing is wrong, and what is less exact."""
+    model = counted.model("Wan", "model")
+    model.inexact = ["RMSNorm keeps its sum in float32: half of bf16's last bit"]
+    shape = model.shape("v", 832, 480, 1, frames=33)
+    shape.state, shape.eager_ms, shape.note = "tape", 812.34, "the GPU is the limit at this size"
+    lines = node_module("report").report(stats.snapshot()).splitlines()
+    (video,) = [line for line in lines if "832x480x33" in line]
+    assert "812.3" in video and video.endswith("the GPU is the limit at this size")
+    assert "  less exact than eager: RMSNorm keeps its sum in float32: half of bf16's last bit" in lines
+    assert node_module("chart")._label("Wan", shape.as_dict()) == "Wan  832x480x33  b1"
+    shape.reason = "another node's patch"
+    assert "another node's patch; the GPU is the limit" in node_module("report").report(stats.snapshot())
+
+
+def test_report_of_nothing() -> None:
+    assert "Nothing has run" in node_module("report").report(stats.Stats().snapshot())
+
+
+def is_image(chart) -> bool:
+    """ComfyUI's IMAGE: [B, H, W, 3] in 0..1."""
+    in_range = 0 <= chart.min() and chart.max() <= 1
+    return chart.ndim == 4 and chart.shape[0] == 1 and chart.shape[3] == 3 and chart.dtype == torch.float32 and in_range
+
+
+def test_chart(counted) -> None:
+    draw = node_module("chart").draw
+    small, counted_model = draw(stats.snapshot()), counted.model("more", "vae")
+    for state in stats.STATES:
+        counted_model.shape(state, 8, 8, 1).state = state
+    large = draw(stats.snapshot())
+    assert is_image(small) and is_image(large) and large.shape[1] > small.shape[1] and small.std() > 0.05
+
+
+def test_chart_of_nothing_says_so() -> None:
+    chart = node_module("chart").draw(stats.Stats().snapshot())
+    assert is_image(chart) and chart.min() < 0.5
+
+
+def test_chart_of_many_sizes_stays_small(counted) -> None:
+    for width in range(200):
+        counted.model("UNet", "model").shape(f"{width}", width, 8, 1)
+    assert node_module("chart").draw(stats.snapshot()).shape[1] < 2000
