@@ -28,7 +28,7 @@ demo: setup
 	@$(ENV) $(VENV_PYTHON) demo/run.py
 
 test: setup
-	@$(ENV) $(VENV_PYTHON) -m pytest
+	@$(ENV) $(VENV_PYTHON) -m pytest -n auto --dist loadgroup
 
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .
@@ -42,8 +42,8 @@ package:
 	@$(PYTHON) -m tools.comfy_cli
 
 bench: setup
-	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sdxl --json $(RESULTS)/sdxl-forward.json
-	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sd15 --json $(RESULTS)/sd15-forward.json
+	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sdxl --starts --json $(RESULTS)/sdxl-forward.json
+	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sd15 --starts --json $(RESULTS)/sd15-forward.json
 	@$(ENV) $(VENV_PYTHON) -m bench.vae --json $(RESULTS)/vae.json
 	@$(ENV) $(VENV_PYTHON) -m bench.mixed --model sdxl --how eager,anyshape,blocks,core --limit 120 \
 		--json $(RESULTS)/mixed-sdxl.json

@@ -5,6 +5,7 @@ us, and every tier of the engine, goes through ``attempt``; no other code here c
 """
 
 import logging
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,6 +14,10 @@ from typing import Any, Generic, TypeVar
 from .stats import STATS
 
 log = logging.getLogger(__name__)
+
+# An absolute path in quotes, which may have spaces, and the folders of one without.
+_QUOTED = re.compile(r"(['\"])(?:[A-Za-z]:)?[\\/][^'\"]*?([^\\/'\"]+)[\\/]*\1")
+_FOLDERS = re.compile(r"(?<![\w.:/\\])(?:[A-Za-z]:)?[\\/]+(?:[^\s\\/'\"]+[\\/]+)+")
 
 T = TypeVar("T")
 Passthrough = tuple[type[BaseException], ...]
@@ -73,6 +78,11 @@ def failed(where: str, what: str) -> Judge:
 
 
 def named(error: Any) -> str:
-    """An error in one line, as reasons quote it."""
-    first = next(iter(str(error).strip().splitlines()), "")
+    """An error in one line, as reasons quote it: files by their names, because a browser elsewhere may read it."""
+    first = without_folders(next(iter(str(error).strip().splitlines()), ""))
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
+
+
+def without_folders(text: str) -> str:
+    """``text`` with each absolute path in it cut down to its last part."""
+    return _FOLDERS.sub("", _QUOTED.sub(r"\1\2\1", text))

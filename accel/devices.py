@@ -1,5 +1,7 @@
 """What runs on which kind of device. CUDA here means NVIDIA: torch calls AMD's GPUs ``cuda`` too."""
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 OTHERS = {
@@ -13,6 +15,11 @@ OTHERS = {
 def is_nvidia(device: torch.device) -> bool:
     """Whether this is an NVIDIA GPU, with kernels and graphs."""
     return device.type == "cuda" and torch.version.hip is None
+
+
+def current(device: torch.device) -> AbstractContextManager:
+    """Makes ``device`` the one that kernels, streams and events without a device of their own are for."""
+    return torch.cuda.device(device) if is_nvidia(device) else nullcontext()
 
 
 def obstacle(device: torch.device) -> str:

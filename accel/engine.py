@@ -1,4 +1,4 @@
-"""The one decision per call: replay | capture | kernels | regions | eager.
+"""The one decision per call: replay | capture | kernels | eager.
 
 A family turns a model's forward into a ``Call``; the engine runs it on the fastest tier that is safe, counts what it
 did, and turns every failure of ours into the next slower tier. Eager is the last and never ours to break.
@@ -7,13 +7,14 @@ did, and turns every failure of ours into the next slower tier. Eager is the las
 import logging
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from . import devices, graphs, kernels, region_ops, verify
+from . import devices, graphs, kernels, verify
 from .artifacts import KEEPER
 from .attempt import attempt, named
 from .compilations import compilations
@@ -22,12 +23,12 @@ from .key import ShapeKey
 from .ops import FusedOps
 from .outputs import Output
 from .stats import STATS, ModelStats, ShapeStats
-from .trial import Trial
 
 log = logging.getLogger(__name__)
 
 MODES = ("auto", "exact", "off")
 MAX_BUDGET_MB = 1 << 20
+MAX_TRIES = 3  # to compare a shape: eager may overflow, or have no memory, in one call and not in the next
 
 
 @dataclass(frozen=True)
@@ -78,24 +79,24 @@ class Engine:
 
     ``passthrough``: exceptions that are messages, not failures (the user's interrupt).
     ``uses_graphs``: False for models that a graph does not make faster (a VAE is bound by the GPU).
-    ``image_layout``: activations in channels_last on a CPU too. Convolutions on large images are a quarter faster that
-    way (a VAE), those on a UNet's small ones slower.
     """
 
     stats: ModelStats
     passthrough: tuple[type[BaseException], ...] = ()
     uses_graphs: bool = True
-    image_layout: bool = False
     _retired: dict[str, str] = field(default_factory=dict)  # tier -> why it is not used for this model any more
     _started: set[tuple[str, torch.dtype, bool, bool]] = field(default_factory=set)  # whose first call is over
     _verified: set[tuple[str, ShapeKey]] = field(default_factory=set)  # shapes that a tier gets right
+    _tries: Counter[tuple[str, ShapeKey]] = field(default_factory=Counter)  # to compare others
     _details: dict[str, str] = field(default_factory=dict)  # of what failed in this call, by reason, for the log
     _told: set[str] = field(default_factory=set)  # reasons that were logged
-    # of shapes that cannot have a graph, by tier and reason: another patch, another trial
-    _trials: dict[tuple[str, str, ShapeKey], Trial] = field(default_factory=dict)
 
     def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, from the fastest tier that is safe."""
+        with devices.current(call.key.device):  # another one may be: kernels and graphs start on the current one
+            return self._counted(call, settings)
+
+    def _counted(self, call: Call, settings: Settings) -> Output:
         shape = self.stats.shape(str(call.key), call.width, call.height, call.batch)
         shape.calls += 1
         if shape.calls > 1:
@@ -111,7 +112,7 @@ class Engine:
     def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle, retired, failures = call.obstacle, dict(self._retired), []
         if not obstacle:
-            tiers = _tiers(settings, call.key.device)
+            tiers = _tiers(settings)
             for tier in tiers:
                 if tier in self._retired:
                     continue
@@ -159,48 +160,38 @@ class Engine:
         return reason
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
-        obstacle = self._graph_obstacle(tier, call, settings)
+        obstacle = self._graph_obstacle(call, settings)
         if not obstacle:
-            out = graphs.cache(call.key.device).replay(id(self), call.key, call.weights, call.inputs)
+            out = graphs.cache(call.key.device).replay(self._graph(tier, call), call.weights, call.inputs)
             if out is not None:
                 shape.state, shape.reason = "graph", ""
                 shape.replays += 1
                 return out
-        ops = self._load(tier, call.key.device)
+        ops = self._load(call.key.device)
         if obstacle == _BY_DESIGN:
             self._note(shape, tier, call.eager_parts)
             return self._forward(ops, call, settings)
         if obstacle:
-            return self._without_graph(ops, call, settings, shape, obstacle)
+            self._note(shape, tier, obstacle)
+            return self._forward(ops, call, settings)
         out = self._forward(ops, call, settings)
-        self._capture(ops, call, settings, shape, out)
-        return out
-
-    def _without_graph(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, obstacle: str) -> Output:
-        """A shape that should have a graph and cannot: fused, or in eager where that proves faster."""
-        trial = self._trials.setdefault((ops.name, obstacle, call.key), Trial())
-        out = trial.run(lambda: self._forward(ops, call, settings), call.eager, call.key.device)
-        if trial.eager_wins:
-            self._note(shape, "eager", f"{trial.verdict()}; {obstacle}")
+        if settings.verify and not self._is_checked(ops, call):  # its graph would never be compared
+            self._note(shape, ops.name, NOT_COMPARED)
         else:
-            self._note(shape, ops.name, obstacle)
+            self._capture(ops, call, settings, shape, out)
         return out
 
-    def _graph_obstacle(self, tier: str, call: Call, settings: Settings) -> str:
+    def _graph_obstacle(self, call: Call, settings: Settings) -> str:
         if call.key.device.type != "cuda" or not self.uses_graphs:
             return _BY_DESIGN
         if settings.graph_budget_mb == 0:
             return "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
-        return graphs.obstacle(tier) or call.graph_obstacle
+        return call.graph_obstacle
 
-    def _load(self, tier: str, device: torch.device) -> FusedOps:
+    def _load(self, device: torch.device) -> FusedOps:
         if obstacle := devices.obstacle(device):
             raise Unavailable(obstacle)
-        if tier == "kernels":
-            return kernels.load(device)
-        if obstacle := kernels.too_old(device):
-            raise Unavailable(obstacle)
-        return region_ops.RegionOps(channels_last=self.image_layout and device.type == "cpu")
+        return kernels.load(device)
 
     def _forward(self, ops: FusedOps, call: Call, settings: Settings) -> Output:
         """Runs the fused forward; compilations in its first call are expected, later ones are recompiles."""
@@ -218,20 +209,26 @@ class Engine:
         self._started.add(name)
         if first or compiled.seconds:
             KEEPER.save_soon()
-        if settings.verify and (ops.name, call.key) not in self._verified:
+        if settings.verify and not self._is_checked(ops, call):
             self._verify(ops, call, out)
         return out
 
+    def _is_checked(self, ops: FusedOps, call: Call) -> bool:
+        """Whether a shape was compared, or cannot be."""
+        return (ops.name, call.key) in self._verified or self._tries[ops.name, call.key] >= MAX_TRIES
+
     def _verify(self, ops: FusedOps, call: Call, out: Output) -> None:
         """Compares a shape's first result with eager, by one forward more. Raises ``WrongResult``."""
-        what = f"the {ops.name} tier at {call.width}x{call.height}"
+        what, name, compared = f"the {ops.name} tier at {call.width}x{call.height}", (ops.name, call.key), True
         if call.repeatable:
             reference, _ = attempt(call.eager, self._no_reference, self.passthrough)
-            if reference is not None:
-                verify.compare(what, out, reference)
+            compared = reference is not None and verify.compare(what, out, reference)
         else:
             verify.check_finite(what, out)
-        self._verified.add((ops.name, call.key))
+        if compared:
+            self._verified.add(name)
+        else:
+            self._tries[name] += 1
 
     def _no_reference(self, error: Exception) -> str | None:
         """Eager needs more memory than the tier: nothing to compare with. Other errors are the call's own."""
@@ -243,15 +240,19 @@ class Engine:
     def _capture(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats, out: Output) -> None:
         """Captures the shape's graph right after its first fused forward; the next call replays it."""
         recording = graphs.Recording(
-            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out, settings.verify
-        )
+            lambda inputs: call.forward(ops, inputs), call.inputs, call.weights, call.constants(), out,
+            settings.verify, self.stats.name,
+        )  # fmt: skip
         try:
             shape.bytes = graphs.cache(call.key.device).capture(
-                id(self), call.key, recording, settings.graph_budget_bytes
+                self._graph(ops.name, call), recording, settings.graph_budget_bytes
             )
             shape.state, shape.reason = "graph", ""
         except CaptureFailed as error:
             self._note(shape, ops.name, str(error))
+
+    def _graph(self, tier: str, call: Call) -> graphs.Name:
+        return graphs.Name(id(self), call.key, tier)
 
     def _step_down(self, tier: str, error: Exception) -> str:
         """Retires the tier, unless only memory was short, and returns the reason."""
@@ -262,6 +263,7 @@ class Engine:
         ours = isinstance(error, AnyShapeError)  # whose text is made for the user
         reason = str(error) if ours else f"{tier} failed: {named(error)}"
         self._retired[tier] = reason
+        self.drop_graphs()  # what it captured is no better than what it computes
         self._details[reason] = "" if isinstance(error, Unavailable) else _traceback(error)
         return reason
 
@@ -280,7 +282,7 @@ class Engine:
 
     def wants_channels_last(self, settings: Settings, device: torch.device) -> bool:
         """Whether convolution weights should be in channels_last: for kernels, and for nothing slower."""
-        usable = "kernels" in _tiers(settings, device) and "kernels" not in self._retired
+        usable = "kernels" in _tiers(settings) and "kernels" not in self._retired
         return usable and kernels.available(device)
 
     def drop_graphs(self) -> None:
@@ -288,7 +290,7 @@ class Engine:
         graphs.drop_owner(id(self))
 
     def __del__(self) -> None:
-        graphs.drop_owner(id(self))
+        graphs.abandon(id(self))
 
 
 def _traceback(error: Exception) -> str:
@@ -296,11 +298,12 @@ def _traceback(error: Exception) -> str:
     return "\n" + "".join(traceback.format_exception(error))
 
 
+NOT_COMPARED = (
+    "eager's own result could not be compared with (it is not finite, or eager had no memory), so there is no graph yet"
+)
 _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed
 
 
-def _tiers(settings: Settings, device: torch.device) -> tuple[str, ...]:
-    """The tiers to try, fastest first."""
-    if settings.mode != "auto":  # a fused forward rounds otherwise than eager's
-        return ()
-    return ("kernels", "regions") if devices.is_nvidia(device) else ("regions",)
+def _tiers(settings: Settings) -> tuple[str, ...]:
+    """The tiers to try, fastest first. Without any it is ComfyUI's own forward."""
+    return ("kernels",) if settings.mode == "auto" else ()

@@ -19,12 +19,16 @@ class CaptureFailed(AnyShapeError):
     """A CUDA graph could not be captured for one shape; the shape runs without a graph."""
 
 
+class NoRoom(CaptureFailed):
+    """There was no memory for the graph, or none of the budget; later there may be."""
+
+
 class WrongResult(AnyShapeError):
     """A tier gave other numbers than eager; the model runs without it."""
 
 
 class ArtifactError(AnyShapeError):
-    """A compiled artefact on disk cannot be used; it is compiled anew."""
+    """A compiled artefact on disk cannot be used; it is compiled again."""
 
 
 class Damaged(ArtifactError):

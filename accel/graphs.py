@@ -1,67 +1,40 @@
-"""CUDA graphs, one a shape, all in one memory pool, under a byte budget.
+"""CUDA graphs, one per shape and program, all in one memory pool, under a byte budget.
 
 A graph removes the Python and launch cost of a forward (about 40 ms for SDXL on a fast host). Capturing takes 0.05 s
 and about 10 MB, because all graphs share one pool: nothing in the pool is live between two replays, so each graph may
 reuse the memory of every other. That is also the contract of a replay: its output is copied out at once, and one replay
 runs at a time.
 
-A shared pool returns its memory when its last graph is gone. Evicting the least recently used graphs therefore frees
-their own few megabytes first, and the pool as a whole only when nothing else is left; what was freed is measured.
+What counts against the budget: of each graph its static inputs and output, its constants, and what the driver keeps for
+it; besides, the pool. A graph that is dropped frees its own bytes. The pool frees its own with its last graph.
 """
 
 import threading
-import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import verify
-from .allocator import addresses_are_promised
-from .errors import CaptureFailed, WrongResult
+from .capture import CapturedGraph, Capturer, Recording
+from .errors import CaptureFailed, NoRoom, WrongResult, is_out_of_memory
 from .key import ShapeKey
-from .outputs import Output, each
+from .outputs import Output, each, tensors_of
 from .stats import STATS
 
 MIB = 1 << 20
-Forward = Callable[[dict[str, Tensor]], Output]
 
 
-@dataclass(frozen=True)
-class Recording:
-    """What a capture needs: a forward that has run once on these inputs."""
+class Name(NamedTuple):
+    """Of a graph. Programs of one model at one shape have a graph each."""
 
-    forward: Forward
-    inputs: dict[str, Tensor]
-    weights: int  # weights.WeightWatch.fingerprint, now
-    constants: tuple[Tensor | None, ...]  # device memory besides weights and inputs that the forward reads
-    output: Output  # of that run: what the graph's will look like
-    verify: bool = False  # replay once and compare with ``output``
-
-
-@dataclass
-class CapturedGraph:
-    """One captured forward: valid for one shape and for weights at the addresses of ``weights``."""
-
-    graph: torch.cuda.CUDAGraph
-    inputs: dict[str, Tensor]  # static; a replay reads them
-    output: Output  # static; valid until this graph's next replay
-    weights: int  # weights.WeightWatch.fingerprint at capture
-    constants: tuple[Tensor | None, ...]  # read by the graph, so kept as long as it
-    bytes: int
-
-    def replay(self, inputs: dict[str, Tensor]) -> Output:
-        """The forward of ``inputs``; the result is the caller's to keep."""
-        for name, static in self.inputs.items():
-            static.copy_(inputs[name])
-        self.graph.replay()
-        return each(Tensor.clone, self.output)
-
-
-Name = tuple[int, ShapeKey]  # of a graph: its owner, any number that stands for a model, and its shape
+    owner: int  # any number that stands for a model
+    key: ShapeKey
+    program: Hashable  # what ran when the graph was captured: a graph never stands for another program
 
 
 @dataclass
@@ -70,50 +43,59 @@ class Pins:
 
     names: set[Name] = field(default_factory=set)
     full: bool = False  # a graph was refused because it would have needed their room
+    refused: dict[Name, str] = field(default_factory=dict)  # for as long as they stay, and why
 
 
-@dataclass
 class GraphCache:
     """The graphs of one device, least recently used first."""
 
-    device: torch.device
-    used_bytes: int = 0
-    _entries: OrderedDict[Name, CapturedGraph] = field(default_factory=OrderedDict)
-    _refused: dict[Name, str] = field(default_factory=dict)  # and why
-    _budget: int = 0  # bytes; refusals are for this budget
-    _broken: str = ""  # why no capture can begin any more
-    _pool: tuple[int, int] | None = None
-    _pins: Pins | None = None
-    _stream: torch.cuda.Stream | None = None  # one for all captures: the pool's blocks belong to a stream
-    _lock: threading.RLock = field(default_factory=threading.RLock)
+    def __init__(self, device: torch.device, capturer: Capturer | None = None) -> None:
+        self.device = device
+        self._capturer = capturer or Capturer(device)
+        self._entries: OrderedDict[Name, CapturedGraph] = OrderedDict()
+        self._refused: dict[Name, str] = {}  # and why
+        self._budget = 0  # bytes; refusals are for this budget
+        self._warmed: set[tuple[int, Hashable]] = set()  # (owner, program) that have run on the captures' stream
+        self._abandoned: deque[int] = deque()  # owners that are gone, whose graphs nobody has dropped yet
+        self._pins: Pins | None = None
+        self._lock = threading.RLock()
 
-    def replay(self, owner: int, key: ShapeKey, weights: int, inputs: dict[str, Tensor]) -> Output | None:
+    @property
+    def used_bytes(self) -> int:
+        """Device memory of all graphs."""
+        own = sum(entry.own_bytes for entry in self._entries.values())
+        return own + self._capturer.pool_bytes if self._entries else 0
+
+    def replay(self, name: Name, weights: int, inputs: dict[str, Tensor]) -> Output | None:
         """The output, or None where no valid graph exists. A graph of weights that have moved is dropped."""
         with self._lock:
-            entry = self._entries.get((owner, key))
+            self._drop_abandoned()
+            entry = self._entries.get(name)
             if entry is None:
                 return None
             if entry.weights != weights:
-                self._drop((owner, key))
+                self._drop(name)
                 return None
-            self._entries.move_to_end((owner, key))
-            self._pin((owner, key))
-            return entry.replay(inputs)
+            self._entries.move_to_end(name)
+            self._pin(name)
+            with self._capturer.replaying():
+                return entry.replay(inputs)
 
-    def capture(self, owner: int, key: ShapeKey, recording: Recording, budget: int) -> int:
+    def capture(self, name: Name, recording: Recording, budget: int) -> int:
         """Captures a forward and returns the bytes it took; evicts others to stay within ``budget`` bytes.
 
         Raises ``CaptureFailed`` with what the user can do.
         """
         with self._lock:
+            self._drop_abandoned()
             self._set_budget(budget)
-            if (owner, key) in self._refused:
-                raise CaptureFailed(self._refused[owner, key])
+            if why := self._refused.get(name) or (self._pins and self._pins.refused.get(name)):
+                raise CaptureFailed(why)
             try:
-                return self._keep((owner, key), lambda: self._record_or_make_room(recording))
-            except CaptureFailed as error:
-                if not self._pinned():  # pins end, and then there may be room
-                    self._refused[owner, key] = str(error)
+                return self._keep(name, lambda: self._record_or_make_room(name, recording))
+            except CaptureFailed as error:  # pins end, and then there may be room
+                for_now = isinstance(error, NoRoom) and self._pinned()
+                (self._pins.refused if for_now else self._refused)[name] = str(error)
                 raise
 
     @contextmanager
@@ -125,23 +107,38 @@ class GraphCache:
         finally:
             self._pins = None
 
-    def held(self) -> dict[str, int]:
-        """The keys of the graphs that are there, as the stats name them, and the bytes that each took."""
+    def held(self) -> dict[tuple[str, str], int]:
+        """The graphs that are there, by their model's name and their key as the stats show them: bytes at capture."""
         with self._lock:
-            return {str(key): entry.bytes for (_, key), entry in self._entries.items()}
+            self._drop_abandoned()
+            found: dict[tuple[str, str], int] = {}
+            for name, entry in self._entries.items():
+                shown = entry.label, str(name.key)
+                found[shown] = found.get(shown, 0) + entry.bytes
+            return found
 
     def drop_owner(self, owner: int) -> None:
-        """Forgets every graph of ``owner`` (its model was unloaded or freed)."""
+        """Forgets every graph of ``owner`` (its model was unloaded or freed, or a program of it was wrong)."""
         with self._lock:
-            for name in [name for name in self._entries if name[0] == owner]:
+            for name in [name for name in self._entries if name.owner == owner]:
                 self._drop(name)
-            self._refused = {name: why for name, why in self._refused.items() if name[0] != owner}
+            self._refused = {name: why for name, why in self._refused.items() if name.owner != owner}
+            self._warmed = {(other, program) for other, program in self._warmed if other != owner}
+
+    def abandon(self, owner: int) -> None:
+        """``drop_owner`` at the next call. For ``__del__``, which may run at any place, within a capture too."""
+        self._abandoned.append(owner)
 
     def clear(self) -> None:
         """Forgets every graph; the pool's memory goes back to the driver."""
         with self._lock:
+            self._drop_abandoned()
             self._evict_down_to(-1)
             self._refused.clear()
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            self.drop_owner(self._abandoned.popleft())
 
     def _set_budget(self, budget: int) -> None:
         if budget != self._budget:
@@ -157,16 +154,16 @@ class GraphCache:
 
     def _keep(self, name: Name, record: Callable[[], CapturedGraph]) -> int:
         """Records and files a graph; the least recently used give way, and one that is too large alone is refused."""
-        self._file(name, record())
+        self._entries[name] = record()
         crowded = len(self._entries) > 1
         self._evict_down_to(self._budget, keep=self._pinned() | {name})
         if self.used_bytes > self._budget and self._pinned() - {name}:
             self._pins.full = True
             self._drop(name)
-            raise CaptureFailed(budget_is_full(self._budget))
-        if self.used_bytes > self._budget and crowded:  # the pool shrinks only when empty: begin anew with this graph
+            raise NoRoom(budget_is_full(self._budget))
+        if self.used_bytes > self._budget and crowded:  # the pool shrinks only when empty: this graph begins a new one
             self._drop(name)
-            self._file(name, record())
+            self._entries[name] = record()
         if self.used_bytes > self._budget:
             need = self.used_bytes
             self._drop(name)
@@ -175,76 +172,63 @@ class GraphCache:
                 f"without a graph. Raise graph_budget_mb to {need // MIB + 64} for more speed at this size"
             )
         self._pin(name)
+        self._report()
         return self._entries[name].bytes
 
-    def _file(self, name: Name, entry: CapturedGraph) -> None:
-        self._entries[name] = entry
-        self.used_bytes += entry.bytes
-
-    def _record_or_make_room(self, recording: Recording) -> CapturedGraph:
-        if self._broken:
-            raise CaptureFailed(self._broken)
+    def _record_or_make_room(self, name: Name, recording: Recording) -> CapturedGraph:
+        if self._capturer.broken:
+            raise CaptureFailed(_broken(self._capturer.broken))
         try:
-            return self._record(recording)
-        except WrongResult as error:
-            raise CaptureFailed(str(error)) from error
-        except RuntimeError as error:  # out of memory comes in several guises while a stream is captured
-            self._make_room(error)
-        try:
-            return self._record(recording)
+            return self._record(name, recording)
         except RuntimeError as error:
-            raise CaptureFailed(
-                f"no graph could be captured for this size ({error}): it runs without one. If memory is short, lower "
-                f"graph_budget_mb or the image size, or close other programs that use the GPU"
-            ) from error
-
-    def _make_room(self, error: RuntimeError) -> None:
-        if addresses_are_promised():  # torch's allocator keeps traces of the broken capture
-            self._broken = (
-                f"a capture failed ({error}), and under cudaMallocAsync none can begin after that: no new graphs "
-                f"until ComfyUI is restarted. If memory is short, lower graph_budget_mb or the image size"
-            )
-            raise CaptureFailed(self._broken) from error
+            short = _memory_was_short(error)
+            if self._capturer.broken or not short:
+                raise self._failure(error) from error
         self._evict_down_to(-1, keep=self._pinned())
         torch.cuda.empty_cache()
+        try:
+            return self._record(name, recording)
+        except RuntimeError as error:
+            raise self._failure(error) from error
 
-    def _record(self, recording: Recording) -> CapturedGraph:
+    def _failure(self, error: RuntimeError) -> CaptureFailed:
+        """What the user reads of a capture that failed."""
+        if isinstance(error, WrongResult):
+            return CaptureFailed(str(error))
+        if self._capturer.broken:
+            return CaptureFailed(_broken(self._capturer.broken))
+        if _memory_was_short(error):
+            return NoRoom(
+                f"no graph could be captured for this size ({error}): it runs without one. Memory is short: lower "
+                f"graph_budget_mb or the image size, or close other programs that use the GPU"
+            )
+        return CaptureFailed(f"no graph could be captured for this size ({error}): it runs without one")
+
+    def _record(self, name: Name, recording: Recording) -> CapturedGraph:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            static = {name: torch.empty_like(value).copy_(value) for name, value in recording.inputs.items()}
+            static = {what: torch.empty_like(value).copy_(value) for what, value in recording.inputs.items()}
             output = each(torch.empty_like, recording.output)
-        before = _free(self.device)
-        graph = self._recorded(lambda: each(Tensor.copy_, output, recording.forward(static)))
-        if recording.verify or addresses_are_promised():
-            graph.replay()  # that allocator gives a graph its memory at its first run
-            torch.cuda.synchronize(self.device)
-        size = max(0, before - _free(self.device))
+        program = name.owner, name.program
+        if program not in self._warmed:
+            self._capturer.warm(lambda: recording.forward(static))
+            self._warmed.add(program)
+        before = self._capturer.pool_bytes if self._entries else 0
+        graph, own = self._capturer.capture(
+            lambda: each(Tensor.copy_, output, recording.forward(static)), recording.verify
+        )
+        own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
+        growth = max(0, self._capturer.pool_bytes - before)
+        entry = CapturedGraph(
+            graph, static, output, recording.weights, recording.constants, own, growth, recording.label
+        )
         if recording.verify:
-            verify.compare("the graph of this size", output, recording.output)
-        return CapturedGraph(graph, static, output, recording.weights, recording.constants, size)
-
-    def _recorded(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """As ``torch.cuda.graph``, which also collects garbage and empties the allocator's cache: 20 ms a size.
-
-        No tensor that ``run`` makes may outlive the capture, not even in a traceback: under ``cudaMallocAsync`` its
-        memory may never come to exist, and freeing it later would end the process.
-        """
-        graph = torch.cuda.CUDAGraph()
-        if not self._entries:  # a pool ends with its last graph, one whose capture failed included
-            self._pool = torch.cuda.graph_pool_handle()
-        self._stream = self._stream or torch.cuda.Stream(self.device)
-        torch.cuda.synchronize(self.device)
-        with torch.cuda.stream(self._stream):
-            # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                run()
-            except BaseException as error:
-                traceback.clear_frames(error.__traceback__)
+                verify.compare("the graph of this size", output, recording.output)
+            except BaseException:
+                self._capturer.free(graph)
                 raise
-            finally:
-                graph.capture_end()
-        return graph
+        return entry
 
     def _evict_down_to(self, budget: int, keep: Collection[Name] = ()) -> None:
         """Drops the least recently used graphs, none of ``keep``, until ``budget`` bytes are left."""
@@ -255,19 +239,13 @@ class GraphCache:
         self._report()
 
     def _drop(self, name: Name) -> None:
-        entry = self._entries.pop(name)
-        torch.cuda.synchronize(self.device)  # a replay of it may still be running
-        torch.cuda.empty_cache()  # what others have freed is not the graph's
-        before = _free(self.device)
-        entry.graph.reset()
-        del entry
-        torch.cuda.empty_cache()
-        self.used_bytes = max(0, self.used_bytes - max(0, _free(self.device) - before)) if self._entries else 0
+        graph = self._entries.pop(name).graph  # nothing else holds its tensors: they go before the pool is emptied
+        self._capturer.free(graph)
         self._report()
 
     def _report(self) -> None:
         STATS.graphs.budget_bytes = self._budget
-        STATS.graphs.used_bytes = sum(cache.used_bytes for cache in _CACHES.values())
+        STATS.graphs.used_bytes = sum(cache.used_bytes for cache in list(_CACHES.values()))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -281,15 +259,21 @@ def cache(device: torch.device) -> GraphCache:
     return _CACHES.setdefault(device, GraphCache(device))
 
 
-def held(device: torch.device) -> dict[str, int]:
-    """The graphs of ``device``, by key, and the bytes that each took."""
+def held(device: torch.device) -> dict[tuple[str, str], int]:
+    """The graphs of ``device``, by model and key, and the bytes that each took."""
     return _CACHES[device].held() if device in _CACHES else {}
 
 
 def drop_owner(owner: int) -> None:
     """Forgets every graph of ``owner`` on every device."""
-    for device_cache in _CACHES.values():
+    for device_cache in list(_CACHES.values()):
         device_cache.drop_owner(owner)
+
+
+def abandon(owner: int) -> None:
+    """``drop_owner``, as soon as a call on the device has begun that is no ``__del__``."""
+    for device_cache in list(_CACHES.values()):
+        device_cache.abandon(owner)
 
 
 def clear() -> None:
@@ -300,6 +284,12 @@ def clear() -> None:
         device_cache.clear()
 
 
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Of these tensors, each counted once."""
+    distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+
+
 def budget_is_full(budget: int) -> str:
     """Why a size has no graph yet. ``budget``: bytes."""
     return (
@@ -308,15 +298,15 @@ def budget_is_full(budget: int) -> str:
     )
 
 
-def obstacle(tier: str) -> str:
-    """Why forwards of ``tier`` cannot be captured with this allocator; "" if they can."""
-    if tier == "regions" and addresses_are_promised():
-        return (
-            "compiled regions cannot be captured under cudaMallocAsync, ComfyUI's default: use mode auto, or start "
-            "ComfyUI with --disable-cuda-malloc"
-        )
-    return ""
+def _memory_was_short(error: BaseException | None) -> bool:
+    """Whether memory was, also where the error is what followed: it comes in several guises during a capture."""
+    while error is not None and not is_out_of_memory(error):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
-def _free(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0]
+def _broken(why: str) -> str:
+    return (
+        f"a capture failed ({why}), and under cudaMallocAsync none can begin after that: no new graphs "
+        f"until ComfyUI is restarted. If memory is short, lower graph_budget_mb or the image size"
+    )

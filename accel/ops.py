@@ -1,13 +1,12 @@
 """The fused operations that a family's forward is written in, with one implementation a tier.
 
 A family says *what* to compute (``families/unet_forward.py``); these classes say *how*: ``FusedOps`` in plain torch,
-``kernels.TritonOps`` on CUDA, ``region_ops.RegionOps`` where there is no Triton.
+``kernels.TritonOps`` on CUDA.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -57,49 +56,11 @@ class Stream:
         return self.value if self.branch is None else self.value + self.branch
 
 
-@dataclass(frozen=True)
-class GatedStream:
-    """A diffusion transformer's residual stream, ``value + gate * branch``: added where the next norm reads it anyway.
-
-    ``finite``: the sum keeps within fp16's range, where ComfyUI clamps it too.
-    """
-
-    value: Tensor  # [B, T, C]
-    branch: Tensor | None = None  # [B, T, C]
-    gate: Tensor | None = None  # [B, C], given with a branch
-    finite: bool = False
-
-    def tokens(self, start: int) -> "GatedStream":
-        """The stream of the tokens from ``start`` on."""
-        branch = None if self.branch is None else self.branch[:, start:]
-        return GatedStream(self.value[:, start:], branch, self.gate, self.finite)
-
-
-@dataclass(frozen=True)
-class Modulation:
-    """What an adaptive layer norm takes, and the eps of its norm."""
-
-    shift: Tensor  # [B, C]
-    scale: Tensor  # [B, C]
-    eps: float
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The projection of one token stream for attention, and the scales of its query's and key's RMSNorm."""
-
-    qkv: Tensor  # [B, T, 3 * H * D]
-    query_scale: Tensor  # [D]
-    key_scale: Tensor  # [D]
-    eps: float
-
-
 class LinearGroup:
     """Linear layers that take the same input. Holds their weights: keep it no longer than a run."""
 
-    def __init__(self, weights: list[Tensor], biases: Sequence[Tensor] = ()) -> None:
+    def __init__(self, weights: list[Tensor]) -> None:
         self.weights = weights  # each [N, K]
-        self.biases = biases  # each [N]; none, or one for every weight
         self.table: Tensor | None = None  # a tier's own description of them; a captured graph reads it
 
 
@@ -137,42 +98,10 @@ class FusedOps:
 
     def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:
         """[..., K] -> a [..., N] for each layer of the group."""
-        return reference.grouped_linear(x, group.weights, group.biases)
-
-    def modulated_norm(self, stream: GatedStream, modulation: Modulation) -> tuple[GatedStream, Tensor]:
-        """(the stream with nothing left to add, LayerNorm(stream) * (1 + scale) + shift); [B, T, C]."""
-        x, m = self.gated_residual(stream), modulation
-        return GatedStream(x), reference.modulated_norm(x, m.shift, m.scale, m.eps)
-
-    def gated_residual(self, stream: GatedStream) -> Tensor:
-        """The stream as one tensor [B, T, C]."""
-        if stream.branch is None:
-            return stream.value
-        return reference.gated_residual(stream.value, stream.gate, stream.branch, stream.finite)
-
-    def rotary_query_key_value(self, parts: Sequence[Heads], rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Attention's query, key and value [B, H, T, D] over the tokens of all parts, one after the other.
-
-        rotation: [B or 1, 1, T, D / 2, 2, 2], float32.
-        """
-        split = rotation.split([part.qkv.shape[1] for part in parts], dim=2)
-        each = [self._rotary_part(part, r) for part, r in zip(parts, split, strict=True)]
-        q, k, v = each[0] if len(each) == 1 else (torch.cat(t, dim=2) for t in zip(*each, strict=True))
-        return q, k, v
-
-    def _rotary_part(self, part: Heads, rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return reference.rotary_query_key_value(part.qkv, part.query_scale, part.key_scale, rotation, part.eps)
-
-    def linear_gelu(self, x: Tensor, layer: Weights) -> Tensor:
-        """GELU(layer(x)) with tanh; [..., in] -> [..., out]."""
-        return reference.linear_gelu(x, layer.weight, layer.bias)
-
-    def concat_linear(self, a: Tensor, b: Tensor, layer: Weights) -> Tensor:
-        """layer(concat(a, b)) over the last axis; [..., A], [..., B] -> [..., out]."""
-        return reference.concat_linear(a, b, layer.weight, layer.bias)
+        return reference.grouped_linear(x, group.weights)
 
     def compiled_variants(self) -> int:
-        """How many kernel variants this process has compiled or loaded for this tier; regions count their own."""
+        """How many kernel variants this process has compiled or loaded for this tier."""
         return 0
 
     def stream_layer_norm(self, stream: Stream, norm: Norm) -> tuple[Stream, Tensor]:

@@ -106,7 +106,7 @@ class Row:
     seconds: float = 0.0
     bytes: int = 0  # of its graphs
     why: str = ""
-    keys: frozenset[str] = frozenset()  # of the stats' shapes that ran
+    keys: frozenset[tuple[str, str]] = frozenset()  # of its graphs: the model's name in the stats, and the shape's key
 
 
 def table(rows: Iterable[Row]) -> str:

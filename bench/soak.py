@@ -31,12 +31,12 @@ from dataclasses import dataclass, field, replace  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
-from anyshape.accel.families.vae import compile_vae  # noqa: E402
 from comfy.model_management import InterruptProcessingException  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from bench import measure  # noqa: E402
 from bench import soak_checks as checks  # noqa: E402
+from bench.product import compile_vae  # noqa: E402
 from bench.soak_parts import NAMES, ON_CPU, ON_GPU, Parts, Way, sample, trembling  # noqa: E402
 from bench.soak_prompts import INTERRUPT, Prompt, Scope, draw  # noqa: E402
 
@@ -203,8 +203,8 @@ class Soak:
         """Whether the counters say what they should."""
         counted, report = counters.read(), self.report
         yield from checks.complaints(prompt, counted)
-        if counted.calls.get("unet", 0) != engines:
-            yield f"the model was called {engines} times, and {counted.calls.get('unet', 0)} calls were counted"
+        if counted.calls.get("model", 0) != engines:
+            yield f"the model was called {engines} times, and {counted.calls.get('model', 0)} calls were counted"
         if bool(counted.calls.get("vae")) != prompt.vae:
             yield f"Compile VAE is {prompt.vae}, and {counted.calls.get('vae', 0)} calls were counted"
         for name in ("calls", "states", "fallbacks"):

@@ -12,11 +12,6 @@ import comfy.model_management as mm
 import comfy.sample
 import comfy.sd
 import torch
-from anyshape.accel.engine import Settings
-from anyshape.accel.families.attach import compile_model
-from anyshape.accel.families.controlnet import compile_controlnet
-from anyshape.accel.families.skipping import skip_blocks
-from anyshape.accel.skip.settings import SkipSettings
 from anyshape_demo import model as demo
 from comfy.controlnet import ControlBase
 from comfy.model_patcher import ModelPatcher
@@ -25,6 +20,7 @@ from torch import Tensor
 
 import nodes
 from bench import models
+from bench.product import Settings, SkipSettings, compile_controlnet, compile_model, skip_blocks
 from bench.soak_prompts import LORAS, Prompt, Scope
 from tools import driving, patching
 
@@ -35,11 +31,11 @@ ON_CPU = Scope(
     sizes=tuple((width, height) for width in SIDES for height in SIDES), images=(1, 1, 2, 3, 4), budgets_mb=(2048,),
     rebuild=0.05, unload=0.1, every=20, most_pixels=4 * 96 * 96,
 )  # fmt: skip
-ON_GPU = Scope(  # without mode regions, whose dozen graphs take inductor a minute on a GPU
+ON_GPU = Scope(
     sizes=((512, 512), (512, 768), (768, 512), (544, 408), (728, 720), (960, 720), (640, 896), (768, 768), (520, 776),
            (584, 824), (640, 1024), (264, 200)),
     images=(1, 1, 2, 4), budgets_mb=(2048, 2048, 2048, 256, 0), rebuild=0.008, unload=0.02, every=50,
-    modes=("auto",) * 15 + ("kernels", "kernels", "off", "off"), most_pixels=1024 * 768,
+    modes=("auto",) * 15 + ("exact", "exact", "off", "off"), most_pixels=1024 * 768,
 )  # fmt: skip
 NAMES = ("demo", "small", "sd15", "sdxl")
 

@@ -39,14 +39,14 @@ STARTS = {
 }
 
 
-def restart_path(model: str, mode: str = "auto") -> Path:
+def restart_path(model: str) -> Path:
     """Where the result of ``bench.restart`` lies."""
-    return figures.RESULTS / f"restart-{model}{'' if mode == 'auto' else '-' + mode}.json"
+    return figures.RESULTS / f"restart-{model}.json"
 
 
 def restart_parts() -> list[str]:
-    """Those of the models, each with its default mode and then on regions."""
-    paths = [restart_path(model, mode) for model in figures.MODELS for mode in ("auto", "regions")]
+    """Those of the models."""
+    paths = [restart_path(model) for model in figures.MODELS]
     return [restart_part(figures.load(path)) for path in paths if path.exists()]
 
 
@@ -57,17 +57,12 @@ def fastest(runs: list[Result]) -> Result:
 
 def restart_part(result: Result) -> str:
     """Seconds from a loaded model to the first picture of a process."""
-    on_regions = result["mode"] == "regions"
     size, count = "x".join(map(str, result["size"])), len(result["starts"]["eager"])
     each = "one process each" if count == 1 else f"the fastest of {count}"
     above = f"Seconds from the loaded model to its first picture, {size}, {result['steps']} steps; {each}."
     head = ["Start", "Picture, s", "First step, s", "Decode, s", "Kernels compiled", "Read from the store, s"]
     lines = [restart_row(name, result["starts"][start]) for start, name in STARTS.items()]
-    if on_regions:
-        above += " *Regions*: Dynamo and inductor, their imports among it; *tracing*, *guards*: parts of that."
-        head += [name.capitalize() + ", s" for name in REGIONS.values()]
-        lines = [[*line, *region_seconds(result["starts"][start])] for line, start in zip(lines, STARTS, strict=True)]
-    title = f"{figures.MODELS[result['model']]}{' on regions' if on_regions else ''}, the first picture of a process"
+    title = f"{figures.MODELS[result['model']]}, the first picture of a process"
     return headed(title, result, above, result.get("remark", ""), table(head, lines))
 
 
@@ -77,15 +72,6 @@ def restart_row(name: str, runs: list[Result]) -> list[str]:
     compiled = "" if name == "eager" else str(run["kernels"]["compiled"])
     times = [f"{run[part]:.2f}" if part in run else "" for part in ("seconds", "first_step", "decode")]
     return [name, *times, compiled, f"{run['store_load']:.2f}" if run["artifacts"]["loaded"] else ""]
-
-
-REGIONS = {"all": "regions", "tracing": "tracing", "guards": "guards"}
-
-
-def region_seconds(runs: list[Result]) -> list[str]:
-    """What PyTorch took for regions; nothing in eager."""
-    took = fastest(runs)["regions"]
-    return [f"{took[part]:.2f}" if took["all"] else "" for part in REGIONS]
 
 
 def soak_paths() -> list[Path]:

@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..accel.families import entries
-from ..accel.families.controlnet import compile_controlnet
+from ..accel.families.lazy import compile_controlnet
 from . import badge
 from .messages import VERIFY, node_id, say
 

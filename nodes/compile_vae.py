@@ -4,7 +4,7 @@ import comfy.sd
 from comfy_api.latest import io
 
 from ..accel.families import entries
-from ..accel.families.vae import compile_vae
+from ..accel.families.lazy import compile_vae
 from . import badge
 from .messages import VERIFY, node_id, say
 

@@ -4,8 +4,8 @@ import comfy.model_management
 from comfy_api.latest import ComfyExtension, io
 
 from ..accel import kernels
-from ..accel.artifacts import KEEPER
-from . import NODES, artifacts_folder, routes
+from ..accel.artifacts import KEEPER, places
+from . import NODES, routes
 
 
 class AnyShape(ComfyExtension):
@@ -21,5 +21,5 @@ async def comfy_entrypoint() -> AnyShape:
 
 
 routes.register()
-KEEPER.use(artifacts_folder.folders())
+KEEPER.use(places.store())
 kernels.prepare(comfy.model_management.get_torch_device())

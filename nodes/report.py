@@ -91,7 +91,7 @@ def _fallbacks(fallbacks: list[dict[str, Any]]) -> str:
 
 
 def _artifacts(artifacts: dict[str, Any]) -> str:
-    where = f"in {artifacts['dir']}" if artifacts["dir"] else "none"
+    where = f"in the folder {artifacts['dir']}" if artifacts["dir"] else "none"
     reasons = Counter(entry["reason"] for entry in artifacts["rejected"])
     lines = [f"- not used, {count} times: {reason}" for reason, count in reasons.items()]
     head = f"Compiled artefacts on disk, {where}: {artifacts['loaded']} loaded, {artifacts['saved']} saved"

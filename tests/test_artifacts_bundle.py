@@ -15,12 +15,15 @@ from tools.paths import ROOT
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="rights of files are POSIX ones")
 
 CONTENT = {"some_kernel.json": b"{}", "some_kernel.cubin": b"\x7fELF" + bytes(400)}
+SECRET = b"s" * 64
 
 
 @pytest.fixture
-def command(capsys):
+def command(capsys, monkeypatch):
     """The command line: (exit code, what it printed)."""
     from anyshape.accel.artifacts import __main__ as program
+
+    monkeypatch.setenv("ANYSHAPE_ARTIFACTS_KEY", SECRET.decode())
 
     def run(*arguments):
         code = program.main([str(argument) for argument in arguments])
@@ -43,9 +46,9 @@ def store(tmp_path, here):
     from anyshape.accel.artifacts.keeper import keep
     from anyshape.accel.artifacts.store import Store
 
-    made = Store(tmp_path / "store")
-    keep(made, "kernel", "a" * 64, here, CONTENT, {})
-    keep(made, "kernel", "b" * 64, here | {"arch": "sm_80"}, CONTENT, {})
+    made = Store(tmp_path / "store", SECRET)
+    keep(made, "kernel", "a" * 64, here, CONTENT)
+    keep(made, "kernel", "b" * 64, here | {"arch": "sm_80"}, CONTENT)
     return made
 
 
@@ -56,21 +59,33 @@ def bundle(store, tmp_path, command):
     return tmp_path / "bundle.zip"
 
 
-def test_there_and_back(store, bundle, tmp_path, command):
+def test_there_and_back(store, bundle, tmp_path, command, monkeypatch):
+    """To an install with another secret: it signs what it was told to trust."""
+    from anyshape.accel.artifacts.store import Store
+
+    monkeypatch.setenv("ANYSHAPE_ARTIFACTS_KEY", "another")
+    code, text = command("import", bundle, "--trust", "--dir", tmp_path / "other")
+    assert (code, "2 artefacts verified, 1 fit this machine\n2 of them new" in text) == (0, True), text
+    other = Store(tmp_path / "other", b"another")
+    assert sorted(other.ids()) == sorted(store.ids())
+    assert all(other.read(other.entry(name)) == CONTENT for name in other.ids())
+    assert "0 of them new" in command("import", bundle, "--trust", "--dir", tmp_path / "other")[1]
+
+
+def test_nothing_is_imported_without_trust(bundle, tmp_path, command):
+    """It says what is in the bundle, and why it stops; even for one of this very install."""
     from anyshape.accel.artifacts.store import Store
 
     code, text = command("import", bundle, "--dir", tmp_path / "other")
-    assert (code, "2 artefacts verified, 2 of them new" in text, "1 fit this machine" in text) == (0, True, True), text
-    other = Store(tmp_path / "other")
-    assert sorted(other.ids()) == sorted(store.ids())
-    assert all(other.read(other.entry(name)) == CONTENT for name in other.ids())
-    assert "0 of them new" in command("import", bundle, "--dir", tmp_path / "other")[1]
+    assert code == 1 and text.count("some_kernel") == 2 and text.count("fits this machine") == 1
+    assert "2 artefacts verified, 1 fit this machine" in text and "import did not work: nothing was imported" in text
+    assert "--trust" in text and Store(tmp_path / "other", SECRET).ids() == []
 
 
 def test_an_address_of_another_kind(store, tmp_path, command):
     """Through fsspec: its file system in memory stands for an object store."""
     assert command("export", "memory://team/kernels.zip", "--dir", store.folder)[0] == 0
-    code, text = command("import", "memory://team/kernels.zip", "--dir", tmp_path / "other")
+    code, text = command("import", "memory://team/kernels.zip", "--trust", "--dir", tmp_path / "other")
     assert code == 0 and "2 of them new" in text
 
 
@@ -120,8 +135,8 @@ def refused(command, bundle, folder):
     """Why the bundle is refused; nothing of it is in the store."""
     from anyshape.accel.artifacts.store import Store
 
-    code, text = command("import", bundle, "--dir", folder)
-    assert code == 1 and Store(folder).ids() == [] and len(list(folder.parent.iterdir())) == 3, text
+    code, text = command("import", bundle, "--trust", "--dir", folder)
+    assert code == 1 and Store(folder, SECRET).ids() == [] and len(list(folder.parent.iterdir())) == 3, text
     return text
 
 
@@ -171,22 +186,20 @@ def test_no_bundle(bundle, tmp_path, command, harm):
     assert "no bundle of AnyShape" in refused(command, bundle, tmp_path / "other")
 
 
-def test_from_the_packs_folder_without_comfyui(store):
-    """As a user starts it, in a process of its own; ComfyUI is not imported."""
-    check = "import sys; from accel.artifacts.__main__ import main; main(); assert 'comfy' not in sys.modules"
-    arguments = ["list", "--dir", str(store.folder)]
-    for start in (["-m", "accel.artifacts"], ["-c", check]):
-        ended = subprocess.run([sys.executable, *start, *arguments], cwd=ROOT, capture_output=True, text=True)
-        assert ended.returncode == 0 and ended.stdout.count("some_kernel") == 2, ended.stderr
+NO_COMFYUI = """
+import runpy, sys
+sys.argv[0] = "python -m accel.artifacts"
+try:
+    runpy.run_module("accel.artifacts", run_name="__main__", alter_sys=True)
+except SystemExit as ended:
+    assert ended.code == 0 and "comfy" not in sys.modules
+"""
 
 
-def test_the_default_is_where_the_pack_keeps_it(tmp_path, monkeypatch, command):
-    from anyshape.accel.artifacts import __main__ as program
-    from anyshape.accel.artifacts import machine
-
-    monkeypatch.setattr(machine, "PACK", tmp_path / "ComfyUI" / "custom_nodes" / "AnyShape")
-    assert "name the store with --dir" in command("list")[1]
-    (tmp_path / "ComfyUI" / "models").mkdir(parents=True)
-    assert program.default_folder() == tmp_path / "ComfyUI" / "models" / "anyshape"
-    (tmp_path / "ComfyUI" / "user" / "anyshape").mkdir(parents=True)
-    assert program.default_folder() == tmp_path / "ComfyUI" / "user" / "anyshape"
+def test_from_the_packs_folder_without_comfyui(tmp_path):
+    """As a user starts it, in a process of its own, with the store that ComfyUI would use."""
+    environment = os.environ | {"ANYSHAPE_ARTIFACTS_DIR": str(tmp_path / "mine")}
+    ended = subprocess.run(
+        [sys.executable, "-c", NO_COMFYUI, "list"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0 and f"0.0 MB in {tmp_path / 'mine'}" in ended.stdout, ended.stderr

@@ -24,31 +24,50 @@ PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module);
 """
 
 
-def start(cache, store, capability=90, root=ROOT):
-    """A process of ``tools.stored_kernels`` with Triton's cache in ``cache``."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(cache), "ANYSHAPE_ARTIFACTS_MB": "64"}
-    del environment["TRITON_INTERPRET"]
-    return subprocess.Popen(
-        [sys.executable, "-m", "tools.stored_kernels", str(store), str(capability)], cwd=root, env=environment,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+class Process:
+    """``tools.stored_kernels``, with secrets in ``config``."""
+
+    def __init__(self, config, seed):
+        environment = os.environ | {"XDG_CONFIG_HOME": str(config), "ANYSHAPE_ARTIFACTS_MB": "64"}
+        del environment["TRITON_INTERPRET"]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tools.stored_kernels"], cwd=ROOT, env=environment | {"PYTHONHASHSEED": seed},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def order(self, cache, store, **more):
+        self.process.stdin.write(json.dumps({"cache": str(cache), "store": str(store)} | more) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self):
+        return json.loads(self.process.stdout.readline())
+
+    def __call__(self, *order, **more):
+        self.order(*order, **more)
+        return self.answer()
+
+    def end(self):
+        self.process.stdin.close()
+        assert self.process.wait(60) == 0
 
 
-def outcome(process):
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    return json.loads(out)
-
-
-pytestmark = pytest.mark.skipif("TRITON_INTERPRET" not in os.environ, reason="for machines without a GPU")
+pytestmark = pytest.mark.skipif(
+    "TRITON_INTERPRET" not in os.environ or sys.platform in ("darwin", "win32"),
+    reason="for machines without a GPU, and Linux's places",
+)
 
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory):
-    """A store that two processes filled at once, and what they said."""
+    """(a store that two processes filled at once, what they said, a process that never compiled anything)."""
     folder = tmp_path_factory.mktemp("artifacts")
-    both = [start(folder / name, folder / "store") for name in ("one", "two")]
-    return folder / "store", [outcome(process) for process in both]
+    one, two, later = (Process(folder / "config", seed) for seed in "123")
+    one.order(folder / "one", folder / "store")
+    two.order(folder / "two", folder / "store")
+    answers = [one.answer(), two.answer()]
+    one.end(), two.end()
+    yield folder / "store", answers, later
+    later.end()
 
 
 @pytest.fixture
@@ -57,52 +76,56 @@ def store(filled, tmp_path):
     return Path(shutil.copytree(filled[0], tmp_path / "store"))
 
 
-def test_two_processes_at_once_save_each_kernel_once(filled):
-    store, (one, two) = filled
-    assert one["saved"] + two["saved"] == 3 == len(list(store.iterdir()))
-    assert [one["rejected"], two["rejected"]] == [[], []]
+@pytest.fixture
+def later(filled):
+    return filled[2]
 
 
-def test_nothing_is_compiled_with_a_store_and_an_empty_cache(store, tmp_path):
+def test_two_processes_at_once_save_everything_once(filled):
+    """Four kernels, of which two are generated, and the texts of these; with a secret that both made at once."""
+    store, (one, two), _ = filled
+    assert one["saved"] + two["saved"] == 6 == len(list(store.iterdir()))
+    assert (one["compiled"], two["compiled"], one["generated"]) == (4, 4, 2)
+    assert [one["rejected"], two["rejected"], one["dir"]] == [[], [], "store"]
+
+
+def test_nothing_is_compiled_with_a_store_and_an_empty_cache(store, tmp_path, later):
     """Nor after a restart: the places in the lists of files that Triton keeps are those of the new cache."""
-    found = outcome(start(tmp_path / "cache", store))
-    assert (found["compiled"], found["hits"], found["loaded"], found["saved"]) == (0, 3, 3, 0)
+    found = later(tmp_path / "cache", store)
+    assert (found["compiled"], found["hits"], found["generated"]) == (0, 4, 0)
+    assert (found["loaded"], found["saved"], found["rejected"]) == (6, 0, [])
     shutil.rmtree(store)
-    found = outcome(start(tmp_path / "cache", store))
-    assert (found["compiled"], found["hits"], found["loaded"], found["saved"]) == (0, 3, 0, 3)
+    found = later(tmp_path / "cache", store)
+    assert (found["compiled"], found["hits"], found["loaded"], found["saved"]) == (0, 4, 0, 6)
 
 
-def test_another_place_of_the_pack_is_no_other_source(store, tmp_path):
-    """A machine on which ComfyUI lies elsewhere; what the kernels compute is the same."""
-    for folder in ("accel", "tools"):
-        shutil.copytree(ROOT / folder, tmp_path / "pack" / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("__init__.py", "pyproject.toml"):
-        shutil.copy(ROOT / file, tmp_path / "pack")
-    found = outcome(start(tmp_path / "cache", store, root=tmp_path / "pack"))
-    assert (found["compiled"], found["loaded"]) == (0, 3)
-    source = tmp_path / "pack" / "accel" / "kernels" / "pointwise.py"
-    source.write_text("# an update of the pack\n" + source.read_text())
-    found = outcome(start(tmp_path / "empty", store, root=tmp_path / "pack"))
-    assert (found["compiled"], found["loaded"], len(found["rejected"])) == (3, 0, 3)
-    assert "compiled for AnyShape's source" in found["rejected"][0]["reason"]
-
-
-def test_another_card(store, tmp_path):
-    found = outcome(start(tmp_path / "cache", store, capability=80))
-    assert (found["compiled"], found["loaded"], found["saved"]) == (3, 0, 3)
+def test_another_card(store, tmp_path, later):
+    found = later(tmp_path / "cache", store, capability=80)
+    assert (found["compiled"], found["generated"], found["loaded"], found["saved"]) == (4, 0, 2, 4)
     reasons = {entry["reason"] for entry in found["rejected"]}
-    assert reasons == {"compiled for the architecture sm_90, here it is sm_80: it will be compiled anew"}
-    assert len(list(store.iterdir())) == 6
+    assert reasons == {"compiled for the architecture sm_90, here it is sm_80: it is compiled again"}
+    assert len(list(store.iterdir())) == 10
 
 
-def test_a_damaged_store_is_compiled_anew_and_mended(store, tmp_path):
-    cubin, manifest = next(store.glob("*/geglu_kernel.cubin")), next(store.glob("*/bias_add_kernel.ttir"))
+def test_a_damaged_store_is_compiled_again_and_mended(store, tmp_path, later):
+    cubin, listed = next(store.glob("*/geglu_kernel.cubin")), next(store.glob("*/bias_add_kernel.ttir"))
+    text = next(store.glob("*/source.py"))
     cubin.write_bytes(cubin.read_bytes()[:-1])
-    (manifest.parent / "manifest.json").write_text("{")
-    found = outcome(start(tmp_path / "cache", store))
-    assert (found["compiled"], found["loaded"], found["saved"], len(found["rejected"])) == (2, 1, 2, 2)
-    found = outcome(start(tmp_path / "another", store))
-    assert (found["compiled"], found["loaded"], found["rejected"]) == (0, 3, [])
+    text.write_text(text.read_text() + "import os")
+    (listed.parent / "manifest.json").write_text("{")
+    found = later(tmp_path / "cache", store)
+    assert (found["compiled"], found["generated"], found["loaded"], found["saved"]) == (2, 1, 3, 3)
+    assert len(found["rejected"]) == 3
+    found = later(tmp_path / "another", store)
+    assert (found["compiled"], found["generated"], found["loaded"], found["rejected"]) == (0, 0, 6, [])
+
+
+def test_a_store_of_another_install(store, tmp_path, later):
+    """The same folder, another secret: nothing of it is used, and what is compiled takes its place."""
+    found = later(tmp_path / "cache", store, key="another")
+    assert (found["compiled"], found["generated"], found["loaded"], found["saved"]) == (4, 2, 0, 6)
+    assert {"was not signed by this install" in entry["reason"] for entry in found["rejected"]} == {True}
+    assert len(found["rejected"]) == len(list(store.iterdir())) == 6
 
 
 def test_the_code_that_starts_a_kernel(tmp_path, monkeypatch):

@@ -1,9 +1,12 @@
 """The store of compiled artefacts: what it refuses, what it removes, and several processes on one folder."""
 
+import hashlib
 import json
 import os
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +15,8 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="rights of files are 
 
 CONTENT = {"some_kernel.json": b"{}", "some_kernel.cubin": b"\x7fELF" + bytes(400)}
 HASH = "ab" * 32
+SECRET = b"s" * 64
+NO_KEY = '{"format": 2, "kind": "kernel", "name": "x", "key": [], "files": []}'
 
 
 @pytest.fixture
@@ -25,7 +30,7 @@ def here():
 def store(tmp_path):
     from anyshape.accel.artifacts.store import Store
 
-    return Store(tmp_path / "store")
+    return Store(tmp_path / "store", SECRET)
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def entry(store, here):
     """A kernel in the store."""
     from anyshape.accel.artifacts.keeper import keep
 
-    assert keep(store, "kernel", HASH, here, CONTENT, {})
+    assert keep(store, "kernel", HASH, here, CONTENT)
     return store.entry(store.ids()[0])
 
 
@@ -46,6 +51,7 @@ def keeper(monkeypatch, here):
     monkeypatch.setattr(stats.STATS, "artifacts", stats.ArtifactStats())
     monkeypatch.setattr(machine, "describe", lambda device: here)
     monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", "8")
+    monkeypatch.setenv("ANYSHAPE_ARTIFACTS_KEY", SECRET.decode())
     placed = []
     monkeypatch.setattr(keeper, "place", lambda store, entry: placed.append(store.read(entry)) or True)
     made = keeper.Keeper()
@@ -57,8 +63,8 @@ def load(keeper, store):
     """(what reached the compilers' caches, why the rest did not)."""
     from anyshape.accel.stats import snapshot
 
-    keeper.use([store.folder])
-    keeper.load_kernels(torch.device("cpu"), ())
+    keeper.use(store.folder)
+    keeper.watch(torch.device("cpu"), tuple)
     found = snapshot()["artifacts"]
     assert found["loaded"] == len(keeper.placed)
     return keeper.placed, [entry["reason"] for entry in found["rejected"]]
@@ -76,22 +82,40 @@ def test_a_kernel_for_another_machine(store, entry, keeper, here, field):
     ours, here[field] = here[field], "another"
     placed, (reason,) = load(keeper, store)
     assert placed == [] and store.ids() == [entry.id]  # it may fit the next machine that shares the store
-    assert ours in reason and "here it is another: it will be compiled anew" in reason
+    assert ours in reason and "here it is another: it is compiled again" in reason
 
 
-@pytest.mark.parametrize("field", ["gpu", "python", "platform"])
+@pytest.mark.parametrize("field", ["python", "platform"])
 def test_a_kernel_does_not_depend_on(store, entry, keeper, here, field):
     here[field] = "another"
     assert load(keeper, store) == ([CONTENT], [])
 
 
-@pytest.mark.parametrize("kind", ["launcher", "region"])
 @pytest.mark.parametrize("field", ["python", "platform"])
-def test_c_code_and_pickles_depend_on_python_and_the_system(here, kind, field):
+def test_c_code_depends_on_python_and_the_system(here, field):
     from anyshape.accel.artifacts import machine
 
-    assert machine.mismatch(kind, machine.key_of(kind, here), here) == ""
-    assert "another" in machine.mismatch(kind, machine.key_of(kind, here), here | {field: "another"})
+    key = machine.key_of("launcher", here)
+    assert machine.mismatch("launcher", key, here) == ""
+    assert "another" in machine.mismatch("launcher", key, here | {field: "another"})
+
+
+def test_what_kernels_compute_is_known_by_their_source(tmp_path, monkeypatch):
+    """Wherever the pack lies; what generates kernels counts too."""
+    from anyshape.accel.artifacts import machine
+
+    monkeypatch.setattr(machine, "_sources", machine._sources.__wrapped__)  # it remembers
+    folders = [tmp_path / place / "accel" for place in ("one", "two", "three")]
+    for accel in folders:
+        for file in ("kernels/norm.py", "tape/rules/first.py"):
+            (accel / file).parent.mkdir(parents=True)
+            (accel / file).write_text(file)
+    (folders[2] / "tape" / "rules" / "first.py").write_text("another rule")
+    found = []
+    for accel in folders:
+        monkeypatch.setattr(machine, "PACK", accel.parent)
+        found.append(machine._sources())
+    assert found[0] == found[1] != found[2]
 
 
 def truncate(path):
@@ -107,17 +131,90 @@ def flip(path):
 @pytest.mark.parametrize("harm", [truncate, flip, lambda path: path.unlink()], ids=["truncated", "flipped", "gone"])
 @pytest.mark.parametrize("file", ["some_kernel.cubin", "manifest.json"])
 def test_damage(store, entry, keeper, harm, file):
-    """It never reaches a compiler, and goes, so that the next compilation can be kept."""
+    """It never reaches a compiler, and what is compiled in its place can be kept."""
     harm(store.folder / entry.id / file)
     placed, (reason,) = load(keeper, store)
-    assert placed == [] and any(word in reason for word in ("damaged", "missing", "another artefact")), reason
-    assert store.ids() == []
-    assert store.put(entry, CONTENT)
+    assert placed == [] and any(word in reason for word in ("damaged", "missing", "was not signed")), reason
+    assert store.put(entry, CONTENT) and store.read(store.entry(entry.id)) == CONTENT
 
 
-def edit(store, entry, **changes):
-    path = store.folder / entry.id / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+def edit(store, entry, secret=SECRET, **changes):
+    """Its manifest with changes, signed again."""
+    from dataclasses import replace
+
+    fields = {name: value for name, value in changes.items() if name != "format"}
+    text = json.loads(replace(entry, **fields).manifest(secret)) | changes
+    (store.folder / entry.id / "manifest.json").write_text(json.dumps(text))
+
+
+@pytest.mark.parametrize("secret", [b"", b"a guess"], ids=["no signature", "another secret"])
+def test_what_this_install_did_not_sign(store, entry, keeper, secret):
+    """Everything else is right: owner, rights, names, checksums. It stays until something compiled takes its place."""
+    edit(store, entry, secret)
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "was not signed by this install" in reason and "--trust" in reason
+    assert store.ids() == [entry.id]
+    assert store.put(entry, CONTENT) and store.read(store.entry(entry.id)) == CONTENT
+
+
+def test_a_signed_manifest_whose_file_was_changed(store, entry, keeper):
+    """The signature holds for the files by their checksums."""
+    (store.folder / entry.id / "some_kernel.cubin").write_bytes(b"\x7fELF another")
+    manifest = store.folder / entry.id / "manifest.json"
+    sums = json.loads(manifest.read_text())
+    sums["files"]["some_kernel.cubin"] = hashlib.sha256(b"\x7fELF another").hexdigest()
+    manifest.write_text(json.dumps(sums))
+    placed, (reason,) = load(keeper, store)
+    assert placed == [] and "was not signed" in reason
+
+
+def test_the_secret(tmp_path, monkeypatch):
+    """Made once, for this user alone; one that others may read is refused, and so is half of one."""
+    from anyshape.accel.artifacts import places
+    from anyshape.accel.errors import ArtifactError
+
+    monkeypatch.delenv("ANYSHAPE_ARTIFACTS_KEY", raising=False)
+    monkeypatch.setattr(places, "_secret_file", lambda: tmp_path / "config" / "secret")
+    made = places.secret()
+    assert len(made) == 64 and made == places.secret()
+    (path,) = (tmp_path / "config").iterdir()
+    assert oct(path.stat().st_mode)[-3:] == "600"
+    path.chmod(0o640)
+    with pytest.raises(ArtifactError, match="may be read by others"):
+        places.secret()
+    path.chmod(0o600)
+    path.write_bytes(made[:10])
+    with pytest.raises(ArtifactError, match="cut short"):
+        places.secret()
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="another rule there")
+def test_the_store_lies_in_the_users_cache(monkeypatch, tmp_path):
+    from anyshape.accel.artifacts import places
+
+    for name in ("ANYSHAPE_ARTIFACTS_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert places.store() == tmp_path / ".cache" / "anyshape" / "kernels"
+    assert places._secret_file() == tmp_path / ".config" / "anyshape" / "secret"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # by the rule no place at all
+    assert places.store() == tmp_path / ".cache" / "anyshape" / "kernels"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert places.store() == tmp_path / "xdg" / "anyshape" / "kernels"
+    monkeypatch.setenv("ANYSHAPE_ARTIFACTS_DIR", str(tmp_path / "named"))
+    assert places.store() == tmp_path / "named"
+
+
+def test_no_model_folder_of_comfyui_is_the_store(pack):
+    """Downloaders and upload nodes write into every folder that ``folder_paths`` knows."""
+    import folder_paths
+    from anyshape.accel.artifacts import places
+
+    known = [Path(path).resolve() for paths, _ in folder_paths.folder_names_and_paths.values() for path in paths]
+    known += [Path(folder_paths.get_user_directory()), Path(folder_paths.get_input_directory())]
+    store = places.store().resolve()
+    assert len(known) > 10 and "anyshape" not in folder_paths.folder_names_and_paths
+    assert not any(store.is_relative_to(path.resolve()) for path in known)
 
 
 @pytest.mark.parametrize("name", ["../../x", "/etc/passwd", "..", ".hidden", "a/b", "a\\b", "", "manifest.json"])
@@ -127,7 +224,7 @@ def test_names_that_lead_elsewhere(store, entry, keeper, name):
     assert placed == [] and "not one that this version of AnyShape writes" in reason
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000, '{"format": 1}', "\xff"])
+@pytest.mark.parametrize("text", ["[]", "null", "[" * 100_000, '{"format": 2}', "\xff", NO_KEY])
 def test_manifests_that_are_none(store, entry, keeper, text):
     (store.folder / entry.id / "manifest.json").write_text(text, "latin-1")
     placed, (reason,) = load(keeper, store)
@@ -142,7 +239,7 @@ def test_an_entry_under_a_key_that_is_not_its_own(store, entry, keeper, here):
 
 
 def test_a_newer_format_is_left_alone(store, entry, keeper):
-    edit(store, entry, format=2)
+    edit(store, entry, format=3)
     placed, (reason,) = load(keeper, store)
     assert placed == [] and store.ids() == [entry.id] and "not one that this version" in reason
 
@@ -195,14 +292,14 @@ def test_a_folder_of_another_user_is_refused(store, entry, keeper, monkeypatch):
     assert placed == [] and "belongs to another user" in reason
 
 
-def test_the_next_folder_takes_its_place(tmp_path, keeper):
-    """As on a system whose models lie on a disk that cannot be written to."""
+def test_a_folder_that_cannot_be_made(tmp_path, keeper):
+    """The reason names it, without the way to it: a browser elsewhere may read this."""
     from anyshape.accel.stats import snapshot
 
     (tmp_path / "file").write_bytes(b"")
-    keeper.use([tmp_path / "file" / "anyshape", tmp_path / "user" / "anyshape"])
+    keeper.use(tmp_path / "file" / "anyshape")
     found = snapshot()["artifacts"]
-    assert found["dir"] == str(tmp_path / "user" / "anyshape") and len(found["rejected"]) == 1
+    assert found["dir"] == "" and found["rejected"][0]["file"] == "anyshape" and str(tmp_path) not in json.dumps(found)
 
 
 @pytest.mark.parametrize("text, reasons", [("0", 0), ("2 GB", 1), ("-1", 1)])
@@ -210,8 +307,8 @@ def test_no_store(tmp_path, keeper, monkeypatch, text, reasons):
     from anyshape.accel.stats import snapshot
 
     monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", text)
-    keeper.use([tmp_path / "store"])
-    keeper.load_kernels(torch.device("cpu"), ())
+    keeper.use(tmp_path / "store")
+    keeper.watch(torch.device("cpu"), tuple)
     keeper.save_soon()
     found = snapshot()["artifacts"]
     assert found["dir"] == "" and len(found["rejected"]) == reasons and not (tmp_path / "store").exists()
@@ -222,11 +319,11 @@ def test_an_error_that_nobody_thought_of_costs_nothing(store, entry, keeper, mon
     from anyshape.accel.artifacts import keeper as module
 
     def place(store, entry):
-        raise ZeroDivisionError("x")
+        raise FileNotFoundError(2, "not there", str(store.folder / "x y"))
 
     monkeypatch.setattr(module, "place", place)
     placed, (reason,) = load(keeper, store)
-    assert placed == [] and "ZeroDivisionError: x" in reason
+    assert placed == [] and "FileNotFoundError: [Errno 2] not there: 'x y'" in reason
 
 
 def fill(store, here, count, size=1000):
@@ -235,7 +332,7 @@ def fill(store, here, count, size=1000):
 
     for index in range(count):
         before = set(store.ids())
-        keep(store, "kernel", f"{index:064x}", here, {"k.json": bytes(size)}, {})
+        keep(store, "kernel", f"{index:064x}", here, {"k.json": bytes(size)})
         (new,) = set(store.ids()) - before
         os.utime(store.folder / new / "manifest.json", (time.time(), time.time() - 1000 + index))
     return store.ids()
@@ -254,12 +351,10 @@ def test_the_least_recently_used_go(store, here):
 
 def test_saving_keeps_to_the_limit(store, here, keeper, monkeypatch):
     """One more than there is room for: the oldest goes, by the thread that saves."""
-    from anyshape.accel.artifacts.torch_cache import Artifact
-
     first = fill(store, here, 3, size=300_000)[0]
     monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", "1")
-    keeper.use([store.folder])
-    keeper._regions.append((torch.device("cpu"), [Artifact("inductor", "f" * 50, bytes(300_000))]))
+    keeper.use(store.folder)
+    keeper.keep_source("name", "#" * 300_000)
     keeper.save_soon()
     keeper.wait()
     assert len(store.ids()) == 3 and first not in store.ids()
@@ -284,11 +379,11 @@ def test_many_writers_at_once(tmp_path, here):
     start, new, failures = threading.Barrier(6), [], []
 
     def work():
-        store = Store(tmp_path / "store")
+        store = Store(tmp_path / "store", SECRET)
         start.wait()
         for index in range(12):
             try:
-                new.append(keep(store, "kernel", f"{index:064x}", here, CONTENT, {}))
+                new.append(keep(store, "kernel", f"{index:064x}", here, CONTENT))
                 store.read(store.entry(store.ids()[-1]))
             except Exception as error:  # noqa: BLE001  any is a failure
                 failures.append(error)
@@ -298,7 +393,7 @@ def test_many_writers_at_once(tmp_path, here):
         thread.start()
     for thread in threads:
         thread.join()
-    store = Store(tmp_path / "store")
+    store = Store(tmp_path / "store", SECRET)
     assert failures == [] and sum(new) == 12 == len(list(store.folder.iterdir()))
     assert all(store.read(store.entry(name)) == CONTENT for name in store.ids())
 
@@ -310,36 +405,38 @@ def test_the_report_says_where_and_why(store, entry, keeper, here, pack):
     here["arch"] = "sm_80"
     load(keeper, store)
     text = report(snapshot())
-    assert f"on disk, in {store.folder}: 0 loaded, 0 saved" in text
+    assert "on disk, in the folder store: 0 loaded, 0 saved" in text and str(store.folder.parent) not in text
     assert "not used, 1 times: compiled for the architecture sm_90, here it is sm_80" in text
 
 
-@pytest.fixture
-def folder_paths(pack, monkeypatch):
-    """ComfyUI's, without our folder."""
-    import folder_paths
-
-    monkeypatch.setattr(folder_paths, "folder_names_and_paths", {**folder_paths.folder_names_and_paths})
-    folder_paths.folder_names_and_paths.pop("anyshape", None)
-    return folder_paths
-
-
-def test_the_folder_is_one_of_comfyuis_models(folder_paths, tmp_path):
-    from anyshape.nodes import artifacts_folder
-
-    models, user = (
-        os.path.join(path, "anyshape") for path in (folder_paths.models_dir, folder_paths.get_user_directory())
-    )
-    assert list(map(str, artifacts_folder.folders())) == [models, user]
-    os.makedirs(models, exist_ok=True)
-    assert folder_paths.get_filename_list("anyshape") == []
+def test_the_text_of_generated_kernels(store, keeper, here):
+    """There after a restart, for the same version of the pack only; a damaged one is generated again."""
+    keeper.use(store.folder)
+    assert keeper.source("a" * 40) is None
+    keeper.keep_source("a" * 40, "# ä")
+    keeper.save_soon()
+    keeper.wait()
+    keeper.use(store.folder)
+    assert (keeper.source("a" * 40), keeper.source("b" * 40)) == ("# ä", None)
+    sources, here["sources"] = here["sources"], "another"
+    assert keeper.source("a" * 40) is None
+    here["sources"] = sources
+    next(store.folder.glob("*/source.py")).write_text("import os")
+    assert keeper.source("a" * 40) is None and store.ids() == []
 
 
-def test_extra_model_paths_move_it(folder_paths, tmp_path):
-    """A store on a disk that several machines share, as users move their models there."""
-    from anyshape.nodes import artifacts_folder
-    from utils.extra_config import load_extra_path_config
+def test_collections_that_grow(store, keeper, monkeypatch):
+    """Each is asked again at every save; one that fails harms no other."""
+    keeper.use(store.folder)
+    asked, device = [], torch.device("cpu")
+    kernels = lambda: asked.append("one") or ()  # noqa: E731
 
-    (tmp_path / "extra.yaml").write_text(f"shared:\n  base_path: {tmp_path}\n  anyshape: compiled/\n")
-    load_extra_path_config(str(tmp_path / "extra.yaml"))
-    assert artifacts_folder.folders()[0].resolve() == (tmp_path / "compiled").resolve()
+    def fails():
+        raise ZeroDivisionError("x")
+
+    for watched in (fails, kernels, kernels):
+        keeper.watch(device, watched)
+    for _ in range(2):
+        keeper.save_soon()
+        keeper.wait()
+    assert asked == ["one", "one"]

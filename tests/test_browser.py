@@ -179,6 +179,21 @@ def test_a_workflow_of_an_earlier_version_runs(built) -> None:
     built.page.set_widgets(built.model, {"mode": "auto"})
 
 
+def test_a_step_down_is_shown_with_its_reason(built) -> None:
+    """A patch that ours does not know: the panel says what ran instead, and why."""
+    patch = built.page.add_node("Unknown Patch", 120, 30)
+    built.page.connect(1, 0, patch, 0)
+    built.page.connect(patch, 0, built.model, 0)
+    built.page.run(built.server)
+    reasons = [step["reason"] for step in built.stats()["fallbacks"]]
+    assert any("patch_of_tomorrow" in reason for reason in reasons)
+    built.page.page.locator(f"{PANEL} li").first.wait_for()
+    assert [reason for reason in reasons if reason not in built.panel()] == []
+    assert "Stepped down to something slower" in built.panel()
+    built.page.connect(1, 0, built.model, 0)
+    built.page.run(built.server)
+
+
 def test_the_report_is_copied(built) -> None:
     page = built.page.page
     page.locator("[data-action=copy]").click()

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tools.driving import SHORT_RUN, UNETS, compiled, compiled_control, randn, skipping, steering
-from tools.oracles import assert_fast, counted, error, fallbacks, shapes
+from tools.oracles import FUSED, assert_fast, counted, error, fallbacks, shapes
 
-pytestmark = pytest.mark.usefixtures("clean_stats")
+pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; what is measured is 4e-6
 FAMILIES = ("sd15", "sdxl")
@@ -163,7 +163,7 @@ def test_a_type_that_the_network_has_not_got(models, union):
         models.sample(patcher, **SHORT_RUN, steer=steering(set_type(fast, "tile")))
     assert "control type" in fallbacks()[0]["reason"]
     models.sample(patcher, **SHORT_RUN, steer=steering(set_type(fast, "depth")))
-    assert shapes()[-1]["state"] == "regions"
+    assert shapes()[-1]["state"] == FUSED
 
 
 def set_type(control, kind):

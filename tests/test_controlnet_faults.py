@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tools.driving import SHORT_RUN, SMALL_UNET, UNETS, compiled, compiled_control, randn, steering
-from tools.oracles import assert_fast, assert_untouched, error, fallbacks, footprint, shapes
+from tools.oracles import FUSED, assert_fast, assert_untouched, error, fallbacks, footprint, shapes
 
-pytestmark = pytest.mark.usefixtures("clean_stats")
+pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4
 RUN = SHORT_RUN | {"steps": 2}
@@ -82,7 +82,7 @@ def test_compiling_twice_is_compiling_once(models, patcher, control):
     wanted = sampled(models, patcher, control, control)
     assert error(sampled(models, patcher, once, again), wanted) < CLOSE
     (shape,) = shapes()
-    assert shape["calls"] == 4 and shape["state"] == "regions"
+    assert shape["calls"] == 4 and shape["state"] == FUSED
 
 
 def test_copies_and_chains(models, patcher, control):
@@ -204,7 +204,7 @@ def test_interrupt_inside_a_forward(models, patcher, control):
     handle.remove()
     assert_over(fast, patcher)
     assert error(sampled(models, patcher, fast), sampled(models, patcher, control)) < CLOSE
-    assert shapes()[-1]["state"] == "regions"
+    assert shapes()[-1]["state"] == FUSED
     assert all("hooked" in f["reason"] for f in fallbacks())  # no tier was given up
 
 
@@ -311,14 +311,14 @@ def test_a_control_for_sdxl_on_another_model(models, patcher):
     assert_over(fast, patcher)
     with torch.inference_mode():
         assert largest_error(*(each(**inputs(y=randn(2, 2816))) for each in (fast.control_model, wide.control_model)))
-    assert shapes()[-1]["state"] == "regions"
+    assert shapes()[-1]["state"] == FUSED
 
 
 def test_a_failing_tier_gives_the_eager_image(models, patcher, monkeypatch):
-    from anyshape.accel.region_ops import RegionOps
+    from tools.stand_in import StandIn
 
     own = models.controlnet("sd15", torch.float32, **SMALL_UNET)
-    monkeypatch.setattr(RegionOps, "feed_forward", lambda self, *args: 1 / 0)
+    monkeypatch.setattr(StandIn, "feed_forward", lambda self, *args: 1 / 0)
     wanted, fast = sampled(models, patcher, own), compiled_control(own)
     for _ in range(2):
         assert torch.equal(sampled(models, patcher, fast), wanted)
@@ -329,12 +329,13 @@ def test_a_failing_tier_gives_the_eager_image(models, patcher, monkeypatch):
 def test_wrong_numbers_are_noticed(models, patcher, monkeypatch):
     """The first result of a size is compared with eager's, unless the user wants that not."""
     from anyshape.accel.families.controlnet import compile_controlnet
-    from anyshape.accel.region_ops import RegionOps
 
-    own, right = models.controlnet("sd15", torch.float32, **SMALL_UNET), RegionOps.feed_forward
+    from tools.stand_in import StandIn
+
+    own, right = models.controlnet("sd15", torch.float32, **SMALL_UNET), StandIn.feed_forward
     trusted, _ = compile_controlnet(models.controlnet("sd15", torch.float32, **SMALL_UNET), verify=False)
     wanted = sampled(models, patcher, own)
-    monkeypatch.setattr(RegionOps, "feed_forward", lambda self, a, *rest: right(self, a * 1.5, *rest))
+    monkeypatch.setattr(StandIn, "feed_forward", lambda self, a, *rest: right(self, a * 1.5, *rest))
     assert error(sampled(models, patcher, trusted), wanted) > 1e-2 and not fallbacks()
     assert torch.equal(sampled(models, patcher, compiled_control(own)), wanted)
     assert "wrong result" in fallbacks()[0]["reason"]

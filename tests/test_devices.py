@@ -4,16 +4,18 @@ import pytest
 import torch
 
 from tools import embed
-from tools.driving import SHORT_RUN, compile_with_message, skip_with_message
+from tools.driving import SHORT_RUN, compile_with_message, compiled, skip_with_message
+from tools.oracles import fallbacks, shapes
 
 embed.bare_pack()
 
 from anyshape.accel import devices, kernels  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.engine import Call, Engine, Settings, _tiers  # noqa: E402
+from anyshape.accel.engine import Call, Engine, Settings  # noqa: E402
 from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
 from anyshape.accel.stats import STATS  # noqa: E402
 
+CPU_REASON = "kernels need an NVIDIA GPU and this model is on the CPU, so it runs in eager"
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 KINDS = {"rocm": (CUDA, "AMD"), "mps": (torch.device("mps"), "Apple"), "xpu": (torch.device("xpu", 0), "Intel")}
 KINDS |= {"directml": (torch.device("privateuseone", 0), "DirectML"), "other": (torch.device("hpu"), "hpu devices")}
@@ -37,7 +39,6 @@ def test_nvidia_and_cpus_are_known(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     assert devices.obstacle(CUDA) == devices.obstacle(CPU) == ""
     assert devices.is_nvidia(CUDA) and not devices.is_nvidia(CPU)
-    assert _tiers(Settings(), CUDA) == ("kernels", "regions") and _tiers(Settings(), CPU) == ("regions",)
 
 
 def test_others_are_named(other):
@@ -56,23 +57,32 @@ def test_no_kernels_and_no_thread_at_the_start(other, monkeypatch):
         kernels.load(device)
 
 
-@pytest.mark.parametrize("mode", ["auto", "kernels", "regions"])
-def test_the_engine_runs_eager_and_says_why_once(other, mode, monkeypatch):
+def test_the_engine_runs_eager_and_says_why_once(other, monkeypatch):
     device, word = other
     for name in ("synchronize", "empty_cache"):  # torch's own for AMD; no such card is here
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     monkeypatch.setattr("anyshape.accel.graphs.GraphCache.capture", lambda *args: pytest.fail("a graph"))
-    engine = Engine(STATS.model("device", "unet"))
+    engine = Engine(STATS.model("device", "model"))
     inputs = {"x": torch.zeros(2, 4, 8, 8)}
     key = shape_key(inputs)
     call = Call(
         key=type(key)(device, key.inputs, key.structure), inputs=inputs, forward=lambda ops, t: pytest.fail("fused"),
         eager=lambda: "eager", weights=0, width=64, height=64, batch=1,
     )  # fmt: skip
-    assert engine(call, Settings(mode)) == "eager"
+    assert engine(call, Settings()) == "eager"
     (shape,) = engine.stats.as_dict()["shapes"]
     assert shape["state"] == "eager" and shape["reason"] == devices.obstacle(device)
-    assert not engine.wants_channels_last(Settings(mode), device)
+    assert not engine.wants_channels_last(Settings(), device)
+
+
+def test_a_cpu_has_no_kernels_and_says_so(models, fresh, clean_stats):
+    """ComfyUI's own forward, to the bit, and its weights as they lie."""
+    fast = compiled(fresh)
+    assert torch.equal(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN))
+    (shape,) = shapes()
+    assert shape["state"] == "eager" and shape["reason"] == CPU_REASON
+    assert [f["reason"] for f in fallbacks()] == [CPU_REASON]
+    assert not Engine(STATS.model("device", "model")).wants_channels_last(Settings(), CPU)
 
 
 def test_the_nodes_say_so_and_pass_the_model_through(models, fresh, other, clean_stats):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tools.driving import SHORT_RUN, compile_with_message, compiled, skip_with_message, skipping
-from tools.oracles import error, fallbacks, shapes
+from tools.oracles import FUSED, error, fallbacks, shapes
 
-pytestmark = pytest.mark.usefixtures("clean_stats")
+pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 RUN = SHORT_RUN | {"steps": 2}
@@ -24,10 +24,8 @@ FORWARD = [
     "families.layers.Survey.eager_parts", "families.family.Arguments.flat", "families.family.Arguments.structure",
     "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
     "engine._tiers", "engine.Engine._fast", "engine.Engine._load", "engine.Engine._forward", "engine.compilations",
-    "engine.region_ops.RegionOps", "engine.verify.compare", "stats.ModelStats.shape", "stats.CallTimes.measure",
-    "region_ops.RegionOps.query_key_value", "region_ops.RegionOps.feed_forward", "region_ops._uniform",
-    "regions._trait", "regions._distinct", "regions.Region.__call__", "regions.Region._compile",
-    "regions._Variant.__init__", "regions._Variant.first_call", "regions._CountingInductor.__call__",
+    "engine.kernels.load", "engine.verify.compare", "stats.ModelStats.shape", "stats.CallTimes.measure",
+    "ops.FusedOps.query_key_value", "ops.FusedOps.feed_forward",
 ]  # fmt: skip
 
 SKIPPING = [
@@ -48,16 +46,12 @@ class Injected(Exception):
 @pytest.fixture
 def inject(monkeypatch):
     """Makes a function or class of the pack raise."""
-    from anyshape.accel import region_ops
 
     def do(target, error=Injected):
         def fail(*args, **kwargs):
             raise error("injected")
 
         monkeypatch.setattr(f"anyshape.accel.{target}", fail)
-        if target.startswith("regions."):  # as in a new process: nothing is compiled yet
-            for region in region_ops.ALL:
-                monkeypatch.setattr(region, "_variants", {})
 
     return do
 
@@ -74,7 +68,7 @@ def test_a_fault_in_a_forward(models, fresh, inject, target):
     assert any("injected" in reason for reason in reasons()), reasons()
 
 
-@pytest.mark.parametrize("target", [FORWARD[0], "engine.Engine._load", "regions.Region._compile"])
+@pytest.mark.parametrize("target", [FORWARD[0], "engine.Engine._load", "ops.FusedOps.feed_forward"])
 def test_once_mended_it_is_fast_again(models, fresh, inject, monkeypatch, target):
     """A fault leaves nothing behind but, where it was a tier's, the tier's retirement."""
     fast = compiled(fresh)
@@ -84,7 +78,7 @@ def test_once_mended_it_is_fast_again(models, fresh, inject, monkeypatch, target
     out = models.sample(fast, **RUN)
     assert error(out, models.sample(fresh, **RUN)) < CLOSE
     tier_failed = target != FORWARD[0]
-    assert shapes()[-1]["state"] == ("eager" if tier_failed else "regions")
+    assert shapes()[-1]["state"] == ("eager" if tier_failed else FUSED)
 
 
 EAGER_TOO = ["families.session._prompts", "families.unet.skipped", "skip.run.SkipRun.close"]  # without Compile Model
@@ -120,8 +114,7 @@ def test_a_fault_in_the_skip_blocks_node(models, fresh, inject, target):
     assert torch.equal(models.sample(out, **RUN), models.sample(fresh, **RUN))
 
 
-# none inside torch's compiler, which calls nothing of ComfyUI's
-@pytest.mark.parametrize("target", [t for t in FORWARD + SKIPPING if "_CountingInductor" not in t])
+@pytest.mark.parametrize("target", FORWARD + SKIPPING)
 def test_an_interrupt_passes_at_once(models, fresh, inject, monkeypatch, target):
     """The user presses Cancel, wherever we are: no fallback is tried or counted, and the next prompt is right."""
     from comfy.model_management import InterruptProcessingException
@@ -133,7 +126,7 @@ def test_an_interrupt_passes_at_once(models, fresh, inject, monkeypatch, target)
     monkeypatch.undo()
     assert not fallbacks()
     assert error(models.sample(compiled(fresh), **RUN), models.sample(fresh, **RUN)) < CLOSE
-    assert shapes()[-1]["state"] == "regions"
+    assert shapes()[-1]["state"] == FUSED
 
 
 # The VAE ----------------------------------------------------------------------------------------------------------
@@ -141,7 +134,7 @@ def test_an_interrupt_passes_at_once(models, fresh, inject, monkeypatch, target)
 VAE = [
     "families.vae.shape_key", "families.vae.Call", "families.vae._obstacle", "families.vae.Survey",
     "families.vae.decode", "families.vae.ChannelsLastWeights", "engine.Engine._fast", "engine.verify.compare",
-    "region_ops.RegionOps.bias_add", "stats.ModelStats.shape",
+    "kernels.reference.bias_add", "stats.ModelStats.shape",
 ]  # fmt: skip
 
 

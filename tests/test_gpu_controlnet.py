@@ -10,7 +10,7 @@ import torch
 
 from tools.driving import compiled, compiled_control, randn, skipping, steering
 from tools.on_gpu import SMALL
-from tools.oracles import assert_untouched, error, footprint, shapes
+from tools.oracles import FUSED, assert_untouched, error, footprint, shapes
 from tools.paths import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
@@ -73,7 +73,7 @@ def test_full_size_parity_and_replay(models, dtype):
         wanted = [network(**call) for call in calls]
         fast.pre_run(model, model.model_sampling.percent_to_sigma)
         fast.control_model(**calls[0])
-        with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+        with stats.expect(recompiles=0, fallbacks=0):
             outs = [fast.control_model(**call) for call in calls]
         fast.cleanup()
     for out, expected, call in zip(outs, wanted, calls, strict=True):
@@ -93,7 +93,7 @@ def test_scenes_equal_eager_and_compile_nothing(models, nets, way):
     controls = nets if way == "model" else nets | {"net": compiled_control(nets["net"])}
     models.sample(fast, 512, 512, steps=2)
     sampled(models, fast, controls, "one", steps=2)
-    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+    with stats.expect(recompiles=0, fallbacks=0):
         outs = {(scene, size): sampled(models, fast, controls, scene, *size) for scene in SCENES for size in SIZES[1:]}
     for (scene, size), out in outs.items():
         assert error(out, sampled(models, patcher, nets, scene, *size)) < 2e-2, (scene, size)
@@ -123,7 +123,7 @@ def test_skipped_steps_are_steered(models, nets):
     fast, controls = compiled(patcher), {"net": compiled_control(nets["net"])}
     models.sample(fast, 512, 512, steps=12)
     sampled(models, fast, controls, "one", steps=12)
-    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+    with stats.expect(recompiles=0, fallbacks=0):
         outs = {scene: sampled(models, fast, controls, scene, 544, 408, steps=12) for scene in ("one", "ends")}
     assert {s["state"] for s in shapes()} == {"graph"}  # before eager counts the same shapes
     for scene, out in outs.items():
@@ -170,7 +170,7 @@ def test_weights_that_are_streamed(models, nets):
     with torch.inference_mode():
         out, wanted = fast.control_model(**call), control.control_model(**call)
     assert error(flat(out), flat(wanted)) < TOLERANCE[torch.float16]
-    assert shapes()[-1]["state"] == "kernels" and "low VRAM" in shapes()[-1]["reason"]
+    assert shapes()[-1]["state"] == FUSED and "low VRAM" in shapes()[-1]["reason"]
 
 
 # Weights and memory -----------------------------------------------------------------------------------------------

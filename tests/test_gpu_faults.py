@@ -8,7 +8,7 @@ import torch
 
 from tools.driving import compiled
 from tools.on_gpu import SMALL, forward, loaded_forward
-from tools.oracles import error, fallbacks, shapes
+from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
 
@@ -25,8 +25,9 @@ def patcher(models):
 
 BOUNDARIES = [
     "graphs.cache", "graphs.GraphCache.replay", "graphs.CapturedGraph.replay", "graphs.GraphCache.capture",
-    "graphs.GraphCache._record", "graphs.GraphCache._recorded", "graphs.GraphCache._file", "graphs.Recording",
-    "graphs.verify.compare", "engine.verify.compare", "engine.kernels.load", "engine.graphs.obstacle",
+    "graphs.GraphCache._record", "graphs.Recording", "capture.Capturer.warm", "capture.Capturer.capture",
+    "capture.Capturer._captured", "capture.Capturer.replaying",
+    "graphs.verify.compare", "engine.verify.compare", "engine.kernels.load",
     "kernels.triton_ops.group_norm.group_norm", "kernels.triton_ops.TritonOps.grouped_linear",
     "kernels.triton_ops.TritonOps.compile_ahead", "kernels.launch._launch", "kernels.group_norm.launch",
     "weights.ChannelsLastWeights.apply", "weights.ChannelsLastWeights.restore", "weights.WeightWatch.fingerprint",
@@ -96,22 +97,22 @@ def test_a_kernel_that_computes_nonsense(patcher, monkeypatch):
     for seed in (1, 2, 3):
         assert error(forward(fast, *SIZE, seed=seed), forward(patcher, *SIZE, seed=seed)) < CLOSE
     assert any("wrong result" in f["reason"] for f in fallbacks())
-    assert shapes()[-1]["state"] == "graph"  # of regions, which are right
+    assert shapes()[-1]["state"] == "eager"
 
 
 def test_a_graph_that_computes_nonsense(patcher, monkeypatch):
-    from anyshape.accel import graphs
+    from anyshape.accel import capture
 
-    own = graphs.GraphCache._recorded
+    own = capture.Capturer.capture
 
-    def spoilt(self, run):
-        return own(self, lambda: [out.mul_(2) for out in run()] if isinstance(run(), tuple) else run().mul_(2))
+    def spoilt(self, run, replay=False):
+        return own(self, lambda: run().mul_(2), replay)
 
-    monkeypatch.setattr(graphs.GraphCache, "_recorded", spoilt)
+    monkeypatch.setattr(capture.Capturer, "capture", spoilt)
     fast = compiled(patcher)
     for seed in (1, 2, 3):
         assert error(forward(fast, *SIZE, seed=seed), forward(patcher, *SIZE, seed=seed)) < CLOSE
-    assert shapes()[-1]["state"] == "kernels" and "wrong result" in shapes()[-1]["reason"]
+    assert shapes()[-1]["state"] == FUSED and "wrong result" in shapes()[-1]["reason"]
 
 
 # Memory -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from tools.paths import ROOT
 from tools.redis_server import RedisServer
 
 redis = pytest.importorskip("redis", reason="the Python client of Redis (requirements-dev.txt)")
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)]
+no_redis = pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
+pytestmark = [pytest.mark.gpu, pytest.mark.fleet, no_redis]
 
 TOLERANCE = 5e-3  # of fp16, as in test_gpu.py
 FLEET = ROOT / "fleet"
@@ -53,6 +54,7 @@ def run(folder: Path, port: int, manager: str = "anyshape_redis:Manager") -> dic
     path = os.pathsep.join([str(FLEET), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder)} | {
         "TRITON_CACHE_MANAGER": manager, "TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port),
+        "ANYSHAPE_FLEET_KEY": "a long secret",
     }  # fmt: skip
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

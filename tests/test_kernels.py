@@ -21,10 +21,8 @@ from anyshape.accel.kernels import linear_geglu, reference, short_attention  # n
 from anyshape.accel.kernels.group_norm import group_norm  # noqa: E402
 from anyshape.accel.kernels.grouped_linear import fits, grouped_linear, make_table  # noqa: E402
 from anyshape.accel.kernels.layer_norm import MAX_CHANNELS, stream_layer_norm  # noqa: E402
-from anyshape.accel.kernels.modulated_norm import modulated_norm  # noqa: E402
 from anyshape.accel.kernels.pointwise import bias_add, geglu, upsample2x  # noqa: E402
-from anyshape.accel.kernels.rotary import rotary_query_key_value  # noqa: E402
-from anyshape.accel.ops import FusedOps, GatedStream, LinearGroup, Norm, Stream, Weights  # noqa: E402
+from anyshape.accel.ops import FusedOps, Norm, Stream, Weights  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
 DEVICE = "cuda" if CUDA else "cpu"
@@ -259,116 +257,6 @@ def ops():
     return TritonOps(torch.device(DEVICE))
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_grouped_linear_with_biases(rows):
-    """Modulations: a few rows through layers of several widths, each with its bias."""
-    x, widths = randn(rows, 96, dtype=torch.float16), [384, 192, 128, 192]
-    weights, biases = ([randn(w, *more, dtype=torch.float16) for w in widths] for more in ((96,), ()))
-    outs = ops().grouped_linear(x, LinearGroup(weights, biases))
-    for out, weight, bias in zip(outs, weights, biases, strict=True):
-        assert_close(out, x.double() @ weight.double().t() + bias.double(), torch.float16)
-
-
-STREAMS = [(1, 1, 64), (2, 5, 96), (3, 33, 320), (1, 77, 3072)] + ([(2, 4608, 3072), (1, 513, 8192)] if CUDA else [])
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", STREAMS, ids=str)
-@pytest.mark.parametrize("variant", ["norm", "gated norm", "gated"])
-@pytest.mark.parametrize("layout", ["contiguous", "slices", "transposed"])
-def test_modulated_norm(size, dtype, variant, layout):
-    """Vectors are chunks of one tensor, as a modulation gives them; streams may be slices of longer ones."""
-    batch, tokens, c = size
-    vectors = randn(batch, 3 * c, dtype=dtype)
-    shift, scale, gate = vectors.chunk(3, dim=-1)
-    x, branch = (tokens_in(layout, batch, tokens, c, dtype) for _ in range(2))
-    gated, normed = "gated" in variant, "norm" in variant
-    total, out = modulated_norm(
-        x, branch if gated else None, gate if gated else None, *((shift, scale) if normed else (None, None)), eps=1e-6
-    )
-    exact, eshift, escale, egate, ebranch = reference.to_float64(x, shift, scale, gate, branch)
-    if gated:
-        exact = reference.gated_residual(exact, egate, ebranch)
-        assert_close(total, exact, dtype)
-    else:
-        assert total is x
-    if normed:
-        assert_close(out, reference.modulated_norm(exact, eshift, escale, 1e-6), dtype)
-    assert (out is not None) == normed
-
-
-def tokens_in(layout, batch, tokens, c, dtype):
-    """Random [batch, tokens, c] that lies in memory as ``layout`` says."""
-    if layout == "slices":
-        return randn(batch, tokens + 3, 2 * c, dtype=dtype)[:, 3:, :c]
-    if layout == "transposed":
-        return randn(batch, c, tokens, dtype=dtype).transpose(1, 2)
-    return randn(batch, tokens, c, dtype=dtype)
-
-
-def test_modulated_norm_keeps_fp16_finite():
-    """What ComfyUI clamps in fp16: sums beyond the range, and NaN."""
-    x = randn(1, 4, 64, dtype=torch.float16)
-    branch = torch.full_like(x, 60000.0)
-    branch[0, 1], branch[0, 2] = -60000.0, float("nan")
-    gate = torch.full_like(x[:, 0], 2.0)
-    total, out = modulated_norm(x, branch, gate, gate, gate, 1e-6, finite=True)
-    wanted = reference.gated_residual(x.float(), gate.float(), branch.float(), finite=True)
-    assert torch.equal(total.float(), wanted.clamp(-65504, 65504)) and torch.isfinite(out).all()
-
-
-def test_modulated_norm_names_the_limit():
-    with pytest.raises(ValueError, match="at most 8192 channels, got 8193"):
-        modulated_norm(torch.zeros(1, 2, 8193, device=DEVICE), None, None, None, None)
-
-
-ATTENTIONS = [(1, (1,), 1, 32), (2, (7, 12), 2, 32), (3, (5, 20), 3, 96), (1, (9, 4), 24, 128)]
-ATTENTIONS += [(2, (512, 4096), 24, 128)] if CUDA else []
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", ATTENTIONS, ids=str)
-@pytest.mark.parametrize("joined", [True, False])
-@pytest.mark.parametrize("one_rotation", [True, False])
-def test_rotary_query_key_value(size, dtype, joined, one_rotation):
-    """Text and image joined, or one stream; a rotation for each image or one for all."""
-    batch, lengths, heads, d = size
-    lengths = lengths if joined else lengths[:1]
-    parts = [
-        (tokens_in("slices", batch, t, 3 * heads * d, dtype), *(randn(d, dtype=dtype) for _ in range(2)), 1e-6)
-        for t in lengths
-    ]
-    rotation = randn(1 if one_rotation else batch, 1, sum(lengths), d // 2, 2, 2)
-    out = rotary_query_key_value(parts, rotation)
-    split = rotation.double().split(list(lengths), dim=2)
-    exact = [
-        reference.rotary_query_key_value(*reference.to_float64(*part[:3]), r, 1e-6)
-        for part, r in zip(parts, split, strict=True)
-    ]
-    for ours, *theirs in zip(out, *exact, strict=True):
-        assert_close(ours, torch.cat(theirs, dim=2), dtype)
-    assert all(t.transpose(1, 2).is_contiguous() for t in (out if joined and len(lengths) > 1 else out[:2]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("batch, tokens", [(1, 1), (2, 37)])
-def test_single_block_products(dtype, batch, tokens):
-    """The linear layers around a single block's attention: rows and columns of one weight each."""
-    x, w = randn(batch, tokens, 96, dtype=dtype), randn(320, 96, dtype=dtype) / 10
-    bias = randn(320, dtype=dtype)
-    out = ops().linear_gelu(x, Weights(w[64:], bias[64:]))
-    exact = reference.linear_gelu(*reference.to_float64(x, w[64:], bias[64:]))
-    assert_close(out, exact, dtype, at_least=1e-5)
-    w, bias = randn(48, 96 + 256, dtype=dtype) / 10, randn(48, dtype=dtype)
-    exact = reference.concat_linear(*reference.to_float64(x, out, w, bias))
-    assert_close(ops().concat_linear(x, out, Weights(w, bias)), exact, dtype, at_least=1e-5)
-
-
-def test_a_stream_with_nothing_to_add_is_its_value():
-    x = randn(1, 3, 64)
-    assert ops().gated_residual(GatedStream(x)) is x
-
-
 class Broken:
     """In the place of a kernel that does not compile."""
 
@@ -439,15 +327,15 @@ def test_every_kernel_compiles_for_every_card():
         [sys.executable, "-m", "tools.compile_kernels"], cwd=embed.ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("ok") == 11 * 7 + 1
+    assert done.stdout.count("ok") == 9 * 7 + 1
 
 
-def test_a_card_that_is_too_old_has_neither_kernels_nor_regions(monkeypatch):
+def test_a_card_that_is_too_old_has_no_kernels(monkeypatch):
     from anyshape.accel import kernels
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (6, 1))
     assert "6.1" in kernels.too_old(torch.device("cuda", 7)) and "eager" in kernels.too_old(torch.device("cuda", 7))
-    with pytest.raises(Unavailable, match=r"6\.1.*no kernels, no regions"):
+    with pytest.raises(Unavailable, match=r"6\.1.*no kernels, so"):
         kernels.load(torch.device("cuda", 7))
     assert kernels.too_old(torch.device("cpu")) == ""
 

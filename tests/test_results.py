@@ -68,17 +68,6 @@ def test_an_unfinished_run_says_how_far_it_came(path):
         assert run["limit_seconds"] > 0 and run["seconds"] == pytest.approx(figures.total(run), abs=1e-3)
 
 
-def test_what_a_restart_costs():
-    """Its table in docs/architecture.md, row by row; every start gave eager's image."""
-    starts = figures.load(figures.RESULTS / "region-start-cpu.json")["starts"]
-    part = (ROOT / "docs" / "architecture.md").read_text().partition("### What a restart costs")[2].partition("\n**")[0]
-    rows = [line.strip("| ").split(" | ")[1:] for line in part.splitlines() if line.startswith("|")][2:]
-    for cells, took in zip(rows, starts.values(), strict=True):
-        columns = ("seconds", "imports", "isa", "forward", "tracing", "cpu")
-        assert all(agree(cell, took[name]) for cell, name in zip(cells, columns, strict=True)), cells
-        assert took["error"] < 1e-4
-
-
 def test_break_even():
     assert figures.break_even(4.0, 42.0, 30.0, 1) == 17  # 0.24 s an image
     assert figures.break_even(0.48, 42.0, 30.0, 1) == 2

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tools.driving import SMALL_UNET, compiled, skip_with_message, skipping
-from tools.oracles import counted, error, fallbacks, last_run
+from tools.oracles import FUSED, counted, error, fallbacks, last_run
 
-pytestmark = pytest.mark.usefixtures("clean_stats")
+pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 RUN = {"width": 136, "height": 104, "steps": 12}  # odd latent sides
 OTHER = {"width": 120, "height": 200, "steps": 10, "seed": 3}
@@ -128,12 +128,12 @@ def test_with_compile_model_in_either_order(models, patcher, order):
     wanted = [models.sample(skipping(patcher), **run) for run in (RUN, OTHER)]
     both = skipping(compiled(patcher)) if order == "compile first" else compiled(skipping(patcher))
     models.sample(both, **RUN)
-    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+    with stats.expect(recompiles=0, fallbacks=0):
         outs = [models.sample(both, **run) for run in (RUN, OTHER)]
     for out, want in zip(outs, wanted, strict=True):
         assert error(out, want) < 1e-3
     assert counted() == {"full": 4, "skipped": 6, "resets": {}}
-    assert {s["state"] for m in stats.snapshot()["models"] for s in m["shapes"] if "step=" in s["key"]} == {"regions"}
+    assert {s["state"] for m in stats.snapshot()["models"] for s in m["shapes"] if "step=" in s["key"]} == {FUSED}
 
 
 # Prompts that ComfyUI splits and joins ----------------------------------------------------------------------------
@@ -318,17 +318,18 @@ def test_a_failure_of_ours_costs_speed_and_no_picture(models, monkeypatch, piece
     monkeypatch.setattr(unet, piece, lambda *args: 1 / 0)
     skip = skipping(patcher)
     out = models.sample(compiled(skip) if mode == "compiled" else skip, **RUN)
-    assert error(out, wanted) < (1e-4 if mode == "compiled" else 1e-9)  # full steps may have run in regions before
+    assert error(out, wanted) < (1e-4 if mode == "compiled" else 1e-9)  # full steps may have run fused before
     assert last_run()["skipped"] == 0 and last_run()["full"] == 12
     assert any("ZeroDivisionError" in f["reason"] for f in fallbacks())
 
 
 def test_what_compile_model_could_not_do_is_no_fallback_without_it(models, monkeypatch, fresh):
     from anyshape.accel import stats
-    from anyshape.accel.region_ops import RegionOps
+
+    from tools.stand_in import StandIn
 
     with monkeypatch.context() as broken:
-        broken.setattr(RegionOps, "feed_forward", lambda *args: 1 / 0)
+        broken.setattr(StandIn, "feed_forward", lambda *args: 1 / 0)
         models.sample(compiled(fresh), **RUN)
     assert fallbacks()
     stats.STATS.clear()

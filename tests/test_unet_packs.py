@@ -3,10 +3,10 @@
 import pytest
 
 from tools.driving import SHORT_RUN, compiled, unet_forward
-from tools.oracles import assert_fast, error, fallbacks, shapes
+from tools.oracles import FUSED, assert_fast, error, fallbacks, shapes
 from tools.patching import PATCHES, attn1, attn2_replace_one
 
-pytestmark = pytest.mark.usefixtures("clean_stats")
+pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
 BLOCK = "input_blocks.1.1.transformer_blocks.0"
@@ -48,30 +48,29 @@ def test_freeu_node(models, patcher, version):
 
 def test_one_replaced_block_leaves_the_others_fast(monkeypatch, patcher):
     """15 of SD1.5's 16 transformer blocks."""
-    from anyshape.accel.region_ops import RegionOps
+    from tools.stand_in import StandIn
 
-    calls, own = [], RegionOps.feed_forward
-    monkeypatch.setattr(RegionOps, "feed_forward", lambda *args: calls.append(1) or own(*args))
+    calls, own = [], StandIn.feed_forward
+    monkeypatch.setattr(StandIn, "feed_forward", lambda *args: calls.append(1) or own(*args))
     patched = compiled(patcher)
     attn2_replace_one(patched, [])
     unet_forward(patched, 128, 128)
     assert len(calls) == 15
 
 
-def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, monkeypatch):
+def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, stand_in):
     """Its first call without the patch compiles the blocks that were patched: it is their first call."""
-    from anyshape.accel import region_ops, stats
+    from anyshape.accel import stats
 
-    for region in region_ops.ALL:  # as in a new process: nothing is compiled yet
-        monkeypatch.setattr(region, "_variants", {})
+    stand_in.variants.clear()  # as in a new process: nothing is compiled yet
     fast = compiled(fresh)
     patched = fast.clone()
     attn1(patched, [])
     models.sample(patched, **SHORT_RUN)
-    graphs = region_ops.graphs()
+    compiled_before = stand_in.compiled_variants()
     with stats.expect(recompiles=0):
         assert error(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN)) < CLOSE
-    assert region_ops.graphs() > graphs
+    assert stand_in.compiled_variants() > compiled_before
 
 
 def test_an_error_in_a_patch_is_the_users_to_see(models, patcher):
@@ -86,7 +85,7 @@ def test_an_error_in_a_patch_is_the_users_to_see(models, patcher):
     with pytest.raises(ValueError, match="the patch's own error"):
         models.sample(broken, **SHORT_RUN)
     assert error(models.sample(fast, **SHORT_RUN), models.sample(patcher, **SHORT_RUN)) < CLOSE
-    assert shapes()[-1]["state"] == "regions"
+    assert shapes()[-1]["state"] == FUSED
 
 
 # Wrappers of other packs ------------------------------------------------------------------------------------------
@@ -199,4 +198,4 @@ def test_an_object_patch_takes_effect(models, patcher, name):
     assert any("replaced" in f["reason"] for f in fallbacks())
     fast = compiled(patcher)
     assert error(models.sample(fast, **SHORT_RUN), plain) < CLOSE
-    assert shapes()[-1]["state"] == "regions" and shapes()[-1]["reason"] == ""
+    assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.driving import compiled, compiled_control, sample_prompts, skipping, steering
-from tools.oracles import error, fallbacks, last_run, shapes
+from tools.oracles import FUSED, error, fallbacks, last_run, shapes
 
 FORMS = "write 1024x1152, 896x768 batch 2, or 832x480x33 for 33 frames"
 SIZES = "136x120\n64x96 batch 2\n128x128"
@@ -142,7 +142,7 @@ def sample_listed(models, model, **run):
 
 
 @pytest.fixture
-def clean(clean_stats):
+def clean(stand_in, clean_stats):
     return clean_stats
 
 
@@ -153,9 +153,9 @@ def test_listed_sizes_are_known_before_their_first_prompt(pack, models, unets, c
 
     model = compiled(unets[name])
     report = warm(pack, model)
-    assert ran().keys() == LISTED and {s["state"] for s in shapes()} == {"tape"}
+    assert ran().keys() == LISTED and {s["state"] for s in shapes()} == {FUSED}
     assert [line.split()[:4] for line in report.splitlines()[1:]] == [
-        ["128x128", "1", "model", "tape"], ["136x120", "1", "model", "tape"], ["64x96", "2", "model", "tape"],
+        ["128x128", "1", "model", FUSED], ["136x120", "1", "model", FUSED], ["64x96", "2", "model", FUSED],
     ]  # fmt: skip
     nothing_new(lambda: sample_listed(models, model))
     with stats.expect(recompiles=0, kernels=0, fallbacks=0):
@@ -167,14 +167,6 @@ def test_listed_sizes_are_known_before_their_first_prompt(pack, models, unets, c
 def test_cfg_says_which_prompts_are_joined(pack, patcher, clean, cfg, rows) -> None:
     warm(pack, compiled(patcher), "64x64\n64x64 batch 2", cfg=cfg)
     assert {int(s["key"].split("x[")[1].split("x")[0]) for s in shapes()} == rows
-
-
-def test_flux_is_warmed_as_it_is_sampled(pack, models, clean) -> None:
-    from tools.driving import FLUX_RUN, SMALL_FLUX
-
-    model = compiled(models.flux(torch.float32, **SMALL_FLUX))
-    warm(pack, model, "128x128")
-    nothing_new(lambda: models.sample(model, **FLUX_RUN | {"tokens": 256, "cfg": 1.0}))
 
 
 def test_the_prompts_are_the_users(pack, models, patcher, clean) -> None:
@@ -323,8 +315,8 @@ def test_a_graph_that_is_gone_is_said(pack, monkeypatch) -> None:
     from anyshape.accel.families import warm_up
     from anyshape.accel.warm_up import Row, Shape
 
-    monkeypatch.setattr(warm_up.graphs, "held", lambda _: {"there": 1})
-    rows = [Row(Shape(64, 64), "model", "graph", keys=frozenset({key})) for key in ("gone", "there")]
+    monkeypatch.setattr(warm_up.graphs, "held", lambda _: {("UNet", "there"): 1})
+    rows = [Row(Shape(64, 64), "model", "graph", keys=frozenset({("UNet", key)})) for key in ("gone", "there")]
     assert [row.state for row in budget(None).settled(rows)] == ["evicted", "graph"]
     assert "memory ran short" in rows[0].why and not rows[1].why
 

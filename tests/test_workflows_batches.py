@@ -6,21 +6,20 @@ import types
 import pytest
 import torch
 
-from tools.driving import SMALL_FLUX, SMALL_UNET, compiled, memory_by_turns, randn, sample_prompts
+from tools.driving import SMALL_UNET, compiled, memory_by_turns, randn, sample_prompts
 from tools.oracles import assert_fast, error
 
-pytestmark = pytest.mark.usefixtures("clean_stats")
+pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 CHANGED = 1e-3
-TOKENS = {"flux": 20}
-LATENT = {"flux": (1, 16, 11, 10)}  # others: (1, 4, 11, 10)
-NAMES = ("sd15", "sdxl", "flux")
+TOKENS = 77
+NAMES = ("sd15", "sdxl")
 
 
 @pytest.fixture(scope="module")
-def patchers(models, unets):
-    return unets | {"flux": models.flux(torch.float32, **SMALL_FLUX)}
+def patchers(unets):
+    return unets
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +38,11 @@ def _nothing_compiles(nothing_compiles):
 
 
 def latents(name, batch=1, height=None):
-    _, channels, own, width = LATENT.get(name, (1, 4, 11, 10))
-    return torch.zeros(batch, channels, height or own, width)
+    return torch.zeros(batch, 4, height or 11, 10)
 
 
 def prompt(models, patcher, name, seed, tokens=None):
-    return models.conditioning(patcher, tokens or TOKENS.get(name, 77), seed)
+    return models.conditioning(patcher, tokens or TOKENS, seed)
 
 
 def prompts(models, patcher, name):
@@ -52,7 +50,7 @@ def prompts(models, patcher, name):
 
 
 def assert_equal(patchers, warm, name, positive, negative, **run):
-    """Compiled equals eager, in regions; eager's image."""
+    """Compiled equals eager, fused; eager's image."""
     run = {"latent": latents(name)} | run
     wanted = sample_prompts(patchers[name], positive, negative, **run)
     assert error(sample_prompts(warm[name], positive, negative, **run), wanted) < CLOSE
@@ -151,7 +149,7 @@ REGIONAL = ["combined", "areas", "areas of one size", "percent", "masks", "mask 
 @pytest.mark.parametrize("name", NAMES)
 def test_several_prompts(models, patchers, warm, name, kind):
     """Of unequal lengths where ComfyUI keeps them apart, in areas, masks and parts of the run."""
-    base = TOKENS.get(name, 77)
+    base = TOKENS
     conds = [prompt(models, patchers[name], name, 10 + i, base * length) for i, length in enumerate((1, 2, 3, 1))]
     negative = prompt(models, patchers[name], name, 2)
     wanted = assert_equal(patchers, warm, name, regional(kind, conds), negative, steps=3)
@@ -161,7 +159,7 @@ def test_several_prompts(models, patchers, warm, name, kind):
 @pytest.mark.parametrize("name", NAMES)
 def test_unequal_prompts_in_one_batch(models, patchers, warm, name):
     """77 and 154 tokens are repeated to one length by ComfyUI and go together; negative ones in an area too."""
-    base = TOKENS.get(name, 77)
+    base = TOKENS
     positive, negative = prompt(models, patchers[name], name, 1, 2 * base), prompt(models, patchers[name], name, 2)
     assert_equal(patchers, warm, name, positive, negative + in_area(positive, 40, 40, 0, 0), steps=2)
 
@@ -217,7 +215,7 @@ def test_gligen(models, patchers, warm):
 def test_noise_mask(models, patchers, warm):
     """Inpainting with an ordinary model."""
     half, ramp, _ = masks()
-    for name, mask in itertools.product(("sd15", "flux"), (half, ramp)):
+    for name, mask in itertools.product(NAMES, (half, ramp)):
         latent = randn(*latents(name).shape, seed=3)
         pair = prompts(models, patchers[name], name)
         wanted = assert_equal(patchers, warm, name, *pair, latent=latent, noise_mask=mask[None], steps=3)
@@ -257,18 +255,6 @@ def test_instruct_pix2pix(models):
     pair = [concatenated(prompt(models, patcher, "sd15", seed), randn(1, 4, 11, 10, seed=4)) for seed in (1, 2)]
     wanted = sample_prompts(patcher, *pair, latents("sd15"))
     assert error(sample_prompts(compiled(patcher), *pair, latents("sd15")), wanted) < CLOSE
-    assert_fast()
-
-
-def test_flux_fill(models):
-    """Flux with the masked image and its mask as more channels."""
-    patcher = models.flux(torch.float32, **SMALL_FLUX, in_channels=96)
-    pair = [prompt(models, patcher, "flux", seed) for seed in (1, 2)]
-    pair = [concatenated(cond, randn(1, 16, 11, 10, seed=4), masks()[2][None]) for cond in pair]
-    fast = compiled(patcher)
-    for batch in (1, 2):
-        wanted = sample_prompts(patcher, *pair, latents("flux", batch))
-        assert error(sample_prompts(fast, *pair, latents("flux", batch)), wanted) < CLOSE
     assert_fast()
 
 

@@ -4,23 +4,23 @@ import pytest
 import torch
 
 from tools.comfy_nodes import ALL, NODES, NONE, OWN_RUNS, SOME, WITHOUT_EFFECT, node
-from tools.driving import COMPILED_PARTS, FLUX_RUN, SMALL_FLUX, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
-from tools.oracles import error, fallbacks, shapes
+from tools.driving import COMPILED_PARTS, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
+from tools.oracles import FUSED, error, fallbacks, shapes
 
-pytestmark = pytest.mark.usefixtures("clean_stats")
+pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
-RUNS = {"unet": {"width": 128, "height": 64, "steps": 2}, "flux": FLUX_RUN | {"width": 136, "height": 72, "steps": 3}}
-# Where the layers of blocks meet regions: (method of RegionOps, how often in a forward).
-BLOCKS = {"unet": ("feed_forward", 16), "flux": ("linear_gelu", 2 * 2 + 3)}
+RUNS = {"unet": {"width": 128, "height": 64, "steps": 2}}
+# What stands for a fused block: (method of the tier, how often in a forward).
+BLOCKS = {"unet": ("feed_forward", 16)}
 
 
-CASES = [(kind, name) for kind, nodes in NODES.items() for name in nodes]
+CASES = [(kind, name) for kind in RUNS for name in NODES[kind]]
 
 
 @pytest.fixture(scope="module")
 def patchers(models, unets):
-    return {"unet": unets["sd15"], "flux": models.flux(torch.float32, **SMALL_FLUX)}
+    return {"unet": unets["sd15"]}
 
 
 @pytest.fixture(scope="module")
@@ -41,13 +41,13 @@ def warm(models, patchers):
 @pytest.fixture
 def share(monkeypatch):
     """How many of a model's blocks have run fused, of all that were called, since the last time it was asked."""
-    from anyshape.accel.region_ops import RegionOps
+    from tools.stand_in import StandIn
 
     calls, seen = [], [0]
 
     def counting(name):
-        own = getattr(RegionOps, name)
-        monkeypatch.setattr(RegionOps, name, lambda *args: calls.append(1) or own(*args))
+        own = getattr(StandIn, name)
+        monkeypatch.setattr(StandIn, name, lambda *args: calls.append(1) or own(*args))
 
     for name, _ in BLOCKS.values():
         counting(name)
@@ -76,7 +76,7 @@ def test_node(models, patchers, plain, warm, share, kind, name):
     for patched in (apply(warm[kind]), compiled(apply(patchers[kind]))):
         assert error(models.sample(patched, **run), wanted) < CLOSE
         assert share(kind) == wanted_share
-    assert {s["state"] for s in shapes()} == {"regions"}
+    assert {s["state"] for s in shapes()} == {FUSED}
     assert error(models.sample(warm[kind], **run), unpatched) < CLOSE
     assert share(kind) == ALL and all(s["reason"] == "" for s in shapes())
     assert fallbacks() == []
@@ -95,8 +95,6 @@ CHAINS = [
     ("unet", ["FreeU_V2", "SelfAttentionGuidance", "Compile Model", "PerturbedAttentionGuidance", "RescaleCFG"]),
     ("unet", ["LazyCache", "PatchModelAddDownscale", "Compile Model", "HyperTile"]),
     ("unet", ["EasyCache", "Compile Model", "TomePatchModel", "Compile Model", "APG"]),
-    ("flux", ["ModelSamplingFlux", "Compile Model", "SkipLayerGuidanceDiT", "EasyCache"]),
-    ("flux", ["ScaleROPE", "SkipLayerGuidanceDiTSimple", "Compile Model", "TCFG"]),
 ]
 
 
@@ -107,23 +105,23 @@ def test_chains_of_nodes(models, patchers, warm, kind, names):
     wanted = models.sample(chained(patchers[kind], [n for n in names if n != "Compile Model"], kind), **run)
     assert error(wanted, models.sample(patchers[kind], **run)) > 1e-3
     assert error(models.sample(chained(patchers[kind], names, kind), **run), wanted) < CLOSE
-    assert {s["state"] for s in shapes()} == {"regions"}
+    assert {s["state"] for s in shapes()} == {FUSED}
 
 
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in ComfyUI's own windows
-@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("kind", RUNS)
 def test_context_windows(models, patchers, warm, kind):
     """A latent in windows of its rows, as video models have windows of frames."""
     windows = node(
         "nodes_context_windows", "ContextWindowsManualNode", 10, 4, "standard_static", 1, False, "pyramid", 2
     )
-    channels, tokens = (16, 20) if kind == "flux" else (4, 77)
+    channels, tokens = 4, 77
     prompts = [models.conditioning(patchers[kind], tokens, seed) for seed in (1, 2)]
     latent = torch.zeros(1, channels, 17, 9)
     wanted = sample_prompts(windows(patchers[kind]), *prompts, latent=latent)
     assert error(wanted, sample_prompts(patchers[kind], *prompts, latent=latent)) > 1e-3
     assert error(sample_prompts(windows(warm[kind]), *prompts, latent=latent), wanted) < CLOSE
-    assert {(s["height"], s["state"]) for s in shapes()} == {(80, "regions")}
+    assert {(s["height"], s["state"]) for s in shapes()} == {(80, FUSED)}
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.4])
@@ -135,7 +133,7 @@ def test_differential_diffusion(models, patchers, warm, strength):
     wanted = sample_prompts(apply(patchers["unet"]), *prompts, **given)
     assert error(wanted, sample_prompts(patchers["unet"], *prompts, **given)) > 1e-3
     assert error(sample_prompts(apply(warm["unet"]), *prompts, **given), wanted) < CLOSE
-    assert {s["state"] for s in shapes()} == {"regions"}
+    assert {s["state"] for s in shapes()} == {FUSED}
 
 
 def test_a_patch_added_after_a_run_acts_at_once(models, patchers, warm):
@@ -149,7 +147,7 @@ def test_a_patch_added_after_a_run_acts_at_once(models, patchers, warm):
     assert error(models.sample(model, **run), plain) > 1e-4
 
 
-LAYER = {"unet": "output_blocks.11.0.out_layers.3", "flux": "single_blocks.1.linear1"}
+LAYER = {"unet": "output_blocks.11.0.out_layers.3"}
 
 
 def hooked(module):
@@ -169,7 +167,7 @@ def cast(module):
 
 
 @pytest.mark.parametrize("change", [hooked, replaced, cast])
-@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("kind", RUNS)
 def test_a_layer_that_changes_in_mid_run(models, patchers, warm, kind, change):
     """A pack that does so in a wrapper of its own when sampling has begun, and undoes it before the end."""
     from comfy.patcher_extension import WrappersMP
@@ -226,13 +224,13 @@ def test_what_a_graph_must_not_outlive(models, warm, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def tiny(models, patchers):
+def tiny(models):
     """Models that torch.compile traces in seconds."""
-    return {"unet": models.unet("sd15", torch.float32, **SMALL_UNET | TINY_UNET), "flux": patchers["flux"]}
+    return {"unet": models.unet("sd15", torch.float32, **SMALL_UNET | TINY_UNET)}
 
 
 @pytest.mark.parametrize("parts", ["the whole model", "some blocks"])
-@pytest.mark.parametrize("kind", ["unet", "flux"])
+@pytest.mark.parametrize("kind", RUNS)
 def test_torch_compile(models, tiny, kind, parts):
     """ComfyUI's TorchCompileModel (the whole model: ours steps aside), and other packs' use of its function."""
     from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -248,12 +246,12 @@ def test_torch_compile(models, tiny, kind, parts):
     for both in (compiling(fast), compiled(compiling(tiny[kind]))):
         assert error(models.sample(both, **RUNS[kind]), plain) < CLOSE
     if parts == "some blocks":
-        assert {s["state"] for s in shapes()} == {"regions"} and "replaced" in shapes()[0]["reason"]
+        assert {s["state"] for s in shapes()} == {FUSED} and "replaced" in shapes()[0]["reason"]
     else:
         assert shapes() == []
         assert any("past Compile Model" in f["reason"] for f in fallbacks())
     assert error(models.sample(fast, **RUNS[kind]), plain) < CLOSE
-    assert shapes()[-1]["state"] == "regions" and shapes()[-1]["reason"] == ""
+    assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
 
 
 def test_a_compiled_model_as_an_object_patch(models, tiny):

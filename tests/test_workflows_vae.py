@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tools.driving import compiled_vae, randn, short_of_memory
-from tools.oracles import error, fallbacks, shapes
+from tools.oracles import FUSED, error, fallbacks, shapes
 
-pytestmark = pytest.mark.usefixtures("clean_stats")
+pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 ODD = (17, 9)  # a latent's height and width
@@ -61,7 +61,7 @@ def test_decode_and_encode_nodes(vae, batch):
     assert error(node("VAEDecode", fast, z), image) < CLOSE
     wanted = node("VAEEncode", vae, image)["samples"]
     assert error(node("VAEEncode", fast, image)["samples"], wanted) < CLOSE
-    assert states() == {"regions"}
+    assert states() == {FUSED}
 
 
 @pytest.mark.parametrize("tile, overlap", [(64, 0), (96, 16)])
@@ -74,7 +74,7 @@ def test_tiled_nodes(vae, tile, overlap):
     pixels = picture(171, 109)  # ComfyUI cuts it down to multiples of 8
     wanted = node("VAEEncodeTiled", vae, pixels, tile, overlap)["samples"]
     assert error(node("VAEEncodeTiled", fast, pixels, tile, overlap)["samples"], wanted) < CLOSE
-    assert states() == {"regions"} and len(shapes()) > 8
+    assert states() == {FUSED} and len(shapes()) > 8
 
 
 @pytest.mark.parametrize("grow", [0, 6])
@@ -88,21 +88,21 @@ def test_inpaint_nodes(vae, grow):
     conds = [[randn(1, 77, 64), {}]]
     positive = [node("InpaintModelConditioning", conds, conds, pixels, each, mask)[0][1] for each in (vae, fast)]
     assert error(*(extra["concat_latent_image"] for extra in reversed(positive))) < CLOSE
-    assert states() == {"regions"}
+    assert states() == {FUSED}
 
 
-def test_no_size_compiles_in_a_workflow(vae):
+def test_no_size_compiles_in_a_workflow(vae, stand_in):
     """After one decode and one encode: tiles, odd sizes and batches 1 to 4."""
-    from anyshape.accel import region_ops, stats
+    from anyshape.accel import stats
 
     fast = compiled_vae(vae)
     node("VAEEncode", fast, node("VAEDecode", fast, latent(8, 8)))
-    misses = region_ops.misses()
-    with stats.expect(recompiles=0, region_graphs=0, fallbacks=0):
+    variants = stand_in.compiled_variants()
+    with stats.expect(recompiles=0, fallbacks=0):
         for batch, (height, width) in enumerate([(9, 8), (8, 11), (5, 7), ODD], start=1):
             node("VAEEncode", fast, node("VAEDecode", fast, latent(height, width, batch)))
             node("VAEDecodeTiled", fast, latent(height, width, batch), 64, 0)
-    assert region_ops.misses() == misses
+    assert stand_in.compiled_variants() == variants
 
 
 # Memory that runs out ---------------------------------------------------------------------------------------------
@@ -113,7 +113,8 @@ def test_no_size_compiles_in_a_workflow(vae):
 def test_out_of_memory(fresh, monkeypatch, way, where):
     """In ours: ComfyUI's whole picture. In eager: ours, which needs it not. In both: tiles, in ours again."""
     import comfy.ldm.modules.diffusionmodules.model as blocks
-    from anyshape.accel.region_ops import RegionOps
+
+    from tools.stand_in import StandIn
 
     fast, scale = compiled_vae(fresh), {"decode": 1, "encode": 8}[way]
     part = {"decode": blocks.Decoder, "encode": blocks.Encoder}[way]
@@ -121,7 +122,7 @@ def test_out_of_memory(fresh, monkeypatch, way, where):
     with torch.inference_mode():
         wanted = getattr(fresh, way)(value)
         if where != "eager":
-            short_of_memory(monkeypatch, RegionOps, "bias_add", 1024)  # the tallest tile
+            short_of_memory(monkeypatch, StandIn, "bias_add", 1024)  # the tallest tile
         if where != "ours":
             short_of_memory(monkeypatch, part, "forward", 128 * scale)
         if where == "both":
@@ -130,9 +131,9 @@ def test_out_of_memory(fresh, monkeypatch, way, where):
         out = getattr(fast, way)(value)
     assert error(out, wanted) < CLOSE
     whole = [s for s in shapes() if s["height"] == 1032]
-    assert [s["state"] for s in whole] == (["regions"] if where == "eager" else ["eager"])
+    assert [s["state"] for s in whole] == ([FUSED] if where == "eager" else ["eager"])
     tiles = [s for s in shapes() if s["height"] != 1032]
-    assert bool(tiles) == (where == "both") and {s["state"] for s in tiles} <= {"regions"}
+    assert bool(tiles) == (where == "both") and {s["state"] for s in tiles} <= {FUSED}
     assert bool(fallbacks()) == (where != "eager") and all("out of memory" in f["reason"] for f in fallbacks())
 
 
@@ -147,7 +148,7 @@ def wide(models):
 
 @pytest.mark.parametrize("shape", [(1, 16, 2, 5, 4), (1, 4, 5, 4), (1, 17, 5, 4)], ids=["video", "SDXL", "17 channels"])
 def test_a_latent_of_another_model(wide, shape):
-    """ComfyUI's own error, and the next latent is decoded in regions."""
+    """ComfyUI's own error, and the next latent is decoded fused."""
     fast, messages = compiled_vae(wide), []
     for each in (wide, fast):
         with pytest.raises(RuntimeError) as raised:
@@ -155,7 +156,7 @@ def test_a_latent_of_another_model(wide, shape):
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
     assert node("VAEDecode", fast, {"samples": randn(1, 16, 5, 4)}).shape == (1, 40, 32, 3)
-    assert shapes()[-1]["state"] == "regions"
+    assert shapes()[-1]["state"] == FUSED
 
 
 def test_a_picture_with_another_number_of_channels(vae):
@@ -166,7 +167,7 @@ def test_a_picture_with_another_number_of_channels(vae):
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
     node("VAEEncode", fast, picture(40, 32))
-    assert shapes()[-1]["state"] == "regions"
+    assert shapes()[-1]["state"] == FUSED
 
 
 # One VAE, several workflows ---------------------------------------------------------------------------------------
@@ -211,10 +212,10 @@ def test_two_vaes_in_turn(models, vae):
     models.randomise(other.first_stage_model, seed=9)
     ways = [(each, compiled_vae(each)) for each in (vae, other)]
     node("VAEDecode", ways[0][1], latent())
-    with stats.expect(region_graphs=0, recompiles=0):
+    with stats.expect(recompiles=0):
         for plain, fast in ways * 2:
             assert error(node("VAEDecode", fast, latent()), node("VAEDecode", plain, latent())) < CLOSE
-    assert states() == {"regions"}
+    assert states() == {FUSED}
 
 
 def test_weights_that_change(fresh, models):
@@ -251,7 +252,7 @@ def test_unloaded_and_reloaded(vae):
         assert error(node("VAEDecode", fast, latent()), wanted) < CLOSE
         mm.unload_all_models()
         mm.cleanup_models()
-    assert torch.equal(node("VAEDecode", vae, latent()), wanted) and states() == {"regions"}
+    assert torch.equal(node("VAEDecode", vae, latent()), wanted) and states() == {FUSED}
 
 
 @pytest.mark.parametrize("first", ["the VAE", "its copy"])
@@ -306,7 +307,7 @@ def test_a_controlnet_that_needs_a_vae(models, vae):
         positive, negative = conds if each is None else controlled(conds, control, each)
         outs.append(sampled(patcher, positive, negative))
     assert error(outs[1], outs[0]) < CLOSE < error(outs[2], outs[0])
-    assert states() == {"regions"}
+    assert states() == {FUSED}
 
 
 def controlled(conds, control, vae):
@@ -359,7 +360,7 @@ def test_previews_are_left_alone(models, vae, monkeypatch, tmp_path, method):
 
     wanted = previews(vae)
     assert previews(compiled_vae(vae)) == wanted and len(set(wanted)) == 2
-    assert states() == {"regions"}
+    assert states() == {FUSED}
 
 
 # Interrupts -------------------------------------------------------------------------------------------------------
@@ -403,4 +404,4 @@ def test_an_interrupt_inside_the_vae(vae, monkeypatch):
         with pytest.raises(mm.InterruptProcessingException):
             node("VAEDecode", fast, latent())
     assert footprint(vae) == before and fallbacks() == []
-    assert error(node("VAEDecode", fast, latent()), wanted) < CLOSE and states() == {"regions"}
+    assert error(node("VAEDecode", fast, latent()), wanted) < CLOSE and states() == {FUSED}

@@ -4,27 +4,27 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tools.driving import FLUX_RUN, SHORT_RUN, SMALL_FLUX, SMALL_UNET, compiled, randn, sample_prompts, unet_forward
-from tools.oracles import assert_fast, error, shapes
+from tools.driving import SHORT_RUN, SMALL_UNET, compiled, sample_prompts, unet_forward
+from tools.oracles import FUSED, assert_fast, error, shapes
 from tools.weights import ALL_KINDS, BLOCK, LAYERS, family, lora, with_lora
 
-pytestmark = pytest.mark.usefixtures("clean_stats")
+pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 CHANGED = 1e-2  # by how much a LoRA must change the image, so that a test can tell
-RUNS = {"sd15": SHORT_RUN, "sdxl": SHORT_RUN, "flux": FLUX_RUN}
-NAMES = ("sd15", "flux")
+RUNS = {"sd15": SHORT_RUN, "sdxl": SHORT_RUN}
+NAMES = ("sd15",)
 
 
 @pytest.fixture(scope="module")
-def patchers(models, unets):
-    return unets | {"flux": models.flux(torch.float32, **SMALL_FLUX)}
+def patchers(unets):
+    return unets
 
 
 @pytest.fixture(scope="module")
 def others(models):
     """Other weights of the same models."""
-    found = {"sd15": models.unet("sd15", torch.float32, **SMALL_UNET), "flux": models.flux(torch.float32, **SMALL_FLUX)}
+    found = {"sd15": models.unet("sd15", torch.float32, **SMALL_UNET)}
     for patcher in found.values():
         models.randomise(patcher.model.diffusion_model, 5)
     return found
@@ -58,8 +58,6 @@ def _nothing_compiles(nothing_compiles):
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_every_kind_of_lora(models, patchers, warm, plain, name, kind):
     """Loaded after Compile Model and before it, and gone again."""
-    if kind == "norm" and name == "flux":
-        pytest.skip("Flux's norms have no weights")
     state, run = lora(patchers[name], kind), RUNS[name]
     wanted = models.sample(with_lora(patchers[name], state, 0.7), **run)
     assert error(wanted, plain[name]) > CHANGED
@@ -79,7 +77,7 @@ def test_every_layer_of_the_kinds_matters(models, patchers, plain, name):
         assert error(models.sample(with_lora(patchers[name], part), **RUNS[name]), plain[name]) > 1e-3, layer
 
 
-@pytest.mark.parametrize(("name", "in_place"), [("sd15", False), ("sdxl", True), ("flux", False), ("flux", True)])
+@pytest.mark.parametrize(("name", "in_place"), [("sd15", False), ("sdxl", True)])
 def test_prompts_of_one_afternoon(models, patchers, warm, plain, monkeypatch, name, in_place):
     """LoRAs come, change strength, stack and go, from prompt to prompt."""
     first, second = (lora(patchers[name], kind, seed) for kind, seed in (("lora", 1), ("loha", 99)))
@@ -133,24 +131,10 @@ def test_a_weight_wrapper(models, patchers, warm, plain, name):
     assert_fast()
 
 
-def test_a_lora_that_widens_the_model(models, patchers, warm):
-    """Flux's depth and canny LoRAs: the first layer takes twice the channels, the control image's too."""
-    state = lora(patchers["flux"])
-    state["diffusion_model.img_in.reshape_weight"] = torch.tensor([SMALL_FLUX["hidden_size"], 128])
-    state["diffusion_model.img_in.lora_down.weight"] = randn(4, 128) * 0.1
-    positive, negative = (models.conditioning(patchers["flux"], 20, seed) for seed in (1, 2))
-    for cond in (positive, negative):
-        cond[0][1]["concat_latent_image"] = randn(1, 16, 16, 16, seed=4)
-    wanted = sample_prompts(with_lora(patchers["flux"], state), positive, negative)
-    assert error(wanted, sample_prompts(patchers["flux"], positive, negative)) > CHANGED
-    assert error(sample_prompts(with_lora(warm["flux"], state), positive, negative), wanted) < CLOSE
-    assert_fast()
-
-
 # Merges -----------------------------------------------------------------------------------------------------------
 
 
-RATIOS = {"input_blocks.4": 0.4, "middle": 0.2, "double_blocks.1.": 0.3, "single_blocks.0.": 0.5}
+RATIOS = {"input_blocks.4": 0.4, "middle": 0.2}
 MERGES = {
     "simple": lambda merging, one, two: merging.ModelMergeSimple().merge(one, two, 0.6),
     "add": lambda merging, one, two: merging.ModelAdd().merge(one, two),
@@ -159,14 +143,14 @@ MERGES = {
 }
 
 
-# ComfyUI's merging takes seconds on a UNet's many weights: once there, the rest on Flux
-@pytest.mark.parametrize(("kind", "name"), [("blocks", "sd15"), *((kind, "flux") for kind in MERGES)])
+@pytest.mark.parametrize("kind", MERGES)
+@pytest.mark.parametrize("name", NAMES)
 def test_merges(models, patchers, others, warm, plain, kind, name):
     """ComfyUI's merging nodes on two models that have been compiled, and compiled after."""
     from comfy_extras import nodes_model_merging as merging
     from comfy_extras import nodes_model_merging_model_specific as specific
 
-    assert {specific.ModelMergeFlux1.merge, specific.ModelMergeSD1.merge} == {merging.ModelMergeBlocks.merge}
+    assert {specific.ModelMergeSD1.merge} == {merging.ModelMergeBlocks.merge}
     (eager,) = MERGES[kind](merging, patchers[name], others[name])
     (fast,) = MERGES[kind](merging, warm[name], compiled(others[name]))
     wanted = models.sample(eager, **RUNS[name])
@@ -180,10 +164,10 @@ def test_merges(models, patchers, others, warm, plain, kind, name):
 def test_a_lora_on_a_merge(models, patchers, others, warm):
     from comfy_extras.nodes_model_merging import ModelMergeSimple
 
-    state = lora(patchers["flux"], "lokr")
+    state = lora(patchers["sd15"], "lokr")
     outs = [
-        models.sample(with_lora(ModelMergeSimple().merge(each, others["flux"], 0.6)[0], state), **FLUX_RUN)
-        for each in (patchers["flux"], warm["flux"])
+        models.sample(with_lora(ModelMergeSimple().merge(each, others["sd15"], 0.6)[0], state), **SHORT_RUN)
+        for each in (patchers["sd15"], warm["sd15"])
     ]
     assert error(outs[1], outs[0]) < CLOSE
     assert_fast()
@@ -250,7 +234,7 @@ def hooked(models, patcher, groups):
     """A positive prompt a group of hooks, side by side, and a negative one without any."""
     from comfy_extras.nodes_hooks import ConditioningSetProperties, ConditioningSetPropertiesAndCombine
 
-    tokens, prompt = 20 if family(patcher) == "flux" else 77, None
+    tokens, prompt = 77, None
     for index, hooks in enumerate(groups):
         cond = models.conditioning(patcher, tokens, 10 + index)
         if prompt is None:
@@ -300,17 +284,14 @@ def test_hooks_that_are_patches_and_wrappers(models, patchers, warm):
     for groups in ([None, wrapping], [patched, None]):
         assert error(sample_prompts(patchers["sd15"], *hooked(models, patchers["sd15"], groups)), wanted) > 1e-3
     assert error(sample_prompts(warm["sd15"], *prompts), wanted) < CLOSE
-    assert {s["state"] for s in shapes()} == {"regions"}
+    assert {s["state"] for s in shapes()} == {FUSED}
 
 
 def test_the_first_blocks_lora_reaches_the_kernels_tables(patchers):
-    """The layers that tests change are those whose weights a fused forward collects: text, embedding, modulations."""
-    from anyshape.accel.families import flux, unet
+    """The layers that tests change are those whose weights a fused forward collects: text, embedding."""
+    from anyshape.accel.families import unet
 
     unet_plan = unet.Plan(patchers["sd15"].model.diffusion_model)
     own = dict(patchers["sd15"].model.diffusion_model.named_parameters())
     assert any(w is own[f"{BLOCK}.attn2.to_k.weight"] for w in unet_plan.text.weights)
     assert any(w is own["input_blocks.7.0.emb_layers.1.weight"] for w in unet_plan.embedding.weights)
-    flux_plan = flux.Plan(patchers["flux"].model.diffusion_model)
-    own = dict(patchers["flux"].model.diffusion_model.named_parameters())
-    assert any(w is own["single_blocks.0.modulation.lin.weight"] for w in flux_plan.group.weights)

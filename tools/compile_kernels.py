@@ -29,15 +29,11 @@ FLAGS = {
     "BD": 64,
     "BT": 64,
     "BL": 32,
-    "FINITE": True,
-    "BH": 8,
 }
 HOPPER_ONLY = (linear_geglu_kernel,)
-FLOAT32 = ("part", "ab", "rotation")
+FLOAT32 = ("part", "ab")
 INTEGERS = (
-    "HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "H", "W", "M", "K", "T", "L", "D", "OUT_H", "OUT_W", "X_ROWS",
-    "BRANCH_ROWS", "X_STRIDE", "BRANCH_STRIDE", "GATE_STRIDE", "SHIFT_STRIDE", "SCALE_STRIDE", "TOTAL",
-    "START", "QKV_ROWS", "ROTATION_ROWS", "QKV_STRIDE",
+    "HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "H", "W", "M", "K", "T", "L", "D", "OUT_H", "OUT_W",
 )  # fmt: skip
 SCALARS = {"eps": "fp32", "SCALE": "fp32", "LIMIT": "fp32", "table": "*i64"} | dict.fromkeys(INTEGERS, "i32")
 DESCRIPTORS = {"x": "fp16[64, 64]", "weight": "fp16[2, 128, 64]", "out": "fp16[64, 128]"}

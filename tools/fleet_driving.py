@@ -14,6 +14,7 @@ from typing import Any
 from tools.paths import ROOT
 
 FLEET = ROOT / "fleet"
+KEY = "a long secret of the fleet's"
 KERNELS = ["geglu_kernel", "bias_add_kernel", "launcher"]
 PAUSES = {"PAUSE": 30.0}
 
@@ -32,7 +33,7 @@ class Worker:
     def __call__(self, folder: Path, port: int, kernels: list[str] = KERNELS, **more: Any) -> dict[str, Any]:
         """Compiles with the local cache in ``folder`` and the shared one at ``port``."""
         env = {"TRITON_CACHE_DIR": str(folder), "TRITON_CACHE_MANAGER": "anyshape_redis:Manager"} | {
-            "TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port), "ANYSHAPE_FLEET_KEY": None,
+            "TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port), "ANYSHAPE_FLEET_KEY": KEY,
             "ANYSHAPE_REDIS_URL": None,
         } | more.pop("env", {})  # fmt: skip
         self.process.stdin.write(json.dumps({"env": env, "kernels": kernels, "settings": PAUSES} | more) + "\n")

@@ -1,13 +1,10 @@
-"""A start of the pack on a GPU, in a process of its own: python -m tools.restarted BASE MODE.
+"""A start of the pack on a GPU, in a process of its own: python -m tools.restarted.
 
-One forward of a small SDXL and one decode of a small VAE, each against eager, with the store of the ComfyUI whose base
-directory is BASE. Prints JSON: the stats of the store, what was compiled and found by Triton and by PyTorch, and how
-far the results are from eager's.
+One forward of a small SDXL and one decode of a small VAE, each against eager. Prints JSON: the stats of the store, what
+Triton compiled and found, and how far the results are from eager's.
 """
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 from triton import knobs
@@ -16,13 +13,12 @@ from tools import embed
 
 FOUND: list[bool] = []  # for each kernel that Triton was asked for, whether it was in its cache
 knobs.compilation.listener = lambda cache_hit, **compilation: FOUND.append(cache_hit)
-embed.use_comfyui(extra={"base_directory": str(embed.make_base(Path(sys.argv[1])))})
+embed.use_comfyui()
 embed.load_pack()
 
 import torch  # noqa: E402
 from anyshape.accel.artifacts import KEEPER  # noqa: E402
 from anyshape.accel.stats import snapshot  # noqa: E402
-from torch._dynamo.utils import counters  # noqa: E402
 
 from bench import models  # noqa: E402
 from tools import driving  # noqa: E402
@@ -32,17 +28,15 @@ from tools.oracles import error  # noqa: E402
 
 def main() -> None:
     """See the module."""
-    mode = sys.argv[2]
-    result: dict[str, Any] = {"unet": _unet(mode)} | ({"vae": _vae()} if mode == "kernels" else {})
+    result: dict[str, Any] = {"unet": _unet(), "vae": _vae()}
     KEEPER.wait()
     result |= snapshot()["artifacts"] | {"models": snapshot()["models"], "fallbacks": snapshot()["fallbacks"]}
-    result |= {"compiled": FOUND.count(False), "hits": FOUND.count(True)}
-    print(json.dumps(result | {name: counters["inductor"][f"fxgraph_cache_{name}"] for name in ("hit", "miss")}))
+    print(json.dumps(result | {"compiled": FOUND.count(False), "hits": FOUND.count(True)}))
 
 
-def _unet(mode: str) -> float:
+def _unet() -> float:
     patcher = models.unet("sdxl", torch.float16, **SMALL)
-    fast = driving.compiled(patcher, mode=mode)
+    fast = driving.compiled(patcher)
     sizes = ((512, 512, 2), (728, 720, 1), (728, 720, 1))
     return max(error(forward(fast, *size), forward(patcher, *size)) for size in sizes)
 

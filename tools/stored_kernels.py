@@ -1,13 +1,20 @@
-"""Kernels and a store in a process of its own, without a GPU: python -m tools.stored_kernels STORE CAPABILITY.
+"""Starts of the pack with a store, without a GPU: python -m tools.stored_kernels, a JSON object a line on its input.
 
-Compiles a few kernels for that capability (90 for 9.0), as the pack would on such a card: what the store has goes into
-Triton's cache first, what is new goes into the store. Prints JSON: the stats of it, and how many Triton compiled.
+An order names the folder of Triton's cache, the store, a compute capability (90 for 9.0) and the secret to sign with
+("" for that of this install). The process then compiles
+a few kernels for that card as the pack would in a new process: what the store has goes into Triton's cache first, what
+is new goes into the store. Some are by hand, some are generated, from a text that the store may have, into a file of
+another folder each time. The answer: the stats of the store, what Triton compiled and found, and how many texts were
+not in the store.
 """
 
+import importlib.util
 import json
+import os
 import sys
+import tempfile
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import torch
 from triton import knobs
@@ -16,29 +23,60 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.artifacts import KEEPER, machine  # noqa: E402
-from anyshape.accel.kernels.layer_norm import stream_layer_norm_kernel  # noqa: E402
+from anyshape.accel.artifacts import keeper, machine  # noqa: E402
 from anyshape.accel.kernels.pointwise import bias_add_kernel, geglu_kernel  # noqa: E402
-from anyshape.accel.stats import snapshot  # noqa: E402
+from anyshape.accel.stats import STATS, ArtifactStats, snapshot  # noqa: E402
 
 from tools.compile_kernels import compile_for  # noqa: E402
 
-KERNELS = (bias_add_kernel, geglu_kernel, stream_layer_norm_kernel)
+DEVICE = torch.device("cpu")
+NAMES = ("generated_one", "generated_two")
+TEXT = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def {name}(x, out, TOTAL, BR: tl.constexpr):
+    at = tl.program_id(0) * BR + tl.arange(0, BR)
+    tl.store(out + at, tl.load(x + at, mask=at < TOTAL) * 3.0, mask=at < TOTAL)
+"""
 
 
 def main() -> None:
-    """See the module."""
-    store, capability, hits = Path(sys.argv[1]), int(sys.argv[2]), []
+    """Answers until the input ends."""
+    for line in sys.stdin:
+        print(json.dumps(run(**json.loads(line))), flush=True)
+
+
+def run(cache: str, store: str, capability: int = 90, key: str = "") -> dict[str, Any]:
+    """One order."""
+    hits: list[bool] = []
+    os.environ |= {"TRITON_CACHE_DIR": cache, "ANYSHAPE_ARTIFACTS_KEY": key}
     knobs.compilation.listener = lambda cache_hit, **compilation: hits.append(cache_hit)
     machine.architecture = lambda device: f"sm_{capability}"
-    KEEPER.use([store])
-    KEEPER.load_kernels(torch.device("cpu"), [SimpleNamespace(device_caches={0: ({}, None)})])
-    variants = {index: compile_for(kernel, capability) for index, kernel in enumerate(KERNELS)}
-    KEEPER.load_kernels(torch.device("cpu"), [SimpleNamespace(device_caches={0: (variants, None)})])
-    KEEPER.save_soon()
-    KEEPER.wait()
-    files = sum(len(variant.asm) for variant in variants.values())
-    print(json.dumps(snapshot()["artifacts"] | {"compiled": hits.count(False), "hits": hits.count(True), "asm": files}))
+    STATS.artifacts, own, variants = ArtifactStats(), keeper.Keeper(), []
+    own.use(Path(store))
+    own.watch(DEVICE, variants.copy)
+    variants += [compile_for(kernel, capability) for kernel in (bias_add_kernel, geglu_kernel)]
+    texts = [own.source(name) for name in NAMES]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in zip(NAMES, texts, strict=True):
+            variants.append(compile_for(_generated(name, text or TEXT.format(name=name), Path(folder)), capability))
+            if text is None:
+                own.keep_source(name, TEXT.format(name=name))
+            own.save_soon()
+            own.wait()
+    counts = {"compiled": hits.count(False), "hits": hits.count(True), "generated": texts.count(None)}
+    return snapshot()["artifacts"] | counts
+
+
+def _generated(name: str, text: str, folder: Path) -> Any:
+    path = folder / f"{name}.py"
+    path.write_text(text)
+    spec = importlib.util.spec_from_file_location(folder.name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
 
 
 if __name__ == "__main__":

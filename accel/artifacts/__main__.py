@@ -1,11 +1,13 @@
 """The store from the command line, in the pack's folder, without ComfyUI.
 
 python -m accel.artifacts list
-python -m accel.artifacts export FILE      all of it, in one file to carry to another machine
-python -m accel.artifacts import FILE      verified first; what does not fit this machine is kept and not used
-python -m accel.artifacts prune MEGABYTES  the least recently used artefacts go
+python -m accel.artifacts export FILE          all of it, in one file to carry to another machine
+python -m accel.artifacts import FILE          verified, and shown; nothing else
+python -m accel.artifacts import FILE --trust  put into the store; what does not fit this machine is not used
+python -m accel.artifacts prune MEGABYTES      the least recently used artefacts go
 
-FILE: a path, or any address that fsspec understands. A bundle is code that will run: import only what you trust.
+FILE: a path, or any address that fsspec understands. A bundle is code that will run as you: trust it as you trust
+those who made it, and the way by which it came.
 """
 
 import argparse
@@ -20,44 +22,33 @@ import fsspec
 import torch
 
 from ..errors import AnyShapeError, ArtifactError
-from . import bundle, machine
+from . import bundle, machine, places
 from .store import MANIFEST, Entry, Store, size_of
 
 MIB = 1 << 20
-
-
-def default_folder() -> Path:
-    """Where the pack keeps its store by convention: it lies in ComfyUI/custom_nodes. Raises ``ArtifactError``."""
-    comfyui = machine.PACK.parent.parent
-    for folder in (comfyui / "models" / "anyshape", comfyui / "user" / "anyshape"):
-        if folder.is_dir():
-            return folder
-    if (comfyui / "models").is_dir():
-        return comfyui / "models" / "anyshape"
-    raise ArtifactError("this folder is not in ComfyUI/custom_nodes; name the store with --dir")
+DATE = "%Y-%m-%d %H:%M"
 
 
 def list_entries(store: Store) -> None:
     """A line for each artefact, the most recently used first."""
-    here = _here()
     for name in reversed(store.ids()):
         try:
             entry = store.entry(name)
-            fits = machine.mismatch(entry.kind, entry.key, here) or "fits this machine"
-            print(f"{name}  {_told(store, entry)}  {fits}")
+            used = (store.folder / name / MANIFEST).stat().st_mtime
+            print(f"{_line(entry, size_of(store.folder / name))}  used {time.strftime(DATE, time.localtime(used))}")
         except ArtifactError as error:
             print(f"{name}  not usable: {error}")
     print(f"{sum(size_of(store.folder / name) for name in store.ids()) / MIB:.1f} MB in {store.folder}")
 
 
-def _told(store: Store, entry: Entry) -> str:
-    used = time.strftime("%Y-%m-%d %H:%M", time.localtime((store.folder / entry.id / MANIFEST).stat().st_mtime))
-    what = next((name[: -len(".json")] for name in entry.files if name.endswith(".json")), entry.kind)
-    return f"{entry.kind:8} {what:28} {size_of(store.folder / entry.id) / MIB:6.2f} MB  used {used}"
+def _line(entry: Entry, size: int) -> str:
+    what = next((name[: -len(".json")] for name in entry.files if name.endswith(".json")), entry.name)
+    return f"{entry.kind:8} {what[:28]:28} {size / MIB:6.2f} MB  {_mismatch(entry) or 'fits this machine'}"
 
 
-def _here() -> dict[str, str]:
-    return machine.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+def _mismatch(entry: Entry) -> str:
+    here = machine.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return machine.mismatch(entry.kind, entry.key, here)
 
 
 def export_to(store: Store, file: str) -> None:
@@ -70,16 +61,23 @@ def export_to(store: Store, file: str) -> None:
     print(f"{count} artefacts from {store.folder} exported to {file}")
 
 
-def import_from(store: Store, file: str) -> None:
-    """A bundle into the store."""
+def import_from(store: Store, file: str, trust: bool) -> None:
+    """A bundle into the store, or what it holds. Raises ``ArtifactError``."""
     with tempfile.TemporaryFile() as local:
         with fsspec.open(file, "rb") as remote:
             shutil.copyfileobj(remote, local)
         local.seek(0)
-        entries = bundle.read(local, store)
-    new, here = sum(is_new for _, is_new in entries), _here()
-    fit = sum(not machine.mismatch(entry.kind, entry.key, here) for entry, _ in entries)
-    print(f"{len(entries)} artefacts verified, {new} of them new in {store.folder}; {fit} fit this machine")
+        entries = bundle.verified(local)
+        fit = sum(not _mismatch(entry) for entry, _ in entries)
+        for entry, size in () if trust else entries:
+            print(_line(entry, size))
+        print(f"{len(entries)} artefacts verified, {fit} fit this machine")
+        if not trust:
+            raise ArtifactError(
+                "nothing was imported, because these files are code that will run as you. If you trust whoever made "
+                "them, and the way by which they came, give --trust"
+            )
+        print(f"{bundle.add(local, store)} of them new in {store.folder}")
 
 
 def prune_to(store: Store, megabytes: str) -> None:
@@ -96,16 +94,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", choices=("export", "import", "list", "prune"))
     parser.add_argument("what", nargs="?", metavar="FILE", help="for prune: megabytes")
-    parser.add_argument("--dir", type=Path, help="the store; by default models/anyshape of the ComfyUI around")
+    parser.add_argument("--dir", type=Path, help="the store; by default the one that ComfyUI uses for this user")
+    parser.add_argument("--trust", action="store_true", help="import: whoever made the bundle may run code as you")
     chosen = parser.parse_args(arguments)
     if (chosen.what is None) != (chosen.command == "list"):
         parser.error("list takes no FILE" if chosen.what else f"{chosen.command} needs a FILE or a size")
     try:
-        store = Store(chosen.dir or default_folder())
+        store = Store(chosen.dir or places.store(), places.secret())
         if chosen.command == "list":
             list_entries(store)
+        elif chosen.command == "import":
+            import_from(store, chosen.what, chosen.trust)
         else:
-            {"export": export_to, "import": import_from, "prune": prune_to}[chosen.command](store, chosen.what)
+            {"export": export_to, "prune": prune_to}[chosen.command](store, chosen.what)
     except (AnyShapeError, OSError, ImportError, ValueError) as error:  # ImportError, ValueError: fsspec's
         print(f"{chosen.command} did not work: {error}", file=sys.stderr)
         return 1

@@ -1,14 +1,17 @@
 """A store in one file, to carry to other machines: a zip with a manifest of its own, the checksum of every file in it.
 
-Everything is verified before anything is put in place. What a bundle holds is code that will run: take bundles only
-from those whose code you would run.
+Everything is verified before anything is put in place. Checksums find damage; they do not say who made a bundle, and
+what it holds is code that will run. So ``add`` is for bundles that the user said to trust: it signs them as this
+install's own.
 """
 
 import hashlib
 import json
 import stat
 import zipfile
+import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO
 
 from ..errors import ArtifactError
@@ -16,6 +19,7 @@ from .folder import MAX_FILE
 from .store import FORMAT, ID, MANIFEST, NAME, Entry, Store, checked, parse
 
 MAX_BYTES = 8 << 30  # of all files, unpacked
+DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RecursionError, zlib.error)  # as JSON and zip raise them
 Contents = dict[str, bytes]
 
 
@@ -24,7 +28,7 @@ def write(store: Store, to: IO[bytes]) -> int:
     sums: dict[str, str] = {}
     with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as bundle:
         for entry, contents in _sound(store):
-            for name, content in {**contents, MANIFEST: entry.manifest()}.items():
+            for name, content in {**contents, MANIFEST: entry.manifest(b"")}.items():
                 sums[f"{entry.id}/{name}"] = hashlib.sha256(content).hexdigest()
                 bundle.writestr(f"{entry.id}/{name}", content)
         bundle.writestr(MANIFEST, json.dumps({"format": FORMAT, "files": sums}, indent=1))
@@ -43,20 +47,26 @@ def _sound(store: Store) -> Iterator[tuple[Entry, Contents]]:
         yield entry, contents
 
 
-def read(file: IO[bytes], store: Store) -> list[tuple[Entry, bool]]:
-    """Puts a bundle's entries into the store: (entry, whether it is new). Raises ``ArtifactError`` before the first."""
+def verified(file: IO[bytes]) -> list[tuple[Entry, int]]:
+    """(entry, its bytes) of a bundle that is whole. Raises ``ArtifactError``."""
+    with _opened(file) as entries:
+        return [(entry, sum(map(len, contents.values()))) for entry, contents in entries]
+
+
+def add(file: IO[bytes], store: Store) -> int:
+    """Puts the entries of a bundle, which ``verified`` has seen, into the store; how many are new there."""
+    with _opened(file) as entries:
+        return sum(store.put(entry, contents) for entry, contents in entries)
+
+
+@contextmanager
+def _opened(file: IO[bytes]) -> Iterator[Iterator[tuple[Entry, Contents]]]:
     try:
         with zipfile.ZipFile(file) as bundle:
             names = _names(bundle)
-            for name in names:
-                _entry(bundle, name, names[name])
-            return [(entry, store.put(entry, contents)) for entry, contents in _all(bundle, names)]
-    except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, NotImplementedError, ValueError, KeyError) as error:
+            yield (_entry(bundle, name, names[name]) for name in names)
+    except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, NotImplementedError, *DAMAGE) as error:
         raise ArtifactError(f"this is no bundle of AnyShape, or a damaged one ({error})") from error
-
-
-def _all(bundle: zipfile.ZipFile, names: dict[str, list[str]]) -> Iterator[tuple[Entry, Contents]]:
-    return (_entry(bundle, name, names[name]) for name in names)
 
 
 def _names(bundle: zipfile.ZipFile) -> dict[str, list[str]]:
@@ -89,7 +99,7 @@ def _parts(info: zipfile.ZipInfo) -> tuple[str, str]:
 
 def _entry(bundle: zipfile.ZipFile, name: str, files: list[str]) -> tuple[Entry, Contents]:
     contents = {file: _bytes(bundle, bundle.getinfo(f"{name}/{file}")) for file in files}
-    entry = parse(contents.pop(MANIFEST, b""))
+    entry = parse(contents.pop(MANIFEST, b""), b"")
     if entry.id != name:
         raise ArtifactError(f"{name} holds the manifest of another artefact")
     return entry, checked(entry, contents)

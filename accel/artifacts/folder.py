@@ -8,7 +8,8 @@ from pathlib import Path
 from ..errors import ArtifactError, Damaged
 
 MAX_FILE = 1 << 30  # bytes; more is no artefact of ours
-OTHERS = stat.S_IWGRP | stat.S_IWOTH
+WRITERS = stat.S_IWGRP | stat.S_IWOTH
+READERS = stat.S_IRGRP | stat.S_IROTH
 
 
 def secure(folder: Path) -> Path:
@@ -24,8 +25,11 @@ def secure(folder: Path) -> Path:
     return folder
 
 
-def read(path: Path) -> bytes:
-    """The contents of a plain file of ours; never through a link. Raises ``ArtifactError``."""
+def read(path: Path, private: bool = False) -> bytes:
+    """The contents of a plain file of ours; never through a link. Raises ``ArtifactError``.
+
+    private: nobody else may read it.
+    """
     try:
         opened = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0))
     except FileNotFoundError as error:
@@ -35,7 +39,7 @@ def read(path: Path) -> bytes:
         raise ArtifactError(f"{path.name} {what}") from error
     with os.fdopen(opened, "rb") as file:
         found = os.fstat(file.fileno())
-        _check(path, found, stat.S_ISREG)
+        _check(path, found, stat.S_ISREG, private)
         if path.is_symlink():  # where there is no O_NOFOLLOW
             raise ArtifactError(f"{path.name} is a link")
         if found.st_size > MAX_FILE:
@@ -50,7 +54,7 @@ def write(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def _check(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) -> None:
+def _check(path: Path, found: os.stat_result, is_kind: Callable[[int], bool], private: bool = False) -> None:
     if not is_kind(found.st_mode):
         raise ArtifactError(f"{path.name} is not of the kind that AnyShape writes")
     if os.name != "posix":  # who may write is not in the mode there
@@ -59,7 +63,9 @@ def _check(path: Path, found: os.stat_result, is_kind: Callable[[int], bool]) ->
         raise ArtifactError(
             f"{path.name} belongs to another user, who could have put code there: use a folder of your own"
         )
-    if found.st_mode & OTHERS:
+    if found.st_mode & WRITERS:
         raise ArtifactError(
             f"{path.name} may be written by others, who could put code there: take that right away (chmod -R go-w)"
         )
+    if private and found.st_mode & READERS:
+        raise ArtifactError(f"{path.name} may be read by others, who could sign with it: delete it, a new one is made")

@@ -1,11 +1,10 @@
-"""Between the store and the compilers' caches, in a running ComfyUI. Whatever fails here is counted, never raised."""
+"""Between the store and Triton's cache, in a running ComfyUI. Whatever fails here is counted, never raised."""
 
 import hashlib
 import logging
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from ..attempt import Judge, attempt, named
 from ..errors import AnyShapeError, ArtifactError, Damaged
 from ..stats import STATS
-from . import machine, torch_cache
+from . import machine, places
 from .store import Entry, Store
 
 log = logging.getLogger(__name__)
@@ -23,6 +22,9 @@ log = logging.getLogger(__name__)
 MEGABYTES = "ANYSHAPE_ARTIFACTS_MB"  # environment variable: how large the store may become; 0 for none
 DEFAULT_MB = 2048
 MIB = 1 << 20
+COMPILED = ("kernel", "launcher")  # kinds that go into Triton's cache
+TEXT = "source.py"
+Kernels = Callable[[], Iterable[Any]]
 
 
 def limit() -> int:
@@ -40,53 +42,64 @@ class Keeper:
         self._store: Store | None = None
         self._limit = 0
         self._loading = threading.RLock()
-        self._loaded: set[tuple[tuple[str, ...], torch.device]] = set()
-        self._kernels: dict[torch.device, Sequence[Any]] = {}
-        self._regions: list[tuple[torch.device, list[torch_cache.Artifact]]] = []
+        self._loaded: set[torch.device] = set()
+        self._watched: dict[torch.device, list[Kernels]] = {}
+        self._sources: dict[str, str] = {}  # not saved yet
         self._kept: set[str] = set()  # hashes of Triton's entries that need no second look
         self._saving = threading.Lock()
         self._due = False
         self._thread: threading.Thread | None = None
 
-    def use(self, folders: Iterable[Path]) -> None:
-        """Keeps the store in the first of these folders that is safe."""
-        attempt(partial(self._use, folders), _judge("settings"))
-
-    def _use(self, folders: Iterable[Path]) -> None:
+    def use(self, folder: Path) -> None:
+        """Keeps the store in this folder, if it is safe."""
         self._store, self._loaded, self._kept, STATS.artifacts.dir = None, set(), set(), ""
+        attempt(partial(self._use, folder), _judge(folder.name))
+
+    def _use(self, folder: Path) -> None:
         self._limit = limit()
-        for folder in folders if self._limit else ():
-            self._store, _ = attempt(partial(Store, folder), _judge(str(folder)))
-            if self._store is not None:
-                STATS.artifacts.dir = str(self._store.folder)
-                return
+        if self._limit:
+            self._store = Store(folder, places.secret())
+            STATS.artifacts.dir = self._store.folder.name  # the stats leave this machine: no paths
+            log.info("AnyShape: compiled kernels are kept in %s", self._store.folder)
 
-    def load_kernels(self, device: torch.device, kernels: Sequence[Any]) -> None:
-        """Before the first of ``kernels`` is compiled: what the store has of them goes into Triton's cache."""
-        self._kernels[device] = kernels
-        self._load(("kernel", "launcher"), device)
+    # Kernels
 
-    def load_regions(self, device: torch.device) -> None:
-        """Before the first region is compiled: what the store has goes into PyTorch's caches."""
-        self._load(("region",), device)
+    def watch(self, device: torch.device, kernels: Kernels) -> None:
+        """``kernels`` gives Triton kernels of ours that run on ``device``; to be called before the first is compiled.
 
-    def _load(self, kinds: tuple[str, ...], device: torch.device) -> None:
+        What the store has for the device goes into Triton's cache, once a process. At each ``save_soon`` what
+        ``kernels`` gives by then is looked through for variants that are new. It is called from another thread, so it
+        gives a copy of what may grow. What it gives are ``JITFunction``s, or variants as ``triton.compile`` makes them.
+
+        Triton finds a kernel that was generated again after a restart if its cache's key is the same. Into that go
+
+        - the text from ``def`` on, comments included, of the kernel and of each ``@triton.jit`` function it calls,
+        - the number of the line where its decorator stands (of each of them too): so a kernel is alone in its module,
+          or the order in which a module's kernels were generated decides,
+        - names and values of the ``constexpr`` globals that it reads,
+        - types, specialisations and values of its arguments, the options (``num_warps``, ...), card, Triton, ptxas.
+
+        The names of file, folder and module are not in it. Order nothing in the text by ``set``, ``hash`` or ``id``.
+        """
+        watched = self._watched.setdefault(device, [])
+        if kernels not in watched:
+            watched.append(kernels)
         if self._store is None:
             return
         with self._loading:  # another thread that compiles for this device waits
-            if (kinds, device) not in self._loaded:
-                self._loaded.add((kinds, device))
-                attempt(partial(self._load_all, kinds, device), _judge("store"))
+            if device not in self._loaded:
+                self._loaded.add(device)
+                attempt(partial(self._load, device), _judge("store"))
 
-    def _load_all(self, kinds: tuple[str, ...], device: torch.device) -> None:
+    def _load(self, device: torch.device) -> None:
         here = machine.describe(device)
         for name in self._store.ids():
-            loaded, _ = attempt(partial(self._load_one, name, kinds, here), self._judge_entry(name))
+            loaded, _ = attempt(partial(self._load_one, name, here), self._judge_entry(name))
             STATS.artifacts.loaded += bool(loaded)
 
-    def _load_one(self, name: str, kinds: tuple[str, ...], here: dict[str, str]) -> bool:
+    def _load_one(self, name: str, here: dict[str, str]) -> bool:
         entry = self._store.entry(name)
-        if entry.kind not in kinds:
+        if entry.kind not in COMPILED:
             return False
         if reason := machine.mismatch(entry.kind, entry.key, here):
             raise ArtifactError(reason)
@@ -102,23 +115,37 @@ class Keeper:
 
         return judge
 
-    @contextmanager
-    def recording(self, device: torch.device) -> Iterator[None]:
-        """The body compiles a region: what that adds to PyTorch's caches will be saved."""
-        if self._store is None:
-            yield
-            return
-        before, _ = attempt(torch_cache.recorded, _judge("regions"))
-        yield
-        if before is not None:
-            attempt(partial(self._record, device, before), _judge("regions"))
+    # The text of generated kernels
 
-    def _record(self, device: torch.device, before: frozenset[Any]) -> None:
-        if new := torch_cache.recorded_since(before):
-            self._regions.append((device, new))
+    def source(self, name: str) -> str | None:
+        """What ``keep_source`` was given under this name by the same version of the pack; None if that is not there."""
+        if self._store is None:
+            return None
+        folder = Entry("source", name, _source_key(), {}).id
+        text, _ = attempt(partial(self._source, folder), self._judge_entry(folder))
+        STATS.artifacts.loaded += text is not None
+        return text
+
+    def _source(self, folder: str) -> str | None:
+        if not (self._store.folder / folder).exists():
+            return None
+        entry = self._store.entry(folder)
+        text = self._store.read(entry)[TEXT].decode()
+        self._store.touch(entry)
+        return text
+
+    def keep_source(self, name: str, text: str) -> None:
+        """Saves the text of a generated module under ``name``, a hash of all that it is generated from.
+
+        Written at the next ``save_soon``.
+        """
+        if self._store is not None:
+            self._sources[name] = text
+
+    # Saving
 
     def save_soon(self) -> None:
-        """Copies what is new in the compilers' caches into the store, in the background."""
+        """Copies what is new into the store, in the background."""
         if self._store is None:
             return
         with self._saving:
@@ -144,39 +171,38 @@ class Keeper:
             thread.join()
 
     def _save(self) -> None:
-        saved = self._save_kernels() + self._save_regions()
+        saved = sum(self._save_watched(device) for device in list(self._watched)) + self._save_sources()
         STATS.artifacts.saved += saved
         if saved:
             self._store.prune(self._limit)
 
-    def _save_kernels(self) -> int:
-        saved = 0
-        for device, kernels in list(self._kernels.items()):
-            from . import triton_cache
+    def _save_watched(self, device: torch.device) -> int:
+        from . import triton_cache
 
-            here = machine.describe(device)
-            for found in (found for kernel in triton_cache.compiled(kernels) for found in triton_cache.found(kernel)):
+        saved, here = 0, machine.describe(device)
+        for kernels in list(self._watched[device]):
+            given, _ = attempt(lambda kernels=kernels: list(kernels()), _judge("store"))
+            for found in triton_cache.found_all(given or ()):
                 if found.hash not in self._kept:
                     self._kept.add(found.hash)
                     saved += bool(attempt(partial(keep_found, self._store, found, here), _judge(found.hash))[0])
         return saved
 
-    def _save_regions(self) -> int:
-        saved = 0
-        while self._regions:
-            device, artifacts = self._regions.pop(0)
-            here = machine.describe(device)
-            saved += bool(attempt(partial(keep_region, self._store, artifacts, here), _judge("regions"))[0])
+    def _save_sources(self) -> int:
+        saved, here = 0, machine.describe(machine.HERE)
+        while self._sources:
+            name, text = self._sources.popitem()
+            files = {TEXT: text.encode()}
+            saved += bool(attempt(partial(keep, self._store, "source", name, here, files), _judge(name))[0])
         return saved
 
 
+def _source_key() -> dict[str, str]:
+    return machine.key_of("source", machine.describe(machine.HERE))
+
+
 def place(store: Store, entry: Entry) -> bool:
-    """Puts an entry into its compiler's cache; False if it is there. Raises ``ArtifactError``."""
-    if entry.kind == "region":
-        if torch_cache.has(entry.notes):
-            return False
-        torch_cache.place(torch_cache.unpack(store.read(entry), entry.notes))
-        return True
+    """Puts an entry into Triton's cache; False if it is there. Raises ``ArtifactError``."""
     from . import triton_cache
 
     if triton_cache.has(entry.kind, entry.name, entry.files):
@@ -185,31 +211,21 @@ def place(store: Store, entry: Entry) -> bool:
     return True
 
 
-def keep(
-    store: Store, kind: str, name: str, here: dict[str, str], files: dict[str, bytes], notes: dict[str, Any]
-) -> bool:
+def keep(store: Store, kind: str, name: str, here: dict[str, str], files: dict[str, bytes]) -> bool:
     """Adds an artefact of the machine ``here`` to the store; False if it is there."""
     sums = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
-    return store.put(Entry(kind, name, machine.key_of(kind, here), sums, notes), files)
+    return store.put(Entry(kind, name, machine.key_of(kind, here), sums), files)
 
 
 def keep_found(store: Store, found: Any, here: dict[str, str]) -> bool:
     """Adds an entry of Triton's cache, a ``triton_cache.Found``, to the store; False if it is there."""
     here = here | ({"arch": found.arch} if found.arch else {})
-    return keep(
-        store, found.kind, found.hash, here, {name: path.read_bytes() for name, path in found.files.items()}, {}
-    )
-
-
-def keep_region(store: Store, artifacts: list[torch_cache.Artifact], here: dict[str, str]) -> bool:
-    """Adds what a region's compilation put into PyTorch's caches; False if it is there."""
-    name, files, notes = torch_cache.pack(artifacts)
-    return keep(store, "region", name, here, files, notes)
+    return keep(store, found.kind, found.hash, here, {name: path.read_bytes() for name, path in found.files.items()})
 
 
 def _judge(file: str) -> Judge:
     def judge(error: Exception) -> str:
-        reason = str(error) if isinstance(error, AnyShapeError) else f"{named(error)}: compiled anew at the next start"
+        reason = str(error) if isinstance(error, AnyShapeError) else f"{named(error)}: compiled again at the next start"
         if STATS.artifacts.reject(file, reason):
             log.info("AnyShape: artefact %s: %s", file, reason, exc_info=not isinstance(error, AnyShapeError))
         return reason

@@ -13,12 +13,13 @@ PACK = Path(__file__).resolve().parents[2]
 KINDS = {  # the fields that must be the same, by kind of artefact
     "kernel": ("pack", "sources", "torch", "triton", "cuda", "arch"),
     "launcher": ("triton", "python", "platform"),  # C code that starts a kernel: it knows no GPU
-    "region": ("pack", "sources", "torch", "triton", "cuda", "arch", "gpu", "python", "platform"),
+    "source": ("pack", "sources", "triton"),  # the text of generated kernels
 }
 WORDS = {
     "pack": "AnyShape", "sources": "AnyShape's source", "torch": "torch", "triton": "Triton", "cuda": "CUDA",
-    "arch": "the architecture", "gpu": "the GPU", "python": "Python", "platform": "the system",
+    "arch": "the architecture", "python": "Python", "platform": "the system",
 }  # fmt: skip
+HERE = torch.device("cpu")  # for what knows no GPU
 
 
 def describe(device: torch.device) -> dict[str, str]:
@@ -30,17 +31,14 @@ def describe(device: torch.device) -> dict[str, str]:
         "triton": _triton_version(),
         "cuda": torch.version.cuda or "none",
         "arch": architecture(device),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "python": str(sysconfig.get_config_var("EXT_SUFFIX")),
         "platform": "-".join([platform.system(), platform.machine(), *platform.libc_ver()]),
     }
 
 
 def architecture(device: torch.device) -> str:
-    """sm_90 for compute capability 9.0; of a CPU its vector instructions, which compiled regions use."""
-    if device.type == "cuda":
-        return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+    """sm_90 for compute capability 9.0."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else "none"
 
 
 def key_of(kind: str, machine: dict[str, str]) -> dict[str, str]:
@@ -52,7 +50,7 @@ def mismatch(kind: str, key: dict[str, str], machine: dict[str, str]) -> str:
     """Why an artefact with this key does not fit the machine; "" if it does."""
     for name in KINDS[kind]:
         if key[name] != machine[name]:
-            return f"compiled for {WORDS[name]} {key[name]}, here it is {machine[name]}: it will be compiled anew"
+            return f"compiled for {WORDS[name]} {key[name]}, here it is {machine[name]}: it is compiled again"
     return ""
 
 
@@ -73,9 +71,10 @@ def _pack_version() -> str:
 
 @functools.cache
 def _sources() -> str:
-    """A hash of everything that says what kernels and regions compute, whatever the family."""
+    """A hash of everything that says what kernels compute: those by hand, and what generates the others."""
     accel = PACK / "accel"
     digest = hashlib.sha256()
-    for path in [*sorted((accel / "kernels").glob("*.py")), accel / "regions.py", accel / "region_ops.py"]:
-        digest.update(path.name.encode() + b"\0" + path.read_text("utf-8").encode() + b"\0")
+    for path in sorted(path for part in ("kernels", "tape") for path in (accel / part).rglob("*.py")):
+        name = path.relative_to(accel).as_posix()
+        digest.update(name.encode() + b"\0" + path.read_text("utf-8").encode() + b"\0")
     return digest.hexdigest()[:16]

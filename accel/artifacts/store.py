@@ -1,10 +1,12 @@
 """The store: a folder with one folder an artefact, each with a manifest of its files and their checksums.
 
 An entry is written elsewhere and renamed into place whole, and never changed after that, so several processes may use
-one store. The manifest's time of change says when the entry was last used.
+one store. The manifest's time of change says when the entry was last used. It is signed, and says what the files are,
+so nothing is read that was not put there by an install with the same secret.
 """
 
 import hashlib
+import hmac
 import json
 import os
 import re
@@ -14,57 +16,68 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ArtifactError, Damaged
 from . import folder
 from .machine import KINDS
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,199}")  # no separators, no leading dot
 ID = re.compile(r"[0-9a-f]{32}")
 TEMPORARY = ".tmp-"
+UNSIGNED = (
+    "was not signed by this install of AnyShape, so it is not used: what another one compiled comes in as a file, with "
+    "python -m accel.artifacts import FILE --trust"
+)
 ABANDONED = 3600.0  # seconds after which an unfinished entry is taken for one whose process has ended
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a manifest says. ``name`` tells the artefacts of a kind apart, ``notes`` what the compiler's cache needs."""
+    """What a manifest says. ``name`` tells the artefacts of a kind apart."""
 
     kind: str
     name: str
     key: dict[str, str]  # of machine.KINDS
     files: dict[str, str]  # name -> sha256
-    notes: dict[str, Any]
 
     @property
     def id(self) -> str:
         """The entry's folder."""
         return hashlib.sha256(json.dumps([self.kind, self.name, self.key], sort_keys=True).encode()).hexdigest()[:32]
 
-    def manifest(self) -> bytes:
-        """As JSON."""
-        return (json.dumps({"format": FORMAT, **vars(self)}, indent=1, sort_keys=True) + "\n").encode()
+    def manifest(self, secret: bytes) -> bytes:
+        """As JSON, signed; with no secret unsigned, as in a bundle."""
+        signature = {"signature": self.signature(secret)} if secret else {}
+        return (json.dumps({"format": FORMAT, **vars(self), **signature}, indent=1, sort_keys=True) + "\n").encode()
+
+    def signature(self, secret: bytes) -> str:
+        """Of all that the manifest says, and by the checksums in it of the files."""
+        said = json.dumps({"format": FORMAT, **vars(self)}, sort_keys=True)
+        return hmac.digest(secret, said.encode(), "sha256").hex()
 
 
-def parse(text: bytes) -> Entry:
-    """The entry of a manifest. Raises ``ArtifactError``."""
+def parse(text: bytes, secret: bytes) -> Entry:
+    """The entry of a manifest, which must be signed with ``secret`` unless that is empty. Raises ``ArtifactError``."""
     try:
         read = json.loads(text)
-        entry = Entry(read["kind"], read["name"], read["key"], read["files"], read["notes"])
+        entry = Entry(read["kind"], read["name"], read["key"], read["files"])
         known = read["format"] == FORMAT and _is_sound(entry)
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        signature = str(read.get("signature")).encode()
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST} is damaged") from error
     if not known:
         raise ArtifactError(f"{MANIFEST} is not one that this version of AnyShape writes")
+    if secret and not hmac.compare_digest(entry.signature(secret).encode(), signature):
+        raise ArtifactError(UNSIGNED)
     return entry
 
 
 def _is_sound(entry: Entry) -> bool:
     texts = [entry.name, *entry.key.values(), *entry.files.values()]
     return (
-        set(entry.key) == set(KINDS.get(entry.kind, ())) and bool(entry.files) and isinstance(entry.notes, dict)
+        set(entry.key) == set(KINDS.get(entry.kind, ())) and bool(entry.files)
         and all(isinstance(text, str) for text in texts)
         and all(NAME.fullmatch(name) and name != MANIFEST for name in entry.files)
     )  # fmt: skip
@@ -82,10 +95,14 @@ def checked(entry: Entry, contents: dict[str, bytes]) -> dict[str, bytes]:
 
 
 class Store:
-    """The artefacts in one folder. Raises ``ArtifactError`` if the folder is not safe."""
+    """The artefacts in one folder. Raises ``ArtifactError`` if the folder is not safe.
 
-    def __init__(self, path: Path) -> None:
+    secret: what signs entries, and must have signed them to be read.
+    """
+
+    def __init__(self, path: Path, secret: bytes) -> None:
         self.folder = folder.secure(path)
+        self._secret = secret
 
     def ids(self) -> list[str]:
         """The folders of entries, sound or not, least recently used first."""
@@ -98,7 +115,7 @@ class Store:
             raise ArtifactError("not an artefact of AnyShape")
         if (self.folder / name).is_symlink():
             raise ArtifactError(f"{name} is a link")
-        found = parse(folder.read(self.folder / name / MANIFEST))
+        found = parse(folder.read(self.folder / name / MANIFEST), self._secret)
         if found.id != name:
             raise Damaged(f"{MANIFEST} belongs to another artefact")
         return found
@@ -110,14 +127,14 @@ class Store:
         return checked(entry, {name: folder.read(path / name) for name in names})
 
     def put(self, entry: Entry, contents: dict[str, bytes]) -> bool:
-        """Adds an entry; False if it is there already, which is then marked as used."""
+        """Adds an entry, also in place of one that is not sound; False if it is there, which is then marked as used."""
         place = self.folder / entry.id
-        if self.touch(entry):
+        if place.exists() and self._holds(entry) and self.touch(entry):
             return False
         temporary = self.folder / f"{TEMPORARY}{os.getpid()}-{uuid.uuid4().hex}"
         temporary.mkdir(mode=0o700)
         try:
-            for name, content in {**contents, MANIFEST: entry.manifest()}.items():
+            for name, content in {**contents, MANIFEST: entry.manifest(self._secret)}.items():
                 folder.write(temporary / name, content)
             os.rename(temporary, place)
         except OSError:
@@ -126,6 +143,15 @@ class Store:
             return False
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+        return True
+
+    def _holds(self, entry: Entry) -> bool:
+        """Whether an entry that could be read is there; another is taken away."""
+        try:
+            self.entry(entry.id)
+        except ArtifactError:
+            self.remove(entry.id)
+            return False
         return True
 
     def touch(self, entry: Entry) -> bool:

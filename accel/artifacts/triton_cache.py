@@ -2,7 +2,7 @@
 
 All through Triton's own cache manager, so they go to wherever a user's cache lies, or to whatever manager is set. An
 entry there is a folder named after a hash of all that decides what is compiled; a list of its files, with the places
-where they lie, makes it valid. That list is written anew when an entry is put there, because the place is another.
+where they lie, makes it valid. That list is not copied: it is written for the place where an entry is put.
 """
 
 import base64
@@ -29,11 +29,16 @@ class Found(NamedTuple):
     files: dict[str, Path]
 
 
-def compiled(kernels: Iterable[Any]) -> Iterator[Any]:
-    """The variants of these kernels that this process has compiled, or found in Triton's cache."""
+def found_all(kernels: Iterable[Any]) -> Iterator[Found]:
+    """The entries of all variants of these kernels that this process has compiled, or found in Triton's cache."""
     for kernel in kernels:
-        for cache in list(getattr(kernel, "device_caches", {}).values()):
-            yield from list((cache[0] if isinstance(cache, tuple) else cache).values())
+        for variant in [kernel] if hasattr(kernel, "metadata_group") else _variants(kernel):
+            yield from found(variant)
+
+
+def _variants(kernel: Any) -> Iterator[Any]:
+    for cache in list(getattr(kernel, "device_caches", {}).values()):
+        yield from list((cache[0] if isinstance(cache, tuple) else cache).values())
 
 
 def found(kernel: Any) -> Iterator[Found]:

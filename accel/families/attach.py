@@ -16,15 +16,16 @@ from torch import nn
 from .. import devices
 from ..attempt import attempt, failed
 from ..engine import Engine, Settings
+from ..errors import Unavailable
 from ..stats import STATS
-from . import flux, unet
+from . import lazy
 from .compat import static_clone
 from .family import Family
 from .layers import INTERRUPTS
 from .session import Session
 
 KEY = "anyshape"
-FAMILIES: tuple[Family, ...] = (unet, flux)
+FAMILIES = ("unet",)  # modules of this package; see ``lazy``
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
 
@@ -87,9 +88,13 @@ def engine_of(family: Family, patcher: ModelPatcher) -> Callable[[nn.Module], En
 
 def family_of(model: nn.Module) -> tuple[Family | None, str]:
     """(the family whose forward this diffusion model has, why it cannot be compiled or "")."""
-    family = next((family for family in FAMILIES if type(model) is family.MODEL), None)
+    try:
+        families: list[Family] = [lazy.module(name) for name in FAMILIES]
+    except Unavailable as error:
+        return None, str(error)
+    family = next((family for family in families if type(model) is family.MODEL), None)
     if family is None:
-        return None, f"{type(model).__name__} is not a model that AnyShape knows (it knows SD's UNets and Flux.1)"
+        return None, f"{type(model).__name__} is not a model that AnyShape knows (it knows SD's UNets)"
     return family, family.unsupported(model)
 
 

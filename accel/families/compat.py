@@ -1,7 +1,7 @@
 """Where ComfyUI's versions differ: asked of what is there, never of a version number.
 
-Older than 0.3.75: models are left in training mode, ``Flux.process_img`` takes no options. Newer: layers of its own for
-Flux's norms, weights that are streamed while a model runs (DynamicVRAM), memory plans recorded around some models.
+Older than 0.3.75: models are left in training mode. Newer: weights that are streamed while a model runs (DynamicVRAM),
+memory plans recorded around some models.
 """
 
 import inspect
@@ -9,9 +9,6 @@ import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import comfy.ldm.flux.layers as flux_layers
-import comfy.ops
-from comfy.ldm.flux.model import Flux
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
@@ -20,17 +17,6 @@ try:
 except ImportError:  # ComfyUI before its prefetch queues
     prefetch = None
 
-# Flux's norms of query and key: a class of its own, later the layers that every model has.
-RMS_NORMS = tuple(
-    kind
-    for kind in (
-        getattr(flux_layers, "RMSNorm", None),
-        comfy.ops.disable_weight_init.RMSNorm,
-        comfy.ops.manual_cast.RMSNorm,
-    )
-    if kind is not None
-)
-PROCESS_IMG_TAKES_OPTIONS = "transformer_options" in inspect.signature(Flux.process_img).parameters
 # Whether a UNet calls patches behind its middle block: a patch of that name does nothing in an older ComfyUI.
 HAS_MIDDLE_PATCH = hasattr(ModelPatcher, "set_model_middle_block_after_patch")
 

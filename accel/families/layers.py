@@ -4,10 +4,8 @@ ComfyUI may keep a layer's weights elsewhere or in another dtype and cast them a
 applied on the fly). ``cast_bias_weight`` is its own way to get them; we use it and nothing else.
 """
 
-import functools
 from itertools import chain
 
-import comfy.ldm.flux.math as flux_math
 import comfy.ldm.modules.attention as attention
 import comfy.model_management
 import comfy.ops
@@ -17,8 +15,6 @@ from torch import Tensor, nn
 
 from ..ops import FusedOps, Norm, Weights
 from .compat import is_streamed_layer
-
-FLUX_RMS_EPS = 1e-6  # comfy.ldm.flux.layers.RMSNorm.forward
 
 
 def is_cast(layer: nn.Module) -> bool:
@@ -41,23 +37,6 @@ def norm_of(layer: nn.Module, like: Tensor) -> Norm:
     """The parameters of a GroupNorm or LayerNorm layer."""
     weights = weights_of(layer, like) if layer.weight is not None else Weights(None, None)
     return Norm(weights.weight, weights.bias, layer.eps, getattr(layer, "num_groups", 1))
-
-
-def rms_norm_of(layer: nn.Module, like: Tensor) -> Norm:
-    """The parameters of an RMSNorm layer: of the class that Flux once had, or of the one that all models have now."""
-    if hasattr(layer, "scale"):
-        return Norm(layer.scale.to(device=like.device, dtype=like.dtype), None, FLUX_RMS_EPS)
-    eps = _torch_rms_eps(like.dtype, like.device) if layer.eps is None else layer.eps
-    return Norm(weights_of(layer, like).weight.to(like.dtype), None, eps)
-
-
-@functools.cache
-def _torch_rms_eps(dtype: torch.dtype, device: torch.device) -> float:
-    """What torch takes for an RMSNorm's epsilon where none is given: asked of it, for it is not the same everywhere."""
-    x = torch.full((1, 2), 2.0**-12, dtype=dtype, device=device)
-    found = F.rms_norm(x, (2,))[0, 0].item()
-    known = (torch.finfo(kind).eps for kind in (dtype, torch.float32, torch.float64))
-    return min(known, key=lambda eps: abs(found - 2.0**-12 / (2.0**-24 + eps) ** 0.5))
 
 
 def conv(ops: FusedOps, layer: nn.Conv2d, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -114,7 +93,7 @@ def surroundings() -> int:
     matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
     precision = (getattr(matmul, name, None) for name in _PRECISION)  # not allow_tf32: reading it may raise
     sdpa = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
-    backends = (attention.optimized_attention, attention.optimized_attention_masked, flux_math.optimized_attention)
+    backends = (attention.optimized_attention, attention.optimized_attention_masked)
     return hash((*precision, torch.backends.cudnn.enabled, *sdpa, *backends))
 
 

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ..weights import ChannelsLastWeights, WeightWatch
-from . import unet
-from .family import Arguments, Family
+from .family import Arguments, Family, Plan
 from .layers import surroundings
 
 
@@ -21,14 +20,14 @@ class Run:
         if self._layout is not None:
             self._layout.apply(self.model)
         self.plan = self._family.Plan(self.model)
-        self._shallow: dict[int, unet.Plan] = {}
+        self._shallow: dict[int, Plan] = {}
         self._watch = WeightWatch(self.model)
         self._weights = self._watch.fingerprint()
 
-    def shallow_plan(self, depth: int) -> unet.Plan:
+    def shallow_plan(self, depth: int) -> Plan:
         """The plan of what a skipped step runs."""
         if depth not in self._shallow:
-            self._shallow[depth] = unet.Plan(self.model, unet.shallow_parts(self.model, depth))
+            self._shallow[depth] = self._family.Plan(self.model, self._family.shallow_parts(self.model, depth))
         return self._shallow[depth]
 
     def refresh(self) -> None:

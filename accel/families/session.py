@@ -19,9 +19,8 @@ from ..outputs import Output
 from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
-from . import unet
 from .compat import outside_memory_plan
-from .family import Arguments, Family
+from .family import Arguments, Family, Plan
 from .layers import INTERRUPTS, is_foreign
 from .run_state import Run, call_obstacle
 
@@ -149,8 +148,8 @@ class _Forward:
         """(output, deep feature); the last resort gives no feature."""
         plan = self.run.plan if self.run else None
 
-        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: unet.Plan = plan) -> Output:
-            return unet.full(ops, self.model, plan, self.given, tensors, depth)
+        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: Plan = plan) -> Output:
+            return self.family.full(ops, self.model, plan, self.given, tensors, depth)
 
         return self._in_pieces(forward, plan, "full", depth, {}, lambda: (self._own(), None))
 
@@ -159,23 +158,23 @@ class _Forward:
         depth = skip.depth
         plan = self.run.shallow_plan(depth) if self.run else None
 
-        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: unet.Plan = plan) -> Output:
-            return unet.skipped(ops, self.model, plan, self.given, tensors, depth)
+        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: Plan = plan) -> Output:
+            return self.family.skipped(ops, self.model, plan, self.given, tensors, depth)
 
         def last_resort() -> Tensor:
             skip.in_full(FAILED)
             return self._own()
 
-        return self._in_pieces(forward, plan, "skipped", depth, {unet.DEEP: deep}, last_resort)
+        return self._in_pieces(forward, plan, "skipped", depth, {self.family.DEEP: deep}, last_resort)
 
     def _in_pieces(
-        self, forward: Callable[..., Output], plan: unet.Plan | None, way: str, depth: int, extra: dict[str, Tensor],
+        self, forward: Callable[..., Output], plan: Plan | None, way: str, depth: int, extra: dict[str, Tensor],
         last_resort: Callable[[], Output],
     ) -> Call:  # fmt: skip
         """A call whose eager way is our pieces of ComfyUI's layers, and the model's own forward the last resort."""
 
         def eager() -> Output:
-            return forward(FusedOps(), self.given.flat() | extra, unet.EAGER)
+            return forward(FusedOps(), self.given.flat() | extra, self.family.EAGER)
 
         return self._call(forward, eager, plan, extra, {"step": way, "depth": depth}, last_resort)
 

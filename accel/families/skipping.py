@@ -11,7 +11,7 @@ from typing import Any
 
 from comfy.model_patcher import ModelPatcher, create_model_options_clone
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attempt import attempt, failed
 from ..engine import Settings
@@ -19,10 +19,9 @@ from ..skip.run import OWN_STEPS, PLANNED, RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..skip.settings import AUTO, FEW, SkipSettings
 from ..stats import STATS, SkipStats
-from . import attach, unet
+from . import attach, lazy
 from .layers import INTERRUPTS
 from .session import Session
-from .unet_cost import shares
 
 KEY = "anyshape.skip"
 SELF_PACED = ("dpm_fast_function", "dpm_adaptive_function")  # KSAMPLER's names of samplers that ignore the sigmas
@@ -46,7 +45,7 @@ def skip_blocks(patcher: ModelPatcher, settings: SkipSettings, tell: Tell) -> tu
 
 def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) -> str:
     """Puts our wrappers on ``clone``, or says why nothing is skipped; returns what the user should know or ""."""
-    model = getattr(clone.model, "diffusion_model", None)
+    model, unet = getattr(clone.model, "diffusion_model", None), lazy.module("unet")
     if type(model) is not unet.MODEL or unet.unsupported(model):
         why = unet.unsupported(model) if type(model) is unet.MODEL else f"{type(model).__name__} is not an SD UNet"
         message = f"{why}: no blocks are skipped, it runs as without this node. Skip Blocks is for SD1.5, SD2 and SDXL"
@@ -143,11 +142,12 @@ class _Skipping:
         return FEW if steps <= FEW_STEPS else OWN_STEPS if function in SELF_PACED else PLANNED
 
 
-def depth_of(settings: SkipSettings, model: unet.MODEL, height: int, width: int) -> int:
+def depth_of(settings: SkipSettings, model: nn.Module, height: int, width: int) -> int:
     """The depth of a run on latents of height x width: the user's, or the deepest of ``MAX_SHARE`` of the work."""
     if settings.depth != AUTO and int(settings.depth) <= len(model.output_blocks) - 2:
         return int(settings.depth)
-    cheap = [depth for depth, share in enumerate(shares(model, height, width)) if share <= MAX_SHARE]
+    shares = lazy.module("unet_cost").shares(model, height, width)
+    cheap = [depth for depth, share in enumerate(shares) if share <= MAX_SHARE]
     return max(cheap, default=0)
 
 

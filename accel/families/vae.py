@@ -106,7 +106,7 @@ def _fused_part(part: nn.Module, fused: Callable[..., Tensor], pixels: int, sett
     """
     shadow = copy.copy(part)
     shadow._forward_hooks, shadow._forward_pre_hooks = OrderedDict(), OrderedDict()  # or the part's own run twice
-    engine = engine_for(part, f"VAE {type(part).__name__.lower()}", "vae", uses_graphs=False, image_layout=True)
+    engine = engine_for(part, f"VAE {type(part).__name__.lower()}", "vae", uses_graphs=False)
     shadow.forward = _Forward(engine, part, fused, pixels, settings)
     return shadow
 

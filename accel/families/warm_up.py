@@ -27,7 +27,7 @@ from ..skip.run import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..stats import STATES, STATS
 from ..warm_up import MIB, Row, Shape, parse, table
-from . import vae as vae_family
+from . import lazy
 from .attach import session_of
 from .latents import Latents, latents_of
 from .layers import INTERRUPTS
@@ -88,7 +88,7 @@ def _warmed(
     """(a row a job, what the user should know). The VAE first: loading it later might unload the model's graphs."""
     session, jobs, warnings = session_of(model), [], []
     if vae is not None:
-        if vae_family.is_compiled(vae):
+        if lazy.module("vae").is_compiled(vae):
             jobs += _vae_jobs(vae, shapes)
         else:
             warnings.append(NO_VAE)
@@ -164,7 +164,7 @@ def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> R
     reasons = [job.note] * bool(job.note) + [f"{name}: {text}" if several else text for name, text in told]
     return Row(
         job.shape, job.part, max(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
-        "; ".join(dict.fromkeys(reasons)), frozenset(s["key"] for _, s in ran if s["state"] == "graph"),
+        "; ".join(dict.fromkeys(reasons)), frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph"),
     )  # fmt: skip
 
 

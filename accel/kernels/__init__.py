@@ -12,6 +12,7 @@ import torch
 
 from .. import devices
 from ..artifacts import KEEPER
+from ..attempt import without_folders
 from ..errors import AnyShapeError, Unavailable
 
 log = logging.getLogger(__name__)
@@ -22,12 +23,12 @@ OLDEST_TRITON = (3, 2)  # that of torch 2.6
 
 def _obstacle(device: torch.device) -> str | None:
     if device.type == "cpu":
-        return "Triton kernels need an NVIDIA GPU, this model is on cpu"
+        return "kernels need an NVIDIA GPU and this model is on the CPU, so it runs in eager"
     return devices.obstacle(device) or too_old(device) or None
 
 
 def too_old(device: torch.device) -> str:
-    """Why no compiler serves this card, neither Triton nor torch.compile; "" if they do."""
+    """Why Triton does not serve this card; "" if it does."""
     if not devices.is_nvidia(device):
         return ""
     capability = torch.cuda.get_device_capability(device)
@@ -35,7 +36,7 @@ def too_old(device: torch.device) -> str:
         return ""
     return (
         f"this card has compute capability {capability[0]}.{capability[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}: "
-        f"no kernels, no regions; the model runs in eager"
+        f"no kernels, so the model runs in eager"
     )
 
 
@@ -50,10 +51,10 @@ def load(device: torch.device) -> "FusedOps":  # noqa: F821  (imported below, wi
 
         from .triton_ops import KERNELS, TritonOps
     except ImportError as error:
-        raise Unavailable(f"Triton cannot be imported ({error}): {_advice()}") from error
+        raise Unavailable(f"Triton cannot be imported ({without_folders(str(error))}): {_advice()}") from error
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
         raise Unavailable(f"Triton {triton.__version__} is too old: {_advice()}")
-    KEEPER.load_kernels(device, KERNELS)
+    KEEPER.watch(device, lambda: KERNELS)
     return TritonOps(device)
 
 

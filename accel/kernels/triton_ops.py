@@ -2,23 +2,21 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import KernelFailed
-from ..ops import FusedOps, GatedStream, Heads, LinearGroup, Modulation, Norm, Stream, Weights, linear
+from ..ops import FusedOps, LinearGroup, Norm, Stream, Weights, linear
 from ..stats import STATS
 from . import (
     group_norm,
     grouped_linear,
     layer_norm,
     linear_geglu,
-    modulated_norm,
     pointwise,
-    rotary,
     short_attention,
 )
 from .launch import compile_only, compiling_ahead
@@ -36,8 +34,6 @@ KERNELS = (
     short_attention.short_attention_kernel,
     pointwise.bias_add_kernel,
     pointwise.upsample_kernel,
-    modulated_norm.modulated_norm_kernel,
-    rotary.rotary_kernel,
 )
 
 
@@ -149,52 +145,10 @@ class TritonOps(FusedOps):
             return super().grouped_linear(x, group)
         if group.table is None:
             group.table = grouped_linear.make_table(group.weights)
-        parts = grouped_linear.grouped_linear(x, group.weights, group.table)
-        if group.biases:
-            torch._foreach_add_(parts, _repeated(group.biases, parts))
-        return parts
-
-    @_or()
-    def modulated_norm(self, stream: GatedStream, modulation: Modulation) -> tuple[GatedStream, Tensor]:  # noqa: D102
-        s, m = stream, modulation
-        total, n = modulated_norm.modulated_norm(s.value, s.branch, s.gate, m.shift, m.scale, m.eps, s.finite)
-        return GatedStream(total), n
-
-    @_or()
-    def gated_residual(self, stream: GatedStream) -> Tensor:  # noqa: D102
-        if stream.branch is None:
-            return stream.value
-        return modulated_norm.modulated_norm(
-            stream.value, stream.branch, stream.gate, None, None, finite=stream.finite
-        )[0]
-
-    @_or()
-    def rotary_query_key_value(self, parts: Sequence[Heads], rotation: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: D102
-        return rotary.rotary_query_key_value([(p.qkv, p.query_scale, p.key_scale, p.eps) for p in parts], rotation)
-
-    def linear_gelu(self, x: Tensor, layer: Weights) -> Tensor:  # noqa: D102
-        if not (x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)) or layer.bias is None:
-            return super().linear_gelu(x, layer)
-        # cuBLASLt's epilogue, which has the GELU with tanh only
-        y = torch._addmm_activation(layer.bias, x.reshape(-1, x.shape[-1]), layer.weight.data.t(), use_gelu=True)
-        return y.view(*x.shape[:-1], -1)
-
-    def concat_linear(self, a: Tensor, b: Tensor, layer: Weights) -> Tensor:  # noqa: D102
-        width, weight = a.shape[-1], layer.weight.data
-        out = linear(a, Weights(weight[:, :width], layer.bias))
-        rows = out.view(-1, out.shape[-1])
-        rows.addmm_(b.reshape(-1, b.shape[-1]), weight[:, width:].t())
-        return out
+        return grouped_linear.grouped_linear(x, group.weights, group.table)
 
     def compiled_variants(self) -> int:  # noqa: D102
         return sum(sum(_variants(kernel)) for kernel in KERNELS)
-
-
-def _repeated(biases: Sequence[Tensor], parts: list[Tensor]) -> list[Tensor]:
-    """The biases in the shapes of the parts [..., N], by one copy: foreach has one launch only for equal shapes."""
-    counts = [part.numel() // part.shape[-1] for part in parts]
-    flat = torch.cat([bias for bias, count in zip(biases, counts, strict=True) for _ in range(count)])
-    return [rows.view_as(part) for rows, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
 
 
 def _variants(kernel: Any) -> Iterator[int]:

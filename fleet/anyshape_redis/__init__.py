@@ -5,7 +5,8 @@ The operator switches it on; ``docs/fleet.md`` has examples and says who may wri
     PYTHONPATH=<the pack>/fleet
     TRITON_CACHE_MANAGER=anyshape_redis:Manager
     TRITON_REDIS_HOST, TRITON_REDIS_PORT     or ANYSHAPE_REDIS_URL=rediss://user:password@host:port/0
-    ANYSHAPE_FLEET_KEY                       a secret: values that were not signed with it are refused
+    ANYSHAPE_FLEET_KEY                       a secret of all workers: only values that were signed with it are used.
+                                             Without it nothing is asked for (but see ANYSHAPE_FLEET_UNSIGNED)
 
 What is on the worker's own disk is taken from there. Only what is missing is asked for, and what was compiled is stored
 behind the caller's back. Redis may be down, slow, full or hold garbage: that costs less
@@ -22,11 +23,13 @@ from typing import Any
 from triton.runtime.cache import FileCacheManager
 
 from .client import Remote
-from .values import Rejected, pack, unpack
+from .values import check_kernel, check_module, pack, unpack
 
 __all__ = ["Manager", "forget", "remote", "renew", "snapshot"]
 
-# One for the process; a fork begins anew, because threads and their locks do not survive it.
+MODULES = (".so", ".pyd")
+
+# One for the process; a fork starts from scratch, because threads and their locks do not survive it.
 _remote: Remote | None = None
 _making = threading.Lock()
 
@@ -40,7 +43,7 @@ def remote() -> Remote:
 
 
 def renew() -> None:
-    """Begins anew, with the environment as it is now."""
+    """Starts from scratch, with the environment as it is now."""
     global _remote, _making
     _remote, _making = None, threading.Lock()
 
@@ -76,11 +79,11 @@ class Manager(FileCacheManager):
         return f"{self.key}:{filename}"
 
     def get_file(self, filename: str) -> str | None:
-        """The path of a single file."""
+        """The path of a single file; shared are the C extensions among them."""
         path = super().get_file(filename)
-        if path is not None or not self._shared:
+        if path is not None or not self._shared or not filename.endswith(MODULES):
             return path
-        data = remote().get(self._name(filename))
+        data = remote().get(self._name(filename), check_module)
         if data is not None:
             return super().put(data, filename)
         self._missing.add(filename)
@@ -98,12 +101,8 @@ class Manager(FileCacheManager):
         group = super().get_group(filename)
         if group or not self._shared:
             return group
-        data = remote().get(self._name(filename))
-        try:
-            files = unpack(data) if data is not None else {}
-        except Rejected as reason:
-            return remote().reject(str(reason))
-        if filename not in files:
+        files = remote().get(self._name(filename), lambda data: check_kernel(unpack(data), filename, self.key))
+        if files is None:
             return None
         group = {name: super(Manager, self).put(content, name) for name, content in files.items()}
         super().put_group(filename, group)

@@ -59,7 +59,8 @@ class Remote:
 
     def __init__(self, environ: Any = os.environ) -> None:
         self.counts = Counts()
-        self.address = ""
+        self.address = ""  # of a socket its name: the stats leave this machine
+        self._socket = ""  # its path
         self.refuses_writes = False  # this user may only read, or Redis is a replica, or full
         self._key = environ.get("ANYSHAPE_FLEET_KEY", "").encode()
         self.prefix = f"anyshape:{_surroundings()}:{_key_id(self._key)}"
@@ -74,6 +75,9 @@ class Remote:
 
     def _connect(self, environ: Any) -> Any:
         """A client, which connects at its first command; None if there can be none."""
+        if not self._key and environ.get("ANYSHAPE_FLEET_UNSIGNED") != "1":
+            self._give_up(NO_KEY)
+            return None
         if redis is None:
             self._give_up("the shared kernel cache needs Redis's client for Python: pip install redis")
             return None
@@ -88,18 +92,19 @@ class Remote:
             self._give_up("ANYSHAPE_REDIS_URL or TRITON_REDIS_PORT is not what Redis's client understands")
             return None
         where = client.connection_pool.connection_kwargs
-        self.address = where.get("path") or f"{where.get('host')}:{where.get('port')}"
+        self._socket = where.get("path") or ""
+        self.address = os.path.basename(self._socket) or f"{where.get('host')}:{where.get('port')}"
         return client
 
-    def get(self, name: str) -> bytes | None:
-        """The value, or None: not there, not right, or Redis is in trouble."""
+    def get(self, name: str, read: Callable[[bytes], Any] = bytes) -> Any:
+        """What ``read`` makes of the value, or None: not there, not right, or Redis is in trouble."""
         there = self._is_there(name)
         if not self._is_up():
             self.counts.skipped += 1
             return None
         path = f"{self.prefix}:{name}"
         value = self._ask(lambda: self._client.getrange(path, 0, MAX_BYTES), WORTH) if there else None
-        return self._checked(path, value)
+        return self._checked(path, value, read)
 
     def _is_there(self, name: str) -> bool:
         """Whether Redis lists it: what is not there costs no question, and a worker that begins asks for much."""
@@ -110,21 +115,21 @@ class Remote:
                 self._names_read = time.monotonic()
         return name.encode() in self._names
 
-    def _checked(self, name: str, value: bytes | None) -> bytes | None:
+    def _checked(self, name: str, value: bytes | None, read: Callable[[bytes], Any]) -> Any:
         try:
-            data = unseal(name, value, self._key) if value else None
+            found = read(unseal(name, value, self._key)) if value else None
         except Rejected as reason:
             self.reject(str(reason))
-            data = None
+            found = None
         with self._lock:
-            self.counts.hits += data is not None
-            self.counts.misses += data is None
-            self.counts.bytes_read += len(data or b"")
-        return data
+            self.counts.hits += found is not None
+            self.counts.misses += found is None
+            self.counts.bytes_read += len(value or b"") if found is not None else 0
+        return found
 
     def reject(self, what: str) -> None:
         """Counts a value that was not used."""
-        reason = f"in the shared kernel cache at {self.address} {what}; the kernel is compiled here and stored anew"
+        reason = f"in the shared kernel cache at {self.address} {what}; the kernel is compiled here and stored again"
         with self._lock:
             self.counts.rejected[reason] += 1
             first = self.counts.rejected[reason] == 1
@@ -238,6 +243,7 @@ class Remote:
         if isinstance(error, TimeoutError | redis.exceptions.TimeoutError):
             return f"{where} does not answer; {ADVICE}"
         line = next(iter(str(error).splitlines()), "") or type(error).__name__
+        line = line.replace(self._socket or self.address, self.address)
         refused = (redis.exceptions.AuthenticationError, redis.exceptions.NoPermissionError)
         if isinstance(error, refused) or line.startswith("NOAUTH"):
             return (
@@ -261,6 +267,10 @@ class Remote:
             self.counts.outages.clear()
 
 
+NO_KEY = (
+    "the shared kernel cache is not used without ANYSHAPE_FLEET_KEY: its values are code, and whoever can write there "
+    "could run theirs here. Give all workers the same long secret, or set ANYSHAPE_FLEET_UNSIGNED=1 if you accept that"
+)
 FULL = "Raise its maxmemory, or let it drop what is old (maxmemory-policy allkeys-lru)"
 ADVICE = "kernels are compiled here. Check that Redis runs there, has memory and time, and the network in between"
 

@@ -1,12 +1,23 @@
-"""Values as they are stored: with a checksum, signed if there is a key, and a kernel's files in one piece."""
+"""Values as they are stored: with a checksum, signed if there is a key, and a kernel's files in one piece.
 
+Whatever Redis holds, it is checked here before Triton sees it. What is wrong is ``Rejected``; nothing else is raised.
+"""
+
+import base64
 import hashlib
 import hmac
 import json
-import os
+import re
+from collections import namedtuple
+from typing import Any
 
 MAGIC = b"anyshp1\n"
 UNSIGNED = bytes(32)
+NAME = re.compile(r"\w[\w.+-]{0,199}")  # a kernel's files; no separators, no leading dot
+MAX_FILES = 64
+WRONG = (ValueError, TypeError, KeyError, AttributeError, RecursionError)  # what comes of JSON that is not ours
+BINARY = {"cuda": ".cubin", "hip": ".hsaco"}  # the machine code, by Triton's backend
+MODULES = (b"\x7fELF", b"MZ", b"\xcf\xfa\xed\xfe", b"\xca\xfe\xba\xbe")  # Linux, Windows, macOS
 
 
 class Rejected(Exception):
@@ -43,12 +54,48 @@ def unpack(value: bytes) -> dict[str, bytes]:
     """What ``pack`` was given. Raises ``Rejected``."""
     head, _, rest = value.partition(b"\n")
     try:
-        sizes = dict(json.loads(head))
-        if any(os.path.basename(name) != name or not name for name in sizes) or sum(sizes.values()) != len(rest):
+        sizes = json.loads(head)
+        if not _are_sizes(sizes) or sum(sizes.values()) != len(rest):
             raise ValueError
-    except (ValueError, TypeError):
+    except WRONG:
         raise Rejected("a value is not a kernel") from None
     files = {}
     for name, size in sizes.items():
         files[name], rest = rest[:size], rest[size:]
     return files
+
+
+def _are_sizes(sizes: Any) -> bool:
+    return len(sizes) <= MAX_FILES and all(
+        NAME.fullmatch(name) and type(size) is int and size >= 0 for name, size in sizes.items()
+    )
+
+
+def check_kernel(files: dict[str, bytes], metadata: str, key: str) -> dict[str, bytes]:
+    """``files`` if Triton can read them as the kernel with that key of its cache. Raises ``Rejected``."""
+    try:
+        said = json.loads(files[metadata])
+        namedtuple("Metadata", sorted(said))  # as Triton does
+        binary = BINARY[said["target"]["backend"]]
+        for name, content in files.items():
+            if not name.endswith(binary):
+                content.decode()
+        sound = (
+            [name for name in files if name.endswith(".json")] == [metadata]
+            and any(name.endswith(binary) for name in files)
+            and said["hash"] == base64.b32decode(key + "=" * (-len(key) % 8)).hex()
+            and {"arch", "warp_size"} <= said["target"].keys()
+            and {"name", "num_warps", "num_ctas", "shared"} <= said.keys()
+        )
+    except WRONG:
+        sound = False
+    if not sound:
+        raise Rejected("a value is not the kernel that it should be")
+    return files
+
+
+def check_module(data: bytes) -> bytes:
+    """``data`` if it is a C extension, of whatever system: Triton sees to the rest. Raises ``Rejected``."""
+    if not data.startswith(MODULES):
+        raise Rejected("a value is not a launcher")
+    return data

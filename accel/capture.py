@@ -1,0 +1,238 @@
+"""How a forward becomes a CUDA graph: one stream and one memory pool for all graphs of a device.
+
+Nothing in the pool is live between two replays, so every graph may reuse the memory of every other. Two things follow.
+
+- *Replays must not overlap.* A replay waits for the one before it, whichever stream that ran on.
+- *The pool looks free, and is not.* ComfyUI counts as free what torch has reserved and no tensor lives in. That is
+  right for torch's cache and wrong for this pool, which only our graphs may use. So between captures tensors lie in
+  its idle blocks (the ballast). Nobody reads them and graphs write over them, but torch counts them as used.
+"""
+
+import contextlib
+import gc
+import inspect
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .allocator import addresses_are_promised
+from .outputs import Output, each
+
+Forward = Callable[[dict[str, Tensor]], Output]
+# torch's end of a capture tells the allocator nothing when the driver has refused the capture: no later one could use
+# the pool then, nor would memory that is short make torch give its cache back. The names are newest first.
+END_IN_POOL = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+SMALL = 1 << 20  # bytes; torch serves requests up to this from other segments than larger ones
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What a capture needs: a forward that has run once on these inputs."""
+
+    forward: Forward
+    inputs: dict[str, Tensor]
+    weights: int  # weights.WeightWatch.fingerprint, now
+    constants: tuple[Tensor | None, ...]  # device memory besides weights and inputs that the forward reads
+    output: Output  # of that run: what the graph's will look like
+    verify: bool = False  # replay once and compare with ``output``
+    label: str = ""  # the model's name in the stats
+
+
+@dataclass
+class CapturedGraph:
+    """One captured forward: valid for one shape and for weights at the addresses of ``weights``."""
+
+    graph: torch.cuda.CUDAGraph
+    inputs: dict[str, Tensor]  # static; a replay reads them
+    output: Output  # static; valid until this graph's next replay
+    weights: int  # weights.WeightWatch.fingerprint at capture
+    constants: tuple[Tensor | None, ...]  # read by the graph, so kept as long as it
+    own_bytes: int  # all that goes when it is dropped
+    pool_growth: int  # and what the pool grew by when it was captured, which stays for others
+    label: str = ""
+
+    @property
+    def bytes(self) -> int:
+        """What it took to capture it."""
+        return self.own_bytes + self.pool_growth
+
+    def replay(self, inputs: dict[str, Tensor]) -> Output:
+        """The forward of ``inputs``; the result is the caller's to keep."""
+        for name, static in self.inputs.items():
+            static.copy_(inputs[name])
+        self.graph.replay()
+        return each(Tensor.clone, self.output)
+
+
+class Capturer:
+    """The stream, the pool and the memory of one device's graphs. Its owner makes one call at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.broken = ""  # why no capture can begin any more
+        self.pool_bytes = 0  # that the pool holds, whichever graph made it grow
+        self._graphs = 0
+        self._pool: tuple[int, int] | None = None
+        self._ballast: list[Tensor] = []
+        self._stream: torch.cuda.Stream | None = None  # one for all captures: the pool's blocks belong to a stream
+        self._replayed: torch.cuda.Event | None = None
+
+    def warm(self, run: Callable[[], object]) -> None:
+        """Runs once on the captures' stream: libraries make workspaces at their first call on a stream.
+
+        Made in a capture these would lie in the pool for ever, or end the capture (cuBLAS for int8).
+        """
+        with torch.cuda.device(self.device):
+            stream, current = self._own_stream(), torch.cuda.current_stream()
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                run()
+            current.wait_stream(stream)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # cached blocks belong to a stream, and no other forward runs on this one
+
+    def capture(self, run: Callable[[], object], replay: bool = False) -> tuple[torch.cuda.CUDAGraph, int]:
+        """(the graph of ``run``, the bytes of the device that it alone took); the pool's are in ``pool_bytes``.
+
+        No tensor that ``run`` makes may outlive the capture, not even in a traceback: under ``cudaMallocAsync`` its
+        memory may never come to exist, and freeing it later would end the process. replay: run the graph once too.
+        """
+        with torch.cuda.device(self.device):
+            if not self._graphs:  # a pool ends with its last graph, one whose capture failed included
+                self._pool = torch.cuda.graph_pool_handle()
+            self._ballast.clear()
+            before = self._outside()
+            try:
+                graph = self._captured(run)
+                if replay or addresses_are_promised():
+                    graph.replay()  # that allocator gives a graph its memory at its first run
+                    torch.cuda.synchronize()
+            except BaseException:
+                self._settle()
+                raise
+            self._graphs += 1
+            own = max(0, self._outside() - before)
+            if addresses_are_promised():  # the graphs' memory is the driver's: what one gives back, another may take
+                self.pool_bytes += own
+                return graph, 0
+            self._settle()
+            return graph, own
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Within, the current stream may replay a graph and read its output: nothing else of the pool runs."""
+        stream = torch.cuda.current_stream(self.device)
+        if self._replayed is None:
+            self._replayed = torch.cuda.Event()
+        stream.wait_event(self._replayed)  # returns at once where nothing was recorded
+        try:
+            yield
+        finally:
+            self._replayed.record(stream)
+
+    def free(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Gives a graph's memory back, and with the last one the pool's."""
+        self._graphs -= 1
+        if not self._graphs:
+            self._ballast.clear()
+            self.pool_bytes = 0
+        with torch.cuda.device(self.device):
+            torch.cuda.synchronize()  # a replay of it may still be running
+            graph.reset()
+            torch.cuda.empty_cache()
+
+    def _captured(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """As ``torch.cuda.graph``, which also collects garbage and empties the allocator's cache: 20 ms a size."""
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._own_stream()), collector_off():
+            # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)
+                if addresses_are_promised():  # torch's allocator keeps traces of a capture that broke off
+                    self.broken = str(error) or type(error).__name__
+                self._break_off(graph)
+                raise
+            graph.capture_end()
+        return graph
+
+    def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Ends a capture that failed. What its end has to say is that it failed, and not why."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        end = next((found for name in END_IN_POOL if (found := getattr(torch._C, name, None))), None)
+        if addresses_are_promised() or end is None:
+            return
+        index = torch.cuda.current_device()
+        with contextlib.suppress(RuntimeError):  # where the allocator's part had ended
+            end(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+
+    def _own_stream(self) -> torch.cuda.Stream:
+        self._stream = self._stream or torch.cuda.Stream(self.device)
+        return self._stream
+
+    def _outside(self) -> int:
+        """Bytes of the device in use that are not torch's: graphs themselves and, with one allocator, their memory.
+
+        Unlike free memory it stays the same where torch gives cached blocks back to make room.
+        """
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free - torch.cuda.memory_reserved(self.device)
+
+    def _settle(self) -> None:
+        """Measures the pool, and lays tensors into its idle blocks."""
+        if addresses_are_promised():  # its graph memory is no part of what torch has reserved
+            return
+        segments = self._segments() if self._graphs else []
+        self.pool_bytes = sum(segment["total_size"] for segment in segments)
+        sizes = [size for segment in segments for size in _idle(segment)]
+        if not sizes:
+            return
+        reserved = torch.cuda.memory_reserved(self.device)
+        try:
+            self._captured(lambda: self._fill(sizes)).reset()
+        except RuntimeError:  # what lies in the pool is then taken for free, as without a ballast
+            self._ballast.clear()
+        if (
+            torch.cuda.memory_reserved(self.device) > reserved
+        ):  # not in the idle blocks: it would take memory, not mark it
+            self._ballast.clear()
+
+    def _fill(self, sizes: list[int]) -> None:
+        """Only tensors made within a capture lie in the pool. Each size is one of its blocks, so the best fit is it."""
+        for size in sizes:
+            self._ballast.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+        self._ballast[0][:1].zero_()  # torch warns of graphs without any work
+
+    def _segments(self) -> list[dict]:
+        """torch's account of the pool."""
+        takes_pool = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
+        segments = torch.cuda.memory_snapshot(self._pool) if takes_pool else torch.cuda.memory_snapshot()
+        index = torch.cuda.current_device()
+        return [s for s in segments if s.get("segment_pool_id") == self._pool and s["device"] == index]
+
+
+def _idle(segment: dict) -> list[int]:
+    """The sizes of a segment's blocks that can be asked for exactly."""
+    if segment["segment_type"] != "large":
+        return []
+    return [block["size"] for block in segment["blocks"] if block["state"] == "inactive" and block["size"] > SMALL]
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """No garbage is collected within: what is freed may have graphs, and dropping one would end the capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,47 @@
+"""Families and the nodes' work, imported where they are first asked for.
+
+A family mirrors code of ComfyUI and names its classes and functions. Where another version of ComfyUI has renamed one,
+that family alone is missing, with a reason; the other nodes work.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, TypeVar
+
+from ..attempt import attempt, named
+from ..errors import Unavailable
+from ..stats import STATS
+
+T = TypeVar("T")
+
+
+def module(name: str) -> ModuleType:
+    """The module ``name`` of this package. Raises ``Unavailable`` if this ComfyUI lacks what it needs."""
+    found, failure = attempt(lambda: importlib.import_module(f".{name}", __package__), named)
+    if failure:
+        raise Unavailable(
+            f"this version of ComfyUI is not one that AnyShape's {name} fits ({failure}): update AnyShape, or report it"
+        )
+    return found
+
+
+def node_work(name: str, function: str) -> Callable[..., tuple[Any, str]]:
+    """``function`` of the module ``name``: (what a node gives, what the user should know or "").
+
+    Where the module cannot be imported, the node gives back what it got.
+    """
+
+    def work(given: T, *args: Any) -> tuple[T, str]:
+        try:
+            found = module(name)
+        except Unavailable as error:
+            STATS.fallback(type(given).__name__, f"{error}. It runs as without this node")
+            return given, f"{error}. It runs as without this node"
+        return getattr(found, function)(given, *args)
+
+    return work
+
+
+compile_vae = node_work("vae", "compile_vae")
+compile_controlnet = node_work("controlnet", "compile_controlnet")

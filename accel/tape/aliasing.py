@@ -1,0 +1,75 @@
+"""Passes over a fresh list of operations: what is written in place, what nobody needs.
+
+An operation that changes a tensor in place is taken for one that makes a new value, so that it may fuse. That is right
+unless somebody still looks at the old memory: a view that was made before and is read after. Then the write stays in
+place, and what it writes to stays in memory.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .values import Operation, Value
+
+aten = torch.ops.aten
+
+
+def settle(operations: Sequence[Operation], outputs: Sequence[Value]) -> None:
+    """Makes each in-place operation functional where that is right; the others keep ``writes`` and share memory."""
+    last_read: dict[Value, int] = {}
+    for place, operation in enumerate(operations):
+        for value in operation.inputs:
+            last_read[value] = place
+    for value in outputs:
+        last_read[value] = len(operations)
+    by_root: dict[Value, list[tuple[Value, int]]] = {}
+    for value, place in last_read.items():
+        by_root.setdefault(value.root, []).append((value, place))
+    for place, operation in enumerate(operations):
+        target = operation.writes
+        if target is None:
+            continue
+        seen_after = any(
+            value is not target and value.number < operation.outputs[0].number and read > place
+            for value, read in by_root.get(target.root, ())
+        )
+        functional = None if target.base is not None or seen_after else _functional(operation.func)
+        if functional is None:
+            _share(operation, target, by_root)
+        else:
+            operation.func, operation.writes = functional, None
+
+
+def _share(operation: Operation, target: Value, by_root: dict[Value, list[tuple[Value, int]]]) -> None:
+    """The result of an in-place operation is the memory of its target: views of one are views of the other."""
+    result, root = operation.outputs[0], target.root
+    result.base = root
+    moved = by_root.pop(result, [])
+    for value, _ in moved:
+        if value is not result:
+            value.base = root
+    by_root.setdefault(root, []).extend(moved)
+
+
+def _functional(func: Any) -> Any:
+    """``aten.add`` for ``aten.add_``; None where there is none that fits."""
+    name, overload = func._schema.name.split("::")[1], func._overloadname
+    if not name.endswith("_") or not func._schema.name.startswith("aten::"):
+        return None
+    packet = getattr(aten, name[:-1], None)
+    return getattr(packet, overload, None) if packet is not None else None
+
+
+def needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
+    """The operations whose results reach ``outputs``, in order; writes count if their memory does."""
+    wanted = {value for value in outputs} | {value.root for value in outputs}
+    kept: list[Operation] = []
+    for operation in reversed(operations):
+        alive = any(value is not None and (value in wanted or value.root in wanted) for value in operation.outputs)
+        if alive:
+            kept.append(operation)
+            for value in operation.inputs:
+                wanted.add(value)
+                wanted.add(value.root)
+    return kept[::-1]

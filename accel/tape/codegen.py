@@ -1,0 +1,253 @@
+"""One Triton kernel for values of one shape: its loops, its source, and what a launch must give it.
+
+Sizes of the call are arguments, never text. A block is R rows of BC columns; both follow from sizes of the model alone.
+Where several heads read the same row of a table, a program takes all heads of a token (the tile), so that it reads the
+row once.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
+from .layout import Layouts
+from .lower import FLOATS, EVERYWHERE, Lowering, NoKernel, Term
+from .traits import traits
+from .values import ONE, Operation, Size, Value
+
+NARROW = 64  # columns: fewer, and a row takes in the dimension before
+WIDEST_ROW = 16384  # that one program sums
+BLOCK = 4096  # elements that four warps hold
+COLUMNS = 1024  # of a block, where nothing is summed
+LOOSE_COLUMNS, LOOSE_ROWS = 256, 16  # a block where the columns are a size of the call
+TILE_ROWS, TILE_COLUMNS = (4, 64), 256
+REDUCTIONS = frozenset(("layer_norm", "rms_norm", "mean"))
+LARGEST = 2**31
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel and the form of its launch, with the values and sizes of the group that it was made from."""
+
+    text: str
+    name: str
+    rows: int  # R
+    columns: int  # BC
+    warps: int
+    tile: bool  # a block is all rows of one dimension, not R of all rows
+    row_sizes: tuple[Size, ...]  # whose product is the number of rows, or of tiles
+    column_size: Size
+    operands: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+    integers: tuple[tuple[Size, ...], ...]  # each argument is a product
+    floats: tuple[float, ...]
+
+
+@dataclass
+class _Loops:
+    """How the elements of the results are gone through."""
+
+    lead: list[Axis]
+    column: Axis
+    index: tuple[Index, ...]  # of an element of the results
+    tile: Axis | None = None
+
+
+def source(outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts: Layouts) -> Source:
+    """The kernel that computes ``outputs``, all of one shape, through the operations of ``inside``.
+
+    Raises ``NoKernel`` with the reason.
+    """
+    width = _width(outputs, inside)
+    if any(value.numel >= LARGEST for value in outputs):
+        raise NoKernel("more than 2**31 elements")
+    loops = _loops(outputs[0], layouts, width, None)
+    lowering, results = _lowered(outputs, inside, layouts, loops)
+    tile = _tile(loops, lowering)
+    if tile is not None:
+        loops = _loops(outputs[0], layouts, width, tile)
+        lowering, results = _lowered(outputs, inside, layouts, loops)
+    return _assembled(outputs, inside, loops, lowering, results)
+
+
+def _width(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> int:
+    """The length of the rows that are summed; 0 where none is."""
+    widths: set[int] = set()
+    seen: set[Value] = set()
+    stack = list(outputs)
+    while stack:
+        value = stack.pop()
+        operation = inside.get(value)
+        if operation is None or value in seen:
+            continue
+        seen.add(value)
+        if traits(operation.func).name in REDUCTIONS:
+            widths.add(operation.args[0].shape[-1])
+        stack += operation.inputs
+    if len(widths) > 1:
+        raise NoKernel("sums over rows of several lengths")
+    width = widths.pop() if widths else 0
+    if width > WIDEST_ROW:
+        raise NoKernel(f"rows of more than {WIDEST_ROW}")
+    return width
+
+
+def _loops(value: Value, layouts: Layouts, width: int, tile: str | None) -> _Loops:
+    sizes, steps = value.sizes, layouts.of(value)
+    dims = [d for d in range(len(sizes)) if sizes[d] is not ONE]
+    strides = [steps[d].value for d in dims if sizes[d].value > 1]
+    if strides != sorted(strides, reverse=True):  # in the order of memory
+        dims.sort(key=lambda d: -steps[d].value if sizes[d].value > 1 else -math.inf)
+    index: list[Index] = [NOTHING] * len(sizes)
+    kind = "row" if tile is None else "scalar"
+    place, whole = _inner(dims, sizes, width)
+    inner, total = dims[place:], math.prod(sizes[d].value for d in dims[place:])
+    loose = len(inner) == 1 and not sizes[inner[0]].static
+    count = width or total
+    column = Axis("c", sizes[inner[0]] if loose else Size(count, static=True), "column")
+    lead = [Axis(f"i{d}", sizes[d], "row" if f"i{d}" == tile else kind) for d in dims[:place]]
+    for axis, d in zip(lead, dims[:place], strict=True):
+        index[d] = along(axis)
+    below = total
+    for position, d in enumerate(inner):
+        if loose:
+            index[d] = along(column)
+            break
+        below //= sizes[d].value
+        if position == 0 and not whole:  # a part of this dimension: its blocks become rows
+            size = Size(total // count, static=True)
+            extra = Axis(f"i{d}", size, "row" if f"i{d}" == tile else kind)
+            lead.append(extra)
+            part = count // below
+            index[d] = along(extra).times(Number(part)) + Index(((UNIT, Digit(column, below, part)),))
+        else:
+            index[d] = Index(((UNIT, Digit(column, below, sizes[d].value)),))
+    return _Loops(lead, column, tuple(index), next((axis for axis in lead if axis.name == tile), None))
+
+
+def _inner(dims: Sequence[int], sizes: Sequence[Size], width: int) -> tuple[int, bool]:
+    """(how many of ``dims`` are rows, whether the others are whole rows of ``width``)."""
+    place, total = len(dims), 1
+    if not width:
+        while place > 0 and total < NARROW and (sizes[dims[place - 1]].static or place == len(dims)):
+            place -= 1
+            total *= sizes[dims[place]].value
+            if not sizes[dims[place]].static:
+                break
+        return place, True
+    while total < width:
+        place -= 1
+        if place < 0 or not sizes[dims[place]].static:
+            raise NoKernel("what is summed is no row of the result")
+        total *= sizes[dims[place]].value
+    if total == width:
+        return place, True
+    below = total // sizes[dims[place]].value
+    if total % width or width % below:
+        raise NoKernel("what is summed does not fit the rows of the result")
+    return place, False
+
+
+def _lowered(
+    outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts: Layouts, loops: _Loops
+) -> tuple[Lowering, list[tuple[Term, str]]]:
+    lowering = Lowering(layouts, inside, loops.column)
+    results = []
+    for value in outputs:
+        term = lowering.value(value, loops.index, EVERYWHERE)
+        results.append((term, lowering.text(lowering.offset(value, loops.index))))
+    return lowering, results
+
+
+def _tile(loops: _Loops, lowering: Lowering) -> str | None:
+    """The rows that a program takes together, because what it reads for one of them serves all."""
+    if not loops.column.size.static or loops.column.size.value > TILE_COLUMNS or len(loops.lead) < 2:
+        return None
+    best, most = None, 0
+    for axis in loops.lead:
+        if not axis.size.static or not TILE_ROWS[0] <= axis.size.value <= TILE_ROWS[1]:
+            continue
+        shared = [place.axes() for place, _ in lowering.loads]
+        count = sum(axis not in axes and loops.column in axes and len(axes) > 1 for axes in shared)
+        if count > most:
+            best, most = axis.name, count
+    return best
+
+
+def _assembled(
+    outputs: Sequence[Value], inside: Mapping[Value, Operation], loops: _Loops, lowering: Lowering,
+    results: Sequence[tuple[Term, str]],
+) -> Source:  # fmt: skip
+    column, tile = loops.column.size, loops.tile
+    power = _power(column.value) if column.static else 0
+    if not column.static:
+        columns, rows = LOOSE_COLUMNS, LOOSE_ROWS
+    elif tile is not None:
+        columns, rows = power, _power(tile.size.value)
+    else:
+        columns = power if lowering.reduces else min(power, COLUMNS)
+        rows = max(1, min(32, BLOCK // columns))
+    single = lowering.reduces or tile is not None  # one block holds all columns
+    body = _head(loops, lowering, single)
+    body += lowering.lines
+    for k, ((term, place), value) in enumerate(zip(results, outputs, strict=True)):
+        body.append(
+            f"tl.store(o{k} + ({place} + r * 0 + c * 0), ({term.name} + tl.zeros((R, BC), tl.float32))"
+            f".to({FLOATS[value.dtype]}), mask=rmask & cmask)"
+        )
+    integers = [f"n{k}" for k in range(len(lowering.integers))] + ["rows"] + ([] if column.static else ["C"])
+    parameters = [f"p{k}" for k in range(len(lowering.operands))] + [f"o{k}" for k in range(len(outputs))]
+    parameters += integers + [f"f{k}" for k in range(len(lowering.floats))]
+    parameters += ["R: tl.constexpr", "BC: tl.constexpr"]
+    name = _name(outputs, inside)
+    text = f"@triton.jit(do_not_specialize={integers!r})\ndef {name}({', '.join(parameters)}):\n    "
+    text += "\n    ".join(body) + "\n"
+    others = tuple(axis.size for axis in loops.lead if axis is not tile)
+    return Source(
+        text, name, rows, columns, 4 if rows * columns <= BLOCK else 8, tile is not None, others, column,
+        tuple(lowering.operands), tuple(outputs), tuple(lowering.integers), tuple(lowering.floats),
+    )  # fmt: skip
+
+
+def _head(loops: _Loops, lowering: Lowering, single: bool) -> list[str]:
+    """The lines that give each loop variable its value."""
+    column, tile = loops.column.size, loops.tile
+    lines = [f"C = {column.value}"] if column.static else []
+    if single:
+        lines += ["block = tl.program_id(0)", "c = tl.arange(0, BC)[None, :]"]
+    else:
+        lines += ["parts = tl.cdiv(C, BC)", "block = tl.program_id(0) // parts"]
+        lines += ["c = tl.program_id(0) % parts * BC + tl.arange(0, BC)[None, :]"]
+    if tile is not None:
+        lines += ["r = tl.arange(0, R)[:, None]", f"rmask = r < {tile.size.value}", f"{tile.name} = r", "rest = block"]
+    else:
+        lines += ["r = (block * R + tl.arange(0, R))[:, None]", "rmask = r < rows", "rest = r"]
+    lines.append("cmask = c < C")
+    axes = [axis for axis in loops.lead if axis is not tile]
+    for axis in reversed(axes[1:]):
+        size = lowering.named(Number(axis.size.value) if axis.size.static else Number(1, (axis.size,)))
+        lines += [f"{axis.name} = rest % {size}", f"rest = rest // {size}"]
+    if axes:
+        lines.append(f"{axes[0].name} = rest")
+    return lines
+
+
+def _name(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> str:
+    """What the kernel does, for profiles."""
+    names: list[str] = []
+    seen: set[Value] = set()
+    stack = list(outputs)
+    while stack:
+        value = stack.pop()
+        operation = inside.get(value)
+        if operation is None or value in seen:
+            continue
+        seen.add(value)
+        if operation.kind == "fuse" and (name := traits(operation.func).name) not in names:
+            names.append(name)
+        stack += operation.inputs
+    return "fused_" + "_".join(reversed(names[:6]))
+
+
+def _power(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,149 @@
+"""Which operations become one kernel: neighbours on the tape that are bound by memory.
+
+A group takes in what reads its values, until something that is no part of it needs one of them. Views belong to the
+group whose values they turn; they cost nothing there.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from . import pointwise, views
+from .layout import contiguous
+from .lower import COPIES, FLOATS, MAX_JOINED, NORMS
+from .traits import traits
+from .values import Operation, Tape, Value
+
+CALL, VIEW, FUSE = "call", "view", "fuse"
+
+
+class Group(list):
+    """Operations, in recorded order."""
+
+    closed = False
+
+
+def classify(operation: Operation) -> str:
+    """How an operation may run: as a view of memory, inside a kernel, or by a call of it."""
+    if operation.opaque or operation.writes is not None or not operation.inputs:
+        return CALL
+    known, first = traits(operation.func), operation.outputs[0]
+    if first is None or any(value is not None and value.numel == 0 for value in operation.outputs):
+        return CALL
+    if all(value is None or value.base is not None for value in operation.outputs):
+        return VIEW if known.view or known.maybe_view else CALL
+    return FUSE if _fusible(operation, known.name) else CALL
+
+
+def _fusible(operation: Operation, name: str) -> bool:
+    output, args, kwargs = operation.outputs[0], operation.args, operation.kwargs
+    tensors = [value for value in operation.inputs if value.scalar() is None]
+    plain = all(value.dtype in FLOATS and value.device == output.device for value in [output, *tensors])
+    if not plain or len(operation.outputs) != 1 or not tensors:
+        return False
+    if name in views.RESHAPES:
+        return True
+    if name in COPIES:
+        return not kwargs.get("memory_format") or kwargs["memory_format"] in (
+            torch.contiguous_format, torch.preserve_format
+        )  # fmt: skip
+    if name in NORMS:
+        return len(args[1]) == 1 and args[0].sizes[-1].static
+    if name == "mean":
+        dims = args[1] if len(args) > 1 else None
+        rank = len(args[0].shape)
+        last = isinstance(dims, (list, tuple)) and [d % rank for d in dims] == [rank - 1]
+        return last and not kwargs.get("dtype") and args[0].sizes[-1].static
+    if name in ("cat", "stack"):
+        per_image = name == "stack" and views.dimension(operation, 1, len(output.shape)) == 0  # as many as images
+        return not per_image and len(args[0]) <= MAX_JOINED and all(part.dtype == output.dtype for part in args[0])
+    return pointwise.simple(name, operation.func._overloadname, args, kwargs) is not None
+
+
+def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:
+    """The operations of ``tape`` and groups of them, in an order in which they can run."""
+    steps: list[Operation | Group] = []
+    owner: dict[Value, Group] = {}
+    opened: list[Group] = []
+
+    def close(group: Group) -> None:
+        if not group.closed:
+            group.closed = True
+            opened[:] = [other for other in opened if other is not group]
+            steps.append(group)
+
+    def group_of(value: Value) -> Group | None:
+        group = owner.get(value)
+        return group if group is not None and not group.closed else None
+
+    for operation in tape.operations:
+        operation.kind = classify(operation)
+        if operation.kind == FUSE and not fuse:
+            operation.kind = CALL
+        found = [group for value in operation.inputs if (group := group_of(value)) is not None]
+        joined = list({id(group): group for group in found}.values())
+        if operation.kind == CALL:
+            for group in opened[:] if operation.writes is not None else joined:
+                close(group)
+            steps.append(operation)
+            continue
+        if operation.kind == VIEW and not joined:
+            steps.append(operation)
+            continue
+        group = joined[0] if joined else Group()
+        if not joined:
+            opened.append(group)
+        for other in joined[1:]:
+            group += other
+            other.closed = True
+            opened[:] = [each for each in opened if each is not other]
+        if len(joined) > 1:
+            group.sort(key=_place)
+            owner.update({value: group for each in group for value in each.outputs if value is not None})
+        group.append(operation)
+        owner.update({value: group for value in operation.outputs if value is not None})
+    for group in opened[:]:
+        close(group)
+    return steps
+
+
+def _place(operation: Operation) -> int:
+    return next(value.number for value in operation.outputs if value is not None)
+
+
+def wanted(group: Sequence[Operation], used_outside: set[Value]) -> tuple[list[Value], list[Operation]]:
+    """(the values that a group's kernels must store, the views of them that are made afterwards)."""
+    inside = {value: operation for operation in group for value in operation.outputs if value is not None}
+    stored: dict[Value, None] = {}
+    after: set[int] = set()
+    for value, operation in inside.items():
+        if value not in used_outside:
+            continue
+        while operation is not None and operation.kind == VIEW:
+            after.add(id(operation))
+            value = operation.inputs[0]
+            operation = inside.get(value)
+        if operation is not None:
+            stored[value] = None
+    return list(stored), [operation for operation in group if id(operation) in after]
+
+
+def is_best_alone(operation: Operation) -> bool:
+    """Whether torch's own kernel does as well as one of ours that holds nothing else; it needs no compilation.
+
+    torch reads memory in order fast. Broadcast or strided arguments it reads element by element, or copies first.
+    """
+    output, name = operation.outputs[0], traits(operation.func).name
+    if name in COPIES or name in views.RESHAPES:
+        return True
+    tensors = [value for value in operation.inputs if value.scalar() is None]
+    if any(value.stride != contiguous(value.shape) for value in tensors):
+        return False
+    if name in NORMS or name in ("cat", "stack"):
+        return True
+    return all(value.shape == output.shape for value in tensors)
+
+
+def is_heavy(operation: Operation) -> bool:
+    """Whether a kernel is best begun before it: a sum over rows, or a join."""
+    return traits(operation.func).name in NORMS | {"mean", "cat", "stack"}

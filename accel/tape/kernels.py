@@ -1,0 +1,101 @@
+"""Generated kernels of this process: from source text to something that can be launched, each text once."""
+
+import hashlib
+import linecache
+import math
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from ..kernels.launch import MAX_WORKERS, compile_only, launch
+from .codegen import Source
+from .pointwise import HEADER, INTERPRETED
+
+_LOCK = threading.Lock()
+_FUNCTIONS: dict[str, Any] = {}  # by source text
+_COMPILED: set[tuple] = set()
+
+
+def functions() -> list[Any]:
+    """Every generated kernel of this process."""
+    return list(_FUNCTIONS.values())
+
+
+def count() -> int:
+    """How many variants were compiled in this process."""
+    return len(_COMPILED)
+
+
+def _function(text: str, name: str) -> Any:
+    with _LOCK:
+        found = _FUNCTIONS.get(text)
+        if found is None:
+            header = INTERPRETED if knobs.runtime.interpret else HEADER
+            found = _FUNCTIONS[text] = _loaded(header + text, name)
+        return found
+
+
+def _loaded(text: str, name: str) -> Any:
+    """The function ``name`` of a module made of ``text``. Triton reads its source again, so linecache has it."""
+    file = f"<anyshape {name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    module = ModuleType(file)
+    exec(compile(text, file, "exec"), module.__dict__)
+    return module.__dict__[name]
+
+
+class Launch:
+    """One kernel of one program: what it reads and writes there, and the numbers of this size."""
+
+    def __init__(self, source: Source) -> None:
+        self.source, self.operands, self.outputs = source, source.operands, source.outputs
+        self.function = _function(source.text, source.name)
+        self.numbers, self.grid = _numbers(source)
+
+    def compile(self) -> bool:
+        """Compiles the kernel if this process has not; False if it has. Raises ``KernelFailed``."""
+        key = self.source.text, tuple(value.dtype for value in self.operands), self.outputs[0].device
+        with _LOCK:
+            if key in _COMPILED:
+                return False
+            _COMPILED.add(key)
+        dtypes = [value.dtype for value in (*self.operands, *self.outputs)]
+        if not knobs.runtime.interpret:
+            compile_only(self.function, self.grid, *dtypes, *self.numbers, **self._options)
+        return True
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        source = self.source
+        return {"R": source.rows, "BC": source.columns, "num_warps": source.warps, "enable_fp_fusion": False}
+
+    def __call__(self, operands: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Computes ``outputs``, which are there already, from ``operands``."""
+        launch(self.function, self.grid, *operands, *outputs, *self.numbers, **self._options)
+
+
+def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int]]:
+    """(the kernel's numbers, its grid)."""
+    rows, column = math.prod(size.value for size in source.row_sizes), source.column_size
+    parts = -(-column.value // source.columns)
+    blocks = rows if source.tile else -(-rows // source.rows)
+    numbers = [math.prod(size.value for size in sizes) for sizes in source.integers] + [rows]
+    if not column.static:
+        numbers.append(column.value)
+    return (*numbers, *source.floats), (blocks * parts,)
+
+
+def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
+    """Compiles what is new among ``launches`` side by side, and says how many that were. Raises ``KernelFailed``."""
+    launches = list(launches)
+    if device.type != "cuda":
+        return sum(launch.compile() for launch in launches)
+    with ThreadPoolExecutor(MAX_WORKERS, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+        first = pool.submit(launches[0].compile).result() if launches else False  # Triton hashes its own sources once
+        return first + sum(pool.map(Launch.compile, launches[1:]))

@@ -1,0 +1,424 @@
+"""From values to the lines of one kernel: what a value is at an index, computed through the operations of a group.
+
+Everything is pulled: a result asks for its arguments at the index it needs, views turn that index around, and what the
+group does not compute is loaded. Each result is rounded where eager rounds it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import pointwise, views
+from .index import NOTHING, UNIT, Axis, Digit, Index, Number, at, number, product
+from .layout import Layouts
+from .traits import traits
+from .values import ONE, Operation, Size, Value
+
+Indices = tuple[Index, ...]
+FLOATS = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32"}
+COPIES = frozenset("clone contiguous to _to_copy float type_as copy".split())
+NORMS = frozenset(("layer_norm", "rms_norm"))
+LITERALS = frozenset((0.0, 1.0, -1.0, 2.0, 0.5))  # other numbers are arguments, so that they make no kernel of their own
+MAX_JOINED = 4
+
+
+class NoKernel(Exception):
+    """This group is not one kernel; the text says why."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A variable of the kernel and the axes it varies along, "r" and "c"."""
+
+    name: str
+    axes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Where a value is asked for at all: conditions that were named."""
+
+    names: tuple[str, ...] = ()
+    axes: frozenset[str] = frozenset()
+
+
+EVERYWHERE = Mask()
+
+
+class Lowering:
+    """The lines of one kernel, and what it takes: operands, integers, floats."""
+
+    def __init__(self, layouts: Layouts, inside: Mapping[Value, Operation], column: Axis) -> None:
+        self.lines: list[str] = []
+        self.operands: list[Value] = []
+        self.integers: list[tuple[Size, ...]] = []  # each the product of sizes
+        self.floats: list[float] = []
+        self.loads: list[tuple[Index, int]] = []  # for the schedule: what is read, and how
+        self.reduces = False
+        self._layouts, self._inside, self._column = layouts, inside, column
+        self._memo: dict[Any, Any] = {}
+        self._count = 0
+
+    # Values -------------------------------------------------------------------------------------------------------
+
+    def value(self, value: Value, index: Indices, mask: Mask = EVERYWHERE) -> Term:
+        """``value`` at ``index``, in float32."""
+        key = value, index, mask
+        term = self._memo.get(key)
+        if term is None:
+            pair = self._pair(value, index, mask)
+            term = self._memo[key] = pair or self._computed(value, index, mask)
+        return term
+
+    def _computed(self, value: Value, index: Indices, mask: Mask) -> Term:
+        operation = self._inside.get(value)
+        if operation is None:
+            return self._load(value, index, mask)
+        name = traits(operation.func).name
+        if operation.kind == "view" or name in views.RESHAPES:
+            return self._through_view(operation, name, value, index, mask)
+        if name in COPIES:
+            source = operation.inputs[1 if name == "copy" else 0]
+            return self._rounded(self._argument(source, value, index, mask), value.dtype, source.dtype)
+        if name in ("cat", "stack"):
+            return self._joined(operation, name, value, index, mask)
+        if name in NORMS:
+            term = self._norm(operation, name, index, mask)
+        elif name == "mean":
+            term = self._mean(operation, index, mask)
+        else:
+            term = self._pointwise(operation, name, index, mask)
+        return self._rounded(term, value.dtype)
+
+    def _rounded(self, term: Term, dtype: torch.dtype, source: torch.dtype | None = None) -> Term:
+        if dtype == torch.float32 or dtype == source:
+            return term
+        return self._let(f"{term.name}.to({FLOATS[dtype]}).to(tl.float32)", term.axes)
+
+    def _let(self, expression: str, axes: frozenset[str]) -> Term:
+        name = f"t{self._count}"
+        self._count += 1
+        self.lines.append(f"{name} = {expression}")
+        return Term(name, axes)
+
+    def _argument(self, item: Any, output: Value, index: Indices, mask: Mask) -> Term:
+        if isinstance(item, Value):
+            if (scalar := item.scalar()) is not None:
+                return self._number(scalar)
+            return self.value(item, self._spread(item, output, index), mask)
+        if isinstance(item, (int, float)):
+            return self._number(float(item))
+        raise NoKernel(f"an argument of type {type(item).__name__}")
+
+    def _spread(self, item: Value, output: Value, index: Indices) -> Indices:
+        """The index of an argument that is broadcast.
+
+        A constant of one row may have one row for each image at the next size. It is read with a step that is an
+        argument, 0 where there is one row, so that both are one kernel.
+        """
+        offset = len(index) - len(item.shape)
+        spread = []
+        for d, size in enumerate(item.sizes):
+            target = output.sizes[d + offset]
+            single = size.value == 1 and (target.static or (target.value != 1 and not item.is_constant))
+            spread.append(NOTHING if size is ONE or single else index[d + offset])
+        return tuple(spread)
+
+    def _number(self, value: float) -> Term:
+        if value in LITERALS:
+            return Term(repr(value), frozenset())
+        if value != value or value in (float("inf"), float("-inf")):
+            return Term(f'float("{value}")', frozenset())
+        self.floats.append(value)
+        return Term(f"f{len(self.floats) - 1}", frozenset())
+
+    def _pointwise(self, operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
+        output, args = operation.outputs[0], operation.args
+        overload = operation.func._overloadname
+        form = pointwise.simple(name, overload, args, operation.kwargs)
+        if form is None:
+            raise NoKernel(f"{name} has no form in a kernel")
+        if form == "clamp":
+            return self._clamp(operation, name, index, mask)
+        count = 1 if name == "pow" else len(args)
+        terms = [self._argument(item, output, index, mask) for item in args[: min(count, 3)]]
+        if name in pointwise.ADDING:
+            terms = terms[:2]
+            alpha = operation.kwargs.get("alpha", args[2] if len(args) > 2 else 1)
+            if alpha != 1:
+                scale = self._number(float(alpha))
+                terms[1] = Term(f"({terms[1].name} * {scale.name})", terms[1].axes)
+        if operation.kwargs.get("value", 1) != 1:
+            raise NoKernel("addcmul with a value")
+        axes = frozenset().union(*(term.axes for term in terms))
+        return self._let(form.format(*(term.name for term in terms)), axes)
+
+    def _clamp(self, operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
+        args = operation.args
+        term = self._argument(args[0], operation.outputs[0], index, mask)
+        low = args[1] if name != "clamp_max" and len(args) > 1 else None
+        high = args[1] if name == "clamp_max" else args[2] if len(args) > 2 else None
+        for limit, function in ((low, "maximum"), (high, "minimum")):
+            if limit is not None:
+                bound = self._argument(limit, operation.outputs[0], index, mask)
+                term = self._let(f"tl.{function}({term.name}, {bound.name})", term.axes | bound.axes)
+        return term
+
+    # Views --------------------------------------------------------------------------------------------------------
+
+    def _through_view(self, operation: Operation, name: str, value: Value, index: Indices, mask: Mask) -> Term:
+        source = operation.inputs[0]
+        return self.value(source, self.turned(operation, name, value, index), mask)
+
+    def turned(self, operation: Operation, name: str, value: Value, index: Indices) -> Indices:
+        """The index into a view's source."""
+        source, args = operation.inputs[0], operation.args
+        rank, places = len(source.shape), list(index)
+        if name in views.RESHAPES:
+            return self._reshaped(value, source, index)
+        if (order := views.permutation(operation, rank)) is not None:
+            turned = [NOTHING] * rank
+            for place, d in zip(places, order, strict=True):
+                turned[d] = place
+            return tuple(turned)
+        if name == "unsqueeze":
+            del places[args[1] % (rank + 1)]
+        elif name == "squeeze":
+            dims = range(rank) if len(args) < 2 else args[1] if isinstance(args[1], (list, tuple)) else [args[1]]
+            for d in sorted({d % rank for d in dims}):
+                if source.shape[d] == 1:
+                    places.insert(d, NOTHING)
+        elif name in ("select", "unbind"):
+            d = views.dimension(operation, 1, rank)
+            places.insert(d, self._start(operation, source.sizes[d], views.start(operation, value)))
+        elif name in ("slice", "narrow"):
+            d = views.dimension(operation, 1, rank)
+            if name == "slice" and len(args) > 4 and args[4] != 1:
+                raise NoKernel("a slice with a step")
+            places[d] += self._start(operation, source.sizes[d], views.start(operation, value))
+        elif name in ("chunk", "split", "split_with_sizes"):
+            d = views.dimension(operation, 2, rank)
+            before = operation.outputs[: views.pieces(operation, value)]
+            places[d] += at(*(number(piece.sizes[d]) for piece in before))
+        elif name in ("expand", "expand_as"):
+            new = len(places) - rank
+            places = [
+                NOTHING if size is ONE or source.shape[d] != value.shape[d + new] else places[d + new]
+                for d, size in enumerate(source.sizes)
+            ]
+        elif name not in views.SAME:
+            raise NoKernel(f"a view by {name}")
+        return tuple(places)
+
+    def _start(self, operation: Operation, size: Size, start: int) -> Index:
+        """A place along a dimension; one that may depend on the call is an argument."""
+        if start == 0:
+            return NOTHING
+        return at(Number(start) if size.static else Number(1, (self._layouts.start(operation, start),)))
+
+    def _reshaped(self, value: Value, source: Value, index: Indices) -> Indices:
+        found: list[Index] = []
+        for group in views.groups(value.shape, source.shape):
+            outs, sources = range(group.out0, group.out1), range(group.src0, group.src1)
+            if len(outs) == len(sources) == 1:
+                found.append(index[group.out0])
+                continue
+            flat = NOTHING
+            for d in outs:
+                below = product(value.sizes[d + 1 : group.out1])
+                flat += NOTHING if value.sizes[d] is ONE else index[d].times(below)
+            for d in sources:
+                if source.sizes[d] is ONE:
+                    found.append(NOTHING)
+                    continue
+                place, flat = flat.divided(product(source.sizes[d + 1 : group.src1]))
+                found.append(place)
+        return tuple(found)
+
+    def _joined(self, operation: Operation, name: str, value: Value, index: Indices, mask: Mask) -> Term:
+        parts = operation.args[0]
+        if len(parts) > MAX_JOINED:
+            raise NoKernel("a join of many parts")
+        d = views.dimension(operation, 1, len(value.shape))
+        place, start, result = index[d], NOTHING, None
+        for k, part in enumerate(parts):
+            length = UNIT if name == "stack" else number(part.sizes[d])
+            end = start + at(length)
+            condition = self._between(place, start, end)
+            inner = Mask((*mask.names, condition.name), mask.axes | condition.axes)
+            if name == "stack":
+                shifted = index[:d] + index[d + 1 :]
+            else:
+                back = Index((), tuple(Number(-o.factor, o.sizes) for o in start.offsets))
+                shifted = (*index[:d], place + back, *index[d + 1 :])
+            term = self.value(part, shifted, inner)
+            if result is None:
+                result = term
+            else:
+                axes = condition.axes | term.axes | result.axes
+                result = self._let(f"tl.where({condition.name}, {term.name}, {result.name})", axes)
+            start = end
+        return self._rounded(result, value.dtype)
+
+    def _between(self, place: Index, start: Index, end: Index) -> Term:
+        text, axes = self.text(place), self.axes(place)
+        low = f"({text} >= {self.text(start)}) & " if start.offsets else ""
+        key = "between", place, start, end
+        if key not in self._memo:
+            self._memo[key] = self._let(f"{low}({text} < {self.text(end)})", axes)
+        return self._memo[key]
+
+    # Rows ---------------------------------------------------------------------------------------------------------
+
+    def _row(self, source: Value, lead: Indices, mask: Mask) -> Term:
+        """All of a row of ``source``, zero beyond its end."""
+        width = source.sizes[-1]
+        if any("c" in self.axes(place) for place in lead) or not width.static:
+            raise NoKernel("a sum along something else than the columns")
+        if width.value != self._column.size.value:
+            raise NoKernel("rows of several lengths")
+        self.reduces = True
+        place = Index(((UNIT, Digit(self._column, 1, width.value)),))
+        term = self.value(source, (*lead, place), mask)
+        return self._let(f"tl.where(cmask, {term.name}, 0.0)", term.axes | {"c"})
+
+    def _norm(self, operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
+        args, kwargs = operation.args, operation.kwargs
+        source, width = args[0], args[1]
+        if len(width) != 1:
+            raise NoKernel("a norm over several dimensions")
+        layer = name == "layer_norm"
+        weight = args[2] if len(args) > 2 else kwargs.get("weight")
+        bias = (args[3] if len(args) > 3 else kwargs.get("bias")) if layer else None
+        eps = args[4 if layer else 3] if len(args) > (4 if layer else 3) else kwargs.get("eps", 1e-5 if layer else None)
+        if eps is None:
+            eps = torch.finfo(torch.float32).eps  # as torch's kernel, whatever the dtype of its input
+        lead, key = index[:-1], ("norm", operation.outputs[0], index[:-1], mask)
+        if key not in self._memo:
+            self._memo[key] = self._moments(source, lead, mask, width[0], eps, layer)
+        mean, scale = self._memo[key]
+        x = self.value(source, index, mask)
+        axes = x.axes | scale.axes
+        text = f"({x.name} - {mean.name}) * {scale.name}" if mean is not None else f"{x.name} * {scale.name}"
+        term = self._let(text, axes)
+        for parameter, sign in ((weight, "*"), (bias, "+")):
+            if parameter is not None:
+                other = self.value(parameter, (index[-1],))
+                term = self._let(f"{term.name} {sign} {other.name}", term.axes | other.axes)
+        return term
+
+    def _moments(
+        self, source: Value, lead: Indices, mask: Mask, width: int, eps: float, centred: bool
+    ) -> tuple[Term | None, Term]:
+        x = self._row(source, lead, mask)
+        axes = x.axes - {"c"}
+        mean = None
+        if centred:
+            mean = self._let(f"tl.sum({x.name}, axis=1)[:, None] / {width}", axes)
+            x = self._let(f"tl.where(cmask, {x.name} - {mean.name}, 0.0)", x.axes)
+        return mean, self._let(f"tl.rsqrt(tl.sum({x.name} * {x.name}, axis=1)[:, None] / {width} + {eps!r})", axes)
+
+    def _mean(self, operation: Operation, index: Indices, mask: Mask) -> Term:
+        source, kept = operation.args[0], len(operation.outputs[0].shape) == len(operation.args[0].shape)
+        lead = index[:-1] if kept else index
+        key = "mean", operation.outputs[0], lead, mask
+        if key not in self._memo:
+            x = self._row(source, lead, mask)
+            width = source.shape[-1]
+            self._memo[key] = self._let(f"tl.sum({x.name}, axis=1)[:, None] / {width}", x.axes - {"c"})
+        return self._memo[key]
+
+    def _pair(self, value: Value, index: Indices, mask: Mask) -> Term | None:
+        """The even or the odd one of each two neighbours, spread over both: from whole rows, not by gathering.
+
+        Rotary embeddings of interleaved pairs ask for x[2 * (c // 2)] and x[2 * (c // 2) + 1].
+        """
+        if not index or len(index[-1].terms) != 1:
+            return None
+        (coefficient, atom), column = index[-1].terms[0], self._column
+        odd = index[-1].offsets
+        half = isinstance(atom, Digit) and atom.axis is column and (atom.div, coefficient) == (2, Number(2))
+        if not half or odd not in ((), (UNIT,)) or atom.mod * 2 != column.size.value:
+            return None
+        if value.sizes[-1].value != column.size.value or any("c" in self.axes(place) for place in index[:-1]):
+            return None
+        whole = self.value(value, (*index[:-1], Index(((UNIT, Digit(column, 1, column.size.value)),))), mask)
+        key = "pair", whole
+        if key not in self._memo:
+            rows = "R" if "r" in whole.axes else "1"
+            split = self._let(f"tl.reshape({whole.name}, [{rows}, BC // 2, 2])", whole.axes)
+            names = f"e{self._count}", f"o{self._count}x"
+            self.lines.append(f"{', '.join(names)} = tl.split({split.name})")
+            self._memo[key] = [
+                self._let(f"tl.reshape(tl.join({name}, {name}), [{rows}, BC])", whole.axes) for name in names
+            ]
+        return self._memo[key][bool(odd)]
+
+    # Memory -------------------------------------------------------------------------------------------------------
+
+    def operand(self, value: Value) -> int:
+        """The place of ``value`` among the kernel's pointers."""
+        if value not in self.operands:
+            self.operands.append(value)
+        return self.operands.index(value)
+
+    def offset(self, value: Value, index: Indices) -> Index:
+        """How far from the start of ``value`` the element at ``index`` lies."""
+        result = NOTHING
+        for place, step, size in zip(index, self._layouts.of(value), value.sizes, strict=True):
+            if size is not ONE:
+                result += place.times(step)
+        return result
+
+    def _load(self, value: Value, index: Indices, mask: Mask) -> Term:
+        if value.dtype not in FLOATS:
+            raise NoKernel(f"{value.dtype} in a kernel")
+        place, number_ = self.offset(value, index), self.operand(value)
+        key = "load", number_, place, mask
+        if key in self._memo:
+            return self._memo[key]
+        self.loads.append((place, number_))
+        axes = self.axes(place)
+        wanted = axes | mask.axes
+        text = self.text(place)
+        for axis in sorted(wanted - axes):
+            text += f" + {axis} * 0"
+        conditions = [f"{axis}mask" for axis in sorted(wanted)] + list(mask.names)
+        where = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
+        convert = "" if value.dtype == torch.float32 else ".to(tl.float32)"
+        self._memo[key] = term = self._let(f"tl.load(p{number_} + ({text}){where}){convert}", wanted)
+        return term
+
+    def axes(self, place: Index) -> frozenset[str]:
+        """Along which of a block's axes this index varies."""
+        kinds = {axis.kind for axis in place.axes()}
+        return frozenset(name for name, kind in (("r", "row"), ("c", "column")) if kind in kinds)
+
+    def text(self, place: Index) -> str:
+        """The index as Triton."""
+        terms = [self._times(self._atom(atom), coefficient) for coefficient, atom in place.terms]
+        terms += [self.named(offset) for offset in place.offsets]
+        return " + ".join(terms) or "0"
+
+    def _atom(self, atom: Any) -> str:
+        if not isinstance(atom, Digit):
+            return f"(({self.text(atom.of)}) {'%' if atom.remainder else '//'} {self.named(atom.by)})"
+        text, size = atom.axis.name, atom.axis.size
+        if atom.div > 1:
+            text = f"({text} // {atom.div})"
+        whole = atom.mod == 0 or (size.static and atom.div * atom.mod >= size.value)
+        return text if whole else f"({text} % {atom.mod})"
+
+    def _times(self, text: str, coefficient: Number) -> str:
+        return text if coefficient == UNIT else f"{text} * {self.named(coefficient)}"
+
+    def named(self, value: Number) -> str:
+        """A number in the source: its static factor written out, its sizes an argument."""
+        if value.static:
+            return str(value.factor)
+        if value.sizes not in self.integers:
+            self.integers.append(value.sizes)
+        name = f"n{self.integers.index(value.sizes)}"
+        return name if value.factor == 1 else f"({name} * {value.factor})"

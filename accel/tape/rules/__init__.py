@@ -1,0 +1,19 @@
+"""Rules: each rewrites a tape, and says in a sentence why that is exact, or how far it is not.
+
+A rule is about an idiom, never about a model. It gets the tape and returns the sentence of what it did to the rounding,
+or "" where results stay as eager's.
+"""
+
+from collections.abc import Callable
+
+from ..values import Tape
+from . import copies
+
+Rule = Callable[[Tape], str]
+
+RULES: tuple[Rule, ...] = (copies.drop_repeats_of_one,)
+
+
+def apply(tape: Tape) -> list[str]:
+    """Applies every rule; the sentences of those that are less exact than eager."""
+    return [sentence for rule in RULES if (sentence := rule(tape))]

@@ -1,0 +1,169 @@
+"""What a tape holds: values, and the operations that make them.
+
+A value is what a tensor held at one moment of the recorded forward. It knows its shape, strides and dtype, and which of
+its sizes belong to the model (``Size.static``): only those may be written into a kernel.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Size:
+    """The length of one dimension of one value.
+
+    static: it belongs to the model (channels, heads) and is the same at every size of the input. parts: the dimensions
+    that were merged into this one, so that a later split finds them again.
+    """
+
+    __slots__ = ("value", "static", "parts")
+
+    def __init__(self, value: int, static: bool = False, parts: tuple["Size", ...] = ()) -> None:
+        self.value, self.static, self.parts = value, static, parts
+
+    def __repr__(self) -> str:
+        return f"{self.value}{'' if self.static else '?'}"
+
+
+ONE = Size(1, static=True)
+Sizes = tuple[Size, ...]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A leaf: one of the call's tensors, by its place among the arguments."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A leaf: a parameter, buffer or tensor attribute, by its module's path and its name there."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Constant:
+    """A leaf: a tensor made of sizes and numbers of the model alone, so it is the same at each replay of this tape."""
+
+    tensor: Tensor
+
+
+Leaf = Input | Weight | Constant
+
+
+class Value:
+    """One tensor at one moment. ``base``: the value whose memory it shares; ``leaf`` or ``origin`` says where it is from."""
+
+    __slots__ = ("shape", "stride", "dtype", "device", "sizes", "origin", "leaf", "base", "number", "stale")
+
+    def __init__(self, tensor: Tensor, number: int, leaf: Leaf | None = None, base: "Value | None" = None) -> None:
+        self.shape: tuple[int, ...] = tuple(tensor.shape)
+        self.stride: tuple[int, ...] = tensor.stride()
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.number = number  # in order of recording
+        self.origin: Operation | None = None
+        self.leaf, self.base = leaf, base
+        self.sizes: Sizes = ()
+        self.stale = False  # its memory was written to later, so it must not be computed again from its origin
+
+    @property
+    def root(self) -> "Value":
+        """The value that owns the memory."""
+        return self.base or self
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is the same at every replay."""
+        return type(self.leaf) is Constant
+
+    @property
+    def numel(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+    def scalar(self) -> float | None:
+        """The number that a constant of one element on the CPU stands for, as eager's operations take it."""
+        if self.is_constant and not self.shape and self.device.type == "cpu":
+            return self.leaf.tensor.item()
+        return None
+
+    def __repr__(self) -> str:
+        return f"v{self.number}{list(self.sizes or self.shape)}"
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """One recorded call. In ``args`` and ``kwargs`` values stand for tensors.
+
+    kind: how the program may run it, see ``group.classify``. writes: the value whose memory an in-place operation
+    changes (its output is that memory afterwards).
+    """
+
+    func: Callable[..., Any]
+    args: tuple
+    kwargs: dict[str, Any]
+    inputs: list[Value]
+    outputs: list[Value | None] = field(default_factory=list)
+    writes: Value | None = None
+    opaque: bool = False  # a Python function, called as it is
+    kind: str = ""
+
+    def __repr__(self) -> str:
+        return f"{self.outputs} = {self.func}({self.args}, {self.kwargs})"
+
+
+@dataclass
+class Tape:
+    """One recorded forward. ``output``: the forward's result with values in place of tensors."""
+
+    operations: list[Operation]
+    inputs: list[Value]
+    output: Any
+    device: torch.device
+
+    @property
+    def outputs(self) -> list[Value]:
+        """The values in ``output``."""
+        return list(values_in(self.output))
+
+    def leaves(self) -> list[Value]:
+        """Every leaf that an operation reads, or that is given back."""
+        found: dict[int, Value] = {}
+        for operation in self.operations:
+            for value in operation.inputs:
+                if value.leaf is not None:
+                    found.setdefault(id(value), value)
+        for value in self.outputs:
+            if value.leaf is not None:
+                found.setdefault(id(value), value)
+        return list(found.values())
+
+
+def values_in(structure: Any) -> Iterator[Value]:
+    """The values in nested lists, tuples and dicts."""
+    if isinstance(structure, Value):
+        yield structure
+    elif isinstance(structure, (list, tuple)):
+        for item in structure:
+            yield from values_in(item)
+    elif isinstance(structure, dict):
+        for item in structure.values():
+            yield from values_in(item)
+
+
+def replaced(structure: Any, kind: type, new: Callable[[Any], Any]) -> Any:
+    """``structure`` with ``new(item)`` in place of each item of ``kind``."""
+    if isinstance(structure, kind):
+        return new(structure)
+    if type(structure) in (list, tuple):
+        return type(structure)([replaced(item, kind, new) for item in structure])
+    if isinstance(structure, dict):
+        return {name: replaced(item, kind, new) for name, item in structure.items()}
+    return structure

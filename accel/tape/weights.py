@@ -1,0 +1,63 @@
+"""A model's tensors by name: how a recorder knows them, and how a program finds them again after they moved."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from .values import Weight
+
+
+def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a module's own parameters, buffers and tensor attributes."""
+    for table in (module._parameters, module._buffers):
+        yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
+    yield from ((name, value) for name, value in module.__dict__.items() if isinstance(value, Tensor))
+
+
+def inner_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """``tensor`` by its name, or what a subclass (a quantised weight) is made of, as ``name:attribute``."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or type(tensor) in (Tensor, nn.Parameter):
+        yield name, tensor
+        return
+    for attribute in flatten()[0]:
+        yield from inner_tensors(f"{name}:{attribute}", getattr(tensor, attribute))
+
+
+class NamedTensors:
+    """The tensors of a module and of those below it. Holds them: keep it no longer than a recording."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tensors: list[tuple[Tensor, Weight]] = []
+        for path, part in module.named_modules():
+            for name, tensor in tensors_of(part):
+                self._tensors += [(inner, Weight(path, full)) for full, inner in inner_tensors(name, tensor)]
+        self._by_id = {id(tensor): weight for tensor, weight in self._tensors}
+        self._by_memory: dict[tuple, Weight] | None = None
+
+    def find(self, tensor: Tensor) -> Weight | None:
+        """The name of ``tensor``, or of the tensor whose memory it is (``weight.data``)."""
+        if found := self._by_id.get(id(tensor)):
+            return found
+        if self._by_memory is None:
+            self._by_memory = {_memory(each): weight for each, weight in self._tensors if _has_memory(each)}
+        return self._by_memory.get(_memory(tensor)) if _has_memory(tensor) else None
+
+
+def resolve(module: nn.Module, weight: Weight) -> Tensor:
+    """The tensor that ``weight`` names now. Raises AttributeError or KeyError if it is gone."""
+    part: Any = module.get_submodule(weight.module)
+    name, *inner = weight.name.split(":")
+    tensor = getattr(part, name)
+    for attribute in inner:
+        tensor = getattr(tensor, attribute)
+    return tensor
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.device.type != "meta"
+
+
+def _memory(tensor: Tensor) -> tuple:
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
