@@ -1,6 +1,6 @@
-"""What one forward compiled, told from what another model's first forward compiles at the same time.
+"""What one forward compiled, apart from what another model's first forward compiles at the same time.
 
-Kernel variants are counted for the process, but several threads may sample several models. First
+Kernels are counted for the process, but several threads may sample several models. First
 forwards are expected to compile and run one at a time; any other forward that one of them overlaps counts nothing.
 """
 
@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from .ops import FusedOps
+from .stats import COMPILES
 
 
 @dataclass
@@ -51,10 +52,14 @@ def compilations(ops: FusedOps, first: bool) -> Iterator[Compiled]:
     """Counts what the body compiles; ``first``: it is a model's first forward on these operations."""
     compiled = Compiled()
     with _FIRST.one() if first else nullcontext():
-        before, started = ops.compiled_variants(), time.perf_counter()
+        before, started = _count(ops), time.perf_counter()
         seen = _FIRST.seen()
         yield compiled
         undisturbed = first or seen == _FIRST.seen() == (seen[0], 0)
-        after = ops.compiled_variants() if undisturbed else before
+        after = _count(ops) if undisturbed else before
     compiled.kernels = after - before
     compiled.seconds = time.perf_counter() - started if after != before else 0.0
+
+
+def _count(ops: FusedOps) -> int:
+    return COMPILES.kernels + ops.compiled_variants()

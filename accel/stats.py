@@ -26,6 +26,20 @@ MAX_REJECTED = 256
 TIMES_KEPT = 64
 
 
+@dataclass
+class CompileCounter:
+    """Kernels that were generated and compiled in this process, for all models together."""
+
+    kernels: int = 0
+
+    def add(self, kernels: int = 1) -> None:
+        """Counts ``kernels`` more."""
+        self.kernels += kernels
+
+
+COMPILES = CompileCounter()
+
+
 class CallTimes:
     """The durations of recent calls. On CUDA by events, read when they are done: measuring never waits."""
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from tools.oracles import FUSED
 from tools.paths import ROOT
 
 pytestmark = pytest.mark.gpu

@@ -366,44 +366,39 @@ def test_a_real_key_names_a_graph(cache) -> None:
 
 @pytest.fixture
 def engine(cache, monkeypatch):
-    """An engine that graphs on the CPU, with tiers that torch runs; ``ran`` says which one a result came from."""
+    """An engine that graphs on the CPU, with a tier that torch runs."""
     from anyshape.accel import engine
     from anyshape.accel.ops import FusedOps
 
     class Tier(FusedOps):
-        def __init__(self, name):
-            self.name = name
+        name = "kernels"
 
-    monkeypatch.setattr(engine, "_tiers", lambda settings, device: settings.mode.split("+"))
     monkeypatch.setattr(engine.Engine, "_graph_obstacle", lambda *args: "")
-    monkeypatch.setattr(engine.Engine, "_load", lambda self, tier, device: Tier(tier))
-    monkeypatch.setattr(engine, "MODES", ("kernels+regions", "regions"))
-    return engine.Engine(stats.Stats().model("Engine", "unet"))
+    monkeypatch.setattr(engine.Engine, "_load", lambda self, device: Tier())
+    return engine.Engine(stats.Stats().model("Engine", "model"))
 
 
-def called(engine, mode, factors, side=8, verify=True):
-    """What the engine gives for ``x * factor of the tier``, as a factor."""
+def called(engine, mode, factor, side=8, verify=True):
+    """What the engine gives for ``x * factor`` of the tier, as a factor; eager's is 2."""
     from anyshape.accel.engine import Call, Settings
 
     x = torch.ones(2, 4, side, 8)
     call = Call(
-        shape_key({"x": x}), {"x": x}, lambda ops, inputs: inputs["x"] * factors[ops.name], lambda: x * 2, weights=0,
-        width=8, height=side, batch=1,
+        shape_key({"x": x}), {"x": x}, lambda ops, inputs: inputs["x"] * factor, lambda: x * 2, weights=0, width=8,
+        height=side, batch=1,
     )  # fmt: skip
     return round(engine(call, Settings(mode, verify=verify)).mean().item(), 3)
 
 
 def test_another_mode_does_not_replay_what_kernels_captured(engine) -> None:
-    factors = {"kernels": 2.001, "regions": 2.002}
-    assert [called(engine, "kernels+regions", factors) for _ in range(2)] == [2.001] * 2
-    assert [called(engine, "regions", factors) for _ in range(2)] == [2.002] * 2
-    assert [shape.state for shape in engine.stats.shapes.values()] == ["graph"]
+    modes = ("auto", "auto", "exact", "auto")
+    assert [called(engine, mode, 2.001) for mode in modes] == [2.001, 2.001, 2.0, 2.001]
+    assert [shape.replays for shape in engine.stats.shapes.values()] == [2]
 
 
 def test_a_tier_that_is_wrong_at_one_size_is_gone_at_all(engine, cache) -> None:
     """Its graphs of other sizes too, which were made before."""
-    factors = {"kernels": 2.001, "regions": 2.002}
-    assert called(engine, "kernels+regions", factors) == 2.001
-    assert called(engine, "kernels+regions", factors | {"kernels": 3.0}, side=16) == 2.002
-    assert [called(engine, "kernels+regions", factors) for _ in range(2)] == [2.002] * 2
-    assert {entry.program for entry in cache._entries} == {"regions"}
+    assert called(engine, "auto", 2.001) == 2.001 and len(cache) == 1
+    assert called(engine, "auto", 3.0, side=16) == 2.0
+    assert [called(engine, "auto", 2.001) for _ in range(2)] == [2.0] * 2
+    assert len(cache) == 0

@@ -227,7 +227,7 @@ def test_workflows_of_earlier_versions_run(server, plain, mode) -> None:
 
 @pytest.mark.parametrize("budget", [0, 1 << 20])
 def test_every_setting_makes_the_image(server, plain, budget) -> None:
-    """A budget larger than any card included."""
+    """Kernels on a machine without a GPU and a budget larger than any card included."""
     assert np.abs(pixels(server, with_nodes(budget=budget)) - plain[1]).max() <= CLOSE
 
 
