@@ -62,7 +62,7 @@ def test_the_engine_runs_eager_and_says_why_once(other, monkeypatch):
     for name in ("synchronize", "empty_cache"):  # torch's own for AMD; no such card is here
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     monkeypatch.setattr("anyshape.accel.graphs.GraphCache.capture", lambda *args: pytest.fail("a graph"))
-    engine = Engine(STATS.model("device", "unet"))
+    engine = Engine(STATS.model("device", "model"))
     inputs = {"x": torch.zeros(2, 4, 8, 8)}
     key = shape_key(inputs)
     call = Call(
@@ -82,7 +82,7 @@ def test_a_cpu_has_no_kernels_and_says_so(models, fresh, clean_stats):
     (shape,) = shapes()
     assert shape["state"] == "eager" and shape["reason"] == CPU_REASON
     assert [f["reason"] for f in fallbacks()] == [CPU_REASON]
-    assert not Engine(STATS.model("device", "unet")).wants_channels_last(Settings(), CPU)
+    assert not Engine(STATS.model("device", "model")).wants_channels_last(Settings(), CPU)
 
 
 def test_the_nodes_say_so_and_pass_the_model_through(models, fresh, other, clean_stats):

@@ -314,7 +314,7 @@ def test_no_garbage_is_collected_within_a_capture() -> None:
 def test_an_engine_that_is_collected_within_a_capture_ends_no_graph(cache, capturer) -> None:
     from anyshape.accel.engine import Engine
 
-    engine = Engine(stats.Stats().model("Engine", "unet"))
+    engine = Engine(stats.Stats().model("Engine", "model"))
     cache.capture(name("a", owner=id(engine)), recording(10), BUDGET)
     owners = [engine]
 
