@@ -1,7 +1,8 @@
-"""The one decision per call: replay | capture | kernels | eager.
+"""The one decision per call: replay | tape or kernels | eager.
 
-A family turns a model's forward into a ``Call``; the engine runs it on the fastest tier that is safe, counts what it
-did, and turns every failure of ours into the next slower tier. Eager is the last and never ours to break.
+A model's forward comes as a ``Call``. Most are recorded (``tape_tier``); UNets, ControlNets and VAEs on a GPU bring a
+forward of their own on kernels. The engine runs a call in the fastest way that is safe, counts what it did, and turns
+every failure of ours into ComfyUI's own forward. Eager is the last resort, and we never change it.
 """
 
 import logging
@@ -23,9 +24,12 @@ from .key import ShapeKey
 from .ops import FusedOps
 from .outputs import Output
 from .stats import STATS, ModelStats, ShapeStats
+from .tape_tier import TapeTier
+from .tapes import Taped
 
 log = logging.getLogger(__name__)
 
+TAPE, KERNELS = "tape", "kernels"
 MODES = ("auto", "exact", "off")
 MAX_BUDGET_MB = 1 << 20
 MAX_TRIES = 3  # to compare a shape: eager may overflow, or have no memory, in one call and not in the next
@@ -59,12 +63,15 @@ class Call:
 
     key: ShapeKey
     inputs: dict[str, Tensor]  # everything that may differ from call to call
-    forward: Callable[[FusedOps, dict[str, Tensor]], Output]  # pure, unless graph_obstacle says otherwise
     eager: Callable[[], Output]  # on ComfyUI's own layers
     weights: int  # weights.WeightWatch.fingerprint, now
     width: int  # image pixels
     height: int
     batch: int  # images a prompt
+    frames: int = 1
+    taped: Taped | None = None  # how to record it
+    forward: Callable[[FusedOps, dict[str, Tensor]], Output] | None = None  # by hand, on kernels; pure, unless
+    # graph_obstacle says otherwise
     constants: Callable[[], tuple[Tensor | None, ...]] = tuple  # device memory besides weights that the forward reads
     obstacle: str = ""  # why only eager is right; "" if fused forwards are
     graph_obstacle: str = ""  # why the forward may not be captured; "" if it may
@@ -91,13 +98,16 @@ class Engine:
     _details: dict[str, str] = field(default_factory=dict)  # of what failed in this call, by reason, for the log
     _told: set[str] = field(default_factory=set)  # reasons that were logged
 
+    def __post_init__(self) -> None:
+        self._tape = TapeTier(self.stats, id(self), self.passthrough)
+
     def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, from the fastest tier that is safe."""
         with devices.current(call.key.device):  # another one may be: kernels and graphs start on the current one
             return self._counted(call, settings)
 
     def _counted(self, call: Call, settings: Settings) -> Output:
-        shape = self.stats.shape(str(call.key), call.width, call.height, call.batch)
+        shape = self.stats.shape(str(call.key), call.width, call.height, call.batch, call.frames)
         shape.calls += 1
         if shape.calls > 1:
             with shape.times.measure(call.key.device):
@@ -112,7 +122,7 @@ class Engine:
     def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         obstacle, retired, failures = call.obstacle, dict(self._retired), []
         if not obstacle:
-            tiers = _tiers(settings)
+            tiers = _tiers(settings, call)
             for tier in tiers:
                 if tier in self._retired:
                     continue
@@ -160,6 +170,8 @@ class Engine:
         return reason
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
+        if tier == TAPE:
+            return self._tape.run(call, settings, shape)
         obstacle = self._graph_obstacle(call, settings)
         if not obstacle:
             out = graphs.cache(call.key.device).replay(self._graph(tier, call), call.weights, call.inputs)
@@ -282,12 +294,13 @@ class Engine:
 
     def wants_channels_last(self, settings: Settings, device: torch.device) -> bool:
         """Whether convolution weights should be in channels_last: for kernels, and for nothing slower."""
-        usable = "kernels" in _tiers(settings) and "kernels" not in self._retired
+        usable = settings.mode == "auto" and KERNELS not in self._retired
         return usable and kernels.available(device)
 
     def drop_graphs(self) -> None:
         """Gives the memory of this model's graphs back; the next call of a shape captures it again."""
         graphs.drop_owner(id(self))
+        self._tape.release()
 
     def __del__(self) -> None:
         graphs.abandon(id(self))
@@ -304,6 +317,8 @@ NOT_COMPARED = (
 _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed
 
 
-def _tiers(settings: Settings) -> tuple[str, ...]:
+def _tiers(settings: Settings, call: Call) -> tuple[str, ...]:
     """The tiers to try, fastest first. Without any it is ComfyUI's own forward."""
-    return ("kernels",) if settings.mode == "auto" else ()
+    if call.taped is not None:
+        return (TAPE,)
+    return (KERNELS,) if settings.mode == "auto" and call.forward is not None else ()

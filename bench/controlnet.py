@@ -18,12 +18,10 @@ from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
 from anyshape.accel import stats  # noqa: E402
-from anyshape.accel.engine import Settings  # noqa: E402
-from anyshape.accel.families.attach import compile_model  # noqa: E402
-from anyshape.accel.families.controlnet import compile_controlnet  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from bench import measure, models, process  # noqa: E402
+from bench.product import Settings, compile_controlnet, compile_model  # noqa: E402
 from tools.driving import steering  # noqa: E402
 
 SIZES = [(1024, 1024), (960, 720), (728, 720), (512, 512), (544, 408)]

@@ -9,7 +9,10 @@ from tools.paths import ROOT
 
 RESULTS = ROOT / "bench" / "results"
 STEPS = 20  # of the picture that break-even counts in
-MODELS = {"sdxl": "SDXL", "sd15": "SD1.5", "flux": "Flux"}  # the order of the tables
+MODELS = {  # the order of the tables
+    "sdxl": "SDXL", "sd15": "SD1.5", "flux": "Flux", "zimage": "Z-Image", "qwen": "Qwen-Image", "sd35l": "SD3.5 large",
+    "chroma": "Chroma", "wan": "Wan 2.1 14B", "cosmos": "Cosmos-Predict2 2B", "krea": "Krea 2", "ltxv": "LTX-Video 13B",
+}  # fmt: skip
 HOWS = ("eager", "anyshape", "unverified", "blocks", "core")
 CONDITIONS = ("machine", "versions", "allocator", "date", "command")
 
@@ -51,6 +54,11 @@ def with_break_even(row: dict[str, Any], starts: dict[str, Any] | None) -> dict[
     starts = starts or {}
     counts = {name: break_even(starts.get(f"{name}_seconds"), *times) for name in ("cold", "warm")}
     return row | {"break_even_images": counts}
+
+
+def error(row: dict[str, Any]) -> float | None:
+    """Of a row of a forward table: of a call, or in results before November 2026 of the latent after two steps."""
+    return row["error"] if "error" in row else row["latent_error_after_2_steps"]
 
 
 def total(run: dict[str, Any]) -> float:

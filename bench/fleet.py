@@ -1,6 +1,6 @@
 """A worker's first picture: alone, and in a fleet that shares its kernels through a Redis that works or does not.
 
-python -m bench.fleet [--model sdxl|sd15|flux] [--repeats N] [--json FILE]
+python -m bench.fleet [--model sdxl|zimage|...] [--repeats N] [--json FILE]
 
 Every run is a process of its own, and seconds are counted from the loaded model (``bench.process``). Takes a
 redis-server (REDIS_SERVER names one) and Redis's client for Python; see ``fleet_tables.NAMES`` for the ways.
@@ -33,9 +33,9 @@ def worker(model: str) -> None:
     embed.load_pack()
     import torch
 
-    from bench import measure, models
+    from bench import measure, models, zoo
 
-    patcher = mixed.prepare(models.diffusion_model(model), "anyshape")
+    patcher = mixed.prepare(zoo.make(model), "anyshape")
     torch.zeros(1, device=patcher.load_device)
     print(json.dumps({"conditions": measure.conditions()}), flush=True)
     took: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def round_of(model: str, folder: Path) -> dict[str, tuple[dict[str, Any], dict[s
 def main() -> None:
     """Prints a line a way and repeat, then writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=("sdxl", "sd15", "flux"), default="sdxl")
+    parser.add_argument("--model", default="sdxl", help="one of bench.zoo")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)

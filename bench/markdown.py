@@ -8,8 +8,9 @@ WIDTH = 125  # characters a line of English prose
 
 
 def size(row: dict[str, Any]) -> str:
-    """Image pixels."""
-    return f"{row['width']}x{row['height']}"
+    """Image pixels, and the frames of a video."""
+    frames = row.get("frames", 1)
+    return f"{row['width']}x{row['height']}" + (f"x{frames}" if frames > 1 else "")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

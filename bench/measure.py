@@ -5,9 +5,11 @@ Where there is no GPU the clock is the processor's and memory reads 0: enough to
 
 import argparse
 import datetime
+import functools
 import json
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,11 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-COMPILE_PARTS = {  # by PyTorch's names
-    "all": "_compile.compile_inner", "tracing": "bytecode_tracing", "guards": "build_guards",
-    "load": "PyCodeCache.load_by_key_path",
-}  # fmt: skip
 
 
 def median_ms(fn: Callable[[], Any], repeats: int = 12, warmup: int = 3) -> float:
@@ -53,7 +50,7 @@ class Ticks:
         self.marks.append(event)
 
     def intervals_ms(self) -> list[float]:
-        """Milliseconds from each mark to the next; starts anew."""
+        """Milliseconds from each mark to the next; starts again."""
         synchronize()
         marks, self.marks = self.marks, []
         return [b - a if isinstance(a, float) else a.elapsed_time(b) for a, b in pairwise(marks)]
@@ -98,10 +95,15 @@ def options(description: str) -> argparse.ArgumentParser:
 
 def write(path: Path | None, figures: dict[str, Any]) -> None:
     """Writes ``figures`` with the conditions they were measured under; nothing without a path."""
-    if path is None:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(conditions() | figures, indent=1) + "\n")
+    if path is not None:
+        save(path, conditions() | figures)
+
+
+def save(path: Path | None, result: dict[str, Any]) -> None:
+    """Writes ``result`` as it is; nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _nameless(argument: str) -> str:
@@ -109,20 +111,49 @@ def _nameless(argument: str) -> str:
     return Path(argument).name if "/" in argument else argument
 
 
-def compile_seconds() -> dict[str, float]:
-    """What PyTorch has counted in this process of Dynamo and inductor: "all", imports among it, and parts of that."""
-    metrics = torch._dynamo.utils.compilation_time_metrics
-    return {part: round(sum(metrics.get(name, [])), 3) for part, name in COMPILE_PARTS.items()}
+class Kernels:
+    """Counts the Triton kernels of this process: compiled, or found in a cache. Of those compiled side by side the
+    seconds add up. Before Triton 3.4 nobody tells, and nothing is counted.
+    """
+
+    def __init__(self) -> None:
+        self.compiled, self.found, self.seconds = 0, 0, 0.0
+
+    def listen(self) -> "Kernels":
+        """Begins; takes the place of an earlier listener. Returns itself."""
+        from triton import knobs
+
+        if hasattr(knobs, "compilation"):
+            knobs.compilation.listener = self._heard
+        return self
+
+    def _heard(self, times: Any, cache_hit: bool, **kernel: Any) -> None:
+        if cache_hit:
+            self.found += 1
+        else:
+            self.compiled += 1
+            self.seconds += times.total * 1e-6
+
+
+@functools.cache
+def driver() -> str:
+    """The version of NVIDIA's driver; "" if nobody says."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return ""
 
 
 def conditions() -> dict[str, Any]:
-    """Machine, versions, allocator, date and command."""
+    """Machine, driver, versions, allocator, date and command."""
     import comfyui_version
     import triton
 
     cuda = torch.cuda.is_available()
     return {
         "machine": f"{torch.cuda.get_device_name() if cuda else 'CPU'}, {platform.machine()}",
+        "driver": driver() if cuda else "",
         "versions": {
             "torch": torch.__version__,
             "triton": triton.__version__,

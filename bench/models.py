@@ -1,6 +1,10 @@
-"""Full-size models with random weights (speed does not depend on them), and one sampling run as ComfyUI does it."""
+"""Full-size models with random weights (speed does not depend on them), and one sampling run as ComfyUI does it.
+
+``bench.zoo`` has more of them, by name.
+"""
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import comfy.controlnet
 import comfy.model_management as mm
@@ -47,6 +51,10 @@ VAE_CONFIG = {
 }  # fmt: skip
 
 
+# Buffers that a model leaves without values, because a checkpoint has them. All others hold tables that it computed.
+EMPTY_BUFFERS = ("pos_embed",)
+
+
 def randomise(module: nn.Module, seed: int = 0) -> None:
     """Random weights that keep activations near unit scale, so that fp16 neither overflows nor rounds to nothing."""
     generator = torch.Generator(next(module.parameters()).device).manual_seed(seed)
@@ -57,8 +65,13 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
     for layer in module.modules():
         if isinstance(layer, (nn.GroupNorm, nn.LayerNorm)) and layer.weight is not None:
             layer.weight.data.add_(1.0)
-        if type(layer).__name__ == "RMSNorm":  # Flux's own, or in newer ComfyUI torch's
-            getattr(layer, "scale" if hasattr(layer, "scale") else "weight").data.add_(1.0)
+        if type(layer).__name__ == "RMSNorm":  # torch's, or a model's own, which may call the weight scale or have none
+            scale = getattr(layer, "scale", getattr(layer, "weight", None))
+            if scale is not None:
+                scale.data.add_(1.0)
+    for name, buffer in module.named_buffers():
+        if name.rpartition(".")[2] in EMPTY_BUFFERS:
+            buffer.data.normal_(std=0.02, generator=generator)
     module.requires_grad_(False)
 
 
@@ -68,22 +81,18 @@ def unet(name: str, dtype: torch.dtype = torch.float16, **changes: object) -> Mo
     model_config = family(SPATIAL | config | changes)
     model_config.unet_config.update({k: v for k, v in config.items() if k in ("num_heads", "num_head_channels")})
     model_config.unet_config.update(changes)
-    return _random_model(model_config, dtype)
+    return random_model(model_config, dtype)
 
 
 def flux(dtype: torch.dtype = torch.bfloat16, **changes: object) -> ModelPatcher:
     """Flux.1 dev, on ComfyUI's device; ``changes`` to its config make a smaller one or another Flux."""
     config = FLUX | changes
     family = comfy.supported_models.Flux if config["guidance_embed"] else comfy.supported_models.FluxSchnell
-    return _random_model(family(config), dtype)
+    return random_model(family(config), dtype)
 
 
-def diffusion_model(name: str) -> ModelPatcher:
-    """The full-size model ``name`` in the dtype that it is used in."""
-    return flux() if name == "flux" else unet(name)
-
-
-def _random_model(model_config: comfy.supported_models_base.BASE, dtype: torch.dtype) -> ModelPatcher:
+def random_model(model_config: comfy.supported_models_base.BASE, dtype: torch.dtype) -> ModelPatcher:
+    """The model of a config, made and filled with random weights on ComfyUI's device."""
     model_config.set_inference_dtype(dtype, None)
     device = mm.get_torch_device()
     model = model_config.get_model({}, "", device=device)
@@ -151,43 +160,91 @@ def flux_vae(dtype: torch.dtype | None = None) -> comfy.sd.VAE:
     return comfy.sd.VAE(sd=model.state_dict(), dtype=dtype)
 
 
-def is_flux(patcher: ModelPatcher) -> bool:
-    """Whether this is a Flux, which takes other prompts than a UNet."""
-    return isinstance(patcher.model, comfy.model_base.Flux)
+# What a prompt of a model is ---------------------------------------------------------------------------------------
+
+
+class Traits(NamedTuple):
+    """What a kind of model takes: its prompts, how it is usually sampled, what a pixel of its latents stands for."""
+
+    tokens: int
+    width: Callable[[dict[str, Any]], int]  # of a token, from the model's config
+    pooled: Callable[[dict[str, Any]], int] = lambda config: 1
+    extra: Callable[[int], dict[str, Any]] = lambda tokens: {}  # more entries of a CONDITIONING
+    cfg: float = 1.0
+    scheduler: str = "simple"
+    scale: int = 8  # image pixels a latent pixel, per side
+    frames: int = 4  # of a video, a latent frame; the first one stands for itself
+
+
+def _sd3_width(config: dict[str, Any]) -> int:
+    return config["context_embedder_config"]["params"]["in_features"]
+
+
+def _guidance(tokens: int) -> dict[str, Any]:
+    return {"guidance": 3.5}
+
+
+def _mask(tokens: int) -> dict[str, Any]:
+    return {"attention_mask": torch.ones(1, tokens, dtype=torch.int64)}
+
+
+UNET = Traits(77, lambda config: config["context_dim"], lambda config: 1280, cfg=7.0, scheduler="normal")
+TRAITS = {  # by class of comfy.model_base; everything else is a UNet
+    "Flux": Traits(512, lambda c: c["context_in_dim"], lambda c: c["vec_in_dim"], _guidance),
+    "Chroma": Traits(256, lambda c: c["context_in_dim"], extra=lambda tokens: {"guidance": 0.0}),
+    "SD3": Traits(154, _sd3_width, lambda c: c["adm_in_channels"], cfg=5.0),
+    "Lumina2": Traits(100, lambda c: c["cap_feat_dim"]),
+    "QwenImage": Traits(100, lambda c: c.get("joint_attention_dim", 3584)),
+    "WAN21": Traits(512, lambda c: c.get("text_dim", 4096)),
+    "CosmosPredict2": Traits(512, lambda c: c["crossattn_emb_channels"]),
+    "LTXV": Traits(256, lambda c: c["caption_channels"], extra=_mask, scale=32, frames=8),
+    "Krea2": Traits(128, lambda c: c["txtlayers"] * c["txtdim"]),
+}
+
+
+def traits(patcher: ModelPatcher) -> Traits:
+    """Those of the nearest class that is known."""
+    names = (each.__name__ for each in type(patcher.model).__mro__)
+    return next((TRAITS[name] for name in names if name in TRAITS), UNET)
 
 
 def conditioning(patcher: ModelPatcher, tokens: int | None = None, seed: int = 0) -> list:
-    """A random prompt as CONDITIONING, with the pooled embedding that SDXL and Flux take.
+    """A random prompt as CONDITIONING, with the pooled embedding and whatever else the model takes.
 
-    tokens: 77 for a UNet and 512 for Flux, if not given.
+    tokens: as many as are usual for the model (77 for a UNet, 512 for Flux), if not given.
     """
     generator = torch.Generator().manual_seed(seed)
-    config = patcher.model.model_config.unet_config
-    if is_flux(patcher):
-        tokens, width, pooled, extra = tokens or 512, config["context_in_dim"], config["vec_in_dim"], {"guidance": 3.5}
-    else:
-        tokens, width, pooled, extra = tokens or 77, config["context_dim"], 1280, {}
-    pooled = torch.randn(1, pooled, generator=generator)
-    return [[torch.randn(1, tokens, width, generator=generator), {"pooled_output": pooled} | extra]]
+    config, kind = patcher.model.model_config.unet_config, traits(patcher)
+    tokens = tokens or kind.tokens
+    pooled = torch.randn(1, kind.pooled(config), generator=generator)
+    prompt = torch.randn(1, tokens, kind.width(config), generator=generator)
+    return [[prompt, {"pooled_output": pooled} | kind.extra(tokens)]]
+
+
+def empty_latent(patcher: ModelPatcher, width: int, height: int, batch: int = 1, frames: int = 1) -> Tensor:
+    """Zeros [batch, C, H, W], or [batch, C, T, H, W] for a model of videos; sizes in image pixels."""
+    kind, form = traits(patcher), patcher.model.latent_format
+    time = [(frames - 1) // kind.frames + 1] if form.latent_dimensions == 3 else []
+    return torch.zeros(batch, form.latent_channels, *time, height // kind.scale, width // kind.scale)
 
 
 def sample(
     patcher: ModelPatcher, width: int, height: int, batch: int = 1, steps: int = 20, cfg: float | None = None,
     tokens: int | None = None, seed: int = 0, sampler: str = "euler", scheduler: str | None = None,
     steer: Callable[[list, list], tuple[list, list]] | None = None, callback: Callable[..., None] | None = None,
+    frames: int = 1,
 ) -> Tensor:  # fmt: skip
-    """One txt2img run through ``comfy.sample``; the latent [batch, C, height / 8, width / 8].
+    """One txt2img run through ``comfy.sample``; the latent, as large as that of ``empty_latent``.
 
-    If not given, ``cfg`` and ``scheduler`` are 7 and "normal" for a UNet, 1 and "simple" for Flux. ``steer``: what a
-    node does to the positive and the negative CONDITIONING; ``callback``: the sampler's.
+    If not given, ``cfg`` and ``scheduler`` are those of the model's ``Traits``. ``steer``: what a node does to the
+    positive and the negative CONDITIONING; ``callback``: the sampler's; ``frames``: of a video.
     """
-    channels, usual_cfg, usual_scheduler = (16, 1.0, "simple") if is_flux(patcher) else (4, 7.0, "normal")
-    latent = torch.zeros(batch, channels, height // 8, width // 8)
+    latent, usual = empty_latent(patcher, width, height, batch, frames), traits(patcher)
     noise = comfy.sample.prepare_noise(latent, seed)
     positive, negative = (conditioning(patcher, tokens, seed + i) for i in (1, 2))
     if steer is not None:
         positive, negative = steer(positive, negative)
-    cfg, scheduler = usual_cfg if cfg is None else cfg, scheduler or usual_scheduler
+    cfg, scheduler = usual.cfg if cfg is None else cfg, scheduler or usual.scheduler
     with torch.inference_mode():
         return comfy.sample.sample(
             patcher, noise, steps, cfg, sampler, scheduler, positive, negative, latent, callback=callback, seed=seed,

@@ -1,8 +1,8 @@
 """From a loaded model to its first picture, in a new process: what artefacts on disk are worth.
 
-python -m bench.restart [--model sdxl|sd15|flux] [--steps N] [--repeat N] [--json FILE]
+python -m bench.restart [--model sdxl|zimage|...] [--mode auto|exact] [--steps N] [--repeat N] [--json FILE]
 
-One prompt of 1024x1024 (SD1.5: 512x512) and its decode by the VAE; of Flux the model alone. Each start is a process:
+One prompt of 1024x1024 (SD1.5: 512x512), and of a UNet its decode by the VAE. Each start is a process:
 
 - eager: ComfyUI as it is
 - cold: AnyShape with empty compiler caches and an empty store
@@ -23,9 +23,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import measure, mixed, process
+from bench import measure, process
 
-SIZES = {"sdxl": 1024, "flux": 1024, "sd15": 512}  # pixels a side
+SIDE = {"sd15": 512}  # pixels; of any other model 1024
+UNETS = ("sdxl", "sd15")  # whose picture is decoded
 STARTS = ("eager", "cold", "store", "caches")
 LIMIT = 400.0  # seconds given to a start
 STORE = "2048"  # megabytes
@@ -35,54 +36,48 @@ class Clocks:
     """Seconds that a start spends, by what it does."""
 
     def __init__(self) -> None:
-        self.spent = {"store_load": 0.0, "triton_compile": 0.0}
-        self.kernels = {"compiled": 0, "found": 0}
+        self.store_load = 0.0
+        self.kernels = measure.Kernels()
 
     def install(self) -> None:
-        """Before the pack is loaded. Of kernels compiled side by side the seconds add up."""
+        """Before the pack is loaded."""
         from anyshape.accel.artifacts import keeper
-        from triton import knobs
 
-        load = keeper.Keeper._load
+        load = keeper.Keeper._load_all
 
         def timed(*args: Any) -> None:
             started = time.perf_counter()
             load(*args)
-            self.spent["store_load"] += time.perf_counter() - started
+            self.store_load += time.perf_counter() - started
 
-        keeper.Keeper._load = timed
-        if hasattr(knobs, "compilation"):  # Triton 3.4 and newer
-            knobs.compilation.listener = self._compiled
-
-    def _compiled(self, times: Any, cache_hit: bool, **kernel: Any) -> None:
-        self.kernels["found" if cache_hit else "compiled"] += 1
-        self.spent["triton_compile"] += 0.0 if cache_hit else times.total * 1e-6
+        keeper.Keeper._load_all = timed
+        self.kernels.listen()
 
 
-def worker(model: str, steps: int, start: str, base: Path) -> None:
+def worker(model: str, mode: str, steps: int, start: str, base: Path) -> None:
     """One start in this process; prints a line when the models are loaded and one with the figures."""
     from tools import embed
 
     if start in ("cold", "store"):
-        os.environ |= {"ANYSHAPE_ARTIFACTS_MB": STORE, "ANYSHAPE_ARTIFACTS_DIR": str(base)}
-    embed.use_comfyui()
+        os.environ["ANYSHAPE_ARTIFACTS_MB"] = STORE
+    embed.use_comfyui(extra={"base_directory": str(embed.make_base(base))})
     embed.bare_pack()
     clocks = Clocks()
     clocks.install()
     embed.load_pack()
     import torch
 
-    from bench import models
+    from bench import models, zoo
 
-    patcher = models.diffusion_model(model)
-    vae = None if model == "flux" else models.vae(torch.bfloat16)
+    patcher = zoo.make(model)
+    vae = models.vae(torch.bfloat16) if model in UNETS else None
     torch.zeros(1, device=patcher.load_device)
     measure.synchronize()
     print(json.dumps({"conditions": measure.conditions()}), flush=True)
-    print(json.dumps(_figures(patcher, vae, model, steps, start) | _counts(clocks)), flush=True)
+    print(json.dumps(_figures(patcher, vae, model, mode, steps, start) | _counts(clocks)), flush=True)
 
 
-def _figures(patcher: Any, vae: Any, model: str, steps: int, start: str) -> dict[str, Any]:
+def _figures(patcher: Any, vae: Any, model: str, mode: str, steps: int, start: str) -> dict[str, Any]:
     """Seconds to the picture, and of its parts."""
     import torch
 
@@ -91,7 +86,7 @@ def _figures(patcher: Any, vae: Any, model: str, steps: int, start: str) -> dict
     took: dict[str, float] = {}
     with measure.seconds(took, "seconds"):
         if start != "eager":
-            patcher, vae = _compiled(patcher, vae)
+            patcher, vae = _compiled(patcher, vae, mode)
         marks = [time.perf_counter()]
 
         def after_step(*state: Any) -> None:
@@ -100,19 +95,19 @@ def _figures(patcher: Any, vae: Any, model: str, steps: int, start: str) -> dict
                 marks.append(time.perf_counter())
 
         with measure.seconds(took, "sampling"):
-            latent = models.sample(patcher, SIZES[model], SIZES[model], steps=steps, callback=after_step)
+            side = SIDE.get(model, 1024)
+            latent = models.sample(patcher, side, side, steps=steps, callback=after_step)
         if vae is not None:
             with measure.seconds(took, "decode"), torch.inference_mode():
                 vae.decode(latent)
     return took | {"first_step": round(marks[1] - marks[0], 3)}
 
 
-def _compiled(patcher: Any, vae: Any) -> tuple[Any, Any]:
-    from anyshape.accel.engine import Settings
-    from anyshape.accel.families.attach import compile_model
-    from anyshape.accel.families.vae import compile_vae
+def _compiled(patcher: Any, vae: Any, mode: str) -> tuple[Any, Any]:
+    from bench import product
 
-    return compile_model(patcher, Settings())[0], vae and compile_vae(vae)[0]
+    compiled, _ = product.compile_model(patcher, product.Settings(mode=mode))
+    return compiled, vae and product.compile_vae(vae)[0]
 
 
 def _counts(clocks: Clocks) -> dict[str, Any]:
@@ -122,8 +117,9 @@ def _counts(clocks: Clocks) -> dict[str, Any]:
     KEEPER.wait()
     found = snapshot()
     return {
-        **{name: round(value, 3) for name, value in clocks.spent.items()},
-        "kernels": clocks.kernels,
+        "store_load": round(clocks.store_load, 3),
+        "triton_compile": round(clocks.kernels.seconds, 3),
+        "kernels": {"compiled": clocks.kernels.compiled, "found": clocks.kernels.found},
         "artifacts": {name: found["artifacts"][name] for name in ("loaded", "saved")},
         "rejected": len(found["artifacts"]["rejected"]),
         "states": sorted({shape["state"] for entry in found["models"] for shape in entry["shapes"]}),
@@ -132,7 +128,7 @@ def _counts(clocks: Clocks) -> dict[str, Any]:
 
 def follow(chosen: argparse.Namespace, start: str, caches: Path, base: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """(figures of one start, the conditions it ran under)."""
-    command = [sys.executable, "-m", "bench.restart", "--model", chosen.model]
+    command = [sys.executable, "-m", "bench.restart", "--model", chosen.model, "--mode", chosen.mode]
     command += ["--steps", str(chosen.steps), "--worker", start, "--base", str(base)]
     ended = process.follow(command, caches, LIMIT)
     figures = next((line for line in ended.lines if "seconds" in line), {"seconds": None, "exit_code": ended.code})
@@ -156,7 +152,8 @@ def once(chosen: argparse.Namespace, starts: dict[str, list[dict[str, Any]]]) ->
 def main() -> None:
     """Prints a line for each start and writes the JSON after each round."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(SIZES), default="sdxl")
+    parser.add_argument("--model", default="sdxl", help="one of bench.zoo")
+    parser.add_argument("--mode", choices=("auto", "exact"), default="auto")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument(
         "--repeat", type=int, default=1, help="how often each start is made, each round with new caches"
@@ -166,15 +163,15 @@ def main() -> None:
     parser.add_argument("--base", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.worker:
-        return worker(chosen.model, chosen.steps, chosen.worker, chosen.base)
-    size = SIZES[chosen.model]
-    result = {"model": chosen.model, "size": [size, size], "steps": chosen.steps, "starts": {}}
-    command = f"python -m bench.restart --model {chosen.model} --steps {chosen.steps}"
+        return worker(chosen.model, chosen.mode, chosen.steps, chosen.worker, chosen.base)
+    size = SIDE.get(chosen.model, 1024)
+    result = {"model": chosen.model, "mode": chosen.mode, "size": [size, size], "steps": chosen.steps, "starts": {}}
+    command = f"python -m bench.restart --model {chosen.model} --mode {chosen.mode} --steps {chosen.steps}"
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         follow(chosen, "eager", Path(folder) / "caches", Path(folder) / "base")
     for _ in range(chosen.repeat):
         conditions = once(chosen, result["starts"])
-        mixed.save(chosen.json, conditions | {"command": f"{command} --repeat {chosen.repeat}"} | result)
+        measure.save(chosen.json, conditions | {"command": f"{command} --repeat {chosen.repeat}"} | result)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,10 @@ embed.load_pack()
 from typing import Any  # noqa: E402
 
 from anyshape.accel import stats  # noqa: E402
-from anyshape.accel.engine import Settings  # noqa: E402
-from anyshape.accel.families.attach import compile_model  # noqa: E402
-from anyshape.accel.families.skipping import skip_blocks  # noqa: E402
-from anyshape.accel.skip.settings import AUTO, SkipSettings  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 
 from bench import measure, models  # noqa: E402
+from bench.product import AUTO, Settings, SkipSettings, compile_model, skip_blocks  # noqa: E402
 
 SIZES = {
     "sdxl": [(1024, 1024), (960, 720), (728, 720)],

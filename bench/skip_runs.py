@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import skimage
 import torch
-from anyshape.accel.families import skipping
-from anyshape.accel.families.unet_cost import shares
-from anyshape.accel.skip.settings import SkipSettings
 from anyshape_demo import evaluate, model
 from comfy.model_patcher import ModelPatcher
 from skimage.metrics import structural_similarity
 from torch import Tensor, nn
 
 from bench import measure
+from bench.product import SkipSettings, shares, skipping
 from bench.skip_tables import EQUAL
 
 BATCH = 16

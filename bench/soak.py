@@ -31,12 +31,12 @@ from dataclasses import dataclass, field, replace  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
-from anyshape.accel.families.vae import compile_vae  # noqa: E402
 from comfy.model_management import InterruptProcessingException  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from bench import measure  # noqa: E402
 from bench import soak_checks as checks  # noqa: E402
+from bench.product import compile_vae  # noqa: E402
 from bench.soak_parts import NAMES, ON_CPU, ON_GPU, Parts, Way, sample, trembling  # noqa: E402
 from bench.soak_prompts import INTERRUPT, Prompt, Scope, draw  # noqa: E402
 

@@ -12,11 +12,6 @@ import comfy.model_management as mm
 import comfy.sample
 import comfy.sd
 import torch
-from anyshape.accel.engine import Settings
-from anyshape.accel.families.attach import compile_model
-from anyshape.accel.families.controlnet import compile_controlnet
-from anyshape.accel.families.skipping import skip_blocks
-from anyshape.accel.skip.settings import SkipSettings
 from anyshape_demo import model as demo
 from comfy.controlnet import ControlBase
 from comfy.model_patcher import ModelPatcher
@@ -25,6 +20,7 @@ from torch import Tensor
 
 import nodes
 from bench import models
+from bench.product import Settings, SkipSettings, compile_controlnet, compile_model, skip_blocks
 from bench.soak_prompts import LORAS, Prompt, Scope
 from tools import driving, patching
 

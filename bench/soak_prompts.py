@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 SAMPLERS = ("euler", "euler_ancestral", "dpmpp_2m", "heun")
-MODES = ("auto", "auto", "auto", "auto", "auto", "auto", "exact", "exact", "off", "off")
+MODES = ("auto", "auto", "auto", "auto", "auto", "auto", "auto", "exact", "off", "off")
 CONDS = ("one", "one", "one", "two", "area", "late")
 PATCHES = (  # of tools.patching, by name
     "input_block", "output_block_in_place", "attn1", "attn2_output", "attn1_replace_one", "middle", "embedding",

@@ -35,8 +35,10 @@ def pair(eager: float, compiled: float) -> str:
     return f"{three(eager)} → {three(compiled)}"
 
 
-def scientific(value: float) -> str:
-    """An error."""
+def scientific(value: float | None) -> str:
+    """An error; None if it was not finite."""
+    if value is None:
+        return "not finite"
     digits, exponent = f"{value:.2e}".split("e")
     return f"{digits}e{int(exponent)}"
 
@@ -180,7 +182,7 @@ def forward_row(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
         two(row["first_call_extra_seconds"]),
         even(row, result, "cold"),
         even(row, result, "warm"),
-        scientific(row["latent_error_after_2_steps"]),
+        scientific(figures.error(row)),
     ]
 
 

@@ -19,9 +19,9 @@ from typing import Any  # noqa: E402
 import comfy.model_management as mm  # noqa: E402
 import comfy.sd  # noqa: E402
 import torch  # noqa: E402
-from anyshape.accel.families.vae import compile_vae  # noqa: E402
 
 from bench import measure, models, process  # noqa: E402
+from bench.product import compile_vae  # noqa: E402
 
 SIZES = [
     (1024, 1024, 1),

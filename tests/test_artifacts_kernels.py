@@ -87,6 +87,7 @@ def test_two_processes_at_once_save_everything_once(filled):
     assert one["saved"] + two["saved"] == 6 == len(list(store.iterdir()))
     assert (one["compiled"], two["compiled"], one["generated"]) == (4, 4, 2)
     assert [one["rejected"], two["rejected"], one["dir"]] == [[], [], "store"]
+    assert {path.suffix for path in store.glob("*/*")} == {".cubin", ".json", ".py"}
 
 
 def test_nothing_is_compiled_with_a_store_and_an_empty_cache(store, tmp_path, later):
@@ -108,7 +109,7 @@ def test_another_card(store, tmp_path, later):
 
 
 def test_a_damaged_store_is_compiled_again_and_mended(store, tmp_path, later):
-    cubin, listed = next(store.glob("*/geglu_kernel.cubin")), next(store.glob("*/bias_add_kernel.ttir"))
+    cubin, listed = next(store.glob("*/geglu_kernel.cubin")), next(store.glob("*/bias_add_kernel.cubin"))
     text = next(store.glob("*/source.py"))
     cubin.write_bytes(cubin.read_bytes()[:-1])
     text.write_text(text.read_text() + "import os")

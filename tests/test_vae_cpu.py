@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools.driving import compiled_vae
+from tools.driving import as_own, compiled_vae
 from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
@@ -209,7 +209,7 @@ def test_out_of_memory_everywhere(fresh, monkeypatch):
             raise torch.OutOfMemoryError("injected")
         return own(self, z, **kwargs)
 
-    monkeypatch.setattr(blocks.Decoder, "forward", tight)
+    monkeypatch.setattr(blocks.Decoder, "forward", as_own(blocks.Decoder, tight))
     wanted, out = decode(fresh, 64, 1288), decode(compiled_vae(fresh), 64, 1288)
     assert error(out, wanted) < CLOSE
     tiles = [s for s in shapes() if s["height"] <= 1024]

@@ -4,6 +4,7 @@ Models are patchers of ComfyUI's own classes with random weights (``bench.models
 """
 
 import itertools
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -194,4 +195,10 @@ def short_of_memory(monkeypatch: Any, owner: type, name: str, limit: int) -> Non
             raise torch.OutOfMemoryError("injected")
         return own(self, x, *args, **kwargs)
 
-    monkeypatch.setattr(owner, name, limited)
+    monkeypatch.setattr(owner, name, as_own(owner, limited))
+
+
+def as_own(owner: type, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as if its code were in the file of ``owner``: a fault of ComfyUI's own, not of another pack."""
+    function.__code__ = function.__code__.replace(co_filename=sys.modules[owner.__module__].__file__)
+    return function

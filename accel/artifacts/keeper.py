@@ -45,14 +45,16 @@ class Keeper:
         self._loaded: set[torch.device] = set()
         self._watched: dict[torch.device, list[Kernels]] = {}
         self._sources: dict[str, str] = {}  # not saved yet
-        self._kept: set[str] = set()  # hashes of Triton's entries that need no second look
+        self._kept: set[str] = set()  # hashes of Triton's entries that were saved
+        self._finished: set[str] = set()  # of variants of which everything was
         self._saving = threading.Lock()
         self._due = False
         self._thread: threading.Thread | None = None
 
     def use(self, folder: Path) -> None:
         """Keeps the store in this folder, if it is safe."""
-        self._store, self._loaded, self._kept, STATS.artifacts.dir = None, set(), set(), ""
+        self._store, self._loaded, self._kept, self._finished = None, set(), set(), set()
+        STATS.artifacts.dir = ""
         attempt(partial(self._use, folder), _judge(folder.name))
 
     def _use(self, folder: Path) -> None:
@@ -182,10 +184,21 @@ class Keeper:
         saved, here = 0, machine.describe(device)
         for kernels in list(self._watched[device]):
             given, _ = attempt(lambda kernels=kernels: list(kernels()), _judge("store"))
-            for found in triton_cache.found_all(given or ()):
-                if found.hash not in self._kept:
-                    self._kept.add(found.hash)
-                    saved += bool(attempt(partial(keep_found, self._store, found, here), _judge(found.hash))[0])
+            for variant in triton_cache.variants(given or ()):
+                if getattr(variant, "hash", "") not in self._finished:
+                    saved += self._save_variant(variant, here)
+        return saved
+
+    def _save_variant(self, variant: Any, here: dict[str, str]) -> int:
+        from . import triton_cache
+
+        saved, entries = 0, list(triton_cache.found(variant))
+        for found in entries:
+            if found.hash not in self._kept:
+                self._kept.add(found.hash)
+                saved += bool(attempt(partial(keep_found, self._store, found, here), _judge(found.hash))[0])
+        if len(entries) > 1:  # the code that starts it is known once it was started
+            self._finished.add(variant.hash)
         return saved
 
     def _save_sources(self) -> int:

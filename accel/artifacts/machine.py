@@ -32,7 +32,7 @@ def describe(device: torch.device) -> dict[str, str]:
         "cuda": torch.version.cuda or "none",
         "arch": architecture(device),
         "python": str(sysconfig.get_config_var("EXT_SUFFIX")),
-        "platform": "-".join([platform.system(), platform.machine(), *platform.libc_ver()]),
+        "platform": _platform(),
     }
 
 
@@ -60,6 +60,11 @@ def _triton_version() -> str:
     except ImportError:
         return "none"
     return triton.__version__
+
+
+@functools.cache
+def _platform() -> str:
+    return "-".join([platform.system(), platform.machine(), *platform.libc_ver()])
 
 
 @functools.cache

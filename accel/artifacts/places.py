@@ -61,8 +61,10 @@ def _made(path: Path) -> bytes:
         os.link(temporary, path)
     except FileExistsError:
         pass
+    except OSError:  # a file system without links: the last one counts, and costs the other process a compilation
+        os.replace(temporary, path)
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
     return _read(path)
 
 

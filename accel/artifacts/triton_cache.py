@@ -29,16 +29,13 @@ class Found(NamedTuple):
     files: dict[str, Path]
 
 
-def found_all(kernels: Iterable[Any]) -> Iterator[Found]:
-    """The entries of all variants of these kernels that this process has compiled, or found in Triton's cache."""
+def variants(kernels: Iterable[Any]) -> Iterator[Any]:
+    """What this process has compiled of these kernels, or found in Triton's cache; a variant is one already."""
     for kernel in kernels:
-        for variant in [kernel] if hasattr(kernel, "metadata_group") else _variants(kernel):
-            yield from found(variant)
-
-
-def _variants(kernel: Any) -> Iterator[Any]:
-    for cache in list(getattr(kernel, "device_caches", {}).values()):
-        yield from list((cache[0] if isinstance(cache, tuple) else cache).values())
+        if hasattr(kernel, "metadata_group"):
+            yield kernel
+        for cache in list(getattr(kernel, "device_caches", {}).values()):
+            yield from list((cache[0] if isinstance(cache, tuple) else cache).values())
 
 
 def found(kernel: Any) -> Iterator[Found]:
@@ -46,6 +43,8 @@ def found(kernel: Any) -> Iterator[Found]:
     if not hasattr(kernel, "metadata_group"):  # a variant that is still being compiled
         return
     files = {name: Path(path) for name, path in kernel.metadata_group.items()}
+    if any(name.endswith(".cubin") for name in files):  # the steps between source and machine code are for people
+        files = {name: path for name, path in files.items() if name.endswith((".cubin", ".json"))}
     yield Found("kernel", kernel.hash, f"sm_{kernel.metadata.target.arch}", files)
     own = vars(kernel)  # to ask for ``run`` would load the kernel; before Triton 3.5 it is no property
     launch = getattr(own.get("_run") or own.get("run"), "launch", None)

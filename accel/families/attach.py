@@ -4,6 +4,7 @@
 workflow without our node (or with ``mode: off``) gets exactly ComfyUI's own forward.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +17,16 @@ from torch import nn
 from .. import devices
 from ..attempt import attempt, failed
 from ..engine import Engine, Settings
-from ..errors import Unavailable
 from ..stats import STATS
 from . import lazy
 from .compat import static_clone
 from .family import Family
+from .latents import latents_of
 from .layers import INTERRUPTS
 from .session import Session
 
 KEY = "anyshape"
+FORWARD = "diffusion_model.forward"
 FAMILIES = ("unet",)  # modules of this package; see ``lazy``
 
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
@@ -58,18 +60,21 @@ def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatch
 def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, str]:
     if obstacle := devices.obstacle(patcher.load_device):
         return _plain(patcher, obstacle)
-    family, obstacle = family_of(getattr(patcher.model, "diffusion_model", None))
-    if obstacle:
-        return _plain(
-            patcher, f"{obstacle}. It runs in eager, as without this node; Compile VAE works with any SD or Flux VAE"
-        )
+    model = patcher.model.diffusion_model
+    family = family_of(model)
     clone, obstacle = static_clone(patcher)
     if obstacle:
         return _plain(patcher, f"this model runs in eager, as without this node: {obstacle}")
     remove(clone)  # of two Compile Model nodes in a row, the last one decides
-    session = Session(family, settings, type(patcher.model).__name__, engine_of(family, patcher))
+    latents = latents_of(patcher.model.latent_format)
+    session = Session(
+        family, settings, type(patcher.model).__name__, engine_of(patcher), latents.size if latents else None
+    )
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
+    if not _calls_wrappers(type(model)):
+        own = clone.get_model_object(FORWARD)
+        clone.add_object_patch(FORWARD, session.whole_forward(model, own))
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
     return clone, _graph_message(settings, clone.load_device)
 
@@ -80,22 +85,25 @@ def _plain(patcher: ModelPatcher, message: str) -> tuple[ModelPatcher, str]:
     return remove(patcher.clone()), message
 
 
-def engine_of(family: Family, patcher: ModelPatcher) -> Callable[[nn.Module], Engine]:
+def engine_of(patcher: ModelPatcher) -> Callable[[nn.Module], Engine]:
     """What gives the engine of the diffusion model that is sampled."""
     name = type(patcher.model).__name__
-    return lambda model: engine_for(model, name, family.KIND)
+    return lambda model: engine_for(model, name, "model")
 
 
-def family_of(model: nn.Module) -> tuple[Family | None, str]:
-    """(the family whose forward this diffusion model has, why it cannot be compiled or "")."""
+def family_of(model: nn.Module) -> Family | None:
+    """What has a forward by hand for this diffusion model, on kernels; None: it is recorded, as all others."""
+    found, _ = attempt(lambda: [lazy.module(name) for name in FAMILIES], failed(type(model).__name__, "a family"))
+    family = next((family for family in found or () if type(model) is family.MODEL), None)
+    return family if family is not None and not family.unsupported(model) else None
+
+
+def _calls_wrappers(kind: type) -> bool:
+    """Whether a model's forward calls DIFFUSION_MODEL wrappers. Those of SD3 and some others do not."""
     try:
-        families: list[Family] = [lazy.module(name) for name in FAMILIES]
-    except Unavailable as error:
-        return None, str(error)
-    family = next((family for family in families if type(model) is family.MODEL), None)
-    if family is None:
-        return None, f"{type(model).__name__} is not a model that AnyShape knows (it knows SD's UNets)"
-    return family, family.unsupported(model)
+        return "DIFFUSION_MODEL" in inspect.getsource(kind.forward)
+    except (OSError, TypeError):  # no source here: most do
+        return True
 
 
 def remove(patcher: ModelPatcher) -> ModelPatcher:
@@ -103,6 +111,8 @@ def remove(patcher: ModelPatcher) -> ModelPatcher:
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
+    if getattr(patcher.object_patches.get(FORWARD), "__module__", "") == Session.__module__:
+        del patcher.object_patches[FORWARD]
     return patcher
 
 

@@ -173,6 +173,10 @@ class _Ending:
     def __init__(self, sampling: _Sampling, control: CompiledControlNet) -> None:
         self._sampling, self._control = sampling, control
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Ending":
+        """It lies in ``model_options`` while the model is sampled, which a pack may copy to the bottom."""
+        return self
+
     def __call__(self, patcher: ModelPatcher, *_: Any) -> None:
         patcher.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, RUN_KEY)
         if not patcher.callbacks.get(CallbacksMP.ON_CLEANUP, True):  # as it was: ComfyUI makes the entry when needed

@@ -4,7 +4,6 @@ ComfyUI may keep a layer's weights elsewhere or in another dtype and cast them a
 applied on the fly). ``cast_bias_weight`` is its own way to get them; we use it and nothing else.
 """
 
-from itertools import chain
 
 import comfy.ldm.modules.attention as attention
 import comfy.model_management
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..fingerprint import Watch, foreign_method
 from ..ops import FusedOps, Norm, Weights
 from .compat import is_streamed_layer
 
@@ -71,7 +71,11 @@ def to_image(tokens: Tensor, like: Tensor) -> Tensor:
 
 
 def is_altered(module: nn.Module) -> bool:
-    """Whether another pack changed what calling this module does (hooks, a replaced ``forward``)."""
+    """Whether another pack changed what calling this module does (hooks, a ``forward`` replaced here or for all)."""
+    return _is_altered_itself(module) or bool(foreign_method(type(module)))
+
+
+def _is_altered_itself(module: nn.Module) -> bool:
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -83,6 +87,13 @@ def is_foreign(module: nn.Module, name: str) -> bool:
     """Whether the instance's attribute ``name`` is another method than its class's."""
     # ComfyUI leaves the class's own method behind as an attribute when it undoes an object patch
     return getattr(module.__dict__[name], "__func__", None) is not getattr(type(module), name, None)
+
+
+def autocast(device: torch.device) -> str:
+    """Why fused operations are not right under torch's autocast; "" if it is off."""
+    if not torch.is_autocast_enabled(device.type):
+        return ""
+    return "torch.autocast is on (another node switched it on), and fused operations do not follow it: it runs in eager"
 
 
 def surroundings() -> int:
@@ -123,26 +134,27 @@ class Survey:
         self._known = _KNOWN_LAYERS | set(own_layers)
         self.odd: set[int] = set()
         self.altered = False
+        # of each class the forward that another pack gave it, for every model
+        self.foreign = {type(model): foreign_method(type(model))}
         self.unknown: set[str] = set()
         self.cast = False
         self.streamed = False
         for part in model.children():  # the model itself is called by others, with whatever they hung on it
             self._visit(part)
-        self._children = [module._modules for module in model.modules() if module._modules]
-        parts = (module for module in model.modules() if module is not model)
-        self._attached = [d for m in parts for d in (m.__dict__, m._forward_hooks, m._forward_pre_hooks)]
-        self._state = self._fingerprint()
+        self._watch = Watch(model, root=False)
 
     def is_stale(self) -> bool:
-        """Whether a part was hooked, replaced, or set to be cast since the walk; 0.2 ms for the 2,000 of SDXL."""
-        return self._fingerprint() != self._state
-
-    def _fingerprint(self) -> int:
-        children = chain.from_iterable(modules.values() for modules in self._children)
-        return hash((tuple(children), tuple(map(len, self._attached))))
+        """Whether a part was hooked, replaced or set to be cast since the walk, or a class changed for every model."""
+        return self._watch.changed()
 
     def _visit(self, module: nn.Module) -> bool:
-        altered, unknown = is_altered(module), _is_unknown_layer(module, self._known)
+        kind = type(module)
+        if kind not in self.foreign:
+            self.foreign[kind] = foreign_method(kind)
+        altered, unknown = (
+            bool(_is_altered_itself(module) or self.foreign[kind]),
+            _is_unknown_layer(module, self._known),
+        )
         self.altered |= altered
         self.cast |= is_cast(module)
         self.streamed |= is_streamed_layer(module)
@@ -155,6 +167,11 @@ class Survey:
             self.odd.add(id(module))
         return odd
 
+    def whose(self) -> str:
+        """In brackets the classes whose forward was replaced, and by which module; "" if none was."""
+        found = sorted({replaced for replaced in self.foreign.values() if replaced})
+        return f" ({', '.join(found)})" if found else ""
+
     def obstacle(self) -> str:
         """Why nothing of this model may run fused; "" if something may."""
         if self.streamed:
@@ -164,7 +181,7 @@ class Survey:
     def eager_parts(self) -> str:
         """Why some parts run their own forward; "" if none does."""
         if self.altered:
-            return "another node replaced or hooked a part of the model: that part runs in eager"
+            return f"another node replaced or hooked a part of the model{self.whose()}: that part runs in eager"
         if self.unknown:
             return f"layers of a kind that AnyShape does not know run in eager: {', '.join(sorted(self.unknown))}"
         return ""

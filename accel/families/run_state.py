@@ -5,7 +5,9 @@ from torch import Tensor, nn
 
 from ..weights import ChannelsLastWeights, WeightWatch
 from .family import Arguments, Family, Plan
-from .layers import surroundings
+from .layers import autocast, surroundings
+
+OPTIONS: frozenset[str] = frozenset()  # keys of transformer_options that end in _options and that are known
 
 
 class Run:
@@ -17,12 +19,16 @@ class Run:
         self._scan()
 
     def _scan(self) -> None:
-        if self._layout is not None:
-            self._layout.apply(self.model)
-        self.plan = self._family.Plan(self.model)
-        self._shallow: dict[int, Plan] = {}
-        self._watch = WeightWatch(self.model)
-        self._weights = self._watch.fingerprint()
+        try:
+            if self._layout is not None:
+                self._layout.apply(self.model)
+            self.plan = self._family.Plan(self.model)
+            self._shallow: dict[int, Plan] = {}
+            self._watch = WeightWatch(self.model)
+            self._weights = self._watch.fingerprint()
+        except BaseException:
+            self.close()  # nobody else knows of this run yet, and the model is shared
+            raise
 
     def shallow_plan(self, depth: int) -> Plan:
         """The plan of what a skipped step runs."""
@@ -54,7 +60,11 @@ def call_obstacle(given: Arguments) -> str:
     unknown = sorted(name for name, value in given.extra.items() if value is not None)
     if unknown:
         return f"the model was called with {', '.join(unknown)}, which only ComfyUI's own forward understands"
-    dtype = given.tensors["x"].dtype
+    if strange := sorted(name for name in given.options if name.endswith("_options") and name not in OPTIONS):
+        return f"the model was called with {', '.join(strange)}, which only ComfyUI's own forward understands"
+    device, dtype = given.tensors["x"].device, given.tensors["x"].dtype
+    if autocast(device):
+        return autocast(device)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"{dtype} activations are not supported; load the model in fp16, bf16 or fp32"
     return ""

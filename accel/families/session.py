@@ -11,14 +11,17 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
+from .. import kernels
 from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
+from ..fingerprint import foreign_method
 from ..key import shape_key
 from ..ops import FusedOps
 from ..outputs import Output
 from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
+from . import taping
 from .compat import outside_memory_plan
 from .family import Arguments, Family, Plan
 from .layers import INTERRUPTS, is_foreign
@@ -34,14 +37,24 @@ PASSED_BY = (
 class Session:
     """The wrappers of one compiled patcher (and of its clones), and the runs in progress."""
 
-    def __init__(self, family: Family, settings: Settings, name: str, engine: Callable[[nn.Module], Engine]) -> None:
+    def __init__(
+        self, family: Family | None, settings: Settings, name: str, engine: Callable[[nn.Module], Engine],
+        size: Callable[[tuple[int, ...]], tuple[int, int, int]] | None = None,
+    ) -> None:  # fmt: skip
         self.family, self.name = family, name
         self.settings = settings
+        self._size = size or taping.pixels
         self._engine = engine
-        self._runs: dict[int, Run] = {}  # by id of the diffusion model; several threads sample several models
+        self._runs: dict[
+            int, Run | taping.TapeRun
+        ] = {}  # by id of the diffusion model; several threads sample several models
         self._depth = 0
         self._calls = 0  # that came through here; code that someone else compiled does not
         self._lock = threading.RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Session":
+        """A pack that copies ``model_options`` to the bottom copies our wrappers too: they stay of this session."""
+        return self
 
     def sampling(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         """OUTER_SAMPLE: state begins here and ends in ``finally``."""
@@ -69,7 +82,7 @@ class Session:
         with self._lock:
             if self._depth == 0:
                 return Run(self.family, model, None)
-            if id(model) not in self._runs:
+            if not isinstance(self._runs.get(id(model)), Run):
                 wanted = self._engine(model).wants_channels_last(self.settings, device)
                 self._runs[id(model)] = Run(self.family, model, ChannelsLastWeights() if wanted else None)
             run = self._runs[id(model)]
@@ -87,6 +100,15 @@ class Session:
         with outside_memory_plan():
             return chain.execute(*args, **kwargs)
 
+    def whole_forward(self, model: nn.Module, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """A ``forward`` for a model whose own calls no wrappers; ``original`` is its own."""
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            with outside_memory_plan():
+                return self._call(model, original, *args, **kwargs)
+
+        return forward
+
     def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The ``_forward`` of the model's family, through the engine; ComfyUI's own if anything of ours fails."""
         theirs = Theirs(lambda: original(*args, **kwargs))
@@ -102,6 +124,8 @@ class Session:
         self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
         self._calls += 1
+        if self._is_recorded(kwargs, args):
+            return self._recorded(model, original, theirs, args, kwargs)
         given = self.family.arguments(*args, **kwargs)
         skip: SkipRun | None = given.options.get(RUN_KEY)
         obstacle = _foreign_forward(self.family, model, original) or call_obstacle(given) or self.family.obstacle(given)
@@ -119,6 +143,36 @@ class Session:
             skipped=lambda deep: engine(forward.skipped(skip, deep), self.settings),
         )
         return skip.call(_prompts(skip, given), given.tensors["x"], programs)
+
+    def _is_recorded(self, kwargs: dict[str, Any], args: tuple) -> bool:
+        """Whether this call goes on a tape: of every model, but for UNets on kernels by hand or with skipped blocks."""
+        if self.family is None:
+            return True
+        options = [item for item in (*args, *kwargs.values()) if isinstance(item, dict) and RUN_KEY in item]
+        if options or self.settings.mode == "off":
+            return False
+        device = next(item.device for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
+        return self.settings.mode == "exact" or not kernels.available(device)
+
+    def _recorded(
+        self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
+    ) -> Tensor:
+        given = taping.take(original, args, kwargs)
+        theirs.run = lambda: given.call(original)
+        run = self._tape_run(model)
+        first = next(iter(given.tensors.values()), None)
+        size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
+        return self._engine(model)(taping.call_of(model, original, given, run, theirs, size), self.settings)
+
+    def _tape_run(self, model: nn.Module) -> taping.TapeRun:
+        """As ``_run``, for a model that is recorded."""
+        with self._lock:
+            found = self._runs.get(id(model))
+            if not isinstance(found, taping.TapeRun):
+                found = taping.TapeRun(model, taping.fingerprints(model))
+                if self._depth:
+                    self._runs[id(model)] = found
+            return found
 
 
 def _sigmas(args: tuple, kwargs: dict[str, Any]) -> Sequence:
@@ -231,9 +285,11 @@ def _patches(options: dict[str, Any]) -> Iterator[tuple[tuple, Any]]:
 def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., Tensor]) -> str:
     """Why the model's forward is not the one that the family mirrors; "" if it is."""
     own = getattr(original, "__func__", None) is type(model)._forward
-    if own and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
+    replaced = foreign_method(type(model))
+    if own and not replaced and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
         return ""
-    return "another node replaced the model's forward, so the model runs in eager"
+    whose = f" ({replaced})" if replaced else ""
+    return f"another node replaced the model's forward{whose}, so the model runs in eager"
 
 
 def _graph_obstacle(run: Run, options: dict[str, Any]) -> str:

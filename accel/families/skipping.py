@@ -52,7 +52,7 @@ def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
         STATS.fallback(name, message)
         return message
     skipping = _Skipping(settings, name, tell)
-    session = Session(unet, Settings(mode="off"), name, attach.engine_of(unet, clone))
+    session = Session(unet, Settings(mode="off"), name, attach.engine_of(clone))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, skipping.sampling)
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, partial(_forward, session))
@@ -88,6 +88,10 @@ class _Skipping:
 
     def __init__(self, settings: SkipSettings, name: str, tell: Tell) -> None:
         self.settings, self.name, self.tell = settings, name, tell
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Skipping":
+        """As ``Session``: a copy of ``model_options`` is of the same node."""
+        return self
 
     def sampling(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
         """OUTER_SAMPLE: a run begins here and ends in ``finally``; where it cannot begin, nothing is skipped."""

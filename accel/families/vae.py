@@ -27,7 +27,7 @@ from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from .attach import engine_for
 from .compat import is_streamed, outside_memory_plan, static_clone
-from .layers import INTERRUPTS, Survey, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens
+from .layers import INTERRUPTS, Survey, autocast, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens
 
 _KNOWN = (
     blocks.Decoder, blocks.Encoder, blocks.ResnetBlock, blocks.AttnBlock, blocks.Upsample, blocks.Downsample,
@@ -156,13 +156,15 @@ class _Forward:
 def _obstacle(part: nn.Module, x: Tensor, options: dict[str, Any]) -> str:
     if torch.is_grad_enabled():
         return "gradients are on (training), so the VAE runs in eager"
+    if autocast(x.device):
+        return autocast(x.device)
     if options:
         return f"the VAE was called with {', '.join(sorted(options))}, which only ComfyUI's own forward understands"
     if x.ndim != 4 or getattr(part, "give_pre_end", False):
         return "only images [N, C, H, W] are compiled, not video or audio latents"
     survey = Survey(part)
     if is_altered(part) or survey.altered:
-        return "another node replaced or hooked a part of the VAE, so it runs in eager"
+        return f"another node replaced or hooked a part of the VAE{survey.whose()}, so it runs in eager"
     if survey.obstacle():
         return survey.obstacle()
     if survey.unknown:

@@ -86,6 +86,10 @@ class SkipRun:
     _kept_alive: dict[int, Any] = field(default_factory=dict)  # objects whose id is part of a prompt's key
     _started: float = field(default_factory=time.perf_counter)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SkipRun":
+        """It lies in ``model_options``, which a pack may copy to the bottom: the copy's calls are of the same run."""
+        return self
+
     @property
     def skips(self) -> bool:
         """Whether any step is meant to be skipped."""

@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 
-from ..kernels.launch import MAX_WORKERS, compile_only, launch
 from .codegen import Source
 from .pointwise import HEADER, INTERPRETED
 
@@ -36,9 +34,16 @@ def _function(text: str, name: str) -> Any:
     with _LOCK:
         found = _FUNCTIONS.get(text)
         if found is None:
-            header = INTERPRETED if knobs.runtime.interpret else HEADER
+            header = INTERPRETED if _interpreted() else HEADER
             found = _FUNCTIONS[text] = _loaded(header + text, name)
         return found
+
+
+def _interpreted() -> bool:
+    """Whether Triton's interpreter runs kernels, on the CPU."""
+    from triton import knobs
+
+    return knobs.runtime.interpret
 
 
 def _loaded(text: str, name: str) -> Any:
@@ -55,6 +60,9 @@ class Launch:
 
     def __init__(self, source: Source) -> None:
         self.source, self.operands, self.outputs = source, source.operands, source.outputs
+        from ..kernels.launch import launch  # with Triton, which may be missing where nothing is fused
+
+        self._launch = launch
         self.function = _function(source.text, source.name)
         self.numbers, self.grid = _numbers(source)
 
@@ -66,7 +74,9 @@ class Launch:
                 return False
             _COMPILED.add(key)
         dtypes = [value.dtype for value in (*self.operands, *self.outputs)]
-        if not knobs.runtime.interpret:
+        if not _interpreted():
+            from ..kernels.launch import compile_only
+
             compile_only(self.function, self.grid, *dtypes, *self.numbers, **self._options)
         return True
 
@@ -77,7 +87,7 @@ class Launch:
 
     def __call__(self, operands: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Computes ``outputs``, which are there already, from ``operands``."""
-        launch(self.function, self.grid, *operands, *outputs, *self.numbers, **self._options)
+        self._launch(self.function, self.grid, *operands, *outputs, *self.numbers, **self._options)
 
 
 def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int]]:
@@ -93,6 +103,8 @@ def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int]]:
 
 def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
     """Compiles what is new among ``launches`` side by side, and says how many that were. Raises ``KernelFailed``."""
+    from ..kernels.launch import MAX_WORKERS
+
     launches = list(launches)
     if device.type != "cuda":
         return sum(launch.compile() for launch in launches)

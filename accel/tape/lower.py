@@ -20,7 +20,9 @@ Indices = tuple[Index, ...]
 FLOATS = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32"}
 COPIES = frozenset("clone contiguous to _to_copy float type_as copy".split())
 NORMS = frozenset(("layer_norm", "rms_norm"))
-LITERALS = frozenset((0.0, 1.0, -1.0, 2.0, 0.5))  # other numbers are arguments, so that they make no kernel of their own
+LITERALS = frozenset(
+    (0.0, 1.0, -1.0, 2.0, 0.5)
+)  # other numbers are arguments, so that they make no kernel of their own
 MAX_JOINED = 4
 
 

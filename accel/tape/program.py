@@ -4,7 +4,8 @@ It holds no model. Weights are slots, filled by ``bind`` from the module that wa
 structure) and emptied by ``unbind`` when ComfyUI unloads it.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,7 @@ class Report:
     kernels: int = 0
     fused: int = 0  # operations inside kernels
     compiled: int = 0  # kernels that were new to the process
+    compile_seconds: float = 0.0
     left: dict[str, int] = field(default_factory=dict)  # groups that are no kernel, by reason
 
 
@@ -70,7 +72,9 @@ class Program:
         sizes.annotate(tape)
         self._layouts = Layouts()
         steps = self._planned(tape, fuse)
-        self.report.compiled = compile_all(self._launches, tape.device)
+        started = time.perf_counter()
+        self.report.compiled = compile_all(self._launches, tape.device) if self._launches else 0
+        self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         self._steps = [self._step(step) for step in steps]
         self._output = replaced(tape.output, Value, self._slot)
         self._free(steps, tape)
@@ -199,8 +203,28 @@ class Program:
         """What the program holds on the device besides weights."""
         return [tensor for _, tensor in self._fixed]
 
+    @property
+    def launches(self) -> list[Launch]:
+        """Its kernels."""
+        return list(self._launches)
+
+    def values(self, inputs: Sequence[Tensor], wanted: set[Value]) -> dict[Value, Tensor]:
+        """What ``wanted`` values are in a run; memory for all of them is needed. For finding faults."""
+        found: dict[Value, Tensor] = {}
+        names = {slot: value for value, slot in self._slots.items() if value in wanted}
+        self._execute(
+            inputs, lambda slot, tensor: found.update({names[slot]: tensor.clone()}) if slot in names else None
+        )
+        for value in wanted - found.keys():
+            tensor = self._bound[self._slots[value]] if not isinstance(value.leaf, Input) else inputs[value.leaf.index]
+            found[value] = tensor
+        return found
+
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """The forward's result for these inputs."""
+        return self._execute(inputs, None)
+
+    def _execute(self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None) -> Any:
         values = list(self._bound)
         for slot, index in self._inputs:
             values[slot] = inputs[index]
@@ -218,6 +242,8 @@ class Program:
                 for slot, tensor in zip(step.outputs, out if isinstance(out, (tuple, list)) else (out,), strict=False):
                     if slot >= 0:
                         values[slot] = tensor
+                        if seen is not None:
+                            seen(slot, tensor)
             for slot in step.free:
                 values[slot] = None
         return replaced(self._output, _Slot, lambda slot: values[slot.number])

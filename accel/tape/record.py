@@ -299,9 +299,7 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def record(
-    forward: Callable[[], Any], recorder: Recorder
-) -> tuple[Any, Tape | None]:
+def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:
     """(``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
     with torch.inference_mode(), ExitStack() as stack:
         if recorder.device.type == "cpu":

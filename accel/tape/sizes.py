@@ -144,9 +144,7 @@ def _joined(operation: Operation, output: Value) -> Sizes:
 def _stacked(operation: Operation, output: Value) -> Sizes:
     sizes = list(broadcast(operation.args[0], len(output.shape) - 1))
     sizes.insert(views.dimension(operation, 1, len(output.shape)), Size(output.shape[-1], static=True))
-    return tuple(
-        size if size.value == n else Size(n, static=True) for size, n in zip(sizes, output.shape, strict=True)
-    )
+    return tuple(size if size.value == n else Size(n, static=True) for size, n in zip(sizes, output.shape, strict=True))
 
 
 def _reduced(operation: Operation, output: Value) -> Sizes | None:

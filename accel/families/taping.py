@@ -1,0 +1,222 @@
+"""Any diffusion model's call as one that may be recorded: its tensors by name, its plain arguments, its options.
+
+Nothing here knows a model. ComfyUI's own forward is called with the same arguments; only containers are copied, because
+some forwards empty the lists that they are given (ControlNet residuals).
+"""
+
+import inspect
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import comfy.ldm.modules.attention as attention
+import torch
+from torch import Tensor, nn
+
+from ..engine import Call
+from ..fingerprint import ModuleFingerprint
+from ..key import shape_key
+from ..tape.options import PLAIN, NotedOptions
+from ..tape.record import Recorder
+from ..tapes import Taped
+from ..weights import WeightWatch
+from .layers import surroundings
+
+OPTIONS = "transformer_options"
+OVERRIDE = "optimized_attention_override"
+PATCH_KEYS = ("patches", "patches_replace")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+# torch's attention is made of operations that a tape can hold; other backends may work past torch's dispatcher
+OPEN_ATTENTION = {getattr(attention, "attention_pytorch", None)}
+
+
+@dataclass
+class Given:
+    """One call of a diffusion model's forward, taken apart. Holds the caller's tensors."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    options: Mapping[Any, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    plain: list[tuple[str, Any]] = field(default_factory=list)
+    unknown: str = ""  # an argument that is neither
+
+    def call(self, original: Callable[..., Any], options: Mapping[Any, Any] | None = None) -> Any:
+        """``original`` with these arguments, or with other options."""
+        swap = self.options if options is None else options
+        return original(
+            *(_copied(item, self.options, swap) for item in self.args),
+            **{name: _copied(item, self.options, swap) for name, item in self.kwargs.items()},
+        )
+
+
+def take(original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Given:
+    """The arguments of a call of ``original``, by name where it has names."""
+    names = _names(original)
+    named = [(names[index] if index < len(names) else str(index), item) for index, item in enumerate(args)]
+    named += kwargs.items()
+    options = next((item for name, item in named if name == OPTIONS and isinstance(item, dict)), {})
+    given = Given(args, kwargs, options)
+    for name, item in named:
+        if item is not options or not isinstance(item, dict):
+            _walk(given, name, item)
+    return given
+
+
+def _names(original: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [name for name, parameter in inspect.signature(original).parameters.items() if parameter.kind in kinds]
+
+
+def _walk(given: Given, name: str, item: Any) -> None:
+    if isinstance(item, Tensor):
+        given.tensors[name] = item
+    elif isinstance(item, PLAIN) or isinstance(item, (torch.dtype, torch.device)):
+        given.plain.append((name, item))
+    elif isinstance(item, (list, tuple)):
+        given.plain.append((name, len(item)))
+        for index, each in enumerate(item):
+            _walk(given, f"{name}.{index}", each)
+    elif isinstance(item, dict):
+        for key, each in item.items():
+            _walk(given, f"{name}.{key}", each)
+        given.plain.append((name, tuple(map(str, item))))
+    else:
+        given.unknown = given.unknown or f"{name}, a {type(item).__name__}"
+
+
+def _copied(item: Any, options: Mapping[Any, Any], swap: Mapping[Any, Any]) -> Any:
+    """``item`` with containers of its own; tensors and everything else are the caller's."""
+    if item is options and isinstance(item, dict):
+        return swap
+    if type(item) in (list, tuple):
+        return type(item)(_copied(each, options, swap) for each in item)
+    if type(item) is dict:
+        return {key: _copied(each, options, swap) for key, each in item.items()}
+    return item
+
+
+class TapeRun:
+    """What is known of one model during one sampling run. Holds the model: dropped when the run ends."""
+
+    def __init__(self, model: nn.Module, fingerprints: "Fingerprints") -> None:
+        self._fingerprints, self._watch = fingerprints, WeightWatch(model)
+        self._structure = fingerprints.of(model)
+
+    def weights(self) -> int:
+        """Where the weights lie, now."""
+        return self._watch.fingerprint()
+
+    def structure(self, model: nn.Module) -> int:
+        """The model's code, now, and what else decides its result besides inputs and weights."""
+        if self._fingerprints.changed(model):
+            self._structure, self._watch = self._fingerprints.of(model), WeightWatch(model)
+        return hash((self._structure, surroundings(), torch.is_autocast_enabled()))
+
+    def close(self) -> None:
+        """The sampling run is over."""
+        self._fingerprints.release()
+
+
+class Fingerprints:
+    """Numbers for what a model's code was: the same number, the same code."""
+
+    def __init__(self) -> None:
+        self._current: ModuleFingerprint | None = None
+        self._number = 0
+
+    def of(self, model: nn.Module) -> int:
+        """The number of the model as it is now; a new one if it changed since the last look."""
+        if self._current is None or self._current.full():
+            self._current = ModuleFingerprint(model)
+            self._number += 1
+        return self._number
+
+    def changed(self, model: nn.Module) -> bool:
+        """A quick look."""
+        return self._current is None or self._current.quick()
+
+    def release(self) -> None:
+        """Lets go of the model."""
+        if self._current is not None:
+            self._current.release()
+
+
+_FINGERPRINTS: "weakref.WeakKeyDictionary[nn.Module, Fingerprints]" = weakref.WeakKeyDictionary()
+
+
+def fingerprints(model: nn.Module) -> Fingerprints:
+    """Those of ``model``: one for all clones of its patcher."""
+    return _FINGERPRINTS.setdefault(model, Fingerprints())
+
+
+def pixels(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(width, height, frames) of a latent, where the model does not say: those of the latent, times 8."""
+    if len(shape) < 4:
+        return shape[-1], 1, 1
+    return shape[-1] * 8, shape[-2] * 8, shape[2] if len(shape) > 4 else 1
+
+
+def obstacle(given: Given) -> str:
+    """Why only ComfyUI's own forward is right for this call; "" if it may be recorded."""
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return "gradients are on (training), so the model runs in eager"
+    if given.unknown:
+        return f"the model was called with {given.unknown}, which AnyShape does not know"
+    if not given.tensors:
+        return "the model was called without a tensor"
+    first = next(iter(given.tensors.values()))
+    if first.dtype not in DTYPES:
+        return f"{first.dtype} activations are not supported; load the model in fp16, bf16 or fp32"
+    if odd := [name for name, tensor in given.tensors.items() if tensor.device != first.device]:
+        return f"{odd[0]} lies on another device than the latent"
+    patches = sorted({name for key in PATCH_KEYS for name, value in given.options.get(key, {}).items() if value})
+    if patches:
+        return f"patches by another node ({', '.join(patches)}): their model runs in eager"
+    return ""
+
+
+def call_of(
+    model: nn.Module, original: Callable[..., Any], given: Given, run: TapeRun | None, theirs: Callable[[], Any],
+    size: tuple[int, int, int],
+) -> Call:  # fmt: skip
+    """The engine's call. size: (width, height, frames) in image pixels."""
+    why = obstacle(given)
+    taped = None
+    if run is not None and not why:
+        taped = Taped(
+            model, lambda options: given.call(original, options), given.options, run.structure(model), _prepare
+        )
+    x = next(iter(given.tensors.values()), None)
+    rows = len(x) if x is not None and x.ndim else 1
+    return Call(
+        key=shape_key(given.tensors, {name: str(value) for name, value in given.plain if value is not None}),
+        inputs=given.tensors,
+        eager=theirs,
+        weights=run.weights() if run is not None else 0,
+        width=size[0],
+        height=size[1],
+        frames=size[2],
+        batch=max(1, rows // max(1, len(given.options.get("cond_or_uncond", (0,))))),
+        obstacle=why,
+        taped=taped,
+    )
+
+
+def _prepare(options: NotedOptions, recorder: Recorder) -> None:
+    """Attention that is not torch's own goes on the tape as one call, whatever it does inside."""
+    theirs = dict.get(options, OVERRIDE)
+    if theirs is None and attention.optimized_attention in OPEN_ATTENTION:
+        return
+
+    def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        kwargs = {name: dict(value) if isinstance(value, NotedOptions) else value for name, value in kwargs.items()}
+        for options_ in (value for name, value in kwargs.items() if name == OPTIONS):
+            options_.pop(OVERRIDE, None)
+        called = function if theirs is None else partial(theirs, function)
+        return recorder.call(called, args, kwargs)
+
+    dict.__setitem__(options, OVERRIDE, override)
+    options._own.add(OVERRIDE)

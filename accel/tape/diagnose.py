@@ -1,0 +1,49 @@
+"""Which kernel of a program is wrong: each is given eager's own inputs, and compared with eager's own results."""
+
+import torch
+from torch import Tensor, nn
+
+from .kernels import Launch
+from .program import Program
+from .values import Tape, Value
+
+TOLERANCE = 0.02  # relative L2 of one kernel's result: several roundings in bfloat16 make 0.004
+
+
+def wrong_kernels(tape: Tape, program: Program, inputs: list[Tensor], module: nn.Module) -> frozenset[str]:
+    """The sources of those kernels of ``program`` whose results are not what the tape's operations give."""
+    wrong: set[str] = set()
+    for launch, operands, expected in eager_values(tape, program, inputs, module):
+        outputs = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=tape.device) for v in launch.outputs]
+        launch([_laid_out(tensor, v) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
+        if any(_error(out, reference) > TOLERANCE for out, reference in zip(outputs, expected, strict=True)):
+            wrong.add(launch.source.text)
+    return frozenset(wrong)
+
+
+def eager_values(
+    tape: Tape, program: Program, inputs: list[Tensor], module: nn.Module
+) -> list[tuple[Launch, list[Tensor], list[Tensor]]]:
+    """(a kernel, eager's values of what it reads, eager's values of what it writes), for each kernel of ``program``."""
+    launches = program.launches
+    wanted = {value for launch in launches for value in (*launch.operands, *launch.outputs)}
+    plain = Program(tape, fuse=False)
+    plain.bind(module)
+    values: dict[Value, Tensor] = plain.values(inputs, wanted)
+    return [(launch, [values[v] for v in launch.operands], [values[v] for v in launch.outputs]) for launch in launches]
+
+
+def _laid_out(tensor: Tensor, value: Value) -> Tensor:
+    """``tensor`` with the strides that the kernel was made for."""
+    if tensor.stride() == value.stride:
+        return tensor
+    out = torch.empty_strided(value.shape, value.stride, dtype=tensor.dtype, device=tensor.device)
+    return out.copy_(tensor)
+
+
+def _error(out: Tensor, reference: Tensor) -> float:
+    out, reference = out.float(), reference.float()
+    if not bool(torch.isfinite(reference).all()):
+        return 0.0
+    found = (out - reference).norm() / reference.norm().clamp_min(1e-12)
+    return found.item() if bool(torch.isfinite(found)) else float("inf")

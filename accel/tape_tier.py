@@ -1,0 +1,236 @@
+"""The tape's way through a call: replay | run | record.
+
+The first call of a size is ComfyUI's own forward, recorded. Its program runs at once and is compared with it, so the
+check costs no forward of its own, and what the first call gives back is what later calls will give.
+"""
+
+import logging
+import time
+import traceback
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from . import devices, graphs, kernels, verify
+from .artifacts import KEEPER
+from .attempt import attempt, named
+from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
+from .outputs import Output
+from .stats import STATS, ModelStats, ShapeStats
+from .tape import diagnose, rules
+from .tape.program import NotBound, Program
+from .tape.values import Tape
+from .tapes import Take, Tapes, bound, obstacle
+
+if TYPE_CHECKING:
+    from .engine import Call, Settings
+
+log = logging.getLogger(__name__)
+
+LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
+HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
+NO_GRAPHS = "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
+
+
+class TapeTier:
+    """The programs of one model, and which of them runs. owner: stands for the model among graphs."""
+
+    def __init__(self, stats: ModelStats, owner: int, passthrough: tuple[type[BaseException], ...]) -> None:
+        self.stats, self._owner, self._passthrough = stats, owner, passthrough
+        self._tapes = Tapes()
+        self._dtypes: set[torch.dtype] = set()  # whose first size is over
+
+    def run(self, call: "Call", settings: "Settings", shape: ShapeStats) -> Any:
+        """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
+        fuse = settings.mode == "auto" and can_fuse(call.key.device)
+        take = self._tapes.find(call.key, fuse, call.taped)
+        if take is None:
+            return self._first(call, settings, shape, fuse)
+        if take.program is None:
+            self._note(shape, "eager", take.reason)
+            return call.eager()
+        inputs = take.inputs(call.inputs, call.taped.options)
+        if take.graph and settings.graph_budget_mb:
+            out = graphs.cache(call.key.device).replay(self._name(call, take), call.weights, inputs)
+            if out is not None:
+                shape.state, shape.reason = "graph", ""
+                shape.replays += 1
+                return take.form(out)
+        try:
+            program = bound(take, call.taped.module, call.weights)
+        except NotBound:  # other weights altogether
+            self._tapes.drop(take)
+            return self._first(call, settings, shape, fuse)
+        out = _flat(program.run(list(inputs.values())))
+        self._settle(call, settings, shape, take, inputs, out)
+        return take.form(out)
+
+    def release(self) -> None:
+        """Lets go of weights: the model was unloaded."""
+        self._tapes.release()
+
+    # The first call of a size ---------------------------------------------------------------------------------------
+
+    def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
+        recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
+        if tape is not None:
+            take.reason = obstacle(tape) or _odd_form(recorded)
+        if take.reason:
+            self._note(shape, "eager", take.reason)
+            return recorded
+        out, _ = attempt(
+            lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
+            lambda error: self._failed(take, shape, error),
+            self._passthrough,
+        )
+        return recorded if out is None else take.form(out)
+
+    def _programmed(
+        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
+    ) -> Output:
+        """The result of the new program, checked."""
+        device, first = call.key.device, call.key.inputs[0].dtype not in self._dtypes
+        take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _same
+        program = self._made(tape, fuse, call)
+        self._count(program, first, call.key.inputs[0].dtype)
+        inputs = take.inputs(call.inputs, call.taped.options)
+        take.program = program
+        bound(take, call.taped.module, call.weights)
+        if device.type != "cuda" and not first:  # torch's own operations, as in the first size, which was compared
+            self._settle(call, settings, shape, take, inputs, None)
+            return _flat(recorded)
+        out, host, elapsed = _timed(program, list(inputs.values()), device)
+        if settings.verify:
+            out = self._checked(call, take, tape, out, _flat(recorded), list(inputs.values()))
+        take.graph = device.type == "cuda" and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
+        if device.type == "cuda" and not take.graph:
+            shape.note = f"the GPU is the limit at this size ({elapsed:.0f} ms, launching {host:.0f} ms): no graph"
+        self._settle(call, settings, shape, take, inputs, out)
+        return out
+
+    def _made(self, tape: Tape, fuse: bool, call: "Call") -> Program:
+        """The program of ``tape``; without kernels where they cannot be compiled here."""
+        if not fuse:
+            return Program(tape, fuse=False)
+        KEEPER.watch(call.key.device, _functions)
+        self.stats.inexact = sorted({*self.stats.inexact, *rules.apply(tape)})
+        try:
+            return Program(tape, fuse=True)
+        except KernelFailed as error:
+            STATS.fallback(self.stats.name, f"{error}: operations run unfused")
+            return Program(tape, fuse=False)
+
+    def _count(self, program: Program, first: bool, dtype: torch.dtype) -> None:
+        self.stats.kernels += program.report.compiled
+        self.stats.compile_seconds += program.report.compile_seconds
+        self.stats.recompiles += 0 if first else program.report.compiled
+        self._dtypes.add(dtype)
+        if program.report.compiled:
+            KEEPER.save_soon()
+
+    def _checked(
+        self, call: "Call", take: Take, tape: Tape, out: Output, recorded: Output, inputs: list[Tensor]
+    ) -> Output:
+        """``out``, if it is ComfyUI's own result but for rounding; else that of a program without what is wrong."""
+        what = f"the tape at {call.width}x{call.height}"
+        try:
+            verify.compare(what, out, recorded)
+            return out
+        except WrongResult as error:
+            STATS.fallback(self.stats.name, str(error))
+        wrong = diagnose.wrong_kernels(tape, take.program, inputs, call.taped.module)
+        for program in (Program(tape, fuse=True, wrong=wrong), Program(tape, fuse=False)):
+            program.bind(call.taped.module)
+            take.program, out = program, _flat(program.run(inputs))
+            try:
+                verify.compare(what, out, recorded)
+                return out
+            except WrongResult:
+                continue
+        raise WrongResult(f"{what} is not what ComfyUI's own forward gives, even unfused; please report it")
+
+    def _failed(self, take: Take, shape: ShapeStats, error: Exception) -> str:
+        """What goes wrong with a new program costs nothing: ComfyUI's own result is there."""
+        take.program = None
+        if is_out_of_memory(error):
+            torch.cuda.empty_cache()
+            take.reason = "out of memory for a second run at this size; lower the image size or the batch"
+        else:
+            take.reason = str(error) if isinstance(error, AnyShapeError) else f"the tape failed: {named(error)}"
+            text = "".join(traceback.format_exception(error))
+            log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, text)
+        self._note(shape, "eager", take.reason)
+        return take.reason
+
+    # Graphs ---------------------------------------------------------------------------------------------------------
+
+    def _settle(
+        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
+        out: Output | None,
+    ) -> None:  # fmt: skip
+        """Notes that the program ran, and captures it where a graph pays."""
+        shape.state, shape.reason = "tape", ""
+        if not take.graph or out is None:
+            return
+        if not settings.graph_budget_mb:
+            self._note(shape, "tape", NO_GRAPHS)
+            return
+        program = take.program
+        recording = graphs.Recording(
+            lambda static: _flat(program.run(list(static.values()))), inputs, call.weights,
+            tuple(program.constants()), out, False, self.stats.name,
+        )  # fmt: skip
+        try:
+            shape.bytes = graphs.cache(call.key.device).capture(
+                self._name(call, take), recording, settings.graph_budget_bytes
+            )
+            shape.state = "graph"
+        except CaptureFailed as error:
+            take.graph = False
+            self._note(shape, "tape", str(error))
+
+    def _name(self, call: "Call", take: Take) -> graphs.Name:
+        return graphs.Name(self._owner, call.key, ("tape", take.number))
+
+    def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
+        shape.state, shape.reason = state, reason
+        if reason and STATS.fallback(self.stats.name, reason) == 1:
+            log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Whether generated kernels run on this device."""
+    return devices.is_nvidia(device) and kernels.available(device)
+
+
+def _functions() -> list[Any]:
+    from .tape.kernels import functions
+
+    return functions()
+
+
+def _flat(out: Any) -> Output:
+    return out if isinstance(out, Tensor) else tuple(out)
+
+
+def _same(out: Any) -> Any:
+    return out
+
+
+def _odd_form(out: Any) -> str:
+    if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
+        return ""
+    return "its result is neither a tensor nor a list of tensors"
+
+
+def _timed(program: Program, inputs: list[Tensor], device: torch.device) -> tuple[Output, float, float]:
+    """(the result, milliseconds of the host, milliseconds until the GPU was done)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    out = _flat(program.run(inputs))
+    host = time.perf_counter() - started
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return out, host * 1e3, (time.perf_counter() - started) * 1e3

@@ -1,0 +1,125 @@
+"""The programs of one model: recorded at the first call of a size, found again at later ones.
+
+A take is one recording. It fits a call if the inputs have its shapes, the options that the forward read are as they
+were, and the model's code has not changed since.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from .key import ShapeKey
+from .tape.options import Guards, NotedOptions, Reads
+from .tape.program import Program
+from .tape.record import Recorder, record
+from .tape.values import Tape
+
+MAX_TAKES = 48  # per model; the least recently used goes with what it holds
+
+
+@dataclass(frozen=True)
+class Taped:
+    """A call whose forward may be recorded."""
+
+    module: nn.Module
+    forward: Callable[[Mapping[Any, Any]], Any]  # ComfyUI's own, with these options in place of the call's
+    options: Mapping[Any, Any]
+    structure: int  # changes with the model's code and with what else decides a result besides inputs and weights
+    prepare: Callable[[NotedOptions, Recorder], None]  # puts what a recording needs into its options
+
+
+@dataclass(eq=False)
+class Take:
+    """One recording of one size, and how it runs."""
+
+    guards: Guards
+    structure: int
+    number: int
+    program: Program | None = None
+    reason: str = ""  # why there is no program
+    weights: int | None = None  # fingerprint of the weights that the program is bound to
+    graph: bool = False  # whether a graph pays
+    form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's
+
+    def inputs(self, given: Mapping[str, Tensor], options: Mapping[Any, Any]) -> dict[str, Tensor]:
+        """The call's tensors and those that the forward takes from its options."""
+        return dict(given) | {f"option {key}": options[key] for key in self.guards.tensors}
+
+
+class Tapes:
+    """The takes of one model. Holds no module, and weights only between ``bind`` and ``release``."""
+
+    def __init__(self) -> None:
+        self._takes: OrderedDict[tuple[ShapeKey, bool], list[Take]] = OrderedDict()
+        self._count = 0
+        self._lock = threading.RLock()
+
+    def find(self, key: ShapeKey, fuse: bool, taped: Taped) -> Take | None:
+        """The take that fits this call, or None."""
+        with self._lock:
+            takes = self._takes.get((key, fuse), [])
+            for take in takes[:]:
+                if take.structure != taped.structure:
+                    takes.remove(take)  # the model is another one now
+                elif not take.guards.differs(taped.options):
+                    self._takes.move_to_end((key, fuse))
+                    return take
+            return None
+
+    def record(
+        self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]
+    ) -> tuple[Any, Take, Tape | None]:
+        """(ComfyUI's own result, the new take, its tape). Errors are those of ComfyUI's own forward."""
+        recorder = Recorder(list(inputs.values()), taped.module, key.device)
+        reads = Reads(recorder.add_input)
+        noted = NotedOptions(taped.options, reads)
+        taped.prepare(noted, recorder)
+        out, tape = record(lambda: taped.forward(noted), recorder)
+        with self._lock:
+            self._count += 1
+            take = Take(Guards(reads), taped.structure, self._count, reason=recorder.refusal)
+            self._takes.setdefault((key, fuse), []).append(take)
+            while len(self._takes) > MAX_TAKES:
+                self._takes.popitem(last=False)
+        return out, take, tape
+
+    def drop(self, take: Take) -> None:
+        """Forgets one take."""
+        with self._lock:
+            for takes in self._takes.values():
+                if take in takes:
+                    takes.remove(take)
+
+    def release(self) -> None:
+        """Lets go of the weights: the model is unloaded."""
+        with self._lock:
+            for takes in self._takes.values():
+                for take in takes:
+                    if take.program is not None:
+                        take.program.unbind()
+                    take.weights = None
+
+    def forget(self) -> None:
+        """Drops every take."""
+        with self._lock:
+            self._takes.clear()
+
+
+def obstacle(tape: Tape) -> str:
+    """Why a tape may not be replayed; "" if it may."""
+    for value in tape.leaves():
+        if value.device != tape.device and not (value.is_constant and not value.shape):
+            return "weights or inputs lie on another device (low VRAM, streamed weights)"
+    return ""
+
+
+def bound(take: Take, module: nn.Module, weights: int) -> Program:
+    """The take's program on the weights of ``module``. Raises ``NotBound``."""
+    if take.weights != weights:
+        take.program.bind(module)
+        take.weights = weights
+    return take.program

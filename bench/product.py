@@ -1,0 +1,15 @@
+"""The one place where the benchmarks import those parts of the pack that they measure."""
+
+from anyshape.accel.engine import Settings
+from anyshape.accel.families import skipping
+from anyshape.accel.families.attach import compile_model
+from anyshape.accel.families.controlnet import compile_controlnet
+from anyshape.accel.families.skipping import skip_blocks
+from anyshape.accel.families.unet_cost import shares
+from anyshape.accel.families.vae import compile_vae
+from anyshape.accel.skip.settings import AUTO, SkipSettings
+
+__all__ = [
+    "AUTO", "Settings", "SkipSettings", "compile_controlnet", "compile_model", "compile_vae", "shares", "skip_blocks",
+    "skipping",
+]  # fmt: skip

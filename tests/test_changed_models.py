@@ -1,0 +1,236 @@
+"""What other packs do to a model besides patches: classes replaced for every model, options copied, torch switched.
+
+Nothing is compiled here: the operations of the regions tier run in plain torch.
+"""
+
+import copy
+
+import pytest
+import torch
+
+from tools import driving
+from tools.driving import compiled, compiled_control, compiled_vae, randn, sample_prompts, skipping, unet_forward
+from tools.oracles import error, fallbacks, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats", "plain_tier")
+
+CLOSE = 1e-4  # relative L2 in fp32
+CHANGED = 1e-2  # by how much a change must show, so that a test can tell
+
+
+@pytest.fixture
+def plain_tier(pack, monkeypatch):
+    from anyshape.accel.engine import Engine
+    from anyshape.accel.ops import FusedOps
+
+    class Plain(FusedOps):
+        name = "regions"
+
+    monkeypatch.setattr(Engine, "_load", lambda *args: Plain())
+
+
+def louder(monkeypatch, kind, name="forward", factor=1.5):
+    """As a pack that replaces a method for every model: what it gives is larger."""
+    own = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda self, *args, **kwargs: own(self, *args, **kwargs) * factor)
+
+
+# Classes ----------------------------------------------------------------------------------------------------------
+
+CLASSES = ["attention.BasicTransformerBlock", "attention.CrossAttention", "openaimodel.ResBlock", "ops.GroupNorm"]
+
+
+def class_of(name):
+    import comfy.ldm.modules.attention as attention
+    import comfy.ldm.modules.diffusionmodules.openaimodel as openaimodel
+    import comfy.ops
+
+    module, name = name.split(".")
+    where = {"attention": attention, "openaimodel": openaimodel, "ops": comfy.ops.disable_weight_init}[module]
+    return getattr(where, name)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_class_of_a_unet(fresh, monkeypatch, name, before):
+    """Replaced before the model's first call, or once a size was compared with eager; gone again in the end."""
+    fast = compiled(fresh)
+    plain = unet_forward(fresh, 128, 64)
+    if not before:
+        assert error(unet_forward(fast, 128, 64), plain) < CLOSE
+        assert shapes()[-1]["reason"] == ""
+    louder(monkeypatch, class_of(name))
+    wanted = unet_forward(fresh, 128, 64)
+    assert error(wanted, plain) > CHANGED
+    assert error(unet_forward(fast, 128, 64), wanted) < CLOSE
+    reason = shapes()[-1]["reason"]
+    assert f"{name.split('.')[1]}.forward of tests.test_changed_models" in reason and "wrong result" not in reason
+    monkeypatch.undo()
+    assert error(unet_forward(fast, 128, 64), plain) < CLOSE
+
+
+def test_the_class_of_the_model(fresh, monkeypatch):
+    fast = compiled(fresh)
+    louder(monkeypatch, type(fresh.model.diffusion_model), "_forward")
+    assert error(unet_forward(fast, 128, 64), unet_forward(fresh, 128, 64)) < CLOSE
+    assert "UNetModel._forward of tests.test_changed_models" in shapes()[-1]["reason"]
+
+
+def test_a_class_replaced_in_mid_run(models, fresh, monkeypatch):
+    """Between two steps of a sampling run."""
+    import comfy.ldm.modules.attention as attention
+
+    def image(patcher):
+        steps, patcher = [], patcher.clone()
+
+        def between(apply, args):
+            steps.append(1)
+            if len(steps) == 2:
+                louder(monkeypatch, attention.BasicTransformerBlock)
+            return apply(args["input"], args["timestep"], **args["c"])
+
+        patcher.set_model_unet_function_wrapper(between)
+        return models.sample(patcher, 64, 64, steps=3)
+
+    plain = models.sample(fresh, 64, 64, steps=3)
+    own, wanted = attention.BasicTransformerBlock.forward, image(fresh)
+    attention.BasicTransformerBlock.forward = own
+    assert error(wanted, plain) > 10 * CLOSE and error(image(compiled(fresh)), wanted) < CLOSE
+
+
+@torch.inference_mode()
+def test_a_class_of_a_vae(models, monkeypatch):
+    import comfy.ldm.modules.diffusionmodules.model as blocks
+
+    vae = models.vae(torch.float32, ch=32)
+    fast, z = compiled_vae(vae), randn(1, 4, 8, 12)
+    plain = vae.decode(z)
+    assert error(fast.decode(z), plain) < CLOSE and shapes()[-1]["reason"] == ""
+    louder(monkeypatch, blocks.ResnetBlock)
+    assert error(vae.decode(z), plain) > CHANGED
+    assert error(fast.decode(z), vae.decode(z)) < CLOSE
+    assert "ResnetBlock.forward of tests.test_changed_models" in shapes()[-1]["reason"]
+
+
+def test_a_class_of_a_controlnet(models, fresh, monkeypatch):
+    import comfy.ldm.modules.attention as attention
+
+    control = models.controlnet_for(fresh)
+    fast, call = compiled_control(control).control_model, driving.unet_inputs(fresh, 64, 64)
+    call = {name: value for name, value in call.items() if value is not None} | {"hint": randn(2, 3, 64, 64)}
+
+    def middle(net):
+        with torch.inference_mode():
+            return net(**call)["middle"][0]
+
+    plain = middle(control.control_model)
+    assert error(middle(fast), plain) < CLOSE and shapes()[-1]["reason"] == ""
+    louder(monkeypatch, attention.BasicTransformerBlock)
+    wanted = middle(control.control_model)
+    assert error(wanted, plain) > CHANGED and error(middle(fast), wanted) < CLOSE
+    assert "BasicTransformerBlock.forward of tests.test_changed_models" in shapes()[-1]["reason"]
+
+
+def survey(patcher):
+    from anyshape.accel.families.layers import Survey
+
+    return Survey(patcher.model.diffusion_model)
+
+
+def test_a_forward_that_was_left_behind_is_replaced(fresh):
+    """The number of attributes stays the same."""
+    block = fresh.model.diffusion_model.middle_block[0]
+    block.forward = block.forward
+    seen = survey(fresh)
+    assert not seen.is_stale() and not seen.altered
+    block.forward = lambda *args: None
+    assert seen.is_stale() and survey(fresh).altered
+
+
+def test_a_function_joins_those_of_a_weight(fresh):
+    layer = fresh.model.diffusion_model.out[2]
+    layer.weight_function = []
+    seen = survey(fresh)
+    assert not seen.is_stale()
+    layer.weight_function.append(lambda weight: weight)
+    assert seen.is_stale() and survey(fresh).cast
+
+
+# What is switched around a call -----------------------------------------------------------------------------------
+
+
+def test_autocast(fresh):
+    """Fused operations would not follow it, and a graph would hold what was on when it was captured."""
+    fast = compiled(fresh)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(unet_forward(fast, 64, 64), unet_forward(fresh, 64, 64))
+    assert shapes()[-1]["state"] == "eager" and "autocast" in shapes()[-1]["reason"]
+    assert error(unet_forward(fast, 64, 64), unet_forward(fresh, 64, 64)) < CLOSE
+    assert shapes()[-1]["state"] == "regions"
+
+
+@torch.inference_mode()
+def test_autocast_of_a_vae(models):
+    vae = models.vae(torch.float32, ch=32)
+    fast, z = compiled_vae(vae), randn(1, 4, 8, 12)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(fast.decode(z), vae.decode(z))
+    assert "autocast" in shapes()[-1]["reason"]
+
+
+@pytest.mark.parametrize(("name", "known"), [("strange_options", False), ("rope_options", True)])
+def test_options_of_a_newer_comfyui(fresh, name, known):
+    fast = compiled(fresh)
+    for patcher in (fresh, fast):
+        patcher.model_options["transformer_options"][name] = {"scale": 2.0}
+    assert error(unet_forward(fast, 64, 64), unet_forward(fresh, 64, 64)) < CLOSE
+    assert (shapes()[-1]["state"] == "regions") == known
+    assert known or name in shapes()[-1]["reason"]
+
+
+# What is left behind ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", ["Plan", "fingerprint"])
+def test_a_plan_that_fails_leaves_the_weights_as_they_were(fresh, monkeypatch, part):
+    from anyshape.accel.families import run_state, unet
+
+    class Layout:
+        turned = False
+
+        def apply(self, model):
+            self.turned = True
+
+        def restore(self):
+            self.turned = False
+
+    layout, model = Layout(), fresh.model.diffusion_model
+    run_state.Run(unet, model, layout).close()
+    assert not layout.turned
+    owner = unet if part == "Plan" else run_state.WeightWatch
+    monkeypatch.setattr(owner, part, lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_state.Run(unet, model, layout)
+    assert not layout.turned
+
+
+def test_options_may_be_copied_to_the_bottom_in_mid_run(models, fresh):
+    """With every node of ours: their wrappers, callbacks and a run's state lie in them."""
+    control = compiled_control(models.controlnet_for(fresh))
+    positive, negative = driving.steering(control)(*(models.conditioning(fresh, seed=seed) for seed in (1, 2)))
+    copies = []
+
+    def copying(apply, args):
+        options = copy.deepcopy(args["c"]["transformer_options"])
+        copies.append(options)
+        return apply(args["input"], args["timestep"], **args["c"] | {"transformer_options": options})
+
+    outs = []
+    for copied in (False, True):
+        patcher = skipping(compiled(fresh), interval=2, depth="0")
+        if copied:
+            patcher.set_model_unet_function_wrapper(copying)
+        outs.append(sample_prompts(patcher, positive, negative, steps=10))
+    assert copies and error(outs[1], outs[0]) < CLOSE
+    assert "anyshape_skip_run" in copies[0]
+    assert not [f for f in fallbacks() if "failed" in f["reason"]]

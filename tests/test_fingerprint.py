@@ -1,0 +1,221 @@
+"""What notices that a model's code changed: hooks, methods of instances and of classes, layers, plain attributes."""
+
+import gc
+import types
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from tools import embed
+
+embed.bare_pack()
+
+from anyshape.accel.fingerprint import ModuleFingerprint, Watch, foreign_method  # noqa: E402 - see bare_pack
+
+
+class Layer(nn.Linear):
+    """As ComfyUI's: a linear layer that may do something to its weight first."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.weight_function, self.bias_function = [], []
+        self.comfy_cast_weights = False
+
+    def forward(self, x):
+        return self.helper(super().forward(x))
+
+    def helper(self, x):
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = Layer(), nn.LayerNorm(4)
+        self.heads, self.size, self.scale, self.kind = 2, (1, 2), 1.0, torch.float16
+        self.attention = torch.sigmoid
+
+    def forward(self, x):
+        return self._forward(x) * self.scale
+
+    def _forward(self, x):
+        return self.norm(self.layer(x))
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(Block(), Block(), nn.SiLU())
+
+
+def other(*args, **kwargs):
+    """A pack's function."""
+
+
+def left_behind(model):
+    model[1].forward = model[1].forward
+
+
+def class_method(name, kind=Block):
+    return lambda model, patch: patch.setattr(kind, name, other)
+
+
+def a_hook(model, patch):
+    model[0].layer.register_forward_hook(other)
+
+
+def a_pre_hook(model, patch):
+    model[0].norm.register_forward_pre_hook(lambda *args: None)
+
+
+def set_on(path, name, value):
+    return lambda model, patch: setattr(model.get_submodule(path), name, value)
+
+
+QUICK = {  # change -> what the answer says
+    "an instance's forward": (set_on("1", "forward", other), "1.forward (tests.test_fingerprint)"),
+    "an instance's _forward": (set_on("0", "_forward", partial(other, 1)), "0._forward (tests.test_fingerprint)"),
+    "an instance's method": (set_on("0.layer", "helper", other), "0.layer.helper (tests.test_fingerprint)"),
+    "a hook": (a_hook, "0.layer._forward_hooks[0] (tests.test_fingerprint)"),
+    "a hook before": (a_pre_hook, "0.norm._forward_pre_hooks[0] (tests.test_fingerprint)"),
+    "a hook for every module": (
+        lambda model, patch: patch.setitem(nn.modules.module._global_forward_hooks, 7, other),
+        "every module.hook 0 (tests.test_fingerprint)",
+    ),
+    "a weight's function": (
+        lambda model, patch: model[0].layer.weight_function.append(other),
+        "0.layer.weight_function[0] (tests.test_fingerprint)",
+    ),
+    "another list of functions": (
+        lambda model, patch: setattr(model[1].layer, "bias_function", [other]),
+        "1.layer.bias_function[0] (tests.test_fingerprint)",
+    ),
+    "weights that are cast": (set_on("0.layer", "comfy_cast_weights", True), "0.layer.comfy_cast_weights (True)"),
+    "another layer": (set_on("1", "layer", nn.Identity()), "1.layer (torch.nn.modules.linear)"),
+    "another class": (lambda model, patch: setattr(model[0], "__class__", type("Theirs", (Block,), {})), "0.class ("),
+    "a class's forward": (class_method("forward"), "Block.forward (tests.test_fingerprint)"),
+    "a class's _forward": (class_method("_forward"), "Block._forward (tests.test_fingerprint)"),
+    "a class's method": (class_method("helper", Layer), "Layer.helper (tests.test_fingerprint)"),
+    "torch's own class": (class_method("forward", nn.LayerNorm), "LayerNorm.forward (tests.test_fingerprint)"),
+    "a base's forward": (class_method("forward", nn.Linear), "Linear.forward (tests.test_fingerprint)"),
+    "every module's call": (class_method("__call__", nn.Module), "Module.__call__ (tests.test_fingerprint)"),
+    "a new attribute": (set_on("0", "patched", 1), "0.patched (1)"),
+}
+FULL = {
+    "a number": (set_on("0", "heads", 3), "0.heads (3)"),
+    "a truth for a number": (set_on("1", "scale", True), "1.scale (True)"),
+    "a tuple": (set_on("1", "size", (1, 3)), "1.size ((1, 3))"),
+    "a dtype": (set_on("0", "kind", torch.bfloat16), "0.kind (torch.bfloat16)"),
+    "training": (lambda model, patch: model[1].norm.eval(), "1.norm.training (False)"),
+    "a function": (set_on("1", "attention", torch.tanh), "1.attention ("),
+}
+
+
+@pytest.mark.parametrize("change", QUICK)
+def test_a_quick_look_sees(model, monkeypatch, change) -> None:
+    """And a full one says what it was, and whose."""
+    make, words = QUICK[change]
+    found, watch = ModuleFingerprint(model), Watch(model)
+    assert not (found.quick() or watch.changed()) and found.full() == found.changed() == ""
+    make(model, monkeypatch)
+    assert watch.changed() and found.quick()
+    assert words in found.changed() and words in found.full()
+
+
+@pytest.mark.parametrize("change", FULL)
+def test_a_full_look_sees(model, monkeypatch, change) -> None:
+    make, words = FULL[change]
+    found = ModuleFingerprint(model)
+    make(model, monkeypatch)
+    assert not found.quick() and words in found.full()
+
+
+def test_a_forward_in_place_of_the_one_left_behind(model) -> None:
+    """ComfyUI leaves the class's own forward as an attribute, so that their number does not change."""
+    left_behind(model)
+    found = ModuleFingerprint(model)
+    model[1].forward = types.MethodType(other, model[1])
+    assert "1.forward" in found.changed()
+
+
+def test_a_hook_in_place_of_another(model) -> None:
+    handle = model[0].register_forward_hook(lambda *args: None)
+    found = ModuleFingerprint(model)
+    handle.remove()
+    model[0].register_forward_hook(lambda *args: None)
+    assert "0._forward_hooks[0]" in found.changed()
+
+
+def test_a_new_function_at_the_old_ones_address(model) -> None:
+    """Python gives memory out again at once, so an address alone says nothing."""
+    found = None
+    for number in range(50):
+        model[0].forward = partial(other, number)
+        assert found is None or "0.forward" in found.full()
+        found = ModuleFingerprint(model)
+        found.release()
+        del model[0].forward
+        assert "0.forward is gone" in found.full()
+
+
+def test_what_weights_do_is_no_change(model) -> None:
+    found = ModuleFingerprint(model)
+    model[0].layer.weight = nn.Parameter(torch.zeros(4, 4))
+    model[0].layer.weight.data = torch.ones(4, 4)
+    model[1].scale = float("1.0")  # equal, another object
+    model.requires_grad_(False)
+    model(torch.zeros(1, 4))
+    assert found.full() == "" == found.changed()
+
+
+def test_the_module_itself_may_be_left_out(model) -> None:
+    """Others call it, with whatever they hung on it; but its class decides for all."""
+    watch = Watch(model, root=False)
+    model.forward = other
+    model.register_forward_hook(other)
+    assert not watch.changed()
+    model[0].forward = other
+    assert watch.changed()
+
+
+def test_nothing_is_kept_alive() -> None:
+    model = nn.Sequential(Block(), Block())
+    model[0].forward = model[0].forward  # ComfyUI leaves such behind
+    model[1].register_forward_hook(lambda *args: None)
+    found = ModuleFingerprint(model)
+    found.release()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None and found.quick() and found.full() == "the module is gone"
+
+
+def test_the_first_look_after_release_is_a_full_one(model) -> None:
+    found = ModuleFingerprint(model)
+    found.release()
+    assert not found.quick()
+    found.release()
+    model[0].heads = 5
+    assert found.quick() and "0.heads (5)" in found.full()
+
+
+# Classes that were replaced before anybody looked -----------------------------------------------------------------
+
+
+def test_a_class_with_its_own_methods() -> None:
+    assert {foreign_method(kind) for kind in (Block, Layer, nn.Linear, nn.Conv2d, nn.GroupNorm, nn.Module, int)} == {""}
+
+
+@pytest.mark.parametrize(("kind", "base"), [(nn.GroupNorm, nn.GroupNorm), (Layer, nn.Linear), (nn.SiLU, nn.Module)])
+def test_a_method_from_elsewhere(monkeypatch, kind, base) -> None:
+    monkeypatch.setattr(base, "forward", other)
+    assert foreign_method(kind) == f"{base.__name__}.forward of tests.test_fingerprint"
+    monkeypatch.undo()
+    assert foreign_method(kind) == ""
+
+
+def test_a_method_that_is_no_function(monkeypatch) -> None:
+    monkeypatch.setattr(nn.GroupNorm, "forward", partial(other))
+    assert "GroupNorm.forward" in foreign_method(nn.GroupNorm)

@@ -1,0 +1,88 @@
+"""The models of the table, made: real ModelPatchers around real models. Call `tools.embed.use_comfyui()` first."""
+
+from typing import Any
+
+import comfy.model_patcher
+import comfy.patcher_extension
+import comfy.supported_models
+import torch
+from comfy.model_patcher import ModelPatcher
+from torch import Tensor, nn
+
+from tools.architectures import TABLE
+from tools.architectures.table import Architecture, moved
+
+
+def make(
+    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
+) -> ModelPatcher:
+    """The model ``name`` with random weights that are the same for the same ``seed``."""
+    architecture = TABLE[name]
+    kind = getattr(comfy.supported_models, architecture.family_name)
+    config = kind(kind.unet_config | architecture.config)
+    config.unet_config.update(architecture.config)  # over what the class adds by itself
+    config.set_inference_dtype(dtype, None)
+    state = architecture.state(architecture.config) if architecture.state else {}
+    device = torch.device(device)
+    with torch.no_grad():
+        model = config.get_model(state, "", device=device)
+        if architecture.finish:
+            architecture.finish(model.diffusion_model)
+        randomise(model, seed)
+    return ModelPatcher(model.to(device), load_device=device, offload_device=device)
+
+
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Random weights near unit gain, so that activations stay near unit scale whatever the model's depth.
+
+    Layers that a training begins at zero get random weights too: else nothing would flow through them.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for layer in model.modules():
+        norm = "Norm" in type(layer).__name__
+        for name, weight in layer.named_parameters(recurse=False):
+            value = torch.randn(weight.shape, generator=generator)
+            if weight.ndim > 1:
+                value *= weight[0].numel() ** -0.5
+            else:
+                value *= 0.1
+            if (norm and weight.ndim == 1 and "bias" not in name) or name == "weights":  # shares that are summed
+                value += 1.0
+            weight.data.copy_(value)
+        for name, buffer in layer.named_buffers(recurse=False):
+            if name in ("pos_embed", "y_embedding"):  # read from a checkpoint, and empty until then
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
+    model.requires_grad_(False)
+
+
+def apply(patcher: ModelPatcher, k: int, name: str, options: dict[str, Any] | None = None) -> Tensor:
+    """``apply_model`` on variant ``k`` as the sampler calls it: with a sigma, and the added channels by themselves."""
+    architecture, model = TABLE[name], patcher.model
+    device = patcher.load_device
+    parts = moved(architecture.request(k, torch.float32), device)
+    batch = parts["latent"].shape[0]
+    sigma = float(model.model_sampling.percent_to_sigma(0.1 + 0.8 * (k % 7) / 7))
+    conditions = parts["conditions"]
+    return model.apply_model(
+        parts["latent"],
+        torch.full((batch,), sigma, device=device),
+        c_concat=parts["concat"],
+        c_crossattn=conditions.pop("context", None),
+        transformer_options=parts["options"] | (options or {}),
+        **conditions,
+    )
+
+
+def runs_wrappers(patcher: ModelPatcher, architecture: Architecture) -> bool:
+    """Whether the forward runs what other packs have put around it as DIFFUSION_MODEL wrappers."""
+    seen = []
+
+    def wrapper(executor: Any, *arguments: Any, **named: Any) -> Any:
+        seen.append(True)
+        return executor(*arguments, **named)
+
+    arguments, named = architecture.inputs(0)
+    kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
+    named["transformer_options"]["wrappers"] = {kind: {"test": [wrapper]}}
+    patcher.model.diffusion_model(*arguments, **named)
+    return bool(seen)
