@@ -39,11 +39,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1)
 
 
+# What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
+MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file stays in one process, and all files that drive the server in the same one: it starts once."""
     driving = {item.path for item in items if "server" in item.fixturenames}
     for item in items:
         item.add_marker(pytest.mark.xdist_group("server" if item.path in driving else item.path.stem))
+        if item.path.stem in MARKS:
+            item.add_marker(MARKS[item.path.stem])
+    items.sort(key=lambda item: item.path not in driving)  # the longest first, so that both processes end together
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
