@@ -384,8 +384,8 @@ def called(engine, mode, factor, side=8, verify=True):
 
     x = torch.ones(2, 4, side, 8)
     call = Call(
-        shape_key({"x": x}), {"x": x}, lambda ops, inputs: inputs["x"] * factor, lambda: x * 2, weights=0, width=8,
-        height=side, batch=1,
+        shape_key({"x": x}), {"x": x}, lambda: x * 2, forward=lambda ops, inputs: inputs["x"] * factor, weights=0,
+        width=8, height=side, batch=1,
     )  # fmt: skip
     return round(engine(call, Settings(mode, verify=verify)).mean().item(), 3)
 
