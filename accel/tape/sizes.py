@@ -38,8 +38,8 @@ def of_leaf(value: Value) -> Sizes:
 
 
 def _of(operation: Operation, output: Value) -> Sizes:
-    name = "" if operation.opaque else traits(operation.func).name
-    rule = _RULES.get(name)
+    rule = None if operation.opaque else _RULES.get(traits(operation.func).name)
+    rule = getattr(operation.func, "sizes", rule)  # of an operation that a rule put there
     found = rule(operation, output) if rule is not None and operation.inputs else None
     if found is None or tuple(size.value for size in found) != output.shape:
         return tuple(Size(n) for n in output.shape)
@@ -112,7 +112,7 @@ def _pointwise(operation: Operation, output: Value) -> Sizes:
     return broadcast(operation.inputs, len(output.shape))
 
 
-def _linear(operation: Operation, output: Value) -> Sizes:
+def linear(operation: Operation, output: Value) -> Sizes:
     x, weight = operation.args[:2]
     return (*x.sizes[:-1], weight.sizes[0])
 
@@ -175,7 +175,7 @@ def _table() -> dict[str, Rule]:
         ("slice narrow chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split", _part),
         ("expand expand_as", _expand),
         ("unsqueeze", _unsqueeze),
-        ("linear", _linear),
+        ("linear", linear),
         ("matmul mm bmm", _matmul),
         ("scaled_dot_product_attention", _attention),
         ("conv1d conv2d conv3d convolution", _convolution),
