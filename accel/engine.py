@@ -180,11 +180,8 @@ class Engine:
                 shape.replays += 1
                 return out
         ops = self._load(call.key.device)
-        if obstacle == _BY_DESIGN:
-            self._note(shape, tier, call.eager_parts)
-            return self._forward(ops, call, settings)
         if obstacle:
-            self._note(shape, tier, obstacle)
+            self._note(shape, tier, call.eager_parts if obstacle == _BY_DESIGN else obstacle)
             return self._forward(ops, call, settings)
         out = self._forward(ops, call, settings)
         if settings.verify and not self._is_checked(ops, call):  # its graph would never be compared

@@ -8,7 +8,7 @@ class AnyShapeError(RuntimeError):
 
 
 class Unavailable(AnyShapeError):
-    """A tier cannot run here at all (no Triton, no compiler, an old card)."""
+    """A tier cannot run here at all (no Triton, an old card), or a family does not fit this ComfyUI."""
 
 
 class KernelFailed(AnyShapeError):

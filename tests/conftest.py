@@ -2,7 +2,9 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from tools import driving, embed
-from tools.paths import project_env
+from tools.paths import NEWER_COMFYUI, ROOT, comfyui_path, project_env
 
 if TYPE_CHECKING:
     from tools.comfy_server import ComfyServer
@@ -39,11 +41,18 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1)
 
 
+# What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
+MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file stays in one process, and all files that drive the server in the same one: it starts once."""
     driving = {item.path for item in items if "server" in item.fixturenames}
     for item in items:
         item.add_marker(pytest.mark.xdist_group("server" if item.path in driving else item.path.stem))
+        if item.path.stem in MARKS:
+            item.add_marker(MARKS[item.path.stem])
+    items.sort(key=lambda item: item.path not in driving)  # the longest first, so that both processes end together
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -102,7 +111,7 @@ def stand_in() -> "Iterator[StandIn]":  # noqa: F821  (imported below, with the 
 
 
 @pytest.fixture
-def nothing_compiles(clean_stats: None, warm: Any, stand_in: "StandIn") -> Iterator[None]:  # noqa: F821
+def nothing_compiles(clean_stats: None, stand_in: "StandIn", warm: Any) -> Iterator[None]:  # noqa: F821
     """The oracle around a test, once its ``warm`` models are: no operation in a new dtype, no step down."""
     from anyshape.accel import stats
 
@@ -136,6 +145,20 @@ def exact_float32() -> Iterator[None]:
     """Convolutions in float32 are that on a GPU too, not TF32."""
     with torch.backends.cudnn.flags(allow_tf32=False):
         yield
+
+
+@pytest.fixture
+def in_newer_comfyui() -> Callable[..., subprocess.CompletedProcess]:
+    """Runs tests in a process of their own with the newer of the two ComfyUIs: one process can have only one."""
+    if not NEWER_COMFYUI.is_dir() or comfyui_path() == NEWER_COMFYUI:
+        pytest.skip("needs the newer ComfyUI beside the usual one")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        environment = {**os.environ, "COMFYUI_PATH": str(NEWER_COMFYUI)}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    return run
 
 
 @pytest.fixture(scope="session")

@@ -41,7 +41,7 @@ def engine(own_stats, stand_in):
 
 def call(forward, eager=lambda: X * 2, x=X, **changes):
     inputs = {"x": x}
-    return Call(shape_key(inputs), inputs, forward, eager, weights=0, width=64, height=64, batch=2, **changes)
+    return Call(shape_key(inputs), inputs, eager, forward=forward, weights=0, width=64, height=64, batch=2, **changes)
 
 
 def state(engine):

@@ -1,4 +1,9 @@
-"""Compiles every Triton kernel for every card that is supported, without a GPU: python -m tools.compile_kernels."""
+"""Compiles every Triton kernel for every card that is supported, without a GPU.
+
+python -m tools.compile_kernels [CAPABILITY ...]    # 75 for 7.5; without any: all of CAPABILITIES
+"""
+
+import sys
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -56,7 +61,7 @@ def compile_for(kernel: triton.JITFunction, capability: int) -> CompiledKernel:
 
 def main() -> None:
     """Prints a line a kernel and card; raises what the compiler raises."""
-    for capability in CAPABILITIES:
+    for capability in map(int, sys.argv[1:] or CAPABILITIES):
         for kernel in KERNELS:
             if kernel in HOPPER_ONLY and capability != 90:
                 continue
