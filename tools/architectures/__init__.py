@@ -24,8 +24,8 @@ FILES = (image, video, audio, newer, newer_video)
 TABLE = {entry.name: entry for file in FILES for entry in file.ARCHITECTURES}
 # Classes of comfy.supported_models that have no entry, and why.
 SKIPPED = {
-    "RT_DETR_v4": "finds objects in a picture: no sampler calls it, and no MODEL of it reaches a node of ours",
-    "DepthAnything3": "tells depths in a picture: no sampler calls it",
+    "RT_DETR_v4": "finds objects in a picture: no sampler calls it",
+    "DepthAnything3": "estimates the depths of a picture: no sampler calls it",
     "SAM3": "finds objects in a picture: no sampler calls it",
     "SAM31": "finds objects in a picture: no sampler calls it",
 }
