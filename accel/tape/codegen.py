@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
 from .layout import Layouts
-from .lower import FLOATS, EVERYWHERE, Lowering, NoKernel, Term
+from .lower import EVERYWHERE, FLOATS, Lowering, NoKernel, Term
 from .traits import traits
 from .values import ONE, Operation, Size, Value
 

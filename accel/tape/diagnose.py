@@ -31,8 +31,10 @@ def eager_values(
     plain = Program(tape, fuse=False)
     plain.bind(module)
     values: dict[Value, Tensor] = plain.values(inputs, wanted)
-    return [(launch, [values[v] for v in launch.operands], [values[parts.get(v, v)] for v in launch.outputs])
-        for launch in launches]
+    return [
+        (launch, [values[v] for v in launch.operands], [values[parts.get(v, v)] for v in launch.outputs])
+        for launch in launches
+    ]
 
 
 def _laid_out(tensor: Tensor, value: Value) -> Tensor:
