@@ -109,7 +109,7 @@ def stand_in() -> "Iterator[StandIn]":  # noqa: F821  (imported below, with the 
 
 
 @pytest.fixture
-def nothing_compiles(clean_stats: None, warm: Any, stand_in: "StandIn") -> Iterator[None]:  # noqa: F821
+def nothing_compiles(clean_stats: None, stand_in: "StandIn", warm: Any) -> Iterator[None]:  # noqa: F821
     """The oracle around a test, once its ``warm`` models are: no operation in a new dtype, no step down."""
     from anyshape.accel import stats
 

@@ -44,6 +44,9 @@ SEED = 7
 
 @pytest.fixture(scope="module")
 def archive() -> Path:
+    """The one that `make package` has just made, where it has."""
+    if made := comfy_cli.current():
+        return made
     comfy_cli.validate()
     return comfy_cli.pack()
 

@@ -41,7 +41,8 @@ def engine(own_stats, stand_in):
 
 def call(forward, eager=lambda: X * 2, x=X, **changes):
     inputs = {"x": x}
-    return Call(shape_key(inputs), inputs, eager, forward=forward, weights=0, width=64, height=64, batch=2, **changes)
+    size = {"width": 64, "height": 64, "batch": 2}
+    return Call(shape_key(inputs), inputs, eager, weights=0, forward=forward, **size, **changes)
 
 
 def state(engine):

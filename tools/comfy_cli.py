@@ -87,6 +87,15 @@ def pack() -> Path:
     return Path(shutil.move(PACKED, ARCHIVE))
 
 
+def current() -> Path | None:
+    """The archive, checked and packed, if nothing that git tracks has changed since."""
+    said = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, check=True)
+    files = [ROOT / name for name in said.stdout.decode().split("\0") if name]
+    if not ARCHIVE.exists() or not all(path.exists() for path in files):
+        return None
+    return ARCHIVE if ARCHIVE.stat().st_mtime > max(path.lstat().st_mtime for path in files) else None
+
+
 def _demand(words: str, output: str) -> None:
     if words not in output or any(complaint in output for complaint in COMPLAINTS):
         raise ProjectError(f"comfy-cli is not content with the pack:\n{output}")
