@@ -5,7 +5,7 @@ import torch
 
 from tools import embed
 from tools.driving import SHORT_RUN, compile_with_message, compiled, compiled_vae, skip_with_message
-from tools.oracles import FUSED, error, fallbacks, shapes
+from tools.oracles import FUSED, fallbacks, shapes
 
 embed.bare_pack()
 
