@@ -109,7 +109,12 @@ class ModuleFingerprint:
 
     def changed(self) -> str:
         """``full`` where a cheap look sees a change, else ""."""
-        return (self.full() or "a part of the module") if self.quick() else ""
+        if not self.quick():
+            return ""
+        found = self.full()
+        if not found:  # ComfyUI put an empty list in place of another, say: from now on that is what is there
+            self._watch = Watch(self._module())
+        return found
 
     def release(self) -> None:
         """Lets go of the modules, at the end of a sampling run."""

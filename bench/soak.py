@@ -203,8 +203,8 @@ class Soak:
         """Whether the counters say what they should."""
         counted, report = counters.read(), self.report
         yield from checks.complaints(prompt, counted)
-        if counted.calls.get("unet", 0) != engines:
-            yield f"the model was called {engines} times, and {counted.calls.get('unet', 0)} calls were counted"
+        if counted.calls.get("model", 0) != engines:
+            yield f"the model was called {engines} times, and {counted.calls.get('model', 0)} calls were counted"
         if bool(counted.calls.get("vae")) != prompt.vae:
             yield f"Compile VAE is {prompt.vae}, and {counted.calls.get('vae', 0)} calls were counted"
         for name in ("calls", "states", "fallbacks"):

@@ -122,10 +122,10 @@ def test_a_run_is_shown_without_a_reload(built) -> None:
     sizes, tops = [page.size_of(one) for one in (built.model, built.vae, built.info)], page.page.evaluate(moved)
     page.page.evaluate(SHIFTS)
     page.run(built.server)
-    assert page.wait_for_badge(built.model, "kernels") == "kernels, 1 size, 0 recompiles"
-    assert page.wait_for_badge(built.vae, "kernels") == "kernels, 1 size, 0 recompiles"
-    (unet,) = [model for model in built.stats()["models"] if model["kind"] == "unet" and model["shapes"]]
-    row = page.page.locator(f"{PANEL} tr[data-state=kernels]", has_text=SIZE).nth(0)
+    assert page.wait_for_badge(built.model, "tape") == "tape, 1 size, 0 recompiles"
+    assert page.wait_for_badge(built.vae, "tape") == "tape, 1 size, 0 recompiles"
+    (unet,) = [model for model in built.stats()["models"] if model["kind"] == "model" and model["shapes"]]
+    row = page.page.locator(f"{PANEL} tr[data-state=tape]", has_text=SIZE).nth(0)
     row.wait_for()
     page.page.wait_for_function(
         "([panel, calls]) => [...document.querySelectorAll(panel + ' tr[data-state]')]"
@@ -153,7 +153,7 @@ def test_updates_are_pushed_not_polled(built) -> None:
     times = page.evaluate("() => window.seen")
     assert times and all(later - earlier > 300 for earlier, later in zip(times, times[1:], strict=False))
     assert not [url for url in asked if "anyshape" in url]
-    assert built.page.wait_for_badge(built.model, "3 sizes") == "kernels, 3 sizes, 0 recompiles"
+    assert built.page.wait_for_badge(built.model, "3 sizes") == "tape, 3 sizes, 0 recompiles"
     built.page.shot("panel")
 
 
@@ -165,6 +165,17 @@ def test_switching_the_vae_off(built) -> None:
     after = sum(s["calls"] for model in built.stats()["models"] if model["kind"] == "vae" for s in model["shapes"])
     assert after == before > 0
     built.page.click_widget(built.vae, "enabled")
+
+
+def test_a_workflow_of_an_earlier_version_runs(built) -> None:
+    """Its mode is no longer in the list: the page keeps and sends it, and the node says what it means now."""
+    built.page.set_widgets(built.model, {"mode": "regions"})
+    built.page.run(built.server)
+    title = built.page.page.locator(".anyshape-badge[title*='is of an earlier version and now means auto']")
+    title.first.wait_for()
+    (noted,) = [one for one in built.stats()["nodes"] if "earlier version" in one["message"]]
+    assert noted["type"] == "AnyShapeCompileModel" and noted["state"] == "ready"
+    built.page.set_widgets(built.model, {"mode": "auto"})
 
 
 def test_a_step_down_is_shown_with_its_reason(built) -> None:
@@ -225,7 +236,7 @@ def test_chinese_and_back(built) -> None:
     built.page.set("Comfy.Locale", "zh")
     page.locator(PANEL, has_text="尺寸缓存").wait_for()
     (model,) = page.evaluate("() => app.graph.nodes.filter((n) => n.type === 'AnyShapeCompileModel').map((n) => n.id)")
-    assert built.page.wait_for_badge(model, "个尺寸") == "kernels, 3 个尺寸, 重新编译 0 次"
+    assert built.page.wait_for_badge(model, "个尺寸") == "tape, 3 个尺寸, 重新编译 0 次"
     assert SIZE in page.locator(".anyshape-info").inner_text()
     assert "清空" in built.panel() and EMPTY not in built.panel()
     built.page.shot("chinese")
@@ -236,7 +247,7 @@ def test_chinese_and_back(built) -> None:
 def test_nodes_2_0(built) -> None:
     """The frontend's other kind of nodes, made of elements instead of a canvas."""
     built.page.set("Comfy.VueNodes.Enabled", True)
-    shown = built.page.page.locator(".lg-node .anyshape-badge", has_text="kernels")
+    shown = built.page.page.locator(".lg-node .anyshape-badge", has_text="tape")
     shown.first.wait_for()
     assert SIZE in built.page.page.locator(".lg-node .anyshape-info").inner_text()
     built.page.shot("nodes-2.0")
@@ -277,6 +288,40 @@ def test_a_silent_server_breaks_nothing(browser, server) -> None:
     page.page.get_by_text("That did not work: HTTP 500").wait_for()
     assert page.badge(model) == "not run yet"
     assert [error for error in page.errors if "500" not in error] == []
+    page.close()
+
+
+VIDEO = {
+    "key": "x[1x16x31x144x128]", "width": 1024, "height": 1152, "batch": 1, "frames": 121, "state": "tape", "calls": 20,
+    "replays": 0, "first_call_seconds": 2.5, "median_ms": 700.4, "eager_ms": 812.5, "bytes": 0, "reason": "",
+    "note": "the GPU is the limit at this size (GPU 700 ms, host 60 ms): a graph would not help",
+}  # fmt: skip
+WAN = {
+    "name": "WAN21", "kind": "model", "kernels": 41, "recompiles": 0, "compile_seconds": 3.0, "shapes": [VIDEO],
+    "inexact": ["RMSNorm is rounded once: up to half of bf16's last bit"],
+}  # fmt: skip
+
+
+def test_a_video_what_is_less_exact_and_a_step_down_are_shown(browser, server) -> None:
+    """Figures that a machine without a GPU has not: the panel gets them in the place of the server's."""
+    stats = server.get("/anyshape/stats").json()
+    stats |= {"models": [WAN], "fallbacks": [{"where": "WAN21", "reason": "a patch draws random numbers", "count": 2}]}
+
+    def figures(page: Any) -> None:
+        page.route("**/api/anyshape/stats", lambda route: route.fulfill(json=stats))
+
+    page = WebPage(browser, server, figures)
+    page.page.locator(OURS).click()
+    row = page.page.locator(f"{PANEL} tr[data-state=tape]")
+    row.wait_for()
+    page.shot("video")
+    assert row.locator("td").first.inner_text().replace("\u200b", "") == "1024×1152×121"
+    assert row.locator("td").nth(5).get_attribute("title") == "ComfyUI's own forward: 813 ms"
+    assert not page.page.evaluate("(row) => row.cells[0].scrollWidth > row.cells[0].clientWidth", row.element_handle())
+    shown = page.page.locator(PANEL).inner_text()
+    for text in (VIDEO["note"], f"WAN21: {WAN['inexact'][0]}", "WAN21, 2 times: a patch draws random numbers"):
+        assert text in shown
+    assert page.errors == []
     page.close()
 
 
@@ -331,7 +376,7 @@ def test_every_node_is_found_and_warm_up_says_what_it_warmed(browser, server) ->
     for source, output, target, place in ((1, 0, model, 0), (model, 0, warm, 0), (warm, 0, 5, 0)):
         page.connect(source, output, target, place)
     page.run(server)
-    assert page.wait_for_badge(warm, "kernels") == "kernels, 3 sizes, 0 recompiles"
+    assert page.wait_for_badge(warm, "tape") == "tape, 3 sizes, 0 recompiles"
     assert [page.badge(one) for one in others] == ["not run yet"] * 2
     page.shot("warm-up")
     assert page.errors == []
@@ -345,11 +390,11 @@ def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(browser, server
     compiled["5"]["inputs"]["model"] = ["8", 0]
     page.load_workflow(compiled, PLACES | {"8": (410, 160)})
     page.run(server)
-    page.wait_for_badge(8, "kernels")
+    page.wait_for_badge(8, "tape")
     page.page.evaluate("async () => { const { id, ...same } = app.graph.serialize(); await app.loadGraphData(same); }")
     assert page.badge(8) == "not run yet"
     page.run(server)
-    assert page.wait_for_badge(8, "kernels").endswith("0 recompiles")
+    assert page.wait_for_badge(8, "tape").endswith("0 recompiles")
     assert page.errors == []
     page.close()
 

@@ -46,7 +46,7 @@ def test_report_keeps_the_contract(written) -> None:
 
 def test_states_are_shown(written) -> None:
     for prompt in written["prompts"]:
-        assert prompt["states"]["unet"] in STATES
+        assert prompt["states"]["model"] in STATES
         assert ("vae" in prompt["states"]) == prompt["vae_compiled"]
 
 
@@ -56,7 +56,7 @@ def test_nothing_falls_back_to_eager(written) -> None:
 
 
 def test_models_are_counted(written) -> None:
-    assert {"unet", "vae"} <= {model["kind"] for model in written["models"]}
+    assert {"model", "vae"} <= {model["kind"] for model in written["models"]}
     sizes = {(s["width"], s["height"]) for model in written["models"] for s in model["shapes"]}
     assert {(case.width, case.height) for case in workflows.QUICK} <= sizes
 
@@ -109,15 +109,15 @@ def test_a_recompile_is_wrong() -> None:
 
 def test_only_the_first_batch_of_each_kind_may_compile() -> None:
     assert report.problems([row(1, compiled=9), row(4, compiled=9), row(2), row(1)], ALLOWED) == []
-    assert "compiled 1 graphs" in report.problems([row(4), row(1), row(2, compiled=1)], ALLOWED)[0]
+    assert "compiled 1 kernels" in report.problems([row(4), row(1), row(2, compiled=1)], ALLOWED)[0]
 
 
 def test_states_are_those_of_the_shapes_that_ran() -> None:
     def stats(calls: int) -> dict:
         shapes = [{"key": "a", "calls": 3, "state": "eager"}, {"key": "b", "calls": calls, "state": FUSED}]
-        return {"models": [{"kind": "unet", "shapes": shapes}]}
+        return {"models": [{"kind": "model", "shapes": shapes}]}
 
-    assert run.states(stats(1), stats(2)) == {"unet": FUSED}
+    assert run.states(stats(1), stats(2)) == {"model": FUSED}
 
 
 def test_the_table_lines_up() -> None:

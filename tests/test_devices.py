@@ -5,7 +5,7 @@ import torch
 
 from tools import embed
 from tools.driving import SHORT_RUN, compile_with_message, compiled, compiled_vae, skip_with_message
-from tools.oracles import FUSED, error, fallbacks, shapes
+from tools.oracles import fallbacks, shapes
 
 embed.bare_pack()
 
@@ -15,7 +15,6 @@ from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
 from anyshape.accel.stats import STATS  # noqa: E402
 
-CPU_REASON = "kernels need an NVIDIA GPU and this model is on the CPU, so it runs in eager"
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 KINDS = {"rocm": (CUDA, "AMD"), "mps": (torch.device("mps"), "Apple"), "xpu": (torch.device("xpu", 0), "Intel")}
 KINDS |= {"directml": (torch.device("privateuseone", 0), "DirectML"), "other": (torch.device("hpu"), "hpu devices")}
@@ -62,7 +61,7 @@ def test_the_engine_runs_eager_and_says_why_once(other, monkeypatch):
     for name in ("synchronize", "empty_cache"):  # torch's own for AMD; no such card is here
         monkeypatch.setattr(torch.cuda, name, lambda *args: None)
     monkeypatch.setattr("anyshape.accel.graphs.GraphCache.capture", lambda *args: pytest.fail("a graph"))
-    engine = Engine(STATS.model("device", "unet"))
+    engine = Engine(STATS.model("device", "model"))
     inputs = {"x": torch.zeros(2, 4, 8, 8)}
     key = shape_key(inputs)
     call = Call(
@@ -75,12 +74,14 @@ def test_the_engine_runs_eager_and_says_why_once(other, monkeypatch):
     assert not engine.wants_channels_last(Settings(), device)
 
 
-def test_a_unet_on_a_cpu_is_recorded(models, fresh, clean_stats):
-    """There are no kernels by hand, which is nothing that is missed; the weights stay as they lie."""
+def test_a_cpu_has_no_kernels_and_runs_the_tape(models, fresh, clean_stats):
+    """ComfyUI's own operations, to the bit, and its weights as they lie."""
     fast = compiled(fresh)
-    assert error(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN)) < 1e-4
-    assert {shape["state"] for shape in shapes()} == {FUSED} and not fallbacks()
-    assert not Engine(STATS.model("device", "unet")).wants_channels_last(Settings(), CPU)
+    assert torch.equal(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN))
+    (shape,) = shapes()
+    assert shape["state"] == "tape" and shape["reason"] == ""
+    assert fallbacks() == []
+    assert not Engine(STATS.model("device", "model")).wants_channels_last(Settings(), CPU)
 
 
 def test_a_vae_on_a_cpu_is_comfyuis_own(models, clean_stats):

@@ -170,6 +170,15 @@ def test_what_weights_do_is_no_change(model) -> None:
     assert found.full() == "" == found.changed()
 
 
+def test_another_empty_list_is_no_change(model) -> None:
+    """ComfyUI puts one there whenever it loads a model."""
+    found = ModuleFingerprint(model)
+    model[0].layer.weight_function = []
+    assert found.quick() and found.changed() == "" and not found.quick()
+    model[0].layer.weight_function.append(other)
+    assert "weight_function[0]" in found.changed()
+
+
 def test_the_module_itself_may_be_left_out(model) -> None:
     """Others call it, with whatever they hung on it; but its class decides for all."""
     watch = Watch(model, root=False)

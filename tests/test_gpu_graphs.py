@@ -223,7 +223,7 @@ def test_replays_on_two_streams_do_not_overlap(cache):
 
 def test_the_collector_ends_no_capture(cache):
     """An engine with a graph becomes garbage within another capture, and is collected there."""
-    engine = Engine(stats.Stats().model("Gone", "unet"))
+    engine = Engine(stats.Stats().model("Gone", "model"))
     capture(cache, torch.ones(FLOATS, device="cuda"), owner=id(engine))
     engine.cycle = engine
     owners = [engine]
@@ -280,11 +280,11 @@ def test_a_model_on_the_second_gpu(cache):
         seen.append(torch.cuda.current_device())
         return ops.group_norm(inputs["x"], norm)
 
-    engine = Engine(stats.Stats().model("Second", "unet"))
+    engine = Engine(stats.Stats().model("Second", "model"))
     inputs = {"x": x}
     for _ in range(3):
         eager = lambda: torch.nn.functional.silu(torch.nn.functional.group_norm(x, 32, weight, bias, 1e-5))  # noqa: E731
-        call = Call(shape_key(inputs), inputs, eager, weights=0, width=32, height=32, batch=2, forward=run)
+        call = Call(shape_key(inputs), inputs, eager, forward=run, weights=0, width=32, height=32, batch=2)
         out = engine(call, Settings())
         assert out.device == device
         assert ((out - eager()).norm() / eager().norm()).item() < 5e-3

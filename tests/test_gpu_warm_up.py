@@ -95,7 +95,7 @@ def test_a_full_budget_is_said(pack, models):
     states = [line.split()[3] for line in report.splitlines()[1:]]
     fit = states.count("graph")
     assert 1 < fit < len(sizes) - 1, (held, report)
-    assert states == ["graph"] * fit + ["kernels"] + ["not"] * (len(sizes) - fit - 1)
+    assert states == ["graph"] * fit + ["tape"] + ["not"] * (len(sizes) - fit - 1)
     assert report.count(f"graph_budget_mb ({budget}) is full") == len(sizes) - fit
     assert len(graphs.held(device)) == fit
     models.sample(model, *sizes[fit], steps=3)

@@ -314,7 +314,7 @@ def test_no_garbage_is_collected_within_a_capture() -> None:
 def test_an_engine_that_is_collected_within_a_capture_ends_no_graph(cache, capturer) -> None:
     from anyshape.accel.engine import Engine
 
-    engine = Engine(stats.Stats().model("Engine", "unet"))
+    engine = Engine(stats.Stats().model("Engine", "model"))
     cache.capture(name("a", owner=id(engine)), recording(10), BUDGET)
     owners = [engine]
 
@@ -384,8 +384,8 @@ def called(engine, mode, factor, side=8, verify=True):
 
     x = torch.ones(2, 4, side, 8)
     call = Call(
-        shape_key({"x": x}), {"x": x}, lambda ops, inputs: inputs["x"] * factor, lambda: x * 2, weights=0, width=8,
-        height=side, batch=1,
+        shape_key({"x": x}), {"x": x}, lambda: x * 2, forward=lambda ops, inputs: inputs["x"] * factor, weights=0,
+        width=8, height=side, batch=1,
     )  # fmt: skip
     return round(engine(call, Settings(mode, verify=verify)).mean().item(), 3)
 

@@ -177,7 +177,7 @@ def test_comfy_run_makes_the_pictures(started) -> None:
     assert calls(started.get("/anyshape/stats").json()) == {}
     compiled = comfy_run(started, compiled=True)
     counted = calls(started.get("/anyshape/stats").json())
-    assert counted["unet"] >= workflows.SAMPLER["steps"] and counted["vae"] >= 1
+    assert counted["model"] >= workflows.SAMPLER["steps"] and counted["vae"] >= 1
     assert [image.size for image in compiled] == [(CASE.width, CASE.height)] * CASE.batch
     allowed = run.ALLOWED_CUDA if embed.has_cuda() else run.ALLOWED_CPU
     difference = report.difference(compiled, eager)

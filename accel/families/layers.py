@@ -4,7 +4,6 @@ ComfyUI may keep a layer's weights elsewhere or in another dtype and cast them a
 applied on the fly). ``cast_bias_weight`` is its own way to get them; we use it and nothing else.
 """
 
-
 import comfy.ldm.modules.attention as attention
 import comfy.model_management
 import comfy.ops

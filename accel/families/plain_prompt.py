@@ -7,6 +7,7 @@ until no layer refuses it.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import comfy.sample
@@ -24,45 +25,55 @@ from .latents import Latents
 from .layers import INTERRUPTS
 
 UNET_TOKENS, TOKENS = 77, 256  # of a short prompt: CLIP's, and the fewest that ComfyUI gives Flux
-GUESSES = {"text": 61, "pooled": 67}  # no model has these widths, so that a layer's input tells which of them it is
-MOST = 8  # guesses
+TEXT, POOLED = 61, 67  # guesses. No model has these widths, so that a layer's input tells which of them it is
+MOST = 8  # guesses of one kind
 SIDE = 256  # image pixels of the sample: a forward that nothing refuses is run to its end
 CONNECT = "connect positive: no plain prompt fits this model"
 
 
 def plain_prompt(model: ModelPatcher, latents: Latents) -> tuple[list, str]:
     """(a CONDITIONING, "") or ([], what the user should do)."""
-    problems = []
-    for masked in (False, True):  # some models want to know which tokens are padding
-        prompt, problem = attempt(partial(_fitting, model, latents, masked), named, INTERRUPTS)
+    problem = ""
+    # masked: some models ask which tokens are padding
+    for pooled, masked in product(_pooled(model.model.model_config.unet_config), (False, True)):
+        prompt, problem = attempt(partial(_fitting, model, latents, pooled, masked), named, INTERRUPTS)
         if prompt:
             return prompt, ""
-        problems.append(problem)
-    return [], f"{CONNECT} ({problems[0]})"
+    return [], f"{CONNECT} ({problem})"
 
 
-def _fitting(model: ModelPatcher, latents: Latents, masked: bool) -> list:
+def _pooled(config: dict[str, Any]) -> tuple[int, ...]:
+    """The widths to try for a pooled embedding, 0 for none: the one that the text encoder most likely gives is first.
+
+    Models that have a place for one do without it too, and Flux cuts one that is too long.
+    """
+    if own := config.get("vec_in_dim"):
+        return (own,)
+    return (POOLED, 0) if config.get("adm_in_channels") else (0, POOLED)
+
+
+def _fitting(model: ModelPatcher, latents: Latents, pooled: int, masked: bool) -> list:
+    """A CONDITIONING that no layer refuses; 0: it has no ``pooled`` embedding."""
     tokens = UNET_TOKENS if isinstance(model.model.diffusion_model, UNetModel) else TOKENS
-    widths = dict(GUESSES)
-    if pooled := model.model.model_config.unet_config.get("vec_in_dim"):
-        widths["pooled"] = pooled  # Flux cuts a longer one to this width, and refuses nothing
-    clone = attach.remove(model.clone())
+    clone, text = attach.remove(model.clone()), TEXT
     skipping.remove(clone)
     for _ in range(MOST):
-        prompt = _prompt(tokens, masked, **widths)
+        prompt = _prompt(tokens, text, pooled, masked)
         refused = _first_refusal(clone, latents, prompt)
         if refused is None:
             return prompt
-        which = "text" if refused.given == widths["text"] else "pooled"  # which may be joined with other numbers
-        widths[which] += refused.wanted - refused.given
-        if widths[which] <= 0:
+        if refused.given == text:
+            text = refused.wanted
+        elif pooled + refused.wanted > refused.given:  # the pooled embedding, which may be joined with other numbers
+            pooled += refused.wanted - refused.given
+        else:
             raise refused
     raise refused
 
 
-def _prompt(tokens: int, masked: bool, text: int, pooled: int) -> list:
+def _prompt(tokens: int, text: int, pooled: int, masked: bool) -> list:
     more = {"attention_mask": torch.ones(1, tokens, dtype=torch.long)} if masked else {}
-    return [[noise(1, tokens, text), {"pooled_output": noise(1, pooled)} | more]]
+    return [[noise(1, tokens, text), {"pooled_output": noise(1, pooled) if pooled else None} | more]]
 
 
 def noise(*shape: int) -> Tensor:

@@ -4,6 +4,7 @@ import { el, setText, setTitle, sync } from "./dom.js";
 import { count, fill, megabytes, milliseconds, seconds, shares, size, sizes, step, why } from "./format.js";
 import { language, words } from "./texts.js";
 
+const BREAK = "\u200b"; // where a line may break that is too long for its column: a video's frames go below its size
 const COLUMNS = ["size", "batch", "state", "calls", "first", "median", "memory"];
 
 /** Puts the tables of `stats` into `parent`; those of models without a call since the last clear are left out. */
@@ -61,7 +62,7 @@ function showShape(row, shape, bars) {
   setTitle(row, shape.key);
   const kind = step(shape.key);
   const texts = [
-    size(shape),
+    shape.frames > 1 ? size(shape).replace(/×(?=\d+$)/, `${BREAK}×`) : size(shape),
     shape.batch,
     kind ? `${shape.state} (${words().steps[kind]})` : shape.state,
     shape.calls,
