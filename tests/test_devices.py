@@ -15,6 +15,7 @@ from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
 from anyshape.accel.stats import STATS  # noqa: E402
 
+CPU_REASON = "kernels need an NVIDIA GPU and this model is on the CPU, so it runs in eager"
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 KINDS = {"rocm": (CUDA, "AMD"), "mps": (torch.device("mps"), "Apple"), "xpu": (torch.device("xpu", 0), "Intel")}
 KINDS |= {"directml": (torch.device("privateuseone", 0), "DirectML"), "other": (torch.device("hpu"), "hpu devices")}
