@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bench import fleet_tables, mixed, process
+from bench import fleet_tables, measure, mixed, process
 from tools.paths import ROOT
 from tools.redis_server import RedisServer, find, free_port
 
@@ -33,7 +33,7 @@ def worker(model: str) -> None:
     embed.load_pack()
     import torch
 
-    from bench import measure, models, zoo
+    from bench import models, zoo
 
     patcher = mixed.prepare(zoo.make(model), "anyshape")
     torch.zeros(1, device=patcher.load_device)
@@ -124,7 +124,7 @@ def measure_all(chosen: argparse.Namespace) -> None:
                 result["runs"].setdefault(how, []).append(figures)
                 print(how, " | ".join(fleet_tables.line("", [figures])[1:]), figures.get("fallbacks", ""), flush=True)
         result["repeats"] += 1
-        mixed.save(chosen.json, conditions | {"command": command} | result)
+        measure.save(chosen.json, conditions | {"command": command} | result)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,8 @@ def noted(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 def row(eager: ModelPatcher, compiled: ModelPatcher, case: Case, chosen: argparse.Namespace) -> dict[str, Any]:
     """One row of the JSON. Eager comes before and after, in turns with ours as far as that is cheap."""
+    if case.frames > 1 and eager.model.latent_format.latent_dimensions != 3:
+        raise ValueError("this model makes no videos: give its size without frames")
     expected = inside(eager, case, lambda step: eager_figures(step, chosen.repeat))
     ours = inside(
         compiled, case, lambda step: compiled_figures(step, expected, chosen.kernels, chosen.repeat, chosen.profile)
@@ -180,6 +182,13 @@ def settled_mib() -> float:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return measure.used_mib()
+
+
+def freed_mib() -> float:
+    """Device memory that stays in use, MiB, when a model is gone: the rest is the next one's."""
+    settled_mib()
+    mm.cleanup_models()
+    return settled_mib()
 
 
 def told(row: dict[str, Any]) -> None:
@@ -264,9 +273,8 @@ def measured(model: str, chosen: argparse.Namespace) -> dict[str, Any]:
         result["starts"] = attempted(result, "starts", lambda: first_call.starts(model, case[:4], chosen.mode))
     started = time.perf_counter()
     attempted(result, "the model", lambda: table(model, chosen, result))
-    settled_mib()  # the model is gone: its memory is the next one's
-    mm.cleanup_models()
-    print(f"== {model}: {time.perf_counter() - started:.1f} s, {settled_mib():.0f} MiB stay in use", flush=True)
+    left = attempted(result, "freeing its memory", freed_mib)
+    print(f"== {model}: {time.perf_counter() - started:.1f} s, {left or 0:.0f} MiB stay in use", flush=True)
     measure.write(path_for(model, chosen), result)
     return result
 

@@ -100,7 +100,7 @@ def soak_row(path: Path, result: Result) -> list[str]:
         path.stem.removeprefix("soak-sdxl-").replace("-", " to "),
         str(result["prompts"]),
         str(len(result["failed"])),
-        str(result["calls"].get("model") or result["calls"]["unet"]),  # "unet" before version 2 of the stats
+        str(result["calls"].get("model", result["calls"].get("unet"))),  # "unet" up to 2026-11-21
         str(result["broken_off"]),
         str(result["unloads"] + result["rebuilds"]),
         f"{result['worst_error']:.1e}",

@@ -2,7 +2,9 @@
 
 import gc
 import os
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from tools import driving, embed
-from tools.paths import project_env
+from tools.paths import NEWER_COMFYUI, ROOT, comfyui_path, project_env
 
 if TYPE_CHECKING:
     from tools.comfy_server import ComfyServer
@@ -43,6 +45,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file stays in one process, and all files that drive the server in the same one: it starts once."""
     driving = {item.path for item in items if "server" in item.fixturenames}
@@ -143,6 +146,20 @@ def exact_float32() -> Iterator[None]:
     """Convolutions in float32 are that on a GPU too, not TF32."""
     with torch.backends.cudnn.flags(allow_tf32=False):
         yield
+
+
+@pytest.fixture
+def in_newer_comfyui() -> Callable[..., subprocess.CompletedProcess]:
+    """Runs tests in a process of their own with the newer of the two ComfyUIs: one process can have only one."""
+    if not NEWER_COMFYUI.is_dir() or comfyui_path() == NEWER_COMFYUI:
+        pytest.skip("needs the newer ComfyUI beside the usual one")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        environment = {**os.environ, "COMFYUI_PATH": str(NEWER_COMFYUI)}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    return run
 
 
 @pytest.fixture(scope="session")

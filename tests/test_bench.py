@@ -213,18 +213,20 @@ def test_models_one_after_the_other(forward, monkeypatch, tmp_path, capsys):
     own = forward.compiled_figures
 
     def failing(step: Any, *rest: Any) -> dict[str, Any]:
-        if step.own.x.shape[-1] == 8:
+        if step.own.x.shape[-2:] == (8, 8):
             raise torch.OutOfMemoryError("injected")
         return own(step, *rest)
 
     monkeypatch.setattr(forward, "compiled_figures", failing)
-    sizes = ["--sizes", "128x96,64x64,96x112x1"]
-    run_forward(forward, monkeypatch, "--model", "zimage,chroma,qwen", *sizes, "--json", str(tmp_path / "forward.json"))
-    found = {name: json.loads((tmp_path / f"{name}-forward.json").read_text()) for name in ("zimage", "chroma", "qwen")}
-    for name in ("zimage", "qwen"):
-        assert [(row["width"], row["height"]) for row in found[name]["rows"]] == [(128, 96), (96, 112)]
+    sizes = ["--sizes", "128x96,64x64,96x112x1,64x96x9"]
+    run_forward(forward, monkeypatch, "--model", "zimage,chroma,wan", *sizes, "--json", str(tmp_path / "forward.json"))
+    found = {name: json.loads((tmp_path / f"{name}-forward.json").read_text()) for name in ("zimage", "chroma", "wan")}
+    for name in ("zimage", "wan"):
+        sizes = [(128, 96, 1), (96, 112, 1), *([(64, 96, 9)] if name == "wan" else [])]
+        assert [(row["width"], row["height"], row["frames"]) for row in found[name]["rows"]] == sizes
         assert all(row["error"] < 1e-4 and row["first_error"] < 1e-4 for row in found[name]["rows"])
-        assert found[name]["failed"] == [{"what": "64x64", "error": "OutOfMemoryError: injected"}]
+        assert found[name]["failed"][0] == {"what": "64x64", "error": "OutOfMemoryError: injected"}
+    assert "makes no videos" in found["zimage"]["failed"][1]["error"] and len(found["wan"]["failed"]) == 1
     assert found["chroma"]["rows"] == [] and "positional dim" in found["chroma"]["failed"][0]["error"]
     assert "chroma, the model: ValueError" in capsys.readouterr().out.splitlines()[-2]
     assert set(zoo.NAMES) == set(SMALL)
@@ -320,7 +322,7 @@ def test_kernels_are_counted():
     assert (kernels.compiled, kernels.found, kernels.seconds) == (2, 1, 1.0)
 
 
-def test_a_controlnet_row(pack, monkeypatch):
+def test_a_controlnet_row(pack, stand_in, monkeypatch):
     """Every way on a small model: the first is what the others are compared with, and they are near it."""
     from bench import controlnet, models
     from tools import driving

@@ -5,7 +5,7 @@ import torch
 
 from tools import embed
 from tools.driving import SHORT_RUN, compile_with_message, compiled, compiled_vae, skip_with_message
-from tools.oracles import FUSED, fallbacks, shapes
+from tools.oracles import fallbacks, shapes
 
 embed.bare_pack()
 
@@ -75,11 +75,13 @@ def test_the_engine_runs_eager_and_says_why_once(other, monkeypatch):
     assert not engine.wants_channels_last(Settings(), device)
 
 
-def test_a_unet_on_a_cpu_is_recorded(models, fresh, clean_stats):
-    """ComfyUI's own operations, to the bit; there are no kernels by hand, which is nothing that is missed."""
+def test_a_cpu_has_no_kernels_and_runs_the_tape(models, fresh, clean_stats):
+    """ComfyUI's own operations, to the bit, and its weights as they lie."""
     fast = compiled(fresh)
     assert torch.equal(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN))
-    assert {shape["state"] for shape in shapes()} == {FUSED} and not fallbacks()
+    (shape,) = shapes()
+    assert shape["state"] == "tape" and shape["reason"] == ""
+    assert fallbacks() == []
     assert not Engine(STATS.model("device", "model")).wants_channels_last(Settings(), CPU)
 
 

@@ -100,8 +100,7 @@ PLAIN = Settings(verify=False)  # here eager gives other numbers, to tell which 
 
 def call(forward, eager=lambda: torch.zeros(1), **changes):
     inputs = {"x": torch.ones(2, 4, 8, 8)}
-    size = {"width": 64, "height": 64, "batch": 2}
-    return Call(shape_key(inputs), inputs, eager, weights=0, forward=forward, **size, **changes)
+    return Call(shape_key(inputs), inputs, eager, forward=forward, weights=0, width=64, height=64, batch=2, **changes)
 
 
 @pytest.fixture

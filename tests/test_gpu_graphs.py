@@ -284,7 +284,7 @@ def test_a_model_on_the_second_gpu(cache):
     inputs = {"x": x}
     for _ in range(3):
         eager = lambda: torch.nn.functional.silu(torch.nn.functional.group_norm(x, 32, weight, bias, 1e-5))  # noqa: E731
-        call = Call(shape_key(inputs), inputs, eager, weights=0, width=32, height=32, batch=2, forward=run)
+        call = Call(shape_key(inputs), inputs, eager, forward=run, weights=0, width=32, height=32, batch=2)
         out = engine(call, Settings())
         assert out.device == device
         assert ((out - eager()).norm() / eager().norm()).item() < 5e-3

@@ -41,8 +41,7 @@ def engine(own_stats, stand_in):
 
 def call(forward, eager=lambda: X * 2, x=X, **changes):
     inputs = {"x": x}
-    size = {"width": 64, "height": 64, "batch": 2}
-    return Call(shape_key(inputs), inputs, eager, weights=0, forward=forward, **size, **changes)
+    return Call(shape_key(inputs), inputs, eager, forward=forward, weights=0, width=64, height=64, batch=2, **changes)
 
 
 def state(engine):

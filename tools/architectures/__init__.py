@@ -13,15 +13,21 @@ The table itself needs no ComfyUI, so that tests can be named after it.
 
 import ast
 
-from tools.architectures import audio, image, video
-from tools.architectures.table import VARIANTS, Architecture
+from tools.architectures import audio, image, newer, newer_video, video
+from tools.architectures.table import VARIANTS, Architecture, parts_of
 from tools.paths import comfyui_path
 
-__all__ = ["SKIPPED", "TABLE", "VARIANTS", "Architecture", "families", "present"]
+__all__ = ["SKIPPED", "TABLE", "VARIANTS", "Architecture", "families", "parts_of", "present", "version"]
 
-TABLE = {entry.name: entry for entry in image.ARCHITECTURES + video.ARCHITECTURES + audio.ARCHITECTURES}
+FILES = (image, video, audio, newer, newer_video)
+TABLE = {entry.name: entry for file in FILES for entry in file.ARCHITECTURES}
 # Classes of comfy.supported_models that have no entry, and why.
-SKIPPED: dict[str, str] = {}
+SKIPPED = {
+    "RT_DETR_v4": "finds objects in a picture: no sampler calls it, and no MODEL of it reaches a node of ours",
+    "DepthAnything3": "tells depths in a picture: no sampler calls it",
+    "SAM3": "finds objects in a picture: no sampler calls it",
+    "SAM31": "finds objects in a picture: no sampler calls it",
+}
 
 
 def families() -> set[str]:
@@ -30,7 +36,14 @@ def families() -> set[str]:
     return {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
+def version() -> tuple[int, ...]:
+    """The version of this ComfyUI, read without importing it."""
+    source = (comfyui_path() / "comfyui_version.py").read_text(encoding="utf-8")
+    number = next(node.value.value for node in ast.parse(source).body if isinstance(node, ast.Assign))
+    return tuple(int(part) for part in number.split("."))
+
+
 def present() -> list[Architecture]:
     """The entries whose class this ComfyUI has."""
-    known = families()
-    return [entry for entry in TABLE.values() if entry.family_name in known]
+    known, this = families(), version()
+    return [entry for entry in TABLE.values() if entry.family_name in known and this >= entry.since]

@@ -91,6 +91,11 @@ AURA = {
     "dim": 64, "n_layers": 3, "n_double_layers": 1, "n_heads": 2, "global_conddim": 64, "cond_seq_dim": 40,
     "max_seq": 256,
 }  # fmt: skip
+# What ComfyUIs after 0.3.75 ask for besides.
+NEWER_FLUX = {"txt_ids_dims": []}
+NEWER_FLUX2 = {"txt_ids_dims": [3]}
+NEWER_CHROMA = {"txt_ids_dims": [], "vec_in_dim": None}
+NEWER_RADIANCE = NEWER_CHROMA | {"use_x0": False, "use_sequential_txt_ids": False}
 
 
 def reference(draw: Draw) -> list[Tensor]:
@@ -167,14 +172,22 @@ CASCADE = (
     ),
 )  # fmt: skip
 TRANSFORMERS = (
-    Architecture("Flux", 16, FLUX, timesteps=1.0),
-    Architecture("Flux Kontext", 16, FLUX, family="Flux", timesteps=1.0, conditions={"ref_latents": reference}),
-    Architecture("FluxInpaint", 16, FLUX | {"in_channels": 96}, timesteps=1.0, concat=80),
-    Architecture("FluxSchnell", 16, FLUX | {"guidance_embed": False}, timesteps=1.0),
-    Architecture("Flux2", 128, FLUX2, timesteps=1.0),
-    Architecture("Chroma", 16, CHROMA, timesteps=1.0, conditions={"guidance": lambda draw: draw.uniform(0.0, 4.0)}),
+    Architecture("Flux", 16, FLUX, timesteps=1.0, newer=NEWER_FLUX),
     Architecture(
-        "ChromaRadiance", 3, RADIANCE, timesteps=1.0, scale=2,
+        "Flux Kontext", 16, FLUX, family="Flux", timesteps=1.0, newer=NEWER_FLUX, conditions={"ref_latents": reference},
+    ),
+    Architecture("FluxInpaint", 16, FLUX | {"in_channels": 96}, timesteps=1.0, newer=NEWER_FLUX, concat=80),
+    Architecture("FluxSchnell", 16, FLUX | {"guidance_embed": False}, timesteps=1.0, newer=NEWER_FLUX),
+    Architecture("Flux2", 128, FLUX2, timesteps=1.0, newer=NEWER_FLUX2),
+    Architecture(
+        "Flux2 Klein", 128, FLUX2 | {"guidance_embed": False}, family="Flux2", timesteps=1.0, newer=NEWER_FLUX2,
+    ),
+    Architecture(
+        "Chroma", 16, CHROMA, timesteps=1.0, newer=NEWER_CHROMA,
+        conditions={"guidance": lambda draw: draw.uniform(0.0, 4.0)},
+    ),
+    Architecture(
+        "ChromaRadiance", 3, RADIANCE, timesteps=1.0, newer=NEWER_RADIANCE, scale=2,
         conditions={"guidance": lambda draw: draw.uniform(0.0, 4.0)},
     ),
     Architecture("SD3", 16, SD3, conditions={"context": lambda draw: draw.prompt(40)}),

@@ -5,12 +5,13 @@ from typing import Any
 import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.supported_models
+import comfy.utils
 import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
-from tools.architectures import TABLE
-from tools.architectures.table import Architecture, moved
+from tools.architectures import TABLE, version
+from tools.architectures.table import Architecture, moved, parts_of
 
 
 def make(
@@ -19,8 +20,9 @@ def make(
     """The model ``name`` with random weights that are the same for the same ``seed``."""
     architecture = TABLE[name]
     kind = getattr(comfy.supported_models, architecture.family_name)
-    config = kind(kind.unet_config | architecture.config)
-    config.unet_config.update(architecture.config)  # over what the class adds by itself
+    tiny = dict(architecture.config) | (dict(architecture.newer) if version() > (0, 3, 75) else {})
+    config = kind(kind.unet_config | tiny)
+    config.unet_config.update(tiny)  # over what the class adds by itself
     config.set_inference_dtype(dtype, None)
     state = architecture.state(architecture.config) if architecture.state else {}
     device = torch.device(device)
@@ -28,14 +30,15 @@ def make(
         model = config.get_model(state, "", device=device)
         if architecture.finish:
             architecture.finish(model.diffusion_model)
-        randomise(model, seed)
+        randomise(model, seed, architecture.centred)
     return ModelPatcher(model.to(device), load_device=device, offload_device=device)
 
 
-def randomise(model: nn.Module, seed: int = 0) -> None:
+def randomise(model: nn.Module, seed: int = 0, centred: bool = False) -> None:
     """Random weights near unit gain, so that activations stay near unit scale whatever the model's depth.
 
-    Layers that a training begins at zero get random weights too: else nothing would flow through them.
+    Layers that a training begins at zero get random weights too: else nothing would flow through them. ``centred``:
+    the weights of its norms are differences from 1.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in model.modules():
@@ -46,7 +49,8 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
                 value *= weight[0].numel() ** -0.5
             else:
                 value *= 0.1
-            if (norm and weight.ndim == 1 and "bias" not in name) or name == "weights":  # shares that are summed
+            gain = norm and not centred and weight.ndim == 1 and "bias" not in name
+            if gain or name == "weights":  # shares of a sum, which divides by them
                 value += 1.0
             weight.data.copy_(value)
         for name, buffer in layer.named_buffers(recurse=False):
@@ -55,22 +59,28 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
     model.requires_grad_(False)
 
 
-def apply(patcher: ModelPatcher, k: int, name: str, options: dict[str, Any] | None = None) -> Tensor:
-    """``apply_model`` on variant ``k`` as the sampler calls it: with a sigma, and the added channels by themselves."""
+def apply(patcher: ModelPatcher, k: int, name: str, options: dict[str, Any] | None = None) -> list[Tensor]:
+    """The parts of what ``apply_model`` gives for variant ``k``, called as the sampler does.
+
+    That is with a sigma instead of a time step, and with the added channels by themselves.
+    """
     architecture, model = TABLE[name], patcher.model
     device = patcher.load_device
     parts = moved(architecture.request(k, torch.float32), device)
-    batch = parts["latent"].shape[0]
+    conditions, latents = parts["conditions"], parts_of(parts["latent"])
     sigma = float(model.model_sampling.percent_to_sigma(0.1 + 0.8 * (k % 7) / 7))
-    conditions = parts["conditions"]
-    return model.apply_model(
-        parts["latent"],
-        torch.full((batch,), sigma, device=device),
+    latent = latents[0]
+    if len(latents) > 1:  # as the sampler packs them
+        latent, conditions["latent_shapes"] = comfy.utils.pack_latents(latents)
+    out = model.apply_model(
+        latent,
+        torch.full((latent.shape[0],), sigma, device=device),
         c_concat=parts["concat"],
         c_crossattn=conditions.pop("context", None),
         transformer_options=parts["options"] | (options or {}),
         **conditions,
     )
+    return comfy.utils.unpack_latents(out, conditions["latent_shapes"]) if len(latents) > 1 else [out]
 
 
 def runs_wrappers(patcher: ModelPatcher, architecture: Architecture) -> bool:

@@ -20,9 +20,12 @@ SIZES = (
 PROMPT_WIDTHS = (
     "context_in_dim", "context_dim", "crossattn_emb_channels", "cond_seq_dim", "cap_feat_dim", "text_dim",
     "text_feat_dim", "joint_attention_dim", "t5_feat_dim", "text_embedding_dim", "text_states_dim", "caption_channels",
-    "cross_attention_dim", "cond_token_dim",
+    "txt_embed_dim", "llm_features_dim", "text_embed_dim", "instruction_feat_dim", "text_in_dim", "in_text_dim",
+    "cond_channels", "text_hidden_dim", "txt_in_dim", "cross_attention_dim", "cond_token_dim",
 )  # fmt: skip
-POOLED_WIDTHS = ("adm_in_channels", "vec_in_dim")
+POOLED_WIDTHS = ("adm_in_channels", "vec_in_dim", "in_text_dim2")
+
+Latent = Tensor | list[Tensor]  # a list of video and sound, for a model of both
 
 
 @dataclass
@@ -82,16 +85,19 @@ class Draw:
 class Architecture:
     """A model of ComfyUI's in a tiny configuration.
 
-    name: what the table calls it.
+    name: what the table calls it. A name with more than its class in it is that class with other inputs or parts.
     channels, dimensions: of its latent (3 dimensions have frames, 1 is a sequence).
     config: what the model is built with, over the fixed part in `comfy.supported_models`.
     conditions: more keyword arguments of the forward by name. The prompt, the pooled embedding and the guidance are
         there by themselves where the configuration has a width for them; None takes one away.
     family: the class in `comfy.supported_models`, where it has another name than the entry.
+    since: the first ComfyUI that has it, where its class is older.
+    newer: more of the configuration, which ComfyUIs after 0.3.75 ask for.
     timesteps: the time steps of the forward lie between 0 and this.
     concat: channels that are added to the latent (a mask, a first frame).
     scale, base, multiple: a size is one of SIZES times ``scale`` plus ``base``, rounded down to a multiple.
-    latent: the latent, where it is not [batch, channels, (frames,) height, width].
+    latent: the latent, where it is not [batch, channels, (frames,) height, width]; a list where there are several.
+    centred: the weights of its norms are differences from 1.
     state: weights that the class in `comfy.supported_models` reads when the model is made, by name.
     frames, batches: the most frames, and the batch sizes that the variants go through.
     clock: the time steps, where they are not one per picture; from the conditions.
@@ -106,6 +112,8 @@ class Architecture:
     dimensions: int = 2
     conditions: Mapping[str, Callable[[Draw], Any] | None] = field(default_factory=dict)
     family: str = ""
+    since: tuple[int, ...] = ()
+    newer: Mapping[str, Any] = field(default_factory=dict)
     timesteps: float = 1000.0
     concat: int = 0
     scale: int = 1
@@ -113,9 +121,10 @@ class Architecture:
     multiple: int = 1
     frames: int = 5
     batches: tuple[int, ...] = (1, 2, 3, 4)
-    clock: Callable[[Tensor, dict[str, Any]], Tensor] | None = None
+    clock: Callable[[Tensor, dict[str, Any]], Any] | None = None
     finish: Callable[[Any], None] | None = None
-    latent: Callable[[Draw], Tensor] | None = None
+    latent: Callable[[Draw], Latent] | None = None
+    centred: bool = False
     state: Callable[[Mapping[str, Any]], dict[str, Tensor]] | None = None
     options: Callable[[Draw], dict[str, Any]] | None = None
     note: str = ""
@@ -129,7 +138,7 @@ class Architecture:
         """Variant ``k`` by part, on the CPU: latent, concat, timesteps, conditions and options."""
         draw = self.draw(k, dtype)
         latent = self.latent(draw) if self.latent else self._plain(draw, self.channels)
-        draw.batch = latent.shape[0]  # a model may count frames as pictures
+        draw.batch = parts_of(latent)[0].shape[0]  # a model may count frames as pictures
         return {
             "latent": latent,
             "concat": self._plain(draw, self.concat) if self.concat else None,
@@ -140,7 +149,7 @@ class Architecture:
 
     def inputs(
         self, k: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-    ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of ``diffusion_model`` for variant ``k``: random values, the same for the same ``k``."""
         parts = self.request(k, dtype)
         latent = parts["latent"] if parts["concat"] is None else torch.cat((parts["latent"], parts["concat"]), dim=1)
@@ -148,9 +157,9 @@ class Architecture:
         named = parts["conditions"] | {"transformer_options": parts["options"]}
         return moved((latent, time), device), moved(named, device)
 
-    def output_shape(self, k: int) -> tuple[int, ...]:
-        """The shape of what the forward gives for variant ``k``: the latent's."""
-        return tuple(self.request(k)["latent"].shape)
+    def output_shapes(self, k: int) -> list[tuple[int, ...]]:
+        """The shape of each part that the forward gives for variant ``k``: the latent's."""
+        return [tuple(part.shape) for part in parts_of(self.request(k)["latent"])]
 
     def draw(self, k: int, dtype: torch.dtype = torch.float32) -> Draw:
         """The sizes of variant ``k``."""
@@ -174,6 +183,11 @@ class Architecture:
         if self.config.get("guidance_embed"):
             known["guidance"] = lambda draw: draw.uniform(1.0, 6.0)
         return known | dict(self.conditions)
+
+
+def parts_of(value: Tensor | list[Tensor] | tuple[Tensor, ...]) -> list[Tensor]:
+    """The parts of a latent, or of what a forward gives: one for nearly all models."""
+    return [value] if isinstance(value, Tensor) else list(value)
 
 
 def first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:

@@ -30,6 +30,7 @@ HUNYUAN15 = HUNYUAN | {
     "in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "guidance_embed": False,
     "byt5": True, "use_cond_type_embedding": True, "vision_in_dim": 48,
 }  # fmt: skip
+NEWER_HUNYUAN = {"meanflow_sum": False}  # what ComfyUIs after 0.3.75 ask for besides
 COSMOS = {
     "image_model": "cosmos", "max_img_h": 64, "max_img_w": 64, "max_frames": 16, "in_channels": 16, "out_channels": 16,
     "patch_spatial": 2, "patch_temporal": 1, "model_channels": 64, "block_config": "FA-CA-MLP",
@@ -122,6 +123,11 @@ def video(name: str, channels: int, config: dict[str, Any], **more: Any) -> Arch
     return Architecture(name, channels, config, dimensions=3, **more)
 
 
+def hunyuan(name: str, channels: int, config: dict[str, Any], **more: Any) -> Architecture:
+    """An entry of Hunyuan's, with frames unless ``more`` says otherwise."""
+    return Architecture(name, channels, config, newer=NEWER_HUNYUAN, **{"dimensions": 3} | more)
+
+
 ARCHITECTURES = (
     Architecture("SVD_img2vid", 4, SVD, concat=4, batches=(1, 2), latent=frames_as_batch, conditions=SVD_CONDITIONS),
     Architecture("SV3D_u", 4, SVD, concat=4, batches=(1, 2), latent=frames_as_batch, conditions=SVD_CONDITIONS),
@@ -165,29 +171,29 @@ ARCHITECTURES = (
         "WAN22_T2V first frame", 48, WAN | {"in_dim": 48, "out_dim": 48}, family="WAN22_T2V", conditions=MASKED,
         clock=per_frame,
     ),
-    video("HunyuanVideo", 16, HUNYUAN, multiple=2),
-    video(
+    hunyuan("HunyuanVideo", 16, HUNYUAN, multiple=2),
+    hunyuan(
         "HunyuanVideo mask", 16, HUNYUAN, family="HunyuanVideo", multiple=2, batches=(1,),
         conditions={"attention_mask": lambda draw: (torch.arange(draw.tokens)[None] < draw.tokens - 2).long()},
     ),
-    video("HunyuanVideoI2V", 16, HUNYUAN | {"in_channels": 33}, concat=17, multiple=2),
-    video(
+    hunyuan("HunyuanVideoI2V", 16, HUNYUAN | {"in_channels": 33}, concat=17, multiple=2),
+    hunyuan(
         "HunyuanVideoI2V guiding frame", 16, HUNYUAN | {"in_channels": 33}, family="HunyuanVideoI2V", concat=17,
         multiple=2, batches=(1,), conditions={"guiding_frame_index": lambda draw: torch.zeros(draw.batch)},
     ),
-    video("HunyuanVideoSkyreelsI2V", 16, HUNYUAN | {"in_channels": 32}, concat=16, multiple=2),
-    Architecture("HunyuanImage21", 64, HUNYUAN_IMAGE, conditions=GLYPHS),
-    Architecture(
+    hunyuan("HunyuanVideoSkyreelsI2V", 16, HUNYUAN | {"in_channels": 32}, concat=16, multiple=2),
+    hunyuan("HunyuanImage21", 64, HUNYUAN_IMAGE, dimensions=2, conditions=GLYPHS),
+    hunyuan(
         "HunyuanImage21 distilled", 64, HUNYUAN_IMAGE | {"guidance_embed": True, "meanflow": True},
-        family="HunyuanImage21", conditions=GLYPHS, options=step,
+        family="HunyuanImage21", dimensions=2, conditions=GLYPHS, options=step,
         note="looks its sigma up in the schedule with torch.where, and branches on whether it is there",
     ),
-    video(
+    hunyuan(
         "HunyuanImage21Refiner", 64, REFINER, frames=2, concat=64, conditions={"disable_time_r": lambda draw: True},
         options=step,
     ),
-    video("HunyuanVideo15", 32, HUNYUAN15, concat=33, conditions=GLYPHS | VISION),
-    video(
+    hunyuan("HunyuanVideo15", 32, HUNYUAN15, concat=33, conditions=GLYPHS | VISION),
+    hunyuan(
         "HunyuanVideo15_SR_Distilled", 32, HUNYUAN15 | {"in_channels": 98, "meanflow": True}, concat=66,
         conditions=GLYPHS | VISION | {"disable_time_r": lambda draw: False}, options=step,
         note="looks its sigma up in the schedule with torch.where, and branches on whether it is there",
