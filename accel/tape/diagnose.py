@@ -26,11 +26,15 @@ def eager_values(
 ) -> list[tuple[Launch, list[Tensor], list[Tensor]]]:
     """(a kernel, eager's values of what it reads, eager's values of what it writes), for each kernel of ``program``."""
     launches = program.launches
-    wanted = {value for launch in launches for value in (*launch.operands, *launch.outputs)}
+    parts = program.parts
+    wanted = {parts.get(v, v) for launch in launches for v in (*launch.operands, *launch.outputs)}
     plain = Program(tape, fuse=False)
     plain.bind(module)
     values: dict[Value, Tensor] = plain.values(inputs, wanted)
-    return [(launch, [values[v] for v in launch.operands], [values[v] for v in launch.outputs]) for launch in launches]
+    return [
+        (launch, [values[v] for v in launch.operands], [values[parts.get(v, v)] for v in launch.outputs])
+        for launch in launches
+    ]
 
 
 def _laid_out(tensor: Tensor, value: Value) -> Tensor:
