@@ -45,6 +45,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A file stays in one process, and all files that drive the server in the same one: it starts once."""
     driving = {item.path for item in items if "server" in item.fixturenames}
