@@ -15,7 +15,7 @@ def wrong_kernels(tape: Tape, program: Program, inputs: list[Tensor], module: nn
     wrong: set[str] = set()
     for launch, operands, expected in eager_values(tape, program, inputs, module):
         outputs = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=tape.device) for v in launch.outputs]
-        launch([_laid_out(tensor, v) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
+        launch([laid_out(tensor, v) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
         if any(_error(out, reference) > TOLERANCE for out, reference in zip(outputs, expected, strict=True)):
             wrong.add(launch.source.text)
     return frozenset(wrong)
@@ -37,7 +37,7 @@ def eager_values(
     ]
 
 
-def _laid_out(tensor: Tensor, value: Value) -> Tensor:
+def laid_out(tensor: Tensor, value: Value) -> Tensor:
     """``tensor`` with the strides that the kernel was made for."""
     if tensor.stride() == value.stride:
         return tensor
