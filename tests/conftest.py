@@ -37,7 +37,7 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 # Files that drive the server: all in one process, where it starts once.
-SERVER = {"test_browser", "test_demo_run", "test_examples", "test_nodes", "test_server"}
+SERVER = {"test_browser", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_server", "test_web"}
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
 

@@ -1,4 +1,4 @@
-"""The tape on a real GPU: kernels that round as eager does, one set of them for every size, graphs, weights that move."""
+"""The tape on a real GPU: kernels that round as eager does, one set for every size, graphs, weights that move."""
 
 import dataclasses
 import gc
