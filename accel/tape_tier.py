@@ -15,6 +15,7 @@ from torch import Tensor
 from . import devices, graphs, kernels, verify
 from .artifacts import KEEPER
 from .attempt import attempt, named
+from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
 from .outputs import Output
 from .stats import STATS, ModelStats, ShapeStats
@@ -73,6 +74,10 @@ class TapeTier:
     # The first call of a size ---------------------------------------------------------------------------------------
 
     def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
+        with collector_off():  # so many small objects at once would set it off several times
+            return self._recorded(call, settings, shape, fuse)
+
+    def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
         if tape is not None:
             take.reason = obstacle(tape) or _odd_form(recorded)

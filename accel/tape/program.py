@@ -123,8 +123,13 @@ class Program:
         return found
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
-        """The forward's result for these inputs."""
-        return self._execute(inputs, None)
+        """The forward's result for these inputs; inference tensors only where the caller is in inference mode.
+
+        The steps were recorded in that mode, and what they do with tensors that were made in it needs it again.
+        """
+        with torch.inference_mode():
+            out = self._execute(inputs, None)
+        return out if torch.is_inference_mode_enabled() else replaced(out, Tensor, torch.clone)
 
     def _execute(self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None) -> Any:
         values = list(self._bound)
