@@ -83,7 +83,8 @@ class Tapes:
             last = self._takes.get((key, fuse), [])[-MAX_IN_VAIN:]
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
-            return f"the option {last[-1].guards.differs(taped.options)!r} differs in each call, so no recording fits twice"
+            option = last[-1].guards.differs(taped.options)
+            return f"the option {option!r} differs in each call, so no recording fits twice"
 
     def record(
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]

@@ -330,7 +330,7 @@ def test_a_cache_that_was_there() -> None:
 
 
 def test_a_table_made_at_the_first_call_is_a_constant() -> None:
-    """It depends on sizes alone; a later recording finds it there, and does not know that any more."""
+    """It depends on sizes alone; a later recording finds it there."""
 
     def forward(self, x):
         key = tuple(x.shape)
@@ -339,6 +339,9 @@ def test_a_table_made_at_the_first_call_is_a_constant() -> None:
         return x * self.cache[key]
 
     replayed_right(forward, cache={})
+    model = module(forward, cache={})
+    assert [taped(model, inputs(0))[2], taped(model, inputs(1))[2]] == ["", ""]
+    assert taped(module(forward, cache={(3, 4): torch.ones(4)}), inputs(0))[1] is None
 
 
 def test_several_writes_at_once_and_resizes() -> None:
@@ -425,7 +428,7 @@ def test_nothing_of_ours_keeps_a_tensor_or_the_model() -> None:
     model = module(lambda self, x: self.lin(x + torch.arange(4)) * self.scale)
     x = inputs(0)
     recorder = Recorder([x], model, CPU)
-    out, tape = record(lambda: model(x), recorder)
+    out, tape = record(lambda model=model, x=x: model(x), recorder)
     program = Program(tape, fuse=False)
     del tape, recorder
     program.bind(model)

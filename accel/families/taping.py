@@ -256,7 +256,7 @@ def _prepare(options: NotedOptions, recorder: Recorder) -> None:
 
 
 class _Copied(Reads):
-    """Reads of a plain copy of the options. What was copied along with the rest is not guarded, so it must not be read."""
+    """Reads of a plain copy of the options. What was copied along with the rest is no guard, so it must not be read."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder.read)

@@ -9,6 +9,7 @@ listened. One operation costs about 15 µs, most of them torch's for calling a m
 import gc
 import random
 import sys
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -43,6 +44,10 @@ OURS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patcher_extension.py")
 
 
+# Constants of earlier recordings of a module by id, as long as somebody else keeps them: a table that it made once.
+_CONSTANTS: "weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[Tensor]]]" = weakref.WeakKeyDictionary()
+
+
 class Recorder(TorchDispatchMode):
     """Records between ``__enter__`` and ``__exit__``. ``refusal``: why there is no tape, or ""."""
 
@@ -60,6 +65,7 @@ class Recorder(TorchDispatchMode):
         self._filled: dict[Value, tuple[Tensor, Any]] = {}  # constants full of one number, until they are written
         self._module = module
         self._random = _random_state()
+        self._earlier = _CONSTANTS.setdefault(module, {})
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
         self._stream = _stream(device)
         self.inputs = [self._leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
@@ -325,6 +331,9 @@ class Recorder(TorchDispatchMode):
             return mark[1]
         if weight := self._weights.find(tensor):
             return self._leaf(tensor, weight)
+        earlier = self._earlier.get(id(tensor))
+        if earlier is not None and earlier() is tensor:
+            return self._constant(tensor, None, None)
         literal = (not tensor.shape and tensor.device.type == "cpu") or (
             tensor.ndim == 1 and tensor.dtype == torch.int64
         )
@@ -369,8 +378,12 @@ class Recorder(TorchDispatchMode):
 
     def close(self, output: Any) -> None:
         """Takes our marks off what lives on, and lets go of every tensor and of the model."""
-        for _, tensor in self._known.values():
+        for value, tensor in self._known.values():
             tensor.__dict__.pop("_anyshape", None)
+            if value.is_constant and not self.refusal:
+                self._earlier[id(tensor)] = weakref.ref(tensor)
+        for name in [name for name, tensor in self._earlier.items() if tensor() is None]:
+            del self._earlier[name]
         for tensor in _tensors_in(output):
             tensor.__dict__.pop("_anyshape", None)
         self._known.clear()

@@ -38,8 +38,8 @@ FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1,
 MOVES = frozenset(("set_", "resize_", "resize_as_", "as_strided_", "swap_"))
 # In place they keep the dtype of what they change; else they give another one.
 TRUTHS = frozenset(
-    "eq_ ne_ lt_ le_ gt_ ge_ less_ less_equal_ greater_ greater_equal_ not_equal_ logical_and_ logical_or_ logical_xor_ "
-    "logical_not_".split()
+    "eq_ ne_ lt_ le_ gt_ ge_ less_ less_equal_ greater_ greater_equal_ not_equal_ logical_and_ logical_or_ "
+    "logical_xor_ logical_not_".split()
 )
 
 
