@@ -47,6 +47,9 @@ class TapeTier:
         fuse = settings.mode == "auto" and can_fuse(call.key.device)
         take = self._tapes.find(call.key, fuse, call.taped)
         if take is None:
+            if reason := self._tapes.in_vain(call.key, fuse, call.taped):
+                self._note(shape, "eager", reason)
+                return call.eager()
             return self._first(call, settings, shape, fuse)
         if take.program is None:
             self._note(shape, "eager", take.reason)
@@ -109,7 +112,9 @@ class TapeTier:
         if settings.verify:
             out = self._checked(call, take, tape, out, _flat(recorded), list(inputs.values()))
         take.graph = device.type == "cuda" and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
-        if device.type == "cuda" and not take.graph:
+        if take.graph and take.graph_obstacle:
+            take.graph, shape.note = False, take.graph_obstacle
+        elif device.type == "cuda" and not take.graph:
             shape.note = f"the GPU is the limit at this size ({elapsed:.0f} ms, launching {host:.0f} ms): no graph"
         self._settle(call, settings, shape, take, inputs, out)
         return out
