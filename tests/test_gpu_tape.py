@@ -1,4 +1,4 @@
-"""The tape on a real GPU: kernels that round as eager does, one set of them for every size, graphs, weights that move."""
+"""The tape on a real GPU: how kernels round, one set of them for every size, graphs, and weights that move."""
 
 import dataclasses
 import gc
@@ -8,7 +8,7 @@ import torch
 
 from tools import architectures
 from tools.driving import compiled
-from tools.on_gpu import loaded_forward
+from tools.on_gpu import SMALL_FLUX, loaded_forward
 from tools.oracles import error, fallbacks, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
@@ -24,7 +24,7 @@ DIFFERENT = 1e-4  # the share of elements that may be rounded the other way: fun
 FEW = 5  # of a kernel with few elements
 FAR = 0.1  # of those, the share where a later sum cancels most of the number, so that it is more than one step
 SMALL = {
-    "flux": {"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4, "context_in_dim": 128},
+    "flux": SMALL_FLUX,
     "sd35l": {
         "depth": 4, "context_embedder_config": {
             "target": "torch.nn.Linear", "params": {"in_features": 128, "out_features": 256},
@@ -372,7 +372,7 @@ def test_a_kernel_that_computes_nonsense_is_left_out(models, monkeypatch):
     from tools.on_gpu import inputs
     from tools.recording import recorded
 
-    patcher = models.flux(torch.bfloat16, **SMALL["flux"])
+    patcher = models.flux(torch.bfloat16, **SMALL_FLUX)
     mm.load_models_gpu([patcher])
     module, own = patcher.model.diffusion_model, Launch.__call__
     args, named = inputs(patcher, *FORWARD, seed=0)
