@@ -1,6 +1,6 @@
 """A start of the pack on a GPU, in a process of its own: python -m tools.restarted.
 
-Some forwards of a small SDXL and of a small Flux (which is recorded), and one decode of a small VAE, each against eager.
+Some forwards of a small SDXL and of a small Flux, which is recorded, and one decode of a small VAE, each against eager.
 Prints JSON: the stats of the store, what Triton compiled and found, and how far the results are from eager's.
 """
 
