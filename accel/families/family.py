@@ -1,4 +1,4 @@
-"""What differs between families whose forward is written by hand: one module per family, with the names of ``Family``."""
+"""What differs between families whose forward is written by hand: one module each, with the names of ``Family``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
