@@ -21,10 +21,11 @@ def inputs(
     patcher: Patcher, width: int, height: int, rows: int, tokens: int, seed: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
     """Random arguments of a UNet or a Flux: two by position, the others by name."""
-    g = torch.Generator("cuda").manual_seed(seed)
+    device = patcher.load_device
+    g = torch.Generator(device).manual_seed(seed)
     config, dtype = patcher.model.model_config.unet_config, patcher.model.diffusion_model.dtype
-    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(dtype)  # noqa: E731
-    full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
+    randn = lambda *shape: torch.randn(*shape, generator=g, device=device).to(dtype)  # noqa: E731
+    full = lambda value: torch.full((rows,), value, device=device)  # noqa: E731
     if config.get("image_model") == "flux":
         x, context = randn(rows, 16, height // 8, width // 8), randn(rows, tokens, config["context_in_dim"])
         y, guidance = randn(rows, config["vec_in_dim"]), full(3.5) if config["guidance_embed"] else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
 from .layout import Layouts
-from .lower import FLOATS, EVERYWHERE, Lowering, NoKernel, Term
+from .lower import EVERYWHERE, FLOATS, Lowering, NoKernel, Term
 from .traits import traits
 from .values import ONE, Operation, Size, Value
 
@@ -204,7 +204,7 @@ def _assembled(
     text += "\n    ".join(body) + "\n"
     others = tuple(axis.size for axis in loops.lead if axis is not tile)
     return Source(
-        text, name, rows, columns, 4 if rows * columns <= BLOCK else 8, tile is not None, others, column,
+        text, name, rows, columns, _warps(rows * columns), tile is not None, others, column,
         tuple(lowering.operands), tuple(outputs), tuple(lowering.integers), tuple(lowering.floats),
     )  # fmt: skip
 
@@ -247,6 +247,10 @@ def _name(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> str:
             names.append(name)
         stack += operation.inputs
     return "fused_" + "_".join(reversed(names[:6]))
+
+
+def _warps(elements: int) -> int:
+    return 4 if elements <= BLOCK else 8
 
 
 def _power(n: int) -> int:
