@@ -1,4 +1,4 @@
-"""How a family meets ComfyUI: keyed wrappers on a clone of the model's patcher, state per sampling run.
+"""How a MODEL meets ComfyUI: keyed wrappers on a clone of the model's patcher, state per sampling run.
 
 ``compile_model`` returns a clone whose every forward goes through an engine; the shared model is not touched, so a
 workflow without our node (or with ``mode: off``) gets exactly ComfyUI's own forward.
