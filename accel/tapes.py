@@ -41,6 +41,7 @@ class Take:
     number: int
     program: Program | None = None
     reason: str = ""  # why there is no program
+    came_back: bool = False  # it is that a value came back to the host, so that blocks may have programs of their own
     weights: int | None = None  # fingerprint of the weights that the program is bound to
     graph: bool = False  # whether a graph pays
     form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's
@@ -81,7 +82,9 @@ class Tapes:
         out, tape = record(lambda: taped.forward(noted), recorder)
         with self._lock:
             self._count += 1
-            take = Take(Guards(reads), taped.structure, self._count, reason=recorder.refusal)
+            take = Take(
+                Guards(reads), taped.structure, self._count, reason=recorder.refusal, came_back=recorder.came_back
+            )
             self._takes.setdefault((key, fuse), []).append(take)
             while len(self._takes) > MAX_TAKES:
                 self._takes.popitem(last=False)

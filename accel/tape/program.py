@@ -23,6 +23,7 @@ from .weights import resolve
 
 
 ALONE = "a single operation"
+Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
 Users = dict[Value, list[Operation | None]]  # who reads a value; None: the caller
 
 
@@ -82,7 +83,7 @@ class Program:
         self._inputs = [(self._slots[v], v.leaf.index) for v in leaves if isinstance(v.leaf, Input)]
         self._weights = [(self._slots[v], v) for v in leaves if isinstance(v.leaf, Weight)]
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
-        self._bound: list[Tensor | None] | None = None
+        self._bound: Bound | None = None
         del self._layouts
 
     # Making it ----------------------------------------------------------------------------------------------------
@@ -181,7 +182,11 @@ class Program:
 
     def bind(self, module: nn.Module) -> None:
         """Takes the weights from ``module``. Raises ``NotBound``."""
-        bound: list[Tensor | None] = [None] * len(self._slots)
+        self._bound = self.bound_to(module)
+
+    def bound_to(self, module: nn.Module) -> Bound:
+        """The weights of ``module``, for ``run``. Raises ``NotBound``."""
+        bound: Bound = [None] * len(self._slots)
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for slot, value in self._weights:
@@ -193,7 +198,7 @@ class Program:
             if like != (value.shape, value.stride, value.dtype, value.device):
                 raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} has another form or place")
             bound[slot] = tensor
-        self._bound = bound
+        return bound
 
     def unbind(self) -> None:
         """Lets go of the weights."""
@@ -220,12 +225,14 @@ class Program:
             found[value] = tensor
         return found
 
-    def run(self, inputs: Sequence[Tensor]) -> Any:
-        """The forward's result for these inputs."""
-        return self._execute(inputs, None)
+    def run(self, inputs: Sequence[Tensor], bound: Bound | None = None) -> Any:
+        """The forward's result for these inputs. bound: other weights than those that it is bound to."""
+        return self._execute(inputs, None, bound)
 
-    def _execute(self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None) -> Any:
-        values = list(self._bound)
+    def _execute(
+        self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None, bound: Bound | None = None
+    ) -> Any:
+        values = list(self._bound if bound is None else bound)
         for slot, index in self._inputs:
             values[slot] = inputs[index]
         for step in self._steps:

@@ -26,6 +26,11 @@ PLAIN = (Tensor, nn.Parameter)
 # Of our own mode that changes nothing that a tape could hold.
 IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy"))
 REPLACED_MEMORY = frozenset(("set_", "resize_", "resize_as_", "as_strided_"))
+CAME_BACK = (
+    "the size of a result depends on values",
+    "a value came back from the GPU to the host",
+    "a tensor came back from the GPU to the host",
+)
 OURS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patcher_extension.py")
 
@@ -36,6 +41,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor], module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.refusal = ""
+        self.came_back = False  # it is refused because a value came back to the host: its blocks may be recordable
+        self.written: Input | Weight | None = None  # it is refused because this was written into
         self.operations: list[Operation] = []
         self.device, self._count, self._paused = device, 0, False
         self._weights = NamedTensors(module)
@@ -102,6 +109,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         fixed = known.of_shapes or all(value.is_constant for value in inputs)
         if reason := self._obstacle(func, known, args, kwargs, inputs, out, fixed):
+            self.came_back = reason in CAME_BACK
             self.refuse(reason)
             return out
         results = out if isinstance(out, (tuple, list)) else [out]
@@ -136,12 +144,12 @@ class Recorder(TorchDispatchMode):
         if _stream(self.device) != self._stream:
             return "it works on several CUDA streams"
         if known.of_values or (known.name == "index" and any(v.dtype in (torch.bool, torch.uint8) for v in inputs[1:])):
-            return "the size of a result depends on values"
+            return CAME_BACK[0]
         first = out[0] if isinstance(out, (tuple, list)) and out else out
         if not isinstance(first, Tensor):
-            return "a value came back from the GPU to the host"
+            return CAME_BACK[1]
         if first.device != self.device and first.device.type == "cpu":
-            return "a tensor came back from the GPU to the host"
+            return CAME_BACK[2]
         return ""
 
     def _base(self, known: Traits, args: tuple, inputs: list[Value], result: Tensor) -> Value | None:
@@ -165,6 +173,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         root = target.root
         if isinstance(root.leaf, (Input, Weight)):
+            self.written = root.leaf
             self.refuse("it writes into an input or a weight")
             return func(*args, **kwargs)
         if is_random(func, args, kwargs):
@@ -265,6 +274,7 @@ class Recorder(TorchDispatchMode):
     def read_back(self, tensor: Tensor) -> None:
         """Somebody takes this tensor's values to Python."""
         if not (self._paused or self.refusal or self._value(tensor).is_constant):
+            self.came_back = True
             self.refuse("a value came back to the host")
 
     def finish(self, output: Any) -> Tape | None:
