@@ -45,6 +45,7 @@ class Take:
     number: int
     program: Program | None = None
     reason: str = ""  # why there is no program
+    came_back: bool = False  # it is that a value came back to the host, so that blocks may have programs of their own
     weights: int | None = None  # fingerprint of the weights that the program is bound to
     graph: bool = False  # whether a graph pays
     graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
@@ -100,7 +101,7 @@ class Tapes:
             reason = f"the forward changes the model itself, {changed}"
         with self._lock:
             self._count += 1
-            take = Take(Guards(reads), taped.structure, self._count, reason=reason)
+            take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
             take.graph_obstacle = PACKS if recorder.calls_packs else ""
             takes = self._takes.setdefault((key, fuse), [])
             takes.append(take)

@@ -38,6 +38,11 @@ NUMBERS = frozenset(
 HELD_BY_THE_CALL = 6
 RANDOM = "it draws random numbers"
 UNWRITTEN = "an operation went past torch's dispatcher: memory was read that nothing recorded has written"
+CAME_BACK = (
+    "the size of a result depends on values",
+    "a value came back from the GPU to the host",
+    "a tensor came back from the GPU to the host",
+)
 HOLDERS = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict, defaultdict))
 TABLES = frozenset(nn.Module().__dict__)  # torch's own attributes of a module
 OURS = str(Path(__file__).resolve().parent.parent)
@@ -54,6 +59,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor], module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.refusal = ""
+        self.came_back = False  # it is refused because a value came back to the host: its blocks may be recordable
+        self.written: Input | Weight | None = None  # it is refused because this was written into
         self.operations: list[Operation] = []
         self.device, self._count, self._paused = device, 0, False
         self._weights = NamedTensors(module)
@@ -150,6 +157,7 @@ class Recorder(TorchDispatchMode):
             return
         fixed = known.of_shapes or all([type(value.leaf) is Constant for value in inputs])
         if reason := self._obstacle(func, known, args, kwargs, inputs, out, fixed):
+            self.came_back = reason in CAME_BACK
             self.refuse(reason)
             return
         results = out if type(out) in (tuple, list) else (out,)
@@ -194,12 +202,12 @@ class Recorder(TorchDispatchMode):
         if self._stream is not None and _stream(self.device) != self._stream:
             return "it works on several CUDA streams"
         if known.may_size and known.sized_by_values(args, kwargs, inputs):
-            return "the size of a result depends on values"
+            return CAME_BACK[0]
         first = out[0] if type(out) in (tuple, list) and out else out
         if not isinstance(first, Tensor):
-            return "a value came back from the GPU to the host"
+            return CAME_BACK[1]
         if first.device != self.device and first.device.type == "cpu":
-            return "a tensor came back from the GPU to the host"
+            return CAME_BACK[2]
         return ""
 
     def _base(self, known: Traits, args: tuple, inputs: list[Value], result: Tensor) -> Value | None:
@@ -221,6 +229,7 @@ class Recorder(TorchDispatchMode):
         elif known.moves:
             self.refuse(f"{known.name} changes where a tensor lies")
         elif type(target.root.leaf) is not Constant and target.root.leaf is not None:
+            self.written = target.root.leaf
             self.refuse("it writes into an input or a weight")
         elif known.may_draw and draws(known, args, kwargs):
             self.refuse(RANDOM)
@@ -352,6 +361,7 @@ class Recorder(TorchDispatchMode):
     def read_back(self, tensor: Tensor) -> None:
         """Somebody takes this tensor's values to Python."""
         if not (self._paused or self.refusal or self._value(tensor).is_constant):
+            self.came_back = True
             self.refuse("a value came back to the host")
 
     def finish(self, output: Any) -> Tape | None:
