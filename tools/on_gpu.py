@@ -1,4 +1,4 @@
-"""What tests on a real GPU share: the config of a small UNet, and one forward as a sampling run makes it."""
+"""What tests on a real GPU share: configs of small models, and one forward as a sampling run makes it."""
 
 from typing import Any
 
@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}  # of bench.models.unet
+SMALL_FLUX = {  # of bench.models.flux
+    "hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4, "context_in_dim": 128,
+}  # fmt: skip
 Patcher = Any  # comfy.model_patcher.ModelPatcher; ComfyUI is imported when the tests' fixtures say so
 
 

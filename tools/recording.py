@@ -31,7 +31,8 @@ class Recorded:
 
     def run(self) -> Tensor:
         """The program's result for the same inputs."""
-        return self.program.run(self.inputs)
+        with torch.inference_mode():
+            return self.program.run(self.inputs)
 
 
 def recorded(module: nn.Module, args: tuple, named: dict[str, Any], fuse: bool = True) -> Recorded:
