@@ -42,11 +42,13 @@ class TapeTier:
         self.stats, self._owner, self._passthrough = stats, owner, passthrough
         self._tapes = Tapes()
         self._dtypes: set[torch.dtype] = set()  # whose first size is over
+        self._told = False  # why nothing is fused
+        self._rules = True  # whether tapes are rewritten by rules
         self._blocks = BlockTier(stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count)
 
     def run(self, call: "Call", settings: "Settings", shape: ShapeStats) -> Any:
         """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
-        fuse = settings.mode == "auto" and can_fuse(call.key.device)
+        fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
         take = self._tapes.find(call.key, fuse, call.taped)
         if take is None:
             if reason := self._tapes.in_vain(call.key, fuse, call.taped):
@@ -70,6 +72,15 @@ class TapeTier:
         out = _flat(program.run(list(inputs.values())))
         self._settle(call, settings, shape, take, inputs, out)
         return take.form(out)
+
+    def _can_fuse(self, device: torch.device) -> bool:
+        """``can_fuse``; where an NVIDIA GPU cannot, the reason is counted once."""
+        if can_fuse(device):
+            return True
+        if devices.is_nvidia(device) and not self._told:
+            self._told = True
+            STATS.fallback(self.stats.name, f"operations run unfused: {kernels.why_not(device)}")
+        return False
 
     def release(self) -> None:
         """Lets go of weights: the model was unloaded."""
@@ -158,7 +169,8 @@ class TapeTier:
         if not fuse:
             return Program(tape, fuse=False)
         KEEPER.watch(call.key.device, _functions)
-        self.stats.inexact = sorted({*self.stats.inexact, *rules.apply(tape)})
+        if self._rules:
+            self.stats.inexact = sorted({*self.stats.inexact, *rules.apply(tape)})
         try:
             return Program(tape, fuse=True)
         except KernelFailed as error:
@@ -192,6 +204,9 @@ class TapeTier:
                 return out
             except WrongResult:
                 continue
+        if self._rules:  # they have changed the tape itself: the next call records it again, without them
+            self._rules = False
+            self._tapes.drop(take)
         raise WrongResult(f"{what} is not what ComfyUI's own forward gives, even unfused; please report it")
 
     def _failed(self, take: Take, shape: ShapeStats, error: Exception) -> str:
