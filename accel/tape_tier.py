@@ -119,17 +119,10 @@ class TapeTier:
             return self._recorded(call, settings, shape, fuse)
 
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
-        if fuse:  # from where a value comes back to the host the blocks have programs of their own
-            with self._blocks.visit(call, settings, self._is_first(call)) as visit:
-                recorded, take, tape = self._tapes.record(call.key, fuse, visit.taped, call.inputs)
-        else:
-            recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
+        recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
         if tape is not None:
             take.reason = obstacle(tape) or _odd_form(recorded)
-        if fuse and take.came_back:
-            self._note_blocks(shape, take, visit)
-            return recorded
-        if take.reason:
+        if take.reason:  # where a value came back to the host, later calls have programs for the blocks
             self._note(shape, "eager", take.reason)
             return recorded
         out, _ = attempt(
