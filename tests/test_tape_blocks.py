@@ -272,6 +272,7 @@ def test_blocks_that_gain_nothing_are_left_alone(make, counted, monkeypatch):
     for _ in range(3):
         assert torch.equal(forward(fast), forward(patcher))
     assert counted == {"recorded": 1, "replayed": 0} and shapes()[-1]["state"] == "eager"
+    assert shapes()[-1]["note"] == block_tier.NO_GAIN
 
 
 def test_exact_mode_records_no_blocks(make, counted):
