@@ -254,7 +254,7 @@ class BlockTier:
         device = visit.call.key.device
         if self._find(path, given) is not take:
             return False  # what it read of the options does not last
-        if device.type != "cuda":  # nothing is fused there, unless a test wants it
+        if not _is_timed(device):
             return True
         written = [before[place] for place in take.writes]  # copies, which may be written into again and again
         swap = {id(given.tensors[place]): copy for place, copy in zip(take.writes, written, strict=True)}
@@ -301,6 +301,10 @@ def _written_back(out: Any, written: Sequence[Tensor], take: BlockTake, given: G
         given.tensors[place].copy_(new)
         swap[id(new)] = given.tensors[place]
     return swapped(out, swap) if swap else out
+
+
+def _is_timed(device: torch.device) -> bool:
+    return device.type == "cuda"  # elsewhere nothing is fused, unless a test wants it
 
 
 def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:

@@ -275,6 +275,26 @@ def test_blocks_that_gain_nothing_are_left_alone(make, counted, monkeypatch):
     assert shapes()[-1]["note"] == block_tier.NO_GAIN
 
 
+@pytest.mark.parametrize("name", ["ZImage", "Flux"])
+@pytest.mark.parametrize("faster", ["eager", "program"])
+def test_the_faster_way_is_kept(make, counted, monkeypatch, name, faster):
+    """Timing runs the block again, on copies of what it writes into."""
+    from anyshape.accel import block_tier
+
+    def milliseconds(way, device):
+        way()
+        return 1.0 if way.__name__ == faster else 2.0
+
+    monkeypatch.setattr(block_tier, "_is_timed", lambda device: True)
+    monkeypatch.setattr(block_tier, "_milliseconds", milliseconds)
+    patcher = make(name)
+    fast = compiled(patcher)
+    for k in (0, 0, 1):
+        assert error(forward(fast, name, k), forward(patcher, name, k)) < CLOSE
+    assert {shape["state"] for shape in shapes()} == {"eager" if faster == "eager" else "tape"}
+    assert bool(counted["replayed"]) == (faster == "program")
+
+
 def test_exact_mode_records_no_blocks(make, counted):
     patcher = make()
     assert torch.equal(forward(compiled(patcher, mode="exact")), forward(patcher))
