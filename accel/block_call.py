@@ -24,10 +24,14 @@ class Given:
 
     args: tuple
     kwargs: dict[str, Any]
-    passed: Mapping[Any, Any] | None = None  # its options as they were passed, and
-    options: Mapping[Any, Any] = field(default_factory=dict)  # as they are without the whole forward's recorder
+    passed: Mapping[Any, Any] | None = None  # its options, if it was passed any
     tensors: list[Tensor] = field(default_factory=list)  # each once
     key: list[Hashable] = field(default_factory=list)  # all the rest, and the tensors' forms
+
+    @property
+    def options(self) -> Mapping[Any, Any]:
+        """The options that it was passed."""
+        return {} if self.passed is None else self.passed
 
     def call(
         self, own: Callable[..., Any], options: Mapping[Any, Any] | None = None, swap: Mapping[int, Any] | None = None
@@ -39,10 +43,8 @@ class Given:
         return own(*swapped(self.args, swap), **swapped(self.kwargs, swap))
 
 
-def take_apart(
-    kind: type, args: tuple, kwargs: dict[str, Any], plain: Callable[[Mapping[Any, Any]], Mapping[Any, Any]]
-) -> Given:
-    """The arguments of a call of a block of class ``kind``. plain: its options without a recorder of the whole forward.
+def take_apart(kind: type, args: tuple, kwargs: dict[str, Any]) -> Given:
+    """The arguments of a call of a block of class ``kind``.
 
     Raises ``NotUsed`` if an argument has no key.
     """
@@ -50,7 +52,7 @@ def take_apart(
     if OPTIONS in kwargs or 0 <= place < len(args):
         passed = kwargs[OPTIONS] if OPTIONS in kwargs else args[place]
         if isinstance(passed, dict):
-            given.passed, given.options = passed, plain(passed)
+            given.passed = passed
     places: dict[int, int] = {}
     given.key.append(len(args))
     for item in args:

@@ -1,8 +1,8 @@
 """One recording of a block's call: what it is made for, and how it is made."""
 
 import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Bound, Program
 from .tape.record import Recorder, record
 from .tape.values import Constant, Input, Tape, Weight
-from .tapes import Taped, obstacle
+from .tapes import obstacle
 
 if TYPE_CHECKING:
     from .engine import Call, Settings
@@ -50,32 +50,12 @@ class Visit:
     def __init__(self, call: "Call", settings: "Settings", first: bool) -> None:
         self.call, self.settings, self.first = call, settings, first
         self.thread = threading.get_ident()
-        self.recorder: Recorder | None = None  # of the whole forward, if that is being recorded
-        self.prepared: frozenset[Any] = frozenset()  # options that were put there for that recorder
         self.ran = 0  # calls of blocks that ran on a program
         self.reasons: dict[str, None] = {}  # why others did not
 
-    @property
-    def taped(self) -> Taped:
-        """The call as ``Tapes.record`` takes it; from then on the visit knows the recorder."""
-        return replace(self.call.taped, prepare=self._prepare)
-
-    def _prepare(self, options: NotedOptions, recorder: Recorder) -> None:
-        self.call.taped.prepare(options, recorder)
-        self.recorder, self.prepared = recorder, frozenset(options._own)
-
     def active(self) -> bool:
-        """Whether blocks are ours now: not for another thread, nor while the whole is still recorded."""
-        return threading.get_ident() == self.thread and (self.recorder is None or self.recorder.came_back)
-
-    def options(self, options: Mapping[Any, Any]) -> Mapping[Any, Any]:
-        """A block's options as they would be without the whole forward's recorder."""
-        if not isinstance(options, NotedOptions):
-            return options
-        plain, given = dict(dict.items(options)), self.call.taped.options
-        for key in self.prepared:
-            plain.pop(key, None)
-        return plain | {key: given[key] for key in self.prepared if key in given}
+        """Whether blocks are ours now: not for another thread."""
+        return threading.get_ident() == self.thread
 
 
 def record_block(
@@ -98,7 +78,7 @@ def record_block(
     for key in noted._own - prepared:
         given.passed[key] = dict.get(noted, key)
         take.reason = take.reason or "a block changes the options that it is given"
-    after = take_apart(type(block), given.args, given.kwargs, visit.options)
+    after = take_apart(type(block), given.args, given.kwargs)
     if after.key != given.key or list(map(id, after.tensors)) != list(map(id, given.tensors)):
         take.reason = take.reason or "a block changes a list or dict that it is given"
     if tape is not None:

@@ -14,12 +14,11 @@ import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from . import verify
 from .attempt import attempt, named
@@ -117,17 +116,16 @@ class BlockTier:
         """What runs in place of a block's own forward."""
         if not visit.active():
             return own(*args, **kwargs)
-        with _disable_current_modes() if visit.recorder is not None else nullcontext():
-            done, reason = attempt(
-                lambda: self._fast(visit, path, block, args, kwargs), lambda error: _reason(error), self._passthrough
-            )
-            if done is None:
-                visit.reasons[reason] = None
-                return own(*args, **kwargs)
-            if isinstance(done, Given):
-                return self._first(visit, path, block, own, done)
-            visit.ran += 1
-            return done[0]
+        done, reason = attempt(
+            lambda: self._fast(visit, path, block, args, kwargs), lambda error: _reason(error), self._passthrough
+        )
+        if done is None:
+            visit.reasons[reason] = None
+            return own(*args, **kwargs)
+        if isinstance(done, Given):
+            return self._first(visit, path, block, own, done)
+        visit.ran += 1
+        return done[0]
 
     def _fast(
         self, visit: Visit, path: str, block: nn.Module, args: tuple, kwargs: dict[str, Any]
@@ -139,7 +137,7 @@ class BlockTier:
             raise NotUsed(
                 "another node replaced or hooked a block, or its weights change at each call: it runs in eager"
             )
-        given = take_apart(type(block), args, kwargs, visit.options)
+        given = take_apart(type(block), args, kwargs)
         take = self._find(path, given)
         if take is None:
             return given
@@ -263,7 +261,7 @@ class BlockTier:
             given.call(own, given.options, swap)
 
         def program() -> None:
-            self._find(path, take_apart(type(block), given.args, given.kwargs, visit.options))
+            self._find(path, take_apart(type(block), given.args, given.kwargs))
             _, new = take.program.run(take.inputs(given), take.bound[path])
             for copy, tensor in zip(written, new, strict=True):
                 copy.copy_(tensor)

@@ -1,5 +1,6 @@
 """Models whose whole forward is not recordable, because it reads its time step back: their blocks are, one by one.
 
+That is found out in the first call of a size; blocks are recorded in the second.
 On the CPU. Fused programs are planned, and their kernels counted, but they run unfused: Triton's interpreter takes
 seconds a block. One test lets it.
 """
@@ -97,6 +98,12 @@ def forward(patcher, name="ZImage", k=0):
         return architectures.parts_of(patcher.model.diffusion_model(*arguments, **named))[0]
 
 
+def twice(patcher, name="ZImage", k=0):
+    """The result of the second call of a size, the first that has programs for blocks."""
+    forward(patcher, name, k)
+    return forward(patcher, name, k)
+
+
 def layers(patcher):
     return patcher.model.diffusion_model.layers
 
@@ -116,13 +123,15 @@ def test_each_kind_of_block_is_recorded_once_and_fits_all_others(make, counted, 
     patcher = make(name)
     fast, blocks, kinds = compiled(patcher), sum(LISTS[name].values()), len(LISTS[name])
     assert error(forward(fast, name), forward(patcher, name)) < CLOSE
+    assert counted == {"recorded": 0, "replayed": 0} and shapes()[0]["state"] == "eager"
+    assert error(forward(fast, name), forward(patcher, name)) < CLOSE
     assert counted == {"recorded": tries, "replayed": blocks - kinds}
     assert error(forward(fast, name), forward(patcher, name)) < CLOSE
     assert counted == {"recorded": tries, "replayed": 2 * blocks - kinds}
     before = kernels.count()
-    assert error(forward(fast, name, 1), forward(patcher, name, 1)) < CLOSE
+    assert error(twice(fast, name, 1), forward(patcher, name, 1)) < CLOSE
     assert counted["recorded"] == tries + kinds and kernels.count() == before
-    assert is_as_it_was(patcher) and not fallbacks()
+    assert is_as_it_was(patcher)
     for shape in shapes():
         assert shape["state"] == "tape" and shape["reason"] == ""
         assert "blocks recorded one by one: a value of the whole forward comes back to the host (" in shape["note"]
@@ -150,7 +159,7 @@ def test_blocks_that_write_into_their_input(make, counted):
     for layer in layers(patcher):
         layer.__class__ = written
     fast = compiled(patcher)
-    for k in (0, 0, 1):
+    for k in (0, 0, 0, 1, 1):
         wanted = forward(patcher, k=k)
         assert error(forward(fast, k=k), wanted) < CLOSE
         theirs, ours = passed[-2:]
@@ -169,7 +178,7 @@ def test_blocks_of_minimax_h3(make, counted, comfy):
         pytest.skip("this ComfyUI has no MiniMax H3")
     patcher = make("MiniMaxH3")
     fast = compiled(patcher)
-    for k in (0, 0, 1, 4):
+    for k in (0, 0, 0, 1, 1, 4, 4):
         assert error(forward(fast, "MiniMaxH3", k), forward(patcher, "MiniMaxH3", k)) < CLOSE
     assert counted == {"recorded": 4, "replayed": 13}  # twice for the first size: in place, then on a copy
     assert all(shape["state"] == "tape" and "minimax/model.py:" in shape["note"] for shape in shapes())
@@ -182,8 +191,8 @@ def test_kernels_in_the_interpreter(make, monkeypatch, counted):
 
     monkeypatch.setattr(tape_tier.TapeTier, "_made", lambda self, tape, fuse, call: Program(tape, fuse))
     patcher = make("Flux", depth=0, depth_single_blocks=3)
-    assert error(forward(compiled(patcher), "Flux"), forward(patcher, "Flux")) < CLOSE
-    assert counted == {"recorded": 2, "replayed": 2} and shapes()[0]["state"] == "tape" and not fallbacks()
+    assert error(twice(compiled(patcher), "Flux"), forward(patcher, "Flux")) < CLOSE
+    assert counted == {"recorded": 2, "replayed": 2} and shapes()[0]["state"] == "tape"
 
 
 # What is not ------------------------------------------------------------------------------------------------------
@@ -193,12 +202,12 @@ def test_kernels_in_the_interpreter(make, monkeypatch, counted):
 def test_a_hook_on_one_block_makes_that_block_eager(make, counted, part):
     patcher = make()
     fast, plain = compiled(patcher), forward(patcher)
-    assert error(forward(fast), plain) < CLOSE
+    assert error(twice(fast), plain) < CLOSE
     hooked = patcher.model.diffusion_model.get_submodule(part)
     handle = hooked.register_forward_hook(lambda module, args, out: out * 1.5)
     wanted = forward(patcher)
     counted.update(recorded=0, replayed=0)
-    assert error(wanted, plain) > CHANGED and error(forward(fast), wanted) < CLOSE
+    assert error(wanted, plain) > CHANGED and error(twice(fast), wanted) < CLOSE
     assert counted == {"recorded": 1, "replayed": 2}
     assert "hooked" in shapes()[-1]["reason"] and shapes()[-1]["state"] == "tape"
     handle.remove()
@@ -214,7 +223,7 @@ def test_a_plain_attribute_that_differs(make, counted):
     norm = next(part for part in layers(patcher)[2].modules() if hasattr(part, "eps"))
     norm.eps = 0.5
     assert len({likeness(layer) for layer in layers(patcher)}) == 2
-    assert error(forward(compiled(patcher)), forward(patcher)) < CLOSE
+    assert error(twice(compiled(patcher)), forward(patcher)) < CLOSE
     assert counted["recorded"] == 2
 
 
@@ -223,7 +232,7 @@ def test_a_lora_on_one_block(make, counted):
     fast, plain = compiled(patcher), forward(patcher)
     with torch.inference_mode():
         fast.patch_model()  # loads it
-    forward(fast)
+    twice(fast)
     name = next(name for name, weight in layers(patcher)[1].named_parameters() if weight.ndim == 2)
     key = f"diffusion_model.layers.1.{name}"
     change = torch.randn(patcher.model.state_dict()[key].shape, generator=torch.Generator().manual_seed(3))
@@ -257,7 +266,7 @@ def test_a_wrong_program_costs_nothing(make, monkeypatch):
     monkeypatch.setattr(block_tier, "Program", Wrong)
     patcher = make()
     fast = compiled(patcher)
-    for _ in range(2):
+    for _ in range(3):
         assert error(forward(fast), forward(patcher)) < CLOSE
         assert shapes()[-1]["state"] == "eager"
     assert any("wrong result" in entry["reason"] for entry in fallbacks())
@@ -289,7 +298,7 @@ def test_the_faster_way_is_kept(make, counted, monkeypatch, name, faster):
     monkeypatch.setattr(block_tier, "_milliseconds", milliseconds)
     patcher = make(name)
     fast = compiled(patcher)
-    for k in (0, 0, 1):
+    for k in (0, 0, 0, 1, 1):
         assert error(forward(fast, name, k), forward(patcher, name, k)) < CLOSE
     assert {shape["state"] for shape in shapes()} == {"eager" if faster == "eager" else "tape"}
     assert bool(counted["replayed"]) == (faster == "program")
@@ -297,7 +306,7 @@ def test_the_faster_way_is_kept(make, counted, monkeypatch, name, faster):
 
 def test_exact_mode_records_no_blocks(make, counted):
     patcher = make()
-    assert torch.equal(forward(compiled(patcher, mode="exact")), forward(patcher))
+    assert torch.equal(twice(compiled(patcher, mode="exact")), forward(patcher))
     assert counted == {"recorded": 0, "replayed": 0} and shapes()[-1]["state"] == "eager"
 
 
@@ -313,7 +322,7 @@ def test_an_error_of_a_block_is_the_users_to_see(make, monkeypatch):
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(kind, "forward", forward_)
-    forward(fast)
+    twice(fast)
     broken.append(1)
     layers(patcher)[2].register_forward_hook(lambda module, args, out: out)  # so that it runs in eager
     with pytest.raises(ValueError, match="theirs"):
@@ -352,7 +361,7 @@ def test_the_programs_let_go_of_a_model(make):
 
     patcher = make()
     fast = compiled(patcher)
-    forward(fast)
+    twice(fast)
     tier = engine_of(fast)(patcher.model.diffusion_model)._tape._blocks
     assert any(take.bound for takes in tier._takes.values() for take in takes)
     tier.release()

@@ -15,7 +15,7 @@ def wrong_kernels(tape: Tape, program: Program, inputs: list[Tensor], module: nn
     wrong: set[str] = set()
     for launch, operands, expected in eager_values(tape, program, inputs, module):
         outputs = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=tape.device) for v in launch.outputs]
-        launch([_laid_out(tensor, v) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
+        launch([laid_out(tensor, v) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
         if any(_error(out, reference) > TOLERANCE for out, reference in zip(outputs, expected, strict=True)):
             wrong.add(launch.source.text)
     return frozenset(wrong)
@@ -26,14 +26,18 @@ def eager_values(
 ) -> list[tuple[Launch, list[Tensor], list[Tensor]]]:
     """(a kernel, eager's values of what it reads, eager's values of what it writes), for each kernel of ``program``."""
     launches = program.launches
-    wanted = {value for launch in launches for value in (*launch.operands, *launch.outputs)}
+    parts = program.parts
+    wanted = {parts.get(v, v) for launch in launches for v in (*launch.operands, *launch.outputs)}
     plain = Program(tape, fuse=False)
     plain.bind(module)
     values: dict[Value, Tensor] = plain.values(inputs, wanted)
-    return [(launch, [values[v] for v in launch.operands], [values[v] for v in launch.outputs]) for launch in launches]
+    return [
+        (launch, [values[v] for v in launch.operands], [values[parts.get(v, v)] for v in launch.outputs])
+        for launch in launches
+    ]
 
 
-def _laid_out(tensor: Tensor, value: Value) -> Tensor:
+def laid_out(tensor: Tensor, value: Value) -> Tensor:
     """``tensor`` with the strides that the kernel was made for."""
     if tensor.stride() == value.stride:
         return tensor

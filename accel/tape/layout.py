@@ -33,6 +33,10 @@ class Layouts:
                 steps = self._known[value] = _checked(value, found or _fresh(value))
         return steps
 
+    def adopt(self, part: Value, whole: Value) -> None:
+        """``part`` lies within the memory of ``whole``."""
+        self._known[part] = self.of(whole)
+
     def forget(self, value: Value) -> None:
         """``value`` will be stored in another layout."""
         self._known.pop(value, None)

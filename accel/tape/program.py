@@ -6,26 +6,19 @@ structure) and emptied by ``unbind`` when ComfyUI unloads it.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import group, sizes
-from .group import Group
 from .kernels import Launch, compile_all
-from .layout import Layouts, contiguous
-from .lower import NoKernel
-from .structure import planned
+from .plan import Plan
 from .traits import traits
 from .values import Constant, Input, Operation, Tape, Value, Weight, replaced
 from .weights import resolve
 
-
-ALONE = "a single operation"
 Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
-Users = dict[Value, list[Operation | None]]  # who reads a value; None: the caller
 
 
 class NotBound(RuntimeError):
@@ -50,33 +43,18 @@ class _Slot:
     number: int
 
 
-@dataclass
-class Report:
-    """What became of a tape."""
-
-    calls: int = 0
-    kernels: int = 0
-    fused: int = 0  # operations inside kernels
-    compiled: int = 0  # kernels that were new to the process
-    compile_seconds: float = 0.0
-    left: dict[str, int] = field(default_factory=dict)  # groups that are no kernel, by reason
-
-
 class Program:
     """The steps of one tape. fuse: neighbouring operations become kernels; without it they are eager's own."""
 
     def __init__(self, tape: Tape, fuse: bool, wrong: frozenset[str] = frozenset()) -> None:
-        self.report = Report()
         self._slots: dict[Value, int] = {}
-        self._launches: list[Launch] = []
-        self._wrong = wrong
         self.device = tape.device
-        sizes.annotate(tape)
-        self._layouts = Layouts()
-        steps = self._planned(tape, fuse)
+        plan = Plan(tape, fuse, wrong)
+        self.report, self.launches, self.parts = plan.report, plan.launches, plan.parts
         started = time.perf_counter()
-        self.report.compiled = compile_all(self._launches, tape.device) if self._launches else 0
+        self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
+        steps = plan.steps
         self._steps = [self._step(step) for step in steps]
         self._output = replaced(tape.output, Value, self._slot)
         self._free(steps, tape)
@@ -85,78 +63,8 @@ class Program:
         self._weights = [(self._slots[v], v) for v in leaves if isinstance(v.leaf, Weight)]
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
         self._bound: Bound | None = None
-        del self._layouts
 
     # Making it ----------------------------------------------------------------------------------------------------
-
-    def _planned(self, tape: Tape, fuse: bool) -> list[Operation | Launch]:
-        steps = group.grouped(tape, fuse)
-        users: Users = {}
-        for operation in tape.operations:
-            for value in operation.inputs:
-                users.setdefault(value, []).append(operation)
-        for value in tape.outputs:
-            users.setdefault(value, []).append(None)
-        viewed = {op.inputs[0].root for op in tape.operations if op.kind == group.VIEW}
-        viewed |= {value.root for value in tape.outputs}
-        planned: list[Operation | Launch] = []
-        for step in steps:
-            planned += self._fused(step, users, viewed) if isinstance(step, Group) else [step]
-        self.report.calls = sum(isinstance(step, Operation) and step.kind != group.VIEW for step in planned)
-        return planned
-
-    def _fused(self, members: Sequence[Operation], users: Users, viewed: set[Value]) -> list[Operation | Launch]:
-        """The kernels of a group, and the views of their results that others need."""
-        own = {id(operation) for operation in members}
-        outside = {
-            value
-            for operation in members
-            for value in operation.outputs
-            if value is not None and any(user is None or id(user) not in own for user in users.get(value, ()))
-        }
-        stored, views = group.wanted(members, outside)
-        try:
-            launches = self._kernels(members, stored, viewed)
-        except NoKernel as reason:
-            return self._smaller(members, str(reason), users, viewed)
-        self._launches += launches
-        self.report.kernels += len(launches)
-        self.report.fused += sum(operation.kind == group.FUSE for operation in members)
-        return [*launches, *views]
-
-    def _kernels(self, members: Sequence[Operation], stored: Sequence[Value], viewed: set[Value]) -> list[Launch]:
-        fused = [operation for operation in members if operation.kind == group.FUSE]
-        if len(fused) == 1 and group.is_best_alone(fused[0]):
-            raise NoKernel(ALONE)
-        inside = {value: operation for operation in members for value in operation.outputs if value is not None}
-        by_shape: dict[tuple, list[Value]] = {}
-        for value in stored:
-            if value not in viewed and value.stride != contiguous(value.shape):
-                value.stride = contiguous(value.shape)
-                self._layouts.forget(value)
-            by_shape.setdefault((value.shape, value.stride), []).append(value)
-        launches = [planned(outputs, inside, self._layouts) for outputs in by_shape.values()]
-        if any(each.source.text in self._wrong for each in launches):
-            raise NoKernel("its result was wrong here")
-        return launches
-
-    def _smaller(
-        self, members: Sequence[Operation], reason: str, users: Users, viewed: set[Value]
-    ) -> list[Operation | Launch]:
-        """A group that is no kernel, cut in two before its last sum or join; a single operation stays torch's."""
-        fused = [operation for operation in members if operation.kind == group.FUSE]
-        if len(fused) <= 1:
-            self.report.left[reason] = self.report.left.get(reason, 0) + 1
-            return list(members)
-        cut = next((op for op in reversed(fused[1:]) if group.is_heavy(op)), fused[len(fused) // 2])
-        late: list[Operation] = []
-        values: set[Value] = set()
-        for operation in members:
-            if operation is cut or any(value in values for value in operation.inputs):
-                late.append(operation)
-                values.update(value for value in operation.outputs if value is not None)
-        early = [operation for operation in members if operation not in late]
-        return [*self._fused(early, users, viewed), *self._fused(late, users, viewed)]
 
     def _slot(self, value: Value) -> _Slot:
         return _Slot(self._slots.setdefault(value, len(self._slots)))
@@ -173,8 +81,8 @@ class Program:
         """Each step frees what nobody reads after it."""
         kept = {self._slots[value] for value in tape.outputs}
         seen = set(kept)
-        for planned, step in zip(reversed(steps), reversed(self._steps), strict=True):
-            reads = planned.operands if isinstance(planned, Launch) else planned.inputs
+        for made, step in zip(reversed(steps), reversed(self._steps), strict=True):
+            reads = made.operands if isinstance(made, Launch) else made.inputs
             slots = {self._slots[value] for value in reads if value.leaf is None} | set(step.outputs) - {-1}
             step.free = tuple(slots - seen)
             seen |= slots
@@ -209,11 +117,6 @@ class Program:
         """What the program holds on the device besides weights."""
         return [tensor for _, tensor in self._fixed]
 
-    @property
-    def launches(self) -> list[Launch]:
-        """Its kernels."""
-        return list(self._launches)
-
     def values(self, inputs: Sequence[Tensor], wanted: set[Value]) -> dict[Value, Tensor]:
         """What ``wanted`` values are in a run; memory for all of them is needed. For finding faults."""
         found: dict[Value, Tensor] = {}
@@ -227,8 +130,14 @@ class Program:
         return found
 
     def run(self, inputs: Sequence[Tensor], bound: Bound | None = None) -> Any:
-        """The forward's result for these inputs. bound: other weights than those that it is bound to."""
-        return self._execute(inputs, None, bound)
+        """The forward's result for these inputs; inference tensors only where the caller is in inference mode.
+
+        The steps were recorded in that mode, and what they do with tensors that were made in it needs it again.
+        bound: other weights than those that it is bound to.
+        """
+        with torch.inference_mode():
+            out = self._execute(inputs, None, bound)
+        return out if torch.is_inference_mode_enabled() else replaced(out, Tensor, torch.clone)
 
     def _execute(
         self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None, bound: Bound | None = None
@@ -240,7 +149,10 @@ class Program:
             run = step.run
             if type(run) is Launch:
                 outputs = [
-                    torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=self.device) for v in run.outputs
+                    torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=self.device)
+                    if v.base is None
+                    else values[slot]  # a part of a join, in the join's memory
+                    for v, slot in zip(run.outputs, step.outputs, strict=True)
                 ]
                 run([values[slot] for slot in step.args], outputs)
                 for slot, tensor in zip(step.outputs, outputs, strict=True):

@@ -38,8 +38,8 @@ def of_leaf(value: Value) -> Sizes:
 
 
 def _of(operation: Operation, output: Value) -> Sizes:
-    name = "" if operation.opaque else traits(operation.func).name
-    rule = _RULES.get(name)
+    rule = None if operation.opaque else _RULES.get(traits(operation.func).name)
+    rule = getattr(operation.func, "sizes", rule)  # of an operation that a rule put there
     found = rule(operation, output) if rule is not None and operation.inputs else None
     if found is None or tuple(size.value for size in found) != output.shape:
         return tuple(Size(n) for n in output.shape)
@@ -79,7 +79,7 @@ def _remove(operation: Operation, output: Value) -> Sizes | None:
 
 
 def _part(operation: Operation, output: Value) -> Sizes:
-    """slice, narrow, chunk, split: one dimension gets shorter. A part of a table of positions is as long as the call."""
+    """slice, narrow, chunk, split: one dimension gets shorter. What is cut from a weight is as long as the call."""
     source = operation.inputs[0]
     table = isinstance(source.root.leaf, Weight)
     return tuple(
@@ -112,7 +112,7 @@ def _pointwise(operation: Operation, output: Value) -> Sizes:
     return broadcast(operation.inputs, len(output.shape))
 
 
-def _linear(operation: Operation, output: Value) -> Sizes:
+def linear(operation: Operation, output: Value) -> Sizes:
     x, weight = operation.args[:2]
     return (*x.sizes[:-1], weight.sizes[0])
 
@@ -175,7 +175,7 @@ def _table() -> dict[str, Rule]:
         ("slice narrow chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split", _part),
         ("expand expand_as", _expand),
         ("unsqueeze", _unsqueeze),
-        ("linear", _linear),
+        ("linear", linear),
         ("matmul mm bmm", _matmul),
         ("scaled_dot_product_attention", _attention),
         ("conv1d conv2d conv3d convolution", _convolution),
@@ -191,7 +191,8 @@ def _table() -> dict[str, Rule]:
         (" ".join(views.RESHAPES), _reshape),
         (
             "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu "
-            "sigmoid tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge",
+            "sigmoid tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill "
+            "eq ne lt gt le ge",
             _pointwise,
         ),
     ):

@@ -59,9 +59,9 @@ Leaf = Input | Weight | Constant
 
 
 class Value:
-    """One tensor at one moment. ``base``: the value whose memory it shares; ``leaf`` or ``origin`` says where it is from."""
+    """One tensor at one moment; ``leaf`` or ``origin`` says where it is from. base: whose memory it shares."""
 
-    __slots__ = ("shape", "stride", "dtype", "device", "sizes", "origin", "leaf", "base", "number", "stale")
+    __slots__ = ("shape", "stride", "dtype", "device", "sizes", "origin", "leaf", "base", "number")
 
     def __init__(self, tensor: Tensor, number: int, leaf: Leaf | None = None, base: "Value | None" = None) -> None:
         self.shape: tuple[int, ...] = tuple(tensor.shape)
@@ -71,7 +71,6 @@ class Value:
         self.origin: Operation | None = None
         self.leaf, self.base = leaf, base
         self.sizes: Sizes = ()
-        self.stale = False  # its memory was written to later, so it must not be computed again from its origin
 
     @property
     def root(self) -> "Value":
@@ -87,6 +86,14 @@ class Value:
     def numel(self) -> int:
         """How many elements."""
         return math.prod(self.shape)
+
+    def part(self, shape: tuple[int, ...], sizes: Sizes) -> "Value":
+        """A part of this value's memory, as a value of its own."""
+        value = object.__new__(Value)
+        value.shape, value.stride, value.dtype, value.device = shape, self.stride, self.dtype, self.device
+        value.number, value.origin, value.leaf, value.base = self.number, None, None, self.root
+        value.sizes = sizes
+        return value
 
     def scalar(self) -> float | None:
         """The number that a constant of one element on the CPU stands for, as eager's operations take it."""

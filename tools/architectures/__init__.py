@@ -12,38 +12,45 @@ The table itself needs no ComfyUI, so that tests can be named after it.
 """
 
 import ast
+from pathlib import Path
 
 from tools.architectures import audio, image, newer, newer_video, video
 from tools.architectures.table import VARIANTS, Architecture, parts_of
-from tools.paths import comfyui_path
+from tools.paths import NEWER_COMFYUI, comfyui_path
 
-__all__ = ["SKIPPED", "TABLE", "VARIANTS", "Architecture", "families", "parts_of", "present", "version"]
+__all__ = ["SKIPPED", "TABLE", "VARIANTS", "Architecture", "changed", "families", "parts_of", "present", "version"]
 
 FILES = (image, video, audio, newer, newer_video)
 TABLE = {entry.name: entry for file in FILES for entry in file.ARCHITECTURES}
 # Classes of comfy.supported_models that have no entry, and why.
 SKIPPED = {
-    "RT_DETR_v4": "finds objects in a picture: no sampler calls it, and no MODEL of it reaches a node of ours",
-    "DepthAnything3": "tells depths in a picture: no sampler calls it",
+    "RT_DETR_v4": "finds objects in a picture: no sampler calls it",
+    "DepthAnything3": "estimates the depths of a picture: no sampler calls it",
     "SAM3": "finds objects in a picture: no sampler calls it",
     "SAM31": "finds objects in a picture: no sampler calls it",
 }
 
 
-def families() -> set[str]:
-    """The names of all classes in `comfy.supported_models`, read without importing ComfyUI."""
-    source = (comfyui_path() / "comfy" / "supported_models.py").read_text(encoding="utf-8")
+def families(comfyui: Path | None = None) -> set[str]:
+    """The names of all classes in `comfy.supported_models`, read without importing ComfyUI (this one, if not given)."""
+    source = ((comfyui or comfyui_path()) / "comfy" / "supported_models.py").read_text(encoding="utf-8")
     return {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
 
 
-def version() -> tuple[int, ...]:
-    """The version of this ComfyUI, read without importing it."""
-    source = (comfyui_path() / "comfyui_version.py").read_text(encoding="utf-8")
+def version(comfyui: Path | None = None) -> tuple[int, ...]:
+    """Its version, read without importing it."""
+    source = ((comfyui or comfyui_path()) / "comfyui_version.py").read_text(encoding="utf-8")
     number = next(node.value.value for node in ast.parse(source).body if isinstance(node, ast.Assign))
     return tuple(int(part) for part in number.split("."))
 
 
-def present() -> list[Architecture]:
-    """The entries whose class this ComfyUI has."""
-    known, this = families(), version()
+def present(comfyui: Path | None = None) -> list[Architecture]:
+    """The entries that this ComfyUI has."""
+    known, this = families(comfyui), version(comfyui)
     return [entry for entry in TABLE.values() if entry.family_name in known and this >= entry.since]
+
+
+def changed() -> list[Architecture]:
+    """The entries that only the newer of the registry's ComfyUIs has, or that it builds from another configuration."""
+    usual = present()
+    return [entry for entry in present(NEWER_COMFYUI) if entry not in usual or entry.newer]

@@ -41,7 +41,7 @@ def _seconds(config: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _frequencies(model: Any) -> None:
+def rotary_frequencies(model: Any) -> None:
     """The frequencies of its rotary embedding are read from a checkpoint, and nothing until then."""
     frequencies = model.transformer.rotary_pos_emb.inv_freq
     frequencies.copy_(10000.0 ** -torch.linspace(0.0, 1.0, len(frequencies) + 1)[:-1])
@@ -54,7 +54,7 @@ def _fewer_lyric_layers(model: Any) -> None:
 
 ARCHITECTURES = (
     Architecture(
-        "StableAudio", 64, STABLE_AUDIO, dimensions=1, timesteps=1.0, state=_seconds, finish=_frequencies,
+        "StableAudio", 64, STABLE_AUDIO, dimensions=1, timesteps=1.0, state=_seconds, finish=rotary_frequencies,
         conditions={"global_embed": lambda draw: draw.normal(draw.batch, 48)},
     ),
     Architecture(

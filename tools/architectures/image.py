@@ -220,6 +220,7 @@ TRANSFORMERS = (
             "y": lambda draw: draw.normal(draw.batch, 24), "context": lambda draw: draw.prompt(40),
             "encoder_hidden_states_llama3": lambda draw: draw.normal(draw.batch, 2, draw.tokens + 1, 40),
         },
+        note="its mixture of experts picks rows by a mask",
     ),
     Architecture("Omnigen2", 16, OMNIGEN2, timesteps=1.0, conditions=TOKEN_COUNT),
     Architecture(

@@ -143,6 +143,7 @@ ARCHITECTURES = (
     Architecture("Ideogram4", 128, IDEOGRAM4, timesteps=1.0),
     Architecture(
         "Ideogram4 mask", 128, IDEOGRAM4, family="Ideogram4", timesteps=1.0, conditions={"attention_mask": Draw.mask},
+        note="writes by a mask",
     ),
     Architecture(
         "Lens", 128, LENS, timesteps=1.0,

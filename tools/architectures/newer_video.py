@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tools.architectures.audio import rotary_frequencies
 from tools.architectures.newer import KANDINSKY_IMAGE
 from tools.architectures.table import Architecture, Draw
 from tools.architectures.video import CLIP_IMAGE, LTXV, WAN, video
@@ -127,6 +128,7 @@ ARCHITECTURES = (
     ),
     Architecture(
         "StableAudio3", 256, STABLE_AUDIO3, dimensions=1, timesteps=1.0, concat=257, state=_seconds,
+        finish=rotary_frequencies,
         conditions={"global_embed": lambda draw: draw.normal(draw.batch, 48)},
     ),
     Architecture(
@@ -135,6 +137,7 @@ ARCHITECTURES = (
             "lyric_embed": lambda draw: draw.prompt(40, draw.tokens + 2), "is_covers": lambda draw: False,
             "refer_audio": lambda draw: draw.normal(draw.batch, 64, draw.height * draw.width // 4),
         },
+        note="counts the references of each sound on the host",
     ),
     Architecture(
         "ACEStep15 codes", 64, ACE15, family="ACEStep15", dimensions=1, timesteps=1.0,
@@ -143,5 +146,6 @@ ARCHITECTURES = (
             "audio_codes": lambda draw: draw.integers(1000, draw.batch, -(-draw.height * draw.width // 20)),
             "refer_audio": lambda draw: draw.normal(draw.batch, 64, draw.height * draw.width // 4),
         },
+        note="counts the references of each sound on the host",
     ),
 )  # fmt: skip

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from tools.architectures import TABLE, version
 from tools.architectures.table import Architecture, moved, parts_of
 
+# Buffers that are read from a checkpoint, and hold nothing until then.
+EMPTY_BUFFERS = ("pos_embed", "y_embedding", "positive_conditioning", "negative_conditioning")
+
 
 def make(
     name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
@@ -54,7 +57,7 @@ def randomise(model: nn.Module, seed: int = 0, centred: bool = False) -> None:
                 value += 1.0
             weight.data.copy_(value)
         for name, buffer in layer.named_buffers(recurse=False):
-            if name in ("pos_embed", "y_embedding"):  # read from a checkpoint, and empty until then
+            if name in EMPTY_BUFFERS:
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.2)
     model.requires_grad_(False)
 
