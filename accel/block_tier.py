@@ -77,6 +77,8 @@ class BlockTier:
                     if block.__dict__.get("forward") is ours:
                         del block.__dict__["forward"]
         if visit.reasons and not visit.ran:
+            if len(self._idle) >= MAX_KEYS:
+                self._idle.clear()
             self._idle.add(call.key)
 
     def release(self) -> None:
@@ -178,10 +180,12 @@ class BlockTier:
             )
             new = getattr(recorded, "written", None)
             again = isinstance(new, Input) and new.index < len(before) and new.index not in writes
-            if reason or again:
+            if again:
+                given.tensors[new.index].copy_(before[new.index])
+            if reason:  # ours, or the block's own: that one is raised again below
                 for tensor, old in zip(given.tensors, before, strict=True):
-                    tensor.copy_(old)
-            if reason:
+                    if not torch.equal(tensor, old):
+                        tensor.copy_(old)
                 visit.reasons[reason] = None
                 return given.call(own)
             if not again:
@@ -219,8 +223,7 @@ class BlockTier:
         take.bound[path] = program.bound_to(block)
         program.unbind()
         take.program = program
-        swap = {id(tensor): old for tensor, old in zip(given.tensors, before, strict=True)}
-        if not self._pays(visit, path, block, own, swapped(given.args, swap), swapped(given.kwargs, swap)):
+        if not self._pays(visit, take, path, block, own, given, before):
             raise NotUsed(NO_GAIN)
         return out
 
@@ -242,24 +245,34 @@ class BlockTier:
         return program, out
 
     def _pays(
-        self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-    ) -> bool:
+        self, visit: Visit, take: BlockTake, path: str, block: nn.Module, own: Callable[..., Any], given: Given,
+        before: list[Tensor],
+    ) -> bool:  # fmt: skip
         """Whether the program is faster than eager, with all that finding it takes on the host."""
         device = visit.call.key.device
-        if device.type != "cuda":  # nothing is fused there, unless a test wants it
+        if self._find(path, given) is not take:
+            return False  # what it read of the options does not last
+        if not _is_timed(device):
             return True
-        best = {"eager": float("inf"), "program": float("inf")}
-        given = take_apart(type(block), args, kwargs)
-        ways = {
-            "eager": lambda: given.call(own, given.options),
-            "program": lambda: self._fast(visit, path, block, args, kwargs),
-        }
+        written = [before[place] for place in take.writes]  # copies, which may be written into again and again
+        swap = {id(given.tensors[place]): copy for place, copy in zip(take.writes, written, strict=True)}
+
+        def eager() -> None:
+            given.call(own, given.options, swap)
+
+        def program() -> None:
+            self._find(path, take_apart(type(block), given.args, given.kwargs))
+            _, new = take.program.run(take.inputs(given), take.bound[path])
+            for copy, tensor in zip(written, new, strict=True):
+                copy.copy_(tensor)
+
+        best = {eager: float("inf"), program: float("inf")}
         for _ in range(ROUNDS):
-            for name, way in ways.items():
-                best[name] = min(best[name], _milliseconds(way, device))
-            if best["eager"] > LONG_MS:
+            for way in best:
+                best[way] = min(best[way], _milliseconds(way, device))
+            if best[eager] > LONG_MS:
                 break
-        return best["program"] < best["eager"]
+        return best[program] < best[eager]
 
     def _failed(self, take: BlockTake, error: Exception) -> str:
         """A block whose program fails runs in eager from then on."""
@@ -286,6 +299,10 @@ def _written_back(out: Any, written: Sequence[Tensor], take: BlockTake, given: G
         given.tensors[place].copy_(new)
         swap[id(new)] = given.tensors[place]
     return swapped(out, swap) if swap else out
+
+
+def _is_timed(device: torch.device) -> bool:
+    return device.type == "cuda"  # elsewhere nothing is fused, unless a test wants it
 
 
 def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:

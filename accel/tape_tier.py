@@ -15,7 +15,7 @@ from torch import Tensor
 from . import devices, graphs, kernels, verify
 from .artifacts import KEEPER
 from .attempt import attempt, named
-from .block_tier import BlockTier, Visit
+from .block_tier import NO_GAIN, BlockTier, Visit
 from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
 from .outputs import Output
@@ -102,11 +102,12 @@ class TapeTier:
 
     def _note_blocks(self, shape: ShapeStats, take: Take, visit: Visit) -> None:
         if not visit.ran:
+            shape.note = NO_GAIN if NO_GAIN in visit.reasons else shape.note
             self._note(shape, "eager", take.reason)
             return
         place = take.reason[take.reason.rfind("(") :]
         shape.note = f"blocks recorded one by one: a value of the whole forward comes back to the host {place}"
-        self._note(shape, "tape", "; ".join(visit.reasons))
+        self._note(shape, "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN))
 
     def _is_first(self, call: "Call") -> bool:
         """Whether no size of this dtype has had its first forward."""
