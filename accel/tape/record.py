@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import aliasing
+from .memo import is_memoised
 from .traits import Traits, is_random, traits
 from .values import Constant, Input, Operation, Tape, Value, Weight
 from .weights import NamedTensors
@@ -42,6 +43,7 @@ class Recorder(TorchDispatchMode):
         self._token = object()
         self._known: dict[int, tuple[Value, Tensor]] = {}  # leaves by the tensor's id, which keeping it makes safe
         self._unwritten: set[Value] = set()
+        self._kept: set[Value] = set()  # constants that outlive the forward
         self._constant_views: dict[Value, list[Value]] = {}  # by root
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
         self._stream = _stream(device)
@@ -164,7 +166,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(f"{known.name} changes where a tensor lies")
             return func(*args, **kwargs)
         root = target.root
-        if isinstance(root.leaf, (Input, Weight)):
+        if isinstance(root.leaf, (Input, Weight)) or root in self._kept:
             self.refuse("it writes into an input or a weight")
             return func(*args, **kwargs)
         if is_random(func, args, kwargs):
@@ -256,6 +258,10 @@ class Recorder(TorchDispatchMode):
             return mark[1]
         if weight := self._weights.find(tensor):
             return self._leaf(tensor, weight)
+        if is_memoised(tensor):
+            value = self._constant(tensor, None, None)
+            self._kept.add(value)
+            return value
         self.refuse(
             f"it reads a tensor {list(tensor.shape)} that is no input, no weight and not made of sizes (a cache of the "
             f"model's own, or another node's)"
