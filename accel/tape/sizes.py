@@ -81,7 +81,7 @@ def _remove(operation: Operation, output: Value) -> Sizes | None:
 def _part(operation: Operation, output: Value) -> Sizes:
     """slice, narrow, chunk, split: one dimension gets shorter. A part of a table of positions is as long as the call."""
     source = operation.inputs[0]
-    table = isinstance(source.root.leaf, Weight)
+    table = views.is_table(source)
     return tuple(
         size if size.value == n else Size(n, size.static and not table)
         for size, n in zip(source.sizes, output.shape, strict=True)
