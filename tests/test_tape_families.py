@@ -24,15 +24,15 @@ REFUSED = {
     "Hunyuan3Dv2_1": "a value came back",
     "MiniMaxH3": "a value came back",
 }
-# How many kernels the variants after the first may add. The first has one picture of one frame. Where a 1 is in a shape,
-# it may stand for that or for nothing, and its place in memory says nothing either.
+# How many kernels the variants after the first may add. The first has one picture of one frame. A 1 in a shape may stand
+# for that or for nothing, and its stride says nothing either.
 LATER: dict[str, int] = {
     "SVD_img2vid": 40, "SV3D_u": 40, "SV3D_p": 40, "GenmoMochi": 6,
     "CosmosT2V": 2, "CosmosI2V": 2, "CosmosT2IPredict2": 1, "CosmosI2VPredict2": 1,
     "WAN21_Camera": 2, "WAN22_Camera": 2, "WAN22_S2V": 5, "WAN22_S2V motion": 12,
     "WAN21_SCAIL": 1, "WAN21_SCAIL2": 3, "WAN22_WanDancer": 1,
-    "CogVideoX_T2V": 3, "CogVideoX_I2V": 3, "CogVideoX_Inpaint": 3, "SeedVR2": 19,
-    "ChromaRadiance": 2, "PixelDiTT2I": 2, "PiD": 2, "ZImagePixelSpace": 2, "ErnieImage": 8,
+    "CogVideoX_T2V": 3, "CogVideoX_I2V": 3, "CogVideoX_Inpaint": 3, "SeedVR2": 21,
+    "ChromaRadiance": 2, "PixelDiTT2I": 2, "PiD": 2, "ZImagePixelSpace": 6, "ErnieImage": 8,
     "JoyImage": 1, "ACEStep15": 6, "ACEStep15 codes": 9,
     # A time step for each frame, not for the clip.
     "WAN22_T2V first frame": 9, "CosmosI2VPredict2 first frame": 8, "LTXV first frame": 1,

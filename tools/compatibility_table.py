@@ -2,7 +2,7 @@
 
     python -m tools.compatibility_table        # both ComfyUIs, a minute
 
-Each model of ``tools.architectures`` is recorded on the CPU in its tiny configuration: see ``tools.architectures.taped``.
+Each model of ``tools.architectures`` is recorded in its tiny configuration: see ``tools.architectures.taped``.
 """
 
 import json
