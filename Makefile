@@ -28,7 +28,7 @@ demo: setup
 	@$(ENV) $(VENV_PYTHON) demo/run.py
 
 test: setup
-	@$(ENV) $(VENV_PYTHON) -m pytest -n auto --dist loadgroup
+	@$(ENV) $(VENV_PYTHON) -m pytest -n auto --dist loadfile
 
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .

@@ -197,8 +197,8 @@ class Capturer:
             return
         reserved = torch.cuda.memory_reserved(self.device)
         try:
-            self._captured(lambda: self._fill(sizes)).reset()
-        except RuntimeError:  # what lies in the pool is then taken for free, as without a ballast
+            self._fill(sizes)
+        except (RuntimeError, AttributeError):  # what lies in the pool is then taken for free, as without a ballast
             self._ballast.clear()
         if (
             torch.cuda.memory_reserved(self.device) > reserved
@@ -206,10 +206,20 @@ class Capturer:
             self._ballast.clear()
 
     def _fill(self, sizes: list[int]) -> None:
-        """Only tensors made within a capture lie in the pool. Each size is one of its blocks, so the best fit is it."""
-        for size in sizes:
-            self._ballast.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-        self._ballast[0][:1].zero_()  # torch warns of graphs without any work
+        """Each size is one of the pool's idle blocks, so the best fit is it. As ``torch.cuda.use_mem_pool``."""
+        index = torch.cuda.current_device()
+        begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
+        if begin is None:
+            begin = torch._C._cuda_beginAllocateCurrentStreamToPool
+        end = next(found for name in END_IN_POOL if (found := getattr(torch._C, name, None)))
+        with torch.cuda.stream(self._own_stream()):
+            begin(index, self._pool)
+            try:
+                for size in sizes:
+                    self._ballast.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+            finally:
+                end(index, self._pool)
+                torch._C._cuda_releasePool(index, self._pool)
 
     def _segments(self) -> list[dict]:
         """torch's account of the pool."""

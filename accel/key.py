@@ -1,5 +1,6 @@
 """The smallest description of a call that decides which captured graph fits it."""
 
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -29,10 +30,31 @@ class ShapeKey:
     structure: tuple[tuple[str, int | str], ...] = ()
 
     def __str__(self) -> str:
-        shown = [s for s in self.inputs if s.name != "timesteps" and not s.name.startswith("control.")]
-        parts = [f"{s.name}[{'x'.join(map(str, s.shape))}]" for s in shown]
-        parts += [f"{name}{'*' if isinstance(value, int) else '='}{value}" for name, value in self.structure]
-        return f"{' '.join(parts)} {str(self.inputs[0].dtype).removeprefix('torch.')}"
+        """What a person wants to see, and a check sum of the rest where that is not as usual."""
+        dtype, hidden = self.inputs[0].dtype, []
+        parts = []
+        for spec in self.inputs:
+            text = f"{spec.name}[{'x'.join(map(str, spec.shape))}]"
+            if spec.name == "timesteps" or spec.name.startswith("control."):
+                usual = spec.name == "timesteps" and spec.shape == self.inputs[0].shape[:1]
+                hidden += [] if usual and spec.dtype in (dtype, torch.float32) else [f"{text} {spec.dtype}"]
+            else:
+                parts.append(text if spec.dtype == dtype else f"{text}:{_short(spec.dtype)}")
+        for name, value in self.structure:
+            if value == "None":
+                hidden.append(name)
+            else:
+                parts.append(f"{name}{'*' if isinstance(value, int) else '='}{value}")
+        parts.append(_short(dtype))
+        if hidden:
+            parts.append(f"#{zlib.crc32(repr(hidden).encode()):08x}")
+        if self.device.index or (self.device.type == "cpu" and torch.cuda.is_available()):
+            parts.append(f"on {self.device}")
+        return " ".join(parts)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def shape_key(inputs: dict[str, Tensor], structure: dict[str, int | str] | None = None) -> ShapeKey:

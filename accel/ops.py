@@ -1,4 +1,4 @@
-"""The fused operations that a family's forward is written in, with one implementation a tier.
+"""The fused operations that a family's forward is written in, with one implementation per tier.
 
 A family says *what* to compute (``families/unet_forward.py``); these classes say *how*: ``FusedOps`` in plain torch,
 ``kernels.TritonOps`` on CUDA.

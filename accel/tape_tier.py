@@ -15,6 +15,8 @@ from torch import Tensor
 from . import devices, graphs, kernels, verify
 from .artifacts import KEEPER
 from .attempt import attempt, named
+from .block_tier import BlockTier, Visit
+from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
 from .outputs import Output
 from .stats import STATS, ModelStats, ShapeStats
@@ -40,16 +42,21 @@ class TapeTier:
         self.stats, self._owner, self._passthrough = stats, owner, passthrough
         self._tapes = Tapes()
         self._dtypes: set[torch.dtype] = set()  # whose first size is over
+        self._told = False  # why nothing is fused
+        self._rules = True  # whether tapes are rewritten by rules
+        self._blocks = BlockTier(stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count)
 
     def run(self, call: "Call", settings: "Settings", shape: ShapeStats) -> Any:
         """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
-        fuse = settings.mode == "auto" and can_fuse(call.key.device)
+        fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
         take = self._tapes.find(call.key, fuse, call.taped)
         if take is None:
+            if reason := self._tapes.in_vain(call.key, fuse, call.taped):
+                self._note(shape, "eager", reason)
+                return call.eager()
             return self._first(call, settings, shape, fuse)
         if take.program is None:
-            self._note(shape, "eager", take.reason)
-            return call.eager()
+            return self._in_blocks(call, settings, shape, take) if fuse else self._eager(call, shape, take)
         inputs = take.inputs(call.inputs, call.taped.options)
         if take.graph and settings.graph_budget_mb:
             out = graphs.cache(call.key.device).replay(self._name(call, take), call.weights, inputs)
@@ -66,16 +73,62 @@ class TapeTier:
         self._settle(call, settings, shape, take, inputs, out)
         return take.form(out)
 
+    def _can_fuse(self, device: torch.device) -> bool:
+        """``can_fuse``; where an NVIDIA GPU cannot, the reason is counted once."""
+        if can_fuse(device):
+            return True
+        if devices.is_nvidia(device) and not self._told:
+            self._told = True
+            STATS.fallback(self.stats.name, f"operations run unfused: {kernels.why_not(device)}")
+        return False
+
     def release(self) -> None:
         """Lets go of weights: the model was unloaded."""
         self._tapes.release()
+        self._blocks.release()
+
+    def _eager(self, call: "Call", shape: ShapeStats, take: Take) -> Any:
+        self._note(shape, "eager", take.reason)
+        return call.eager()
+
+    def _in_blocks(self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take) -> Any:
+        """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
+        if not take.came_back:
+            return self._eager(call, shape, take)
+        with self._blocks.visit(call, settings, self._is_first(call)) as visit:
+            out = call.eager()
+        self._note_blocks(shape, take, visit)
+        return out
+
+    def _note_blocks(self, shape: ShapeStats, take: Take, visit: Visit) -> None:
+        if not visit.ran:
+            self._note(shape, "eager", take.reason)
+            return
+        place = take.reason[take.reason.rfind("(") :]
+        shape.note = f"blocks recorded one by one: a value of the whole forward comes back to the host {place}"
+        self._note(shape, "tape", "; ".join(visit.reasons))
+
+    def _is_first(self, call: "Call") -> bool:
+        """Whether no size of this dtype has had its first forward."""
+        return call.key.inputs[0].dtype not in self._dtypes
 
     # The first call of a size ---------------------------------------------------------------------------------------
 
     def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
-        recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
+        with collector_off():  # so many small objects at once would set it off several times
+            return self._recorded(call, settings, shape, fuse)
+
+    def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
+        if fuse:  # from where a value comes back to the host the blocks have programs of their own
+            with self._blocks.visit(call, settings, self._is_first(call)) as visit:
+                recorded, take, tape = self._tapes.record(call.key, fuse, visit.taped, call.inputs)
+        else:
+            recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
         if tape is not None:
             take.reason = obstacle(tape) or _odd_form(recorded)
+        if fuse and take.came_back:
+            self._note_blocks(shape, take, visit)
+            return recorded
         if take.reason:
             self._note(shape, "eager", take.reason)
             return recorded
@@ -90,7 +143,7 @@ class TapeTier:
         self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
     ) -> Output:
         """The result of the new program, checked."""
-        device, first = call.key.device, call.key.inputs[0].dtype not in self._dtypes
+        device, first = call.key.device, self._is_first(call)
         take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _same
         program = self._made(tape, fuse, call)
         self._count(program, first, call.key.inputs[0].dtype)
@@ -104,7 +157,9 @@ class TapeTier:
         if settings.verify:
             out = self._checked(call, take, tape, out, _flat(recorded), list(inputs.values()))
         take.graph = device.type == "cuda" and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
-        if device.type == "cuda" and not take.graph:
+        if take.graph and take.graph_obstacle:
+            take.graph, shape.note = False, take.graph_obstacle
+        elif device.type == "cuda" and not take.graph:
             shape.note = f"the GPU is the limit at this size ({elapsed:.0f} ms, launching {host:.0f} ms): no graph"
         self._settle(call, settings, shape, take, inputs, out)
         return out
@@ -114,7 +169,8 @@ class TapeTier:
         if not fuse:
             return Program(tape, fuse=False)
         KEEPER.watch(call.key.device, _functions)
-        self.stats.inexact = sorted({*self.stats.inexact, *rules.apply(tape)})
+        if self._rules:
+            self.stats.inexact = sorted({*self.stats.inexact, *rules.apply(tape)})
         try:
             return Program(tape, fuse=True)
         except KernelFailed as error:
@@ -148,6 +204,9 @@ class TapeTier:
                 return out
             except WrongResult:
                 continue
+        if self._rules:  # they have changed the tape itself: the next call records it again, without them
+            self._rules = False
+            self._tapes.drop(take)
         raise WrongResult(f"{what} is not what ComfyUI's own forward gives, even unfused; please report it")
 
     def _failed(self, take: Take, shape: ShapeStats, error: Exception) -> str:

@@ -19,6 +19,9 @@ from .tape.record import Recorder, record
 from .tape.values import Tape
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
+MAX_OF_A_SIZE = 12
+PACKS = "another node's attention is called in each forward, so there is no graph"
+MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,7 @@ class Taped:
     options: Mapping[Any, Any]
     structure: int  # changes with the model's code and with what else decides a result besides inputs and weights
     prepare: Callable[[NotedOptions, Recorder], None]  # puts what a recording needs into its options
+    changed: Callable[[], str] = str  # what the forward changed of the model itself; "" if nothing
 
 
 @dataclass(eq=False)
@@ -41,8 +45,11 @@ class Take:
     number: int
     program: Program | None = None
     reason: str = ""  # why there is no program
+    came_back: bool = False  # it is that a value came back to the host, so that blocks may have programs of their own
     weights: int | None = None  # fingerprint of the weights that the program is bound to
     graph: bool = False  # whether a graph pays
+    graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
+    used: bool = False  # by a call after the one that was recorded
     form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's
 
     def inputs(self, given: Mapping[str, Tensor], options: Mapping[Any, Any]) -> dict[str, Tensor]:
@@ -67,8 +74,18 @@ class Tapes:
                     takes.remove(take)  # the model is another one now
                 elif not take.guards.differs(taped.options):
                     self._takes.move_to_end((key, fuse))
+                    take.used = True
                     return take
             return None
+
+    def in_vain(self, key: ShapeKey, fuse: bool, taped: Taped) -> str:
+        """Why one more recording of this size would be of no use; "" if it may be."""
+        with self._lock:
+            last = self._takes.get((key, fuse), [])[-MAX_IN_VAIN:]
+            if len(last) < MAX_IN_VAIN or any(take.used for take in last):
+                return ""
+            option = last[-1].guards.differs(taped.options)
+            return f"the option {option!r} differs in each call, so no recording fits twice"
 
     def record(
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]
@@ -79,13 +96,19 @@ class Tapes:
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
         out, tape = record(lambda: taped.forward(noted), recorder)
+        reason, changed = recorder.refusal, taped.changed()
+        if changed and not reason:
+            reason = f"the forward changes the model itself, {changed}"
         with self._lock:
             self._count += 1
-            take = Take(Guards(reads), taped.structure, self._count, reason=recorder.refusal)
-            self._takes.setdefault((key, fuse), []).append(take)
+            take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
+            take.graph_obstacle = PACKS if recorder.calls_packs else ""
+            takes = self._takes.setdefault((key, fuse), [])
+            takes.append(take)
+            del takes[:-MAX_OF_A_SIZE]
             while len(self._takes) > MAX_TAKES:
                 self._takes.popitem(last=False)
-        return out, take, tape
+        return out, take, None if reason else tape
 
     def drop(self, take: Take) -> None:
         """Forgets one take."""

@@ -4,9 +4,9 @@
 ENGLISH = {
     "conditions": "One {gpu}, torch {torch}, Triton {triton}, ComfyUI {comfyui}, torch's {allocator} allocator, ComfyUI's default attention. Milliseconds, eager → AnyShape.",
     "legend": "*UNet*: one model call of SDXL in fp16 within a sampling run through `comfy.sample`. "
-    "*Rows*: the batch that the UNet sees, 2 an image with CFG, 1 without (CFG 1.0). "
+    "*Rows*: the batch that the UNet sees, 2 per image with CFG, 1 without (CFG 1.0). "
     "*First call*: seconds that the first run of a size took beyond eager; the first line pays for the start of the process too. "
-    "*Break-even*: images of 20 steps after which a start has paid for itself, with an empty / a filled Triton cache. "
+    "*Break-even*: how many 20-step images it takes to recover the start-up cost, with an empty / a filled Triton cache. "
     "*VAE decode*: SDXL's VAE in bf16.",
     "head": ("Size", "Images", "Rows", "UNet", "First call", "Break-even", "VAE decode"),
     "starts": "The first run of a process takes {cold} s beyond eager with an empty Triton cache and {warm} s with a filled one (fresh processes, {size}); the process of the table began with empty caches.",

@@ -36,23 +36,37 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For ``-n auto``: one process a core, two at most; none on a GPU, whose memory some tests measure."""
-    return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1)
-
-
+# Files that drive the server: all in one process, where it starts once.
+SERVER = {"test_browser", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_server", "test_web"}
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """For ``-n auto``: one process per core, two at most; none on a GPU, whose memory some tests measure."""
+    return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file stays in one process. pytest 9.2 has no node ids that xdist's own groups could be written into."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            stem = Path(nodeid.split("::")[0]).stem
+            return "server" if stem in SERVER else stem
+
+    return Files(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file stays in one process, and all files that drive the server in the same one: it starts once."""
-    driving = {item.path for item in items if "server" in item.fixturenames}
     for item in items:
-        item.add_marker(pytest.mark.xdist_group("server" if item.path in driving else item.path.stem))
+        if "server" in item.fixturenames and item.path.stem not in SERVER:
+            raise pytest.UsageError(f"{item.path.stem} drives the server: add it to SERVER in tests/conftest.py")
         if item.path.stem in MARKS:
             item.add_marker(MARKS[item.path.stem])
-    items.sort(key=lambda item: item.path not in driving)  # the longest first, so that both processes end together
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

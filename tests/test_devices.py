@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools import embed
-from tools.driving import SHORT_RUN, compile_with_message, compiled, skip_with_message
+from tools.driving import SHORT_RUN, compile_with_message, compiled, compiled_vae, skip_with_message
 from tools.oracles import fallbacks, shapes
 
 embed.bare_pack()
@@ -15,6 +15,7 @@ from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
 from anyshape.accel.stats import STATS  # noqa: E402
 
+CPU_REASON = "kernels need an NVIDIA GPU and this model is on the CPU, so it runs in eager"
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 KINDS = {"rocm": (CUDA, "AMD"), "mps": (torch.device("mps"), "Apple"), "xpu": (torch.device("xpu", 0), "Intel")}
 KINDS |= {"directml": (torch.device("privateuseone", 0), "DirectML"), "other": (torch.device("hpu"), "hpu devices")}
@@ -82,6 +83,15 @@ def test_a_cpu_has_no_kernels_and_runs_the_tape(models, fresh, clean_stats):
     assert shape["state"] == "tape" and shape["reason"] == ""
     assert fallbacks() == []
     assert not Engine(STATS.model("device", "model")).wants_channels_last(Settings(), CPU)
+
+
+def test_a_vae_on_a_cpu_is_comfyuis_own(models, clean_stats):
+    """To the bit, with a plain reason."""
+    vae, latent = models.vae(torch.float32, ch=32, num_res_blocks=1), torch.randn(1, 4, 8, 9)
+    with torch.inference_mode():
+        assert torch.equal(compiled_vae(vae).decode(latent), vae.decode(latent))
+    assert [(s["state"], s["reason"]) for s in shapes()] == [("eager", CPU_REASON)]
+    assert [f["reason"] for f in fallbacks()] == [CPU_REASON]
 
 
 def test_the_nodes_say_so_and_pass_the_model_through(models, fresh, other, clean_stats):

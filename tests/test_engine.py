@@ -73,8 +73,11 @@ def test_structures_differ_by_length_and_name() -> None:
 
 def test_a_key_reads_well() -> None:
     residual = {"control.output.0": torch.zeros(2, 8)}
+    assert str(key(context=torch.zeros(2, 77, 8))) == "x[2x4x8x8] context[2x77x8] float32"
     text = str(key(context=torch.zeros(2, 77, 8), structure={"output": 1}, **residual))
-    assert text == "x[2x4x8x8] context[2x77x8] output*1 float32"
+    assert (
+        text.rpartition(" #")[0] == "x[2x4x8x8] context[2x77x8] output*1 float32"
+    )  # then what stands for the residual
 
 
 # Weights ----------------------------------------------------------------------------------------------------------

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from tools.driving import compiled
-from tools.on_gpu import SMALL, forward, loaded_forward
+from tools.on_gpu import SMALL, SMALL_FLUX, forward, loaded_forward
 from tools.oracles import FUSED, error, shapes
 from tools.paths import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left", "exact_float32")]
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
-SMALL_FLUX = {"hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4, "context_in_dim": 128}
 DEMO = [(256, 256), (200, 264), (320, 192), (192, 320), (264, 200), (384, 192), (296, 232), (384, 384), (192, 384),
         (328, 248)]  # fmt: skip
 ODD = [(960, 720), (728, 720), (544, 408), (512, 512)]
@@ -263,7 +262,7 @@ def test_a_capture_that_fails_costs_only_the_graph(models, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 2])
 def test_flux_parity_and_replay(models, dtype, rows):
-    """First call (kernels), second and third (graph) on other input, all equal to eager."""
+    """First call (recorded), second and third (graph) on other input, all equal to eager."""
     patcher = models.flux(dtype, **SMALL_FLUX)
     fast = compiled(patcher)
     seed = int.from_bytes(os.urandom(3), "little")
@@ -289,7 +288,7 @@ def test_flux_of_full_width(models, dtype):
 
 
 def test_flux_compiles_nothing_after_the_first_call(models):
-    """1 to 4 images, other sizes and token counts, references."""
+    """1 to 4 images, other sizes and token counts."""
     from anyshape.accel import stats
 
     fast = compiled(models.flux(torch.bfloat16, **SMALL_FLUX))
@@ -297,7 +296,6 @@ def test_flux_compiles_nothing_after_the_first_call(models):
     with stats.expect(recompiles=0, fallbacks=0):
         for index, (width, height) in enumerate(ODD + [(520, 776), (256, 1000), (64, 64), (16, 24), (1024, 1024)]):
             forward(fast, width, height, rows=1 + index % 4, tokens=(512, 77, 1, 333)[index % 3], seed=index)
-        forward(fast, 512, 512, 1, 512, ref_latents=[torch.zeros(1, 16, 33, 18, device="cuda", dtype=torch.bfloat16)])
 
 
 def test_flux_references_have_graphs_of_their_own(models):

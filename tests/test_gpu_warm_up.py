@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools.driving import compiled, compiled_control, sample_prompts, skipping, steering
-from tools.on_gpu import SMALL
+from tools.on_gpu import SMALL, SMALL_FLUX
 from tools.oracles import shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
@@ -48,6 +48,14 @@ def test_the_first_prompt_replays(pack, models, name, cfg):
     for width, height, batch in SIZES:
         scale = 5.0 if cfg == "on" else 1.0
         only_replays(lambda w=width, h=height, b=batch, s=scale: models.sample(model, w, h, b, steps=3, cfg=s))
+
+
+def test_the_first_prompt_of_a_recorded_model_replays(pack, models):
+    model = compiled(models.flux(torch.bfloat16, **SMALL_FLUX))
+    report = warm(pack, model, positive=models.conditioning(model, tokens=77))
+    assert report.count(" graph ") == len(SIZES)
+    for width, height, batch in SIZES:
+        only_replays(lambda w=width, h=height, b=batch: models.sample(model, w, h, b, steps=3, tokens=77))
 
 
 def test_every_kind_of_step_replays(pack, models):

@@ -1,4 +1,4 @@
-"""What tests on a real GPU share: the config of a small UNet, and one forward as a sampling run makes it."""
+"""What tests on a real GPU share: configs of small models, and one forward as a sampling run makes it."""
 
 from typing import Any
 
@@ -6,6 +6,9 @@ import torch
 from torch import Tensor
 
 SMALL = {"model_channels": 64, "context_dim": 128, "num_head_channels": 32, "num_heads": -1}  # of bench.models.unet
+SMALL_FLUX = {  # of bench.models.flux
+    "hidden_size": 256, "num_heads": 2, "depth": 2, "depth_single_blocks": 4, "context_in_dim": 128,
+}  # fmt: skip
 Patcher = Any  # comfy.model_patcher.ModelPatcher; ComfyUI is imported when the tests' fixtures say so
 
 
@@ -21,10 +24,11 @@ def inputs(
     patcher: Patcher, width: int, height: int, rows: int, tokens: int, seed: int
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor | None]]:
     """Random arguments of a UNet or a Flux: two by position, the others by name."""
-    g = torch.Generator("cuda").manual_seed(seed)
+    device = patcher.load_device
+    g = torch.Generator(device).manual_seed(seed)
     config, dtype = patcher.model.model_config.unet_config, patcher.model.diffusion_model.dtype
-    randn = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(dtype)  # noqa: E731
-    full = lambda value: torch.full((rows,), value, device="cuda")  # noqa: E731
+    randn = lambda *shape: torch.randn(*shape, generator=g, device=device).to(dtype)  # noqa: E731
+    full = lambda value: torch.full((rows,), value, device=device)  # noqa: E731
     if config.get("image_model") == "flux":
         x, context = randn(rows, 16, height // 8, width // 8), randn(rows, tokens, config["context_in_dim"])
         y, guidance = randn(rows, config["vec_in_dim"]), full(3.5) if config["guidance_embed"] else None

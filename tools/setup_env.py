@@ -120,7 +120,6 @@ def install_packages() -> None:
         _pip("install", "--requirement", str(extra), "--constraint", str(_torch_pins()))
     drop_downloads()
     STAMP.write_text(fingerprint())
-    _advise_compiler()
 
 
 def _check_disk() -> None:
@@ -167,11 +166,6 @@ def drop_downloads() -> None:
     """Downloads are kept until all is installed, so that a repaired run need not fetch them again; then they go."""
     if "PIP_CACHE_DIR" not in os.environ:
         shutil.rmtree(CACHE / "pip", ignore_errors=True)
-
-
-def _advise_compiler() -> None:
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++") if name):
-        say("Note: there is no C++ compiler here, so on the CPU the models run uncompiled. (apt-get install g++)")
 
 
 # ComfyUI ----------------------------------------------------------------------------------------------------------

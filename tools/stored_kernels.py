@@ -36,9 +36,9 @@ import triton.language as tl
 
 
 @triton.jit
-def {name}(x, out, TOTAL, BR: tl.constexpr):
+def {name}(x, out, ROWS, BR: tl.constexpr):
     at = tl.program_id(0) * BR + tl.arange(0, BR)
-    tl.store(out + at, tl.load(x + at, mask=at < TOTAL) * 3.0, mask=at < TOTAL)
+    tl.store(out + at, tl.load(x + at, mask=at < ROWS) * 3.0, mask=at < ROWS)
 """
 
 

@@ -1,1 +1,1 @@
-"""One file a model family: how its forward is written in fused operations, and how it is attached to ComfyUI."""
+"""How models meet ComfyUI: any MODEL by being recorded, and the families whose forwards are written by hand."""

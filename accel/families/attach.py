@@ -1,10 +1,11 @@
-"""How a family meets ComfyUI: keyed wrappers on a clone of the model's patcher, state per sampling run.
+"""How a MODEL meets ComfyUI: keyed wrappers on a clone of the model's patcher, state per sampling run.
 
 ``compile_model`` returns a clone whose every forward goes through an engine; the shared model is not touched, so a
 workflow without our node (or with ``mode: off``) gets exactly ComfyUI's own forward.
 """
 
 import inspect
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -29,14 +30,16 @@ KEY = "anyshape"
 FORWARD = "diffusion_model.forward"
 FAMILIES = ("unet",)  # modules of this package; see ``lazy``
 
+_LOCK = threading.Lock()  # two first calls at once must get one engine
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
 
 
 def engine_for(module: nn.Module, name: str, kind: str, **traits: bool) -> Engine:
     """The engine of ``module``: one for all clones of its patcher, gone when the module is. ``traits``: see Engine."""
-    if module not in _ENGINES:
-        _ENGINES[module] = Engine(STATS.model(name, kind), INTERRUPTS, **traits)
-    return _ENGINES[module]
+    with _LOCK:
+        if module not in _ENGINES:
+            _ENGINES[module] = Engine(STATS.model(name, kind), INTERRUPTS, **traits)
+        return _ENGINES[module]
 
 
 def entry_names(module: nn.Module | None) -> list[str]:

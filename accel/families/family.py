@@ -1,4 +1,4 @@
-"""What differs between model families, as ``attach`` sees it: one module a family, with the names of ``Family``."""
+"""What differs between families whose forward is written by hand: one module each, with the names of ``Family``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..engine import Call
 from ..fingerprint import ModuleFingerprint
 from ..key import shape_key
-from ..tape.options import PLAIN, NotedOptions
+from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
 from ..tapes import Taped
 from ..weights import WeightWatch
@@ -115,6 +115,10 @@ class TapeRun:
             self._structure, self._watch = self._fingerprints.of(model), WeightWatch(model)
         return hash((self._structure, surroundings(), torch.is_autocast_enabled()))
 
+    def changed(self) -> str:
+        """What a forward changed of the model itself: a counter, say."""
+        return self._fingerprints.changes()
+
     def close(self) -> None:
         """The sampling run is over."""
         self._fingerprints.release()
@@ -137,6 +141,10 @@ class Fingerprints:
     def changed(self, model: nn.Module) -> bool:
         """A quick look."""
         return self._current is None or self._current.quick()
+
+    def changes(self) -> str:
+        """What is not as it was at the last look, and whose it is; "" if all is."""
+        return self._current.full() if self._current is not None else ""
 
     def release(self) -> None:
         """Lets go of the model."""
@@ -187,12 +195,17 @@ def call_of(
     taped = None
     if run is not None and not why:
         taped = Taped(
-            model, lambda options: given.call(original, options), given.options, run.structure(model), _prepare
+            model,
+            lambda options: given.call(original, options),
+            given.options,
+            run.structure(model),
+            _prepare,
+            run.changed,
         )
     x = next(iter(given.tensors.values()), None)
     rows = len(x) if x is not None and x.ndim else 1
     return Call(
-        key=shape_key(given.tensors, {name: str(value) for name, value in given.plain if value is not None}),
+        key=shape_key(given.tensors, _structure(given)),
         inputs=given.tensors,
         eager=theirs,
         weights=run.weights() if run is not None else 0,
@@ -205,18 +218,52 @@ def call_of(
     )
 
 
+def _structure(given: Given) -> dict[str, str]:
+    """What decides a recording besides shapes and dtypes: plain arguments, layouts, one tensor given twice."""
+    found = {name: repr(value) if isinstance(value, str) else str(value) for name, value in given.plain}
+    first: dict[int, str] = {}
+    for name, tensor in given.tensors.items():
+        if not tensor.is_contiguous():
+            found[f"{name} strides"] = "x".join(map(str, tensor.stride()))
+        if (same := first.setdefault(id(tensor), name)) != name:
+            found[f"{name} is"] = same
+    return found
+
+
 def _prepare(options: NotedOptions, recorder: Recorder) -> None:
     """Attention that is not torch's own goes on the tape as one call, whatever it does inside."""
-    theirs = dict.get(options, OVERRIDE)
+    theirs = options.get(OVERRIDE)  # noted: another one, another recording
     if theirs is None and attention.optimized_attention in OPEN_ATTENTION:
         return
 
-    def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        kwargs = {name: dict(value) if isinstance(value, NotedOptions) else value for name, value in kwargs.items()}
-        for options_ in (value for name, value in kwargs.items() if name == OPTIONS):
-            options_.pop(OVERRIDE, None)
-        called = function if theirs is None else partial(theirs, function)
-        return recorder.call(called, args, kwargs)
+    recorder.calls_packs = recorder.calls_packs or theirs is not None
 
-    dict.__setitem__(options, OVERRIDE, override)
-    options._own.add(OVERRIDE)
+    def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        called, given = function if theirs is None else partial(theirs, function), kwargs.get(OPTIONS)
+        if not isinstance(given, NotedOptions):  # a plain copy, whose every key was noted when it was made
+            given = NotedOptions(given, _Copied(recorder)) if isinstance(given, dict) else None
+        if given is None:
+            return recorder.call(called, args, kwargs, lambda: called(*args, **kwargs))
+        given = given.copy()
+        given.hide(OVERRIDE)
+        # what it read of the options, it gets at each replay; nothing else of them is kept
+        later = {name: item for name, item in kwargs.items() if name != OPTIONS}
+        seen: dict[Any, Any] = {}
+        given.heard = seen
+        return recorder.call(called, args, later | {OPTIONS: seen}, lambda: called(*args, **later, **{OPTIONS: given}))
+
+    options.hide(OVERRIDE, override)
+
+
+class _Copied(Reads):
+    """Reads of a plain copy of the options. What was copied along with the rest is no guard, so it must not be read."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder.read)
+        self._recorder = recorder
+
+    def note(self, key: Any, value: Any) -> None:
+        """As in ``Reads``."""
+        if key in COPIED_ALONG:
+            self._recorder.refuse(f"another node's attention reads the option {key!r}")
+        super().note(key, value)

@@ -80,8 +80,13 @@ def _start_triton(device: torch.device) -> None:
 
 def available(device: torch.device) -> bool:
     """Whether ``load`` would succeed."""
+    return not why_not(device)
+
+
+def why_not(device: torch.device) -> str:
+    """Why ``load`` would fail; "" if it would not."""
     try:
         load(device)
-    except Unavailable:
-        return False
-    return True
+    except Unavailable as error:
+        return str(error)
+    return ""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .traits import TRUTHS, traits
 from .values import Operation, Value
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ def settle(operations: Sequence[Operation], outputs: Sequence[Value]) -> None:
             value is not target and value.number < operation.outputs[0].number and read > place
             for value, read in by_root.get(target.root, ())
         )
-        functional = None if target.base is not None or seen_after else _functional(operation.func)
+        functional = None if target.base is not None or seen_after else _functional(operation)
         if functional is None:
             _share(operation, target, by_root)
         else:
@@ -52,11 +53,15 @@ def _share(operation: Operation, target: Value, by_root: dict[Value, list[tuple[
     by_root.setdefault(root, []).extend(moved)
 
 
-def _functional(func: Any) -> Any:
-    """``aten.add`` for ``aten.add_``; None where there is none that fits."""
-    name, overload = func._schema.name.split("::")[1], func._overloadname
-    if not name.endswith("_") or not func._schema.name.startswith("aten::"):
+def _functional(operation: Operation) -> Any:
+    """``aten.add`` for ``aten.add_``; None where there is none that gives the same."""
+    func, target = operation.func, operation.writes
+    name, overload = traits(func).name, func._overloadname
+    if not name.endswith("_") or not func._schema.name.startswith("aten::") or name in TRUTHS:
         return None
+    others = [value.dtype for value in operation.inputs if value is not target and value.shape]
+    if name != "copy_" and any(torch.promote_types(target.dtype, dtype) != target.dtype for dtype in others):
+        return None  # in place the result is rounded to the target's dtype
     packet = getattr(aten, name[:-1], None)
     return getattr(packet, overload, None) if packet is not None else None
 

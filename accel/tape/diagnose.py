@@ -15,7 +15,7 @@ def wrong_kernels(tape: Tape, program: Program, inputs: list[Tensor], module: nn
     wrong: set[str] = set()
     for launch, operands, expected in eager_values(tape, program, inputs, module):
         outputs = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=tape.device) for v in launch.outputs]
-        launch([_laid_out(tensor, v) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
+        launch([laid_out(tensor, v) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
         if any(_error(out, reference) > TOLERANCE for out, reference in zip(outputs, expected, strict=True)):
             wrong.add(launch.source.text)
     return frozenset(wrong)
@@ -31,11 +31,13 @@ def eager_values(
     plain = Program(tape, fuse=False)
     plain.bind(module)
     values: dict[Value, Tensor] = plain.values(inputs, wanted)
-    return [(launch, [values[v] for v in launch.operands], [values[parts.get(v, v)] for v in launch.outputs])
-        for launch in launches]
+    return [
+        (launch, [values[v] for v in launch.operands], [values[parts.get(v, v)] for v in launch.outputs])
+        for launch in launches
+    ]
 
 
-def _laid_out(tensor: Tensor, value: Value) -> Tensor:
+def laid_out(tensor: Tensor, value: Value) -> Tensor:
     """``tensor`` with the strides that the kernel was made for."""
     if tensor.stride() == value.stride:
         return tensor

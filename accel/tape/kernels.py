@@ -15,6 +15,7 @@ from torch import Tensor
 from .codegen import Source
 from .pointwise import HEADER, INTERPRETED
 
+ALIGNED = 16  # bytes; Triton would compile another variant for a pointer that is not
 _LOCK = threading.Lock()
 _FUNCTIONS: dict[str, Any] = {}  # by source text
 _COMPILED: set[tuple] = set()
@@ -87,7 +88,13 @@ class Launch:
 
     def __call__(self, operands: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Computes ``outputs``, which are there already, from ``operands``."""
+        operands = [tensor if tensor.data_ptr() % ALIGNED == 0 else _aligned(tensor) for tensor in operands]
         self._launch(self.function, self.grid, *operands, *outputs, *self.numbers, **self._options)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """A copy with the same strides, whose memory begins where vector loads want it."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int]]:

@@ -247,7 +247,7 @@ class Lowering:
             raise NoKernel("a join of many parts")
         d = views.dimension(operation, 1, len(value.shape))
         place, start, result = index[d], NOTHING, None
-        for k, part in enumerate(parts):
+        for part in parts:
             length = UNIT if name == "stack" else number(part.sizes[d])
             end = start + at(length)
             condition = self._between(place, start, end)

@@ -5,44 +5,89 @@ notes what was read. What was read must be the same for a replay: plain values b
 Tensors are inputs of the tape.
 """
 
+import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 MISSING = object()
 PLAIN = (int, float, str, bytes, bool, type(None), complex)
+EQUAL = (*PLAIN, torch.dtype, torch.device, torch.Size)  # compared by value
 # Different in every run, and copied along with all the rest by code that does not look at them.
 COPIED_ALONG = frozenset(("uuids", "sigmas", "sample_sigmas", "cond_or_uncond", "wrappers", "callbacks"))
 
 
 class Reads:
-    """What was read: values by key, and the tensors among them."""
+    """What was read: values by key as they were then, the tensors among them, and which keys there were."""
 
     def __init__(self, on_tensor: Callable[[Tensor], None]) -> None:
-        self.values: dict[Any, Any] = {}
+        self.tensors: dict[Any, tuple] = {}
+        self.kept: dict[Any, Any] = {}
+        self.keys: tuple[frozenset, frozenset] | None = None  # the caller's, and those that the forward had written
         self._on_tensor = on_tensor
 
     def note(self, key: Any, value: Any) -> None:
         """``key`` was asked for, and ``value`` was there (or ``MISSING``)."""
-        if key not in self.values:
-            self.values[key] = value
-            if isinstance(value, Tensor):
-                self._on_tensor(value)
+        if key in self.kept or key in self.tensors:
+            return
+        if isinstance(value, Tensor):
+            self.tensors[key] = _spec(value)
+            self._on_tensor(value)
+        else:
+            self.kept[key] = frozen(value)
+
+    def note_keys(self, keys: Iterator[Any], own: Iterable[Any]) -> None:
+        """Somebody looked at all keys, so one more or one less may matter."""
+        if self.keys is None:
+            own = COPIED_ALONG | frozenset(own)
+            self.keys = frozenset(keys) - own, own
 
 
 class NotedOptions(dict):
-    """A dict that notes what is read of it; copies of it do too. What was written to it is its own affair."""
+    """A dict that notes what is read of it; copies of it do too. What was written to it is its own affair.
+
+    heard: what was read of this copy, its own writes too; None if nobody asks.
+    """
 
     def __init__(self, options: Mapping[Any, Any], reads: Reads, own: frozenset[Any] = frozenset()) -> None:
         super().__init__(options)
         self._reads, self._own, self._passing = reads, set(own), MISSING
+        self.heard: dict[Any, Any] | None = None
+
+    def hide(self, key: Any, value: Any = MISSING) -> None:
+        """Puts ``value`` in place of what the caller gave, or nothing."""
+        self._own.add(key)
+        if value is MISSING:
+            dict.pop(self, key, None)
+        else:
+            dict.__setitem__(self, key, value)
 
     def _note(self, key: Any) -> None:
-        if key in self._own or (key is self._passing and key in COPIED_ALONG):
+        if key is self._passing and key in COPIED_ALONG:
             return
-        self._reads.note(key, dict.get(self, key, MISSING))
+        value = dict.get(self, key, MISSING)
+        if self.heard is not None and value is not MISSING:
+            self.heard[key] = value
+        if key not in self._own:
+            self._reads.note(key, value)
+
+    def _note_keys(self) -> None:
+        self._reads.note_keys(dict.keys(self), self._own)
+
+    def __len__(self) -> int:
+        self._note_keys()
+        return super().__len__()
+
+    def __eq__(self, other: object) -> bool:
+        return dict(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return dict(self) != other
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __getitem__(self, key: Any) -> Any:
         self._note(key)
@@ -57,10 +102,17 @@ class NotedOptions(dict):
         return super().__contains__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        for key in super().__iter__():
-            self._passing = key
-            yield key
-        self._passing = MISSING
+        self._note_keys()
+        try:
+            for key in super().__iter__():
+                self._passing = key
+                yield key
+        finally:
+            self._passing = MISSING
+
+    def __reversed__(self) -> Iterator[Any]:
+        self._note_keys()
+        return super().__reversed__()
 
     def keys(self) -> list[Any]:  # noqa: D102  (iterated by ``dict(options)`` and ``**options``)
         return _Passing(self, super().keys())
@@ -72,9 +124,17 @@ class NotedOptions(dict):
         return [self[key] for key in self]
 
     def copy(self) -> "NotedOptions":  # noqa: D102
-        return NotedOptions(dict(super().items()), self._reads, frozenset(self._own))
+        plain: dict[Any, Any] = {}
+        for key in super().__iter__():
+            plain[key] = super().__getitem__(key)
+        copied = NotedOptions(plain, self._reads, frozenset(self._own))
+        copied.heard = self.heard
+        return copied
 
     __copy__ = copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[Any, Any]:
+        return copy.deepcopy(dict(self), memo)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._own.add(key)
@@ -90,6 +150,18 @@ class NotedOptions(dict):
         self._note(key)
         self._own.add(key)
         return super().pop(key, *default)
+
+    def popitem(self) -> tuple[Any, Any]:  # noqa: D102
+        key = next(reversed(self))
+        return key, self.pop(key)
+
+    def clear(self) -> None:  # noqa: D102
+        self._own.update(dict.keys(self))
+        super().clear()
+
+    def __ior__(self, other: Any) -> "NotedOptions":
+        self.update(other)
+        return self
 
     def __delitem__(self, key: Any) -> None:
         self._own.add(key)
@@ -115,22 +187,22 @@ class Guards:
     """What a recording depends on besides its inputs."""
 
     def __init__(self, reads: Reads) -> None:
-        values = reads.values
-        self.tensors = [key for key, value in values.items() if isinstance(value, Tensor)]
-        self._kept = {key: frozen(value) for key, value in values.items() if not isinstance(value, Tensor)}
-        self._specs = {key: _spec(values[key]) for key in self.tensors}
+        self.tensors = list(reads.tensors)
+        self._kept, self._specs, self._keys = dict(reads.kept), dict(reads.tensors), reads.keys
 
     def differs(self, options: Mapping[Any, Any]) -> str:
         """The first option that is not as it was; "" if all are."""
         for key, spec in self._specs.items():
             if _spec(options.get(key)) != spec:
                 return str(key)
+        if self._keys is not None and frozenset(options) - self._keys[1] != self._keys[0]:
+            return next(iter(map(str, (frozenset(options) - self._keys[1]) ^ self._keys[0])))
         return next((str(key) for key, old in self._kept.items() if not _equal(old, options.get(key, MISSING))), "")
 
 
 def frozen(value: Any) -> Any:
     """``value`` as something that can be compared later and keeps no model alive."""
-    if isinstance(value, PLAIN):
+    if isinstance(value, EQUAL):
         return type(value), value
     if isinstance(value, (list, tuple)):
         return type(value), tuple(frozen(item) for item in value)

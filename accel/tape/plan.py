@@ -8,7 +8,7 @@ import torch
 
 from . import group, sizes, views
 from .group import Group
-from .kernels import Launch
+from .kernels import ALIGNED, Launch
 from .layout import Layouts, contiguous
 from .lower import NoKernel
 from .structure import planned
@@ -16,7 +16,6 @@ from .traits import aten, traits
 from .values import Operation, Tape, Value
 
 ALONE = "a single operation"
-ALIGNED = 16  # bytes that vector loads and stores want
 Steps = list[Operation | Launch]
 Users = dict[Value, list[Operation | None]]  # who reads a value; None: the caller
 

@@ -17,6 +17,8 @@ from .plan import Plan
 from .values import Constant, Input, Operation, Tape, Value, Weight, replaced
 from .weights import resolve
 
+Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
+
 
 class NotBound(RuntimeError):
     """The module no longer has a weight as it was recorded."""
@@ -59,7 +61,7 @@ class Program:
         self._inputs = [(self._slots[v], v.leaf.index) for v in leaves if isinstance(v.leaf, Input)]
         self._weights = [(self._slots[v], v) for v in leaves if isinstance(v.leaf, Weight)]
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
-        self._bound: list[Tensor | None] | None = None
+        self._bound: Bound | None = None
 
     # Making it ----------------------------------------------------------------------------------------------------
 
@@ -88,7 +90,11 @@ class Program:
 
     def bind(self, module: nn.Module) -> None:
         """Takes the weights from ``module``. Raises ``NotBound``."""
-        bound: list[Tensor | None] = [None] * len(self._slots)
+        self._bound = self.bound_to(module)
+
+    def bound_to(self, module: nn.Module) -> Bound:
+        """The weights of ``module``, for ``run``. Raises ``NotBound``."""
+        bound: Bound = [None] * len(self._slots)
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for slot, value in self._weights:
@@ -100,7 +106,7 @@ class Program:
             if like != (value.shape, value.stride, value.dtype, value.device):
                 raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} has another form or place")
             bound[slot] = tensor
-        self._bound = bound
+        return bound
 
     def unbind(self) -> None:
         """Lets go of the weights."""
@@ -122,12 +128,20 @@ class Program:
             found[value] = tensor
         return found
 
-    def run(self, inputs: Sequence[Tensor]) -> Any:
-        """The forward's result for these inputs."""
-        return self._execute(inputs, None)
+    def run(self, inputs: Sequence[Tensor], bound: Bound | None = None) -> Any:
+        """The forward's result for these inputs; inference tensors only where the caller is in inference mode.
 
-    def _execute(self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None) -> Any:
-        values = list(self._bound)
+        The steps were recorded in that mode, and what they do with tensors that were made in it needs it again.
+        bound: other weights than those that it is bound to.
+        """
+        with torch.inference_mode():
+            out = self._execute(inputs, None, bound)
+        return out if torch.is_inference_mode_enabled() else replaced(out, Tensor, torch.clone)
+
+    def _execute(
+        self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None, bound: Bound | None = None
+    ) -> Any:
+        values = list(self._bound if bound is None else bound)
         for slot, index in self._inputs:
             values[slot] = inputs[index]
         for step in self._steps:

@@ -79,7 +79,7 @@ def _remove(operation: Operation, output: Value) -> Sizes | None:
 
 
 def _part(operation: Operation, output: Value) -> Sizes:
-    """slice, narrow, chunk, split: one dimension gets shorter. A part of a table of positions is as long as the call."""
+    """slice, narrow, chunk, split: one dimension gets shorter. What is cut from a weight is as long as the call."""
     source = operation.inputs[0]
     table = views.is_table(source)
     return tuple(
@@ -191,7 +191,8 @@ def _table() -> dict[str, Rule]:
         (" ".join(views.RESHAPES), _reshape),
         (
             "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu "
-            "sigmoid tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge",
+            "sigmoid tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill "
+            "eq ne lt gt le ge",
             _pointwise,
         ),
     ):

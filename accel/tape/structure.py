@@ -2,7 +2,7 @@
 
 Two groups of the same operations differ in their values and in the sizes of the call, nothing else. The structure says
 all that the source depends on: operations and how they hang together, dtypes, sizes of the model, how reshapes align,
-and which sizes of the call are the same one. The kernel of the first such group then serves the others with their sizes.
+and which sizes of the call are the same one. The kernel of the first such group serves the others with their sizes.
 """
 
 import dataclasses

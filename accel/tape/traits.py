@@ -4,7 +4,6 @@ Composite operations (``linear``, ``reshape``, ``layer_norm``) reach a dispatch 
 which ComfyUI samples in. So a tape has the operations that a person would write.
 """
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,48 +25,114 @@ OF_SHAPES = frozenset(
 )
 UNWRITTEN = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
 # How many results there are, or how long they are, depends on values.
-OF_VALUES = frozenset("nonzero masked_select unique _unique _unique2 unique_consecutive nonzero_numpy argwhere".split())
+OF_VALUES = frozenset(
+    "nonzero masked_select unique _unique _unique2 unique_dim unique_consecutive nonzero_numpy argwhere bincount "
+    "combinations nested_tensor _nested_tensor_from_mask".split()
+)
+SOMETIMES_OF_VALUES = frozenset("index where repeat_interleave one_hot tensor_split".split())
+DROPOUTS = frozenset(("dropout", "feature_dropout", "native_dropout"))
+# A tensor full of one number, and which number.
+FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1} | dict.fromkeys(
+    ("full", "full_like", "new_full"), "fill_value"
+)
+MOVES = frozenset(("set_", "resize_", "resize_as_", "as_strided_", "swap_"))
+# In place they keep the dtype of what they change; else they give another one.
+TRUTHS = frozenset(
+    "eq_ ne_ lt_ le_ gt_ ge_ less_ less_equal_ greater_ greater_equal_ not_equal_ logical_and_ logical_or_ "
+    "logical_xor_ logical_not_".split()
+)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Traits:
     """What matters of one operation."""
 
     name: str
     writes: int  # the argument that an in-place operation changes, or -1
+    written_name: str
+    writes_several: bool
+    moves: bool  # it changes where a tensor lies
+    turns: Any  # for an operation in place that only makes a view of its tensor (``unsqueeze_``): the one that gives it
     random: bool
+    may_draw: bool
     view: bool
     maybe_view: bool
     of_shapes: bool
     unwritten: bool
     of_values: bool
+    may_size: bool
+    fills: Any
+
+    def written(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The argument that is written."""
+        return args[self.writes] if self.writes < len(args) else kwargs.get(self.written_name)
+
+    def sized_by_values(self, args: tuple, kwargs: dict[str, Any], inputs: list[Any]) -> bool:
+        """Whether the size of this call's result depends on values."""
+        if self.name == "index":
+            return any(value.dtype in (torch.bool, torch.uint8) for value in inputs[1:])
+        if self.name == "where":
+            return len(args) == 1
+        if self.name == "one_hot":
+            return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0
+        if self.name in ("repeat_interleave", "tensor_split"):
+            counts = args[1] if len(args) > 1 else args[0]
+            return isinstance(counts, torch.Tensor)
+        return self.of_values
+
+    def fill(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The number that the result is full of; None if it is not known."""
+        if not isinstance(self.fills, str):
+            return self.fills
+        number = args[1] if len(args) > 1 and self.name != "new_full" else args[2] if len(args) > 2 else None
+        number = kwargs.get(self.fills) if number is None else number
+        return number if isinstance(number, (int, float)) and number == number else None
 
 
-@functools.cache
+_KNOWN: dict[int, tuple[Any, Traits]] = {}  # by the operation's id, which keeping it makes safe; its hash is slow
+
+
 def traits(func: Any) -> Traits:
     """The traits of an operation (``torch._ops.OpOverload``)."""
+    found = _KNOWN.get(id(func))
+    if found is None:
+        found = _KNOWN[id(func)] = func, _read(func)
+    return found[1]
+
+
+def _read(func: Any) -> Traits:
     schema = func._schema
     name = schema.name.split("::")[1]
     ours = schema.name.startswith(("aten::", "prim::"))
-    writes = next((i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write), -1)
+    written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+    writes = written[0] if written and schema.is_mutable else -1
     aliases = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    turned = getattr(aten, name[:-1], None) if ours and torch.Tag.inplace_view in func.tags else None
+    turns = getattr(turned, func._overloadname, None) if name[:-1] in VIEWS else None
+    random = torch.Tag.nondeterministic_seeded in func.tags
     return Traits(
         name=name,
-        writes=writes if schema.is_mutable else -1,
-        random=torch.Tag.nondeterministic_seeded in func.tags,
+        writes=writes,
+        written_name=schema.arguments[writes].name if writes >= 0 else "",
+        writes_several=writes >= 0 and len(written) > 1,
+        moves=name in MOVES or (writes >= 0 and torch.Tag.inplace_view in func.tags and turns is None),
+        turns=turns,
+        random=random,
+        may_draw=random or name in DROPOUTS or name == "scaled_dot_product_attention",
         view=ours and name in VIEWS,
         maybe_view=name not in VIEWS and (name in MAYBE_VIEWS or aliases),
         of_shapes=ours and name in OF_SHAPES,
         unwritten=ours and name in UNWRITTEN,
         of_values=ours and name in OF_VALUES,
+        may_size=ours and (name in OF_VALUES or name in SOMETIMES_OF_VALUES),
+        fills=FILLS.get(name) if ours else None,
     )
 
 
-def is_random(func: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+def draws(known: Traits, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether this call draws random numbers. Attention and dropout are marked so whatever their probability is."""
-    name = traits(func).name
-    if name == "scaled_dot_product_attention":
+    if known.name == "scaled_dot_product_attention":
         return (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
-    if name in ("dropout", "feature_dropout", "native_dropout"):
+    if known.name in DROPOUTS:
         return bool(args[2] if len(args) > 2 else kwargs.get("train")) and args[1] > 0
-    return traits(func).random
+    return known.random

@@ -59,7 +59,7 @@ Leaf = Input | Weight | Constant
 
 
 class Value:
-    """One tensor at one moment; ``leaf`` or ``origin`` says where it is from. base: the value whose memory it shares."""
+    """One tensor at one moment; ``leaf`` or ``origin`` says where it is from. base: whose memory it shares."""
 
     __slots__ = ("shape", "stride", "dtype", "device", "sizes", "origin", "leaf", "base", "number")
 

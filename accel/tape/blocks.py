@@ -1,0 +1,77 @@
+"""The repeated blocks of a model, and which of them are alike, so that one tape fits all of those.
+
+Two blocks are alike if everything that their code can see of them is: classes, plain attributes, the form of every
+weight. A block that somebody hooked, or that changes its weights at each call, is like no other: it is left alone.
+"""
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from ..fingerprint import FORWARDS, FUNCTIONS, GLOBAL_HOOKS, HOOKS, STANDARD
+from .options import PLAIN
+from .weights import tensors_of
+
+FEWEST = 3  # blocks that are worth a program
+MOST_KINDS = 3  # of classes that alternate in one list
+NUMBERS = (*PLAIN, torch.dtype, torch.device)
+
+
+def find(model: nn.Module) -> list[str]:
+    """The paths of the blocks in every list of repeated blocks, outermost lists only."""
+    if any(getattr(torch_module, name, None) for name in GLOBAL_HOOKS):
+        return []  # they see every module's call
+    return list(_find(model, ""))
+
+
+def _find(module: nn.Module, path: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        if isinstance(child, nn.ModuleList) and _repeats(child):
+            yield from (f"{below}.{number}" for number in range(len(child)))
+        else:
+            yield from _find(child, below)
+
+
+def _repeats(members: nn.ModuleList) -> bool:
+    kinds = {type(member) for member in members}
+    large = all(next(member.children(), None) is not None for member in members)  # more than a layer
+    return len(members) >= max(FEWEST, 2 * len(kinds)) and len(kinds) <= MOST_KINDS and large
+
+
+def likeness(block: nn.Module) -> Hashable | None:
+    """Equal for blocks that are alike; None for one that is to be left alone. Its own ``forward`` may be ours now."""
+    parts: list[Hashable] = []
+    first: dict[int, int] = {}  # tensors that are shared within the block
+    for path, part in block.named_modules():
+        attributes = part.__dict__
+        replaced = any(name in attributes for name in FORWARDS if part is not block or name != "forward")
+        if replaced or any(attributes[name] for name in HOOKS):
+            return None
+        if any(attributes.get(name) for name in FUNCTIONS):
+            return None
+        names = {name: value for name, value in attributes.items() if name not in STANDARD and name != "forward"}
+        plain = tuple([(name, _seen(value)) for name, value in names.items() if not isinstance(value, Tensor)])
+        weights = []
+        for name, tensor in tensors_of(part):
+            if type(tensor) not in (Tensor, nn.Parameter):  # a quantised weight has a say of its own
+                weights.append((name, id(tensor)))
+                continue
+            form = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+            weights.append((name, *form, first.setdefault(id(tensor), len(first))))
+        parts.append((path, type(part), plain, tuple(weights)))
+    return tuple(parts)
+
+
+def _seen(value: Any) -> Hashable:
+    """What code can see of an attribute; an object of another kind stands for itself."""
+    if isinstance(value, NUMBERS):
+        return type(value), value
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple([_seen(each) for each in value])
+    if isinstance(value, dict):
+        return dict, tuple([(str(key), _seen(each)) for key, each in value.items()])
+    return type(value), id(value)

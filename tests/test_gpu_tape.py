@@ -1,0 +1,404 @@
+"""The tape on a real GPU: how kernels round, one set of them for every size, graphs, and weights that move."""
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+
+from tools import architectures
+from tools.driving import compiled
+from tools.on_gpu import SMALL_FLUX, loaded_forward
+from tools.oracles import error, fallbacks, shapes
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
+
+HALF = {"AuraFlow": torch.float16, "PixArtSigma": torch.float16, "SD3": torch.float16}  # the others: bfloat16
+FAMILIES = (
+    "Flux", "Flux2", "SD3", "Chroma", "QwenImage", "ZImage", "AuraFlow", "PixArtSigma", "HunyuanVideo", "WAN21_T2V",
+    "LTXV", "GenmoMochi", "CosmosT2IPredict2",
+)  # fmt: skip
+VARIANTS = 20
+LARGE = {3: 0, 11: 7, 19: 22}  # of these, those with four times the sides of another variant
+# The share of elements that may be rounded the other way, as functions and sums differ in their last bit. Measured in
+# bfloat16: 1e-5 to 4e-5. A float16 has 8 times as many steps.
+DIFFERENT = {torch.bfloat16: 1e-4, torch.float16: 8e-4, torch.float32: 1e-4}
+GELU = 0.03  # torch's own contracts multiply and add; measured: 1 %, and in its far tail several steps
+FEW = 5  # of a kernel with few elements
+FAR = 0.5  # of these, the share where a later sum cancels most of a number, so that one step of it becomes several
+SMALL = {
+    "flux": SMALL_FLUX,
+    "sd35l": {
+        "depth": 4, "context_embedder_config": {
+            "target": "torch.nn.Linear", "params": {"in_features": 128, "out_features": 256},
+        },
+    },
+    "wan": {"dim": 256, "num_heads": 2, "ffn_dim": 512, "num_layers": 2, "text_dim": 128},
+}  # fmt: skip
+WEIGHTS = {
+    "flux": "double_blocks.1.img_attn.qkv", "sd35l": "joint_blocks.1.x_block.mlp.fc1", "wan": "blocks.1.self_attn.v",
+}  # fmt: skip
+RUNS = {
+    "flux": {"width": 544, "height": 408, "tokens": 77, "steps": 3},
+    "sd35l": {"width": 544, "height": 400, "tokens": 77, "steps": 3},
+    "wan": {"width": 272, "height": 208, "tokens": 77, "frames": 9, "steps": 3},
+}
+KINDS = tuple(RUNS)
+ANOTHER = {"width": 320, "height": 192, "tokens": 33, "batch": 2}  # size, of each of them
+FORWARD = (544, 408, 1, 77)  # of Flux
+TOLERANCE = 2.5e-2  # relative L2 in bfloat16, as in test_gpu.py
+
+
+# Kernels ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def family(request, pack):
+    """20 variants of a family, recorded and run: (variants of kernels that were new to each, how kernels round, what is
+    wrong, the dtype).
+    """
+    from anyshape.accel import verify
+    from anyshape.accel.errors import WrongResult
+    from anyshape.accel.tape import kernels, structure
+    from triton import knobs
+
+    from tools.architectures import patchers
+    from tools.recording import Rounding, recorded
+
+    entry, dtype = architectures.TABLE[request.param], HALF.get(request.param, torch.bfloat16)
+    if entry not in architectures.present():
+        pytest.skip("this ComfyUI has no such model")
+    for known in (kernels._FUNCTIONS, kernels._COMPILED, structure._KNOWN):  # or other families' kernels would serve
+        known.clear()
+    module = patchers.make(entry.name, dtype, "cuda").model.diffusion_model
+    large = dataclasses.replace(entry, scale=4 * entry.scale)
+    heard, news, wrong, rounding = [], [], [], Rounding()
+    with pytest.MonkeyPatch.context() as patch:
+        # a kernel that Triton finds in its cache on disk is new to this process, too
+        patch.setattr(knobs.compilation, "listener", lambda src, **compilation: heard.append(str(src.name)))
+        for variant in range(VARIANTS):
+            size = LARGE.get(variant)
+            args, named = (entry if size is None else large).inputs(variant if size is None else size, dtype, "cuda")
+            heard.clear()
+            call = recorded(module, args, named)
+            out = call.run()
+            news.append(heard[:])
+            try:
+                verify.compare(f"variant {variant}", out, call.out)
+            except WrongResult as reason:
+                wrong.append(str(reason))
+            if size is not None:
+                rounding.add(call)
+    return news, rounding.by_source(), wrong, dtype
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_kernels_round_as_eager_does(family):
+    """Each on eager's own inputs: equal to the bit, but where a function or a sum differs in its last bit."""
+    _, kernels, wrong, dtype = family
+    assert not wrong
+    assert sum(elements for _, elements, *_ in kernels) > 300_000
+    for name, elements, different, far, source in kernels:
+        allowed = (GELU if "gelu_" in source else DIFFERENT[dtype]) * elements + FEW
+        assert different <= allowed, f"{name}: {different} of {elements} are rounded in another way\n{source}"
+        assert far <= FAR * allowed, f"{name}: {far} of {elements} are off by more than a step\n{source}"
+
+
+@pytest.mark.parametrize("family", FAMILIES, indirect=True)
+def test_the_first_size_compiles_for_all(family):
+    """Sizes, batches, prompts and frames of 20 kinds; Triton's own listener says whether a variant is new."""
+    news, *_ = family
+    assert news[0]
+    assert [(variant, names) for variant, names in enumerate(news) if variant and names] == []
+
+
+# Sampling runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def small(models):
+    """Models of middle size, which ComfyUI loads and unloads."""
+    from bench import zoo
+
+    return {kind: zoo.make(kind, torch.bfloat16, **config) for kind, config in SMALL.items()}
+
+
+@pytest.fixture
+def counts(pack, monkeypatch):
+    """How many forwards were recorded, and how many graphs captured."""
+    from anyshape.accel.graphs import GraphCache
+    from anyshape.accel.tapes import Tapes
+
+    found = {"recorded": 0, "captured": 0}
+
+    def count(owner, name, what):
+        own = getattr(owner, name)
+
+        def counting(*args, **kwargs):
+            found[what] += 1
+            return own(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counting)
+
+    count(Tapes, "record", "recorded")
+    count(GraphCache, "capture", "captured")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_programs_left(request, pack):
+    """A model that several tests share begins each of them as if it had never run."""
+    yield
+    if "small" in request.fixturenames:
+        from anyshape.accel.families import attach
+
+        for engine in list(attach._ENGINES.values()):
+            engine.drop_graphs()
+            engine._tape._tapes.forget()
+
+
+def assert_close(out, expected):
+    """By the bounds that the product has for a new size."""
+    from anyshape.accel import verify
+
+    assert verify.compare("the run", out.bfloat16(), expected.bfloat16())
+
+
+def states():
+    return [(s["state"], s["reason"]) for s in shapes()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sampling_run(models, small, counts, kind):
+    """The first call is recorded and captured, all others are replays; the same seed gives the same bits."""
+    from anyshape.accel import stats
+
+    patcher, run = small[kind], RUNS[kind]
+    fast = compiled(patcher)
+    first = models.sample(fast, **run)
+    (shape,) = shapes()
+    assert (shape["state"], shape["calls"], shape["replays"]) == ("graph", 3, 2), shape
+    with stats.expect(recompiles=0, fallbacks=0):
+        assert torch.equal(models.sample(fast, **run), first)
+        other = models.sample(fast, **run | ANOTHER)
+    assert [(s["calls"], s["replays"]) for s in shapes()] == [(6, 5), (3, 2)]
+    assert counts == {"recorded": 2, "captured": 2}
+    assert_close(first, models.sample(patcher, **run))
+    assert_close(other, models.sample(patcher, **run | ANOTHER))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_is_eager_to_the_bit(models, small, kind):
+    fast, wanted = compiled(small[kind], mode="exact"), models.sample(small[kind], **RUNS[kind])
+    for _ in range(2):
+        assert torch.equal(models.sample(fast, **RUNS[kind]), wanted)
+    assert states() == [("graph", "")] and shapes()[0]["replays"] == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lora_comes_changes_and_goes(models, small, counts, kind):
+    """Weights are slots: graphs are captured again, nothing is recorded again."""
+    from anyshape.accel import stats
+
+    key = f"diffusion_model.{WEIGHTS[kind]}.weight"
+    change = torch.randn(small[kind].model.state_dict()[key].shape, generator=torch.Generator().manual_seed(0))
+
+    def loaded(patcher, strength):
+        patcher = patcher.clone()
+        if strength:
+            patcher.add_patches({key: (change,)}, strength)
+        return patcher
+
+    fast = compiled(small[kind])
+    plain = models.sample(fast, **RUNS[kind])
+    with stats.expect(recompiles=0, fallbacks=0):
+        for strength in (0.3, 0.1, 0.0, 0.3):
+            captured = counts["captured"]
+            out = models.sample(loaded(fast, strength), **RUNS[kind])
+            assert counts["recorded"] == 1 and counts["captured"] > captured
+            assert_close(out, models.sample(loaded(small[kind], strength), **RUNS[kind]))
+            assert torch.equal(out, plain) if strength == 0 else error(out, plain) > 1e-2
+    assert states() == [("graph", "")]
+
+
+def test_unloaded_and_loaded_again(models, small, counts):
+    """Programs and graphs hold no weights of a model that ComfyUI has unloaded."""
+    import comfy.model_management as mm
+
+    fast = compiled(small["flux"])
+    first = models.sample(fast, **RUNS["flux"])
+    held = torch.cuda.memory_allocated()
+    mm.unload_all_models()
+    gc.collect()
+    given_back = held - torch.cuda.memory_allocated()
+    assert given_back >= fast.model_size(), (given_back, fast.model_size())
+    assert all(weight.device.type == "cpu" for weight in fast.model.parameters())
+    assert torch.equal(models.sample(fast, **RUNS["flux"]), first)
+    assert counts == {"recorded": 1, "captured": 2} and states() == [("graph", "")]
+
+
+def test_two_models_in_turn(models, small):
+    from anyshape.accel import stats
+
+    fast = {kind: compiled(small[kind]) for kind in KINDS}
+    first = {kind: models.sample(fast[kind], **RUNS[kind]) for kind in KINDS}
+    with stats.expect(recompiles=0, fallbacks=0, evictions=0):
+        for kind in (*KINDS, *KINDS):
+            assert torch.equal(models.sample(fast[kind], **RUNS[kind]), first[kind]), kind
+    assert states() == [("graph", "")] * len(KINDS)
+
+
+# Budget and memory ------------------------------------------------------------------------------------------------
+
+
+def test_no_budget_no_graphs(models, small, counts):
+    fast = compiled(small["flux"], graph_budget_mb=0)
+    outs = [models.sample(fast, **RUNS["flux"]) for _ in range(2)]
+    assert torch.equal(*outs) and counts == {"recorded": 1, "captured": 0}
+    assert_close(outs[0], models.sample(small["flux"], **RUNS["flux"]))
+    ((state, reason),) = states()
+    assert state == "tape" and "graph_budget_mb is 0" in reason
+
+
+def test_a_small_budget(models, small):
+    """It holds the largest size alone: smaller ones give way to it."""
+    from anyshape.accel import graphs, stats
+
+    patcher, run = small["flux"], {"height": 128, "batch": 4, "tokens": 4096, "steps": 1}
+    largest = run | {"width": 1024, "height": 1024}
+    models.sample(compiled(patcher, graph_budget_mb=1 << 14), **largest)
+    need = shapes()[-1]["bytes"] // graphs.MIB
+    graphs.clear()
+    fast, evictions = compiled(patcher, graph_budget_mb=need + 16), stats.snapshot()["graphs"]["evictions"]
+    for width in range(128, 640, 64):  # 4 MB of prompts each
+        models.sample(fast, width=width, **run)
+        assert stats.snapshot()["graphs"]["used_bytes"] <= (need + 16) * graphs.MIB
+    for _ in range(2):
+        out = models.sample(fast, **largest)
+    assert_close(out, models.sample(patcher, **largest))
+    assert stats.snapshot()["graphs"]["evictions"] > evictions
+    assert stats.snapshot()["graphs"]["used_bytes"] <= (need + 16) * graphs.MIB
+    state = next(s for s in shapes() if s["width"] == 1024)
+    assert state["state"] == "graph" and state["replays"] > 0, state["reason"]
+
+
+def test_low_vram(small):
+    """Weights on the CPU: ComfyUI's own forward, and graphs again once all of them are back."""
+    import comfy.model_management as mm
+
+    patcher = small["flux"]
+    fast = compiled(patcher)
+    for part in (False, True, False):
+        mm.unload_all_models()
+        mm.load_models_gpu([fast], force_full_load=True)
+        if part:
+            fast.partially_unload(fast.offload_device, fast.model_size() // 2)
+        assert any(weight.device.type == "cpu" for weight in fast.model.parameters()) == part
+        for seed in (1, 2):
+            out = loaded_forward(fast, *FORWARD, seed=seed)
+            assert error(out, loaded_forward(patcher, *FORWARD, seed=seed)) < TOLERANCE
+        ((state, reason),) = states()
+        assert (state == "eager" and "low VRAM" in reason) if part else (state, reason) == ("graph", ""), reason
+
+
+# Streams and devices ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0, 2048])
+def test_another_stream(small, budget):
+    """Programs and graphs run where the caller does, whichever stream the first call was on."""
+    import comfy.model_management as mm
+
+    patcher, stream = small["flux"], torch.cuda.Stream()
+    fast = compiled(patcher, graph_budget_mb=budget)
+    mm.load_models_gpu([fast])
+    other = (320, 192, 2, 33)
+    first = loaded_forward(fast, *FORWARD)
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        outs = [loaded_forward(fast, *FORWARD) for _ in range(3)]
+        others = [loaded_forward(fast, *other) for _ in range(3)]
+    torch.cuda.current_stream().wait_stream(stream)
+    others.append(loaded_forward(fast, *other))
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, first) for out in outs) and all(torch.equal(out, others[0]) for out in others)
+    assert error(first, loaded_forward(patcher, *FORWARD)) < TOLERANCE
+    assert error(others[0], loaded_forward(patcher, *other)) < TOLERANCE
+    assert {s["state"] for s in shapes()} == {"graph" if budget else "tape"}
+
+
+def test_work_on_two_streams_is_refused(pack):
+    from anyshape.accel.tape.record import Recorder, record
+
+    side = torch.cuda.Stream()
+
+    class OnTwo(torch.nn.Module):
+        def forward(self, x):
+            x = x * 2.0
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = x + 1.0
+            torch.cuda.current_stream().wait_stream(side)
+            return x + y
+
+    module, x = OnTwo(), torch.randn(1000, device="cuda")
+    recorder = Recorder([x], module, x.device)
+    out, tape = record(lambda: module(x), recorder)
+    assert tape is None and "several CUDA streams" in recorder.refusal
+    assert torch.equal(out, x * 2.0 + (x * 2.0 + 1.0))
+
+
+def test_a_model_on_the_second_gpu(pack):
+    """While the first one is current: kernels are compiled and graphs captured on the model's device."""
+    from tools.architectures import patchers
+
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    patcher = patchers.make("Flux", torch.bfloat16, "cuda:1")
+    fast = compiled(patcher)
+    for seed in range(3):
+        out = loaded_forward(fast, *FORWARD, seed=seed)
+        assert out.device == torch.device("cuda", 1) and torch.cuda.current_device() == 0
+        assert error(out, loaded_forward(patcher, *FORWARD, seed=seed)) < TOLERANCE
+    assert states() == [("graph", "")] and shapes()[0]["replays"] == 2
+
+
+# Faults -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_that_computes_nonsense_is_left_out(models, monkeypatch):
+    """It is found by name, its operations run by themselves, and all other kernels stay."""
+    import comfy.model_management as mm
+    from anyshape.accel.families import attach
+    from anyshape.accel.tape import diagnose
+    from anyshape.accel.tape.kernels import Launch
+
+    from tools.on_gpu import inputs
+    from tools.recording import recorded
+
+    patcher = models.flux(torch.bfloat16, **SMALL_FLUX)
+    mm.load_models_gpu([patcher])
+    module, own = patcher.model.diffusion_model, Launch.__call__
+    args, named = inputs(patcher, *FORWARD, seed=0)
+    call = recorded(module, args, named | {"transformer_options": {}})
+    bad = max(call.program.launches, key=lambda launch: launch.outputs[0].numel).source.text
+
+    def spoilt(self, operands, outputs):
+        own(self, operands, outputs)
+        if self.source.text == bad:
+            for out in outputs:
+                out.neg_()
+
+    monkeypatch.setattr(Launch, "__call__", spoilt)
+    with torch.inference_mode():
+        assert diagnose.wrong_kernels(call.tape, call.program, call.inputs, module) == {bad}
+    fast = compiled(patcher)
+    for seed in range(3):
+        out = loaded_forward(fast, *FORWARD, seed=seed)
+        assert error(out, loaded_forward(patcher, *FORWARD, seed=seed)) < TOLERANCE
+    assert any("wrong result" in each["reason"] for each in fallbacks())
+    assert shapes()[-1]["state"] == "graph" and shapes()[-1]["replays"] == 2
+    ((take,),) = attach._ENGINES[module]._tape._tapes._takes.values()
+    left, before = ({launch.source.text for launch in each.launches} for each in (take.program, call.program))
+    assert bad in before and bad not in left
+    assert len(left & before) > len(before) / 2

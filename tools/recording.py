@@ -1,0 +1,108 @@
+"""Tapes and programs for tests, made of a diffusion model's call as the engine makes them, but without an engine."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from anyshape.accel.families import taping
+from anyshape.accel.tape import rules
+from anyshape.accel.tape.diagnose import eager_values, laid_out
+from anyshape.accel.tape.kernels import Launch
+from anyshape.accel.tape.options import Guards, NotedOptions, Reads
+from anyshape.accel.tape.program import Program
+from anyshape.accel.tape.record import Recorder, record
+from anyshape.accel.tape.values import Tape
+from torch import Tensor, nn
+
+STEPS = {torch.float16: torch.int16, torch.bfloat16: torch.int16}  # integers of a dtype's size
+CLOSE = 1e-5  # of a number in float32, relative to itself or to the tensor's mean
+ONE_STEP = 2.0**-7  # of bfloat16: what one rounding within a kernel may do to its result in float32
+
+
+@dataclass
+class Recorded:
+    """A call that was recorded, and its program on kernels."""
+
+    out: Tensor  # the recorded forward's own result
+    tape: Tape
+    inputs: list[Tensor]
+    program: Program
+    module: nn.Module
+
+    def run(self) -> Tensor:
+        """The program's result for the same inputs."""
+        with torch.inference_mode():
+            return self.program.run(self.inputs)
+
+
+def recorded(module: nn.Module, args: tuple, named: dict[str, Any], fuse: bool = True) -> Recorded:
+    """``module(*args, **named)``; fails where it is not recorded."""
+    given = taping.take(module.forward, args, named)
+    first = next(iter(given.tensors.values()))
+    recorder = Recorder(list(given.tensors.values()), module, first.device)
+    reads = Reads(recorder.add_input)
+    options = NotedOptions(given.options, reads)
+    taping._prepare(options, recorder)
+    out, tape = record(lambda: given.call(module.forward, options), recorder)
+    assert tape is not None, recorder.refusal
+    if fuse:
+        rules.apply(tape)
+    inputs = [*given.tensors.values(), *(given.options[key] for key in Guards(reads).tensors)]
+    with torch.inference_mode():
+        program = Program(tape, fuse=fuse)
+        program.bind(module)
+    return Recorded(out, tape, inputs, program, module)
+
+
+class Rounding:
+    """How the results of kernels differ from eager's, on eager's own inputs: counts by source, on the device."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Tensor] = {}  # [elements, not equal, off by more than a step]
+        self._names: dict[str, str] = {}
+
+    def add(self, call: Recorded) -> None:
+        """Runs each kernel of a program by itself."""
+        with torch.inference_mode():
+            for launch, operands, expected in eager_values(call.tape, call.program, call.inputs, call.module):
+                outputs = _run(launch, operands, call.tape.device)
+                for out, reference in zip(outputs, expected, strict=True):
+                    self._count(launch, out, reference)
+
+    def _count(self, launch: Launch, out: Tensor, reference: Tensor) -> None:
+        text = launch.source.text
+        self._names[text] = launch.source.name
+        counts = torch.stack(
+            [torch.tensor(out.numel(), device=out.device), *(n.sum() for n in _differ(out, reference))]
+        )
+        self._counts[text] = self._counts.get(text, 0) + counts
+
+    def by_source(self) -> list[tuple[str, int, int, int, str]]:
+        """(a kernel's name, elements, how many are not equal, how many are off by more than a step, its source)."""
+        counted = torch.stack(list(self._counts.values())).tolist()
+        return [(self._names[text], *counts, text) for text, counts in zip(self._counts, counted, strict=True)]
+
+
+def _run(launch: Launch, operands: list[Tensor], device: torch.device) -> list[Tensor]:
+    outputs = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=device) for v in launch.outputs]
+    launch([laid_out(tensor, value) for tensor, value in zip(operands, launch.operands, strict=True)], outputs)
+    return outputs
+
+
+def _differ(out: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    """(which elements are not equal, which are off by more than one step of the dtype)."""
+    both_nan = out.isnan() & reference.isnan()
+    if out.dtype in STEPS:
+        steps = (_ordered(out) - _ordered(reference)).abs().masked_fill(both_nan, 0)
+        return steps > 0, steps > 1
+    off = (out.double() - reference.double()).abs()
+    scale = reference.double().abs()
+    scale = scale.clamp_min(scale.nan_to_num(0, 0, 0).mean())
+    off = off.masked_fill(both_nan | (out == reference), 0)
+    return off > CLOSE * scale, off > ONE_STEP * scale
+
+
+def _ordered(x: Tensor) -> Tensor:
+    """Integers in the order of the numbers, neighbours one apart; 0 and -0 are the same."""
+    bits = x.contiguous().view(STEPS[x.dtype]).int()
+    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
