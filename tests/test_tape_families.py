@@ -19,9 +19,8 @@ REFUSED = {
     "HiDreamO1": "the size of a result depends on values",
     # They ask a tensor on the card whether something in it is so.
     "HunyuanImage21 distilled": "a value came back",
-    "HunyuanVideo15": "a value came back",
     "HunyuanVideo15_SR_Distilled": "a value came back",
-    "Hunyuan3Dv2_1": "a value came back",
+    "Hunyuan3Dv2_1": "the size of a result depends on values",
     "MiniMaxH3": "a value came back",
 }
 # How many kernels the variants after the first may add. The first has one picture of one frame. A 1 in a shape may stand

@@ -31,7 +31,7 @@ from .weights import NamedTensors
 aten = torch.ops.aten
 PLAIN = (Tensor, nn.Parameter)
 # Of our own mode that changes nothing that a tape could hold.
-IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy"))
+IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy", "_has_compatible_shallow_copy_type"))
 NUMBERS = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
@@ -68,7 +68,7 @@ class Recorder(TorchDispatchMode):
         self._token = object()
         self._known: dict[int, tuple[Value, Tensor]] = {}  # leaves by the tensor's id, which keeping it makes safe
         self._unwritten: set[Value] = set()
-        self._kept: set[Value] = set()  # constants that outlive the forward
+        self._memoised: set[Value] = set()  # constants that outlive the forward
         self._constant_views: dict[Value, list[Value]] = {}  # by root
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
         self._filled: dict[Value, tuple[Tensor, Any]] = {}  # constants full of one number, until they are written
@@ -233,7 +233,7 @@ class Recorder(TorchDispatchMode):
         elif type(target.root.leaf) is not Constant and target.root.leaf is not None:
             self.written = target.root.leaf
             self.refuse("it writes into an input or a weight")
-        elif target.root in self._kept:
+        elif target.root in self._memoised:
             self.refuse("it writes into a tensor that it keeps")
         elif known.may_draw and draws(known, args, kwargs):
             self.refuse(RANDOM)
@@ -354,7 +354,7 @@ class Recorder(TorchDispatchMode):
             return self._constant(tensor, None, None)
         if is_memoised(tensor):
             value = self._constant(tensor, None, None)
-            self._kept.add(value)
+            self._memoised.add(value)
             return value
         self.refuse(
             f"it reads a tensor {list(tensor.shape)} that is no input, no weight and not made of sizes (a cache of the "
