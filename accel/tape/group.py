@@ -135,7 +135,7 @@ def is_best_alone(operation: Operation) -> bool:
     argument that was cropped is still read row by row; at another size nothing may be cut off.
     """
     output, name = operation.outputs[0], traits(operation.func).name
-    if name in COPIES or name in views.RESHAPES:
+    if is_copy(operation):
         return True
     tensors = [value for value in operation.inputs if value.scalar() is None]
     if len(tensors) == 1 and name not in NORMS:
@@ -146,6 +146,12 @@ def is_best_alone(operation: Operation) -> bool:
     if name in NORMS or name in ("cat", "stack"):
         return True
     return all(value.shape == output.shape for value in tensors)
+
+
+def is_copy(operation: Operation) -> bool:
+    """Whether it only moves numbers. Where they lie well already, at another size, it is nothing at all."""
+    name = traits(operation.func).name
+    return name in COPIES or name in views.RESHAPES
 
 
 def is_heavy(operation: Operation) -> bool:

@@ -34,6 +34,7 @@ def of_leaf(value: Value) -> Sizes:
         return tuple(Size(n) for n in value.shape)
     assert isinstance(value.leaf, Constant)
     large = max((place for place, n in enumerate(value.shape) if n > SMALL), default=-1)
+    large = max(large, 0)  # the first may be a batch
     return tuple(ONE if n == 1 and place > large else Size(n, place > large) for place, n in enumerate(value.shape))
 
 
