@@ -15,7 +15,7 @@ from torch import Tensor
 from . import devices, graphs, kernels, verify
 from .artifacts import KEEPER
 from .attempt import attempt, named
-from .block_tier import BlockTier, Visit
+from .block_tier import NO_GAIN, BlockTier, Visit
 from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
 from .outputs import Output
@@ -102,11 +102,12 @@ class TapeTier:
 
     def _note_blocks(self, shape: ShapeStats, take: Take, visit: Visit) -> None:
         if not visit.ran:
+            shape.note = NO_GAIN if NO_GAIN in visit.reasons else shape.note
             self._note(shape, "eager", take.reason)
             return
         place = take.reason[take.reason.rfind("(") :]
         shape.note = f"blocks recorded one by one: a value of the whole forward comes back to the host {place}"
-        self._note(shape, "tape", "; ".join(visit.reasons))
+        self._note(shape, "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN))
 
     def _is_first(self, call: "Call") -> bool:
         """Whether no size of this dtype has had its first forward."""
@@ -119,18 +120,14 @@ class TapeTier:
             return self._recorded(call, settings, shape, fuse)
 
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
-        if fuse:  # from where a value comes back to the host the blocks have programs of their own
-            with self._blocks.visit(call, settings, self._is_first(call)) as visit:
-                recorded, take, tape = self._tapes.record(call.key, fuse, visit.taped, call.inputs)
-        else:
-            recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
+        recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
         if tape is not None:
             take.reason = obstacle(tape) or _odd_form(recorded)
-        if fuse and take.came_back:
-            self._note_blocks(shape, take, visit)
-            return recorded
         if take.reason:
-            self._note(shape, "eager", take.reason)
+            if fuse and take.came_back:  # nothing is missed: later calls have programs for the blocks
+                shape.state, shape.reason = "eager", take.reason
+            else:
+                self._note(shape, "eager", take.reason)
             return recorded
         out, _ = attempt(
             lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),

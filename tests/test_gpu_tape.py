@@ -282,6 +282,7 @@ def test_a_small_budget(models, small):
     assert state["state"] == "graph" and state["replays"] > 0, state["reason"]
 
 
+@torch.inference_mode()  # as ComfyUI runs prompts: weights that move become tensors of that mode
 def test_low_vram(small):
     """Weights on the CPU: ComfyUI's own forward, and graphs again once all of them are back."""
     import comfy.model_management as mm
@@ -305,6 +306,7 @@ def test_low_vram(small):
 
 
 @pytest.mark.parametrize("budget", [0, 2048])
+@torch.inference_mode()
 def test_another_stream(small, budget):
     """Programs and graphs run where the caller does, whichever stream the first call was on."""
     import comfy.model_management as mm

@@ -4,7 +4,11 @@ Two blocks are alike if everything that their code can see of them is: classes, 
 weight. A block that somebody hooked, or that changes its weights at each call, is like no other: it is left alone.
 """
 
+import functools
+import inspect
+import sys
 from collections.abc import Hashable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -45,6 +49,7 @@ def _repeats(members: nn.ModuleList) -> bool:
 def likeness(block: nn.Module) -> Hashable | None:
     """Equal for blocks that are alike; None for one that is to be left alone. Its own ``forward`` may be ours now."""
     parts: list[Hashable] = []
+    read = frozenset().union(*(_names_read(kind) for kind in {type(part) for part in block.modules()}))
     first: dict[int, int] = {}  # tensors that are shared within the block
     for path, part in block.named_modules():
         attributes = part.__dict__
@@ -53,8 +58,16 @@ def likeness(block: nn.Module) -> Hashable | None:
             return None
         if any(attributes.get(name) for name in FUNCTIONS):
             return None
-        names = {name: value for name, value in attributes.items() if name not in STANDARD and name != "forward"}
-        plain = tuple([(name, _seen(value)) for name, value in names.items() if not isinstance(value, Tensor)])
+        plain = tuple(
+            [
+                (name, _seen(value))
+                for name, value in attributes.items()
+                if name not in STANDARD
+                and name != "forward"
+                and not isinstance(value, Tensor)
+                and (name in read or type(value) is not int)  # the number of the block, say, that nobody reads
+            ]
+        )
         weights = []
         for name, tensor in tensors_of(part):
             if type(tensor) not in (Tensor, nn.Parameter):  # a quantised weight has a say of its own
@@ -64,6 +77,29 @@ def likeness(block: nn.Module) -> Hashable | None:
             weights.append((name, *form, first.setdefault(id(tensor), len(first))))
         parts.append((path, type(part), plain, tuple(weights)))
     return tuple(parts)
+
+
+@functools.cache
+def _names_read(kind: type) -> frozenset[str]:
+    """The names in the code of a class and of all else in the files of it and of its bases, but for constructors."""
+    files = {base.__module__ for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))}
+    names: set[str] = set()
+    for thing in [thing for file in files for thing in list(vars(sys.modules[file]).values())]:
+        methods = vars(thing).items() if isinstance(thing, type) else [("", thing)]
+        for name, method in methods:
+            code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)
+            if code is not None and name != "__init__":
+                names.update(_names_in(code))
+    return frozenset(names)
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, CodeType):
+            yield from _names_in(constant)
 
 
 def _seen(value: Any) -> Hashable:

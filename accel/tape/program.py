@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .kernels import Launch, compile_all
 from .plan import Plan
+from .traits import traits
 from .values import Constant, Input, Operation, Tape, Value, Weight, replaced
 from .weights import resolve
 
@@ -73,7 +74,7 @@ class Program:
         if isinstance(step, Launch):
             return Step(step, tuple(self._slot(value).number for value in step.operands), {}, outputs)
         return Step(
-            step.func, replaced(step.args, Value, self._slot), replaced(step.kwargs, Value, self._slot), outputs
+            _run_of(step), replaced(step.args, Value, self._slot), replaced(step.kwargs, Value, self._slot), outputs
         )
 
     def _free(self, steps: Sequence[Operation | Launch], tape: Tape) -> None:
@@ -166,6 +167,20 @@ class Program:
             for slot in step.free:
                 values[slot] = None
         return replaced(self._output, _Slot, lambda slot: values[slot.number])
+
+
+def _run_of(operation: Operation) -> Callable[..., Any]:
+    """What runs an operation; one of another library that works in place may give nothing back, where we want it."""
+    if operation.writes is None or operation.opaque or operation.func._schema.name.startswith("aten::"):
+        return operation.func
+    func, place = operation.func, traits(operation.func).writes
+    name = func._schema.arguments[place].name
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        func(*args, **kwargs)
+        return args[place] if place < len(args) else kwargs[name]
+
+    return run
 
 
 def _filled(structure: Any, values: list[Tensor | None]) -> Any:

@@ -1,0 +1,124 @@
+"""One call of a block: its arguments taken apart, into tensors and what a program depends on besides them."""
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from .errors import AnyShapeError
+from .tape.blocks import NUMBERS
+
+OPTIONS = "transformer_options"
+
+
+class NotUsed(AnyShapeError):
+    """A block runs in eager; says why."""
+
+
+@dataclass
+class Given:
+    """The arguments of one call of a block, taken apart."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    passed: Mapping[Any, Any] | None = None  # its options, if it was passed any
+    tensors: list[Tensor] = field(default_factory=list)  # each once
+    key: list[Hashable] = field(default_factory=list)  # all the rest, and the tensors' forms
+
+    @property
+    def options(self) -> Mapping[Any, Any]:
+        """The options that it was passed."""
+        return {} if self.passed is None else self.passed
+
+    def call(
+        self, own: Callable[..., Any], options: Mapping[Any, Any] | None = None, swap: Mapping[int, Any] | None = None
+    ) -> Any:
+        """``own`` with other options, and other objects in place of those whose ids are in ``swap``."""
+        swap = dict(swap or {})
+        if self.passed is not None and options is not None:
+            swap[id(self.passed)] = options
+        return own(*swapped(self.args, swap), **swapped(self.kwargs, swap))
+
+
+def take_apart(kind: type, args: tuple, kwargs: dict[str, Any]) -> Given:
+    """The arguments of a call of a block of class ``kind``.
+
+    Raises ``NotUsed`` if an argument has no key.
+    """
+    given, place = Given(args, kwargs), _place_of_options(kind.forward)
+    if OPTIONS in kwargs or 0 <= place < len(args):
+        passed = kwargs[OPTIONS] if OPTIONS in kwargs else args[place]
+        if isinstance(passed, dict):
+            given.passed = passed
+    places: dict[int, int] = {}
+    given.key.append(len(args))
+    for item in args:
+        _walk(item, given, places)
+    for name, item in kwargs.items():
+        given.key.append(name)
+        _walk(item, given, places)
+    return given
+
+
+@functools.lru_cache(maxsize=256)
+def _place_of_options(forward: Callable[..., Any]) -> int:
+    """The position of the options among a call's arguments, or -1."""
+    names = list(inspect.signature(forward).parameters)[1:]
+    return names.index(OPTIONS) if OPTIONS in names else -1
+
+
+def _walk(item: Any, given: Given, places: dict[int, int]) -> None:
+    kind, key = type(item), given.key
+    if kind is Tensor or kind is nn.Parameter:
+        place = places.setdefault(id(item), len(given.tensors))
+        if place == len(given.tensors):
+            given.tensors.append(item)
+        key.append((place, item.shape, item.stride(), item.dtype, item.device))
+    elif item is given.passed and item is not None:
+        key.append(OPTIONS)
+    elif isinstance(item, NUMBERS):
+        key.append((kind, item))
+    elif kind is list or kind is tuple:
+        key.append((kind, len(item)))
+        for each in item:
+            _walk(each, given, places)
+    elif kind is dict:
+        key.append((kind, tuple(item)))
+        for each in item.values():
+            _walk(each, given, places)
+    else:
+        raise NotUsed(f"a block was called with a {kind.__name__}, which AnyShape does not know: it runs in eager")
+
+
+def swapped(item: Any, swap: Mapping[int, Any]) -> Any:
+    """``item`` with other objects in place of those whose ids are in ``swap``; what has none of them stays itself."""
+    if id(item) in swap:
+        return swap[id(item)]
+    kind = type(item)
+    if kind is list or kind is tuple:
+        new = [swapped(each, swap) for each in item]
+        return item if all(a is b for a, b in zip(new, item, strict=True)) else kind(new)
+    if kind is dict:
+        new = {name: swapped(each, swap) for name, each in item.items()}
+        return item if all(new[name] is item[name] for name in item) else new
+    return item
+
+
+def tensors_in(out: Any) -> tuple[Tensor, ...]:
+    """The tensors in nested lists, tuples and dicts."""
+    if isinstance(out, Tensor):
+        return (out,)
+    items = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else ()
+    return tuple(tensor for item in items for tensor in tensors_in(item))
+
+
+def is_plain(out: Any) -> bool:
+    """Whether a result is made of tensors, numbers and plain containers of them."""
+    if type(out) in (list, tuple):
+        return all(map(is_plain, out))
+    if type(out) is dict:
+        return all(map(is_plain, out.values()))
+    return isinstance(out, (Tensor, *NUMBERS))

@@ -1,0 +1,98 @@
+"""One recording of a block's call: what it is made for, and how it is made."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from .block_call import Given, is_plain, take_apart
+from .tape.options import Guards, NotedOptions, Reads
+from .tape.program import Bound, Program
+from .tape.record import Recorder, record
+from .tape.values import Constant, Input, Tape, Weight
+from .tapes import obstacle
+
+if TYPE_CHECKING:
+    from .engine import Call, Settings
+
+
+@dataclass(eq=False)
+class BlockTake:
+    """One recording of one block's call, for all blocks that are alike."""
+
+    guards: Guards
+    program: Program | None = None
+    reason: str = ""  # why there is none
+    writes: tuple[int, ...] = ()  # the inputs that it writes into
+    bound: dict[str, Bound] = field(default_factory=dict)  # the weights of each block, by its path
+
+    def inputs(self, given: Given) -> list[Tensor]:
+        """The program's."""
+        return given.tensors + [given.options[key] for key in self.guards.tensors]
+
+
+@dataclass
+class Recorded:
+    """What one recording gave. ``out`` may have ``copies`` in it: of the inputs that the block writes into."""
+
+    take: BlockTake
+    tape: Tape | None
+    written: Input | Weight | None  # what it was refused for
+    out: Any
+    copies: list[Tensor]
+
+
+class Visit:
+    """One forward of the model with its blocks on programs. Holds the model: valid for that forward only."""
+
+    def __init__(self, call: "Call", settings: "Settings", first: bool) -> None:
+        self.call, self.settings, self.first = call, settings, first
+        self.thread = threading.get_ident()
+        self.ran = 0  # calls of blocks that ran on a program
+        self.reasons: dict[str, None] = {}  # why others did not
+
+    def active(self) -> bool:
+        """Whether blocks are ours now: not for another thread."""
+        return threading.get_ident() == self.thread
+
+
+def record_block(
+    visit: Visit, block: nn.Module, own: Callable[..., Any], given: Given, writes: tuple[int, ...]
+) -> Recorded:
+    """Runs the block and records it, on copies of the inputs ``writes``."""
+    recorder = Recorder(given.tensors, block, visit.call.key.device)
+    reads = Reads(recorder.add_input)
+    noted = NotedOptions(given.options, reads)
+    visit.call.taped.prepare(noted, recorder)
+    prepared, copies = set(noted._own), []
+
+    def forward() -> tuple[Any, list[Tensor]]:
+        copies.extend(given.tensors[place].clone() for place in writes)
+        swap = {id(given.tensors[place]): copy for place, copy in zip(writes, copies, strict=True)}
+        return given.call(own, noted, swap), list(copies)
+
+    (out, _), tape = record(forward, recorder)
+    take = BlockTake(Guards(reads), reason=recorder.refusal, writes=writes)
+    for key in noted._own - prepared:
+        given.passed[key] = dict.get(noted, key)
+        take.reason = take.reason or "a block changes the options that it is given"
+    after = take_apart(type(block), given.args, given.kwargs)
+    if after.key != given.key or list(map(id, after.tensors)) != list(map(id, given.tensors)):
+        take.reason = take.reason or "a block changes a list or dict that it is given"
+    if tape is not None:
+        take.reason = take.reason or _odd(given, take, tape, out)
+    return Recorded(take, tape, recorder.written, out, copies)
+
+
+def _odd(given: Given, take: BlockTake, tape: Tape, out: Any) -> str:
+    """Why this tape may not be replayed for other calls; "" if it may."""
+    if len(tape.inputs) != len(given.tensors) + len(take.guards.tensors):
+        return "a block takes the same tensor as an argument and from its options"
+    memory = [tensor.untyped_storage().data_ptr() for tensor in given.tensors]
+    if any(memory.count(memory[place]) > 1 for place in take.writes):
+        return "a block writes into an input that shares its memory with another one"
+    if not is_plain(out) or any(isinstance(value.root.leaf, (Constant, Weight)) for value in tape.outputs):
+        return "a block's result is not made of tensors of its own"
+    return obstacle(tape)
