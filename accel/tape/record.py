@@ -132,7 +132,10 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs: list[Value] = []
         try:
-            lifted = self._lift(args, inputs), self._lift(kwargs, inputs) if kwargs else {}
+            if known.name == "lift_fresh":  # its argument is a literal that has just been made
+                lifted: tuple = (), {}
+            else:
+                lifted = self._lift(args, inputs), self._lift(kwargs, inputs) if kwargs else {}
             if known.writes >= 0 and not self.refusal:
                 self._before_write(func, known, args, kwargs, lifted, inputs)
         except Exception as error:  # noqa: BLE001  ours costs the tape, never the forward

@@ -19,6 +19,7 @@ from tools.architectures.table import Architecture, parts_of
 
 VARIANTS = 20
 COMPARED = (0, 1)  # variants whose unfused program is run
+MAX_BLOCKS = 600  # of a fused program that Triton's interpreter runs, at some milliseconds a block
 # Where a fused program is not run on a CPU: Triton's interpreter takes minutes for a UNet's many groups.
 TOO_LONG = ("UNetModel", "UNetModel_", "VideoUNet", "StageB", "StageC")
 
@@ -140,7 +141,7 @@ def study(architecture: Architecture, variants: int = VARIANTS, run: bool = True
         found.new_kernels.append(len(new))
         if k == 0:
             found.operations, found.kernels, found.calls = operations, program.report.kernels, program.report.calls
-        if k == small:
+        if k == small and sum(launch.grid[0] for launch in program.launches) <= MAX_BLOCKS:
             found.fused_error = recording.error(program)
     return found
 
