@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from .group import is_copy
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
 from .layout import Layouts
 from .lower import EVERYWHERE, FLOATS, Lowering, NoKernel, Term
@@ -234,7 +235,7 @@ def _head(loops: _Loops, lowering: Lowering, single: bool) -> list[str]:
 
 
 def _name(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> str:
-    """What the kernel does, for profiles."""
+    """What the kernel does, for profiles. Copies are left out: at another size the same kernel may have none."""
     names: list[str] = []
     seen: set[Value] = set()
     stack = list(outputs)
@@ -244,10 +245,10 @@ def _name(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> str:
         if operation is None or value in seen:
             continue
         seen.add(value)
-        if operation.kind == "fuse" and (name := traits(operation.func).name) not in names:
-            names.append(name)
+        if operation.kind == "fuse" and not is_copy(operation):
+            names.append(traits(operation.func).name)
         stack += operation.inputs
-    return "fused_" + "_".join(reversed(names[:6]))
+    return "fused_" + ("_".join(reversed(list(dict.fromkeys(names))[:6])) or "copy")
 
 
 def _warps(rows: int, columns: int) -> int:

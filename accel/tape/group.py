@@ -131,17 +131,27 @@ def wanted(group: Sequence[Operation], used_outside: set[Value]) -> tuple[list[V
 def is_best_alone(operation: Operation) -> bool:
     """Whether torch's own kernel does as well as one of ours that holds nothing else; it needs no compilation.
 
-    torch reads memory in order fast. Broadcast or strided arguments it reads element by element, or copies first.
+    torch reads memory in order fast. Broadcast or strided arguments it reads element by element, or copies first. One
+    argument that was cropped is still read row by row; at another size nothing may be cut off.
     """
     output, name = operation.outputs[0], traits(operation.func).name
-    if name in COPIES or name in views.RESHAPES:
+    if is_copy(operation):
         return True
     tensors = [value for value in operation.inputs if value.scalar() is None]
+    if len(tensors) == 1 and name not in NORMS:
+        strides = tensors[0].stride
+        return tensors[0].shape == output.shape and strides[-1:] == (1,) and list(strides) == sorted(strides)[::-1]
     if any(value.stride != contiguous(value.shape) for value in tensors):
         return False
     if name in NORMS or name in ("cat", "stack"):
         return True
     return all(value.shape == output.shape for value in tensors)
+
+
+def is_copy(operation: Operation) -> bool:
+    """Whether it only moves numbers. Where they lie well already, at another size, it is nothing at all."""
+    name = traits(operation.func).name
+    return name in COPIES or name in views.RESHAPES
 
 
 def is_heavy(operation: Operation) -> bool:

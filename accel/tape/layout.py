@@ -102,6 +102,8 @@ def _fresh(value: Value) -> Steps:
 
 def _checked(value: Value, steps: Sequence[Number]) -> Steps:
     """``steps``, and where one is not the stride that was recorded, that stride by a name of its own."""
+    if not value.numel:
+        return tuple(steps)
     return tuple(
         step if n == 1 or step.value == stride else Number(1, (Size(stride),)) if stride else ZERO
         for step, stride, n in zip(steps, value.stride, value.shape, strict=True)

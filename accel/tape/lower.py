@@ -216,6 +216,8 @@ class Lowering:
 
     def _start(self, operation: Operation, size: Size, start: int) -> Index:
         """A place along a dimension; one that may depend on the call is an argument."""
+        if views.is_table_part(operation):
+            return at(Number(1, (self._layouts.start(operation, start),)))
         if start == 0:
             return NOTHING
         return at(Number(start) if size.static else Number(1, (self._layouts.start(operation, start),)))

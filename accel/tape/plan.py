@@ -83,6 +83,8 @@ class Plan:
         fused = [operation for operation in members if operation.kind == group.FUSE]
         if len(fused) == 1 and group.is_best_alone(fused[0]):
             raise NoKernel(ALONE)
+        if len(fused) <= len(stored) and all(map(group.is_copy, fused)):  # with one picture they copy nothing
+            raise NoKernel(ALONE)
         inside = {value: operation for operation in members for value in operation.outputs if value is not None}
         by_form: dict[tuple, list[Value]] = {}
         before: Steps = []
@@ -95,7 +97,8 @@ class Plan:
             else:
                 parts = [value]
             for part in parts:
-                by_form.setdefault((part.shape, part.stride, part.base), []).append(part)
+                loose = tuple(size.static for size in part.sizes)  # equal by chance: only at this size one kernel
+                by_form.setdefault((part.shape, part.stride, part.base, loose), []).append(part)
         return [*before, *(planned(outputs, inside, self._layouts) for outputs in by_form.values())]
 
     def _joins(self, value: Value, inside: dict[Value, Operation]) -> bool:

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attempt import named
 from . import aliasing
+from .memo import is_memoised
 from .traits import Traits, draws, traits
 from .values import Constant, Input, Operation, Tape, Value, Weight
 from .weights import NamedTensors
@@ -69,6 +70,7 @@ class Recorder(TorchDispatchMode):
         self._token = object()
         self._known: dict[int, tuple[Value, Tensor]] = {}  # leaves by the tensor's id, which keeping it makes safe
         self._unwritten: set[Value] = set()
+        self._memoised: set[Value] = set()  # constants that outlive the forward
         self._constant_views: dict[Value, list[Value]] = {}  # by root
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
         self._filled: dict[Value, tuple[Tensor, Any]] = {}  # constants full of one number, until they are written
@@ -130,7 +132,10 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         inputs: list[Value] = []
         try:
-            lifted = self._lift(args, inputs), self._lift(kwargs, inputs) if kwargs else {}
+            if known.name == "lift_fresh":  # its argument is a literal that has just been made
+                lifted: tuple = (), {}
+            else:
+                lifted = self._lift(args, inputs), self._lift(kwargs, inputs) if kwargs else {}
             if known.writes >= 0 and not self.refusal:
                 self._before_write(func, known, args, kwargs, lifted, inputs)
         except Exception as error:  # noqa: BLE001  ours costs the tape, never the forward
@@ -233,6 +238,8 @@ class Recorder(TorchDispatchMode):
         elif type(target.root.leaf) is not Constant and target.root.leaf is not None:
             self.written = target.root.leaf
             self.refuse("it writes into an input or a weight")
+        elif target.root in self._memoised:
+            self.refuse("it writes into a tensor that it keeps")
         elif known.may_draw and draws(known, args, kwargs):
             self.refuse(RANDOM)
         elif known.turns is None and target.root.is_constant:
@@ -350,6 +357,10 @@ class Recorder(TorchDispatchMode):
         )
         if literal and sys.getrefcount(tensor) <= HELD_BY_THE_CALL:
             return self._constant(tensor, None, None)
+        if is_memoised(tensor):
+            value = self._constant(tensor, None, None)
+            self._memoised.add(value)
+            return value
         self.refuse(
             f"it reads a tensor {list(tensor.shape)} that is no input, no weight and not made of sizes (a cache of the "
             f"model's own, or another node's)"

@@ -34,6 +34,7 @@ def of_leaf(value: Value) -> Sizes:
         return tuple(Size(n) for n in value.shape)
     assert isinstance(value.leaf, Constant)
     large = max((place for place, n in enumerate(value.shape) if n > SMALL), default=-1)
+    large = max(large, 0)  # the first may be a batch
     return tuple(ONE if n == 1 and place > large else Size(n, place > large) for place, n in enumerate(value.shape))
 
 
@@ -81,7 +82,7 @@ def _remove(operation: Operation, output: Value) -> Sizes | None:
 def _part(operation: Operation, output: Value) -> Sizes:
     """slice, narrow, chunk, split: one dimension gets shorter. What is cut from a weight is as long as the call."""
     source = operation.inputs[0]
-    table = isinstance(source.root.leaf, Weight)
+    table = views.is_table(source)
     return tuple(
         size if size.value == n else Size(n, size.static and not table)
         for size, n in zip(source.sizes, output.shape, strict=True)

@@ -83,10 +83,16 @@ class _Structure:
             source_ = operation.inputs[0]
             dim = views.dimension(operation, 1, len(source_.shape))
             starts = [views.start(operation, value) for value in operation.outputs]
-            static = source_.sizes[dim].static
-            rest = dim, [
-                start if static or not start else self._size(self._layouts.start(operation, start)) for start in starts
-            ], operation.args[4:]  # fmt: skip
+            static, table = source_.sizes[dim].static, views.is_table_part(operation)
+            rest = (
+                dim,
+                table,
+                [
+                    start if not table and (static or not start) else self._size(self._layouts.start(operation, start))
+                    for start in starts
+                ],
+                operation.args[4:],
+            )
         elif name in ("chunk", "split", "split_with_sizes"):
             rest = views.dimension(operation, 2, len(operation.inputs[0].shape))
         else:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .traits import traits
-from .values import ONE, Operation, Size, Sizes, Value
+from .values import ONE, Operation, Size, Sizes, Value, Weight
 
 RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten view_as reshape_as ravel".split())
 SAME = frozenset(
@@ -100,15 +100,24 @@ def reshaped(out: Sequence[int], source: Sequence[int], sizes: Sizes) -> Sizes:
 
 
 def _split(new: Sequence[int], old: Sizes) -> list[Size]:
-    parts = old[0].parts if len(old) == 1 else ()
+    if [size.value for size in old] == list(new):
+        return list(old)
+    solid = tuple(size for size in old if size is not ONE)
+    parts = solid[0].parts if len(solid) == 1 else ()
     if tuple(part.value for part in parts) == tuple(new):
         return list(parts)
     static = all(size.static for size in old)
-    solid = [size for size in old if size is not ONE]
-    places = [index for index, length in enumerate(new) if len(solid) == 1 and length == solid[0].value]
-    if places and all(length == 1 for index, length in enumerate(new) if index != places[0]):  # ones come or go
-        return [solid[0] if index == places[0] else ONE for index in range(len(new))]
-    return [Size(length, static) for length in new]
+    places = [index for index, length in enumerate(new) if length != 1]
+    if len(places) == 1 and solid:  # ones come or go, and the others are merged
+        merged = solid[0] if len(solid) == 1 else Size(new[places[0]], static, solid)
+        return [merged if index == places[0] else ONE for index in range(len(new))]
+    nothing = not any(map(_has_single, old))  # a 1 that no picture, frame or token stands for
+    return [ONE if length == 1 and nothing else Size(length, static) for length in new]
+
+
+def _has_single(size: Size) -> bool:
+    """Whether a size of the call that is 1 now is among those merged into ``size``."""
+    return size.value == 1 and not size.static or any(map(_has_single, size.parts))
 
 
 def start(operation: Operation, value: Value) -> int:
@@ -119,3 +128,16 @@ def start(operation: Operation, value: Value) -> int:
     length = source.shape[dimension(operation, 1, len(source.shape))]
     begin = (args[2] if len(args) > 2 else operation.kwargs.get("start")) or 0
     return min(begin + length if begin < 0 else begin, length)
+
+
+def is_table(value: Value) -> bool:
+    """Whether ``value`` is a weight, or a copy of one in another form."""
+    value = value.root
+    while value.origin is not None and len(value.origin.inputs) == 1:
+        value = value.origin.inputs[0].root
+    return isinstance(value.leaf, Weight)
+
+
+def is_table_part(operation: Operation) -> bool:
+    """Whether a view takes a stretch of a weight, as of a table of positions: the call says where it begins."""
+    return traits(operation.func).name in ("slice", "narrow") and is_table(operation.inputs[0])

@@ -1,0 +1,141 @@
+"""Every model of the table on a tape, without a GPU: recorded at 20 variants, right, and no kernel of any one size."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tools import architectures, compatibility_table
+from tools.architectures import Architecture
+from tools.paths import NEWER_COMFYUI, comfyui_path
+
+pytestmark = pytest.mark.usefixtures("pack")
+ENTRIES = [pytest.param(entry, id=entry.name) for entry in architectures.present()]
+# What only ComfyUI's own forward can run, and the reason that the recorder gives.
+REFUSED = {
+    "HunyuanDiT": "it writes into an input or a weight",  # pads its prompt where the caller keeps it
+    "HunyuanDiT1": "it writes into an input or a weight",
+    "HiDream": "the size of a result depends on values",  # which tokens go to which expert
+    "HiDreamO1": "the size of a result depends on values",
+    # They ask a tensor on the card whether something in it is so.
+    "HunyuanImage21 distilled": "the size of a result depends on values",
+    "HunyuanVideo15_SR_Distilled": "the size of a result depends on values",
+    "Hunyuan3Dv2_1": "the size of a result depends on values",
+    "MiniMaxH3": "a value came back",
+}
+# How many kernels the variants after the first may add. The first has one picture of one frame. A 1 in a shape may
+# stand for that or for nothing, and its stride says nothing either.
+LATER: dict[str, int] = {
+    "SVD_img2vid": 40, "SV3D_u": 40, "SV3D_p": 40, "GenmoMochi": 6,
+    "CosmosT2V": 2, "CosmosI2V": 2, "CosmosT2IPredict2": 1, "CosmosI2VPredict2": 1,
+    "WAN21_Camera": 2, "WAN22_Camera": 2, "WAN22_S2V": 5, "WAN22_S2V motion": 12,
+    "WAN21_SCAIL": 1, "WAN21_SCAIL2": 3, "WAN22_WanDancer": 1,
+    "CogVideoX_T2V": 3, "CogVideoX_I2V": 3, "CogVideoX_Inpaint": 3, "SeedVR2": 21,
+    "ChromaRadiance": 2, "PixelDiTT2I": 2, "PiD": 2, "ZImagePixelSpace": 6, "ErnieImage": 8,
+    "JoyImage": 1, "ACEStep15": 6, "ACEStep15 codes": 9,
+    # A time step for each frame, not for the clip.
+    "WAN22_T2V first frame": 9, "CosmosI2VPredict2 first frame": 8, "LTXV first frame": 1,
+    # Latents so small that its inner level has one pixel.
+    "Stable_Cascade_B": 21,
+}  # fmt: skip
+# Built like another entry, so that the first variants say all.
+TWINS = frozenset(
+    ("SD21UnclipH", "SSD1B", "KOALA_1B", "Stable_Zero123", "SD15_instructpix2pix", "SV3D_u", "SV3D_p", "Flux2 Klein")
+)
+FEW = 6  # variants of those
+TOLERANCE = 1e-4  # of fused programs in float32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These models are so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def check(found: dict) -> None:
+    """What must be true of a model's record."""
+    from tools.architectures import taped
+
+    name = found["name"]
+    if name in REFUSED:
+        assert REFUSED[name] in found["refusal"]
+        return
+    assert not found["refusal"]
+    assert found["operations"] > 50 and found["kernels"] > 5
+    assert len(found["new_kernels"]) == (FEW if name in TWINS else taped.VARIANTS) and found["new_kernels"][0] > 0
+    assert sum(found["new_kernels"][1:]) <= LATER.get(name, 0), found["new_kernels"]
+    assert found["unfused_error"] == 0.0
+    assert found["fused_error"] is None or found["fused_error"] <= TOLERANCE
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_recorded_right_and_no_kernel_of_one_size(entry: Architecture, records: dict[str, dict]):
+    from dataclasses import asdict
+
+    from tools.architectures import taped
+
+    # With the same class and other inputs a fused program is another one, but not another kind of program.
+    variants = FEW if entry.name in TWINS else taped.VARIANTS
+    records[entry.name] = asdict(taped.study(entry, variants, run=entry.name == entry.family_name))
+    check(records[entry.name])
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, dict]:
+    """What was found of each model, for the tests at the end of this file."""
+    return {}
+
+
+def test_at_least_25_are_recorded(records: dict[str, dict]):
+    if len(records) < len(ENTRIES):
+        pytest.skip("not every model was looked at in this run")
+    recorded = [name for name, found in records.items() if not found["refusal"]]
+    assert len(recorded) >= 25 and len(recorded) >= len(ENTRIES) - len(REFUSED)
+
+
+def test_a_change_of_weights_needs_no_new_recording():
+    from tools.architectures import taped
+
+    studied = taped.Studied(architectures.TABLE["SD3"])
+    recording = studied.record(1)
+    program = recording.program(fuse=False)
+    before = recording.out.clone()
+    weight = studied.model.get_parameter("joint_blocks.0.x_block.attn.qkv.weight")
+    with torch.inference_mode():
+        weight.data += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1))
+    wanted = recording.eager()
+    assert taped.far(wanted, before) > 1e-3
+    assert recording.error(program, wanted) == 0.0
+    weight.data = weight.data.clone()  # another place in memory
+    program.bind(studied.model)
+    assert recording.error(program, wanted) == 0.0
+
+
+@pytest.fixture(scope="session")
+def in_newer() -> list[dict]:
+    """What was found of the models that only the newer ComfyUI has."""
+    if not NEWER_COMFYUI.is_dir() or comfyui_path() == NEWER_COMFYUI:
+        pytest.skip("needs the newer ComfyUI beside the usual one")
+    from tools.architectures import taped
+
+    names = compatibility_table.newer_names(entry.name for entry in architectures.present())
+    found = compatibility_table.records(NEWER_COMFYUI, taped.VARIANTS, names)
+    assert [each["name"] for each in found] == names
+    return found
+
+
+def test_models_of_a_newer_comfyui(in_newer: list[dict]):
+    for found in in_newer:
+        check(found)
+
+
+def test_table_of_models_is_current(records: dict[str, dict], request: pytest.FixtureRequest):
+    if len(records) < len(ENTRIES):
+        pytest.skip("not every model was looked at in this run")
+    expected = [compatibility_table.row(records[entry.name], "usual") for entry in architectures.present()]
+    expected += [compatibility_table.row(found, "newer") for found in request.getfixturevalue("in_newer")]
+    page = compatibility_table.PAGE.read_text(encoding="utf-8")
+    assert compatibility_table.rows(page) == expected, "run python -m tools.compatibility_table"

@@ -1,0 +1,168 @@
+"""What becomes of each model of the table on a tape: is it recorded, is its program right, which kernels does it need.
+
+Used by the tests of families and by ``tools.compatibility_table``. Needs the pack: ``tools.embed.load_pack()`` first.
+
+    python -m tools.architectures.taped Flux SD3     # JSON, one line a model
+"""
+
+import argparse
+import json
+import os
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools import architectures, embed
+from tools.architectures.table import Architecture, parts_of
+
+VARIANTS = 20
+COMPARED = (0, 1)  # variants whose unfused program is run
+MAX_BLOCKS = 600  # of a fused program that Triton's interpreter runs, at some milliseconds a block
+# Where a fused program is not run on a CPU: Triton's interpreter takes minutes for a UNet's many groups.
+TOO_LONG = ("UNetModel", "UNetModel_", "VideoUNet", "StageB", "StageC")
+
+
+@dataclass
+class Found:
+    """One model's record. Errors are relative; None: not measured."""
+
+    name: str
+    refusal: str = ""
+    operations: int = 0
+    kernels: int = 0
+    calls: int = 0
+    new_kernels: list[int] = field(default_factory=list)  # by variant
+    unfused_error: float | None = None
+    fused_error: float | None = None
+
+
+class Studied:
+    """One model of the table, and its recordings."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        from tools.architectures import patchers
+
+        self.architecture = architecture
+        self.model = patchers.make(architecture.name).model.diffusion_model
+
+    def record(self, k: int) -> "Recording":
+        """Variant ``k``'s forward, recorded the way the product does."""
+        return Recording(self.model, *self.architecture.inputs(k))
+
+    @property
+    def smallest(self) -> int:
+        """The variant with the smallest latent, of those with several pictures."""
+        draws = [self.architecture.draw(k) for k in range(VARIANTS)]
+        several = [k for k in range(VARIANTS) if draws[k].batch > 1] or range(VARIANTS)
+        return min(several, key=lambda k: draws[k].batch * draws[k].frames * draws[k].height * draws[k].width)
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether its fused program would run for minutes in Triton's interpreter."""
+        return type(self.model).__name__ in TOO_LONG
+
+
+class Recording:
+    """One forward: ``out``, its ``tape`` or the ``refusal``, and the inputs of its program."""
+
+    def __init__(self, model: torch.nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
+        from anyshape.accel.families import taping
+        from anyshape.accel.key import shape_key
+        from anyshape.accel.tapes import Taped, Tapes
+
+        self._given = taping.take(model.forward, arguments, named)
+        self._original = model.forward
+        taped = Taped(
+            model, lambda options: self._given.call(model.forward, options), self._given.options, 0, taping._prepare
+        )
+        with torch.inference_mode():
+            key = shape_key(self._given.tensors, {})
+            self.out, take, self.tape = Tapes().record(key, True, taped, self._given.tensors)
+        self.refusal = take.reason
+        self.inputs = list(take.inputs(self._given.tensors, self._given.options).values())
+        self._model = model
+
+    def eager(self) -> Any:
+        """ComfyUI's own result."""
+        with torch.inference_mode():
+            return self._given.call(self._original)
+
+    def program(self, fuse: bool) -> Any:
+        """The program of the tape, on the model's weights."""
+        from anyshape.accel.tape.program import Program
+
+        program = Program(self.tape, fuse)
+        program.bind(self._model)
+        return program
+
+    def error(self, program: Any, wanted: Any = None) -> float:
+        """How far the program's result is from ``wanted``: relative, of the worst part."""
+        with torch.inference_mode():
+            return far(program.run(self.inputs), self.out if wanted is None else wanted)
+
+
+def far(out: Any, wanted: Any) -> float:
+    """The relative distance of the worst part; infinity where shapes or dtypes differ."""
+    mine, theirs = parts_of(out), parts_of(wanted)
+    same = [(a.shape, a.dtype) for a in mine] == [(b.shape, b.dtype) for b in theirs]
+    return max(map(_far, mine, theirs)) if same else float("inf")
+
+
+def _far(a: Tensor, b: Tensor) -> float:
+    if torch.equal(a, b):
+        return 0.0
+    return ((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-9)).item()
+
+
+def kernels_of(program: Any) -> set[tuple]:
+    """What a program compiles: its kernels' sources and dtypes."""
+    return {(launch.source.text, tuple(value.dtype for value in launch.operands)) for launch in program.launches}
+
+
+def study(architecture: Architecture, variants: int = VARIANTS, run: bool = True) -> Found:
+    """Records every variant; compares results of a few (not of fused programs without ``run``)."""
+    studied, found, known = Studied(architecture), Found(architecture.name), set()
+    small = studied.smallest if run and not studied.is_too_long else -1
+    for k in range(variants):
+        recording = studied.record(k)
+        if recording.tape is None:
+            found.refusal = recording.refusal
+            return found
+        if k in COMPARED:
+            program, wanted = recording.program(fuse=False), recording.eager()
+            error = max(recording.error(program, wanted), far(recording.out, wanted))
+            found.unfused_error = max(error, found.unfused_error or 0.0)
+        operations = len(recording.tape.operations)
+        program = recording.program(fuse=True)
+        new = kernels_of(program) - known
+        known |= new
+        found.new_kernels.append(len(new))
+        if k == 0:
+            found.operations, found.kernels, found.calls = operations, program.report.kernels, program.report.calls
+        if k == small and sum(launch.grid[0] for launch in program.launches) <= MAX_BLOCKS:
+            found.fused_error = recording.error(program)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="entries of the table; all that this ComfyUI has, without any")
+    parser.add_argument("--variants", type=int, default=VARIANTS)
+    parser.add_argument("--no-run", action="store_true", help="build fused programs, do not run them")
+    options = parser.parse_args()
+    if not embed.has_cuda():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    embed.hide_repo()
+    embed.use_comfyui()
+    embed.load_pack()
+    torch.set_num_threads(1)
+    for entry in architectures.present():
+        if options.names and entry.name not in options.names:
+            continue
+        print(json.dumps(asdict(study(entry, options.variants, not options.no_run))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
