@@ -123,8 +123,11 @@ class TapeTier:
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
         if tape is not None:
             take.reason = obstacle(tape) or _odd_form(recorded)
-        if take.reason:  # where a value came back to the host, later calls have programs for the blocks
-            self._note(shape, "eager", take.reason)
+        if take.reason:
+            if fuse and take.came_back:  # nothing is missed: later calls have programs for the blocks
+                shape.state, shape.reason = "eager", take.reason
+            else:
+                self._note(shape, "eager", take.reason)
             return recorded
         out, _ = attempt(
             lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),

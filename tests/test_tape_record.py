@@ -303,14 +303,30 @@ def keeps_in_a_dict(self, x):
     return x + 1
 
 
+def keeps_by_name(self, x):
+    self.saved = x * 2
+    return x + getattr(self, "saved")  # noqa: B009
+
+
 def keeps_in_a_buffer(self, x):
     self.table = x + 1
     return x * self.table
 
 
-@pytest.mark.parametrize("forward", [keeps, keeps_in_a_dict, keeps_in_a_buffer])
+@pytest.mark.parametrize("forward", [keeps, keeps_in_a_dict, keeps_by_name, keeps_in_a_buffer])
 def test_a_tensor_kept_for_the_next_call(forward) -> None:
     refused(forward, "keeps", cache={})
+
+
+def test_a_tensor_that_the_model_only_shows() -> None:
+    """Cosmos keeps a dict of activations that nothing reads."""
+
+    def forward(self, x):
+        shown = {"x": x.detach()}
+        self.shown = shown
+        return x * 2
+
+    replayed_right(forward)
 
 
 def test_a_cache_that_was_there() -> None:
@@ -354,6 +370,9 @@ def test_several_writes_at_once_and_resizes() -> None:
         out = (x * 1).resize_(2, 4)
         return out + 1
 
+    def laid_out(self, x):
+        return (x * 1).as_strided_((3, 4), (1, 3)) + 1
+
     def grown(self, x):
         out = torch.empty(0)
         torch.add(x, 1, out=out)
@@ -361,6 +380,7 @@ def test_several_writes_at_once_and_resizes() -> None:
 
     refused(several, "several")
     refused(resized, "lies")
+    refused(laid_out, "lies")
     refused(grown, "lies")
 
 

@@ -6,6 +6,7 @@ keeps for its next call. After a refusal, and after a fault of the recorder's ow
 listened. One operation costs about 15 µs, most of them torch's for calling a mode.
 """
 
+import dis
 import gc
 import random
 import sys
@@ -14,6 +15,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ from .weights import NamedTensors
 aten = torch.ops.aten
 PLAIN = (Tensor, nn.Parameter)
 # Of our own mode that changes nothing that a tape could hold.
-IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy"))
+IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy", "_has_compatible_shallow_copy_type"))
 NUMBERS = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
@@ -413,7 +415,8 @@ class Recorder(TorchDispatchMode):
         for path, part in self._module.named_modules():
             for name, value in part.__dict__.items():
                 if name not in TABLES and type(value) in HOLDERS and any(map(self._depends, _tensors_in(value))):
-                    return f"{path}.{name}".lstrip(".")
+                    if _is_read(self._module, name):
+                        return f"{path}.{name}".lstrip(".")
             for name, value in part._buffers.items():
                 if value is not None and self._depends(value):
                     return f"{path}.{name}".lstrip(".")
@@ -486,6 +489,29 @@ def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
     elif depth and isinstance(value, dict):
         for item in value.values():
             yield from _tensors_in(item, depth - 1)
+
+
+def _is_read(module: nn.Module, name: str) -> bool:
+    """Whether code of the model reads an attribute of this name. Some models only write one, to look at it by hand."""
+    parts = list(module.modules())
+    owners = [vars(kind) for kind in {kind for part in parts for kind in type(part).__mro__} if not _is_of_torch(kind)]
+    owners += [part.__dict__ for part in parts]
+    functions = (getattr(item, "__func__", item) for owner in owners for item in list(owner.values()))
+    codes = [code for function in functions if isinstance(code := getattr(function, "__code__", None), CodeType)]
+    while codes:
+        code = codes.pop()
+        if name in code.co_names and any(
+            step.argval == name and step.opname in ("LOAD_ATTR", "LOAD_METHOD") for step in dis.get_instructions(code)
+        ):
+            return True
+        if name in code.co_consts:  # getattr(self, "name")
+            return True
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return False
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind is object or kind.__module__.startswith("torch.")
 
 
 def _random_state() -> tuple:
