@@ -106,6 +106,12 @@ def save(path: Path | None, result: dict[str, Any]) -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def _program() -> str:
+    """How this process was started; a test's has no module of its own."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return f"python -m {spec.name}" if spec else "python"
+
+
 def _nameless(argument: str) -> str:
     """A path without its folders: they say nothing about the figures."""
     return Path(argument).name if "/" in argument else argument
@@ -162,5 +168,5 @@ def conditions() -> dict[str, Any]:
         },
         "allocator": torch.cuda.get_allocator_backend() if cuda else "native",
         "date": datetime.date.today().isoformat(),
-        "command": " ".join(["python -m", sys.modules["__main__"].__spec__.name, *map(_nameless, sys.argv[1:])]),
+        "command": " ".join([_program(), *map(_nameless, sys.argv[1:])]),
     }

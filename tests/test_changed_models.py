@@ -10,7 +10,7 @@ import torch
 
 from tools import driving
 from tools.driving import compiled, compiled_control, compiled_vae, randn, sample_prompts, skipping, unet_forward
-from tools.oracles import error, fallbacks, shapes
+from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "stand_in")
 
@@ -155,7 +155,7 @@ def test_autocast(fresh):
         assert torch.equal(unet_forward(fast, 64, 64), unet_forward(fresh, 64, 64))
     assert shapes()[-1]["state"] == "eager" and "autocast" in shapes()[-1]["reason"]
     assert error(unet_forward(fast, 64, 64), unet_forward(fresh, 64, 64)) < CLOSE
-    assert shapes()[-1]["state"] == "regions"
+    assert shapes()[-1]["state"] == FUSED
 
 
 @torch.inference_mode()
@@ -173,7 +173,7 @@ def test_options_of_a_newer_comfyui(fresh, name, known):
     for patcher in (fresh, fast):
         patcher.model_options["transformer_options"][name] = {"scale": 2.0}
     assert error(unet_forward(fast, 64, 64), unet_forward(fresh, 64, 64)) < CLOSE
-    assert (shapes()[-1]["state"] == "regions") == known
+    assert (shapes()[-1]["state"] == FUSED) == known
     assert known or name in shapes()[-1]["reason"]
 
 

@@ -7,7 +7,7 @@ from ..weights import ChannelsLastWeights, WeightWatch
 from .family import Arguments, Family, Plan
 from .layers import autocast, surroundings
 
-OPTIONS: frozenset[str] = frozenset()  # keys of transformer_options that end in _options and that are known
+OPTIONS = frozenset({"rope_options"})  # keys of transformer_options that end so, and that a UNet does without
 
 
 class Run:
