@@ -124,10 +124,9 @@ class TapeTier:
         if tape is not None:
             take.reason = obstacle(tape) or _odd_form(recorded)
         if take.reason:
-            if fuse and take.came_back:  # nothing is missed: later calls have programs for the blocks
-                shape.state, shape.reason = "eager", take.reason
-            else:
-                self._note(shape, "eager", take.reason)
+            if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
+                return self._in_blocks(call, settings, shape, take)
+            self._note(shape, "eager", take.reason)
             return recorded
         out, _ = attempt(
             lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),

@@ -1,6 +1,6 @@
 """What other packs do to a model besides patches: classes replaced for every model, options copied, torch switched.
 
-Nothing is compiled here: the operations of the regions tier run in plain torch.
+Of UNets here: on a stand-in of the kernels' tier.
 """
 
 import copy
@@ -12,21 +12,10 @@ from tools import driving
 from tools.driving import compiled, compiled_control, compiled_vae, randn, sample_prompts, skipping, unet_forward
 from tools.oracles import error, fallbacks, shapes
 
-pytestmark = pytest.mark.usefixtures("clean_stats", "plain_tier")
+pytestmark = pytest.mark.usefixtures("clean_stats", "stand_in")
 
 CLOSE = 1e-4  # relative L2 in fp32
 CHANGED = 1e-2  # by how much a change must show, so that a test can tell
-
-
-@pytest.fixture
-def plain_tier(pack, monkeypatch):
-    from anyshape.accel.engine import Engine
-    from anyshape.accel.ops import FusedOps
-
-    class Plain(FusedOps):
-        name = "regions"
-
-    monkeypatch.setattr(Engine, "_load", lambda *args: Plain())
 
 
 def louder(monkeypatch, kind, name="forward", factor=1.5):

@@ -7,7 +7,6 @@ seconds a block. One test lets it.
 
 import functools
 import threading
-import weakref
 from dataclasses import replace
 
 import pytest
@@ -90,17 +89,8 @@ def make(pack, monkeypatch):
     return made
 
 
-SEEN = weakref.WeakKeyDictionary()  # variants by patcher
-
-
 def forward(patcher, name="ZImage", k=0):
-    """The model's result for variant ``k`` of its inputs, as inside a sampling run.
-
-    The first call of a size finds that the whole cannot be recorded; this is a call after it.
-    """
-    if k not in SEEN.setdefault(patcher, set()):
-        SEEN[patcher].add(k)
-        forward(patcher, name, k)
+    """The model's result for variant ``k`` of its inputs, as inside a sampling run."""
     arguments, named = architectures.TABLE[name].inputs(k)
     options = patcher.model_options["transformer_options"] | named["transformer_options"]
     named["transformer_options"] = options | {"wrappers": patcher.wrappers}

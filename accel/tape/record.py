@@ -231,7 +231,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Looks at an operation in place before it runs: a constant that is about to be written must be kept."""
         target = known.written(lifted[0], lifted[1])
-        if not isinstance(target, Value) or known.writes_several:
+        if not isinstance(target, Value) or (known.writes_several and not _writes_one_memory(func, lifted)):
             self.refuse(f"{known.name} writes into several tensors")
         elif known.moves:
             self.refuse(f"{known.name} changes where a tensor lies")
@@ -436,6 +436,16 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return type(known[0].leaf) is Input
         return mark is not None and mark[0] is self._token
+
+
+def _writes_one_memory(func: Any, lifted: tuple) -> bool:
+    """Whether all that an operation writes into are views of one tensor of the tape's: queries and keys, say."""
+    written = [
+        lifted[0][place] if place < len(lifted[0]) else lifted[1].get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return all(isinstance(value, Value) for value in written) and len({value.root for value in written}) == 1
 
 
 class HostReads(TorchFunctionMode):
