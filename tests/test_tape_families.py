@@ -17,6 +17,7 @@ REFUSED = {
     "HunyuanDiT1": "it writes into an input or a weight",
     "HiDream": "the size of a result depends on values",  # which tokens go to which expert
     "HiDreamO1": "the size of a result depends on values",
+    "SeedVR2": "the size of a result depends on values",  # which pictures of a batch go together
     # They ask a tensor on the card whether something in it is so.
     "HunyuanImage21 distilled": "the size of a result depends on values",
     "HunyuanVideo15_SR_Distilled": "the size of a result depends on values",
@@ -28,11 +29,11 @@ REFUSED = {
 LATER: dict[str, int] = {
     "SVD_img2vid": 40, "SV3D_u": 40, "SV3D_p": 40, "GenmoMochi": 6,
     "CosmosT2V": 2, "CosmosI2V": 2, "CosmosT2IPredict2": 1, "CosmosI2VPredict2": 1,
-    "WAN21_Camera": 2, "WAN22_Camera": 2, "WAN22_S2V": 5, "WAN22_S2V motion": 12,
+    "WAN21_Camera": 2, "WAN22_Camera": 2, "WAN21_HuMo": 1, "WAN22_S2V": 5, "WAN22_S2V motion": 12,
     "WAN21_SCAIL": 1, "WAN21_SCAIL2": 3, "WAN22_WanDancer": 1,
-    "CogVideoX_T2V": 3, "CogVideoX_I2V": 3, "CogVideoX_Inpaint": 3, "SeedVR2": 21,
-    "ChromaRadiance": 2, "PixelDiTT2I": 2, "PiD": 2, "ZImagePixelSpace": 6, "ErnieImage": 8,
-    "JoyImage": 1, "ACEStep15": 6, "ACEStep15 codes": 9,
+    "CogVideoX_T2V": 3, "CogVideoX_I2V": 3, "CogVideoX_Inpaint": 3,
+    "ChromaRadiance": 2, "PixelDiTT2I": 3, "PiD": 3, "ZImagePixelSpace": 6, "ErnieImage": 6,
+    "ACEStep15": 3, "ACEStep15 codes": 9,
     # A time step for each frame, not for the clip.
     "WAN22_T2V first frame": 9, "CosmosI2VPredict2 first frame": 8, "LTXV first frame": 1,
     # Latents so small that its inner level has one pixel.
