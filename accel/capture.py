@@ -75,9 +75,9 @@ class Capturer:
         self.broken = ""  # why no capture can begin any more
         self.pool_bytes = 0  # that the pool holds, whichever graph made it grow
         self._graphs = 0
-        self._pool: tuple[int, int] | None = None
+        self._pools: list[tuple[int, int]] = []  # the last one is for new graphs
+        self._stream: torch.cuda.Stream | None = None  # one for all captures: the pools' blocks belong to a stream
         self._ballast: list[Tensor] = []
-        self._stream: torch.cuda.Stream | None = None  # one for all captures: the pool's blocks belong to a stream
         self._replayed: torch.cuda.Event | None = None
 
     def warm(self, run: Callable[[], object]) -> None:
@@ -102,7 +102,7 @@ class Capturer:
         """
         with torch.cuda.device(self.device):
             if not self._graphs:  # a pool ends with its last graph, one whose capture failed included
-                self._pool = torch.cuda.graph_pool_handle()
+                self._pools[:] = [torch.cuda.graph_pool_handle()]
             self._ballast.clear()
             before = self._outside()
             try:
@@ -150,7 +150,7 @@ class Capturer:
         torch.cuda.synchronize()
         with torch.cuda.stream(self._own_stream()), collector_off():
             # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
             try:
                 run()
             except BaseException as error:
@@ -169,10 +169,12 @@ class Capturer:
         end = next((found for name in END_IN_POOL if (found := getattr(torch._C, name, None))), None)
         if addresses_are_promised() or end is None:
             return
-        index = torch.cuda.current_device()
+        index, pool = torch.cuda.current_device(), self._pools[-1]
         with contextlib.suppress(RuntimeError):  # where the allocator's part had ended
-            end(index, self._pool)
-            torch._C._cuda_releasePool(index, self._pool)
+            end(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        # torch takes the old one for in use by a capture, whatever it is told; the graphs in it go on
+        self._pools.append(torch.cuda.graph_pool_handle())
 
     def _own_stream(self) -> torch.cuda.Stream:
         self._stream = self._stream or torch.cuda.Stream(self.device)
@@ -190,22 +192,17 @@ class Capturer:
         """Measures the pool, and lays tensors into its idle blocks."""
         if addresses_are_promised():  # its graph memory is no part of what torch has reserved
             return
-        segments = self._segments() if self._graphs else []
-        self.pool_bytes = sum(segment["total_size"] for segment in segments)
-        sizes = [size for segment in segments for size in _idle(segment)]
-        if not sizes:
-            return
-        reserved = torch.cuda.memory_reserved(self.device)
-        try:
-            self._fill(sizes)
-        except (RuntimeError, AttributeError):  # what lies in the pool is then taken for free, as without a ballast
-            self._ballast.clear()
-        if (
-            torch.cuda.memory_reserved(self.device) > reserved
-        ):  # not in the idle blocks: it would take memory, not mark it
+        self.pool_bytes, reserved = 0, torch.cuda.memory_reserved(self.device)
+        for pool in self._pools if self._graphs else ():
+            segments = self._segments(pool)
+            self.pool_bytes += sum(segment["total_size"] for segment in segments)
+            if sizes := [size for segment in segments for size in _idle(segment)]:
+                with contextlib.suppress(RuntimeError, AttributeError):  # what lies there is then taken for free
+                    self._fill(pool, sizes)
+        if torch.cuda.memory_reserved(self.device) > reserved:  # not in idle blocks: it would take memory, not mark it
             self._ballast.clear()
 
-    def _fill(self, sizes: list[int]) -> None:
+    def _fill(self, pool: tuple[int, int], sizes: list[int]) -> None:
         """Each size is one of the pool's idle blocks, so the best fit is it. As ``torch.cuda.use_mem_pool``."""
         index = torch.cuda.current_device()
         begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
@@ -213,20 +210,20 @@ class Capturer:
             begin = torch._C._cuda_beginAllocateCurrentStreamToPool
         end = next(found for name in END_IN_POOL if (found := getattr(torch._C, name, None)))
         with torch.cuda.stream(self._own_stream()):
-            begin(index, self._pool)
+            begin(index, pool)
             try:
                 for size in sizes:
                     self._ballast.append(torch.empty(size, dtype=torch.uint8, device=self.device))
             finally:
-                end(index, self._pool)
-                torch._C._cuda_releasePool(index, self._pool)
+                end(index, pool)
+                torch._C._cuda_releasePool(index, pool)
 
-    def _segments(self) -> list[dict]:
-        """torch's account of the pool."""
+    def _segments(self, pool: tuple[int, int]) -> list[dict]:
+        """torch's account of a pool."""
         takes_pool = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
-        segments = torch.cuda.memory_snapshot(self._pool) if takes_pool else torch.cuda.memory_snapshot()
+        segments = torch.cuda.memory_snapshot(pool) if takes_pool else torch.cuda.memory_snapshot()
         index = torch.cuda.current_device()
-        return [s for s in segments if s.get("segment_pool_id") == self._pool and s["device"] == index]
+        return [s for s in segments if s.get("segment_pool_id") == pool and s["device"] == index]
 
 
 def _idle(segment: dict) -> list[int]:

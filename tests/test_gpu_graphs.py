@@ -28,6 +28,7 @@ FLOATS = MIB // 4  # of a MiB
 
 def in_use(device=None):
     """Bytes of the device that the driver has given out, when torch's cache is empty."""
+    gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
@@ -133,7 +134,8 @@ def test_what_comfyui_takes_for_free_is(cache, comfy):
     card = torch.empty(max(0, torch.cuda.mem_get_info()[0] - left), dtype=torch.uint8, device="cuda")
     names = [capture(cache, torch.ones(64 * FLOATS + n, device="cuda"), blow_up=16) for n in (0, 1024, 2048)]
     torch.cuda.empty_cache()
-    pool, slack = cache._capturer.pool_bytes, 256 * MIB
+    pool = cache._capturer.pool_bytes
+    slack = pool // 5  # what is left of blocks that a graph has split cannot be asked for exactly
     believed = mm.get_free_memory(card.device)
     print(pool // MIB, believed // MIB, comfy_free() // MIB, torch.cuda.mem_get_info()[0] // MIB)
     assert pool > 900 * MIB

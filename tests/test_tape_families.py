@@ -27,7 +27,7 @@ REFUSED = {
 # How many kernels the variants after the first may add. The first has one picture of one frame. A 1 in a shape may
 # stand for that or for nothing, and its stride says nothing either.
 LATER: dict[str, int] = {
-    "SVD_img2vid": 40, "SV3D_u": 40, "SV3D_p": 40, "GenmoMochi": 6,
+    "SVD_img2vid": 40, "SV3D_u": 40, "SV3D_p": 40, "GenmoMochi": 7,
     "CosmosT2V": 2, "CosmosI2V": 2, "CosmosT2IPredict2": 1, "CosmosI2VPredict2": 1,
     "WAN21_Camera": 2, "WAN22_Camera": 2, "WAN21_HuMo": 1, "WAN22_S2V": 5, "WAN22_S2V motion": 12,
     "WAN21_SCAIL": 1, "WAN21_SCAIL2": 3, "WAN22_WanDancer": 1,

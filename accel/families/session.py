@@ -162,7 +162,11 @@ class Session:
         run = self._tape_run(model)
         first = next(iter(given.tensors.values()), None)
         size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
-        return self._engine(model)(taping.call_of(model, original, given, run, theirs, size), self.settings)
+        try:
+            return self._engine(model)(taping.call_of(model, original, given, run, theirs, size), self.settings)
+        finally:
+            if not self._depth:  # no sampling run will end this one
+                run.close()
 
     def _tape_run(self, model: nn.Module) -> taping.TapeRun:
         """As ``_run``, for a model that is recorded."""

@@ -83,8 +83,7 @@ class Launch:
 
     @property
     def _options(self) -> dict[str, Any]:
-        source = self.source
-        return {"R": source.rows, "BC": source.columns, "num_warps": source.warps, "enable_fp_fusion": False}
+        return {"num_warps": self.source.warps, "enable_fp_fusion": False}
 
     def __call__(self, operands: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Computes ``outputs``, which are there already, from ``operands``."""
@@ -98,14 +97,14 @@ def _aligned(tensor: Tensor) -> Tensor:
 
 
 def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int]]:
-    """(the kernel's numbers, its grid)."""
+    """(the kernel's numbers, R and BC last; its grid)."""
     rows, column = math.prod(size.value for size in source.row_sizes), source.column_size
     parts = -(-column.value // source.columns)
     blocks = rows if source.tile else -(-rows // source.rows)
     numbers = [math.prod(size.value for size in sizes) for sizes in source.integers] + [rows]
     if not column.static:
         numbers.append(column.value)
-    return (*numbers, *source.floats), (blocks * parts,)
+    return (*numbers, *source.floats, source.rows, source.columns), (blocks * parts,)
 
 
 def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
