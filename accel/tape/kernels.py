@@ -1,12 +1,14 @@
 """Generated kernels of this process: from source text to something that can be launched, each text once."""
 
+import functools
 import hashlib
-import linecache
+import importlib.util
 import math
+import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,12 +50,20 @@ def _interpreted() -> bool:
 
 
 def _loaded(text: str, name: str) -> Any:
-    """The function ``name`` of a module made of ``text``. Triton reads its source again, so linecache has it."""
-    file = f"<anyshape {name} {hashlib.sha256(text.encode()).hexdigest()[:16]}>"
-    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    module = ModuleType(file)
-    exec(compile(text, file, "exec"), module.__dict__)
-    return module.__dict__[name]
+    """The function ``name`` of a module made of ``text``; Triton reads the source of its kernels from files."""
+    title = f"anyshape_{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    path = Path(_folder().name) / f"{title}.py"
+    path.write_text(text, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(title, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory:
+    """Of this process alone, readable by this user alone, and gone with the process."""
+    return tempfile.TemporaryDirectory(prefix="anyshape-kernels-", ignore_cleanup_errors=True)
 
 
 class Launch:
