@@ -6,16 +6,13 @@ keeps for its next call. After a refusal, and after a fault of the recorder's ow
 listened. One operation costs about 15 µs, most of them torch's for calling a mode.
 """
 
-import dis
 import gc
 import random
 import sys
 import weakref
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attempt import named
 from . import aliasing
+from .kept import kept_tensor, tensors_in
 from .memo import is_memoised
 from .traits import Traits, draws, traits
 from .values import Constant, Input, Operation, Tape, Value, Weight
@@ -46,8 +44,6 @@ CAME_BACK = (
     "a value came back from the GPU to the host",
     "a tensor came back from the GPU to the host",
 )
-HOLDERS = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict, defaultdict))
-TABLES = frozenset(nn.Module().__dict__)  # torch's own attributes of a module
 OURS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patcher_extension.py")
 
@@ -387,7 +383,7 @@ class Recorder(TorchDispatchMode):
             self.refuse("its result does not depend on what it is given")
         if self._random != _random_state():
             self.refuse(RANDOM)
-        if kept := self._kept():
+        if kept := kept_tensor(self._module, self._depends):
             self.refuse(f"the model keeps a tensor for its next call ({kept})")
         if self._filled and not self.refusal and self._was_filled():
             self.refuse(UNWRITTEN)
@@ -407,7 +403,7 @@ class Recorder(TorchDispatchMode):
                 self._earlier[id(tensor)] = weakref.ref(tensor)
         for name in [name for name, tensor in self._earlier.items() if tensor() is None]:
             del self._earlier[name]
-        for tensor in _tensors_in(output):
+        for tensor in tensors_in(output):
             tensor.__dict__.pop("_anyshape", None)
         self._known.clear()
         self._filled.clear()
@@ -417,18 +413,6 @@ class Recorder(TorchDispatchMode):
     def _was_filled(self) -> bool:
         """Whether somebody wrote into a tensor of zeros, say, past the dispatcher."""
         return bool(torch.stack([(tensor != number).any() for tensor, number in self._filled.values()]).any())
-
-    def _kept(self) -> str:
-        """The attribute of a module that holds what this forward computed, or one of its inputs; "" if none does."""
-        for path, part in self._module.named_modules():
-            for name, value in part.__dict__.items():
-                if name not in TABLES and type(value) in HOLDERS and any(map(self._depends, _tensors_in(value))):
-                    if _is_read(self._module, name):
-                        return f"{path}.{name}".lstrip(".")
-            for name, value in part._buffers.items():
-                if value is not None and self._depends(value):
-                    return f"{path}.{name}".lstrip(".")
-        return ""
 
     def _depends(self, tensor: Tensor) -> bool:
         known = self._known.get(id(tensor))
@@ -485,41 +469,6 @@ def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | 
             recorder._failed(error)
         recorder.close(out)
         return out, tape
-
-
-def _tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item, depth - 1)
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors_in(item, depth - 1)
-
-
-def _is_read(module: nn.Module, name: str) -> bool:
-    """Whether code of the model reads an attribute of this name. Some models only write one, to look at it by hand."""
-    parts = list(module.modules())
-    owners = [vars(kind) for kind in {kind for part in parts for kind in type(part).__mro__} if not _is_of_torch(kind)]
-    owners += [part.__dict__ for part in parts]
-    functions = (getattr(item, "__func__", item) for owner in owners for item in list(owner.values()))
-    codes = [code for function in functions if isinstance(code := getattr(function, "__code__", None), CodeType)]
-    while codes:
-        code = codes.pop()
-        if name in code.co_names and any(
-            step.argval == name and step.opname in ("LOAD_ATTR", "LOAD_METHOD") for step in dis.get_instructions(code)
-        ):
-            return True
-        if name in code.co_consts:  # getattr(self, "name")
-            return True
-        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
-    return False
-
-
-def _is_of_torch(kind: type) -> bool:
-    return kind is object or kind.__module__.startswith("torch.")
 
 
 def _random_state() -> tuple:

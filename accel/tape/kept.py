@@ -1,0 +1,63 @@
+"""Whether a forward leaves something in its model that a later one reads: a cache, which a replay would not fill."""
+
+import dis
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+from torch import Tensor, nn
+
+HOLDERS = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict, defaultdict))
+TABLES = frozenset(nn.Module().__dict__)  # torch's own attributes of a module
+
+
+def kept_tensor(module: nn.Module, depends: Callable[[Tensor], bool]) -> str:
+    """The attribute that holds what the forward computed, or one of its inputs; "" if none does.
+
+    depends: whether a tensor is such a one.
+    """
+    for path, part in module.named_modules():
+        for name, value in part.__dict__.items():
+            if name not in TABLES and type(value) in HOLDERS and any(map(depends, tensors_in(value))):
+                if _is_read(module, name):
+                    return f"{path}.{name}".lstrip(".")
+        for name, value in part._buffers.items():
+            if value is not None and depends(value):
+                return f"{path}.{name}".lstrip(".")
+    return ""
+
+
+def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+    elif depth and isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+
+
+def _is_read(module: nn.Module, name: str) -> bool:
+    """Whether code of the model reads an attribute of this name. Some models only write one, to look at it by hand."""
+    parts = list(module.modules())
+    owners = [vars(kind) for kind in {kind for part in parts for kind in type(part).__mro__} if not _is_of_torch(kind)]
+    owners += [part.__dict__ for part in parts]
+    functions = (getattr(item, "__func__", item) for owner in owners for item in list(owner.values()))
+    codes = [code for function in functions if isinstance(code := getattr(function, "__code__", None), CodeType)]
+    while codes:
+        code = codes.pop()
+        if name in code.co_names and any(
+            step.argval == name and step.opname in ("LOAD_ATTR", "LOAD_METHOD") for step in dis.get_instructions(code)
+        ):
+            return True
+        if name in code.co_consts:  # getattr(self, "name")
+            return True
+        codes += [const for const in code.co_consts if isinstance(const, CodeType)]
+    return False
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind is object or kind.__module__.startswith("torch.")
