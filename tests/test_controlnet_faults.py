@@ -133,6 +133,7 @@ def test_everything_goes_with_the_network(models, patcher):
     fast, network = compiled_control(own), weakref.ref(own.control_model)
     engine, state = weakref.ref(attach._ENGINES[own.control_model]), weakref.ref(sampling(fast))
     sampled(models, patcher, fast)
+    gc.collect()  # of tests before
     engines, states = len(attach._ENGINES), len(controlnet._SAMPLING)
     del own, fast
     gc.collect()
