@@ -166,7 +166,7 @@ class Capturer:
         """Ends a capture that failed. What its end has to say is that it failed, and not why."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        end = next((found for name in END_IN_POOL if (found := getattr(torch._C, name, None))), None)
+        end = _end_in_pool()
         if addresses_are_promised() or end is None:
             return
         index, pool = torch.cuda.current_device(), self._pools[-1]
@@ -204,11 +204,12 @@ class Capturer:
 
     def _fill(self, pool: tuple[int, int], sizes: list[int]) -> None:
         """Each size is one of the pool's idle blocks, so the best fit is it. As ``torch.cuda.use_mem_pool``."""
-        index = torch.cuda.current_device()
+        index, end = torch.cuda.current_device(), _end_in_pool()
+        if end is None:
+            return
         begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
         if begin is None:
             begin = torch._C._cuda_beginAllocateCurrentStreamToPool
-        end = next(found for name in END_IN_POOL if (found := getattr(torch._C, name, None)))
         with torch.cuda.stream(self._own_stream()):
             begin(index, pool)
             try:
@@ -224,6 +225,11 @@ class Capturer:
         segments = torch.cuda.memory_snapshot(pool) if takes_pool else torch.cuda.memory_snapshot()
         index = torch.cuda.current_device()
         return [s for s in segments if s.get("segment_pool_id") == pool and s["device"] == index]
+
+
+def _end_in_pool() -> Callable[[int, tuple[int, int]], None] | None:
+    """torch's own end of what a pool records; None where this torch has another name for it."""
+    return next((found for name in END_IN_POOL if (found := getattr(torch._C, name, None))), None)
 
 
 def _idle(segment: dict) -> list[int]:

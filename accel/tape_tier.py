@@ -32,7 +32,15 @@ log = logging.getLogger(__name__)
 
 LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
+NOT_COMPARED = (
+    "ComfyUI's own result is not finite at this size, so nothing could be compared with it. If the picture is black, "
+    "load the model in bf16 or fp32"
+)
 NO_GRAPHS = "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
+
+
+class NotCompared(AnyShapeError):
+    """A program whose first result could not be checked is not used."""
 
 
 class TapeTier:
@@ -187,8 +195,9 @@ class TapeTier:
         """``out``, if it is ComfyUI's own result but for rounding; else that of a program without what is wrong."""
         what = f"the tape at {call.width}x{call.height}"
         try:
-            verify.compare(what, out, recorded)
-            return out
+            if verify.compare(what, out, recorded):
+                return out
+            raise NotCompared(NOT_COMPARED)
         except WrongResult as error:
             STATS.fallback(self.stats.name, str(error))
         wrong = diagnose.wrong_kernels(tape, take.program, inputs, call.taped.module)

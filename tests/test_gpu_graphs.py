@@ -136,7 +136,7 @@ def test_what_comfyui_takes_for_free_is(cache, comfy):
     names = [capture(cache, torch.ones(64 * FLOATS + n, device="cuda"), blow_up=16) for n in (0, 1024, 2048)]
     torch.cuda.empty_cache()
     pool = cache._capturer.pool_bytes
-    slack = pool // 5  # what is left of blocks that a graph has split cannot be asked for exactly
+    slack = 256 * MIB
     believed = mm.get_free_memory(card.device)
     print(pool // MIB, believed // MIB, comfy_free() // MIB, torch.cuda.mem_get_info()[0] // MIB)
     assert pool > 900 * MIB

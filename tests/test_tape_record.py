@@ -675,4 +675,4 @@ def test_one_operation_costs_microseconds_and_no_dynamo() -> None:
     """About 12 on a quiet core, of which torch takes 8 for the two modes."""
     done = subprocess.run([sys.executable, "-c", SPEED], cwd=embed.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 100  # other processes may have the core too
+    assert float(done.stdout) < 40

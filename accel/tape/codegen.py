@@ -6,7 +6,7 @@ row once.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .group import is_copy
@@ -72,9 +72,8 @@ def source(outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts:
     return _assembled(outputs, inside, loops, lowering, results)
 
 
-def _width(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> int:
-    """The length of the rows that are summed; 0 where none is."""
-    widths: set[int] = set()
+def _computed(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> Iterator[Operation]:
+    """The operations of a group that make ``outputs``, from the last one on; once for each of their values."""
     seen: set[Value] = set()
     stack = list(outputs)
     while stack:
@@ -83,9 +82,16 @@ def _width(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> int:
         if operation is None or value in seen:
             continue
         seen.add(value)
+        yield operation
+        stack += operation.inputs
+
+
+def _width(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> int:
+    """The length of the rows that are summed; 0 where none is."""
+    widths: set[int] = set()
+    for operation in _computed(outputs, inside):
         if traits(operation.func).name in REDUCTIONS:
             widths.add(operation.args[0].shape[-1])
-        stack += operation.inputs
     if len(widths) > 1:
         raise NoKernel("sums over rows of several lengths")
     width = widths.pop() if widths else 0
@@ -237,17 +243,9 @@ def _head(loops: _Loops, lowering: Lowering, single: bool) -> list[str]:
 def _name(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> str:
     """What the kernel does, for profiles. Copies are left out: at another size the same kernel may have none."""
     names: list[str] = []
-    seen: set[Value] = set()
-    stack = list(outputs)
-    while stack:
-        value = stack.pop()
-        operation = inside.get(value)
-        if operation is None or value in seen:
-            continue
-        seen.add(value)
+    for operation in _computed(outputs, inside):
         if operation.kind == "fuse" and not is_copy(operation):
             names.append(traits(operation.func).name)
-        stack += operation.inputs
     return "fused_" + ("_".join(reversed(list(dict.fromkeys(names))[:6])) or "copy")
 
 
