@@ -13,9 +13,10 @@ from .layout import Layouts, contiguous
 from .lower import NoKernel
 from .structure import planned
 from .traits import aten, traits
-from .values import Operation, Tape, Value
+from .values import ONE, Operation, Tape, Value
 
 ALONE = "a single operation"
+COSTLY = frozenset(("tanh", "gelu", "silu", "sigmoid", "exp", "sin", "cos", "log"))
 Steps = list[Operation | Launch]
 Users = dict[Value, list[Operation | None]]  # who reads a value; None: the caller
 
@@ -52,6 +53,8 @@ class Plan:
         # whose strides a view may rely on
         self._viewed = {op.inputs[0].root for op in tape.operations if op.kind == group.VIEW}
         self._viewed |= {value.root for value in tape.outputs}
+        asking = [op for op in tape.operations if getattr(op.func, "by_strides", False)]
+        self._viewed |= {value.root for op in asking for value in op.inputs}
         self.steps: Steps = []
         for step in found:
             self.steps += self._fused(step) if isinstance(step, Group) else [step]
@@ -87,7 +90,7 @@ class Plan:
             raise NoKernel(ALONE)
         inside = {value: operation for operation in members for value in operation.outputs if value is not None}
         by_form: dict[tuple, list[Value]] = {}
-        before: Steps = []
+        before = self._once(stored, inside)
         for value in stored:
             if value not in self._viewed and value.stride != contiguous(value.shape):
                 value.stride = contiguous(value.shape)
@@ -100,6 +103,25 @@ class Plan:
                 loose = tuple(size.static for size in part.sizes)  # equal by chance: only at this size one kernel
                 by_form.setdefault((part.shape, part.stride, part.base, loose), []).append(part)
         return [*before, *(planned(outputs, inside, self._layouts) for outputs in by_form.values())]
+
+    def _once(self, stored: Sequence[Value], inside: dict[Value, Operation]) -> Steps:
+        """What is computed before a group's kernels: functions that would be computed again for each row.
+
+        A gate, say, has a number a channel and is read by every token.
+        """
+        steps: Steps = []
+        for value, operation in list(inside.items()):
+            if traits(operation.func).name not in COSTLY or value in stored:
+                continue
+            if not any(_is_spread(value, result) for result in stored):
+                continue
+            others = [each for each in inside.values() if each.kind == group.FUSE and each is not operation]
+            if any(value in inside and inside[value] in others for value in operation.inputs):
+                steps.append(planned([value], inside, self._layouts))
+            else:
+                steps.append(operation)
+            del inside[value]
+        return steps
 
     def _joins(self, value: Value, inside: dict[Value, Operation]) -> bool:
         """Whether ``value`` is a join of parts that can each be stored where it belongs, by a kernel of its own."""
@@ -147,3 +169,9 @@ class Plan:
                 values.update(value for value in operation.outputs if value is not None)
         early = [operation for operation in members if operation not in late]
         return [*self._fused(early), *self._fused(late)]
+
+
+def _is_spread(value: Value, result: Value) -> bool:
+    """Whether each element of ``value`` is read for several of ``result``, at every size of the call."""
+    places = zip(reversed(value.sizes), reversed(result.sizes), strict=False)
+    return any(own is ONE and other is not ONE for own, other in places)

@@ -125,7 +125,8 @@ def _matmul(operation: Operation, output: Value) -> Sizes | None:
     return (*a.sizes[:-1], b.sizes[-1])
 
 
-def _attention(operation: Operation, output: Value) -> Sizes:
+def attention(operation: Operation, output: Value) -> Sizes:
+    """Of [..., queries, channels of the values]."""
     return (*operation.args[0].sizes[:-1], operation.args[2].sizes[-1])
 
 
@@ -178,7 +179,7 @@ def _table() -> dict[str, Rule]:
         ("unsqueeze", _unsqueeze),
         ("linear", linear),
         ("matmul mm bmm", _matmul),
-        ("scaled_dot_product_attention", _attention),
+        ("scaled_dot_product_attention", attention),
         ("conv1d conv2d conv3d convolution", _convolution),
         ("cat concat concatenate", _joined),
         ("stack", _stacked),
