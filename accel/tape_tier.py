@@ -143,6 +143,9 @@ class TapeTier:
             lambda error: self._failed(take, shape, error),
             self._passthrough,
         )
+        tape.dissolve()
+        if take.program is not None:
+            take.program.settled()
         return recorded if out is None else take.form(out)
 
     def _programmed(

@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from . import group, sizes, views
+from . import group, repeats, sizes, views
 from .group import Group
 from .kernels import ALIGNED, Launch
 from .layout import Layouts, contiguous
@@ -42,7 +42,7 @@ class Plan:
         self.parts: dict[Value, Value] = {}  # parts of joins: where a kernel stores them, and what they are
         self._wrong = wrong
         sizes.annotate(tape)
-        self._layouts = Layouts()
+        self._layouts, self._repeats = Layouts(), repeats.Repeats()
         self._users: Users = {}
         for operation in tape.operations:
             for value in operation.inputs:
@@ -72,7 +72,7 @@ class Plan:
         }
         stored, after = group.wanted(members, outside)
         try:
-            steps = self._kernels(members, stored)
+            steps = self._planned(members, stored)
         except NoKernel as reason:
             return self._smaller(members, str(reason))
         launches = [step for step in steps if isinstance(step, Launch)]
@@ -81,6 +81,25 @@ class Plan:
         self.launches += launches
         self.report.fused += sum(operation.kind == group.FUSE for operation in members)
         return [*steps, *after]
+
+    def _planned(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
+        """The kernels of a group; those of an earlier one like it, if there was one. Raises ``NoKernel``."""
+        form = repeats.form_of(members, stored, self._viewed, self._layouts)
+        planned = self._repeats.find(form)
+        if isinstance(planned, str):
+            raise NoKernel(planned)
+        if planned is not None:
+            steps, parts = repeats.again(planned, form, self._layouts)
+            self.parts |= parts
+            return steps
+        known = set(self.parts)
+        try:
+            steps = self._kernels(members, stored)
+        except NoKernel as reason:
+            self._repeats.keep(form, str(reason))
+            raise
+        self._repeats.keep(form, steps, {place: part for place, part in self.parts.items() if place not in known})
+        return steps
 
     def _kernels(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
         fused = [operation for operation in members if operation.kind == group.FUSE]

@@ -141,6 +141,15 @@ class Tape:
         """The values in ``output``."""
         return list(values_in(self.output))
 
+    def dissolve(self) -> None:
+        """Lets go of the operations, and of what ties them to values: thousands of cycles for the garbage collector."""
+        for operation in self.operations:
+            for value in operation.outputs:
+                if value is not None:
+                    value.origin = None
+            operation.args, operation.kwargs, operation.inputs, operation.outputs = (), {}, [], []
+        self.operations = []
+
     def leaves(self) -> list[Value]:
         """Every leaf that an operation reads, or that is given back."""
         found: dict[int, Value] = {}
