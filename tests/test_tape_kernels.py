@@ -154,3 +154,26 @@ def test_norms_of_short_rows_are_ours_and_of_long_rows_torchs() -> None:
         program = programmed(model, (x,))
         assert len(program.launches) == ours
         assert torch.allclose(program.run([x]), model(x), rtol=1e-4, atol=1e-3)
+
+
+def test_a_wrong_kernel_of_a_rotary_table_is_found(monkeypatch) -> None:
+    """Eager reads parts of the table, the kernel all of it."""
+    from anyshape.accel.tape import diagnose, kernels
+
+    model, given = Block(torch.float32), inputs(1, 5, torch.float32)
+    recorder = Recorder(list(given), model, CPU)
+    _, tape = record(lambda: model(*given), recorder)
+    rules.apply(tape)
+    program = Program(tape, fuse=True)
+    program.bind(model)
+    assert not diagnose.wrong_kernels(tape, program, list(given), model)
+    (bad,) = {launch.source.text for launch in program.launches if "ccmask" in launch.source.text}
+    call = kernels.Launch.__call__
+
+    def wrong(self, operands, outputs):
+        call(self, operands, outputs)
+        if self.source.text == bad:
+            outputs[0].add_(1.0)
+
+    monkeypatch.setattr(kernels.Launch, "__call__", wrong)
+    assert diagnose.wrong_kernels(tape, program, list(given), model) == {bad}
