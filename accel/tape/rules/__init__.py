@@ -7,11 +7,11 @@ or "" where results stay as eager's.
 from collections.abc import Callable
 
 from ..values import Tape
-from . import by_tokens, copies, epilogue
+from . import by_tokens, copies, epilogue, once
 
 Rule = Callable[[Tape], str]
 
-RULES: tuple[Rule, ...] = (copies.drop_repeats_of_one, epilogue.fuse_gelu, by_tokens.store_by_tokens)
+RULES: tuple[Rule, ...] = (copies.drop_repeats_of_one, once.compute_once, epilogue.fuse_gelu, by_tokens.store_by_tokens)
 
 
 def apply(tape: Tape) -> list[str]:
