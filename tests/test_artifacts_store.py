@@ -425,6 +425,21 @@ def test_the_text_of_generated_kernels(store, keeper, here):
     assert keeper.source("a" * 40) is None and store.ids() == []
 
 
+def test_what_was_measured(store, keeper, here):
+    """The first of two processes decides for both, and for this card's kind and torch alone."""
+    from anyshape.accel.artifacts.keeper import Keeper
+
+    device = torch.device("cpu")
+    assert keeper.measured("x", device) is None and keeper.keep_measured("x", device, "0") == "0"  # no store yet
+    for each in (keeper, other := Keeper()):
+        each.use(store.folder)
+        assert each.measured("x", device) is None
+    assert keeper.keep_measured("x", device, "1") == "1" == other.keep_measured("x", device, "2")
+    assert (other.measured("x", device), other.measured("y", device)) == ("1", None)
+    here["arch"] = "sm_80"
+    assert other.measured("x", device) is None
+
+
 def test_collections_that_grow(store, keeper, monkeypatch):
     """Each is asked again at every save; one that fails harms no other."""
     keeper.use(store.folder)

@@ -24,6 +24,7 @@ DEFAULT_MB = 2048
 MIB = 1 << 20
 COMPILED = ("kernel", "launcher")  # kinds that go into Triton's cache
 TEXT = "source.py"
+TIMES = "times.json"
 Kernels = Callable[[], Iterable[Any]]
 
 
@@ -124,15 +125,15 @@ class Keeper:
         if self._store is None:
             return None
         folder = Entry("source", name, _source_key(), {}).id
-        text, _ = attempt(partial(self._source, folder), self._judge_entry(folder))
+        text, _ = attempt(partial(self._text, folder, TEXT), self._judge_entry(folder))
         STATS.artifacts.loaded += text is not None
         return text
 
-    def _source(self, folder: str) -> str | None:
+    def _text(self, folder: str, file: str) -> str | None:
         if not (self._store.folder / folder).exists():
             return None
         entry = self._store.entry(folder)
-        text = self._store.read(entry)[TEXT].decode()
+        text = self._store.read(entry)[file].decode()
         self._store.touch(entry)
         return text
 
@@ -143,6 +144,26 @@ class Keeper:
         """
         if self._store is not None:
             self._sources[name] = text
+
+    # What was measured
+
+    def measured(self, name: str, device: torch.device) -> str | None:
+        """What ``keep_measured`` was given under this name for such a card; None if that is not there."""
+        if self._store is None:
+            return None
+        folder = Entry("times", name, machine.key_of("times", machine.describe(device)), {}).id
+        text, _ = attempt(partial(self._text, folder, TIMES), self._judge_entry(folder))
+        STATS.artifacts.loaded += text is not None
+        return text
+
+    def keep_measured(self, name: str, device: torch.device, text: str) -> str:
+        """Saves it now, and gives what all processes take from here on: another one may have been faster."""
+        if self._store is None:
+            return text
+        put = partial(keep, self._store, "times", name, machine.describe(device), {TIMES: text.encode()})
+        new, failure = attempt(put, _judge("store"))
+        STATS.artifacts.saved += bool(new)
+        return text if new or failure else self.measured(name, device) or text
 
     # Saving
 

@@ -29,6 +29,7 @@ from .values import Constant, Input, Operation, Tape, Value, Weight
 from .weights import NamedTensors
 
 aten = torch.ops.aten
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 PLAIN = (Tensor, nn.Parameter)
 # Of our own mode that changes nothing that a tape could hold.
 IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy", "_has_compatible_shallow_copy_type"))
@@ -126,6 +127,9 @@ class Recorder(TorchDispatchMode):
         known = traits(func)
         if known.name in IGNORED:
             return func(*args, **kwargs)
+        if known.backends:  # the one that runs is recorded: which one that is may be switched around the call alone
+            with self:
+                return func._op_dk(COMPOSITE, *args, **kwargs)
         inputs: list[Value] = []
         try:
             if known.name == "lift_fresh":  # its argument is a literal that has just been made
