@@ -7,11 +7,11 @@ or "" where results stay as eager's.
 from collections.abc import Callable
 
 from ..values import Tape
-from . import attention, copies, epilogue
+from . import attention, copies, epilogue, kitchen
 
 Rule = Callable[[Tape], str]
 
-RULES: tuple[Rule, ...] = (copies.drop_repeats_of_one, epilogue.fuse_gelu, attention.take_fastest)
+RULES: tuple[Rule, ...] = (kitchen.decompose, copies.drop_repeats_of_one, epilogue.fuse_gelu, attention.take_fastest)
 
 
 def apply(tape: Tape) -> list[str]:
