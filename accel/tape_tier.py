@@ -141,6 +141,7 @@ class TapeTier:
             lambda error: self._failed(take, shape, error),
             self._passthrough,
         )
+        shape.eager_ms = take.eager_ms()
         return recorded if out is None else take.form(out)
 
     def _programmed(
