@@ -11,6 +11,7 @@ Nothing in the pool is live between two replays, so every graph may reuse the me
 import contextlib
 import gc
 import inspect
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,15 +31,16 @@ SMALL = 1 << 20  # bytes; torch serves requests up to this from other segments t
 
 @dataclass(frozen=True)
 class Recording:
-    """What a capture needs: a forward that has run once on these inputs."""
+    """What a capture needs."""
 
     forward: Forward
     inputs: dict[str, Tensor]
     weights: int  # weights.WeightWatch.fingerprint, now
     constants: tuple[Tensor | None, ...]  # device memory besides weights and inputs that the forward reads
-    output: Output  # of that run: what the graph's will look like
+    output: Output  # what the graph's will look like
     verify: bool = False  # replay once and compare with ``output``
     label: str = ""  # the model's name in the stats
+    wanted: bool = False  # run it before it is captured, whatever ran before: its result is asked for
 
 
 @dataclass
@@ -77,22 +79,50 @@ class Capturer:
         self._graphs = 0
         self._pools: list[tuple[int, int]] = []  # the last one is for new graphs
         self._stream: torch.cuda.Stream | None = None  # one for all captures: the pools' blocks belong to a stream
+        self._primed: set[int] = set()  # threads whose libraries have run on it
+        self._reserved: tuple[int, int] | None = None  # the pool that a run has begun, until its capture
         self._ballast: list[Tensor] = []
         self._replayed: torch.cuda.Event | None = None
 
     def warm(self, run: Callable[[], object]) -> None:
-        """Runs once on the captures' stream: libraries make workspaces at their first call on a stream.
+        """Runs once on the captures' stream what will be captured next, in the memory that its graph will have.
 
-        Made in a capture these would lie in the pool for ever, or end the capture (cuBLAS for int8).
+        So a capture finds the pool as large as it needs it, and whatever libraries do at their first call is done.
+        Nothing that ``run`` makes may outlive it.
         """
         with torch.cuda.device(self.device):
             stream, current = self._own_stream(), torch.cuda.current_stream()
+            self._ballast.clear()
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                run()
+            with torch.cuda.stream(stream), self.replaying():
+                if addresses_are_promised() or _end_in_pool() is None:
+                    run()
+                else:
+                    self._run_in_pool(run)
             current.wait_stream(stream)
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()  # cached blocks belong to a stream, and no other forward runs on this one
+            if not self._reserved:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()  # cached blocks belong to a stream, and no other forward runs on this one
+
+    def _run_in_pool(self, run: Callable[[], object]) -> None:
+        """The pool stays reserved for the capture that follows."""
+        if not self._graphs:
+            self._pools[:] = [torch.cuda.graph_pool_handle()]
+        pool, done = self._pools[-1], False
+        try:
+            with _allocating_in(pool):
+                run()
+            done = True
+        finally:
+            self._reserved = pool
+            if not done:
+                self._release()
+
+    def _release(self) -> None:
+        """The pool is no longer reserved; without graphs it is gone."""
+        pool, self._reserved = self._reserved, None
+        if pool is not None:
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
     def capture(self, run: Callable[[], object], replay: bool = False) -> tuple[torch.cuda.CUDAGraph, int]:
         """(the graph of ``run``, the bytes of the device that it alone took); the pool's are in ``pool_bytes``.
@@ -101,7 +131,7 @@ class Capturer:
         memory may never come to exist, and freeing it later would end the process. replay: run the graph once too.
         """
         with torch.cuda.device(self.device):
-            if not self._graphs:  # a pool ends with its last graph, one whose capture failed included
+            if not (self._graphs or self._reserved):  # a pool ends with its last graph, a failed capture's included
                 self._pools[:] = [torch.cuda.graph_pool_handle()]
             self._ballast.clear()
             before = self._outside()
@@ -111,9 +141,11 @@ class Capturer:
                     graph.replay()  # that allocator gives a graph its memory at its first run
                     torch.cuda.synchronize()
             except BaseException:
+                self._release()
                 self._settle()
                 raise
             self._graphs += 1
+            self._release()
             own = max(0, self._outside() - before)
             if addresses_are_promised():  # the graphs' memory is the driver's: what one gives back, another may take
                 self.pool_bytes += own
@@ -145,9 +177,8 @@ class Capturer:
             torch.cuda.empty_cache()
 
     def _captured(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """As ``torch.cuda.graph``, which also collects garbage and empties the allocator's cache: 20 ms a size."""
+        """As ``torch.cuda.graph``, which also waits for the GPU, collects garbage and empties the allocator's cache."""
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
         with torch.cuda.stream(self._own_stream()), collector_off():
             # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
             graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
@@ -177,7 +208,20 @@ class Capturer:
         self._pools.append(torch.cuda.graph_pool_handle())
 
     def _own_stream(self) -> torch.cuda.Stream:
+        """The captures' stream, on which this thread's libraries have their workspaces.
+
+        They make them at their first product there. Made in the pool these would lie in it for ever.
+        """
         self._stream = self._stream or torch.cuda.Stream(self.device)
+        if threading.get_ident() not in self._primed:
+            self._primed.add(threading.get_ident())
+            with torch.cuda.stream(self._stream), torch.inference_mode():
+                for dtype in (torch.float16, torch.bfloat16, torch.float32):
+                    x = torch.zeros(16, 16, dtype=dtype, device=self.device)
+                    torch.addmm(x[0], x, x)
+                    torch.mm(x, x)
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
         return self._stream
 
     def _outside(self) -> int:
@@ -204,20 +248,15 @@ class Capturer:
 
     def _fill(self, pool: tuple[int, int], sizes: list[int]) -> None:
         """Each size is one of the pool's idle blocks, so the best fit is it. As ``torch.cuda.use_mem_pool``."""
-        index, end = torch.cuda.current_device(), _end_in_pool()
-        if end is None:
+        if _end_in_pool() is None:
             return
-        begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-        if begin is None:
-            begin = torch._C._cuda_beginAllocateCurrentStreamToPool
         with torch.cuda.stream(self._own_stream()):
-            begin(index, pool)
             try:
-                for size in sizes:
-                    self._ballast.append(torch.empty(size, dtype=torch.uint8, device=self.device))
+                with _allocating_in(pool):
+                    for size in sizes:
+                        self._ballast.append(torch.empty(size, dtype=torch.uint8, device=self.device))
             finally:
-                end(index, pool)
-                torch._C._cuda_releasePool(index, pool)
+                torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
     def _segments(self, pool: tuple[int, int]) -> list[dict]:
         """torch's account of a pool."""
@@ -230,6 +269,20 @@ class Capturer:
 def _end_in_pool() -> Callable[[int, tuple[int, int]], None] | None:
     """torch's own end of what a pool records; None where this torch has another name for it."""
     return next((found for name in END_IN_POOL if (found := getattr(torch._C, name, None))), None)
+
+
+@contextlib.contextmanager
+def _allocating_in(pool: tuple[int, int]) -> Iterator[None]:
+    """Within, what this thread allocates lies in ``pool``, which gets one user more. As ``torch.cuda.use_mem_pool``."""
+    index = torch.cuda.current_device()
+    begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
+    if begin is None:
+        begin = torch._C._cuda_beginAllocateCurrentStreamToPool
+    begin(index, pool)
+    try:
+        yield
+    finally:
+        _end_in_pool()(index, pool)
 
 
 def _idle(segment: dict) -> list[int]:

@@ -87,10 +87,16 @@ class ModuleFingerprint:
         module = self._module()
         if module is None:
             return True
-        if self._watch is None:
-            self._watch = Watch(module)
-            return bool(self.full())
-        return self._watch.changed()
+        return self.look() if self._watch is None else self._watch.changed()
+
+    def look(self) -> bool:
+        """Whether a full look sees a change; if not, quick ones go on from here."""
+        module = self._module()
+        watch = None if module is None else Watch(module)
+        if self.full():
+            return True
+        self._watch = watch
+        return False
 
     def full(self) -> str:
         """What changed: the part or the class, its attribute, and in brackets whose the new value is; "" if nothing."""

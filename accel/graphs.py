@@ -98,6 +98,17 @@ class GraphCache:
                 (self._pins.refused if for_now else self._refused)[name] = str(error)
                 raise
 
+    def result(self, name: Name) -> Output:
+        """What the run before the capture of a graph gave, if it was ``wanted`` and no replay came since."""
+        with self._lock:
+            return each(Tensor.clone, self._entries[name].output)
+
+    def drop(self, name: Name) -> None:
+        """Forgets one graph, if it is there: what it captured is wrong."""
+        with self._lock:
+            if name in self._entries:
+                self._drop(name)
+
     @contextmanager
     def pinning(self) -> Iterator[Pins]:
         """What is captured or replayed in the body stays: a graph that needs its room is refused, for that one time."""
@@ -209,14 +220,16 @@ class GraphCache:
         with torch.inference_mode(False), torch.no_grad():
             static = {what: torch.empty_like(value).copy_(value) for what, value in recording.inputs.items()}
             output = each(torch.empty_like, recording.output)
+
+        def run() -> None:
+            each(Tensor.copy_, output, recording.forward(static))
+
         program = name.owner, name.program
-        if program not in self._warmed:
-            self._capturer.warm(lambda: recording.forward(static))
+        if recording.wanted or program not in self._warmed:
+            self._capturer.warm(run)
             self._warmed.add(program)
         before = self._capturer.pool_bytes if self._entries else 0
-        graph, own = self._capturer.capture(
-            lambda: each(Tensor.copy_, output, recording.forward(static)), recording.verify
-        )
+        graph, own = self._capturer.capture(run, recording.verify)
         own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
         growth = max(0, self._capturer.pool_bytes - before)
         entry = CapturedGraph(

@@ -130,7 +130,9 @@ class TapeTier:
             return self._recorded(call, settings, shape, fuse)
 
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
+        clock = _Clock(call.key.device)
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
+        clock.stop()
         if tape is not None:
             take.reason = obstacle(tape) or _odd_form(recorded)
         if take.reason:
@@ -139,16 +141,20 @@ class TapeTier:
             self._note(shape, "eager", take.reason)
             return recorded
         out, _ = attempt(
-            lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
+            lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse, clock),
             lambda error: self._failed(take, shape, error),
             self._passthrough,
         )
         shape.eager_ms = take.eager_ms()
+        tape.dissolve()
+        if take.program is not None:
+            take.program.settled()
         return recorded if out is None else take.form(out)
 
     def _programmed(
-        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
-    ) -> Output:
+        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool,
+        clock: "_Clock",
+    ) -> Output:  # fmt: skip
         """The result of the new program, checked."""
         device, first = call.key.device, self._is_first(call)
         take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _same
@@ -160,6 +166,10 @@ class TapeTier:
         if device.type != "cuda" and not first:  # torch's own operations, as in the first size, which was compared
             self._settle(call, settings, shape, take, inputs, None)
             return _flat(recorded)
+        if device.type == "cuda" and settings.graph_budget_mb and not take.graph_obstacle and clock.ms() < LONG_MS:
+            out = self._captured_first(call, settings, shape, take, tape, inputs, _flat(recorded))
+            if out is not None:
+                return out
         out, host, elapsed = _timed(program, list(inputs.values()), device)
         if settings.verify:
             out = self._checked(call, take, tape, out, _flat(recorded), list(inputs.values()))
@@ -169,6 +179,33 @@ class TapeTier:
         elif device.type == "cuda" and not take.graph:
             shape.note = f"the GPU is the limit at this size ({elapsed:.0f} ms, launching {host:.0f} ms): no graph"
         self._settle(call, settings, shape, take, inputs, out)
+        return out
+
+    def _captured_first(
+        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape,
+        inputs: dict[str, Tensor], recorded: Output,
+    ) -> Output | None:  # fmt: skip
+        """The result of the run before the program's capture, checked; None if there is no graph.
+
+        While the GPU still runs it, the host captures the graph. Nothing waits but the check.
+        """
+        program, cache, name = take.program, graphs.cache(call.key.device), self._name(call, take)
+        take.graph = True
+        try:
+            self._capture(call, settings, shape, take, inputs, recorded, wanted=True)
+        except CaptureFailed:  # remembered: it is told when this size settles
+            return None
+        out = cache.result(name)
+        if not settings.verify:
+            return out
+        try:
+            out = self._checked(call, take, tape, out, recorded, list(inputs.values()))
+        except BaseException:
+            cache.drop(name)
+            raise
+        if take.program is not program:
+            cache.drop(name)
+            self._settle(call, settings, shape, take, inputs, out)
         return out
 
     def _made(self, tape: Tape, fuse: bool, call: "Call") -> Program:
@@ -243,19 +280,25 @@ class TapeTier:
         if not settings.graph_budget_mb:
             self._note(shape, "tape", NO_GRAPHS)
             return
-        program = take.program
-        recording = graphs.Recording(
-            lambda static: _flat(program.run(list(static.values()))), inputs, call.weights,
-            tuple(program.constants()), out, False, self.stats.name,
-        )  # fmt: skip
         try:
-            shape.bytes = graphs.cache(call.key.device).capture(
-                self._name(call, take), recording, settings.graph_budget_bytes
-            )
-            shape.state = "graph"
+            self._capture(call, settings, shape, take, inputs, out)
         except CaptureFailed as error:
             take.graph = False
             self._note(shape, "tape", str(error))
+
+    def _capture(
+        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
+        out: Output, wanted: bool = False,
+    ) -> None:  # fmt: skip
+        """Raises ``CaptureFailed``. out: what the result looks like."""
+        program = take.program
+        recording = graphs.Recording(
+            lambda static: _flat(program.run(list(static.values()))), inputs, call.weights,
+            tuple(program.constants()), out, False, self.stats.name, wanted,
+        )  # fmt: skip
+        cache = graphs.cache(call.key.device)
+        shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
+        shape.state, shape.reason = "graph", ""
 
     def _name(self, call: "Call", take: Take) -> graphs.Name:
         return graphs.Name(self._owner, call.key, ("tape", take.number))
@@ -289,6 +332,27 @@ def _odd_form(out: Any) -> str:
     if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
         return ""
     return "its result is neither a tensor nor a list of tensors"
+
+
+class _Clock:
+    """The GPU's time from here to ``stop``; 0 elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
+        if self._events:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        """The end of what is timed, when the GPU comes to it."""
+        if self._events:
+            self._events[1].record()
+
+    def ms(self) -> float:
+        """Milliseconds; waits for the GPU."""
+        if not self._events:
+            return 0.0
+        self._events[1].synchronize()
+        return self._events[0].elapsed_time(self._events[1])
 
 
 def _timed(program: Program, inputs: list[Tensor], device: torch.device) -> tuple[Output, float, float]:

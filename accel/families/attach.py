@@ -74,6 +74,7 @@ def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, 
         family, settings, type(patcher.model).__name__, engine_of(patcher), latents.size if latents else None
     )
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
+    clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, session.sampler)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
     if not _calls_wrappers(type(model)):
         own = clone.get_model_object(FORWARD)
@@ -111,7 +112,7 @@ def _calls_wrappers(kind: type) -> bool:
 
 def remove(patcher: ModelPatcher) -> ModelPatcher:
     """Takes our wrappers and callbacks off ``patcher``, and gives it back."""
-    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
+    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
     if getattr(patcher.object_patches.get(FORWARD), "__module__", "") == Session.__module__:

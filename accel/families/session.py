@@ -21,7 +21,7 @@ from ..outputs import Output
 from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
-from . import taping
+from . import conds, taping
 from .compat import outside_memory_plan
 from .family import Arguments, Family, Plan
 from .layers import INTERRUPTS, is_foreign
@@ -71,6 +71,14 @@ class Session:
                 self._depth -= 1
                 if self._depth == 0:
                     attempt(self._close_runs, failed(self.name, "the run's end"), INTERRUPTS)
+
+    def sampler(self, executor: WrapperExecutor, guider: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """SAMPLER_SAMPLE: the guider's conds lie where the model is, before the first step asks for them."""
+        tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
+        if self.settings.mode != "off" and tensors and tensors[0].device.type != "cpu":
+            judge = failed(self.name, "copying the prompts to the GPU")
+            attempt(lambda: conds.to_device(guider.conds, tensors[0].device), judge, INTERRUPTS)
+        return executor(guider, *args, **kwargs)
 
     def _close_runs(self) -> None:
         runs, self._runs = self._runs, {}

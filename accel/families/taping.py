@@ -133,7 +133,7 @@ class Fingerprints:
 
     def of(self, model: nn.Module) -> int:
         """The number of the model as it is now; a new one if it changed since the last look."""
-        if self._current is None or self._current.full():
+        if self._current is None or self._current.look():
             self._current = ModuleFingerprint(model)
             self._number += 1
         return self._number

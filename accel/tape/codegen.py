@@ -19,7 +19,6 @@ from .values import ONE, Operation, Size, Value
 NARROW = 64  # columns: fewer, and a row takes in the dimension before
 WIDEST_ROW = 16384  # that one program sums
 BLOCK = 4096  # elements that four warps hold
-LONG_ROW = 2048  # columns
 COLUMNS = 1024  # of a block, where nothing is summed
 LOOSE_COLUMNS, LOOSE_ROWS = 256, 16  # a block where the columns are a size of the call
 TILE_ROWS, TILE_COLUMNS = (4, 64), 256
@@ -104,7 +103,9 @@ def _loops(value: Value, layouts: Layouts, width: int, tile: str | None) -> _Loo
     sizes, steps = value.sizes, layouts.of(value)
     dims = [d for d in range(len(sizes)) if sizes[d] is not ONE]
     strides = [steps[d].value for d in dims if sizes[d].value > 1]
-    if strides != sorted(strides, reverse=True):  # in the order of memory
+    if value.order is not None:
+        dims = [d for d in value.order if d in dims]
+    elif strides != sorted(strides, reverse=True):  # in the order of memory
         dims.sort(key=lambda d: -steps[d].value if sizes[d].value > 1 else -math.inf)
     index: list[Index] = [NOTHING] * len(sizes)
     kind = "row" if tile is None else "scalar"
@@ -221,11 +222,14 @@ def _head(loops: _Loops, lowering: Lowering, single: bool) -> list[str]:
     """The lines that give each loop variable its value."""
     column, tile = loops.column.size, loops.tile
     lines = [f"C = {column.value}"] if column.static else []
+    first = "" if single else "tl.program_id(0) % parts * BC + "
     if single:
-        lines += ["block = tl.program_id(0)", "c = tl.arange(0, BC)[None, :]"]
+        lines += ["block = tl.program_id(0)"]
     else:
         lines += ["parts = tl.cdiv(C, BC)", "block = tl.program_id(0) // parts"]
-        lines += ["c = tl.program_id(0) % parts * BC + tl.arange(0, BC)[None, :]"]
+    lines.append(f"c = {first}tl.arange(0, BC)[None, :]")
+    if lowering.pairs:
+        lines += [f"cc = {first and f'({first}0) * 2 + '}tl.arange(0, 2 * BC)[None, :]", "ccmask = cc < 2 * C"]
     if tile is not None:
         lines += ["r = tl.arange(0, R)[:, None]", f"rmask = r < {tile.size.value}", f"{tile.name} = r", "rest = block"]
     else:
@@ -250,8 +254,8 @@ def _name(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> str:
 
 
 def _warps(rows: int, columns: int) -> int:
-    """Measured on an H200: one long row is faster with 8, several short ones with 4."""
-    return 8 if columns >= LONG_ROW and rows == 1 or rows * columns > BLOCK else 4
+    """Measured on an H200: 4 hold up to 64 elements a thread."""
+    return 8 if rows * columns > 2 * BLOCK else 4
 
 
 def _power(n: int) -> int:

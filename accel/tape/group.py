@@ -14,6 +14,7 @@ from .lower import COPIES, FLOATS, MAX_JOINED, NORMS
 from .traits import traits
 from .values import Operation, Tape, Value
 
+LONG_ROW = 1024  # torch gives each row of a norm to a block of threads, which is too many for a head of 128 channels
 CALL, VIEW, FUSE = "call", "view", "fuse"
 
 
@@ -143,7 +144,9 @@ def is_best_alone(operation: Operation) -> bool:
         return tensors[0].shape == output.shape and strides[-1:] == (1,) and list(strides) == sorted(strides)[::-1]
     if any(value.stride != contiguous(value.shape) for value in tensors):
         return False
-    if name in NORMS or name in ("cat", "stack"):
+    if name in NORMS:
+        return output.shape[-1] >= LONG_ROW
+    if name in ("cat", "stack"):
         return True
     return all(value.shape == output.shape for value in tensors)
 

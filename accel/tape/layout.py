@@ -1,6 +1,6 @@
 """How far apart neighbours lie in memory, as products of sizes: strides that hold at every size of the call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from . import views
 from .index import UNIT, ZERO, Number, number
@@ -17,6 +17,8 @@ class Layouts:
     def __init__(self) -> None:
         self._known: dict[Value, Steps] = {}
         self._starts: dict[tuple[Operation, int], Size] = {}
+        self._tables: dict[tuple[Value, tuple[int, ...], tuple[int, ...]], Steps] = {}
+        self._memory: dict[Value, tuple[Value, int]] = {}
 
     def start(self, operation: Operation, start: int) -> Size:
         """Where a view begins along its dimension, as a size that a kernel gets as an argument."""
@@ -27,11 +29,23 @@ class Layouts:
         steps = self._known.get(value)
         if steps is None:
             found = self._view(value) if value.base is not None and value.origin is not None else None
-            if value.is_constant:
-                steps = self._known[value] = _of_constant(value)
+            if value.is_constant:  # parts of one table, alike: the same arguments
+                part = value.root, value.shape, value.stride
+                steps = self._known[value] = self._tables.setdefault(part, _of_constant(value))
             else:
                 steps = self._known[value] = _checked(value, found or _fresh(value))
         return steps
+
+    def memory(self, value: Value) -> tuple[Value, int]:
+        """(whose pointer a kernel takes to read ``value``, how many elements behind it ``value`` begins).
+
+        That is ``value`` itself but for one of several neighbours: the cosines of a rotary table, say. Its sines may
+        begin where no vector load can, and read together the table is read once.
+        """
+        found = self._memory.get(value)
+        if found is None:
+            found = self._memory[value] = _neighbour(value, self.of) or (value, 0)
+        return found
 
     def adopt(self, part: Value, whole: Value) -> None:
         """``part`` lies within the memory of ``whole``."""
@@ -94,10 +108,30 @@ def _fresh(value: Value) -> Steps:
             order.append(rest.pop(0))
     steps: list[Number] = [ZERO] * len(shape)
     step = UNIT
-    for d in reversed(order):
+    for d in reversed(value.order or order):
         steps[d] = step
         step *= number(value.sizes[d])
     return tuple(steps)
+
+
+def _neighbour(value: Value, steps_of: Callable[[Value], Steps]) -> tuple[Value, int] | None:
+    """As ``Layouts.memory``, if ``value`` is one place of a short last dimension."""
+    source, operation = value.base, value.origin
+    if source is None or source.dtype != value.dtype:
+        return None
+    if any(stride == 1 for stride, n in zip(value.stride, value.shape, strict=True) if n > 1):
+        return None
+    if value.is_constant:
+        start = value.leaf.tensor.storage_offset() - source.leaf.tensor.storage_offset()
+        return (source, start) if source.is_constant and 0 <= start < SMALL_STEP else None
+    if operation is None or operation.opaque or traits(operation.func).name != "select":
+        return None
+    source = operation.inputs[0]
+    dim = views.dimension(operation, 1, len(source.shape))
+    step, start = steps_of(source)[dim], views.start(operation, value)
+    if step != UNIT or not source.sizes[dim].static or source.shape[dim] > SMALL_STEP:
+        return None
+    return source, start
 
 
 def _checked(value: Value, steps: Sequence[Number]) -> Steps:

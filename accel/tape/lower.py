@@ -49,6 +49,12 @@ class Mask:
 EVERYWHERE = Mask()
 
 
+def _where(axes: frozenset[str], mask: Mask) -> str:
+    """The condition of a load that varies along ``axes``."""
+    conditions = [f"{axis}mask" for axis in sorted(axes)] + list(mask.names)
+    return f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
+
+
 class Lowering:
     """The lines of one kernel, and what it takes: operands, integers, floats."""
 
@@ -59,6 +65,7 @@ class Lowering:
         self.floats: list[float] = []
         self.loads: list[tuple[Index, int]] = []  # for the schedule: what is read, and how
         self.reduces = False
+        self.pairs = False  # whether neighbours are read together, so that ``cc`` counts them
         self._layouts, self._inside, self._column = layouts, inside, column
         self._memo: dict[Any, Any] = {}
         self._count = 0
@@ -352,13 +359,18 @@ class Lowering:
         key = "pair", whole
         if key not in self._memo:
             rows = "R" if "r" in whole.axes else "1"
-            split = self._let(f"tl.reshape({whole.name}, [{rows}, BC // 2, 2])", whole.axes)
-            names = f"e{self._count}", f"o{self._count}x"
-            self.lines.append(f"{', '.join(names)} = tl.split({split.name})")
+            halves = self._apart(f"tl.reshape({whole.name}, [{rows}, BC // 2, 2])", whole.axes)
             self._memo[key] = [
-                self._let(f"tl.reshape(tl.join({name}, {name}), [{rows}, BC])", whole.axes) for name in names
+                self._let(f"tl.reshape(tl.join({half.name}, {half.name}), [{rows}, BC])", half.axes) for half in halves
             ]
         return self._memo[key][bool(odd)]
+
+    def _apart(self, pairs: str, axes: frozenset[str]) -> list[Term]:
+        """The first and the second of each pair."""
+        self._count += 1
+        names = f"t{self._count}a", f"t{self._count}b"
+        self.lines.append(f"{', '.join(names)} = tl.split({pairs})")
+        return [Term(name, axes) for name in names]
 
     # Memory -------------------------------------------------------------------------------------------------------
 
@@ -379,21 +391,51 @@ class Lowering:
     def _load(self, value: Value, index: Indices, mask: Mask) -> Term:
         if value.dtype not in FLOATS:
             raise NoKernel(f"{value.dtype} in a kernel")
-        place, number_ = self.offset(value, index), self.operand(value)
+        memory, start = self._layouts.memory(value)
+        place, number_ = self.offset(value, index) + at(Number(start)), self.operand(memory)
         key = "load", number_, place, mask
         if key in self._memo:
             return self._memo[key]
         self.loads.append((place, number_))
+        convert = "" if value.dtype == torch.float32 else ".to(tl.float32)"
+        if pair := self._neighbours(place, mask):
+            terms = self._load_pair(number_, *pair, mask, convert)
+            for odd, term in enumerate(terms):
+                self._memo["load", number_, pair[0] + at(Number(odd)), mask] = term
+            return self._memo[key]
         axes = self.axes(place)
         wanted = axes | mask.axes
         text = self.text(place)
         for axis in sorted(wanted - axes):
             text += f" + {axis} * 0"
-        conditions = [f"{axis}mask" for axis in sorted(wanted)] + list(mask.names)
-        where = f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
-        convert = "" if value.dtype == torch.float32 else ".to(tl.float32)"
-        self._memo[key] = term = self._let(f"tl.load(p{number_} + ({text}){where}){convert}", wanted)
+        self._memo[key] = term = self._let(f"tl.load(p{number_} + ({text}){_where(wanted, mask)}){convert}", wanted)
         return term
+
+    def _neighbours(self, place: Index, mask: Mask) -> tuple[Index, Digit] | None:
+        """(where the first of two neighbours lies, the digit of the columns), if ``place`` is one of them.
+
+        Each column of a rotary table has two numbers side by side.
+        """
+        terms = [term for term in place.terms if self._column in Index((term,)).axes()]
+        if len(terms) != 1 or "c" in mask.axes or not self._column.size.static:
+            return None
+        coefficient, digit = terms[0]
+        if coefficient != Number(2) or not isinstance(digit, Digit) or digit.div != 1:
+            return None
+        odd = sum(offset.factor for offset in place.offsets if offset.static) % 2
+        return place + at(Number(-odd)), digit
+
+    def _load_pair(self, operand: int, place: Index, digit: Digit, mask: Mask, convert: str) -> list[Term]:
+        """Both neighbours, from one read of whole vectors."""
+        axes = self.axes(place) | mask.axes
+        rest = Index(tuple((c, atom) for c, atom in place.terms if atom is not digit), place.offsets)
+        wide = "cc" if digit.mod >= self._column.size.value else f"(cc % {2 * digit.mod})"
+        self.pairs = True
+        text = f"{self.text(rest)} + {wide}" + (" + r * 0" if "r" in axes else "")
+        where = _where(axes, mask).replace("cmask", "ccmask")
+        both = self._let(f"tl.load(p{operand} + ({text}){where}){convert}", axes)
+        rows = "R" if "r" in axes else "1"
+        return self._apart(f"tl.reshape({both.name}, [{rows}, BC, 2])", axes)
 
     def axes(self, place: Index) -> frozenset[str]:
         """Along which of a block's axes this index varies."""

@@ -6,16 +6,17 @@ from functools import partial
 
 import torch
 
-from . import group, sizes, views
+from . import group, repeats, sizes, views
 from .group import Group
 from .kernels import ALIGNED, Launch
 from .layout import Layouts, contiguous
 from .lower import NoKernel
 from .structure import planned
 from .traits import aten, traits
-from .values import Operation, Tape, Value
+from .values import ONE, Operation, Tape, Value
 
 ALONE = "a single operation"
+COSTLY = frozenset(("tanh", "gelu", "silu", "sigmoid", "exp", "sin", "cos", "log"))
 Steps = list[Operation | Launch]
 Users = dict[Value, list[Operation | None]]  # who reads a value; None: the caller
 
@@ -41,7 +42,7 @@ class Plan:
         self.parts: dict[Value, Value] = {}  # parts of joins: where a kernel stores them, and what they are
         self._wrong = wrong
         sizes.annotate(tape)
-        self._layouts = Layouts()
+        self._layouts, self._repeats = Layouts(), repeats.Repeats()
         self._users: Users = {}
         for operation in tape.operations:
             for value in operation.inputs:
@@ -52,6 +53,8 @@ class Plan:
         # whose strides a view may rely on
         self._viewed = {op.inputs[0].root for op in tape.operations if op.kind == group.VIEW}
         self._viewed |= {value.root for value in tape.outputs}
+        asking = [op for op in tape.operations if getattr(op.func, "by_strides", False)]
+        self._viewed |= {value.root for op in asking for value in op.inputs}
         self.steps: Steps = []
         for step in found:
             self.steps += self._fused(step) if isinstance(step, Group) else [step]
@@ -69,7 +72,7 @@ class Plan:
         }
         stored, after = group.wanted(members, outside)
         try:
-            steps = self._kernels(members, stored)
+            steps = self._planned(members, stored)
         except NoKernel as reason:
             return self._smaller(members, str(reason))
         launches = [step for step in steps if isinstance(step, Launch)]
@@ -79,6 +82,25 @@ class Plan:
         self.report.fused += sum(operation.kind == group.FUSE for operation in members)
         return [*steps, *after]
 
+    def _planned(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
+        """The kernels of a group; those of an earlier one like it, if there was one. Raises ``NoKernel``."""
+        form = repeats.form_of(members, stored, self._viewed, self._layouts)
+        planned = self._repeats.find(form)
+        if isinstance(planned, str):
+            raise NoKernel(planned)
+        if planned is not None:
+            steps, parts = repeats.again(planned, form, self._layouts)
+            self.parts |= parts
+            return steps
+        known = set(self.parts)
+        try:
+            steps = self._kernels(members, stored)
+        except NoKernel as reason:
+            self._repeats.keep(form, str(reason))
+            raise
+        self._repeats.keep(form, steps, {place: part for place, part in self.parts.items() if place not in known})
+        return steps
+
     def _kernels(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
         fused = [operation for operation in members if operation.kind == group.FUSE]
         if len(fused) == 1 and group.is_best_alone(fused[0]):
@@ -87,7 +109,7 @@ class Plan:
             raise NoKernel(ALONE)
         inside = {value: operation for operation in members for value in operation.outputs if value is not None}
         by_form: dict[tuple, list[Value]] = {}
-        before: Steps = []
+        before = self._once(stored, inside)
         for value in stored:
             if value not in self._viewed and value.stride != contiguous(value.shape):
                 value.stride = contiguous(value.shape)
@@ -100,6 +122,25 @@ class Plan:
                 loose = tuple(size.static for size in part.sizes)  # equal by chance: only at this size one kernel
                 by_form.setdefault((part.shape, part.stride, part.base, loose), []).append(part)
         return [*before, *(planned(outputs, inside, self._layouts) for outputs in by_form.values())]
+
+    def _once(self, stored: Sequence[Value], inside: dict[Value, Operation]) -> Steps:
+        """What is computed before a group's kernels: functions that would be computed again for each row.
+
+        A gate, say, has a number a channel and is read by every token.
+        """
+        steps: Steps = []
+        for value, operation in list(inside.items()):
+            if traits(operation.func).name not in COSTLY or value in stored:
+                continue
+            if not any(_is_spread(value, result) for result in stored):
+                continue
+            others = [each for each in inside.values() if each.kind == group.FUSE and each is not operation]
+            if any(value in inside and inside[value] in others for value in operation.inputs):
+                steps.append(planned([value], inside, self._layouts))
+            else:
+                steps.append(operation)
+            del inside[value]
+        return steps
 
     def _joins(self, value: Value, inside: dict[Value, Operation]) -> bool:
         """Whether ``value`` is a join of parts that can each be stored where it belongs, by a kernel of its own."""
@@ -147,3 +188,9 @@ class Plan:
                 values.update(value for value in operation.outputs if value is not None)
         early = [operation for operation in members if operation not in late]
         return [*self._fused(early), *self._fused(late)]
+
+
+def _is_spread(value: Value, result: Value) -> bool:
+    """Whether each element of ``value`` is read for several of ``result``, at every size of the call."""
+    places = zip(reversed(value.sizes), reversed(result.sizes), strict=False)
+    return any(own is ONE and other is not ONE for own, other in places)

@@ -62,6 +62,7 @@ class Program:
         self._inputs = [(self._slots[v], v.leaf.index) for v in leaves if isinstance(v.leaf, Input)]
         self._weights = [(self._slots[v], v) for v in leaves if isinstance(v.leaf, Weight)]
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
+        self._count = len(self._slots)
         self._bound: Bound | None = None
 
     # Making it ----------------------------------------------------------------------------------------------------
@@ -95,12 +96,13 @@ class Program:
 
     def bound_to(self, module: nn.Module) -> Bound:
         """The weights of ``module``, for ``run``. Raises ``NotBound``."""
-        bound: Bound = [None] * len(self._slots)
+        bound: Bound = [None] * self._count
+        modules = dict(module.named_modules())
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for slot, value in self._weights:
             try:
-                tensor = resolve(module, value.leaf)
+                tensor = resolve(modules, value.leaf)
             except (AttributeError, KeyError) as error:
                 raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} is gone") from error
             like = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
@@ -112,6 +114,10 @@ class Program:
     def unbind(self) -> None:
         """Lets go of the weights."""
         self._bound = None
+
+    def settled(self) -> None:
+        """Forgets what only ``values`` needs: the program was checked."""
+        self._slots, self.parts = {}, {}
 
     def constants(self) -> list[Tensor]:
         """What the program holds on the device besides weights."""

@@ -39,10 +39,12 @@ def of_leaf(value: Value) -> Sizes:
 
 
 def _of(operation: Operation, output: Value) -> Sizes:
-    rule = None if operation.opaque else _RULES.get(traits(operation.func).name)
-    rule = getattr(operation.func, "sizes", rule)  # of an operation that a rule put there
+    if operation.opaque:
+        rule = getattr(operation.func, "sizes", None)  # of an operation that a rule put there
+    else:
+        rule = _RULES.get(traits(operation.func).name)
     found = rule(operation, output) if rule is not None and operation.inputs else None
-    if found is None or tuple(size.value for size in found) != output.shape:
+    if found is None or tuple([size.value for size in found]) != output.shape:
         return tuple(Size(n) for n in output.shape)
     return found
 
@@ -98,9 +100,12 @@ def _expand(operation: Operation, output: Value) -> Sizes:
 
 def broadcast(inputs: list[Value], rank: int) -> Sizes:
     """The sizes of an element-wise result: of those that are no 1, one that belongs to the model counts first."""
+    parts = [value.sizes for value in inputs if value.sizes]
+    if len(parts) == 1 and len(parts[0]) == rank:
+        return parts[0]
     result: list[Size] = []
-    for d in range(rank):
-        found = [v.sizes[d - rank + len(v.shape)] for v in inputs if d - rank + len(v.shape) >= 0]
+    for d in range(-rank, 0):
+        found = [sizes[d] for sizes in parts if len(sizes) >= -d]
         longest = max((size.value for size in found), default=1)
         fitting = [size for size in found if size.value == longest]
         static = next((size for size in fitting if size.static and size is not ONE), None)

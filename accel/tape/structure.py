@@ -30,7 +30,7 @@ class _Structure:
         self.sizes: dict[Size, int] = {}
         self._lengths: dict[int, int] = {}  # sizes of the call that are equal: what may be simplified depends on it
         self._inside, self._layouts = inside, layouts
-        parts: list[Any] = [(self._value(value), self._steps(value)) for value in outputs]
+        parts: list[Any] = [(self._value(value), self._steps(value), value.order) for value in outputs]
         seen: set[int] = set()
         place, order = 0, list(outputs)
         while place < len(order):
@@ -38,7 +38,9 @@ class _Structure:
             place += 1
             operation = inside.get(value)
             if operation is None:
-                parts.append((self.values[value], value.is_constant, value.scalar(), self._steps(value)))
+                memory, start = layouts.memory(value)
+                steps = self._steps(value), self._value(memory), start
+                parts.append((self.values[value], value.is_constant, value.scalar(), steps))
             elif id(operation) not in seen:
                 seen.add(id(operation))
                 new = [each for each in operation.inputs if each not in self.values]

@@ -61,7 +61,7 @@ Leaf = Input | Weight | Constant
 class Value:
     """One tensor at one moment; ``leaf`` or ``origin`` says where it is from. base: whose memory it shares."""
 
-    __slots__ = ("shape", "stride", "dtype", "device", "sizes", "origin", "leaf", "base", "number")
+    __slots__ = ("shape", "stride", "dtype", "device", "sizes", "origin", "leaf", "base", "number", "order")
 
     def __init__(self, tensor: Tensor, number: int, leaf: Leaf | None = None, base: "Value | None" = None) -> None:
         self.shape: tuple[int, ...] = tuple(tensor.shape)
@@ -71,6 +71,7 @@ class Value:
         self.origin: Operation | None = None
         self.leaf, self.base = leaf, base
         self.sizes: Sizes = ()
+        self.order: tuple[int, ...] | None = None  # of its dimensions in memory, where a rule has chosen it
 
     @property
     def root(self) -> "Value":
@@ -92,7 +93,7 @@ class Value:
         value = object.__new__(Value)
         value.shape, value.stride, value.dtype, value.device = shape, self.stride, self.dtype, self.device
         value.number, value.origin, value.leaf, value.base = self.number, None, None, self.root
-        value.sizes = sizes
+        value.sizes, value.order = sizes, self.order
         return value
 
     def scalar(self) -> float | None:
@@ -139,6 +140,15 @@ class Tape:
     def outputs(self) -> list[Value]:
         """The values in ``output``."""
         return list(values_in(self.output))
+
+    def dissolve(self) -> None:
+        """Lets go of the operations, and of what ties them to values: thousands of cycles for the garbage collector."""
+        for operation in self.operations:
+            for value in operation.outputs:
+                if value is not None:
+                    value.origin = None
+            operation.args, operation.kwargs, operation.inputs, operation.outputs = (), {}, [], []
+        self.operations = []
 
     def leaves(self) -> list[Value]:
         """Every leaf that an operation reads, or that is given back."""

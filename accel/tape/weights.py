@@ -1,6 +1,6 @@
 """A model's tensors by name: how a recorder knows them, and how a program finds them again after they moved."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -45,9 +45,9 @@ class NamedTensors:
         return self._by_memory.get(_memory(tensor)) if _has_memory(tensor) else None
 
 
-def resolve(module: nn.Module, weight: Weight) -> Tensor:
-    """The tensor that ``weight`` names now. Raises AttributeError or KeyError if it is gone."""
-    part: Any = module.get_submodule(weight.module)
+def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
+    """The tensor that ``weight`` names now, in a model's ``named_modules``. AttributeError or KeyError if it is gone."""
+    part: Any = modules[weight.module]
     name, *inner = weight.name.split(":")
     tensor = getattr(part, name)
     for attribute in inner:

@@ -22,24 +22,27 @@ class OnAnother:
     """A recorded attention on another backend; on the recorded one again if that refuses tensors like these."""
 
     sizes = staticmethod(sizes.attention)
+    by_strides = False  # whether its arguments must lie as a rule has chosen
 
     def __init__(self, own: Any, backend: str, stride: tuple[int, ...]) -> None:
-        self.own, self.backend, self._stride = own, backend, stride
+        self.own, self.backend, self.stride = own, backend, stride
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """With the arguments of the recorded operation, and its strides: views and kernels behind it rely on them."""
-        if not self.backend:
-            return self.own(*args, **kwargs)[0]
-        try:
-            out = run(self.backend, *_named(self.own, args, kwargs))
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-            self.backend = ""  # what it says of tensors like these it will say at each call
-            return self(*args, **kwargs)
-        if out.stride() == self._stride:
+        """With the arguments of the recorded operation. Views and kernels behind it rely on the result's strides."""
+        out = self._out(*args, **kwargs)
+        if out.stride() == self.stride:
             return out
-        return torch.empty_strided(out.shape, self._stride, dtype=out.dtype, device=out.device).copy_(out)
+        return torch.empty_strided(out.shape, self.stride, dtype=out.dtype, device=out.device).copy_(out)
+
+    def _out(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.backend:
+            try:
+                return run(self.backend, *_named(self.own, args, kwargs))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                self.backend = ""  # what it says of tensors like these it will say at each call
+        return self.own(*args, **kwargs)[0]
 
 
 def take_fastest(tape: Tape) -> str:

@@ -128,6 +128,8 @@ def decompose(tape: Tape) -> str:
             plain = known[form]
         found += [operation] if plain is None else _grafted(plain, operation)
     tape.operations[:] = found
+    for plain in filter(None, known.values()):
+        plain.dissolve()
     for number, value in enumerate(value for operation in found for value in operation.outputs if value is not None):
         value.number = number
         value.base = value.base and value.base.root  # what was a result may be a view of one

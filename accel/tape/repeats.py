@@ -1,0 +1,114 @@
+"""Groups that repeat within one tape: the second block of a model runs what was planned for the first.
+
+Groups of the same operations on values of the same forms run the same kernels with the same numbers, on other values.
+So each form of a group is planned once, and a model of sixty blocks takes hardly longer than one of two.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .kernels import Launch
+from .layout import Layouts
+from .values import ONE, Operation, Value, replaced
+
+Steps = list[Operation | Launch]
+
+
+@dataclass
+class Form:
+    """A group without its values: equal keys, equal kernels."""
+
+    key: tuple
+    values: list[Value]  # in the order in which the key counts them
+    stored: list[int]  # of these, what the kernels store
+
+
+@dataclass
+class _Planned:
+    form: Form
+    steps: Steps
+    parts: dict[Value, Value]
+
+
+class Repeats:
+    """What was planned for each form of a tape's groups."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, _Planned | str] = {}
+
+    def find(self, form: Form) -> "_Planned | str | None":
+        """The plan of an earlier group of this form, or why it is no kernel; None if there was none."""
+        return self._known.get(form.key)
+
+    def keep(self, form: Form, steps: Steps | str, parts: dict[Value, Value] | None = None) -> None:
+        """Remembers the plan of a group, or why there is none. parts: see ``Plan.parts``."""
+        planned = steps if isinstance(steps, str) else _Planned(form, steps, parts or {})
+        self._known[form.key] = planned
+
+
+def form_of(members: Sequence[Operation], stored: Sequence[Value], viewed: set[Value], layouts: Layouts) -> Form:
+    """The form of a group. viewed: values whose strides must stay."""
+    values: dict[Value, int] = {}
+    forms: list[tuple] = []
+
+    def place(value: Value) -> int:
+        found = values.get(value)
+        if found is None:
+            found = values[value] = len(values)
+            at: Any = None
+            if value.base is not None:
+                memory, start = layouts.memory(value)
+                at = start, found if memory is value else place(memory)
+            sizes = tuple([-1 if size is ONE else size.static for size in value.sizes])
+            form = value.dtype, value.shape, value.stride, value.order, sizes, type(value.leaf), value.scalar(), at
+            forms.append((*form, value in viewed))
+        return found
+
+    def pattern(item: Any) -> Any:
+        kind = type(item)
+        if kind is Value:
+            return "value", place(item)
+        if kind in (list, tuple):
+            return tuple([pattern(each) for each in item])
+        if kind is dict:
+            return tuple([(name, pattern(each)) for name, each in item.items()])
+        return kind, item  # 1 is not True, nor 1.0
+
+    operations = [
+        (id(op.func), op.kind, pattern(op.args), pattern(op.kwargs), [value and place(value) for value in op.outputs])
+        for op in members
+    ]
+    numbers = [values[value] for value in stored]
+    key = tuple((*rest, tuple(outputs)) for *rest, outputs in operations), tuple(numbers), tuple(forms)
+    return Form(key, list(values), numbers)
+
+
+def again(planned: "_Planned", form: Form, layouts: Layouts) -> tuple[Steps, dict[Value, Value]]:
+    """(the steps of an earlier group on the values of another one of its form, its parts)."""
+    mine = dict(zip(planned.form.values, form.values, strict=True))
+    for number in form.stored:  # planning may have chosen other strides
+        old, new = planned.form.values[number], form.values[number]
+        if new.stride != old.stride:
+            new.stride = old.stride
+            layouts.forget(new)
+
+    def own(value: Value | None) -> Value | None:
+        if value is not None and value not in mine:  # planning made it
+            mine[value] = made = copy.copy(value)
+            made.base = own(value.base)
+        return value and mine[value]
+
+    steps: Steps = []
+    for step in planned.steps:
+        outputs = [own(value) for value in step.outputs]
+        if isinstance(step, Launch):
+            launch = copy.copy(step)
+            launch.operands, launch.outputs = tuple(own(value) for value in step.operands), tuple(outputs)
+            steps.append(launch)
+        else:
+            args, kwargs = (replaced(given, Value, own) for given in (step.args, step.kwargs))
+            inputs = [own(value) for value in step.inputs]
+            steps.append(Operation(step.func, args, kwargs, inputs, outputs, own(step.writes), step.opaque, step.kind))
+    return steps, {own(place): own(part) for place, part in planned.parts.items()}

@@ -1,0 +1,97 @@
+"""Attention whose result lies token by token, as the linear layer behind it reads it.
+
+torch lays attention's result out like its queries. Where a kernel of ours makes the queries [B, H, T, D], it can store
+them token by token, a token's heads side by side: then the result lies so too, and joining its heads copies nothing.
+Exact: the same numbers in another order of memory.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import group, sizes
+from ..layout import contiguous
+from ..traits import ATTENTIONS, traits
+from ..values import Operation, Tape, Value
+from .attention import OnAnother
+
+
+def by_tokens(attention: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """``attention``'s result [B, H, T, D] in memory as [B, T, H, D]; copied if this backend orders it otherwise."""
+    out = attention(query, *args, **kwargs)[0]
+    stride = _strides(tuple(out.shape))
+    if out.stride() == stride:
+        return out
+    return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
+
+
+def store_by_tokens(tape: Tape) -> str:
+    """Attention whose queries are made for it alone, and whose result is only turned to [B, T, H, D]."""
+    readers: dict[Value, list[Operation]] = {}
+    for operation in tape.operations:
+        for value in operation.inputs:
+            readers.setdefault(value, []).append(operation)
+    given_back, read = set(tape.outputs), {value for operation in tape.operations for value in operation.inputs}
+    for operation in tape.operations:
+        if not _is_attention(operation) or len(operation.outputs[0].shape) != 4 or read & set(operation.outputs[1:]):
+            continue
+        result = operation.outputs[0]
+        turned = readers.get(result, [])
+        chains = [_chain(value, readers) for value in operation.args[:3]]
+        if result in given_back or not chains[0] or not turned or not all(map(_turns_to_tokens, turned)):
+            continue
+        for value in {value: None for value in [result, *(value for chain in chains for value in chain)]}:
+            value.stride, value.order = _strides(value.shape), (0, 2, 1, *range(3, len(value.shape)))
+        for view in turned:
+            view.outputs[0].stride = contiguous(view.outputs[0].shape)
+        operation.func, operation.opaque = _function(operation.func, result.stride), True
+        operation.outputs = [result]
+    return ""
+
+
+def _is_attention(operation: Operation) -> bool:
+    if operation.opaque:
+        return isinstance(operation.func, OnAnother)
+    return traits(operation.func).name in ATTENTIONS
+
+
+def _function(attention: Callable[..., Any], stride: tuple[int, ...]) -> Callable[..., Tensor]:
+    if isinstance(attention, OnAnother):
+        attention.stride, attention.by_strides = stride, True
+        return attention
+    function: Any = partial(by_tokens, attention)
+    function.sizes, function.by_strides = sizes.attention, True
+    return function
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of [B, H, T, ...] in memory as [B, T, H, ...]."""
+    turned = contiguous((shape[0], shape[2], shape[1], *shape[3:]))
+    return (turned[0], turned[2], turned[1], *turned[3:])
+
+
+def _chain(value: Value, readers: dict[Value, list[Operation]]) -> list[Value]:
+    """``value`` and what it is a view of, if a kernel may store all that in another order; else nothing."""
+    found = [value]
+    while value.base is not None and value.origin is not None and len(value.origin.inputs) == 1:
+        value = value.origin.inputs[0]
+        found.append(value)
+    alone = all(len(readers.get(each, ())) == 1 for each in found)
+    alike = all(each.shape[:3] == value.shape[:3] and _is_contiguous(each) for each in found)
+    made = value.base is None and value.leaf is None and value.origin is not None
+    return found if made and alone and alike and group.classify(value.origin) == group.FUSE else []
+
+
+def _is_contiguous(value: Value) -> bool:
+    places = zip(value.stride, contiguous(value.shape), value.shape, strict=True)
+    return all(own == wanted for own, wanted, length in places if length > 1)
+
+
+def _turns_to_tokens(operation: Operation) -> bool:
+    """Whether it is ``transpose(1, 2)`` of attention's result."""
+    if operation.opaque or traits(operation.func).name != "transpose":
+        return False
+    return {dim % 4 for dim in operation.args[1:3]} == {1, 2}

@@ -1,0 +1,178 @@
+"""What generated kernels read, compute and store, on small blocks of plain torch. CPU, in Triton's interpreter.
+
+Each block runs fused at sizes that it was not recorded at, odd ones included, and is compared with eager.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tools import embed
+
+embed.bare_pack()
+
+from anyshape.accel.tape import rules  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.program import Program  # noqa: E402
+from anyshape.accel.tape.record import Recorder, record  # noqa: E402
+
+CPU = torch.device("cpu")
+HEADS, WIDTH = 4, 32
+CHANNELS = HEADS * WIDTH
+SIZES = ((1, 5), (2, 7), (1, 16), (3, 1))  # rows and tokens
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+class Block(nn.Module):
+    """Norm, rotary embedding, attention and a gate, as transformers of ComfyUI's have them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv = nn.Linear(CHANNELS, 3 * CHANNELS, dtype=dtype)
+        self.out = nn.Linear(CHANNELS, CHANNELS, dtype=dtype)
+        self.mod = nn.Linear(CHANNELS, CHANNELS, dtype=dtype)
+        self.scale = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
+        self.requires_grad_(False)
+
+    def rotary(self, tokens: int) -> Tensor:
+        """[1, 1, tokens, WIDTH / 2, 2, 2] in float32."""
+        angles = torch.arange(tokens, dtype=torch.float32)[:, None] * torch.arange(1.0, WIDTH // 2 + 1) / 10
+        cos, sin = torch.cos(angles), torch.sin(angles)
+        return torch.stack([cos, -sin, sin, cos], -1).view(1, 1, tokens, WIDTH // 2, 2, 2)
+
+    def turned(self, x: Tensor, table: Tensor) -> Tensor:
+        """Rotary embedding in interleaved pairs, of normed heads."""
+        pairs = F.rms_norm(x, (WIDTH,), self.scale, 1e-6).float().reshape(*x.shape[:-1], -1, 1, 2)
+        return (table[..., 0] * pairs[..., 0] + table[..., 1] * pairs[..., 1]).reshape(x.shape).type_as(x)
+
+    def forward(self, x: Tensor, vec: Tensor) -> Tensor:
+        rows, tokens = x.shape[:2]
+        q, k, v = self.qkv(x).view(rows, tokens, 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)
+        table = self.rotary(tokens)
+        out = F.scaled_dot_product_attention(self.turned(q, table), self.turned(k, table), v)
+        out = self.out(out.transpose(1, 2).reshape(rows, tokens, CHANNELS))
+        return x + torch.tanh(self.mod(vec).unsqueeze(1)) * F.rms_norm(out, (CHANNELS,))
+
+
+def inputs(rows: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows * 100 + tokens)
+    shapes = (rows, tokens, CHANNELS), (rows, CHANNELS)
+    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+
+
+def programmed(model: nn.Module, given: tuple[Tensor, ...], rule: Callable = rules.apply) -> Program:
+    recorder = Recorder(list(given), model, CPU)
+    _, tape = record(lambda: model(*given), recorder)
+    assert tape is not None, recorder.refusal
+    rule(tape)
+    program = Program(tape, fuse=True)
+    program.bind(model)
+    return program
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
+def found(request) -> dict[tuple[int, int], Program]:
+    """The block's program at each size, compared with eager."""
+    model, programs = Block(request.param), {}
+    for size in SIZES:
+        programs[size] = programmed(model, inputs(*size, request.param))
+        again = inputs(size[0], size[1], request.param)
+        given = tuple(torch.roll(each, 1, 0) + 0.5 for each in again)  # not what was recorded
+        with torch.inference_mode():
+            wanted, out = model(*given), programs[size].run(list(given))
+        assert (out - wanted).float().norm() / wanted.float().norm() < BOUND[request.param], size
+    return programs
+
+
+def launches(program: Program, word: str) -> list:
+    return [launch for launch in program.launches if word in launch.source.name]
+
+
+def test_every_size_is_right_with_the_kernels_of_the_first(found) -> None:
+    texts = [{launch.source.text for launch in program.launches} for program in found.values()]
+    assert texts[0] and set.union(*texts) == texts[0]
+
+
+def test_a_rotary_table_is_read_once_and_as_it_lies(found) -> None:
+    """Cosines and sines lie side by side: one read for both, of a pointer that begins where the table does."""
+    for program in found.values():
+        rotary = launches(program, "rms_norm")
+        parts = [value for launch in rotary for value in launch.operands if value.shape[-2:] == (WIDTH // 2, 2)]
+        turning = [launch for launch in rotary if any(value.shape[-2:] == (WIDTH // 2, 4) for value in launch.operands)]
+        assert turning and not parts
+        assert all(launch.source.text.count("mask=ccmask") == 1 for launch in turning)
+
+
+def test_attention_lies_token_by_token(found) -> None:
+    """So that the heads of a token are joined without a copy."""
+    for (rows, tokens), program in found.items():
+        (step,) = [step for step in program._steps if getattr(step.run, "by_strides", False)]
+        queries = torch.randn(rows, tokens, HEADS, WIDTH).transpose(1, 2)
+        out = step.run(queries, queries, queries)
+        assert out.transpose(1, 2).is_contiguous()
+        other = torch.randn(rows, HEADS, tokens, WIDTH)  # as a backend that orders its result otherwise
+        out = step.run(other, other, other)
+        assert out.transpose(1, 2).is_contiguous()
+        assert torch.allclose(out, F.scaled_dot_product_attention(other, other, other), atol=1e-6)
+        stored = [value for launch in launches(program, "rms_norm") for value in launch.outputs if len(value.shape) > 3]
+        assert stored and all(value.stride[2] == CHANNELS for value in stored)
+
+
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_attention_on_another_backend_lies_token_by_token(backend) -> None:
+    """On a CPU the other one refuses, and the recorded one runs."""
+    from anyshape.accel.tape.rules import attention
+
+    def another(tape) -> None:
+        for operation in tape.operations:
+            if "attention" in str(operation.func):
+                attention.replace(operation, backend)
+        rules.apply(tape)
+
+    model, given = Block(torch.float32), inputs(2, 6, torch.float32)
+    program = programmed(model, given, another)
+    (step,) = [step for step in program._steps if getattr(step.run, "by_strides", False)]
+    assert step.run.backend == backend
+    with torch.inference_mode():
+        out, wanted = program.run(list(given)), model(*given)
+    assert (out - wanted).norm() / wanted.norm() < BOUND[torch.float32] and step.run.backend == ""
+    queries = torch.randn(2, HEADS, 6, WIDTH)
+    assert step.run(queries, queries, queries).transpose(1, 2).is_contiguous()
+
+
+def test_attention_whose_queries_others_read_stays_as_it_was() -> None:
+    class Shared(Block):
+        def forward(self, x: Tensor, vec: Tensor) -> Tensor:
+            q, k, v = self.qkv(x).view(*x.shape[:2], 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4)
+            q = self.turned(q, self.rotary(x.shape[1]))
+            out = F.scaled_dot_product_attention(q, k, v)
+            return out.transpose(1, 2).reshape(x.shape) + q.mean()
+
+    model, given = Shared(torch.float32), inputs(2, 6, torch.float32)
+    program = programmed(model, given)
+    assert not any(getattr(step.run, "by_strides", False) for step in program._steps)
+    assert torch.allclose(program.run(list(given)), model(*given), atol=1e-5)
+
+
+def test_a_gate_is_computed_once_and_not_for_each_token(found) -> None:
+    for program in found.values():
+        assert launches(program, "rms_norm") and not any("tanh(" in launch.source.text for launch in program.launches)
+
+
+def test_norms_of_short_rows_are_ours_and_of_long_rows_torchs() -> None:
+    class Norms(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.rms_norm(x, x.shape[-1:]) @ x.transpose(-1, -2)
+
+    for width, ours in ((64, 1), (1024, 0)):
+        x = torch.randn(3, 5, width)
+        program = programmed(Norms(), (x,))
+        # the input's sizes are the call's, so the row must be a weight's for a kernel
+        assert len(program.launches) == 0
+        model = nn.Sequential(nn.Linear(width, width), Norms()).requires_grad_(False)
+        program = programmed(model, (x,))
+        assert len(program.launches) == ours
+        assert torch.allclose(program.run([x]), model(x), rtol=1e-4, atol=1e-3)
