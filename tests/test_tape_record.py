@@ -423,12 +423,13 @@ def test_a_result_that_is_the_same_for_every_input() -> None:
 def test_a_fault_of_the_recorder_costs_the_tape_only(monkeypatch) -> None:
     from anyshape.accel.tape import aliasing
     from anyshape.accel.tape import record as recording
+    from anyshape.accel.tape.tensors import Tensors
 
     def broken(*_):
         raise RuntimeError("broken")
 
     forward = lambda self, x: self.lin(x) * 2  # noqa: E731
-    for owner, name in ((Recorder, "_append"), (Recorder, "_value"), (recording, "traits"), (aliasing, "settle")):
+    for owner, name in ((Recorder, "_append"), (Tensors, "value"), (recording, "traits"), (aliasing, "settle")):
         if name == "traits":
             continue
         with monkeypatch.context() as patch:
