@@ -30,6 +30,9 @@ def by_tokens(attention: Callable[..., Tensor], query: Tensor, *args: Any, **kwa
 
 def store_by_tokens(tape: Tape) -> str:
     """Attention whose queries are made for it alone, and whose result is only turned to [B, T, H, D]."""
+    if not any(map(_is_attention, tape.operations)):
+        return ""
+    sizes.annotate(tape)
     readers: dict[Value, list[Operation]] = {}
     for operation in tape.operations:
         for value in operation.inputs:
