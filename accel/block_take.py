@@ -26,6 +26,7 @@ class BlockTake:
     program: Program | None = None
     reason: str = ""  # why there is none
     writes: tuple[int, ...] = ()  # the inputs that it writes into
+    slower: bool = False  # than eager, when it was timed
     bound: dict[str, Bound] = field(default_factory=dict)  # the weights of each block, by its path
 
     def inputs(self, given: Given) -> list[Tensor]:
@@ -51,7 +52,13 @@ class Visit:
         self.call, self.settings, self.first = call, settings, first
         self.thread = threading.get_ident()
         self.ran = 0  # calls of blocks that ran on a program
+        self.slower = 0  # of these, on one that was no faster than eager
         self.reasons: dict[str, None] = {}  # why others did not
+
+    def note(self, take: BlockTake) -> None:
+        """A call of a block ran on the program of ``take``."""
+        self.ran += 1
+        self.slower += take.slower
 
     def active(self) -> bool:
         """Whether blocks are ours now: not for another thread."""

@@ -2,7 +2,8 @@
 
 The model's forward is ComfyUI's own. While it runs, its repeated blocks have a ``forward`` of ours, for that call and
 that thread only. The first call of a block records it; the program fits every block that is alike, on that block's
-weights. It is compared with the recorded result, and timed beside eager: the faster one is kept.
+weights. It is compared with the recorded result, and used if it is right. It is also timed beside eager, for the note
+in the stats alone: what runs must not depend on a clock, or the same seed would give another picture.
 
 A block that writes into its inputs is recorded on copies of them, and what became of the copies is copied back.
 """
@@ -39,7 +40,8 @@ MAX_KEYS = 96  # of block calls, per model; the least recently used goes
 MAX_TAKES = 6  # of one key: a block that reads its own number of the options would make one each
 ROUNDS = 3
 LONG_MS = 30.0  # a block that takes longer is timed once
-NO_GAIN = "its blocks run no faster fused"
+NO_GAIN = "nothing in its blocks fuses"
+PASSING = "what a block reads of its options is no longer there after its call: it runs in eager"
 
 _INSTALLING = threading.Lock()
 
@@ -124,7 +126,6 @@ class BlockTier:
             return own(*args, **kwargs)
         if isinstance(done, Given):
             return self._first(visit, path, block, own, done)
-        visit.ran += 1
         return done[0]
 
     def _fast(
@@ -144,7 +145,9 @@ class BlockTier:
         if take.program is None:
             raise NotUsed(take.reason)
         try:
-            return (self._replay(take, path, block, given),)
+            out = self._replay(take, path, block, given)
+            visit.note(take)
+            return (out,)
         except Exception as error:
             if not isinstance(error, self._passthrough):
                 self._failed(take, error)
@@ -202,14 +205,14 @@ class BlockTier:
         if done is None:
             visit.reasons[take.reason] = None
             return _written_back(recorded.out, recorded.copies, take, given)
-        visit.ran += 1
+        visit.note(take)
         return _written_back(*done, take, given)
 
     def _programmed(
         self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], given: Given, before: list[Tensor],
         recorded: Recorded,
     ) -> tuple[Any, list[Tensor]]:  # fmt: skip
-        """What the new program gives, checked. Raises ``NotUsed`` if it is no gain."""
+        """What the new program gives, checked. Raises ``NotUsed`` if there is nothing to gain."""
         take = recorded.take
         program = self._make(recorded.tape, visit.call)
         self._count(program, visit.first, visit.call.key.inputs[0].dtype)
@@ -223,8 +226,10 @@ class BlockTier:
         take.bound[path] = program.bound_to(block)
         program.unbind()
         take.program = program
-        if not self._pays(visit, take, path, block, own, given, before):
-            raise NotUsed(NO_GAIN)
+        if self._find(path, given) is not take:
+            raise NotUsed(PASSING)
+        if _is_timed(visit.call.key.device):
+            take.slower = self._is_slower(visit, take, path, block, own, given, before)
         return out
 
     def _checked(
@@ -244,16 +249,12 @@ class BlockTier:
         verify.compare(what, tensors_in(out), wanted)
         return program, out
 
-    def _pays(
+    def _is_slower(
         self, visit: Visit, take: BlockTake, path: str, block: nn.Module, own: Callable[..., Any], given: Given,
         before: list[Tensor],
     ) -> bool:  # fmt: skip
-        """Whether the program is faster than eager, with all that finding it takes on the host."""
+        """Whether the program is no faster than eager, with all that finding it takes on the host."""
         device = visit.call.key.device
-        if self._find(path, given) is not take:
-            return False  # what it read of the options does not last
-        if not _is_timed(device):
-            return True
         written = [before[place] for place in take.writes]  # copies, which may be written into again and again
         swap = {id(given.tensors[place]): copy for place, copy in zip(take.writes, written, strict=True)}
 
@@ -272,7 +273,7 @@ class BlockTier:
                 best[way] = min(best[way], _milliseconds(way, device))
             if best[eager] > LONG_MS:
                 break
-        return best[program] < best[eager]
+        return best[program] >= best[eager]
 
     def _failed(self, take: BlockTake, error: Exception) -> str:
         """A block whose program fails runs in eager from then on."""

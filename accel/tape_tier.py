@@ -115,6 +115,8 @@ class TapeTier:
             return
         place = take.reason[take.reason.rfind("(") :]
         shape.note = f"blocks recorded one by one: a value of the whole forward comes back to the host {place}"
+        if visit.slower:
+            shape.note += f"; {visit.slower} of {visit.ran} are no faster at this size"
         self._note(shape, "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN))
 
     def _is_first(self, call: "Call") -> bool:
@@ -143,6 +145,7 @@ class TapeTier:
             lambda error: self._failed(take, shape, error),
             self._passthrough,
         )
+        shape.eager_ms = take.eager_ms()
         tape.dissolve()
         if take.program is not None:
             take.program.settled()

@@ -8,10 +8,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from .clock import Clock
 from .key import ShapeKey
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Program
@@ -50,6 +52,7 @@ class Take:
     graph: bool = False  # whether a graph pays
     graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
     used: bool = False  # by a call after the one that was recorded
+    eager_ms: Callable[[], float | None] = field(default=lambda: None)  # what the recorded forward says of eager's time
     form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's
 
     def inputs(self, given: Mapping[str, Tensor], options: Mapping[Any, Any]) -> dict[str, Tensor]:
@@ -95,7 +98,8 @@ class Tapes:
         reads = Reads(recorder.add_input)
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
-        out, tape = record(lambda: taped.forward(noted), recorder)
+        clock = Clock(key.device)
+        out, tape = record(lambda: clock.run(lambda: taped.forward(noted)), recorder)
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
             reason = f"the forward changes the model itself, {changed}"
@@ -103,6 +107,8 @@ class Tapes:
             self._count += 1
             take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
             take.graph_obstacle = PACKS if recorder.calls_packs else ""
+            if tape is not None:
+                take.eager_ms = partial(clock.eager_ms, len(tape.operations))
             takes = self._takes.setdefault((key, fuse), [])
             takes.append(take)
             del takes[:-MAX_OF_A_SIZE]

@@ -95,6 +95,15 @@ def models(pack: ModuleType) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """For models so small that threads only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
 def unets(models: ModuleType) -> "dict[str, ModelPatcher]":  # noqa: F821  (ComfyUI's)
     """A small UNet of each kind, for the tests of one file."""
     return {name: models.unet(name, torch.float32, **config) for name, config in driving.UNETS.items()}

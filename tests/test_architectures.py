@@ -1,6 +1,5 @@
 """The table of tiny models: each is ComfyUI's own, runs at every size, and every input has a say in its output."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,18 +8,10 @@ import torch
 from tools import architectures
 from tools.architectures import VARIANTS, Architecture
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 # Of 24 variants, those whose forwards run here: small and large, even and odd sizes, batches of 1 to 3.
 RUN = (0, 5, 10)
 ENTRIES = [pytest.param(entry, id=entry.name) for entry in architectures.present()]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sizes(entry: Architecture, k: int) -> list[Any]:

@@ -350,13 +350,11 @@ def test_the_least_recently_used_go(store, here):
 
 
 def test_saving_keeps_to_the_limit(store, here, keeper, monkeypatch):
-    """One more than there is room for: the oldest goes, by the thread that saves."""
+    """One more than there is room for: the oldest goes."""
     first = fill(store, here, 3, size=300_000)[0]
     monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", "1")
     keeper.use(store.folder)
-    keeper.keep_source("name", "#" * 300_000)
-    keeper.save_soon()
-    keeper.wait()
+    keeper.keep_measured("name", torch.device("cpu"), "#" * 300_000)
     assert len(store.ids()) == 3 and first not in store.ids()
 
 
@@ -409,20 +407,19 @@ def test_the_report_says_where_and_why(store, entry, keeper, here, pack):
     assert "not used, 1 times: compiled for the architecture sm_90, here it is sm_80" in text
 
 
-def test_the_text_of_generated_kernels(store, keeper, here):
-    """There after a restart, for the same version of the pack only; a damaged one is generated again."""
-    keeper.use(store.folder)
-    assert keeper.source("a" * 40) is None
-    keeper.keep_source("a" * 40, "# ä")
-    keeper.save_soon()
-    keeper.wait()
-    keeper.use(store.folder)
-    assert (keeper.source("a" * 40), keeper.source("b" * 40)) == ("# ä", None)
-    sources, here["sources"] = here["sources"], "another"
-    assert keeper.source("a" * 40) is None
-    here["sources"] = sources
-    next(store.folder.glob("*/source.py")).write_text("import os")
-    assert keeper.source("a" * 40) is None and store.ids() == []
+def test_what_was_measured(store, keeper, here):
+    """The first of two processes decides for both, and for this card's kind and torch alone."""
+    from anyshape.accel.artifacts.keeper import Keeper
+
+    device = torch.device("cpu")
+    assert keeper.measured("x", device) is None and keeper.keep_measured("x", device, "0") == "0"  # no store yet
+    for each in (keeper, other := Keeper()):
+        each.use(store.folder)
+        assert each.measured("x", device) is None
+    assert keeper.keep_measured("x", device, "1") == "1" == other.keep_measured("x", device, "2")
+    assert (other.measured("x", device), other.measured("y", device)) == ("1", None)
+    here["arch"] = "sm_80"
+    assert other.measured("x", device) is None
 
 
 def test_collections_that_grow(store, keeper, monkeypatch):

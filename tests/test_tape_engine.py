@@ -386,6 +386,25 @@ def test_a_wrong_kernel_is_named_and_left_out(tiny, monkeypatch) -> None:
     assert any("wrong result" in reason for reason in reasons()) and states() == {"tape"}
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_could_not_be_compared_is_not_used(tiny, recordings, verify) -> None:
+    """The model itself overflows: a wrong program would look no different. Without ``verify`` nobody wants to know."""
+    from anyshape.accel import tape_tier
+
+    patcher = tiny("SD3", fresh=True)
+    bias = patcher.model.diffusion_model.final_layer.linear.bias
+    with torch.inference_mode():
+        bias.data[0] = float("inf")
+    wanted = sample(tiny, patcher, "SD3", steps=1)
+    assert not torch.isfinite(wanted).all()
+    fast = compiled(patcher, verify=verify)
+    for _ in range(2):
+        out = sample(tiny, fast, "SD3", steps=1)
+        assert torch.equal(out.nan_to_num(), wanted.nan_to_num()) and torch.equal(out.isnan(), wanted.isnan())
+    assert len(recordings) == 1
+    assert reasons() == ([tape_tier.NOT_COMPARED] if verify else []) and states() == {"eager" if verify else "tape"}
+
+
 # Threads ----------------------------------------------------------------------------------------------------------
 
 

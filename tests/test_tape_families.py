@@ -1,7 +1,5 @@
 """Every model of the table on a tape, without a GPU: recorded at 20 variants, right, and no kernel of any one size."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -9,7 +7,7 @@ from tools import architectures, compatibility_table
 from tools.architectures import Architecture
 from tools.paths import NEWER_COMFYUI, comfyui_path
 
-pytestmark = pytest.mark.usefixtures("pack")
+pytestmark = pytest.mark.usefixtures("pack", "one_thread")
 ENTRIES = [pytest.param(entry, id=entry.name) for entry in architectures.present()]
 # What only ComfyUI's own forward can run, and the reason that the recorder gives.
 REFUSED = {
@@ -45,15 +43,6 @@ TWINS = frozenset(
 )
 FEW = 6  # variants of those
 TOLERANCE = 1e-4  # of fused programs in float32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These models are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def check(found: dict) -> None:

@@ -121,6 +121,28 @@ def test_attention_lies_token_by_token(found) -> None:
         assert stored and all(value.stride[2] == CHANNELS for value in stored)
 
 
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_attention_on_another_backend_lies_token_by_token(backend) -> None:
+    """On a CPU the other one refuses, and the recorded one runs."""
+    from anyshape.accel.tape.rules import attention
+
+    def another(tape) -> None:
+        for operation in tape.operations:
+            if "attention" in str(operation.func):
+                attention.replace(operation, backend)
+        rules.apply(tape)
+
+    model, given = Block(torch.float32), inputs(2, 6, torch.float32)
+    program = programmed(model, given, another)
+    (step,) = [step for step in program._steps if getattr(step.run, "by_strides", False)]
+    assert step.run.backend == backend
+    with torch.inference_mode():
+        out, wanted = program.run(list(given)), model(*given)
+    assert (out - wanted).norm() / wanted.norm() < BOUND[torch.float32] and step.run.backend == ""
+    queries = torch.randn(2, HEADS, 6, WIDTH)
+    assert step.run(queries, queries, queries).transpose(1, 2).is_contiguous()
+
+
 def test_attention_whose_queries_others_read_stays_as_it_was() -> None:
     class Shared(Block):
         def forward(self, x: Tensor, vec: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tools import embed
 
@@ -278,6 +279,37 @@ def test_attention_without_dropout_is_not_random() -> None:
     replayed_right(lambda self, x: F.scaled_dot_product_attention(x[None], x[None], x[None]) + F.dropout(x, 0.5, False))
 
 
+def attends(self, x, mask=None):
+    q = torch.stack([x.sin(), x.cos(), x])[None]  # [1, 3, 3, 4]
+    return F.scaled_dot_product_attention(q, q + self.scale, q * self.scale, attn_mask=mask)
+
+
+def attends_by_the_formula(self, x):
+    """As newer versions of ComfyUI ask for a backend: for one call."""
+    with sdpa_kernel([SDPBackend.MATH], set_priority=True):
+        return attends(self, x)
+
+
+def attends_under_a_mask(self, x):
+    return attends(self, x, x @ x.T > 0)
+
+
+@pytest.mark.parametrize("forward", [attends, attends_by_the_formula, attends_under_a_mask])
+def test_attention_is_repeated_on_the_backend_that_ran(forward) -> None:
+    """Also where that was switched around the call: a replay has no such context, and another one rounds otherwise."""
+    with torch.inference_mode():
+        x = inputs(0)
+        assert not torch.equal(attends(module(attends), x), attends_by_the_formula(module(attends), x))
+    replayed_right(forward)
+    tape = taped(module(forward), inputs(0))[1]
+    names = [str(operation.func) for operation in tape.operations if "attention" in str(operation.func)]
+    assert len(names) == 1 and ("math" in names[0]) == (forward is attends_by_the_formula)
+
+
+def test_attention_with_dropout_draws() -> None:
+    refused(lambda self, x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5), "random")
+
+
 @pytest.mark.parametrize(
     "forward",
     [
@@ -391,12 +423,13 @@ def test_a_result_that_is_the_same_for_every_input() -> None:
 def test_a_fault_of_the_recorder_costs_the_tape_only(monkeypatch) -> None:
     from anyshape.accel.tape import aliasing
     from anyshape.accel.tape import record as recording
+    from anyshape.accel.tape.tensors import Tensors
 
     def broken(*_):
         raise RuntimeError("broken")
 
     forward = lambda self, x: self.lin(x) * 2  # noqa: E731
-    for owner, name in ((Recorder, "_append"), (Recorder, "_value"), (recording, "traits"), (aliasing, "settle")):
+    for owner, name in ((Recorder, "_append"), (Tensors, "value"), (recording, "traits"), (aliasing, "settle")):
         if name == "traits":
             continue
         with monkeypatch.context() as patch:

@@ -3,9 +3,8 @@
 An order names the folder of Triton's cache, the store, a compute capability (90 for 9.0) and the secret to sign with
 ("" for that of this install). The process then compiles
 a few kernels for that card as the pack would in a new process: what the store has goes into Triton's cache first, what
-is new goes into the store. Some are by hand, some are generated, from a text that the store may have, into a file of
-another folder each time. The answer: the stats of the store, what Triton compiled and found, and how many texts were
-not in the store.
+is new goes into the store. Some are by hand, some are generated, into a file of another folder each time. The answer:
+the stats of the store, and what Triton compiled and found.
 """
 
 import importlib.util
@@ -58,16 +57,12 @@ def run(cache: str, store: str, capability: int = 90, key: str = "") -> dict[str
     own.use(Path(store))
     own.watch(DEVICE, variants.copy)
     variants += [compile_for(kernel, capability) for kernel in (bias_add_kernel, geglu_kernel)]
-    texts = [own.source(name) for name in NAMES]
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in zip(NAMES, texts, strict=True):
-            variants.append(compile_for(_generated(name, text or TEXT.format(name=name), Path(folder)), capability))
-            if text is None:
-                own.keep_source(name, TEXT.format(name=name))
+        for name in NAMES:
+            variants.append(compile_for(_generated(name, TEXT.format(name=name), Path(folder)), capability))
             own.save_soon()
             own.wait()
-    counts = {"compiled": hits.count(False), "hits": hits.count(True), "generated": texts.count(None)}
-    return snapshot()["artifacts"] | counts
+    return snapshot()["artifacts"] | {"compiled": hits.count(False), "hits": hits.count(True)}
 
 
 def _generated(name: str, text: str, folder: Path) -> Any:

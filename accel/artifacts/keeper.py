@@ -23,7 +23,7 @@ MEGABYTES = "ANYSHAPE_ARTIFACTS_MB"  # environment variable: how large the store
 DEFAULT_MB = 2048
 MIB = 1 << 20
 COMPILED = ("kernel", "launcher")  # kinds that go into Triton's cache
-TEXT = "source.py"
+TIMES = "times.json"
 Kernels = Callable[[], Iterable[Any]]
 
 
@@ -44,7 +44,6 @@ class Keeper:
         self._loading = threading.RLock()
         self._loaded: set[torch.device] = set()
         self._watched: dict[torch.device, list[Kernels]] = {}
-        self._sources: dict[str, str] = {}  # not saved yet
         self._kept: set[str] = set()  # hashes of Triton's entries that were saved
         self._finished: set[str] = set()  # of variants of which everything was
         self._saving = threading.Lock()
@@ -117,32 +116,33 @@ class Keeper:
 
         return judge
 
-    # The text of generated kernels
+    # What was measured
 
-    def source(self, name: str) -> str | None:
-        """What ``keep_source`` was given under this name by the same version of the pack; None if that is not there."""
+    def measured(self, name: str, device: torch.device) -> str | None:
+        """What ``keep_measured`` was given under this name for such a card; None if that is not there."""
         if self._store is None:
             return None
-        folder = Entry("source", name, _source_key(), {}).id
-        text, _ = attempt(partial(self._source, folder), self._judge_entry(folder))
+        folder = Entry("times", name, machine.key_of("times", machine.describe(device)), {}).id
+        text, _ = attempt(partial(self._text, folder), self._judge_entry(folder))
         STATS.artifacts.loaded += text is not None
         return text
 
-    def _source(self, folder: str) -> str | None:
+    def _text(self, folder: str) -> str | None:
         if not (self._store.folder / folder).exists():
             return None
         entry = self._store.entry(folder)
-        text = self._store.read(entry)[TEXT].decode()
+        text = self._store.read(entry)[TIMES].decode()
         self._store.touch(entry)
         return text
 
-    def keep_source(self, name: str, text: str) -> None:
-        """Saves the text of a generated module under ``name``, a hash of all that it is generated from.
-
-        Written at the next ``save_soon``.
-        """
-        if self._store is not None:
-            self._sources[name] = text
+    def keep_measured(self, name: str, device: torch.device, text: str) -> str:
+        """Saves it now, and gives what all processes take from here on: another one may have been faster."""
+        if self._store is None:
+            return text
+        put = partial(keep, self._store, "times", name, machine.describe(device), {TIMES: text.encode()})
+        new, failure = attempt(put, _judge("store"))
+        attempt(partial(self._count, bool(new)), _judge("store"))
+        return text if new or failure else self.measured(name, device) or text
 
     # Saving
 
@@ -173,7 +173,9 @@ class Keeper:
             thread.join()
 
     def _save(self) -> None:
-        saved = sum(self._save_watched(device) for device in list(self._watched)) + self._save_sources()
+        self._count(sum(self._save_watched(device) for device in list(self._watched)))
+
+    def _count(self, saved: int) -> None:
         STATS.artifacts.saved += saved
         if saved:
             self._store.prune(self._limit)
@@ -200,18 +202,6 @@ class Keeper:
         if len(entries) > 1:  # the code that starts it is known once it was started
             self._finished.add(variant.hash)
         return saved
-
-    def _save_sources(self) -> int:
-        saved, here = 0, machine.describe(machine.HERE)
-        while self._sources:
-            name, text = self._sources.popitem()
-            files = {TEXT: text.encode()}
-            saved += bool(attempt(partial(keep, self._store, "source", name, here, files), _judge(name))[0])
-        return saved
-
-
-def _source_key() -> dict[str, str]:
-    return machine.key_of("source", machine.describe(machine.HERE))
 
 
 def place(store: Store, entry: Entry) -> bool:

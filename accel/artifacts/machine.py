@@ -13,13 +13,12 @@ PACK = Path(__file__).resolve().parents[2]
 KINDS = {  # the fields that must be the same, by kind of artefact
     "kernel": ("pack", "sources", "torch", "triton", "cuda", "arch"),
     "launcher": ("triton", "python", "platform"),  # C code that starts a kernel: it knows no GPU
-    "source": ("pack", "sources", "triton"),  # the text of generated kernels
+    "times": ("torch", "cuda", "arch"),  # what was measured: its name holds the card
 }
 WORDS = {
     "pack": "AnyShape", "sources": "AnyShape's source", "torch": "torch", "triton": "Triton", "cuda": "CUDA",
     "arch": "the architecture", "python": "Python", "platform": "the system",
 }  # fmt: skip
-HERE = torch.device("cpu")  # for what knows no GPU
 
 
 def describe(device: torch.device) -> dict[str, str]:

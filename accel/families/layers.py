@@ -102,7 +102,9 @@ def surroundings() -> int:
     """
     matmul, cuda = torch.backends.cuda.matmul, torch.backends.cuda
     precision = (getattr(matmul, name, None) for name in _PRECISION)  # not allow_tf32: reading it may raise
-    sdpa = (cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled())
+    sdpa = (
+        cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    )  # fmt: skip
     backends = (attention.optimized_attention, attention.optimized_attention_masked)
     return hash((*precision, torch.backends.cudnn.enabled, *sdpa, *backends))
 

@@ -7,7 +7,7 @@ result has its weight's channels and its input's tokens. What no rule knows belo
 from collections.abc import Callable
 
 from . import views
-from .traits import traits
+from .traits import ATTENTIONS, traits
 from .values import ONE, Constant, Input, Operation, Size, Sizes, Tape, Value, Weight
 
 SMALL = 4  # the last sizes of a constant up to this are of the model: the 2x2 of a rotary table, not a batch
@@ -131,7 +131,7 @@ def _matmul(operation: Operation, output: Value) -> Sizes | None:
 
 
 def attention(operation: Operation, output: Value) -> Sizes:
-    """Of [..., queries, channels of the values]."""
+    """Of queries, keys and values: the queries' sizes, with the values' channels."""
     return (*operation.args[0].sizes[:-1], operation.args[2].sizes[-1])
 
 
@@ -184,7 +184,7 @@ def _table() -> dict[str, Rule]:
         ("unsqueeze", _unsqueeze),
         ("linear", linear),
         ("matmul mm bmm", _matmul),
-        ("scaled_dot_product_attention", attention),
+        (" ".join(ATTENTIONS), attention),
         ("conv1d conv2d conv3d convolution", _convolution),
         ("cat concat concatenate", _joined),
         ("stack", _stacked),

@@ -31,6 +31,14 @@ OF_VALUES = frozenset(
 )
 SOMETIMES_OF_VALUES = frozenset("index where repeat_interleave one_hot tensor_split".split())
 DROPOUTS = frozenset(("dropout", "feature_dropout", "native_dropout"))
+ATTENTION = "scaled_dot_product_attention"  # chooses one of these
+ATTENTIONS = tuple(
+    f"_scaled_dot_product_{name}"
+    for name in (
+        "cudnn_attention", "flash_attention", "efficient_attention", "attention_math", "flash_attention_for_cpu",
+        "fused_attention_overrideable",
+    )
+)  # fmt: skip
 # A tensor full of one number, and which number.
 FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1} | dict.fromkeys(
     ("full", "full_like", "new_full"), "fill_value"
@@ -55,6 +63,8 @@ class Traits:
     turns: Any  # for an operation in place that only makes a view of its tensor (``unsqueeze_``): the one that gives it
     random: bool
     may_draw: bool
+    dropout: int  # of attention: the argument that says how much is dropped, or -1
+    backends: bool  # it is torch's choice among several operations that do the same
     view: bool
     maybe_view: bool
     of_shapes: bool
@@ -110,6 +120,9 @@ def _read(func: Any) -> Traits:
     turned = getattr(aten, name[:-1], None) if ours and torch.Tag.inplace_view in func.tags else None
     turns = getattr(turned, func._overloadname, None) if name[:-1] in VIEWS else None
     random = torch.Tag.nondeterministic_seeded in func.tags
+    dropout = -1
+    if ours and name in ATTENTIONS:
+        dropout = next(i for i, argument in enumerate(schema.arguments) if argument.name == "dropout_p")
     return Traits(
         name=name,
         writes=writes,
@@ -118,7 +131,9 @@ def _read(func: Any) -> Traits:
         moves=name in MOVES or (writes >= 0 and torch.Tag.inplace_view in func.tags and turns is None),
         turns=turns,
         random=random,
-        may_draw=random or name in DROPOUTS or name == "scaled_dot_product_attention",
+        may_draw=random or name in DROPOUTS or dropout >= 0,
+        dropout=dropout,
+        backends=ours and name == ATTENTION,
         view=ours and name in VIEWS,
         maybe_view=name not in VIEWS and (name in MAYBE_VIEWS or aliases),
         of_shapes=ours and name in OF_SHAPES,
@@ -131,8 +146,8 @@ def _read(func: Any) -> Traits:
 
 def draws(known: Traits, args: tuple, kwargs: dict[str, Any]) -> bool:
     """Whether this call draws random numbers. Attention and dropout are marked so whatever their probability is."""
-    if known.name == "scaled_dot_product_attention":
-        return (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
+    if known.dropout >= 0:
+        return (args[known.dropout] if len(args) > known.dropout else kwargs.get("dropout_p", 0.0)) > 0
     if known.name in DROPOUTS:
         return bool(args[2] if len(args) > 2 else kwargs.get("train")) and args[1] > 0
     return known.random

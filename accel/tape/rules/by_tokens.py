@@ -14,15 +14,14 @@ from torch import Tensor
 
 from .. import group, sizes
 from ..layout import contiguous
-from ..traits import traits
+from ..traits import ATTENTIONS, traits
 from ..values import Operation, Tape, Value
-
-ATTENTION = "scaled_dot_product_attention"
+from .attention import OnAnother
 
 
 def by_tokens(attention: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``attention``'s result [B, H, T, D] in memory as [B, T, H, D]; copied if this backend orders it otherwise."""
-    out = attention(query, *args, **kwargs)
+    out = attention(query, *args, **kwargs)[0]
     stride = _strides(tuple(out.shape))
     if out.stride() == stride:
         return out
@@ -31,13 +30,16 @@ def by_tokens(attention: Callable[..., Tensor], query: Tensor, *args: Any, **kwa
 
 def store_by_tokens(tape: Tape) -> str:
     """Attention whose queries are made for it alone, and whose result is only turned to [B, T, H, D]."""
+    if not any(map(_is_attention, tape.operations)):
+        return ""
+    sizes.annotate(tape)
     readers: dict[Value, list[Operation]] = {}
     for operation in tape.operations:
         for value in operation.inputs:
             readers.setdefault(value, []).append(operation)
-    given_back = set(tape.outputs)
+    given_back, read = set(tape.outputs), {value for operation in tape.operations for value in operation.inputs}
     for operation in tape.operations:
-        if operation.opaque or traits(operation.func).name != ATTENTION or len(operation.outputs[0].shape) != 4:
+        if not _is_attention(operation) or len(operation.outputs[0].shape) != 4 or read & set(operation.outputs[1:]):
             continue
         result = operation.outputs[0]
         turned = readers.get(result, [])
@@ -48,11 +50,21 @@ def store_by_tokens(tape: Tape) -> str:
             value.stride, value.order = _strides(value.shape), (0, 2, 1, *range(3, len(value.shape)))
         for view in turned:
             view.outputs[0].stride = contiguous(view.outputs[0].shape)
-        operation.func, operation.opaque = _function(operation.func), True
+        operation.func, operation.opaque = _function(operation.func, result.stride), True
+        operation.outputs = [result]
     return ""
 
 
-def _function(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _is_attention(operation: Operation) -> bool:
+    if operation.opaque:
+        return isinstance(operation.func, OnAnother)
+    return traits(operation.func).name in ATTENTIONS
+
+
+def _function(attention: Callable[..., Any], stride: tuple[int, ...]) -> Callable[..., Tensor]:
+    if isinstance(attention, OnAnother):
+        attention.stride, attention.by_strides = stride, True
+        return attention
     function: Any = partial(by_tokens, attention)
     function.sizes, function.by_strides = sizes.attention, True
     return function

@@ -1,0 +1,103 @@
+"""Why a forward is not recordable, as its user reads it, and what shows that: random numbers, streams, values on the
+host.
+"""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .traits import Traits, draws
+from .values import Value
+
+RANDOM = "it draws random numbers"
+UNWRITTEN = "an operation went past torch's dispatcher: memory was read that nothing recorded has written"
+STREAMS = "it works on several CUDA streams"
+CAME_BACK = (
+    "the size of a result depends on values",
+    "a value came back from the GPU to the host",
+    "a tensor came back from the GPU to the host",
+)
+OURS = str(Path(__file__).resolve().parent.parent)
+LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patcher_extension.py")
+
+
+class Refusal:
+    """Why there is no tape, with the place in the code, or ""; the first reason counts."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+
+    def __call__(self, reason: str) -> None:
+        self.reason = self.reason or f"{reason} ({_place()})"
+
+
+class World:
+    """What a forward must not touch or change: the generators past torch's dispatcher, and the stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._random, self._stream = device, _random_state(), _stream(device)
+
+    def was_drawn_from(self) -> bool:
+        """Whether somebody drew a random number."""
+        return self._random != _random_state()
+
+    def obstacle(self, known: Traits, args: tuple, kwargs: dict[str, Any], inputs: list[Value], out: Any) -> str:
+        """Why an operation that has run, and depends on the call, cannot be repeated; "" if it can."""
+        if self._stream is not None and _stream(self._device) != self._stream:
+            return STREAMS
+        if known.may_size and known.sized_by_values(args, kwargs, inputs):
+            return CAME_BACK[0]
+        first = out[0] if type(out) in (tuple, list) and out else out
+        if not isinstance(first, Tensor):
+            return CAME_BACK[1]
+        if first.device != self._device and first.device.type == "cpu":
+            return CAME_BACK[2]
+        return ""
+
+
+def obstacle_to_writing(func: Any, known: Traits, args: tuple, kwargs: dict[str, Any], lifted: tuple) -> str:
+    """Why an operation in place cannot be repeated, whatever it writes into; "" if it can."""
+    target = known.written(lifted[0], lifted[1])
+    if not isinstance(target, Value) or (known.writes_several and not _writes_one_memory(func, lifted)):
+        return f"{known.name} writes into several tensors"
+    if known.moves:
+        return f"{known.name} changes where a tensor lies"
+    return RANDOM if known.may_draw and draws(known, args, kwargs) else ""
+
+
+def _writes_one_memory(func: Any, lifted: tuple) -> bool:
+    """Whether all that an operation writes into are views of one tensor of the tape's: queries and keys, say."""
+    written = [
+        lifted[0][place] if place < len(lifted[0]) else lifted[1].get(argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return all(isinstance(value, Value) for value in written) and len({value.root for value in written}) == 1
+
+
+def _random_state() -> tuple:
+    """Of the generators that a forward may draw from past torch's dispatcher."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state(legacy=False)["state"] if numpy is not None else {}
+    return random.getstate(), of_numpy.get("pos"), bytes(of_numpy.get("key", b""))
+
+
+def _stream(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return torch._C._cuda_getCurrentRawStream(device.index or 0)
+
+
+def _place() -> str:
+    """The file and line of the code that is running, torch's and ours left out."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not any(part in file for part in LIBRARIES):
+            return f"{'/'.join(Path(file).parts[-3:])}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "at an unknown place"

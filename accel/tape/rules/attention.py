@@ -1,0 +1,96 @@
+"""Attention on the fastest of torch's exact backends, where torch took another one because ComfyUI asked for it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import is_out_of_memory
+from .. import sizes
+from ..attention import LENGTHS, ROWS, Case, coarse, fastest, run, supports
+from ..traits import ATTENTIONS, traits
+from ..values import Operation, Tape, Value
+
+LESS_EXACT = (
+    "Attention runs on the one of PyTorch's exact backends that was measured fastest on this card, which is not the "
+    "one that ComfyUI asks for: its sums are in another order, and as exact"
+)
+NAMES = {name: name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in ATTENTIONS}
+
+
+class OnAnother:
+    """A recorded attention on another backend; on the recorded one again if that refuses tensors like these."""
+
+    sizes = staticmethod(sizes.attention)
+    by_strides = False  # whether its arguments must lie as a rule has chosen
+
+    def __init__(self, own: Any, backend: str, stride: tuple[int, ...]) -> None:
+        self.own, self.backend, self.stride = own, backend, stride
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """With the arguments of the recorded operation. Views and kernels behind it rely on the result's strides."""
+        out = self._out(*args, **kwargs)
+        if out.stride() == self.stride:
+            return out
+        return torch.empty_strided(out.shape, self.stride, dtype=out.dtype, device=out.device).copy_(out)
+
+    def _out(self, *args: Any, **kwargs: Any) -> Tensor:
+        if self.backend:
+            try:
+                return run(self.backend, *_named(self.own, args, kwargs))
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                self.backend = ""  # what it says of tensors like these it will say at each call
+        return self.own(*args, **kwargs)[0]
+
+
+def take_fastest(tape: Tape) -> str:
+    """Attention without dropout on the backend that is fastest for its case. Rounds in other places than eager."""
+    if tape.device.type != "cuda":
+        return ""
+    read = {value for operation in tape.operations for value in operation.inputs} | set(tape.outputs)
+    chosen: dict[tuple, str] = {}  # by form: a model's blocks are alike
+    changed = False
+    for operation in tape.operations:
+        if operation.opaque or traits(operation.func).name not in NAMES or read & set(operation.outputs[1:]):
+            continue
+        recorded, given = NAMES[traits(operation.func).name], _named(operation.func, operation.args, operation.kwargs)
+        form = recorded, tuple((v.shape, v.stride, v.dtype) if isinstance(v, Value) else v for v in given)
+        if form not in chosen:
+            chosen[form] = _choice(recorded, *given[:5], device=tape.device)
+        if chosen[form] != recorded:
+            replace(operation, chosen[form])
+            changed = True
+    return LESS_EXACT if changed else ""
+
+
+def replace(operation: Operation, backend: str) -> None:
+    """Has ``operation`` run on ``backend``."""
+    operation.func = OnAnother(operation.func, backend, operation.outputs[0].stride)
+    operation.opaque, operation.outputs = True, operation.outputs[:1]
+
+
+def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
+    """(queries, keys, values, mask or None, whether it is causal, scale or None) of a backend's arguments."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    mask = given.get("attn_bias", given.get("attn_mask"))
+    return *args[:3], mask, given.get("is_causal", False), given.get("scale")
+
+
+def _choice(recorded: str, q: Value, k: Value, v: Value, mask: Value | None, causal: bool, device: torch.device) -> str:
+    """The backend for a call of this form."""
+    if len(q.shape) != 4 or q.shape[1] % k.shape[1] or (mask is not None and mask.dtype != q.dtype):
+        return recorded
+    case = Case(
+        q.dtype, coarse(q.shape[0] * q.shape[1], ROWS), q.shape[1] // k.shape[1], coarse(q.shape[2], LENGTHS),
+        coarse(k.shape[2], LENGTHS), q.shape[3], v.shape[3], mask is not None, causal,
+    )  # fmt: skip
+    best = fastest(case, recorded, device)
+    if best == recorded:
+        return recorded
+    like = [
+        None if value is None else torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+        for value in (q, k, v, mask)
+    ]
+    return best if supports(best, *like, causal) else recorded

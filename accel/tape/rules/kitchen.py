@@ -1,0 +1,245 @@
+"""comfy-kitchen's rotary embeddings by their meaning, so that they fuse with what is around them.
+
+Newer versions of ComfyUI call that library's operations, and to a tape each is one call. Here is what they compute, in
+plain torch operations; these take the call's place where a neighbour fuses. Alone a call is one launch already.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import group, sizes
+from ..record import Recorder, record
+from ..traits import traits
+from ..values import Constant, Operation, Tape, Value, replaced
+
+META = torch.device("meta")
+
+
+def _pairs(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    """x [..., D] turned in pairs of neighbours; freqs_cis [..., D / 2, 2, 2], a matrix for each pair."""
+    pairs = x.to(freqs_cis.dtype).reshape(*x.shape[:-1], -1, 1, 2)
+    table = _cut(x, freqs_cis)
+    return torch.addcmul(table[..., 0] * pairs[..., 0], table[..., 1], pairs[..., 1]).reshape(x.shape).type_as(x)
+
+
+def _halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    """The same where a pair's second number lies in the second half of x."""
+    pairs = x.reshape(*x.shape[:-1], 2, -1).movedim(-2, -1).unsqueeze(-2).to(freqs_cis.dtype)
+    table = _cut(x, freqs_cis)
+    out = table[..., 0] * pairs[..., 0] + table[..., 1] * pairs[..., 1]
+    return out.movedim(-1, -2).reshape(x.shape).type_as(x)
+
+
+def _cut(x: Tensor, table: Tensor) -> Tensor:
+    """A table for more tokens than there are is read from its beginning."""
+    return table[:, :, : x.shape[2]] if x.shape[2] != 1 and table.shape[2] > x.shape[2] else table
+
+
+def _normed(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), scale, epsilon)
+
+
+def _apply_rope1(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    return _pairs(x, freqs_cis)
+
+
+def _apply_rope(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    return _pairs(xq, freqs_cis), _pairs(xk, freqs_cis)
+
+
+def _apply_rope_split_half1(x: Tensor, freqs_cis: Tensor) -> Tensor:
+    return _halves(x, freqs_cis)
+
+
+def _apply_rope_split_half(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
+    return _halves(xq, freqs_cis), _halves(xk, freqs_cis)
+
+
+def _rms_rope1(x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
+    return _pairs(_normed(x, scale, epsilon), freqs_cis)
+
+
+def _rms_rope(
+    q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    k_scale = q_scale if k_scale is None else k_scale
+    return _rms_rope1(q, freqs_cis, q_scale, epsilon), _rms_rope1(k, freqs_cis, k_scale, epsilon)
+
+
+def _rms_rope_split_half1(x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
+    return _halves(_normed(x, scale, epsilon), freqs_cis)
+
+
+def _rms_rope_split_half(
+    q: Tensor, k: Tensor, freqs_cis: Tensor, q_scale: Tensor, k_scale: Tensor | None = None, epsilon: float = 1e-6,
+    rot_dim: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """rot_dim: only so many channels of each head are turned; 0 for all."""
+    out = []
+    for x, scale in ((q, q_scale), (k, q_scale if k_scale is None else k_scale)):
+        x = _normed(x, scale, epsilon)
+        turned = rot_dim or x.shape[-1]
+        out.append(_halves(x[..., :turned], freqs_cis))
+        if turned != x.shape[-1]:
+            out[-1] = torch.cat((out[-1], x[..., turned:]), dim=-1)
+    return out[0], out[1]
+
+
+TABLE: dict[str, Callable[..., Any]] = {
+    "apply_rope": _apply_rope,
+    "apply_rope1": _apply_rope1,
+    "apply_rope_split_half": _apply_rope_split_half,
+    "apply_rope_split_half1": _apply_rope_split_half1,
+    "rms_rope": _rms_rope,
+    "rms_rope1": _rms_rope1,
+    "rms_rope_split_half": _rms_rope_split_half,
+    "rms_rope_split_half1": _rms_rope_split_half1,
+}
+
+
+def decompose(tape: Tape) -> str:
+    """Puts plain operations in place of comfy-kitchen's. Exact but for contracted multiply-adds in its own kernels.
+
+    Those compute in float32 and round once, as plain torch does. With a table in 16 bits they may not: such a call
+    stays as it is.
+    """
+    if not any(map(_meaning, tape.operations)):
+        return ""
+    sizes.annotate(tape)
+    makers = {value: operation for operation in tape.operations for value in operation.outputs}
+    readers: dict[Value, list[Operation]] = {}
+    for operation in tape.operations:
+        for value in operation.inputs:
+            readers.setdefault(value, []).append(operation)
+    found: list[Operation] = []
+    known: dict[tuple, Tape | None] = {}  # by form: a model's blocks are alike
+    for operation in tape.operations:
+        plain = None
+        if _meaning(operation) and _pays(operation, makers, readers):
+            form = _form(operation)
+            if form not in known:
+                known[form] = _written(operation)
+            plain = known[form]
+        found += [operation] if plain is None else _grafted(plain, operation)
+    tape.operations[:] = found
+    for plain in filter(None, known.values()):
+        plain.dissolve()
+    for number, value in enumerate(value for operation in found for value in operation.outputs if value is not None):
+        value.number = number
+        value.base = value.base and value.base.root  # what was a result may be a view of one
+    return ""
+
+
+def _meaning(operation: Operation) -> Callable[..., Any] | None:
+    """What an operation computes; None if it is not for this rule."""
+    if operation.opaque or not operation.func._schema.name.startswith("comfy_kitchen::"):
+        return None
+    meaning, arguments = TABLE.get(traits(operation.func).name), operation.func._schema.arguments
+    if meaning is None or [argument.name for argument in arguments] != list(inspect.signature(meaning).parameters):
+        return None  # another version of the library may mean something else
+    table = _table(operation)
+    return meaning if table is not None and table.dtype == torch.float32 else None
+
+
+def _table(operation: Operation) -> Value | None:
+    return next((value for value in operation.inputs if len(value.shape) == 6), None)
+
+
+def _pays(operation: Operation, makers: dict[Value, Operation], readers: dict[Value, list[Operation]]) -> bool:
+    """Whether it has a neighbour that fuses. A norm must also know its rows, which a table given from outside hides."""
+    if traits(operation.func).name.startswith("rms") and not _table(operation).sizes[-1].static:
+        return False
+    return _fuses_before(operation, makers) or _fuses_after(operation, readers)
+
+
+def _fuses_before(operation: Operation, makers: dict[Value, Operation]) -> bool:
+    """Whether a kernel may make what this operation turns, views between them or not."""
+    for value in operation.inputs[: operation.inputs.index(_table(operation))]:
+        while (maker := makers.get(value)) is not None and group.classify(maker) == group.VIEW:
+            value = maker.inputs[0]
+        if maker is not None and group.classify(maker) == group.FUSE:
+            return True
+    return False
+
+
+def _fuses_after(operation: Operation, readers: dict[Value, list[Operation]]) -> bool:
+    """Whether a kernel may read what this operation makes, views between them or not."""
+    left = [reader for value in operation.outputs for reader in readers.get(value, ())]
+    while left:
+        reader = left.pop()
+        kind = group.classify(reader)
+        if kind == group.FUSE:
+            return True
+        if kind == group.VIEW:
+            left += [each for value in reader.outputs for each in readers.get(value, ())]
+    return False
+
+
+def _form(operation: Operation) -> tuple:
+    """All that the plain operations depend on."""
+    values = operation.inputs
+    given = replaced((operation.args, operation.kwargs), Value, lambda value: f"v{values.index(value)}")
+    made = tuple(value.stride for value in operation.outputs)
+    return operation.func, repr(given), tuple((v.shape, v.stride, v.dtype) for v in values), made
+
+
+def _written(operation: Operation) -> Tape | None:
+    """What the operation means, as a tape of its own on tensors without memory."""
+    values = list(dict.fromkeys(operation.inputs))
+    given = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=META) for v in values]
+    tensors = dict(zip(values, given, strict=True))
+    args, kwargs = replaced((operation.args, operation.kwargs), Value, tensors.__getitem__)
+
+    def forward() -> list[Tensor]:
+        out = _meaning(operation)(*args, **kwargs)
+        made = zip(out if isinstance(out, tuple) else (out,), operation.outputs, strict=True)
+        return [_laid_out(tensor, value.stride) for tensor, value in made]
+
+    out, tape = record(forward, Recorder(given, nn.Module(), META))
+    fits = all(_lies_like(tensor, value.stride) for tensor, value in zip(out, operation.outputs, strict=True))
+    return tape if fits else None
+
+
+def _lies_like(tensor: Tensor, stride: Sequence[int]) -> bool:
+    return all(n == 1 or own == other for n, own, other in zip(tensor.shape, tensor.stride(), stride, strict=True))
+
+
+def _laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
+    """``tensor`` with its dimensions in memory in the order of ``stride``, as the operation's own result has them."""
+    if _lies_like(tensor, stride):
+        return tensor
+    order = sorted(range(tensor.ndim), key=lambda d: -stride[d])
+    return tensor.permute(order).contiguous().permute(sorted(range(tensor.ndim), key=order.__getitem__))
+
+
+def _grafted(plain: Tape, operation: Operation) -> list[Operation]:
+    """The operations of ``plain`` on the inputs of ``operation``; the last ones make its results."""
+    twins: dict[Value, Value] = dict(zip(plain.inputs, dict.fromkeys(operation.inputs), strict=True))
+    found: list[Operation] = []
+    for step in plain.operations:
+        args, kwargs = replaced((step.args, step.kwargs), Value, twins.__getitem__)
+        made = Operation(step.func, args, kwargs, [twins[value] for value in step.inputs])
+        fixed = all(value.is_constant for value in made.inputs)  # a part of a table of the model's, say
+        for value in step.outputs:
+            twin = twins[value] = copy.copy(value)
+            twin.device, twin.base = made.inputs[0].device, value.base and twins[value.base].root
+            twin.origin, twin.leaf = (None, Constant(_made(made))) if fixed else (made, None)
+            made.outputs.append(twin)
+        found += [] if fixed else [made]
+    for old, value in zip(operation.outputs, plain.outputs, strict=True):
+        end = twins[value]
+        old.origin, old.base, old.stride = end.origin, end.base, end.stride
+        end.origin.outputs[end.origin.outputs.index(end)] = old
+    return found
+
+
+def _made(operation: Operation) -> Tensor:
+    args, kwargs = replaced((operation.args, operation.kwargs), Value, lambda value: value.leaf.tensor)
+    with torch.inference_mode():
+        return operation.func(*args, **kwargs)

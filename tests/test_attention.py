@@ -1,0 +1,184 @@
+"""Which attention backend a fused program calls: what is measured, remembered, and left as it was recorded.
+
+No GPU here: tapes hold values of tensors on torch's meta device, and how long a backend takes is made up.
+"""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("pack")
+
+CUDA = torch.device("cuda", 0)
+FAST = {"cudnn": 1.0, "flash": 2.0, "efficient": 3.0}  # milliseconds
+FLASH, CUDNN, EFFICIENT = ("flash", "cudnn", "efficient")
+aten = torch.ops.aten
+
+
+class Card:
+    """What there is to ask a card, and how often it was."""
+
+    def __init__(self, patch) -> None:
+        from anyshape.accel.tape import attention
+        from anyshape.accel.tape.rules import attention as rule
+
+        self.times, self.able, self.timed = dict(FAST), set(FAST), []
+        patch.setattr(attention, "_KNOWN", {})
+        patch.setattr(attention, "_milliseconds", self._milliseconds)
+        patch.setattr(attention.Case, "tensors", lambda case, device: [torch.empty(1, 1, 1, 1)] * 3 + [None])
+        for module in (attention, rule):
+            patch.setattr(module, "supports", lambda backend, *tensors: backend in self.able)
+        patch.setattr(rule.torch, "empty_strided", lambda *form, **kind: torch.empty(0))
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+
+    def _milliseconds(self, backend, tensors, causal) -> float:
+        self.timed.append(backend)
+        return self.times[backend]
+
+
+@pytest.fixture
+def card(monkeypatch):
+    return Card(monkeypatch)
+
+
+def tape_of(backend, length=4096, masked=False, heads_of_keys=24):
+    """One attention of 24 heads on ``backend``, as it is recorded, and the whole tape."""
+    from anyshape.accel.tape.values import Input, Operation, Tape, Value
+
+    shapes = [(1, 24, length, 128), (1, heads_of_keys, length, 128), (1, heads_of_keys, length, 128)]
+    tensors = [torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in shapes]
+    if masked:
+        tensors.append(torch.empty(1, 24, length, length, device="meta", dtype=torch.bfloat16))
+    values = [Value(tensor, index, Input(index)) for index, tensor in enumerate(tensors)]
+    func = getattr(aten, f"_scaled_dot_product_{backend}_attention").default
+    if backend == FLASH:
+        args = (*values, 0.0, False)
+    else:
+        args = (*values[:3], values[3] if masked else None, False, 0.0, False)
+    operation = Operation(func, args, {"scale": 0.5}, values)
+    for number, tensor in enumerate((torch.empty_like(tensors[0]), torch.empty(1, 24, length, device="meta"))):
+        operation.outputs.append(Value(tensor, 10 + number))
+        operation.outputs[-1].origin = operation
+    return operation, Tape([operation], values, operation.outputs[0], CUDA)
+
+
+def chosen(*args, **named):
+    """The backend of the only operation, after the rule; what the rule says."""
+    from anyshape.accel.tape.rules.attention import take_fastest
+
+    operation, tape = tape_of(*args, **named)
+    said = take_fastest(tape)
+    return (operation.func.backend if operation.opaque else args[0]), bool(said)
+
+
+def test_the_fastest_is_taken_and_said(card):
+    assert chosen(FLASH) == (CUDNN, True)
+    assert chosen(CUDNN) == (CUDNN, False)  # as recorded: nothing is less exact
+
+
+def test_what_is_as_fast_stays_as_it_was(card):
+    card.times[CUDNN] = 1.97
+    assert chosen(FLASH) == (FLASH, False)
+
+
+def test_a_backend_that_cannot_is_none(card):
+    card.able = {FLASH, EFFICIENT}
+    card.times[EFFICIENT] = 1.0
+    assert chosen(FLASH) == (EFFICIENT, True)
+    assert CUDNN not in card.timed
+
+
+def test_a_form_that_the_fastest_refuses(card):
+    """It can in general, so it was measured, and not for tensors that lie like these."""
+    assert chosen(FLASH) == (CUDNN, True)
+    card.able = {FLASH}
+    assert chosen(FLASH) == (FLASH, False)
+
+
+def test_a_case_is_measured_once(card):
+    """Lengths of a kind, and every block: one measurement. Masks, grouped heads and short prompts: others."""
+    for length in (4096, 4095, 4250, 16384):
+        assert chosen(FLASH, length)[0] == CUDNN
+    assert sorted(card.timed) == sorted(FAST)
+    chosen(EFFICIENT, masked=True), chosen(FLASH, heads_of_keys=8), chosen(FLASH, 77)
+    assert len(card.timed) == 4 * len(FAST)
+
+
+def test_what_the_user_switched_off_is_another_choice(card):
+    """Nothing that was remembered without a backend counts once it is there again."""
+    assert chosen(FLASH)[0] == CUDNN
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        card.able = {FLASH, EFFICIENT}
+        assert chosen(FLASH)[0] == FLASH
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    card.able = set(FAST)
+    assert chosen(FLASH)[0] == CUDNN
+
+
+def test_a_choice_is_remembered_on_disk(card, monkeypatch, tmp_path):
+    """Another process takes it, whatever it would measure itself; damaged, it is measured again."""
+    from anyshape.accel.artifacts import machine
+    from anyshape.accel.artifacts.keeper import Keeper
+    from anyshape.accel.stats import STATS, ArtifactStats
+    from anyshape.accel.tape import attention
+
+    monkeypatch.setattr(STATS, "artifacts", ArtifactStats())
+    monkeypatch.setattr(machine, "architecture", lambda device: "sm_90")
+    monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", "8")
+    monkeypatch.setenv("ANYSHAPE_ARTIFACTS_KEY", "s" * 64)
+
+    def start():
+        monkeypatch.setattr(attention, "_KNOWN", {})
+        monkeypatch.setattr(attention, "KEEPER", Keeper())
+        attention.KEEPER.use(tmp_path / "store")
+
+    start()
+    assert chosen(FLASH)[0] == CUDNN and (STATS.artifacts.saved, STATS.artifacts.loaded) == (1, 0)
+    card.times, card.timed = {CUDNN: 9.0, FLASH: 1.0, EFFICIENT: 9.0}, []
+    start()
+    assert chosen(FLASH)[0] == CUDNN and card.timed == []
+    assert (STATS.artifacts.saved, STATS.artifacts.loaded, STATS.artifacts.rejected) == (1, 1, [])
+    next((tmp_path / "store").glob("*/times.json")).write_text("{}")
+    start()
+    assert chosen(FLASH)[0] == FLASH and sorted(card.timed) == sorted(FAST)
+    assert STATS.artifacts.saved == 2 and len(STATS.artifacts.rejected) == 1
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_a_backend_that_refuses_costs_nothing(backend):
+    """None of the three runs on a CPU: the recorded operation does, and the first refusal is the last."""
+    from anyshape.accel.tape import attention
+    from anyshape.accel.tape.rules.attention import OnAnother
+
+    own, q = aten._scaled_dot_product_flash_attention_for_cpu.default, torch.randn(2, 3, 5, 16)
+    with torch.inference_mode():
+        wanted = own(q, q, q, 0.0, False, attn_mask=None, scale=0.3)[0]
+        other = OnAnother(own, backend, wanted.stride())
+        with pytest.raises(RuntimeError):
+            attention.run(backend, q, q, q, None, False, 0.3)
+        for _ in range(2):
+            assert torch.equal(other(q, q, q, 0.0, False, attn_mask=None, scale=0.3), wanted)
+        assert other.backend == ""
+
+
+def test_a_result_lies_as_it_was_recorded(monkeypatch):
+    """The efficient backend gives tokens first where the others follow the queries."""
+    from anyshape.accel.tape.rules import attention
+
+    out = torch.randn(2, 5, 3, 16).transpose(1, 2)
+    monkeypatch.setattr(attention, "run", lambda *arguments: out)
+    own = aten._scaled_dot_product_flash_attention.default
+    for stride in (out.stride(), out.contiguous().stride()):
+        found = attention.OnAnother(own, EFFICIENT, stride)(out, out, out, 0.0, False, scale=None)
+        assert found.stride() == stride and torch.equal(found, out)
+
+
+@pytest.mark.parametrize("length", [16, 77, 80])
+def test_a_mask_is_laid_as_the_kernel_loads_it(length):
+    from anyshape.accel.tape.attention import ALIGNED, aligned
+
+    mask = torch.randn(1, 1, 5, length + 3)[..., :length]
+    found = aligned(mask)
+    assert torch.equal(found, mask) and all(step % ALIGNED == 0 for step in found.stride()[:-1])
+    assert aligned(found) is found

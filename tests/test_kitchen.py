@@ -1,0 +1,218 @@
+"""comfy-kitchen's operations in a tape: what they mean in plain torch, to the bit, and where they give way to it."""
+
+import pytest
+import torch
+from torch import nn
+
+from tools import embed
+
+embed.bare_pack()
+pytest.importorskip("comfy_kitchen")
+
+from anyshape.accel.tape import rules  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.program import Program  # noqa: E402
+from anyshape.accel.tape.record import Recorder, record  # noqa: E402
+from anyshape.accel.tape.rules import kitchen  # noqa: E402
+
+CPU = torch.device("cpu")
+CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # a program's, whose kernels run in Triton's interpreter
+ops = torch.ops.comfy_kitchen
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def table(tokens, channels, heads_first=True, dtype=torch.float32):
+    """Rotations, [1, 1, N, D / 2, 2, 2] or [1, N, 1, D / 2, 2, 2]."""
+    angles = torch.outer(torch.arange(tokens), 0.9 ** torch.arange(channels // 2))
+    made = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
+    return made[None, None].to(dtype) if heads_first else made[None, :, None].to(dtype)
+
+
+def given(name, dtype, heads_first=True, tokens=7, channels=12):
+    """Arguments of an operation: q and k are parts of one projection, as in ComfyUI's models."""
+    width = 3 * channels
+    qkv = randn(2, tokens, 3 * width, dtype=dtype).unflatten(-1, (3, 3, channels))
+    q, k, _ = (x.transpose(1, 2) if heads_first else x for x in qkv.unbind(2))
+    scales = [1 + 0.1 * randn(channels, dtype=dtype, seed=seed) for seed in (1, 2)]
+    turns = table(tokens, channels, heads_first)
+    if name.endswith("1"):
+        return [q, turns] + (scales[:1] if "rms" in name else [])
+    return [q, k, turns] + (scales if "rms" in name else [])
+
+
+def operation(name):
+    return getattr(ops, name)
+
+
+def outputs(out):
+    return list(out) if isinstance(out, (tuple, list)) else [out]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", kitchen.TABLE)
+def test_what_an_operation_means(name, dtype):
+    """To the bit, in both orders of heads and tokens, with a table for more tokens, with and without the last ones."""
+    cases = [given(name, dtype, heads_first) for heads_first in (True, False)]
+    cases += [given(name, dtype, tokens=1), given(name, dtype, channels=2)]
+    if "half" not in name:  # only there the library cuts on a CPU as well
+        longer = given(name, dtype)
+        longer[[x.ndim for x in longer].index(6)] = table(9, 12)
+        cases.append(longer)
+    if name.startswith("rms") and not name.endswith("1"):
+        cases += [[*given(name, dtype)[:4], None, 1e-3]]
+    if name == "rms_rope_split_half":
+        cases += [[*given(name, dtype)[:2], table(7, 8), *given(name, dtype)[3:], 1e-6, 8]]
+    for args in cases:
+        with torch.inference_mode():
+            for out, wanted in zip(outputs(kitchen.TABLE[name](*args)), outputs(operation(name)(*args)), strict=True):
+                assert out.dtype == wanted.dtype == dtype and torch.equal(out, wanted)
+
+
+class Model(nn.Module):
+    """An operation of the library's, with something that fuses before and behind it, or with nothing.
+
+    turns: the table, if it is not made for each size, as models make it.
+    """
+
+    def __init__(self, name, dtype, alone=False):
+        super().__init__()
+        self.name, self.alone = name, alone
+        self.weights = nn.ParameterList(nn.Parameter(x, False) for x in given(name, dtype) if x.ndim == 1)
+        self.lin = nn.Linear(36, 108, bias=False, dtype=dtype).requires_grad_(False)
+
+    def forward(self, x, turns=None):
+        q, k, v = self.lin(x).unflatten(-1, (3, 3, 12)).permute(2, 0, 3, 1, 4)
+        turns = table(x.shape[1] * (1 if self.alone else 2), 12) if turns is None else turns
+        if not self.alone:
+            q, k = torch.cat([q, q * 2], 2), torch.cat([k, k + 1], 2)
+        given = (q, turns) if self.name.endswith("1") else (q, k, turns)
+        out = outputs(operation(self.name)(*given, *self.weights))
+        if self.alone:
+            return out[0].transpose(1, 2) @ v.transpose(1, 2).mT
+        return [x.transpose(1, 2).flatten(2) * 0.5 for x in out]
+
+
+def taped(model, *given):
+    recorder = Recorder(list(given), model, CPU)
+    out, tape = record(lambda: model(*given), recorder)
+    assert tape is not None, recorder.refusal
+    return outputs(out), tape
+
+
+def calls(tape):
+    return [op.func._schema.name for op in tape.operations if op.func._schema.name.startswith("comfy_kitchen")]
+
+
+def ran(model, tape, given, fuse):
+    with torch.inference_mode():
+        program = Program(tape, fuse)
+        program.bind(model)
+        return outputs(program.run(list(given))), program
+
+
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
+@pytest.mark.parametrize("name", kitchen.TABLE)
+def test_it_fuses_with_its_neighbours(name, dtype):
+    """Recorded as it is; by the rule it becomes part of a kernel with the joins before and the product behind it."""
+    torch.manual_seed(0)
+    model, args = Model(name, dtype), (randn(2, 5, 36, dtype=dtype),)
+    out, tape = taped(model, *args)
+    assert calls(tape) == [f"comfy_kitchen::{name}"]
+    for fuse in (False, True):
+        for mine, eager in zip(ran(model, tape, args, fuse)[0], out, strict=True):
+            assert torch.equal(mine, eager) or fuse
+    before = ran(model, tape, args, True)[1].report
+    assert kitchen.decompose(tape) == "" and calls(tape) == []
+    assert all(any(not value.is_constant for value in op.inputs) for op in tape.operations)  # no part of the table
+    plain, _ = ran(model, tape, args, False)
+    fused, program = ran(model, tape, args, True)
+    for mine, other, eager in zip(plain, fused, out, strict=True):
+        assert torch.equal(mine, eager)
+        assert (other.float() - eager.float()).norm() <= CLOSE[dtype] * eager.float().norm()
+    assert program.report.calls < before.calls and program.report.fused > before.fused
+    assert program.report.kernels <= before.kernels
+
+
+@pytest.mark.parametrize("name", kitchen.TABLE)
+def test_a_table_from_outside(name):
+    """An input, as a block is given it: nothing says how long its pairs are, and a norm is no row of a kernel then."""
+    model, args = Model(name, torch.float32), (randn(2, 5, 36), table(10, 12))
+    out, tape = taped(model, *args)
+    kitchen.decompose(tape)
+    assert len(calls(tape)) == name.startswith("rms")
+    for fuse in (False, True):
+        for mine, eager in zip(ran(model, tape, args, fuse)[0], out, strict=True):
+            assert torch.allclose(mine, eager, atol=1e-5) and (fuse or torch.equal(mine, eager))
+
+
+def test_results_lie_in_memory_as_the_operation_lays_them(monkeypatch):
+    """On a GPU they follow their arguments: [B, H, N, D] with tokens first. What reads them relies on that."""
+    from comfy_kitchen.backends.eager import rope
+
+    def impl(xq, xk, freqs_cis):
+        return tuple(torch.empty_like(x).copy_(rope.apply_rope1(x, freqs_cis)) for x in (xq, xk))
+
+    class Parts(Model):
+        def forward(self, x, turns):
+            q, k, v = self.lin(x * 2).unflatten(-1, (3, 3, 12)).permute(2, 0, 3, 1, 4)
+            q, k = operation("apply_rope")((q + v).transpose(1, 2).contiguous().transpose(1, 2), k + 0, turns)
+            assert not q.is_contiguous()
+            return [q.transpose(1, 2).view(2, 5, 36).sigmoid(), (k * 0.5).transpose(1, 2)]
+
+    monkeypatch.setattr(rope.registry, "get_implementation", lambda name, kwargs: impl)
+    model, args = Parts("apply_rope", torch.float32), (randn(2, 5, 36), table(5, 12))
+    out, tape = taped(model, *args)
+    kitchen.decompose(tape)
+    assert calls(tape) == []
+    for fuse in (False, True):
+        for mine, eager in zip(ran(model, tape, args, fuse)[0], out, strict=True):
+            assert torch.allclose(mine, eager, atol=1e-5) and (fuse or torch.equal(mine, eager))
+
+
+@pytest.mark.parametrize("factor", [None, 2])
+def test_alone_it_stays_one_call(factor):
+    """Also where the table is made by a kernel: that is one table for all blocks."""
+    turned = table(5, 12)
+    model, args = Model("rms_rope", torch.float32, alone=True), (randn(2, 5, 36), turned)
+    if factor:
+        own = model.forward
+        model.forward = lambda x, turns: own(x, torch.stack([turns[..., 0] * 0.5, turns[..., 1] * 0.5], -1) * factor)
+    out, tape = taped(model, *args)
+    kitchen.decompose(tape)
+    assert calls(tape) == ["comfy_kitchen::rms_rope"]
+    assert torch.equal(ran(model, tape, args, False)[0][0], out[0])
+
+
+def test_a_table_in_16_bits_stays_one_call():
+    """The library's kernels for a GPU may round elsewhere then."""
+    x = randn(2, 5, 36, dtype=torch.bfloat16)
+    tape = taped(Model("apply_rope", torch.bfloat16), x, table(10, 12).bfloat16())[1]
+    kitchen.decompose(tape)
+    assert calls(tape) == ["comfy_kitchen::apply_rope"]
+
+
+def test_another_version_of_the_library(monkeypatch):
+    """With arguments that nobody here knows."""
+    monkeypatch.setitem(kitchen.TABLE, "apply_rope", lambda xq, xk, freqs_cis, interleaved: None)
+    tape = taped(Model("apply_rope", torch.float32), randn(2, 5, 36), table(10, 12))[1]
+    kitchen.decompose(tape)
+    assert calls(tape) == ["comfy_kitchen::apply_rope"]
+
+
+def test_in_place_it_stays_one_call():
+    """As MiniMax H3 calls it, on parts of one projection: already one launch between a product and attention."""
+
+    class InPlace(Model):
+        def forward(self, x, turns):
+            q, k, v = self.lin(x).unflatten(-1, (3, 3, 12)).unbind(2)
+            ops.rms_rope_split_half_(q, k, turns, *self.weights, 1e-6, 8)
+            return [q + v, k * v]
+
+    model, args = InPlace("rms_rope", torch.float32), (randn(1, 5, 36), table(5, 8, heads_first=False))
+    out, tape = taped(model, *args)
+    rules.apply(tape)
+    assert calls(tape) == ["comfy_kitchen::rms_rope_split_half_"]
+    for mine, eager in zip(ran(model, tape, args, True)[0], out, strict=True):
+        assert torch.allclose(mine, eager, atol=1e-6)
