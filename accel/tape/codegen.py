@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .group import is_copy
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
-from .layout import Layouts
+from .layout import Layouts, order_of
 from .lower import EVERYWHERE, FLOATS, Lowering, NoKernel, Term
 from .traits import traits
 from .values import ONE, Operation, Size, Value
@@ -102,10 +102,7 @@ def _width(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> int:
 
 def _loops(value: Value, layouts: Layouts, width: int, tile: str | None) -> _Loops:
     sizes, steps = value.sizes, layouts.of(value)
-    dims = [d for d in range(len(sizes)) if sizes[d] is not ONE]
-    strides = [steps[d].value for d in dims if sizes[d].value > 1]
-    if strides != sorted(strides, reverse=True):  # in the order of memory
-        dims.sort(key=lambda d: -steps[d].value if sizes[d].value > 1 else -math.inf)
+    dims = [d for d in order_of(steps) if sizes[d] is not ONE]
     index: list[Index] = [NOTHING] * len(sizes)
     kind = "row" if tile is None else "scalar"
     place, whole = _inner(dims, sizes, width)

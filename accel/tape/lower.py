@@ -224,7 +224,7 @@ class Lowering:
 
     def _reshaped(self, value: Value, source: Value, index: Indices) -> Indices:
         found: list[Index] = []
-        for group in views.groups(value.shape, source.shape):
+        for group in views.groups(value.shape, source.sizes):
             outs, sources = range(group.out0, group.out1), range(group.src0, group.src1)
             if len(outs) == len(sources) == 1:
                 found.append(index[group.out0])

@@ -6,10 +6,10 @@ from functools import partial
 
 import torch
 
-from . import group, sizes, views
+from . import group, singles, sizes, views
 from .group import Group
 from .kernels import ALIGNED, Launch
-from .layout import Layouts, contiguous
+from .layout import Layouts
 from .lower import NoKernel
 from .structure import planned
 from .traits import aten, traits
@@ -42,6 +42,8 @@ class Plan:
         self._wrong = wrong
         sizes.annotate(tape)
         self._layouts = Layouts()
+        if fuse:
+            singles.copy_what_others_copy(tape, self._layouts)
         self._users: Users = {}
         for operation in tape.operations:
             for value in operation.inputs:
@@ -89,9 +91,8 @@ class Plan:
         by_form: dict[tuple, list[Value]] = {}
         before: Steps = []
         for value in stored:
-            if value not in self._viewed and value.stride != contiguous(value.shape):
-                value.stride = contiguous(value.shape)
-                self._layouts.forget(value)
+            if value not in self._viewed:
+                self._layouts.straighten(value)
             if self._joins(value, inside):
                 parts = self._in_place(value, inside, before)
             else:

@@ -10,6 +10,10 @@ from . import views
 from .traits import traits
 from .values import ONE, Constant, Input, Operation, Size, Sizes, Tape, Value, Weight
 
+ELEMENTWISE = frozenset(
+    "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu sigmoid "
+    "tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge".split()
+)
 SMALL = 4  # the last sizes of a constant up to this are of the model: the 2x2 of a rotary table, not a batch
 
 
@@ -39,6 +43,8 @@ def of_leaf(value: Value) -> Sizes:
 
 
 def _of(operation: Operation, output: Value) -> Sizes:
+    if operation.writes is not None and operation.writes.shape == output.shape:
+        return operation.writes.sizes
     rule = None if operation.opaque else _RULES.get(traits(operation.func).name)
     rule = getattr(operation.func, "sizes", rule)  # of an operation that a rule put there
     found = rule(operation, output) if rule is not None and operation.inputs else None
@@ -53,7 +59,7 @@ def _same(operation: Operation, output: Value) -> Sizes:
 
 def _reshape(operation: Operation, output: Value) -> Sizes:
     source = operation.inputs[0]
-    return views.reshaped(output.shape, source.shape, source.sizes)
+    return views.reshaped(output.shape, source.sizes)
 
 
 def _permute(operation: Operation, output: Value) -> Sizes | None:
@@ -84,15 +90,28 @@ def _part(operation: Operation, output: Value) -> Sizes:
     source = operation.inputs[0]
     table = views.is_table(source)
     return tuple(
-        size if size.value == n else Size(n, size.static and not table)
+        size if size.value == n else _piece(operation, size, n) or Size(n, size.static and not table)
         for size, n in zip(source.sizes, output.shape, strict=True)
     )
+
+
+def _piece(operation: Operation, size: Size, length: int) -> Size | None:
+    """One of the sizes that were joined to ``size``, if a slice takes just that."""
+    if not size.joined or traits(operation.func).name not in ("slice", "narrow"):
+        return None
+    begin = 0
+    start = views.start(operation, operation.outputs[0])
+    for piece in size.joined:
+        if begin == start and piece.value == length:
+            return piece
+        begin += piece.value
+    return None
 
 
 def _expand(operation: Operation, output: Value) -> Sizes:
     sizes = operation.inputs[0].sizes
     new = len(output.shape) - len(sizes)
-    kept = [Size(n) if s is ONE else s for s, n in zip(sizes, output.shape[new:], strict=True)]
+    kept = [s if s.value == n and s is not ONE else Size(n) for s, n in zip(sizes, output.shape[new:], strict=True)]
     return tuple([Size(n) for n in output.shape[:new]] + kept)
 
 
@@ -118,6 +137,11 @@ def linear(operation: Operation, output: Value) -> Sizes:
     return (*x.sizes[:-1], weight.sizes[0])
 
 
+def _outer(operation: Operation, output: Value) -> Sizes:
+    a, b = operation.args[:2]
+    return a.sizes[0], b.sizes[0]
+
+
 def _matmul(operation: Operation, output: Value) -> Sizes | None:
     a, b = operation.args[-2:] if traits(operation.func).name in ("addmm", "baddbmm") else operation.args[:2]
     if len(a.shape) < 2 or len(b.shape) < 2 or len(a.shape) < len(b.shape):
@@ -134,18 +158,35 @@ def _convolution(operation: Operation, output: Value) -> Sizes:
     return (x.sizes[0], weight.sizes[0], *(Size(n) for n in output.shape[2:]))
 
 
+def _resampled(operation: Operation, output: Value) -> Sizes | None:
+    """Pictures or videos of other sides, and of as many channels."""
+    x = operation.inputs[0]
+    return (*x.sizes[:2], *(Size(n) for n in output.shape[2:])) if len(x.shape) == len(output.shape) else None
+
+
+def _shuffled(operation: Operation, output: Value) -> Sizes:
+    return (*operation.inputs[0].sizes[:-3], *(Size(n) for n in output.shape[-3:]))
+
+
+def _padded(operation: Operation, output: Value) -> Sizes:
+    kept = len(output.shape) - len(operation.args[1]) // 2
+    return (*operation.inputs[0].sizes[:kept], *(Size(n) for n in output.shape[kept:]))
+
+
 def _joined(operation: Operation, output: Value) -> Sizes:
     parts = operation.args[0]
     dim = views.dimension(operation, 1, len(output.shape))
     sizes = list(broadcast(parts, len(output.shape)))
-    sizes[dim] = Size(output.shape[dim], all(part.sizes[dim].static for part in parts))
+    lengths = tuple(part.sizes[dim] for part in parts)
+    sizes[dim] = Size(output.shape[dim], all(size.static for size in lengths), joined=lengths)
     return tuple(sizes)
 
 
 def _stacked(operation: Operation, output: Value) -> Sizes:
     sizes = list(broadcast(operation.args[0], len(output.shape) - 1))
-    sizes.insert(views.dimension(operation, 1, len(output.shape)), Size(output.shape[-1], static=True))
-    return tuple(size if size.value == n else Size(n, static=True) for size, n in zip(sizes, output.shape, strict=True))
+    dim = views.dimension(operation, 1, len(output.shape))
+    sizes.insert(dim, Size(output.shape[dim], static=dim > 0))  # along the first as many as pictures
+    return tuple(sizes)
 
 
 def _reduced(operation: Operation, output: Value) -> Sizes | None:
@@ -178,24 +219,27 @@ def _table() -> dict[str, Rule]:
         ("unsqueeze", _unsqueeze),
         ("linear", linear),
         ("matmul mm bmm", _matmul),
+        ("outer ger", _outer),
         ("scaled_dot_product_attention", _attention),
         ("conv1d conv2d conv3d convolution", _convolution),
         ("cat concat concatenate", _joined),
         ("stack", _stacked),
         ("mean sum amax var", _reduced),
         ("repeat repeat_interleave", _repeated),
+        ("pixel_shuffle pixel_unshuffle", _shuffled),
+        ("pad constant_pad_nd", _padded),
+        (
+            "avg_pool2d avg_pool3d max_pool2d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+            "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d",
+            _resampled,
+        ),
         (
             "layer_norm rms_norm softmax _softmax group_norm copy_ fill_ zero_ cumsum flip roll native_layer_norm "
             + " ".join(views.SAME),
             _same,
         ),
         (" ".join(views.RESHAPES), _reshape),
-        (
-            "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu "
-            "sigmoid tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill "
-            "eq ne lt gt le ge",
-            _pointwise,
-        ),
+        (" ".join(ELEMENTWISE), _pointwise),
     ):
         rules |= dict.fromkeys(names.split(), rule)
     return rules

@@ -17,13 +17,16 @@ class Size:
     """The length of one dimension of one value.
 
     static: it belongs to the model (channels, heads) and is the same at every size of the input. parts: the dimensions
-    that were merged into this one, so that a later split finds them again.
+    that were merged into this one, so that a later split finds them again. joined: those that were put one behind the
+    other, so that a later slice does.
     """
 
-    __slots__ = ("value", "static", "parts")
+    __slots__ = ("value", "static", "parts", "joined")
 
-    def __init__(self, value: int, static: bool = False, parts: tuple["Size", ...] = ()) -> None:
-        self.value, self.static, self.parts = value, static, parts
+    def __init__(
+        self, value: int, static: bool = False, parts: tuple["Size", ...] = (), joined: tuple["Size", ...] = ()
+    ) -> None:
+        self.value, self.static, self.parts, self.joined = value, static, parts, joined
 
     def __repr__(self) -> str:
         return f"{self.value}{'' if self.static else '?'}"
