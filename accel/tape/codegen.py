@@ -157,11 +157,8 @@ def _lowered(
     outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts: Layouts, loops: _Loops
 ) -> tuple[Lowering, list[tuple[Term, str]]]:
     lowering = Lowering(layouts, inside, loops.column)
-    results = []
-    for value in outputs:
-        term = lowering.value(value, loops.index, EVERYWHERE)
-        results.append((term, lowering.text(lowering.offset(value, loops.index))))
-    return lowering, results
+    place = lowering.text(lowering.offset(outputs[0], loops.index), "o")  # all of them lie alike
+    return lowering, [(lowering.value(value, loops.index, EVERYWHERE), place) for value in outputs]
 
 
 def _tile(loops: _Loops, lowering: Lowering) -> str | None:

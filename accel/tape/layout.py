@@ -42,10 +42,11 @@ class Layouts:
         """``value`` lies elsewhere from now on."""
         self._known.pop(value, None)
 
-    def is_view_by_chance(self, source: Value, result: Value) -> bool:
+    def is_view_by_chance(self, operation: Operation) -> bool:
         """Whether a reshape copies at other sizes of the call: what it merges only lies well where there is one."""
+        source = operation.inputs[0]
         steps = self._recorded(source)
-        for group in views.groups(result.shape, source.sizes):
+        for group in views.aligned(operation):
             dims = [d for d in range(group.src0, group.src1) if source.sizes[d] is not ONE]
             for outer, inner in pairwise(dims):
                 if 1 in (source.shape[outer], source.shape[inner]):
@@ -108,12 +109,13 @@ class Layouts:
             kept = (ZERO if n != m else s for n, m, s in zip(source.shape, value.shape[new:], steps, strict=True))
             return (*([ZERO] * new), *kept)
         if name in views.RESHAPES:
-            return self._reshaped(value, source, steps)
+            return self._reshaped(operation, steps)
         return steps if name in views.SAME else None
 
-    def _reshaped(self, value: Value, source: Value, steps: Steps) -> Steps:
+    def _reshaped(self, operation: Operation, steps: Steps) -> Steps:
         found: list[Number] = []
-        for group in views.groups(value.shape, source.sizes):
+        source, value = operation.inputs[0], operation.outputs[0]
+        for group in views.aligned(operation):
             solid = [d for d in range(group.src0, group.src1) if source.sizes[d] is not ONE]
             inner = steps[solid[-1]] if solid else ZERO
             run: list[Number] = []

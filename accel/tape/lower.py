@@ -61,6 +61,7 @@ class Lowering:
         self.reduces = False
         self._layouts, self._inside, self._column = layouts, inside, column
         self._memo: dict[Any, Any] = {}
+        self._names: dict[tuple[str, tuple[Size, ...]], int] = {}
         self._count = 0
 
     # Values -------------------------------------------------------------------------------------------------------
@@ -179,7 +180,7 @@ class Lowering:
         source, args = operation.inputs[0], operation.args
         rank, places = len(source.shape), list(index)
         if name in views.RESHAPES:
-            return self._reshaped(value, source, index)
+            return self._reshaped(operation, index)
         if (order := views.permutation(operation, rank)) is not None:
             turned = [NOTHING] * rank
             for place, d in zip(places, order, strict=True):
@@ -222,9 +223,10 @@ class Lowering:
             return NOTHING
         return at(Number(start) if size.static else Number(1, (self._layouts.start(operation, start),)))
 
-    def _reshaped(self, value: Value, source: Value, index: Indices) -> Indices:
+    def _reshaped(self, operation: Operation, index: Indices) -> Indices:
         found: list[Index] = []
-        for group in views.groups(value.shape, source.sizes):
+        source, value = operation.inputs[0], operation.outputs[0]
+        for group in views.aligned(operation):
             outs, sources = range(group.out0, group.out1), range(group.src0, group.src1)
             if len(outs) == len(sources) == 1:
                 found.append(index[group.out0])
@@ -386,7 +388,7 @@ class Lowering:
         self.loads.append((place, number_))
         axes = self.axes(place)
         wanted = axes | mask.axes
-        text = self.text(place)
+        text = self.text(place, f"p{number_}")
         for axis in sorted(wanted - axes):
             text += f" + {axis} * 0"
         conditions = [f"{axis}mask" for axis in sorted(wanted)] + list(mask.names)
@@ -400,9 +402,9 @@ class Lowering:
         kinds = {axis.kind for axis in place.axes()}
         return frozenset(name for name, kind in (("r", "row"), ("c", "column")) if kind in kinds)
 
-    def text(self, place: Index) -> str:
-        """The index as Triton."""
-        terms = [self._times(self._atom(atom), coefficient) for coefficient, atom in place.terms]
+    def text(self, place: Index, owner: str = "") -> str:
+        """The index as Triton. owner: whose strides these are; two tensors share none, as they may differ elsewhere."""
+        terms = [self._times(self._atom(atom), coefficient, owner) for coefficient, atom in place.terms]
         terms += [self.named(offset) for offset in place.offsets]
         return " + ".join(terms) or "0"
 
@@ -415,14 +417,15 @@ class Lowering:
         whole = atom.mod == 0 or (size.static and atom.div * atom.mod >= size.value)
         return text if whole else f"({text} % {atom.mod})"
 
-    def _times(self, text: str, coefficient: Number) -> str:
-        return text if coefficient == UNIT else f"{text} * {self.named(coefficient)}"
+    def _times(self, text: str, coefficient: Number, owner: str) -> str:
+        return text if coefficient == UNIT else f"{text} * {self.named(coefficient, owner)}"
 
-    def named(self, value: Number) -> str:
+    def named(self, value: Number, owner: str = "") -> str:
         """A number in the source: its static factor written out, its sizes an argument."""
         if value.static:
             return str(value.factor)
-        if value.sizes not in self.integers:
+        place = self._names.setdefault((owner, value.sizes), len(self.integers))
+        if place == len(self.integers):
             self.integers.append(value.sizes)
-        name = f"n{self.integers.index(value.sizes)}"
+        name = f"n{place}"
         return name if value.factor == 1 else f"({name} * {value.factor})"

@@ -8,6 +8,7 @@ import torch
 
 from . import group, singles, sizes, views
 from .group import Group
+from .index import number
 from .kernels import ALIGNED, Launch
 from .layout import Layouts
 from .lower import NoKernel
@@ -98,8 +99,10 @@ class Plan:
             else:
                 parts = [value]
             for part in parts:
-                loose = tuple(size.static for size in part.sizes)  # equal by chance: only at this size one kernel
-                by_form.setdefault((part.shape, part.stride, part.base, loose), []).append(part)
+                form = tuple(
+                    size.static or size.first for size in part.sizes
+                )  # not equal by chance, at this size alone
+                by_form.setdefault((part.shape, part.stride, part.base, form), []).append(part)
         return [*before, *(planned(outputs, inside, self._layouts) for outputs in by_form.values())]
 
     def _joins(self, value: Value, inside: dict[Value, Operation]) -> bool:
@@ -110,10 +113,13 @@ class Plan:
         if any(user in inside.values() for user in self._users.get(value, ()) if user is not None):
             return False
         dim = views.dimension(operation, 1, len(value.shape))
-        starts = [0]
-        for part in operation.args[0][:-1]:
-            starts.append(starts[-1] + part.shape[dim] * value.stride[dim] * value.dtype.itemsize)
-        return all(start % ALIGNED == 0 for start in starts) and all(part.numel for part in operation.args[0])
+        step, start = self._layouts.of(value)[dim], 0
+        for part in operation.args[0][:-1]:  # aligned whatever the sizes of the call are
+            length = number(part.sizes[dim]) * step
+            start += length.factor * value.dtype.itemsize
+            if start % ALIGNED or not length.static and length.factor * value.dtype.itemsize % ALIGNED:
+                return False
+        return all(part.numel for part in operation.args[0])
 
     def _in_place(self, value: Value, inside: dict[Value, Operation], before: Steps) -> list[Value]:
         """The parts of a join, each as a place in the join's memory, which is made first."""

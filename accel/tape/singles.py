@@ -30,8 +30,8 @@ def copy_what_others_copy(tape: Tape, layouts: Layouts) -> None:
     for operation in tape.operations:
         if operation.opaque or traits(operation.func).name not in MAY_COPY:
             continue
-        source, result = operation.inputs[0], operation.outputs[0]
-        if result.base is None or result.root in kept or not layouts.is_view_by_chance(source, result):
+        result = operation.outputs[0]
+        if result.base is None or result.root in kept or not layouts.is_view_by_chance(operation):
             continue
         views = _views_of(result, readers)
         if views is not None:

@@ -58,8 +58,7 @@ def _same(operation: Operation, output: Value) -> Sizes:
 
 
 def _reshape(operation: Operation, output: Value) -> Sizes:
-    source = operation.inputs[0]
-    return views.reshaped(output.shape, source.sizes)
+    return views.reshaped(operation)
 
 
 def _permute(operation: Operation, output: Value) -> Sizes | None:
@@ -99,12 +98,18 @@ def _piece(operation: Operation, size: Size, length: int) -> Size | None:
     """One of the sizes that were joined to ``size``, if a slice takes just that."""
     if not size.joined or traits(operation.func).name not in ("slice", "narrow"):
         return None
-    begin = 0
     start = views.start(operation, operation.outputs[0])
-    for piece in size.joined:
-        if begin == start and piece.value == length:
+    pieces = list(size.joined)
+    while pieces:
+        piece = pieces.pop(0)
+        if start == 0 and piece.value == length:
             return piece
-        begin += piece.value
+        if start < piece.value:
+            pieces[:0] = piece.joined
+            if not piece.joined:
+                return None
+        else:
+            start -= piece.value
     return None
 
 
@@ -123,8 +128,10 @@ def broadcast(inputs: list[Value], rank: int) -> Sizes:
         longest = max((size.value for size in found), default=1)
         fitting = [size for size in found if size.value == longest]
         static = next((size for size in fitting if size.static and size is not ONE), None)
-        loose = next((size for size in fitting if not size.static), None)
-        result.append(static or loose or ONE)
+        loose = [size for size in fitting if not size.static]
+        for size in loose[1:]:
+            loose[0].meet(size)
+        result.append(static or (loose[0] if loose else ONE))
     return tuple(result)
 
 

@@ -76,7 +76,7 @@ class _Structure:
         inputs = tuple(self._value(value) for value in operation.inputs)
         rest: Any
         if name in views.RESHAPES:
-            rest = tuple(views.groups(operation.outputs[0].shape, operation.inputs[0].sizes))
+            rest = tuple(views.aligned(operation))
         elif name in SHAPES_IN_RESULT:
             rest = ()
         elif name in ("slice", "narrow", "select", "unbind"):

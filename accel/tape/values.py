@@ -21,12 +21,26 @@ class Size:
     other, so that a later slice does.
     """
 
-    __slots__ = ("value", "static", "parts", "joined")
+    __slots__ = ("value", "static", "parts", "joined", "_same")
 
     def __init__(
         self, value: int, static: bool = False, parts: tuple["Size", ...] = (), joined: tuple["Size", ...] = ()
     ) -> None:
         self.value, self.static, self.parts, self.joined = value, static, parts, joined
+        self._same: Size | None = None
+
+    @property
+    def first(self) -> "Size":
+        """One for all sizes that have met: they are equal at every size of the call."""
+        size = self
+        while size._same is not None:
+            size = size._same
+        return size
+
+    def meet(self, other: "Size") -> None:
+        """Two sizes belong to the same dimension of one result."""
+        if self.first is not other.first:
+            other.first._same = self.first
 
     def __repr__(self) -> str:
         return f"{self.value}{'' if self.static else '?'}"
@@ -113,7 +127,7 @@ class Operation:
     """One recorded call. In ``args`` and ``kwargs`` values stand for tensors.
 
     kind: how the program may run it, see ``group.classify``. writes: the value whose memory an in-place operation
-    changes (its output is that memory afterwards).
+    changes (its output is that memory afterwards). runs: which dimensions of a reshape hold the same elements.
     """
 
     func: Callable[..., Any]
@@ -124,6 +138,7 @@ class Operation:
     writes: Value | None = None
     opaque: bool = False  # a Python function, called as it is
     kind: str = ""
+    runs: Any = None
 
     def __repr__(self) -> str:
         return f"{self.outputs} = {self.func}({self.args}, {self.kwargs})"

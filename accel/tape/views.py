@@ -25,6 +25,29 @@ class Group(NamedTuple):
     src1: int
 
 
+def aligned(operation: Operation) -> list[Group]:
+    """Which dimensions of a reshape's result and source hold the same elements."""
+    if operation.runs is None:
+        name, args, kwargs = traits(operation.func).name, operation.args, operation.kwargs
+        out, source = operation.outputs[0].shape, operation.inputs[0].sizes
+        if name == "flatten" and source:  # says itself what it merges
+            start = (args[1] if len(args) > 1 else kwargs.get("start_dim", 0)) % len(source)
+            end = (args[2] if len(args) > 2 else kwargs.get("end_dim", -1)) % len(source)
+            operation.runs = [Group(d, d + 1, d, d + 1) for d in range(start)]
+            operation.runs.append(Group(start, start + 1, start, end + 1))
+            more = end - start
+            operation.runs += [Group(d - more, d - more + 1, d, d + 1) for d in range(end + 1, len(source))]
+        elif name == "unflatten":
+            dim = dimension(operation, 1, len(source))
+            more = len(out) - len(source)
+            operation.runs = [Group(d, d + 1, d, d + 1) for d in range(dim)]
+            operation.runs.append(Group(dim, dim + more + 1, dim, dim + 1))
+            operation.runs += [Group(d + more, d + more + 1, d, d + 1) for d in range(dim + 1, len(source))]
+        else:
+            operation.runs = groups(out, source)
+    return operation.runs
+
+
 def groups(out: Sequence[int], source: Sizes) -> list[Group]:
     """The smallest runs of dimensions with equal products, from left to right.
 
@@ -139,10 +162,11 @@ def pieces(operation: Operation, output: Value) -> int:
     return next(i for i, value in enumerate(operation.outputs) if value is output)
 
 
-def reshaped(out: Sequence[int], sizes: Sizes) -> Sizes:
+def reshaped(operation: Operation) -> Sizes:
     """The sizes of a reshape's result."""
+    out, sizes = operation.outputs[0].shape, operation.inputs[0].sizes
     result: list[Size] = []
-    for group in groups(out, sizes):
+    for group in aligned(operation):
         new = out[group.out0 : group.out1]
         old = tuple(size for size in sizes[group.src0 : group.src1] if size is not ONE)
         if not old:
@@ -162,10 +186,10 @@ def _split(new: Sequence[int], old: Sizes) -> list[Size]:
         return parts
     static = all(size.static for size in old)
     places = [index for index, length in enumerate(new) if length != 1] or [0]
-    if len(places) == 1:  # ones come or go, and the others are merged
-        merged = old[0] if len(old) == 1 else Size(new[places[0]], static, old)
-        return [merged if index == places[0] else ONE for index in range(len(new))]
-    nothing = not any(_is_single(prime) for size in old for prime in _primes(size))  # that a 1 could stand for
+    if len(places) == 1 and len(old) == 1:  # ones come or go
+        return [old[0] if index == places[0] else ONE for index in range(len(new))]
+    # whether there is no picture and no frame that a 1 could stand for
+    nothing = static or len(old) == 1 and not any(map(_is_single, _primes(old[0])))
     return [ONE if length == 1 and nothing else Size(length, static) for length in new]
 
 
