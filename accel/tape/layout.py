@@ -8,6 +8,7 @@ from .index import UNIT, ZERO, Number, number
 from .traits import traits
 from .values import ONE, Operation, Size, Value
 
+LIKE_FIRST = sizes.ELEMENTWISE | sizes.CONVOLUTIONS
 Steps = tuple[Number, ...]
 SMALL_STEP = 4
 
@@ -37,6 +38,20 @@ class Layouts:
         self._recorded(value)  # others are laid out like it
         value.stride = contiguous(value.shape)
         self._moved[value] = _dense(value, range(len(value.shape)))
+
+    def is_straight(self, value: Value) -> bool:
+        """Whether ``value`` lies in the order of its dimensions without gaps, at every size of the call."""
+        if value.is_constant:
+            return value.stride == contiguous(value.shape)
+        wanted = _dense(value, range(len(value.shape)))
+        return all(
+            size is ONE or step == other for size, step, other in zip(value.sizes, self.of(value), wanted, strict=True)
+        )
+
+    def has_rows(self, value: Value) -> bool:
+        """Whether neighbours along the last dimension are neighbours in memory, and rows in the order of dimensions."""
+        dims = [d for d in order_of(self.of(value)) if value.sizes[d] is not ONE]
+        return not dims or dims == sorted(dims) and self.of(value)[dims[-1]] == UNIT
 
     def forget(self, value: Value) -> None:
         """``value`` lies elsewhere from now on."""
@@ -75,8 +90,8 @@ class Layouts:
         """
         order = sorted(range(len(value.shape)), key=lambda d: (-value.stride[d], d))
         operation = value.origin
-        if 1 in value.shape and operation is not None and traits(operation.func).name in sizes.ELEMENTWISE:
-            like = next((each for each in operation.inputs if each.shape == value.shape and not each.is_constant), None)
+        if 1 in value.shape and operation is not None and traits(operation.func).name in LIKE_FIRST:
+            like = next((each for each in operation.inputs if _may_be_like(each, value)), None)
             steps = self._recorded(like) if like is not None else ()
             if steps and all(step.value or size is ONE for step, size in zip(steps, value.sizes, strict=True)):
                 guess = order_of(steps)
@@ -126,6 +141,13 @@ class Layouts:
         return tuple(found)
 
 
+def _may_be_like(argument: Value, result: Value) -> bool:
+    """Whether a result may be laid out like this argument: of its form, if for other channels and sides."""
+    if argument.is_constant or len(argument.shape) != len(result.shape):
+        return False
+    return argument.shape == result.shape or traits(result.origin.func).name in sizes.CONVOLUTIONS
+
+
 def order_of(steps: Steps) -> list[int]:
     """The dimensions from the outermost on, which is the same where some of them are 1."""
     return sorted(range(len(steps)), key=lambda d: (-steps[d].value, -len(steps[d].sizes), d))
@@ -152,7 +174,7 @@ def _checked(value: Value, steps: Sequence[Number]) -> Steps:
 
 
 def _named(step: Number, stride: int) -> Number:
-    """A stride that is an argument, but for the factor of ``step``, which lets a kernel read several numbers at once."""
+    """A stride as an argument, but for the factor of ``step``, which lets a kernel read several numbers at once."""
     factor = step.factor if step.factor and stride % step.factor == 0 else 1
     return Number(factor, (Size(stride // factor),)) if stride else ZERO
 

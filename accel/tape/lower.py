@@ -195,7 +195,8 @@ class Lowering:
                     places.insert(d, NOTHING)
         elif name in ("select", "unbind"):
             d = views.dimension(operation, 1, rank)
-            places.insert(d, self._start(operation, source.sizes[d], views.start(operation, value)))
+            start, size = views.start(operation, value), source.sizes[d]
+            places.insert(d, self._start(operation, size, start) if start or size.static else self._first(operation))
         elif name in ("slice", "narrow"):
             d = views.dimension(operation, 1, rank)
             if name == "slice" and len(args) > 4 and args[4] != 1:
@@ -214,6 +215,10 @@ class Lowering:
         elif name not in views.SAME:
             raise NoKernel(f"a view by {name}")
         return tuple(places)
+
+    def _first(self, operation: Operation) -> Index:
+        """The first of several pictures, read like the others."""
+        return at(Number(1, (self._layouts.start(operation, 0),)))
 
     def _start(self, operation: Operation, size: Size, start: int) -> Index:
         """A place along a dimension; one that may depend on the call is an argument."""

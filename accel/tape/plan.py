@@ -84,7 +84,7 @@ class Plan:
 
     def _kernels(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
         fused = [operation for operation in members if operation.kind == group.FUSE]
-        if len(fused) == 1 and group.is_best_alone(fused[0]):
+        if len(fused) == 1 and group.is_best_alone(fused[0], self._layouts):
             raise NoKernel(ALONE)
         if len(fused) <= len(stored) and all(map(group.is_copy, fused)):  # with one picture they copy nothing
             raise NoKernel(ALONE)

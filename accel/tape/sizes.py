@@ -14,6 +14,7 @@ ELEMENTWISE = frozenset(
     "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu sigmoid "
     "tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge".split()
 )
+CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution".split())
 SMALL = 4  # the last sizes of a constant up to this are of the model: the 2x2 of a rotary table, not a batch
 
 
@@ -120,8 +121,11 @@ def _expand(operation: Operation, output: Value) -> Sizes:
     return tuple([Size(n) for n in output.shape[:new]] + kept)
 
 
-def broadcast(inputs: list[Value], rank: int) -> Sizes:
-    """The sizes of an element-wise result: of those that are no 1, one that belongs to the model counts first."""
+def broadcast(inputs: list[Value], rank: int, apart: int = -1) -> Sizes:
+    """The sizes of an element-wise result: of those that are no 1, one that belongs to the model counts first.
+
+    apart: a dimension whose sizes have nothing to do with each other.
+    """
     result: list[Size] = []
     for d in range(rank):
         found = [v.sizes[d - rank + len(v.shape)] for v in inputs if d - rank + len(v.shape) >= 0]
@@ -129,7 +133,7 @@ def broadcast(inputs: list[Value], rank: int) -> Sizes:
         fitting = [size for size in found if size.value == longest]
         static = next((size for size in fitting if size.static and size is not ONE), None)
         loose = [size for size in fitting if not size.static]
-        for size in loose[1:]:
+        for size in loose[1:] if d != apart else ():
             loose[0].meet(size)
         result.append(static or (loose[0] if loose else ONE))
     return tuple(result)
@@ -183,7 +187,7 @@ def _padded(operation: Operation, output: Value) -> Sizes:
 def _joined(operation: Operation, output: Value) -> Sizes:
     parts = operation.args[0]
     dim = views.dimension(operation, 1, len(output.shape))
-    sizes = list(broadcast(parts, len(output.shape)))
+    sizes = list(broadcast(parts, len(output.shape), dim))
     lengths = tuple(part.sizes[dim] for part in parts)
     sizes[dim] = Size(output.shape[dim], all(size.static for size in lengths), joined=lengths)
     return tuple(sizes)
@@ -197,10 +201,13 @@ def _stacked(operation: Operation, output: Value) -> Sizes:
 
 
 def _reduced(operation: Operation, output: Value) -> Sizes | None:
-    source = operation.inputs[0]
-    if len(source.shape) != len(output.shape):
-        return None
-    return tuple(s if s.value == n else ONE for s, n in zip(source.sizes, output.shape, strict=True))
+    source, rank = operation.inputs[0], len(operation.inputs[0].shape)
+    place = 2 if "norm" in traits(operation.func).name else 1  # behind which norm it is
+    given = operation.args[place] if len(operation.args) > place else operation.kwargs.get("dim")
+    dims = {d % rank for d in ((given,) if isinstance(given, int) else given or range(rank))}
+    if len(output.shape) == rank:
+        return tuple(ONE if d in dims else size for d, size in enumerate(source.sizes))
+    return tuple(size for d, size in enumerate(source.sizes) if d not in dims)
 
 
 def _repeated(operation: Operation, output: Value) -> Sizes | None:
@@ -228,10 +235,10 @@ def _table() -> dict[str, Rule]:
         ("matmul mm bmm", _matmul),
         ("outer ger", _outer),
         ("scaled_dot_product_attention", _attention),
-        ("conv1d conv2d conv3d convolution", _convolution),
+        (" ".join(CONVOLUTIONS), _convolution),
         ("cat concat concatenate", _joined),
         ("stack", _stacked),
-        ("mean sum amax var", _reduced),
+        ("mean sum amax var norm linalg_vector_norm", _reduced),
         ("repeat repeat_interleave", _repeated),
         ("pixel_shuffle pixel_unshuffle", _shuffled),
         ("pad constant_pad_nd", _padded),

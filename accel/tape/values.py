@@ -18,15 +18,17 @@ class Size:
 
     static: it belongs to the model (channels, heads) and is the same at every size of the input. parts: the dimensions
     that were merged into this one, so that a later split finds them again. joined: those that were put one behind the
-    other, so that a later slice does.
+    other, so that a later slice does. cut: (it and its neighbours, the sizes that they were cut from), so that a later
+    reshape back does.
     """
 
-    __slots__ = ("value", "static", "parts", "joined", "_same")
+    __slots__ = ("value", "static", "parts", "joined", "cut", "_same")
 
     def __init__(
         self, value: int, static: bool = False, parts: tuple["Size", ...] = (), joined: tuple["Size", ...] = ()
     ) -> None:
         self.value, self.static, self.parts, self.joined = value, static, parts, joined
+        self.cut: tuple[Sizes, Sizes] | None = None
         self._same: Size | None = None
 
     @property

@@ -118,6 +118,9 @@ def _goes_left(left: Group, right: Group, out: Sequence[int], source: Sizes, s: 
             parts = _primes(solid[place]) if solid else ()
             if len(parts) > 1 and _is_single(parts[place]):
                 return goes
+    fixed = [all(size.static for size in source[group.src0 : group.src1]) for group in (left, right)]
+    if fixed[0] != fixed[1]:
+        return fixed[1]
     changes = [group.out1 - group.out0 > 1 or group.src1 - group.src0 > 1 for group in (left, right)]
     return changes[0] or not changes[1]
 
@@ -171,6 +174,8 @@ def reshaped(operation: Operation) -> Sizes:
         old = tuple(size for size in sizes[group.src0 : group.src1] if size is not ONE)
         if not old:
             result += [ONE] * len(new)
+        elif (cut := old[0].cut) and cut[0] == old and [size.value for size in cut[1]] == list(new):
+            result += cut[1]
         elif len(new) == 1:
             result.append(old[0] if len(old) == 1 else Size(new[0], all(size.static for size in old), old))
         else:
@@ -186,11 +191,15 @@ def _split(new: Sequence[int], old: Sizes) -> list[Size]:
         return parts
     static = all(size.static for size in old)
     places = [index for index, length in enumerate(new) if length != 1] or [0]
-    if len(places) == 1 and len(old) == 1:  # ones come or go
-        return [old[0] if index == places[0] else ONE for index in range(len(new))]
-    # whether there is no picture and no frame that a 1 could stand for
-    nothing = static or len(old) == 1 and not any(map(_is_single, _primes(old[0])))
-    return [ONE if length == 1 and nothing else Size(length, static) for length in new]
+    if len(places) == 1:  # ones come or go, and the others are merged
+        merged = old[0] if len(old) == 1 else Size(new[places[0]], static, old)
+        return [merged if index == places[0] else ONE for index in range(len(new))]
+    nothing = not any(_is_single(prime) for size in old for prime in _primes(size))  # that a 1 could stand for
+    found = [ONE if length == 1 and nothing else Size(length, static) for length in new]
+    neighbours = tuple(size for size in found if size is not ONE)
+    for size in neighbours:
+        size.cut = neighbours, old
+    return found
 
 
 def _regrouped(new: Sequence[int], old: Sizes) -> list[Size]:
