@@ -8,7 +8,6 @@ from .index import UNIT, ZERO, Number, number
 from .traits import traits
 from .values import ONE, Operation, Size, Value
 
-LIKE_FIRST = sizes.ELEMENTWISE | sizes.CONVOLUTIONS
 Steps = tuple[Number, ...]
 SMALL_STEP = 4
 
@@ -86,17 +85,20 @@ class Layouts:
     def _fresh(self, value: Value) -> Steps:
         """Of memory without gaps, in whatever order its dimensions are.
 
-        A stride of a dimension of 1 says little. What works on elements lays its result out like its first argument.
+        A stride of a dimension of 1 says little. What works on elements lays its result out like its first argument,
+        and a convolution puts channels last where they are.
         """
         order = sorted(range(len(value.shape)), key=lambda d: (-value.stride[d], d))
         operation = value.origin
-        if 1 in value.shape and operation is not None and traits(operation.func).name in LIKE_FIRST:
+        name = traits(operation.func).name if operation is not None else ""
+        if 1 in value.shape and (name in sizes.ELEMENTWISE or name in sizes.CONVOLUTIONS):
             like = next((each for each in operation.inputs if _may_be_like(each, value)), None)
             steps = self._recorded(like) if like is not None else ()
             if steps and all(step.value or size is ONE for step, size in zip(steps, value.sizes, strict=True)):
                 guess = order_of(steps)
                 solid = [d for d in guess if value.shape[d] != 1]
-                if solid == [d for d in order if value.shape[d] != 1]:
+                known = name in sizes.ELEMENTWISE or guess == [0, *range(2, len(guess)), 1]
+                if known and solid == [d for d in order if value.shape[d] != 1]:
                     order = guess
         return _dense(value, order)
 
