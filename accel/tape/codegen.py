@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .group import is_copy
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
-from .layout import Layouts
+from .layout import Layouts, order_of
 from .lower import EVERYWHERE, FLOATS, Lowering, NoKernel, Term
 from .traits import traits
 from .values import ONE, Operation, Size, Value
@@ -103,12 +103,7 @@ def _width(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> int:
 
 def _loops(value: Value, layouts: Layouts, width: int, tile: str | None) -> _Loops:
     sizes, steps = value.sizes, layouts.of(value)
-    dims = [d for d in range(len(sizes)) if sizes[d] is not ONE]
-    strides = [steps[d].value for d in dims if sizes[d].value > 1]
-    if value.order is not None:
-        dims = [d for d in value.order if d in dims]
-    elif strides != sorted(strides, reverse=True):  # in the order of memory
-        dims.sort(key=lambda d: -steps[d].value if sizes[d].value > 1 else -math.inf)
+    dims = [d for d in order_of(steps) if sizes[d] is not ONE]
     index: list[Index] = [NOTHING] * len(sizes)
     kind = "row" if tile is None else "scalar"
     place, whole = _inner(dims, sizes, width)
@@ -163,11 +158,8 @@ def _lowered(
     outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts: Layouts, loops: _Loops
 ) -> tuple[Lowering, list[tuple[Term, str]]]:
     lowering = Lowering(layouts, inside, loops.column)
-    results = []
-    for value in outputs:
-        term = lowering.value(value, loops.index, EVERYWHERE)
-        results.append((term, lowering.text(lowering.offset(value, loops.index))))
-    return lowering, results
+    place = lowering.text(lowering.offset(outputs[0], loops.index), "o")  # all of them lie alike
+    return lowering, [(lowering.value(value, loops.index, EVERYWHERE), place) for value in outputs]
 
 
 def _tile(loops: _Loops, lowering: Lowering) -> str | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from . import pointwise, views
-from .layout import contiguous
+from .layout import Layouts
 from .lower import COPIES, FLOATS, MAX_JOINED, NORMS
 from .traits import traits
 from .values import Operation, Tape, Value
@@ -129,7 +129,7 @@ def wanted(group: Sequence[Operation], used_outside: set[Value]) -> tuple[list[V
     return list(stored), [operation for operation in group if id(operation) in after]
 
 
-def is_best_alone(operation: Operation) -> bool:
+def is_best_alone(operation: Operation, layouts: Layouts) -> bool:
     """Whether torch's own kernel does as well as one of ours that holds nothing else; it needs no compilation.
 
     torch reads memory in order fast. Broadcast or strided arguments it reads element by element, or copies first. One
@@ -140,9 +140,8 @@ def is_best_alone(operation: Operation) -> bool:
         return True
     tensors = [value for value in operation.inputs if value.scalar() is None]
     if len(tensors) == 1 and name not in NORMS:
-        strides = tensors[0].stride
-        return tensors[0].shape == output.shape and strides[-1:] == (1,) and list(strides) == sorted(strides)[::-1]
-    if any(value.stride != contiguous(value.shape) for value in tensors):
+        return tensors[0].shape == output.shape and layouts.has_rows(tensors[0])
+    if not all(map(layouts.is_straight, tensors)):
         return False
     if name in NORMS:
         return output.shape[-1] >= LONG_ROW

@@ -112,7 +112,7 @@ class Index:
     offsets: tuple[Number, ...] = ()
 
     def __add__(self, other: Index) -> Index:
-        return Index(_merged(self.terms + other.terms), _summed(self.offsets + other.offsets))
+        return _whole(Index(_merged(self.terms + other.terms), _summed(self.offsets + other.offsets)))
 
     def times(self, factor: Number) -> Index:
         """This, ``factor`` times."""
@@ -151,8 +151,7 @@ class Index:
         """Whether this is certainly less than ``bound``, judged in a way that holds for every size of the call."""
         if len(self.terms) == 1 and not self.offsets:
             coefficient, atom = self.terms[0]
-            extent = atom.extent
-            if coefficient == UNIT and extent is not None and extent.value == bound.value:
+            if coefficient == UNIT and atom.extent == bound:  # the same sizes, not sizes that are equal now
                 return True
         largest = 0
         for coefficient, atom in self.terms:
@@ -211,6 +210,18 @@ def _merged(terms: tuple[Term, ...]) -> tuple[Term, ...]:
             if found:
                 break
     return tuple(left)
+
+
+def _whole(index: Index) -> Index:
+    """A quotient and its remainder that lie as far apart as before the division become what was divided."""
+    divided = [(k, atom) for k, (_, atom) in enumerate(index.terms) if isinstance(atom, Quotient)]
+    for i, a in divided:
+        for j, b in divided:
+            (high, _), (low, _) = index.terms[i], index.terms[j]
+            if b.remainder and not a.remainder and (a.of, a.by) == (b.of, b.by) and high == low * a.by:
+                rest = tuple(term for k, term in enumerate(index.terms) if k not in (i, j))
+                return Index(rest, index.offsets) + a.of.times(low)
+    return index
 
 
 def _continues(high: Number, a: Atom, low: Number, b: Atom) -> bool:

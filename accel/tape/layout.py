@@ -1,11 +1,12 @@
 """How far apart neighbours lie in memory, as products of sizes: strides that hold at every size of the call."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
-from . import views
+from . import sizes, views
 from .index import UNIT, ZERO, Number, number
 from .traits import traits
-from .values import Operation, Size, Value
+from .values import ONE, Operation, Size, Value
 
 Steps = tuple[Number, ...]
 SMALL_STEP = 4
@@ -16,6 +17,7 @@ class Layouts:
 
     def __init__(self) -> None:
         self._known: dict[Value, Steps] = {}
+        self._moved: dict[Value, Steps] = {}
         self._starts: dict[tuple[Operation, int], Size] = {}
         self._tables: dict[tuple[Value, tuple[int, ...], tuple[int, ...]], Steps] = {}
         self._memory: dict[Value, tuple[Value, int]] = {}
@@ -26,14 +28,66 @@ class Layouts:
 
     def of(self, value: Value) -> Steps:
         """The stride of each dimension of ``value``, in elements."""
+        return self._moved.get(value) or self._recorded(value)
+
+    def adopt(self, part: Value, whole: Value) -> None:
+        """``part`` lies within the memory of ``whole``."""
+        self._moved[part] = self.of(whole)
+
+    def straighten(self, value: Value) -> None:
+        """``value`` will be stored in the order of its dimensions."""
+        self._recorded(value)  # others are laid out like it
+        value.stride = contiguous(value.shape)
+        self._moved[value] = _dense(value, range(len(value.shape)))
+
+    def follow(self, value: Value, other: Value) -> None:
+        """``value`` is stored as ``other`` is, which has its form."""
+        if other in self._moved:
+            self.straighten(value)
+
+    def is_straight(self, value: Value) -> bool:
+        """Whether ``value`` lies in the order of its dimensions without gaps, at every size of the call."""
+        if value.is_constant:
+            return value.stride == contiguous(value.shape)
+        wanted = _dense(value, range(len(value.shape)))
+        return all(
+            size is ONE or step == other for size, step, other in zip(value.sizes, self.of(value), wanted, strict=True)
+        )
+
+    def has_rows(self, value: Value) -> bool:
+        """Whether neighbours along the last dimension are neighbours in memory, and rows in the order of dimensions."""
+        dims = [d for d in order_of(self.of(value)) if value.sizes[d] is not ONE]
+        return not dims or dims == sorted(dims) and self.of(value)[dims[-1]] == UNIT
+
+    def forget(self, value: Value) -> None:
+        """``value`` lies elsewhere from now on."""
+        self._known.pop(value, None)
+
+    def is_view_by_chance(self, operation: Operation) -> bool:
+        """Whether a reshape copies at other sizes of the call: what it merges only lies well where there is one."""
+        source = operation.inputs[0]
+        steps = self._recorded(source)
+        for group in views.aligned(operation):
+            dims = [d for d in range(group.src0, group.src1) if source.sizes[d] is not ONE]
+            for outer, inner in pairwise(dims):
+                if 1 in (source.shape[outer], source.shape[inner]):
+                    if steps[outer] != steps[inner] * number(source.sizes[inner]):
+                        return True
+        return False
+
+    def _recorded(self, value: Value) -> Steps:
+        """The strides that ``value`` had when it was recorded."""
         steps = self._known.get(value)
         if steps is None:
             found = self._view(value) if value.base is not None and value.origin is not None else None
             if value.is_constant:  # parts of one table, alike: the same arguments
                 part = value.root, value.shape, value.stride
-                steps = self._known[value] = self._tables.setdefault(part, _of_constant(value))
+                steps = self._tables.setdefault(part, _of_constant(value))
+            elif value.origin is not None and value.origin.writes is not None:
+                steps = _checked(value, self._recorded(value.origin.writes))
             else:
-                steps = self._known[value] = _checked(value, found or _fresh(value))
+                steps = _checked(value, found or self._fresh(value))
+            self._known[value] = steps
         return steps
 
     def memory(self, value: Value) -> tuple[Value, int]:
@@ -47,20 +101,32 @@ class Layouts:
             found = self._memory[value] = _neighbour(value, self.of) or (value, 0)
         return found
 
-    def adopt(self, part: Value, whole: Value) -> None:
-        """``part`` lies within the memory of ``whole``."""
-        self._known[part] = self.of(whole)
+    def _fresh(self, value: Value) -> Steps:
+        """Of memory without gaps, in whatever order its dimensions are.
 
-    def forget(self, value: Value) -> None:
-        """``value`` will be stored in another layout."""
-        self._known.pop(value, None)
+        A stride of a dimension of 1 says little. What works on elements lays its result out like its first argument,
+        and a convolution puts channels last where they are.
+        """
+        order = sorted(range(len(value.shape)), key=lambda d: (-value.stride[d], d))
+        operation = value.origin
+        name = traits(operation.func).name if operation is not None and not operation.opaque else ""
+        if 1 in value.shape and (name in sizes.ELEMENTWISE or name in sizes.CONVOLUTIONS):
+            like = next((each for each in operation.inputs if _may_be_like(each, value)), None)
+            steps = self._recorded(like) if like is not None else ()
+            if steps and all(step.value or size is ONE for step, size in zip(steps, value.sizes, strict=True)):
+                guess = order_of(steps)
+                solid = [d for d in guess if value.shape[d] != 1]
+                known = name in sizes.ELEMENTWISE or guess == [0, *range(2, len(guess)), 1]
+                if known and solid == [d for d in order if value.shape[d] != 1]:
+                    order = guess
+        return _dense(value, value.order or order)
 
     def _view(self, value: Value) -> Steps | None:
         operation = value.origin
         if operation.opaque or not operation.inputs or operation.writes is not None:
             return None
         source = operation.inputs[0]
-        steps, name, rank = self.of(source), traits(operation.func).name, len(source.shape)
+        steps, name, rank = self._recorded(source), traits(operation.func).name, len(source.shape)
         if (order := views.permutation(operation, rank)) is not None:
             return tuple(steps[d] for d in order)
         if name in ("slice", "narrow", "chunk", "split", "split_with_sizes", "tensor_split"):
@@ -69,25 +135,25 @@ class Layouts:
         if name == "unsqueeze":
             dim = operation.args[1] % (rank + 1)
             return (*steps[:dim], ZERO, *steps[dim:])
-        if name in ("select", "unbind", "squeeze") and len(value.shape) == rank - 1 and len(operation.args) > 1:
-            dim = operation.args[1] % rank
+        if name in ("select", "unbind", "squeeze") and len(value.shape) == rank - 1:
+            if name == "squeeze" and (len(operation.args) < 2 or not isinstance(operation.args[1], int)):
+                return None
+            dim = views.dimension(operation, 1, rank)
             return (*steps[:dim], *steps[dim + 1 :])
-        if name == "unbind":
-            return steps[1:]
         if name in ("expand", "expand_as"):
             new = len(value.shape) - rank
             kept = (ZERO if n != m else s for n, m, s in zip(source.shape, value.shape[new:], steps, strict=True))
             return (*([ZERO] * new), *kept)
         if name in views.RESHAPES:
-            return self._reshaped(value, source, steps)
+            return self._reshaped(operation, steps)
         return steps if name in views.SAME else None
 
-    def _reshaped(self, value: Value, source: Value, steps: Steps) -> Steps:
+    def _reshaped(self, operation: Operation, steps: Steps) -> Steps:
         found: list[Number] = []
-        for group in views.groups(value.shape, source.shape):
-            inner = steps[group.src1 - 1] if group.src1 > group.src0 else ZERO
-            solid = [d for d in range(group.src0, group.src1) if source.shape[d] != 1]
-            inner = steps[solid[-1]] if solid else inner
+        source, value = operation.inputs[0], operation.outputs[0]
+        for group in views.aligned(operation):
+            solid = [d for d in range(group.src0, group.src1) if source.sizes[d] is not ONE]
+            inner = steps[solid[-1]] if solid else ZERO
             run: list[Number] = []
             for d in reversed(range(group.out0, group.out1)):
                 run.insert(0, inner)
@@ -96,19 +162,23 @@ class Layouts:
         return tuple(found)
 
 
-def _fresh(value: Value) -> Steps:
-    """Of memory without gaps, in whatever order its dimensions are."""
-    shape, stride = value.shape, value.stride
-    solid = sorted((d for d in range(len(shape)) if shape[d] != 1), key=lambda d: (-stride[d], d))
-    order, rest = [], list(solid)
-    for d in range(len(shape)):  # a dimension of 1 lies where it stands among the others
-        if shape[d] == 1:
-            order.append(d)
-        elif rest:
-            order.append(rest.pop(0))
-    steps: list[Number] = [ZERO] * len(shape)
+def _may_be_like(argument: Value, result: Value) -> bool:
+    """Whether a result may be laid out like this argument: of its form, if for other channels and sides."""
+    if argument.is_constant or len(argument.shape) != len(result.shape):
+        return False
+    return argument.shape == result.shape or traits(result.origin.func).name in sizes.CONVOLUTIONS
+
+
+def order_of(steps: Steps) -> list[int]:
+    """The dimensions from the outermost on, which is the same where some of them are 1."""
+    return sorted(range(len(steps)), key=lambda d: (-steps[d].value, -len(steps[d].sizes), d))
+
+
+def _dense(value: Value, order: Sequence[int]) -> Steps:
+    """Of memory without gaps whose dimensions lie in this order."""
+    steps: list[Number] = [ZERO] * len(value.shape)
     step = UNIT
-    for d in reversed(value.order or order):
+    for d in reversed(order):
         steps[d] = step
         step *= number(value.sizes[d])
     return tuple(steps)
@@ -139,9 +209,15 @@ def _checked(value: Value, steps: Sequence[Number]) -> Steps:
     if not value.numel:
         return tuple(steps)
     return tuple(
-        step if n == 1 or step.value == stride else Number(1, (Size(stride),)) if stride else ZERO
+        step if n == 1 or step.value == stride else _named(step, stride)
         for step, stride, n in zip(steps, value.stride, value.shape, strict=True)
     )
+
+
+def _named(step: Number, stride: int) -> Number:
+    """A stride as an argument, but for the factor of ``step``, which lets a kernel read several numbers at once."""
+    factor = step.factor if step.factor and stride % step.factor == 0 else 1
+    return Number(factor, (Size(stride // factor),)) if stride else ZERO
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:

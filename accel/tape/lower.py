@@ -68,6 +68,7 @@ class Lowering:
         self.pairs = False  # whether neighbours are read together, so that ``cc`` counts them
         self._layouts, self._inside, self._column = layouts, inside, column
         self._memo: dict[Any, Any] = {}
+        self._names: dict[tuple[str, tuple[Size, ...]], int] = {}
         self._count = 0
 
     # Values -------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class Lowering:
         source, args = operation.inputs[0], operation.args
         rank, places = len(source.shape), list(index)
         if name in views.RESHAPES:
-            return self._reshaped(value, source, index)
+            return self._reshaped(operation, index)
         if (order := views.permutation(operation, rank)) is not None:
             turned = [NOTHING] * rank
             for place, d in zip(places, order, strict=True):
@@ -201,7 +202,8 @@ class Lowering:
                     places.insert(d, NOTHING)
         elif name in ("select", "unbind"):
             d = views.dimension(operation, 1, rank)
-            places.insert(d, self._start(operation, source.sizes[d], views.start(operation, value)))
+            start, size = views.start(operation, value), source.sizes[d]
+            places.insert(d, self._start(operation, size, start) if start or size.static else self._first(operation))
         elif name in ("slice", "narrow"):
             d = views.dimension(operation, 1, rank)
             if name == "slice" and len(args) > 4 and args[4] != 1:
@@ -221,6 +223,10 @@ class Lowering:
             raise NoKernel(f"a view by {name}")
         return tuple(places)
 
+    def _first(self, operation: Operation) -> Index:
+        """The first of several pictures, read like the others."""
+        return at(Number(1, (self._layouts.start(operation, 0),)))
+
     def _start(self, operation: Operation, size: Size, start: int) -> Index:
         """A place along a dimension; one that may depend on the call is an argument."""
         if views.is_table_part(operation):
@@ -229,9 +235,10 @@ class Lowering:
             return NOTHING
         return at(Number(start) if size.static else Number(1, (self._layouts.start(operation, start),)))
 
-    def _reshaped(self, value: Value, source: Value, index: Indices) -> Indices:
+    def _reshaped(self, operation: Operation, index: Indices) -> Indices:
         found: list[Index] = []
-        for group in views.groups(value.shape, source.shape):
+        source, value = operation.inputs[0], operation.outputs[0]
+        for group in views.aligned(operation):
             outs, sources = range(group.out0, group.out1), range(group.src0, group.src1)
             if len(outs) == len(sources) == 1:
                 found.append(index[group.out0])
@@ -405,7 +412,7 @@ class Lowering:
             return self._memo[key]
         axes = self.axes(place)
         wanted = axes | mask.axes
-        text = self.text(place)
+        text = self.text(place, f"p{number_}")
         for axis in sorted(wanted - axes):
             text += f" + {axis} * 0"
         self._memo[key] = term = self._let(f"tl.load(p{number_} + ({text}){_where(wanted, mask)}){convert}", wanted)
@@ -442,9 +449,9 @@ class Lowering:
         kinds = {axis.kind for axis in place.axes()}
         return frozenset(name for name, kind in (("r", "row"), ("c", "column")) if kind in kinds)
 
-    def text(self, place: Index) -> str:
-        """The index as Triton."""
-        terms = [self._times(self._atom(atom), coefficient) for coefficient, atom in place.terms]
+    def text(self, place: Index, owner: str = "") -> str:
+        """The index as Triton. owner: whose strides these are; two tensors share none, as they may differ elsewhere."""
+        terms = [self._times(self._atom(atom), coefficient, owner) for coefficient, atom in place.terms]
         terms += [self.named(offset) for offset in place.offsets]
         return " + ".join(terms) or "0"
 
@@ -457,14 +464,15 @@ class Lowering:
         whole = atom.mod == 0 or (size.static and atom.div * atom.mod >= size.value)
         return text if whole else f"({text} % {atom.mod})"
 
-    def _times(self, text: str, coefficient: Number) -> str:
-        return text if coefficient == UNIT else f"{text} * {self.named(coefficient)}"
+    def _times(self, text: str, coefficient: Number, owner: str) -> str:
+        return text if coefficient == UNIT else f"{text} * {self.named(coefficient, owner)}"
 
-    def named(self, value: Number) -> str:
+    def named(self, value: Number, owner: str = "") -> str:
         """A number in the source: its static factor written out, its sizes an argument."""
         if value.static:
             return str(value.factor)
-        if value.sizes not in self.integers:
+        place = self._names.setdefault((owner, value.sizes), len(self.integers))
+        if place == len(self.integers):
             self.integers.append(value.sizes)
-        name = f"n{self.integers.index(value.sizes)}"
+        name = f"n{place}"
         return name if value.factor == 1 else f"({name} * {value.factor})"

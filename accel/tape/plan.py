@@ -6,10 +6,11 @@ from functools import partial
 
 import torch
 
-from . import group, repeats, sizes, views
+from . import group, repeats, singles, sizes, views
 from .group import FUSE, Group
+from .index import number
 from .kernels import ALIGNED, Launch
-from .layout import Layouts, contiguous
+from .layout import Layouts
 from .lower import NoKernel
 from .structure import planned
 from .traits import aten, traits
@@ -43,6 +44,8 @@ class Plan:
         self._wrong = wrong
         sizes.annotate(tape)
         self._layouts, self._repeats = Layouts(), repeats.Repeats()
+        if fuse:
+            singles.copy_what_others_copy(tape, self._layouts)
         self._users: Users = {}
         for operation in tape.operations:
             for value in operation.inputs:
@@ -103,7 +106,7 @@ class Plan:
 
     def _kernels(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
         fused = [operation for operation in members if operation.kind == FUSE]
-        if len(fused) == 1 and group.is_best_alone(fused[0]):
+        if len(fused) == 1 and group.is_best_alone(fused[0], self._layouts):
             raise NoKernel(ALONE)
         if len(fused) <= len(stored) and all(map(group.is_copy, fused)):  # with one picture they copy nothing
             raise NoKernel(ALONE)
@@ -112,16 +115,17 @@ class Plan:
         left = list(stored)
         before = self._once(left, inside)
         for value in left:
-            if value not in self._viewed and value.stride != contiguous(value.shape):
-                value.stride = contiguous(value.shape)
-                self._layouts.forget(value)
+            if value not in self._viewed:
+                self._layouts.straighten(value)
             if self._joins(value, inside):
                 parts = self._in_place(value, inside, before)
             else:
                 parts = [value]
             for part in parts:
-                loose = tuple(size.static for size in part.sizes)  # equal by chance: only at this size one kernel
-                by_form.setdefault((part.shape, part.stride, part.base, loose), []).append(part)
+                form = tuple(
+                    size.static or size.first for size in part.sizes
+                )  # not equal by chance, at this size alone
+                by_form.setdefault((part.shape, part.stride, part.base, form), []).append(part)
         return [*before, *(planned(outputs, inside, self._layouts) for outputs in by_form.values())]
 
     def _once(self, stored: list[Value], inside: dict[Value, Operation]) -> Steps:
@@ -155,10 +159,13 @@ class Plan:
         if any(user in inside.values() for user in self._users.get(value, ()) if user is not None):
             return False
         dim = views.dimension(operation, 1, len(value.shape))
-        starts = [0]
-        for part in operation.args[0][:-1]:
-            starts.append(starts[-1] + part.shape[dim] * value.stride[dim] * value.dtype.itemsize)
-        return all(start % ALIGNED == 0 for start in starts) and all(part.numel for part in operation.args[0])
+        step, start = self._layouts.of(value)[dim], 0
+        for part in operation.args[0][:-1]:  # aligned whatever the sizes of the call are
+            length = number(part.sizes[dim]) * step
+            start += length.factor * value.dtype.itemsize
+            if start % ALIGNED or not length.static and length.factor * value.dtype.itemsize % ALIGNED:
+                return False
+        return all(part.numel for part in operation.args[0])
 
     def _in_place(self, value: Value, inside: dict[Value, Operation], before: Steps) -> list[Value]:
         """The parts of a join, each as a place in the join's memory, which is made first."""

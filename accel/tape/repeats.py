@@ -11,7 +11,7 @@ from typing import Any
 
 from .kernels import Launch
 from .layout import Layouts
-from .values import ONE, Operation, Value, replaced
+from .values import ONE, Operation, Size, Value, replaced
 
 Steps = list[Operation | Launch]
 
@@ -52,6 +52,7 @@ def form_of(members: Sequence[Operation], stored: Sequence[Value], viewed: set[V
     """The form of a group. viewed: values whose strides must stay."""
     values: dict[Value, int] = {}
     forms: list[tuple] = []
+    same: dict[Size, int] = {}  # sizes of the call that are equal at every size
 
     def place(value: Value) -> int:
         found = values.get(value)
@@ -61,7 +62,7 @@ def form_of(members: Sequence[Operation], stored: Sequence[Value], viewed: set[V
             if value.base is not None:
                 memory, start = layouts.memory(value)
                 at = start, found if memory is value else place(memory)
-            sizes = tuple([-1 if size is ONE else size.static for size in value.sizes])
+            sizes = tuple([_kind(size, same) for size in value.sizes])
             form = value.dtype, value.shape, value.stride, value.order, sizes, type(value.leaf), value.scalar(), at
             forms.append((*form, value in viewed))
         return found
@@ -85,14 +86,18 @@ def form_of(members: Sequence[Operation], stored: Sequence[Value], viewed: set[V
     return Form(key, list(values), numbers)
 
 
+def _kind(size: Size, same: dict[Size, int]) -> int:
+    """Whether a size is of the model, or which of the call's it is."""
+    if size.static:
+        return -1 if size is ONE else -2
+    return same.setdefault(size.first, len(same))
+
+
 def again(planned: "_Planned", form: Form, layouts: Layouts) -> tuple[Steps, dict[Value, Value]]:
     """(the steps of an earlier group on the values of another one of its form, its parts)."""
     mine = dict(zip(planned.form.values, form.values, strict=True))
     for number in form.stored:  # planning may have chosen other strides
-        old, new = planned.form.values[number], form.values[number]
-        if new.stride != old.stride:
-            new.stride = old.stride
-            layouts.forget(new)
+        layouts.follow(form.values[number], planned.form.values[number])
 
     def own(value: Value | None) -> Value | None:
         if value is not None and value not in mine:  # planning made it

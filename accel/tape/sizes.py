@@ -10,6 +10,11 @@ from . import views
 from .traits import ATTENTIONS, traits
 from .values import ONE, Constant, Input, Operation, Size, Sizes, Tape, Value, Weight
 
+ELEMENTWISE = frozenset(
+    "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu sigmoid "
+    "tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge".split()
+)
+CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution".split())
 SMALL = 4  # the last sizes of a constant up to this are of the model: the 2x2 of a rotary table, not a batch
 
 
@@ -39,6 +44,8 @@ def of_leaf(value: Value) -> Sizes:
 
 
 def _of(operation: Operation, output: Value) -> Sizes:
+    if operation.writes is not None and operation.writes.shape == output.shape:
+        return operation.writes.sizes
     if operation.opaque:
         rule = getattr(operation.func, "sizes", None)  # of an operation that a rule put there
     else:
@@ -54,8 +61,7 @@ def _same(operation: Operation, output: Value) -> Sizes:
 
 
 def _reshape(operation: Operation, output: Value) -> Sizes:
-    source = operation.inputs[0]
-    return views.reshaped(output.shape, source.shape, source.sizes)
+    return views.reshaped(operation)
 
 
 def _permute(operation: Operation, output: Value) -> Sizes | None:
@@ -86,31 +92,55 @@ def _part(operation: Operation, output: Value) -> Sizes:
     source = operation.inputs[0]
     table = views.is_table(source)
     return tuple(
-        size if size.value == n else Size(n, size.static and not table)
+        size if size.value == n else _piece(operation, size, n) or Size(n, size.static and not table)
         for size, n in zip(source.sizes, output.shape, strict=True)
     )
+
+
+def _piece(operation: Operation, size: Size, length: int) -> Size | None:
+    """One of the sizes that were joined to ``size``, if a slice takes just that."""
+    if not size.joined or traits(operation.func).name not in ("slice", "narrow"):
+        return None
+    start = views.start(operation, operation.outputs[0])
+    pieces = list(size.joined)
+    while pieces:
+        piece = pieces.pop(0)
+        if start == 0 and piece.value == length:
+            return piece
+        if start < piece.value:
+            pieces[:0] = piece.joined
+            if not piece.joined:
+                return None
+        else:
+            start -= piece.value
+    return None
 
 
 def _expand(operation: Operation, output: Value) -> Sizes:
     sizes = operation.inputs[0].sizes
     new = len(output.shape) - len(sizes)
-    kept = [Size(n) if s is ONE else s for s, n in zip(sizes, output.shape[new:], strict=True)]
+    kept = [s if s.value == n and s is not ONE else Size(n) for s, n in zip(sizes, output.shape[new:], strict=True)]
     return tuple([Size(n) for n in output.shape[:new]] + kept)
 
 
-def broadcast(inputs: list[Value], rank: int) -> Sizes:
-    """The sizes of an element-wise result: of those that are no 1, one that belongs to the model counts first."""
+def broadcast(inputs: list[Value], rank: int, apart: int = -1) -> Sizes:
+    """The sizes of an element-wise result: of those that are no 1, one that belongs to the model counts first.
+
+    apart: a dimension whose sizes have nothing to do with each other.
+    """
     parts = [value.sizes for value in inputs if value.sizes]
     if len(parts) == 1 and len(parts[0]) == rank:
         return parts[0]
     result: list[Size] = []
-    for d in range(-rank, 0):
-        found = [sizes[d] for sizes in parts if len(sizes) >= -d]
+    for d in range(rank):
+        found = [sizes[d - rank] for sizes in parts if len(sizes) >= rank - d]
         longest = max((size.value for size in found), default=1)
         fitting = [size for size in found if size.value == longest]
         static = next((size for size in fitting if size.static and size is not ONE), None)
-        loose = next((size for size in fitting if not size.static), None)
-        result.append(static or loose or ONE)
+        loose = [size for size in fitting if not size.static]
+        for size in loose[1:] if d != apart else ():
+            loose[0].meet(size)
+        result.append(static or (loose[0] if loose else ONE))
     return tuple(result)
 
 
@@ -121,6 +151,11 @@ def _pointwise(operation: Operation, output: Value) -> Sizes:
 def linear(operation: Operation, output: Value) -> Sizes:
     x, weight = operation.args[:2]
     return (*x.sizes[:-1], weight.sizes[0])
+
+
+def _outer(operation: Operation, output: Value) -> Sizes:
+    a, b = operation.args[:2]
+    return a.sizes[0], b.sizes[0]
 
 
 def _matmul(operation: Operation, output: Value) -> Sizes | None:
@@ -140,25 +175,45 @@ def _convolution(operation: Operation, output: Value) -> Sizes:
     return (x.sizes[0], weight.sizes[0], *(Size(n) for n in output.shape[2:]))
 
 
+def _resampled(operation: Operation, output: Value) -> Sizes | None:
+    """Pictures or videos of other sides, and of as many channels."""
+    x = operation.inputs[0]
+    return (*x.sizes[:2], *(Size(n) for n in output.shape[2:])) if len(x.shape) == len(output.shape) else None
+
+
+def _shuffled(operation: Operation, output: Value) -> Sizes:
+    return (*operation.inputs[0].sizes[:-3], *(Size(n) for n in output.shape[-3:]))
+
+
+def _padded(operation: Operation, output: Value) -> Sizes:
+    kept = len(output.shape) - len(operation.args[1]) // 2
+    return (*operation.inputs[0].sizes[:kept], *(Size(n) for n in output.shape[kept:]))
+
+
 def _joined(operation: Operation, output: Value) -> Sizes:
     parts = operation.args[0]
     dim = views.dimension(operation, 1, len(output.shape))
-    sizes = list(broadcast(parts, len(output.shape)))
-    sizes[dim] = Size(output.shape[dim], all(part.sizes[dim].static for part in parts))
+    sizes = list(broadcast(parts, len(output.shape), dim))
+    lengths = tuple(part.sizes[dim] for part in parts)
+    sizes[dim] = Size(output.shape[dim], all(size.static for size in lengths), joined=lengths)
     return tuple(sizes)
 
 
 def _stacked(operation: Operation, output: Value) -> Sizes:
     sizes = list(broadcast(operation.args[0], len(output.shape) - 1))
-    sizes.insert(views.dimension(operation, 1, len(output.shape)), Size(output.shape[-1], static=True))
-    return tuple(size if size.value == n else Size(n, static=True) for size, n in zip(sizes, output.shape, strict=True))
+    dim = views.dimension(operation, 1, len(output.shape))
+    sizes.insert(dim, Size(output.shape[dim], static=dim > 0))  # along the first as many as pictures
+    return tuple(sizes)
 
 
 def _reduced(operation: Operation, output: Value) -> Sizes | None:
-    source = operation.inputs[0]
-    if len(source.shape) != len(output.shape):
-        return None
-    return tuple(s if s.value == n else ONE for s, n in zip(source.sizes, output.shape, strict=True))
+    source, rank = operation.inputs[0], len(operation.inputs[0].shape)
+    place = 2 if "norm" in traits(operation.func).name else 1  # behind which norm it is
+    given = operation.args[place] if len(operation.args) > place else operation.kwargs.get("dim")
+    dims = {d % rank for d in ((given,) if isinstance(given, int) else given or range(rank))}
+    if len(output.shape) == rank:
+        return tuple(ONE if d in dims else size for d, size in enumerate(source.sizes))
+    return tuple(size for d, size in enumerate(source.sizes) if d not in dims)
 
 
 def _repeated(operation: Operation, output: Value) -> Sizes | None:
@@ -185,23 +240,26 @@ def _table() -> dict[str, Rule]:
         ("linear", linear),
         ("matmul mm bmm", _matmul),
         (" ".join(ATTENTIONS), attention),
-        ("conv1d conv2d conv3d convolution", _convolution),
+        ("outer ger", _outer),
+        (" ".join(CONVOLUTIONS), _convolution),
         ("cat concat concatenate", _joined),
         ("stack", _stacked),
-        ("mean sum amax var", _reduced),
+        ("mean sum amax var norm linalg_vector_norm", _reduced),
         ("repeat repeat_interleave", _repeated),
+        ("pixel_shuffle pixel_unshuffle", _shuffled),
+        ("pad constant_pad_nd", _padded),
+        (
+            "avg_pool2d avg_pool3d max_pool2d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
+            "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d",
+            _resampled,
+        ),
         (
             "layer_norm rms_norm softmax _softmax group_norm copy_ fill_ zero_ cumsum flip roll native_layer_norm "
             + " ".join(views.SAME),
             _same,
         ),
         (" ".join(views.RESHAPES), _reshape),
-        (
-            "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu "
-            "sigmoid tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill "
-            "eq ne lt gt le ge",
-            _pointwise,
-        ),
+        (" ".join(ELEMENTWISE), _pointwise),
     ):
         rules |= dict.fromkeys(names.split(), rule)
     return rules

@@ -78,19 +78,20 @@ class _Structure:
         inputs = tuple(self._value(value) for value in operation.inputs)
         rest: Any
         if name in views.RESHAPES:
-            rest = tuple(views.groups(operation.outputs[0].shape, operation.inputs[0].shape))
+            rest = tuple(views.aligned(operation))
         elif name in SHAPES_IN_RESULT:
             rest = ()
         elif name in ("slice", "narrow", "select", "unbind"):
             source_ = operation.inputs[0]
             dim = views.dimension(operation, 1, len(source_.shape))
             starts = [views.start(operation, value) for value in operation.outputs]
-            static, table = source_.sizes[dim].static, views.is_table_part(operation)
+            table, one = views.is_table_part(operation), name in ("select", "unbind")
+            fixed = source_.sizes[dim].static and not table
             rest = (
                 dim,
                 table,
                 [
-                    start if not table and (static or not start) else self._size(self._layouts.start(operation, start))
+                    start if fixed or not (start or one or table) else self._size(self._layouts.start(operation, start))
                     for start in starts
                 ],
                 operation.args[4:],

@@ -17,13 +17,32 @@ class Size:
     """The length of one dimension of one value.
 
     static: it belongs to the model (channels, heads) and is the same at every size of the input. parts: the dimensions
-    that were merged into this one, so that a later split finds them again.
+    that were merged into this one, so that a later split finds them again. joined: those that were put one behind the
+    other, so that a later slice does. cut: (it and its neighbours, the sizes that they were cut from), so that a later
+    reshape back does.
     """
 
-    __slots__ = ("value", "static", "parts")
+    __slots__ = ("value", "static", "parts", "joined", "cut", "_same")
 
-    def __init__(self, value: int, static: bool = False, parts: tuple["Size", ...] = ()) -> None:
-        self.value, self.static, self.parts = value, static, parts
+    def __init__(
+        self, value: int, static: bool = False, parts: tuple["Size", ...] = (), joined: tuple["Size", ...] = ()
+    ) -> None:
+        self.value, self.static, self.parts, self.joined = value, static, parts, joined
+        self.cut: tuple[Sizes, Sizes] | None = None
+        self._same: Size | None = None
+
+    @property
+    def first(self) -> "Size":
+        """One for all sizes that have met: they are equal at every size of the call."""
+        size = self
+        while size._same is not None:
+            size = size._same
+        return size
+
+    def meet(self, other: "Size") -> None:
+        """Two sizes belong to the same dimension of one result."""
+        if self.first is not other.first:
+            other.first._same = self.first
 
     def __repr__(self) -> str:
         return f"{self.value}{'' if self.static else '?'}"
@@ -111,7 +130,7 @@ class Operation:
     """One recorded call. In ``args`` and ``kwargs`` values stand for tensors.
 
     kind: how the program may run it, see ``group.classify``. writes: the value whose memory an in-place operation
-    changes (its output is that memory afterwards).
+    changes (its output is that memory afterwards). runs: which dimensions of a reshape hold the same elements.
     """
 
     func: Callable[..., Any]
@@ -122,6 +141,7 @@ class Operation:
     writes: Value | None = None
     opaque: bool = False  # a Python function, called as it is
     kind: str = ""
+    runs: Any = None
 
     def __repr__(self) -> str:
         return f"{self.outputs} = {self.func}({self.args}, {self.kwargs})"

@@ -3,13 +3,14 @@
 ``groups`` is the one place that aligns two shapes; sizes and index expressions both follow it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from .traits import traits
 from .values import ONE, Operation, Size, Sizes, Value, Weight
 
-RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten view_as reshape_as ravel".split())
+RESHAPES = frozenset("view reshape _reshape_copy _unsafe_view flatten unflatten view_as reshape_as ravel".split())
 SAME = frozenset(
     "alias detach clone contiguous to _to_copy float type_as dropout lift_fresh detach_ view_as_same".split()
 )
@@ -24,27 +25,109 @@ class Group(NamedTuple):
     src1: int
 
 
-def groups(out: Sequence[int], source: Sequence[int]) -> list[Group]:
+def aligned(operation: Operation) -> list[Group]:
+    """Which dimensions of a reshape's result and source hold the same elements."""
+    if operation.runs is None:
+        name, args, kwargs = traits(operation.func).name, operation.args, operation.kwargs
+        out, source = operation.outputs[0].shape, operation.inputs[0].sizes
+        if name == "flatten" and source:  # says itself what it merges
+            start = (args[1] if len(args) > 1 else kwargs.get("start_dim", 0)) % len(source)
+            end = (args[2] if len(args) > 2 else kwargs.get("end_dim", -1)) % len(source)
+            operation.runs = [Group(d, d + 1, d, d + 1) for d in range(start)]
+            operation.runs.append(Group(start, start + 1, start, end + 1))
+            more = end - start
+            operation.runs += [Group(d - more, d - more + 1, d, d + 1) for d in range(end + 1, len(source))]
+        elif name == "unflatten":
+            dim = dimension(operation, 1, len(source))
+            more = len(out) - len(source)
+            operation.runs = [Group(d, d + 1, d, d + 1) for d in range(dim)]
+            operation.runs.append(Group(dim, dim + more + 1, dim, dim + 1))
+            operation.runs += [Group(d + more, d + more + 1, d, d + 1) for d in range(dim + 1, len(source))]
+        else:
+            operation.runs = groups(out, source)
+    return operation.runs
+
+
+def groups(out: Sequence[int], source: Sizes) -> list[Group]:
     """The smallest runs of dimensions with equal products, from left to right.
 
-    A size of 1 goes with what stands beside it, so that one row and two rows are cut alike.
+    A 1 of the call (one picture, one frame) goes where it would go if it were more, so that one and several are cut
+    alike. Its value does not say where: ``_goes_left`` guesses from what stands beside it.
     """
+    runs = _runs(out, source)
     found: list[Group] = []
     o = s = 0
-    while o < len(out) or s < len(source):
-        o1, s1 = o + (o < len(out)), s + (s < len(source))
-        left = out[o] if o1 > o else 1
-        right = source[s] if s1 > s else 1
+    for run in [*runs, Group(len(out), len(out), len(source), len(source))]:
+        alike = run.out0 - o == run.src0 - s
+        while o < run.out0 and any(alike or _is_single(size) for size in source[s : run.src0]):  # one with one
+            s1 = s + 1
+            while not alike and s1 < run.src0 and not _is_single(source[s1 - 1]):
+                s1 += 1
+            found.append(Group(o, o + 1, s, s1))
+            o, s = o + 1, s1
+        right = run if run.out1 > run.out0 or run.src1 > run.src0 else None
+        if (o < run.out0 or s < run.src0) and found and (right is None or _goes_left(found[-1], right, out, source, s)):
+            found[-1] = found[-1]._replace(out1=run.out0, src1=run.src0)
+        elif right is not None:
+            right = right._replace(out0=o, src0=s)
+        elif o < run.out0 or s < run.src0:
+            found.append(Group(o, run.out0, s, run.src0))
+        if right is not None:
+            found.append(right)
+        o, s = run.out1, run.src1
+    return found
+
+
+def _runs(out: Sequence[int], source: Sizes) -> list[Group]:
+    """The smallest runs that begin and end with a size that is not 1."""
+    found: list[Group] = []
+    o = s = 0
+    while True:
+        while o < len(out) and out[o] == 1:
+            o += 1
+        while s < len(source) and source[s].value == 1:
+            s += 1
+        if o == len(out) or s == len(source):
+            return found
+        o1, s1 = o + 1, s + 1
+        left, right = out[o], source[s].value
         while left != right:
             if left < right:
                 left *= out[o1]
                 o1 += 1
             else:
-                right *= source[s1]
+                right *= source[s1].value
                 s1 += 1
         found.append(Group(o, o1, s, s1))
         o, s = o1, s1
-    return found
+
+
+def _is_single(size: Size) -> bool:
+    """Whether this is one of something that may be more at another size of the call."""
+    return size.value == 1 and not size.static
+
+
+def _goes_left(left: Group, right: Group, out: Sequence[int], source: Sizes, s: int) -> bool:
+    """Whether ones between two runs belong to the first: what they were merged from says so, or what is merged there.
+
+    ``b t c h w -> (b t) c h w`` merges nothing else, ``b t h w c -> b (t h w) c`` does.
+    """
+    if s == right.src0:  # ones of the result: part of what was merged before?
+        for group, place, goes in ((left, -1, True), (right, 0, False)):
+            solid = [size for size in source[group.src0 : group.src1] if size.value != 1 or not size.static]
+            parts = _primes(solid[place]) if solid else ()
+            if len(parts) > 1 and _is_single(parts[place]):
+                return goes
+    fixed = [all(size.static for size in source[group.src0 : group.src1]) for group in (left, right)]
+    if fixed[0] != fixed[1]:
+        return fixed[1]
+    changes = [group.out1 - group.out0 > 1 or group.src1 - group.src0 > 1 for group in (left, right)]
+    return changes[0] or not changes[1]
+
+
+def _primes(size: Size) -> tuple[Size, ...]:
+    """What was merged into a size, and into that."""
+    return tuple(prime for part in size.parts for prime in _primes(part)) or (size,)
 
 
 def permutation(operation: Operation, rank: int) -> list[int] | None:
@@ -82,42 +165,59 @@ def pieces(operation: Operation, output: Value) -> int:
     return next(i for i, value in enumerate(operation.outputs) if value is output)
 
 
-def reshaped(out: Sequence[int], source: Sequence[int], sizes: Sizes) -> Sizes:
+def reshaped(operation: Operation) -> Sizes:
     """The sizes of a reshape's result."""
+    out, sizes = operation.outputs[0].shape, operation.inputs[0].sizes
     result: list[Size] = []
-    for group in groups(out, source):
-        old, new = sizes[group.src0 : group.src1], out[group.out0 : group.out1]
-        if len(old) == len(new) == 1:
-            result.append(old[0])
-        elif not old:
+    for group in aligned(operation):
+        new = out[group.out0 : group.out1]
+        old = tuple(size for size in sizes[group.src0 : group.src1] if size is not ONE)
+        if not old:
             result += [ONE] * len(new)
+        elif (cut := old[0].cut) and cut[0] == old and [size.value for size in cut[1]] == list(new):
+            result += cut[1]
         elif len(new) == 1:
-            solid = [size for size in old if size is not ONE]
-            result.append(solid[0] if len(solid) == 1 else Size(new[0], all(s.static for s in old), tuple(old)))
+            result.append(old[0] if len(old) == 1 else Size(new[0], all(size.static for size in old), old))
         else:
             result += _split(new, old)
     return tuple(result)
 
 
 def _split(new: Sequence[int], old: Sizes) -> list[Size]:
+    """Several sizes from the product of ``old``, of which none is ONE."""
     if [size.value for size in old] == list(new):
         return list(old)
-    solid = tuple(size for size in old if size is not ONE)
-    parts = solid[0].parts if len(solid) == 1 else ()
-    if tuple(part.value for part in parts) == tuple(new):
-        return list(parts)
+    if parts := _regrouped(new, old):
+        return parts
     static = all(size.static for size in old)
-    places = [index for index, length in enumerate(new) if length != 1]
-    if len(places) == 1 and solid:  # ones come or go, and the others are merged
-        merged = solid[0] if len(solid) == 1 else Size(new[places[0]], static, solid)
+    places = [index for index, length in enumerate(new) if length != 1] or [0]
+    if len(places) == 1:  # ones come or go, and the others are merged
+        merged = old[0] if len(old) == 1 else Size(new[places[0]], static, old)
         return [merged if index == places[0] else ONE for index in range(len(new))]
-    nothing = not any(map(_has_single, old))  # a 1 that no picture, frame or token stands for
-    return [ONE if length == 1 and nothing else Size(length, static) for length in new]
+    nothing = not any(_is_single(prime) for size in old for prime in _primes(size))  # that a 1 could stand for
+    found = [ONE if length == 1 and nothing else Size(length, static) for length in new]
+    neighbours = tuple(size for size in found if size is not ONE)
+    for size in neighbours:
+        size.cut = neighbours, old
+    return found
 
 
-def _has_single(size: Size) -> bool:
-    """Whether a size of the call that is 1 now is among those merged into ``size``."""
-    return size.value == 1 and not size.static or any(map(_has_single, size.parts))
+def _regrouped(new: Sequence[int], old: Sizes) -> list[Size]:
+    """What was merged before, in runs that fit the new sizes; [] if it does not."""
+    parts = [prime for size in old for prime in _primes(size)]
+    found: list[Size] = []
+    for left, length in zip(reversed(range(len(new))), new, strict=True):
+        run, value = parts[:1], math.prod(size.value for size in parts[:1])
+        while run and len(run) < len(parts) and value < length:
+            value *= parts[len(run)].value
+            run = parts[: len(run) + 1]
+        while run and len(parts) - len(run) > left and parts[len(run)].value == 1:  # more ones than places for them
+            run = parts[: len(run) + 1]
+        if not run or value != length:
+            return []
+        found.append(run[0] if len(run) == 1 else Size(length, all(size.static for size in run), tuple(run)))
+        del parts[: len(run)]
+    return [] if parts else found
 
 
 def start(operation: Operation, value: Value) -> int:
