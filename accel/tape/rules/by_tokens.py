@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import group, sizes
+from .. import pointwise, sizes, views
 from ..layout import contiguous
+from ..lower import COPIES, NORMS
 from ..traits import ATTENTIONS, traits
 from ..values import Operation, Tape, Value
 from .attention import OnAnother
@@ -32,7 +33,6 @@ def store_by_tokens(tape: Tape) -> str:
     """Attention whose queries are made for it alone, and whose result is only turned to [B, T, H, D]."""
     if not any(map(_is_attention, tape.operations)):
         return ""
-    sizes.annotate(tape)
     readers: dict[Value, list[Operation]] = {}
     for operation in tape.operations:
         for value in operation.inputs:
@@ -85,7 +85,17 @@ def _chain(value: Value, readers: dict[Value, list[Operation]]) -> list[Value]:
     alone = all(len(readers.get(each, ())) == 1 for each in found)
     alike = all(each.shape[:3] == value.shape[:3] and _is_contiguous(each) for each in found)
     made = value.base is None and value.leaf is None and value.origin is not None
-    return found if made and alone and alike and group.classify(value.origin) == group.FUSE else []
+    return found if made and alone and alike and _fuses(value.origin) else []
+
+
+def _fuses(operation: Operation) -> bool:
+    """Whether a kernel of ours will probably store the result. If torch does, attention's result is copied instead."""
+    if operation.opaque or operation.writes is not None:
+        return False
+    name, overload = traits(operation.func).name, operation.func._overloadname
+    if name in COPIES | NORMS | views.RESHAPES or name == "cat":
+        return True
+    return pointwise.simple(name, overload, operation.args, operation.kwargs) is not None
 
 
 def _is_contiguous(value: Value) -> bool:
