@@ -10,8 +10,8 @@ from . import group, repeats, sizes, views
 from .group import Group
 from .kernels import ALIGNED, Launch
 from .layout import Layouts, contiguous
-from .lower import NoKernel
 from .structure import planned
+from .terms import NoKernel
 from .traits import aten, traits
 from .values import ONE, Operation, Tape, Value
 
