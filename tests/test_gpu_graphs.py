@@ -45,8 +45,9 @@ def capture(cache, x, budget=1 << 40, owner=0, blow_up=1, run=forward, program=0
     """Runs and captures; the name of the graph."""
     inputs = {"x": x}
     name = Name(owner, shape_key(inputs), (program, blow_up))
-    out = run(inputs, blow_up)
+    out = run(inputs, blow_up).cpu()
     torch.cuda.empty_cache()  # or static tensors would lie in what the run has left, and keep it from going
+    out = out.to(x.device)
     cache.capture(name, Recording(lambda t: run(t, blow_up), inputs, 0, (), out, verify), budget)
     return name
 

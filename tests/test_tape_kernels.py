@@ -176,3 +176,51 @@ def test_norms_of_short_rows_are_ours_and_of_long_rows_torchs() -> None:
         program = programmed(model, (x,))
         assert len(program.launches) == ours
         assert torch.allclose(program.run([x]), model(x), rtol=1e-4, atol=1e-3)
+
+
+def test_a_wrong_kernel_of_a_rotary_table_is_found(monkeypatch) -> None:
+    """Eager reads parts of the table, the kernel all of it."""
+    from anyshape.accel.tape import diagnose, kernels
+
+    model, given = Block(torch.float32), inputs(1, 5, torch.float32)
+    recorder = Recorder(list(given), model, CPU)
+    _, tape = record(lambda: model(*given), recorder)
+    rules.apply(tape)
+    program = Program(tape, fuse=True)
+    program.bind(model)
+    assert not diagnose.wrong_kernels(tape, program, list(given), model)
+    (bad,) = {launch.source.text for launch in program.launches if "ccmask" in launch.source.text}
+    call = kernels.Launch.__call__
+
+    def wrong(self, operands, outputs):
+        call(self, operands, outputs)
+        if self.source.text == bad:
+            outputs[0].add_(1.0)
+
+    monkeypatch.setattr(kernels.Launch, "__call__", wrong)
+    assert diagnose.wrong_kernels(tape, program, list(given), model) == {bad}
+
+
+def test_a_function_that_blocks_repeat_is_computed_once() -> None:
+    class Blocks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mods = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)).requires_grad_(False)
+
+        def forward(self, x: Tensor, vec: Tensor) -> Tensor:
+            for mod in self.mods:
+                x = x + mod(F.silu(vec)).unsqueeze(1)
+            changed = F.silu(vec)
+            changed.mul_(2)  # in place: another value from here on
+            return x + changed[:, None] + F.silu(vec)[:, None]
+
+    model, given = Blocks(), (torch.randn(2, 3, 8), torch.randn(2, 8))
+    recorder = Recorder(list(given), model, CPU)
+    _, tape = record(lambda: model(*given), recorder)
+    rules.apply(tape)
+    program = Program(tape, fuse=False)
+    program.bind(model)
+    assert sum("silu" in str(operation.func) for operation in tape.operations) <= 2
+    again = tuple(each + 1 for each in given)
+    with torch.inference_mode():
+        assert torch.equal(program.run(list(again)), model(*again))

@@ -65,7 +65,8 @@ def _advice() -> str:
 def prepare(device: torch.device) -> None:
     """Starts Triton in the background, so that the first picture need not wait for it.
 
-    Importing it, and the hash over its own sources that it makes before its first kernel, take 0.3 s.
+    Importing it, the hash over its own sources that it makes before its first kernel, and what its compiler sets up at
+    the first use of a function take a second.
     """
     if not _obstacle(device):
         threading.Thread(target=_start_triton, args=(device,), name="AnyShape starts Triton", daemon=True).start()
@@ -74,6 +75,9 @@ def prepare(device: torch.device) -> None:
 def _start_triton(device: torch.device) -> None:
     try:
         load(device).compile_one()
+        from ..tape.kernels import start
+
+        start(device)
     except AnyShapeError as error:  # the first compiled model will meet it again, and say so where users look
         log.debug("AnyShape: %s", error)
 

@@ -6,6 +6,7 @@ row once.
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -21,9 +22,10 @@ NARROW = 64  # columns: fewer, and a row takes in the dimension before
 WIDEST_ROW = 16384  # that one program sums
 BLOCK = 4096  # elements that four warps hold
 COLUMNS = 1024  # of a block, where nothing is summed
-LOOSE_COLUMNS, LOOSE_ROWS = 256, 16  # a block where the columns are a size of the call
+LOOSE_COLUMNS = 256  # of a block, where they are a size of the call
 TILE_ROWS, TILE_COLUMNS = (4, 64), 256
 REDUCTIONS = frozenset(("layer_norm", "rms_norm", "mean"))
+LONG_CODE = re.compile(r"tl\.(sin|cos)\(")  # for each element of a thread: the compiler takes a second for 32 of them
 LARGEST = 2**31
 
 
@@ -190,13 +192,14 @@ def _assembled(
 ) -> Source:  # fmt: skip
     column, tile = loops.column.size, loops.tile
     power = _power(column.value) if column.static else 0
+    block = BLOCK // 8 if any(LONG_CODE.search(line) for line in lowering.lines) else BLOCK
     if not column.static:
-        columns, rows = LOOSE_COLUMNS, LOOSE_ROWS
+        columns, rows = LOOSE_COLUMNS, block // LOOSE_COLUMNS
     elif tile is not None:
         columns, rows = power, _power(tile.size.value)
     else:
-        columns = power if lowering.reduces else min(power, COLUMNS)
-        rows = max(1, min(32, BLOCK // columns))
+        columns = power if lowering.reduces else min(power, COLUMNS, block)
+        rows = max(1, min(32, block // columns))
     single = lowering.reduces or tile is not None  # one block holds all columns
     body = _head(loops, lowering, single)
     body += lowering.lines

@@ -21,6 +21,17 @@ ALIGNED = 16  # bytes; Triton would compile another variant for a pointer that i
 _LOCK = threading.Lock()
 _FUNCTIONS: dict[str, Any] = {}  # by source text
 _COMPILED: set[tuple] = set()
+_STARTED = threading.Event()
+# Of each kind that kernels are made of: functions of libdevice and of the card, sums, neighbours.
+START = """@triton.jit
+def anyshape_start(p0, o0, BC: tl.constexpr):
+    c = tl.arange(0, BC)[None, :]
+    t0 = tl.load(p0 + c).to(tl.float32)
+    t1, t2 = tl.split(tl.reshape(t0, [1, BC // 2, 2]))
+    t3 = tl.reshape(tl.join(gelu_erf(t2) + tl.sin(t1), gelu_tanh(t1) + tl.cos(t2)), [1, BC])
+    t4 = t3 * tl.rsqrt(tl.sum(t0 * t0, axis=1)[:, None] / BC) + tanh(t0)
+    tl.store(o0 + c, t4.to(tl.bfloat16))
+"""
 
 
 def functions() -> list[Any]:
@@ -117,6 +128,19 @@ def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int]]:
     return (*numbers, *source.floats, source.rows, source.columns), (blocks * parts,)
 
 
+def start(device: torch.device) -> None:
+    """Compiles a kernel that nobody runs, so that the first ones of a model need not wait for the compiler's start.
+
+    Raises ``KernelFailed``.
+    """
+    from ..kernels.launch import compile_only
+
+    torch.cuda.set_device(device)  # of this thread
+    function = _loaded(HEADER + START, "anyshape_start")
+    compile_only(function, (1,), torch.bfloat16, torch.bfloat16, 1024, num_warps=4, enable_fp_fusion=False)
+    _STARTED.set()
+
+
 def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
     """Compiles what is new among ``launches`` side by side, and says how many that were. Raises ``KernelFailed``."""
     from ..kernels.launch import MAX_WORKERS
@@ -124,6 +148,7 @@ def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
     launches = list(launches)
     if device.type != "cuda":
         return sum(launch.compile() for launch in launches)
+    alone = 0 if _STARTED.is_set() else 1  # Triton hashes its own sources for the first kernel of a process
     with ThreadPoolExecutor(MAX_WORKERS, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        first = pool.submit(launches[0].compile).result() if launches else False  # Triton hashes its own sources once
-        return first + sum(pool.map(Launch.compile, launches[1:]))
+        first = [pool.submit(launch.compile).result() for launch in launches[:alone]]
+        return sum(first) + sum(pool.map(Launch.compile, launches[alone:]))

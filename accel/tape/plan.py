@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from . import group, repeats, sizes, views
-from .group import Group
+from .group import FUSE, Group
 from .kernels import ALIGNED, Launch
 from .layout import Layouts, contiguous
 from .structure import planned
@@ -79,7 +79,7 @@ class Plan:
         if any(launch.source.text in self._wrong for launch in launches):
             return self._smaller(members, "its result was wrong here")
         self.launches += launches
-        self.report.fused += sum(operation.kind == group.FUSE for operation in members)
+        self.report.fused += sum(operation.kind == FUSE for operation in members)
         return [*steps, *after]
 
     def _planned(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
@@ -102,15 +102,16 @@ class Plan:
         return steps
 
     def _kernels(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
-        fused = [operation for operation in members if operation.kind == group.FUSE]
+        fused = [operation for operation in members if operation.kind == FUSE]
         if len(fused) == 1 and group.is_best_alone(fused[0]):
             raise NoKernel(ALONE)
         if len(fused) <= len(stored) and all(map(group.is_copy, fused)):  # with one picture they copy nothing
             raise NoKernel(ALONE)
         inside = {value: operation for operation in members for value in operation.outputs if value is not None}
         by_form: dict[tuple, list[Value]] = {}
-        before = self._once(stored, inside)
-        for value in stored:
+        left = list(stored)
+        before = self._once(left, inside)
+        for value in left:
             if value not in self._viewed and value.stride != contiguous(value.shape):
                 value.stride = contiguous(value.shape)
                 self._layouts.forget(value)
@@ -123,22 +124,26 @@ class Plan:
                 by_form.setdefault((part.shape, part.stride, part.base, loose), []).append(part)
         return [*before, *(planned(outputs, inside, self._layouts) for outputs in by_form.values())]
 
-    def _once(self, stored: Sequence[Value], inside: dict[Value, Operation]) -> Steps:
-        """What is computed before a group's kernels: functions that would be computed again for each row.
+    def _once(self, stored: list[Value], inside: dict[Value, Operation]) -> Steps:
+        """What is computed before a group's kernels, which then read it: functions that each row would compute again.
 
-        A gate, say, has a number a channel and is read by every token.
+        A gate, say, has a number a channel and is read by every token; a rotary table is read by every head. What is
+        done here leaves ``stored`` and ``inside``.
         """
         steps: Steps = []
         for value, operation in list(inside.items()):
-            if traits(operation.func).name not in COSTLY or value in stored:
+            if value in stored:
+                early = _is_table(value, inside) and any(value in other.inputs for other in inside.values())
+            else:
+                costly = traits(operation.func).name in COSTLY
+                early = costly and any(_is_spread(value, result) for result in stored)
+            if not early:
                 continue
-            if not any(_is_spread(value, result) for result in stored):
-                continue
-            others = [each for each in inside.values() if each.kind == group.FUSE and each is not operation]
-            if any(value in inside and inside[value] in others for value in operation.inputs):
+            if value in stored or any(given in inside and inside[given].kind == FUSE for given in operation.inputs):
                 steps.append(planned([value], inside, self._layouts))
             else:
                 steps.append(operation)
+            stored[:] = [other for other in stored if other is not value]
             del inside[value]
         return steps
 
@@ -167,7 +172,7 @@ class Plan:
             end = start + part.shape[dim]
             before.append(Operation(aten.slice.Tensor, (value, dim, start, end), {}, [value], [place], kind=group.VIEW))
             self._layouts.adopt(place, value)
-            inside[place] = Operation(aten.clone.default, (part,), {}, [part], [place], kind=group.FUSE)
+            inside[place] = Operation(aten.clone.default, (part,), {}, [part], [place], kind=FUSE)
             self.parts[place] = part
             places.append(place)
             start = end
@@ -175,7 +180,7 @@ class Plan:
 
     def _smaller(self, members: Sequence[Operation], reason: str) -> Steps:
         """A group that is no kernel, cut in two before its last sum or join; a single operation stays torch's."""
-        fused = [operation for operation in members if operation.kind == group.FUSE]
+        fused = [operation for operation in members if operation.kind == FUSE]
         if len(fused) <= 1:
             self.report.left[reason] = self.report.left.get(reason, 0) + 1
             return list(members)
@@ -188,6 +193,14 @@ class Plan:
                 values.update(value for value in operation.outputs if value is not None)
         early = [operation for operation in members if operation not in late]
         return [*self._fused(early), *self._fused(late)]
+
+
+def _is_table(value: Value, inside: dict[Value, Operation]) -> bool:
+    """Whether sines or cosines are computed on the way to ``value``."""
+    operation = inside.get(value)
+    if operation is None:
+        return False
+    return traits(operation.func).name in ("sin", "cos") or any(_is_table(given, inside) for given in operation.inputs)
 
 
 def _is_spread(value: Value, result: Value) -> bool:

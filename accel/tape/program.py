@@ -131,8 +131,12 @@ class Program:
             inputs, lambda slot, tensor: found.update({names[slot]: tensor.clone()}) if slot in names else None
         )
         for value in wanted - found.keys():
-            tensor = self._bound[self._slots[value]] if not isinstance(value.leaf, Input) else inputs[value.leaf.index]
-            found[value] = tensor
+            if isinstance(value.leaf, Input):
+                found[value] = inputs[value.leaf.index]
+            elif isinstance(value.leaf, Constant):  # of which the program may read only a part
+                found[value] = value.leaf.tensor
+            else:
+                found[value] = self._bound[self._slots[value]]
         return found
 
     def run(self, inputs: Sequence[Tensor], bound: Bound | None = None) -> Any:
