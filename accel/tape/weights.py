@@ -46,7 +46,7 @@ class NamedTensors:
 
 
 def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
-    """The tensor that ``weight`` names now, in ``named_modules``. AttributeError or KeyError if it is gone."""
+    """The tensor that ``weight`` names now, in a model's ``named_modules``. Raises AttributeError or KeyError."""
     part: Any = modules[weight.module]
     name, *inner = weight.name.split(":")
     tensor = getattr(part, name)

@@ -90,7 +90,7 @@ class Recording:
             return self._given.call(self._original)
 
     def program(self, fuse: bool) -> Any:
-        """The program of the tape, on the model's weights; fused, comfy-kitchen's operations are taken apart."""
+        """The program of the tape, on the model's weights; for a fused one comfy-kitchen's operations come apart."""
         from anyshape.accel.tape.program import Program
         from anyshape.accel.tape.rules import kitchen
 
