@@ -37,6 +37,17 @@ class Clock:
             self._events[1].record()
         return out
 
+    def is_long(self, limit_ms: float) -> bool:
+        """Whether the GPU worked longer than that for the forward; False if it rather waited for the host.
+
+        Waits for the GPU.
+        """
+        if self._events is None:
+            return False
+        self._events[1].synchronize()
+        elapsed = self._events[0].elapsed_time(self._events[1])
+        return elapsed > limit_ms and self._host <= HOST_SHARE * elapsed
+
     def eager_ms(self, operations: int) -> float | None:
         """Milliseconds of eager, of a forward of so many operations; None where recording may have slowed it down."""
         if self._events is None:

@@ -130,9 +130,7 @@ class TapeTier:
             return self._recorded(call, settings, shape, fuse)
 
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
-        clock = _Clock(call.key.device)
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
-        clock.stop()
         if tape is not None:
             take.reason = obstacle(tape) or _odd_form(recorded)
         if take.reason:
@@ -140,21 +138,21 @@ class TapeTier:
                 return self._in_blocks(call, settings, shape, take)
             self._note(shape, "eager", take.reason)
             return recorded
+        operations = len(tape.operations)
         out, _ = attempt(
-            lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse, clock),
+            lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
             lambda error: self._failed(take, shape, error),
             self._passthrough,
         )
-        shape.eager_ms = take.eager_ms()
+        shape.eager_ms, take.clock = take.clock.eager_ms(operations), None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
         return recorded if out is None else take.form(out)
 
     def _programmed(
-        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool,
-        clock: "_Clock",
-    ) -> Output:  # fmt: skip
+        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
+    ) -> Output:
         """The result of the new program, checked."""
         device, first = call.key.device, self._is_first(call)
         take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _same
@@ -166,7 +164,8 @@ class TapeTier:
         if device.type != "cuda" and not first:  # torch's own operations, as in the first size, which was compared
             self._settle(call, settings, shape, take, inputs, None)
             return _flat(recorded)
-        if device.type == "cuda" and settings.graph_budget_mb and not take.graph_obstacle and clock.ms() < LONG_MS:
+        may = device.type == "cuda" and settings.graph_budget_mb and not take.graph_obstacle
+        if may and not take.clock.is_long(LONG_MS):
             out = self._captured_first(call, settings, shape, take, tape, inputs, _flat(recorded))
             if out is not None:
                 return out
@@ -332,27 +331,6 @@ def _odd_form(out: Any) -> str:
     if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
         return ""
     return "its result is neither a tensor nor a list of tensors"
-
-
-class _Clock:
-    """The GPU's time from here to ``stop``; 0 elsewhere."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        if self._events:
-            self._events[0].record()
-
-    def stop(self) -> None:
-        """The end of what is timed, when the GPU comes to it."""
-        if self._events:
-            self._events[1].record()
-
-    def ms(self) -> float:
-        """Milliseconds; waits for the GPU."""
-        if not self._events:
-            return 0.0
-        self._events[1].synchronize()
-        return self._events[0].elapsed_time(self._events[1])
 
 
 def _timed(program: Program, inputs: list[Tensor], device: torch.device) -> tuple[Output, float, float]:

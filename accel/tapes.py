@@ -8,7 +8,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -52,7 +51,7 @@ class Take:
     graph: bool = False  # whether a graph pays
     graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
     used: bool = False  # by a call after the one that was recorded
-    eager_ms: Callable[[], float | None] = field(default=lambda: None)  # what the recorded forward says of eager's time
+    clock: Clock | None = None  # of the recorded forward
     form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's
 
     def inputs(self, given: Mapping[str, Tensor], options: Mapping[Any, Any]) -> dict[str, Tensor]:
@@ -107,8 +106,7 @@ class Tapes:
             self._count += 1
             take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
             take.graph_obstacle = PACKS if recorder.calls_packs else ""
-            if tape is not None:
-                take.eager_ms = partial(clock.eager_ms, len(tape.operations))
+            take.clock = clock
             takes = self._takes.setdefault((key, fuse), [])
             takes.append(take)
             del takes[:-MAX_OF_A_SIZE]

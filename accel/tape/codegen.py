@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from .group import is_copy
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
 from .layout import Layouts, order_of
-from .lower import EVERYWHERE, FLOATS, Lowering, NoKernel, Term
+from .lower import Lowering
+from .terms import EVERYWHERE, FLOATS, NoKernel, Term
 from .traits import traits
 from .values import ONE, Operation, Size, Value
 

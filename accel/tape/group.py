@@ -10,7 +10,9 @@ import torch
 
 from . import pointwise, views
 from .layout import Layouts
-from .lower import COPIES, FLOATS, MAX_JOINED, NORMS
+from .lower import COPIES, NORMS
+from .rows import MAX_JOINED
+from .terms import FLOATS
 from .traits import traits
 from .values import Operation, Tape, Value
 

@@ -5,54 +5,22 @@ group does not compute is loaded. Each result is rounded where eager rounds it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import pointwise, views
+from . import pointwise, rows, views
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, at, number, product
 from .layout import Layouts
+from .terms import EVERYWHERE, FLOATS, Indices, Mask, NoKernel, Term, where
 from .traits import traits
 from .values import ONE, Operation, Size, Value
 
-Indices = tuple[Index, ...]
-FLOATS = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32"}
 COPIES = frozenset("clone contiguous to _to_copy float type_as copy".split())
 NORMS = frozenset(("layer_norm", "rms_norm"))
 LITERALS = frozenset(
     (0.0, 1.0, -1.0, 2.0, 0.5)
 )  # other numbers are arguments, so that they make no kernel of their own
-MAX_JOINED = 4
-
-
-class NoKernel(Exception):
-    """This group is not one kernel; the text says why."""
-
-
-@dataclass(frozen=True)
-class Term:
-    """A variable of the kernel and the axes it varies along, "r" and "c"."""
-
-    name: str
-    axes: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Mask:
-    """Where a value is asked for at all: conditions that were named."""
-
-    names: tuple[str, ...] = ()
-    axes: frozenset[str] = frozenset()
-
-
-EVERYWHERE = Mask()
-
-
-def _where(axes: frozenset[str], mask: Mask) -> str:
-    """The condition of a load that varies along ``axes``."""
-    conditions = [f"{axis}mask" for axis in sorted(axes)] + list(mask.names)
-    return f", mask={' & '.join(conditions)}, other=0.0" if conditions else ""
 
 
 class Lowering:
@@ -66,8 +34,8 @@ class Lowering:
         self.loads: list[tuple[Index, int]] = []  # for the schedule: what is read, and how
         self.reduces = False
         self.pairs = False  # whether neighbours are read together, so that ``cc`` counts them
-        self._layouts, self._inside, self._column = layouts, inside, column
-        self._memo: dict[Any, Any] = {}
+        self._layouts, self._inside, self.column = layouts, inside, column
+        self.memo: dict[Any, Any] = {}  # what was computed or read, and is computed or read once
         self._names: dict[tuple[str, tuple[Size, ...]], int] = {}
         self._count = 0
 
@@ -76,10 +44,10 @@ class Lowering:
     def value(self, value: Value, index: Indices, mask: Mask = EVERYWHERE) -> Term:
         """``value`` at ``index``, in float32."""
         key = value, index, mask
-        term = self._memo.get(key)
+        term = self.memo.get(key)
         if term is None:
-            pair = self._pair(value, index, mask)
-            term = self._memo[key] = pair or self._computed(value, index, mask)
+            pair = rows.pair(self, value, index, mask)
+            term = self.memo[key] = pair or self._computed(value, index, mask)
         return term
 
     def _computed(self, value: Value, index: Indices, mask: Mask) -> Term:
@@ -91,23 +59,25 @@ class Lowering:
             return self._through_view(operation, name, value, index, mask)
         if name in COPIES:
             source = operation.inputs[1 if name == "copy" else 0]
-            return self._rounded(self._argument(source, value, index, mask), value.dtype, source.dtype)
+            return self.rounded(self._argument(source, value, index, mask), value.dtype, source.dtype)
         if name in ("cat", "stack"):
-            return self._joined(operation, name, value, index, mask)
+            return rows.joined(self, operation, name, value, index, mask)
         if name in NORMS:
-            term = self._norm(operation, name, index, mask)
+            term = rows.norm(self, operation, name, index, mask)
         elif name == "mean":
-            term = self._mean(operation, index, mask)
+            term = rows.mean(self, operation, index, mask)
         else:
             term = self._pointwise(operation, name, index, mask)
-        return self._rounded(term, value.dtype)
+        return self.rounded(term, value.dtype)
 
-    def _rounded(self, term: Term, dtype: torch.dtype, source: torch.dtype | None = None) -> Term:
+    def rounded(self, term: Term, dtype: torch.dtype, source: torch.dtype | None = None) -> Term:
+        """``term`` as a tensor of ``dtype`` holds it; source: the dtype that it has been rounded to."""
         if dtype == torch.float32 or dtype == source:
             return term
-        return self._let(f"{term.name}.to({FLOATS[dtype]}).to(tl.float32)", term.axes)
+        return self.let(f"{term.name}.to({FLOATS[dtype]}).to(tl.float32)", term.axes)
 
-    def _let(self, expression: str, axes: frozenset[str]) -> Term:
+    def let(self, expression: str, axes: frozenset[str]) -> Term:
+        """A new variable."""
         name = f"t{self._count}"
         self._count += 1
         self.lines.append(f"{name} = {expression}")
@@ -163,7 +133,7 @@ class Lowering:
         if operation.kwargs.get("value", 1) != 1:
             raise NoKernel("addcmul with a value")
         axes = frozenset().union(*(term.axes for term in terms))
-        return self._let(form.format(*(term.name for term in terms)), axes)
+        return self.let(form.format(*(term.name for term in terms)), axes)
 
     def _clamp(self, operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
         args = operation.args
@@ -173,7 +143,7 @@ class Lowering:
         for limit, function in ((low, "maximum"), (high, "minimum")):
             if limit is not None:
                 bound = self._argument(limit, operation.outputs[0], index, mask)
-                term = self._let(f"tl.{function}({term.name}, {bound.name})", term.axes | bound.axes)
+                term = self.let(f"tl.{function}({term.name}, {bound.name})", term.axes | bound.axes)
         return term
 
     # Views --------------------------------------------------------------------------------------------------------
@@ -255,130 +225,6 @@ class Lowering:
                 found.append(place)
         return tuple(found)
 
-    def _joined(self, operation: Operation, name: str, value: Value, index: Indices, mask: Mask) -> Term:
-        parts = operation.args[0]
-        if len(parts) > MAX_JOINED:
-            raise NoKernel("a join of many parts")
-        d = views.dimension(operation, 1, len(value.shape))
-        place, start, result = index[d], NOTHING, None
-        for part in parts:
-            length = UNIT if name == "stack" else number(part.sizes[d])
-            end = start + at(length)
-            condition = self._between(place, start, end)
-            inner = Mask((*mask.names, condition.name), mask.axes | condition.axes)
-            if name == "stack":
-                shifted = index[:d] + index[d + 1 :]
-            else:
-                back = Index((), tuple(Number(-o.factor, o.sizes) for o in start.offsets))
-                shifted = (*index[:d], place + back, *index[d + 1 :])
-            term = self.value(part, shifted, inner)
-            if result is None:
-                result = term
-            else:
-                axes = condition.axes | term.axes | result.axes
-                result = self._let(f"tl.where({condition.name}, {term.name}, {result.name})", axes)
-            start = end
-        return self._rounded(result, value.dtype)
-
-    def _between(self, place: Index, start: Index, end: Index) -> Term:
-        text, axes = self.text(place), self.axes(place)
-        low = f"({text} >= {self.text(start)}) & " if start.offsets else ""
-        key = "between", place, start, end
-        if key not in self._memo:
-            self._memo[key] = self._let(f"{low}({text} < {self.text(end)})", axes)
-        return self._memo[key]
-
-    # Rows ---------------------------------------------------------------------------------------------------------
-
-    def _row(self, source: Value, lead: Indices, mask: Mask) -> Term:
-        """All of a row of ``source``, zero beyond its end."""
-        width = source.sizes[-1]
-        if any("c" in self.axes(place) for place in lead) or not width.static:
-            raise NoKernel("a sum along something else than the columns")
-        if width.value != self._column.size.value:
-            raise NoKernel("rows of several lengths")
-        self.reduces = True
-        place = Index(((UNIT, Digit(self._column, 1, width.value)),))
-        term = self.value(source, (*lead, place), mask)
-        return self._let(f"tl.where(cmask, {term.name}, 0.0)", term.axes | {"c"})
-
-    def _norm(self, operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
-        args, kwargs = operation.args, operation.kwargs
-        source, width = args[0], args[1]
-        if len(width) != 1:
-            raise NoKernel("a norm over several dimensions")
-        layer = name == "layer_norm"
-        weight = args[2] if len(args) > 2 else kwargs.get("weight")
-        bias = (args[3] if len(args) > 3 else kwargs.get("bias")) if layer else None
-        eps = args[4 if layer else 3] if len(args) > (4 if layer else 3) else kwargs.get("eps", 1e-5 if layer else None)
-        if eps is None:
-            eps = torch.finfo(torch.float32).eps  # as torch's kernel, whatever the dtype of its input
-        lead, key = index[:-1], ("norm", operation.outputs[0], index[:-1], mask)
-        if key not in self._memo:
-            self._memo[key] = self._moments(source, lead, mask, width[0], eps, layer)
-        mean, scale = self._memo[key]
-        x = self.value(source, index, mask)
-        axes = x.axes | scale.axes
-        text = f"({x.name} - {mean.name}) * {scale.name}" if mean is not None else f"{x.name} * {scale.name}"
-        term = self._let(text, axes)
-        for parameter, sign in ((weight, "*"), (bias, "+")):
-            if parameter is not None:
-                other = self.value(parameter, (index[-1],))
-                term = self._let(f"{term.name} {sign} {other.name}", term.axes | other.axes)
-        return term
-
-    def _moments(
-        self, source: Value, lead: Indices, mask: Mask, width: int, eps: float, centred: bool
-    ) -> tuple[Term | None, Term]:
-        x = self._row(source, lead, mask)
-        axes = x.axes - {"c"}
-        mean = None
-        if centred:
-            mean = self._let(f"tl.sum({x.name}, axis=1)[:, None] / {width}", axes)
-            x = self._let(f"tl.where(cmask, {x.name} - {mean.name}, 0.0)", x.axes)
-        return mean, self._let(f"tl.rsqrt(tl.sum({x.name} * {x.name}, axis=1)[:, None] / {width} + {eps!r})", axes)
-
-    def _mean(self, operation: Operation, index: Indices, mask: Mask) -> Term:
-        source, kept = operation.args[0], len(operation.outputs[0].shape) == len(operation.args[0].shape)
-        lead = index[:-1] if kept else index
-        key = "mean", operation.outputs[0], lead, mask
-        if key not in self._memo:
-            x = self._row(source, lead, mask)
-            width = source.shape[-1]
-            self._memo[key] = self._let(f"tl.sum({x.name}, axis=1)[:, None] / {width}", x.axes - {"c"})
-        return self._memo[key]
-
-    def _pair(self, value: Value, index: Indices, mask: Mask) -> Term | None:
-        """The even or the odd one of each two neighbours, spread over both: from whole rows, not by gathering.
-
-        Rotary embeddings of interleaved pairs ask for x[2 * (c // 2)] and x[2 * (c // 2) + 1].
-        """
-        if not index or len(index[-1].terms) != 1:
-            return None
-        (coefficient, atom), column = index[-1].terms[0], self._column
-        odd = index[-1].offsets
-        half = isinstance(atom, Digit) and atom.axis is column and (atom.div, coefficient) == (2, Number(2))
-        if not half or odd not in ((), (UNIT,)) or atom.mod * 2 != column.size.value:
-            return None
-        if value.sizes[-1].value != column.size.value or any("c" in self.axes(place) for place in index[:-1]):
-            return None
-        whole = self.value(value, (*index[:-1], Index(((UNIT, Digit(column, 1, column.size.value)),))), mask)
-        key = "pair", whole
-        if key not in self._memo:
-            rows = "R" if "r" in whole.axes else "1"
-            halves = self._apart(f"tl.reshape({whole.name}, [{rows}, BC // 2, 2])", whole.axes)
-            self._memo[key] = [
-                self._let(f"tl.reshape(tl.join({half.name}, {half.name}), [{rows}, BC])", half.axes) for half in halves
-            ]
-        return self._memo[key][bool(odd)]
-
-    def _apart(self, pairs: str, axes: frozenset[str]) -> list[Term]:
-        """The first and the second of each pair."""
-        self._count += 1
-        names = f"t{self._count}a", f"t{self._count}b"
-        self.lines.append(f"{', '.join(names)} = tl.split({pairs})")
-        return [Term(name, axes) for name in names]
-
     # Memory -------------------------------------------------------------------------------------------------------
 
     def operand(self, value: Value) -> int:
@@ -401,21 +247,21 @@ class Lowering:
         memory, start = self._layouts.memory(value)
         place, number_ = self.offset(value, index) + at(Number(start)), self.operand(memory)
         key = "load", number_, place, mask
-        if key in self._memo:
-            return self._memo[key]
+        if key in self.memo:
+            return self.memo[key]
         self.loads.append((place, number_))
         convert = "" if value.dtype == torch.float32 else ".to(tl.float32)"
         if pair := self._neighbours(place, mask):
             terms = self._load_pair(number_, *pair, mask, convert)
             for odd, term in enumerate(terms):
-                self._memo["load", number_, pair[0] + at(Number(odd)), mask] = term
-            return self._memo[key]
+                self.memo["load", number_, pair[0] + at(Number(odd)), mask] = term
+            return self.memo[key]
         axes = self.axes(place)
         wanted = axes | mask.axes
         text = self.text(place, f"p{number_}")
         for axis in sorted(wanted - axes):
             text += f" + {axis} * 0"
-        self._memo[key] = term = self._let(f"tl.load(p{number_} + ({text}){_where(wanted, mask)}){convert}", wanted)
+        self.memo[key] = term = self.let(f"tl.load(p{number_} + ({text}){where(wanted, mask)}){convert}", wanted)
         return term
 
     def _neighbours(self, place: Index, mask: Mask) -> tuple[Index, Digit] | None:
@@ -423,8 +269,8 @@ class Lowering:
 
         Each column of a rotary table has two numbers side by side.
         """
-        terms = [term for term in place.terms if self._column in Index((term,)).axes()]
-        if len(terms) != 1 or "c" in mask.axes or not self._column.size.static:
+        terms = [term for term in place.terms if self.column in Index((term,)).axes()]
+        if len(terms) != 1 or "c" in mask.axes or not self.column.size.static:
             return None
         coefficient, digit = terms[0]
         if coefficient != Number(2) or not isinstance(digit, Digit) or digit.div != 1:
@@ -436,13 +282,20 @@ class Lowering:
         """Both neighbours, from one read of whole vectors."""
         axes = self.axes(place) | mask.axes
         rest = Index(tuple((c, atom) for c, atom in place.terms if atom is not digit), place.offsets)
-        wide = "cc" if digit.mod >= self._column.size.value else f"(cc % {2 * digit.mod})"
+        wide = "cc" if digit.mod >= self.column.size.value else f"(cc % {2 * digit.mod})"
         self.pairs = True
-        text = f"{self.text(rest)} + {wide}" + (" + r * 0" if "r" in axes else "")
-        where = _where(axes, mask).replace("cmask", "ccmask")
-        both = self._let(f"tl.load(p{operand} + ({text}){where}){convert}", axes)
-        rows = "R" if "r" in axes else "1"
-        return self._apart(f"tl.reshape({both.name}, [{rows}, BC, 2])", axes)
+        text = f"{self.text(rest, f'p{operand}')} + {wide}" + (" + r * 0" if "r" in axes else "")
+        condition = where(axes, mask).replace("cmask", "ccmask")
+        both = self.let(f"tl.load(p{operand} + ({text}){condition}){convert}", axes)
+        height = "R" if "r" in axes else "1"
+        return self.apart(f"tl.reshape({both.name}, [{height}, BC, 2])", axes)
+
+    def apart(self, pairs: str, axes: frozenset[str]) -> list[Term]:
+        """The first and the second of each pair."""
+        self._count += 1
+        names = f"t{self._count}a", f"t{self._count}b"
+        self.lines.append(f"{', '.join(names)} = tl.split({pairs})")
+        return [Term(name, axes) for name in names]
 
     def axes(self, place: Index) -> frozenset[str]:
         """Along which of a block's axes this index varies."""

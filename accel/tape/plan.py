@@ -11,8 +11,8 @@ from .group import FUSE, Group
 from .index import number
 from .kernels import ALIGNED, Launch
 from .layout import Layouts
-from .lower import NoKernel
 from .structure import planned
+from .terms import NoKernel
 from .traits import aten, traits
 from .values import ONE, Operation, Tape, Value
 

@@ -15,7 +15,7 @@ from .codegen import Source, source
 from .index import Number
 from .kernels import Launch
 from .layout import Layouts
-from .lower import NoKernel
+from .terms import NoKernel
 from .traits import traits
 from .values import ONE, Operation, Size, Value, replaced
 

@@ -1,0 +1,140 @@
+"""Lines of a kernel that need whole rows, or several parts: norms and means, pairs of neighbours, joins."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from . import views
+from .index import NOTHING, UNIT, Digit, Index, Number, at, number
+from .terms import Indices, Mask, NoKernel, Term
+from .values import Operation, Value
+
+if TYPE_CHECKING:
+    from .lower import Lowering
+
+MAX_JOINED = 4
+
+
+def joined(kernel: "Lowering", operation: Operation, name: str, value: Value, index: Indices, mask: Mask) -> Term:
+    """``cat`` or ``stack``: of the parts, the one that lies there."""
+    parts = operation.args[0]
+    if len(parts) > MAX_JOINED:
+        raise NoKernel("a join of many parts")
+    d = views.dimension(operation, 1, len(value.shape))
+    place, start, result = index[d], NOTHING, None
+    for part in parts:
+        length = UNIT if name == "stack" else number(part.sizes[d])
+        end = start + at(length)
+        condition = _between(kernel, place, start, end)
+        inner = Mask((*mask.names, condition.name), mask.axes | condition.axes)
+        if name == "stack":
+            shifted = index[:d] + index[d + 1 :]
+        else:
+            back = Index((), tuple(Number(-o.factor, o.sizes) for o in start.offsets))
+            shifted = (*index[:d], place + back, *index[d + 1 :])
+        term = kernel.value(part, shifted, inner)
+        if result is None:
+            result = term
+        else:
+            axes = condition.axes | term.axes | result.axes
+            result = kernel.let(f"tl.where({condition.name}, {term.name}, {result.name})", axes)
+        start = end
+    return kernel.rounded(result, value.dtype)
+
+
+def _between(kernel: "Lowering", place: Index, start: Index, end: Index) -> Term:
+    text, axes = kernel.text(place), kernel.axes(place)
+    low = f"({text} >= {kernel.text(start)}) & " if start.offsets else ""
+    key = "between", place, start, end
+    if key not in kernel.memo:
+        kernel.memo[key] = kernel.let(f"{low}({text} < {kernel.text(end)})", axes)
+    return kernel.memo[key]
+
+
+def _row(kernel: "Lowering", source: Value, lead: Indices, mask: Mask) -> Term:
+    """All of a row of ``source``, zero beyond its end."""
+    width = source.sizes[-1]
+    if any("c" in kernel.axes(place) for place in lead) or not width.static:
+        raise NoKernel("a sum along something else than the columns")
+    if width.value != kernel.column.size.value:
+        raise NoKernel("rows of several lengths")
+    kernel.reduces = True
+    place = Index(((UNIT, Digit(kernel.column, 1, width.value)),))
+    term = kernel.value(source, (*lead, place), mask)
+    return kernel.let(f"tl.where(cmask, {term.name}, 0.0)", term.axes | {"c"})
+
+
+def norm(kernel: "Lowering", operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
+    """A norm over the last dimension."""
+    args, kwargs = operation.args, operation.kwargs
+    source, width = args[0], args[1]
+    if len(width) != 1:
+        raise NoKernel("a norm over several dimensions")
+    layer = name == "layer_norm"
+    weight = args[2] if len(args) > 2 else kwargs.get("weight")
+    bias = (args[3] if len(args) > 3 else kwargs.get("bias")) if layer else None
+    eps = args[4 if layer else 3] if len(args) > (4 if layer else 3) else kwargs.get("eps", 1e-5 if layer else None)
+    if eps is None:
+        eps = torch.finfo(torch.float32).eps  # as torch's kernel, whatever the dtype of its input
+    lead, key = index[:-1], ("norm", operation.outputs[0], index[:-1], mask)
+    if key not in kernel.memo:
+        kernel.memo[key] = _moments(kernel, source, lead, mask, width[0], eps, layer)
+    mean, scale = kernel.memo[key]
+    x = kernel.value(source, index, mask)
+    axes = x.axes | scale.axes
+    text = f"({x.name} - {mean.name}) * {scale.name}" if mean is not None else f"{x.name} * {scale.name}"
+    term = kernel.let(text, axes)
+    for parameter, sign in ((weight, "*"), (bias, "+")):
+        if parameter is not None:
+            other = kernel.value(parameter, (index[-1],))
+            term = kernel.let(f"{term.name} {sign} {other.name}", term.axes | other.axes)
+    return term
+
+
+def _moments(
+    kernel: "Lowering", source: Value, lead: Indices, mask: Mask, width: int, eps: float, centred: bool
+) -> tuple[Term | None, Term]:
+    x = _row(kernel, source, lead, mask)
+    axes = x.axes - {"c"}
+    mean = None
+    if centred:
+        mean = kernel.let(f"tl.sum({x.name}, axis=1)[:, None] / {width}", axes)
+        x = kernel.let(f"tl.where(cmask, {x.name} - {mean.name}, 0.0)", x.axes)
+    return mean, kernel.let(f"tl.rsqrt(tl.sum({x.name} * {x.name}, axis=1)[:, None] / {width} + {eps!r})", axes)
+
+
+def mean(kernel: "Lowering", operation: Operation, index: Indices, mask: Mask) -> Term:
+    """The mean over the last dimension."""
+    source, kept = operation.args[0], len(operation.outputs[0].shape) == len(operation.args[0].shape)
+    lead = index[:-1] if kept else index
+    key = "mean", operation.outputs[0], lead, mask
+    if key not in kernel.memo:
+        x = _row(kernel, source, lead, mask)
+        width = source.shape[-1]
+        kernel.memo[key] = kernel.let(f"tl.sum({x.name}, axis=1)[:, None] / {width}", x.axes - {"c"})
+    return kernel.memo[key]
+
+
+def pair(kernel: "Lowering", value: Value, index: Indices, mask: Mask) -> Term | None:
+    """The even or the odd one of each two neighbours, spread over both: from whole rows, not by gathering.
+
+    Rotary embeddings of interleaved pairs ask for x[2 * (c // 2)] and x[2 * (c // 2) + 1].
+    """
+    if not index or len(index[-1].terms) != 1:
+        return None
+    (coefficient, atom), column = index[-1].terms[0], kernel.column
+    odd = index[-1].offsets
+    half = isinstance(atom, Digit) and atom.axis is column and (atom.div, coefficient) == (2, Number(2))
+    if not half or odd not in ((), (UNIT,)) or atom.mod * 2 != column.size.value:
+        return None
+    if value.sizes[-1].value != column.size.value or any("c" in kernel.axes(place) for place in index[:-1]):
+        return None
+    whole = kernel.value(value, (*index[:-1], Index(((UNIT, Digit(column, 1, column.size.value)),))), mask)
+    key = "pair", whole
+    if key not in kernel.memo:
+        rows = "R" if "r" in whole.axes else "1"
+        halves = kernel.apart(f"tl.reshape({whole.name}, [{rows}, BC // 2, 2])", whole.axes)
+        kernel.memo[key] = [
+            kernel.let(f"tl.reshape(tl.join({half.name}, {half.name}), [{rows}, BC])", half.axes) for half in halves
+        ]
+    return kernel.memo[key][bool(odd)]
