@@ -92,7 +92,7 @@ class Plan:
         by_form: dict[tuple, list[Value]] = {}
         before: Steps = []
         for value in stored:
-            if value not in self._viewed:
+            if value not in self._viewed and (self._layouts.is_straight(value) or self._may_move(value)):
                 self._layouts.straighten(value)
             if self._joins(value, inside):
                 parts = self._in_place(value, inside, before)
@@ -104,6 +104,11 @@ class Plan:
                 )  # not equal by chance, at this size alone
                 by_form.setdefault((part.shape, part.stride, part.base, form), []).append(part)
         return [*before, *(planned(outputs, inside, self._layouts) for outputs in by_form.values())]
+
+    def _may_move(self, value: Value) -> bool:
+        """Whether nobody minds how ``value`` lies: the results of a convolution, say, lie as its argument does."""
+        readers = [user for user in self._users.get(value, ()) if user is not None]
+        return not any(reader.kind == group.CALL and not singles.is_steady(reader) for reader in readers)
 
     def _joins(self, value: Value, inside: dict[Value, Operation]) -> bool:
         """Whether ``value`` is a join of parts that can each be stored where it belongs, by a kernel of its own."""
