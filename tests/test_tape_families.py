@@ -30,6 +30,8 @@ LATER: dict[str, int] = {
     "SVD_img2vid": 4, "SV3D_u": 4, "SV3D_p": 4,
     # Of one frame nobody can tell (b t) (h w) from b (t h w), nor n t from t n.
     "CosmosT2V": 1, "CosmosI2V": 1, "WAN22_S2V": 1, "WAN22_S2V motion": 1,
+    # A loop over pictures: what is copied for each becomes one kernel of as many results, up to four.
+    "ZImagePixelSpace": 3,
     # Several frames of a time step each: the forward repeats what it makes of them for every token, by an operation
     # that one frame's forward does not have.
     "WAN22_T2V first frame": 6,

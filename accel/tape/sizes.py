@@ -128,13 +128,16 @@ def broadcast(inputs: list[Value], rank: int, apart: int = -1) -> Sizes:
     """
     result: list[Size] = []
     for d in range(rank):
-        found = [v.sizes[d - rank + len(v.shape)] for v in inputs if d - rank + len(v.shape) >= 0]
+        here = [v for v in inputs if d - rank + len(v.shape) >= 0]
+        found = [v.sizes[d - rank + len(v.shape)] for v in here]
         longest = max((size.value for size in found), default=1)
         fitting = [size for size in found if size.value == longest]
         static = next((size for size in fitting if size.static and size is not ONE), None)
         loose = [size for size in fitting if not size.static]
         for size in loose[1:] if d != apart else ():
             loose[0].meet(size)
+        if static and loose and d < rank - 1 and any(map(views.is_table, here)):  # of positions, all of it by chance
+            static = None
         result.append(static or (loose[0] if loose else ONE))
     return tuple(result)
 
