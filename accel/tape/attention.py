@@ -105,7 +105,7 @@ def aligned(mask: Tensor) -> Tensor:
 
 def _measured(case: Case, name: str, device: torch.device) -> str:
     """Milliseconds of each backend that can, as JSON: those that are in the store from here on."""
-    drawing = [device] if device.type == "cuda" else []  # cuDNN's attention draws, though nothing is dropped
+    drawing = [device] if torch.cuda.is_available() else []  # cuDNN's attention draws, though nothing is dropped
     with torch.inference_mode(), torch.random.fork_rng(drawing):
         tensors = case.tensors(device)
         able = [backend for backend in BACKENDS if supports(backend, *tensors, case.causal)]

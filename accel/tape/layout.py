@@ -70,9 +70,10 @@ class Layouts:
         for group in views.aligned(operation):
             dims = [d for d in range(group.src0, group.src1) if source.sizes[d] is not ONE]
             for outer, inner in pairwise(dims):
-                if 1 in (source.shape[outer], source.shape[inner]):
-                    if steps[outer] != steps[inner] * number(source.sizes[inner]):
-                        return True
+                apart, wanted = steps[outer], steps[inner] * number(source.sizes[inner])
+                ones = 1 in (source.shape[outer], source.shape[inner], *(size.value for size in apart.sizes))
+                if apart != wanted and (ones or any(size.value == 1 for size in wanted.sizes)):
+                    return True
         return False
 
     def _recorded(self, value: Value) -> Steps:

@@ -87,7 +87,7 @@ class Plan:
 
     def _planned(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
         """The kernels of a group; those of an earlier one like it, if there was one. Raises ``NoKernel``."""
-        form = repeats.form_of(members, stored, self._viewed, self._layouts)
+        form = repeats.form_of(members, stored, {value for value in stored if self._stays(value)}, self._layouts)
         planned = self._repeats.find(form)
         if isinstance(planned, str):
             raise NoKernel(planned)
@@ -115,7 +115,7 @@ class Plan:
         left = list(stored)
         before = self._once(left, inside)
         for value in left:
-            if value not in self._viewed:
+            if not self._stays(value):
                 self._layouts.straighten(value)
             if self._joins(value, inside):
                 parts = self._in_place(value, inside, before)
@@ -150,6 +150,14 @@ class Plan:
             stored[:] = [other for other in stored if other is not value]
             del inside[value]
         return steps
+
+    def _stays(self, value: Value) -> bool:
+        """Whether somebody minds how ``value`` lies: the results of a convolution, say, lie as its argument does."""
+        if value in self._viewed:
+            return True
+        readers = [user for user in self._users.get(value, ()) if user is not None]
+        moves = not any(reader.kind == group.CALL and not singles.is_steady(reader) for reader in readers)
+        return not (moves or self._layouts.is_straight(value))
 
     def _joins(self, value: Value, inside: dict[Value, Operation]) -> bool:
         """Whether ``value`` is a join of parts that can each be stored where it belongs, by a kernel of its own."""

@@ -48,8 +48,8 @@ class Repeats:
         self._known[form.key] = planned
 
 
-def form_of(members: Sequence[Operation], stored: Sequence[Value], viewed: set[Value], layouts: Layouts) -> Form:
-    """The form of a group. viewed: values whose strides must stay."""
+def form_of(members: Sequence[Operation], stored: Sequence[Value], fixed: set[Value], layouts: Layouts) -> Form:
+    """The form of a group. fixed: of ``stored``, what must lie as it was recorded."""
     values: dict[Value, int] = {}
     forms: list[tuple] = []
     same: dict[Size, int] = {}  # sizes of the call that are equal at every size
@@ -64,7 +64,7 @@ def form_of(members: Sequence[Operation], stored: Sequence[Value], viewed: set[V
                 at = start, found if memory is value else place(memory)
             sizes = tuple([_kind(size, same) for size in value.sizes])
             form = value.dtype, value.shape, value.stride, value.order, sizes, type(value.leaf), value.scalar(), at
-            forms.append((*form, value in viewed))
+            forms.append((*form, value in fixed))
         return found
 
     def pattern(item: Any) -> Any:

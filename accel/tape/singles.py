@@ -16,7 +16,6 @@ from .values import Operation, Tape, Value, replaced
 
 CLOSING = frozenset(("contiguous", "clone"))
 MAY_COPY = frozenset(("reshape", "flatten", "reshape_as"))
-# Calls whose results lie the same way wherever their arguments lie.
 STEADY = frozenset("linear addmm mm bmm matmul layer_norm rms_norm native_layer_norm".split())
 
 
@@ -36,13 +35,18 @@ def copy_what_others_copy(tape: Tape, layouts: Layouts) -> None:
         if result.root in kept or name not in MAY_COPY | CLOSING:
             continue
         if name in MAY_COPY and result.base is not None and layouts.is_view_by_chance(operation):
-            views = _views_of(result, readers, STEADY)
+            views = _views_of(result, readers, True)
             if views is not None:
                 _copy(operation, views, layouts)
         elif name in CLOSING and _closes_gaps(operation) and operation.inputs[0].root not in kept:
-            views = _views_of(result, readers, frozenset())
+            views = _views_of(result, readers, False)
             if views is not None:
                 _leave_out(operation, views, layouts)
+
+
+def is_steady(operation: Operation) -> bool:
+    """Whether a call's results lie the same way wherever its arguments lie."""
+    return not operation.opaque and traits(operation.func).name in STEADY
 
 
 def _closes_gaps(operation: Operation) -> bool:
@@ -54,17 +58,20 @@ def _closes_gaps(operation: Operation) -> bool:
     return 0 not in solid and solid[-1:] == [1] and source.shape[-1] != 1 and solid == sorted(solid, reverse=True)
 
 
-def _views_of(value: Value, readers: dict[Value, list[Operation]], steady: frozenset[str]) -> list[Operation] | None:
-    """The views of ``value`` in order; None if somebody reads one of them who minds how it lies."""
+def _views_of(value: Value, readers: dict[Value, list[Operation]], calls: bool) -> list[Operation] | None:
+    """The views of ``value`` in order; None if somebody reads one of them who minds how it lies.
+
+    calls: whether calls may read it, of the kind that does not mind.
+    """
     found: list[Operation] = []
     for operation in readers.get(value, ()):
         kind = group.classify(operation)
         if kind == group.VIEW:
-            below = [_views_of(result, readers, steady) for result in operation.outputs if result is not None]
+            below = [_views_of(result, readers, calls) for result in operation.outputs if result is not None]
             if any(each is None for each in below):
                 return None
             found += [operation, *(view for each in below for view in each)]
-        elif kind == group.CALL and (operation.opaque or traits(operation.func).name not in steady):
+        elif kind == group.CALL and not (calls and is_steady(operation)):
             return None
     return found
 

@@ -140,6 +140,10 @@ def broadcast(inputs: list[Value], rank: int, apart: int = -1) -> Sizes:
         loose = [size for size in fitting if not size.static]
         for size in loose[1:] if d != apart else ():
             loose[0].meet(size)
+        if static and loose and d < rank - 1:
+            here = [value for value in inputs if len(value.shape) >= rank - d]
+            if any(map(views.is_table, here)):  # of positions, all of it by chance
+                static = None
         result.append(static or (loose[0] if loose else ONE))
     return tuple(result)
 

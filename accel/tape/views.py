@@ -116,7 +116,7 @@ def _goes_left(left: Group, right: Group, out: Sequence[int], source: Sizes, s: 
         for group, place, goes in ((left, -1, True), (right, 0, False)):
             solid = [size for size in source[group.src0 : group.src1] if size.value != 1 or not size.static]
             parts = _primes(solid[place]) if solid else ()
-            if len(parts) > 1 and _is_single(parts[place]):
+            if len(parts) > 1 and parts[place].value == 1:
                 return goes
     fixed = [all(size.static for size in source[group.src0 : group.src1]) for group in (left, right)]
     if fixed[0] != fixed[1]:
@@ -176,8 +176,14 @@ def reshaped(operation: Operation) -> Sizes:
             result += [ONE] * len(new)
         elif (cut := old[0].cut) and cut[0] == old and [size.value for size in cut[1]] == list(new):
             result += cut[1]
-        elif len(new) == 1:
-            result.append(old[0] if len(old) == 1 else Size(new[0], all(size.static for size in old), old))
+        elif len(new) == 1 and len(old) == 1 and (old[0].static or group.src1 - group.src0 == 1):
+            result += old
+        elif len(new) == 1:  # with the ones that were written down as such
+            parts = sizes[group.src0 : group.src1]
+            merged = Size(new[0], all(size.static for size in old), parts)
+            if len(old) == 1:
+                merged.meet(old[0])
+            result.append(merged)
         else:
             result += _split(new, old)
     return tuple(result)
@@ -191,10 +197,13 @@ def _split(new: Sequence[int], old: Sizes) -> list[Size]:
         return parts
     static = all(size.static for size in old)
     places = [index for index, length in enumerate(new) if length != 1] or [0]
-    if len(places) == 1:  # ones come or go, and the others are merged
+    clip = len(old) == 1 and not static and len(new) == 2  # how many clips, and frames of each
+    if len(places) == 1 and not clip:  # ones come or go, and the others are merged
         merged = old[0] if len(old) == 1 else Size(new[places[0]], static, old)
         return [merged if index == places[0] else ONE for index in range(len(new))]
-    nothing = not any(_is_single(prime) for size in old for prime in _primes(size))  # that a 1 could stand for
+    nothing = not clip and not any(
+        _is_single(prime) for size in old for prime in _primes(size)
+    )  # that a 1 could stand for
     found = [ONE if length == 1 and nothing else Size(length, static) for length in new]
     neighbours = tuple(size for size in found if size is not ONE)
     for size in neighbours:
