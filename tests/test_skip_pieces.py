@@ -7,7 +7,7 @@ from tools.driving import UNETS, options_of, residuals, unet_inputs
 from tools.oracles import error
 from tools.patching import PATCHES
 
-SIZES = [(136, 104), (120, 200), (64, 64)]  # odd latent sides included
+SIZES = [(104, 72), (72, 136), (64, 64)]  # odd latent sides included
 KINDS = ["none", "controlnet", "with gaps", "short", "t2i adapter"]
 
 

@@ -299,9 +299,9 @@ def test_a_model_without_a_unet_passes_through(models):
     assert not out.wrappers and fallbacks()[-1]["reason"] == message
 
 
-def test_a_depth_that_the_model_does_not_have(patcher):
-    assert skip_with_message(patcher, depth="10")[1] == ""
-    _, message = skip_with_message(patcher, depth="11")
+def test_a_depth_that_the_model_does_not_have(unets):
+    assert skip_with_message(unets["sd15"], depth="10")[1] == ""
+    _, message = skip_with_message(unets["sd15"], depth="11")
     assert message == "depth is 11, and this model has 0 to 10: auto is used"
 
 

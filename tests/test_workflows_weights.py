@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tools.driving import SHORT_RUN, SMALL_UNET, TINY_UNET, compiled, sample_prompts, unet_forward
+from tools.driving import SHORT_RUN, SMALL_UNET, TINY_UNET, UNETS, compiled, sample_prompts, unet_forward
 from tools.oracles import FUSED, assert_fast, error, shapes
 from tools.weights import ALL_KINDS, BLOCK, LAYERS, family, lora, with_lora
 
@@ -24,7 +24,7 @@ def patchers(unets):
 @pytest.fixture(scope="module")
 def others(models):
     """Other weights of the same models."""
-    found = {"sd15": models.unet("sd15", torch.float32, **SMALL_UNET)}
+    found = {"sd15": models.unet("sd15", torch.float32, **UNETS["sd15"])}
     for patcher in found.values():
         models.randomise(patcher.model.diffusion_model, 5)
     return found
