@@ -128,6 +128,12 @@ def unets(models: ModuleType) -> "dict[str, ModelPatcher]":  # noqa: F821  (Comf
 
 
 @pytest.fixture(scope="module")
+def small_unets(models: ModuleType) -> "dict[str, ModelPatcher]":  # noqa: F821
+    """The same with one block per level."""
+    return {name: models.unet(name, torch.float32, **config) for name, config in driving.SMALL_UNETS.items()}
+
+
+@pytest.fixture(scope="module")
 def patcher(models: ModuleType) -> "ModelPatcher":  # noqa: F821
     """The UNet that a file's tests share."""
     return models.unet("sd15", torch.float32, **driving.SMALL_UNET)

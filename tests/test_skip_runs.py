@@ -248,9 +248,9 @@ def test_a_second_sampler_at_another_size_and_denoise(models, patcher):
     assert last_run()["full"] == 4 and last_run()["resets"] == {}
 
 
-def test_two_models_and_two_runs_that_interleave(models, patcher, unets):
+def test_two_models_and_two_runs_that_interleave(models, patcher, small_unets):
     """One run inside a step of another: a state of the process would mix them."""
-    skip, other = skipping(patcher), skipping(unets["sdxl"])
+    skip, other = skipping(patcher), skipping(small_unets["sdxl"])
     wanted, inner = sample(skip), []
     alone = models.sample(other, **OTHER)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tools.driving import SHORT_RUN, SMALL_UNET, TINY_UNET, UNETS, compiled, sample_prompts, unet_forward
+from tools.driving import SHORT_RUN, SMALL_UNET, TINY_UNET, compiled, sample_prompts, unet_forward
 from tools.oracles import FUSED, assert_fast, error, shapes
 from tools.weights import ALL_KINDS, BLOCK, LAYERS, family, lora, with_lora
 
@@ -17,14 +17,14 @@ NAMES = ("sd15",)
 
 
 @pytest.fixture(scope="module")
-def patchers(unets):
-    return unets
+def patchers(small_unets):
+    return small_unets
 
 
 @pytest.fixture(scope="module")
 def others(models):
     """Other weights of the same models."""
-    found = {"sd15": models.unet("sd15", torch.float32, **UNETS["sd15"])}
+    found = {"sd15": models.unet("sd15", torch.float32, **SMALL_UNET)}
     for patcher in found.values():
         models.randomise(patcher.model.diffusion_model, 5)
     return found
@@ -305,4 +305,4 @@ def test_the_first_blocks_lora_reaches_the_kernels_tables(patchers):
     unet_plan = unet.Plan(patchers["sd15"].model.diffusion_model)
     own = dict(patchers["sd15"].model.diffusion_model.named_parameters())
     assert any(w is own[f"{BLOCK}.attn2.to_k.weight"] for w in unet_plan.text.weights)
-    assert any(w is own["input_blocks.7.0.emb_layers.1.weight"] for w in unet_plan.embedding.weights)
+    assert any(w is own["input_blocks.5.0.emb_layers.1.weight"] for w in unet_plan.embedding.weights)

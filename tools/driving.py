@@ -25,10 +25,19 @@ UNETS = {
         "transformer_depth_middle": 2,
     },
 }
-SMALL_UNET = NARROW_UNET | {  # one block at each of SD1.5's levels, in place of two
-    "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 0],
-    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
+SMALL_UNETS = {  # one block per level, where SD1.5 and SDXL have two
+    "sd15": NARROW_UNET
+    | {
+        "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 0],
+        "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
+    },
+    "sdxl": NARROW_UNET
+    | {
+        "num_res_blocks": [1, 1, 1], "transformer_depth": [0, 1, 2],
+        "transformer_depth_output": [0, 0, 1, 1, 2, 2], "transformer_depth_middle": 2,
+    },
 }  # fmt: skip
+SMALL_UNET = SMALL_UNETS["sd15"]
 TINY_UNET = {  # of a UNet that torch.compile traces in seconds
     "num_res_blocks": [1, 1], "channel_mult": (1, 2), "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
 }  # fmt: skip
