@@ -36,8 +36,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
+# Looking through all that ComfyUI and torch have made takes a third of a second, and a test makes much garbage.
+gc.set_threshold(5000, 20, 50)
+
 # Files that drive the server: all in one process, where it starts once.
 SERVER = {"test_browser", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_server", "test_web"}
+# What takes longest begins first, so that the processes end together; files that are not here come last.
+LONGEST = (
+    "server", "test_tape_families", "test_soak", "test_faults", "test_controlnet_cpu", "test_architectures",
+    "test_workflows_weights", "test_tape_blocks", "test_skip_runs", "test_unet_cpu", "test_workflows_vae",
+    "test_kernels", "test_workflows_nodes", "test_workflows_batches", "test_vae_cpu", "test_skip_pieces",
+    "test_skip_packs", "test_bench", "test_warm_up", "test_fleet", "test_demo_model", "test_package",
+    "test_newer_comfyui", "test_unet_packs", "test_artifacts_kernels", "test_tape_engine", "test_lazy",
+)  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
 
@@ -55,13 +66,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Files(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            stem = Path(nodeid.split("::")[0]).stem
-            return "server" if stem in SERVER else stem
+            return scope(Path(nodeid.split("::")[0]))
 
+    config.option.loadscopereorder = False  # xdist begins with the files of most tests
     return Files(config, log)
 
 
+def scope(path: Path) -> str:
+    """The tests of one name run in one process."""
+    return "server" if path.stem in SERVER else path.stem
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(scope(item.path), len(LONGEST)))
     for item in items:
         if "server" in item.fixturenames and item.path.stem not in SERVER:
             raise pytest.UsageError(f"{item.path.stem} drives the server: add it to SERVER in tests/conftest.py")
@@ -72,6 +90,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not embed.has_cuda():
         pytest.skip("needs a CUDA device, and torch sees none on this machine")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interpreter() -> None:
+    """Kernels run faster where they are interpreted."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from tools import interpreter
+
+        interpreter.hasten()
 
 
 @pytest.fixture(scope="session")
@@ -110,9 +137,15 @@ def unets(models: ModuleType) -> "dict[str, ModelPatcher]":  # noqa: F821  (Comf
 
 
 @pytest.fixture(scope="module")
-def patcher(unets: "dict[str, ModelPatcher]") -> "ModelPatcher":  # noqa: F821
+def small_unets(models: ModuleType) -> "dict[str, ModelPatcher]":  # noqa: F821
+    """The same with one block per level."""
+    return {name: models.unet(name, torch.float32, **config) for name, config in driving.SMALL_UNETS.items()}
+
+
+@pytest.fixture(scope="module")
+def patcher(models: ModuleType) -> "ModelPatcher":  # noqa: F821
     """The UNet that a file's tests share."""
-    return unets["sd15"]
+    return models.unet("sd15", torch.float32, **driving.SMALL_UNET)
 
 
 @pytest.fixture

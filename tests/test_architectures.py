@@ -38,15 +38,6 @@ def test_every_model_of_comfyui_is_in_the_table():
     assert known <= classes
 
 
-def test_newer_models_in_a_newer_comfyui(in_newer_comfyui):
-    names = [entry.name for entry in architectures.changed()]
-    assert "Krea2" in names and "Flux" in names and "SD15" not in names
-    tests = ["test_every_model_of_comfyui_is_in_the_table"]
-    tests += [f"test_model_runs_at_every_size[{name}]" for name in names]
-    result = in_newer_comfyui(*(f"tests/test_architectures.py::{test}" for test in tests))
-    assert result.returncode == 0, result.stdout[-4000:]
-
-
 @pytest.mark.usefixtures("comfy")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_model_runs_at_every_size(entry: Architecture):

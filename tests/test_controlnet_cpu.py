@@ -106,7 +106,7 @@ def test_a_run_with_and_without_residuals(models, warm, scene, nothing_compiles)
 def test_residuals_equal_eager(nets, name, rows):
     """Each for itself, and each in memory of its own: ComfyUI multiplies them in place."""
     net, fast = nets[name]["net"].control_model, compiled_control(nets[name]["net"]).control_model
-    for seed, (width, height) in enumerate([(256, 256), (136, 120), (120, 136), (544, 408), (64, 64)]):
+    for seed, (width, height) in enumerate([(128, 128), (136, 120), (120, 136), (328, 72), (64, 64)]):
         call = control_inputs(net, width, height, rows, seed)
         with torch.inference_mode():
             wanted, out = net(**call), fast(**call)

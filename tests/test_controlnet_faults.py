@@ -249,7 +249,7 @@ def test_without_a_run_nothing_is_remembered(control):
 
 # What other packs and bad input do --------------------------------------------------------------------------------
 
-PARTS = ["", "input_blocks.1", "input_blocks.1.1", "input_blocks.4.0.in_layers.2", "zero_convs.2", "zero_convs.2.0",
+PARTS = ["", "input_blocks.1", "input_blocks.1.1", "input_blocks.3.0.in_layers.2", "zero_convs.2", "zero_convs.2.0",
          "middle_block", "middle_block_out", "input_hint_block", "input_hint_block.2", "time_embed"]  # fmt: skip
 
 

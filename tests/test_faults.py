@@ -56,27 +56,32 @@ def inject(monkeypatch):
     return do
 
 
+@pytest.fixture(scope="module")
+def wanted(models, patcher):
+    """What a model with the weights of ``fresh`` gives without us: after the short run, and after the long one."""
+    return {"short": models.sample(patcher, **RUN), "long": models.sample(patcher, **LONG_RUN)}
+
+
 def reasons():
     return [fallback["reason"] for fallback in fallbacks()]
 
 
 @pytest.mark.parametrize("target", FORWARD + ENDS)
-def test_a_fault_in_a_forward(models, fresh, inject, target):
-    plain, fast = models.sample(fresh, **RUN), compiled(fresh)
+def test_a_fault_in_a_forward(models, fresh, wanted, inject, target):
+    fast = compiled(fresh)
     inject(target)
-    assert error(models.sample(fast, **RUN), plain) < CLOSE
+    assert error(models.sample(fast, **RUN), wanted["short"]) < CLOSE
     assert any("injected" in reason for reason in reasons()), reasons()
 
 
 @pytest.mark.parametrize("target", [FORWARD[0], "engine.Engine._load", "ops.FusedOps.feed_forward"])
-def test_once_mended_it_is_fast_again(models, fresh, inject, monkeypatch, target):
+def test_once_mended_it_is_fast_again(models, fresh, wanted, inject, monkeypatch, target):
     """A fault leaves nothing behind but, where it was a tier's, the tier's retirement."""
     fast = compiled(fresh)
     inject(target)
     models.sample(fast, **RUN)
     monkeypatch.undo()
-    out = models.sample(fast, **RUN)
-    assert error(out, models.sample(fresh, **RUN)) < CLOSE
+    assert error(models.sample(fast, **RUN), wanted["short"]) < CLOSE
     tier_failed = target != FORWARD[0]
     assert shapes()[-1]["state"] == ("eager" if tier_failed else FUSED)
 
@@ -84,38 +89,47 @@ def test_once_mended_it_is_fast_again(models, fresh, inject, monkeypatch, target
 EAGER_TOO = ["families.session._prompts", "families.unet.skipped", "skip.run.SkipRun.close"]  # without Compile Model
 
 
+@pytest.fixture(scope="module")
+def skipped(models, patcher, wanted, stand_in):
+    """What the long run gives with blocks skipped, by whether the model is compiled; another picture than in full."""
+    ways = {fast: skipping(compiled(patcher) if fast else patcher, interval=3) for fast in (True, False)}
+    outs = {fast: models.sample(model, **LONG_RUN) for fast, model in ways.items()}
+    assert all(error(out, wanted["long"]) > 10 * CLOSE for out in outs.values())
+    return outs
+
+
 @pytest.mark.parametrize(("target", "fast"), [(t, True) for t in SKIPPING] + [(t, False) for t in EAGER_TOO])
-def test_a_fault_in_skip_blocks(models, fresh, inject, target, fast):
+def test_a_fault_in_skip_blocks(models, fresh, wanted, skipped, inject, target, fast):
     """The picture is that of a run in full, or of one that skips as it should."""
     model = skipping(compiled(fresh) if fast else fresh, interval=3)
-    plain, skipped = models.sample(fresh, **LONG_RUN), models.sample(model, **LONG_RUN)
+    models.sample(model, **LONG_RUN)
     inject(target)
     out = models.sample(model, **LONG_RUN)
-    assert min(error(out, plain), error(out, skipped)) < CLOSE
+    assert min(error(out, wanted["long"]), error(out, skipped[fast])) < CLOSE
     assert any("injected" in reason for reason in reasons()), reasons()
 
 
 @pytest.mark.parametrize(
     "target", ["families.attach.family_of", "families.attach.Session", "families.unet.unsupported"]
 )
-def test_a_fault_in_compile_model(models, fresh, inject, target):
+def test_a_fault_in_compile_model(models, fresh, wanted, inject, target):
     """The node hands a model on that runs as without it, and says why."""
     inject(target)
     out, message = compile_with_message(fresh)
     assert "injected" in message and not any(out.wrappers.values()) and message in reasons()
-    assert torch.equal(models.sample(out, **RUN), models.sample(fresh, **RUN))
+    assert torch.equal(models.sample(out, **RUN), wanted["short"])
 
 
 @pytest.mark.parametrize("target", ["families.skipping._Skipping", "families.unet.unsupported"])
-def test_a_fault_in_the_skip_blocks_node(models, fresh, inject, target):
+def test_a_fault_in_the_skip_blocks_node(models, fresh, wanted, inject, target):
     inject(target)
     out, message = skip_with_message(fresh)
     assert "injected" in message and not any(out.wrappers.values())
-    assert torch.equal(models.sample(out, **RUN), models.sample(fresh, **RUN))
+    assert torch.equal(models.sample(out, **RUN), wanted["short"])
 
 
 @pytest.mark.parametrize("target", FORWARD + SKIPPING)
-def test_an_interrupt_passes_at_once(models, fresh, inject, monkeypatch, target):
+def test_an_interrupt_passes_at_once(models, fresh, wanted, inject, monkeypatch, target):
     """The user presses Cancel, wherever we are: no fallback is tried or counted, and the next prompt is right."""
     from comfy.model_management import InterruptProcessingException
 
@@ -125,7 +139,7 @@ def test_an_interrupt_passes_at_once(models, fresh, inject, monkeypatch, target)
         models.sample(model, **LONG_RUN)
     monkeypatch.undo()
     assert not fallbacks()
-    assert error(models.sample(compiled(fresh), **RUN), models.sample(fresh, **RUN)) < CLOSE
+    assert error(models.sample(compiled(fresh), **RUN), wanted["short"]) < CLOSE
     assert shapes()[-1]["state"] == FUSED
 
 

@@ -16,13 +16,19 @@ NEWCOMER = "a prompt, a patch or a latent size was not there at the last full st
 # Patches ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def skipped(models, patcher):
+    """A run without any patch."""
+    return models.sample(skipping(patcher, depth="2"), **RUN)
+
+
 @pytest.mark.parametrize("patch", PATCHES)
-def test_patches_of_other_packs(models, patcher, patch):
+def test_patches_of_other_packs(models, patcher, skipped, patch):
     """They act in full and in skipped steps, compiled or not, and cost no step its skipping."""
     patched, log = patcher.clone(), []
     patch(patched, log)
     out = models.sample(skipping(patched, depth="2"), **RUN)
-    assert error(out, models.sample(skipping(patcher, depth="2"), **RUN)) > 1e-4
+    assert error(out, skipped) > 1e-4
     calls = len(log)
     models.sample(skipping(patched, depth="2"), **RUN)
     assert counted() == {"full": 4, "skipped": 8, "resets": {}}

@@ -95,7 +95,7 @@ def test_samplers_that_evaluate_otherwise(models, patcher, sampler):
 
 @pytest.mark.parametrize("sampler", ["dpm_fast", "dpm_adaptive"])
 def test_samplers_that_choose_their_own_steps(models, patcher, sampler):
-    run = RUN | {"sampler": sampler}
+    run = RUN | {"sampler": sampler, "width": 72, "height": 64}
     assert torch.equal(models.sample(skipping(patcher), **run), models.sample(patcher, **run))
     assert last_run()["skipped"] == 0 and "chooses its own steps" in next(iter(last_run()["resets"]))
 
@@ -248,9 +248,9 @@ def test_a_second_sampler_at_another_size_and_denoise(models, patcher):
     assert last_run()["full"] == 4 and last_run()["resets"] == {}
 
 
-def test_two_models_and_two_runs_that_interleave(models, patcher, unets):
+def test_two_models_and_two_runs_that_interleave(models, patcher, small_unets):
     """One run inside a step of another: a state of the process would mix them."""
-    skip, other = skipping(patcher), skipping(unets["sdxl"])
+    skip, other = skipping(patcher), skipping(small_unets["sdxl"])
     wanted, inner = sample(skip), []
     alone = models.sample(other, **OTHER)
 
@@ -299,9 +299,9 @@ def test_a_model_without_a_unet_passes_through(models):
     assert not out.wrappers and fallbacks()[-1]["reason"] == message
 
 
-def test_a_depth_that_the_model_does_not_have(patcher):
-    assert skip_with_message(patcher, depth="10")[1] == ""
-    _, message = skip_with_message(patcher, depth="11")
+def test_a_depth_that_the_model_does_not_have(unets):
+    assert skip_with_message(unets["sd15"], depth="10")[1] == ""
+    _, message = skip_with_message(unets["sd15"], depth="11")
     assert message == "depth is 11, and this model has 0 to 10: auto is used"
 
 

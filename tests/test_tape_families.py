@@ -36,8 +36,12 @@ LATER: dict[str, int] = {
 }  # fmt: skip
 # Built like another entry, so that the first variants say all.
 TWINS = frozenset(
-    ("SD21UnclipH", "SSD1B", "KOALA_1B", "Stable_Zero123", "SD15_instructpix2pix", "SV3D_u", "SV3D_p", "Flux2 Klein")
-)
+    (
+        "SD20", "SD21UnclipL", "SD21UnclipH", "LotusD", "SD_X4Upscaler", "SDXLRefiner", "SSD1B", "Segmind_Vega",
+        "KOALA_700M", "KOALA_1B", "Stable_Zero123", "SD15_instructpix2pix", "SDXL_instructpix2pix", "SV3D_u", "SV3D_p",
+        "FluxSchnell", "FluxInpaint", "Flux2 Klein", "HunyuanVideoSkyreelsI2V", "Hunyuan3Dv2mini", "CosmosI2V",
+    )
+)  # fmt: skip
 FEW = 6  # variants of those
 TOLERANCE = 1e-4  # of fused programs in float32
 

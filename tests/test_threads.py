@@ -55,11 +55,11 @@ def sampler(patcher, wanted):
     return sample
 
 
-def test_two_models_and_a_reader(models, unets, stand_in):
+def test_two_models_and_a_reader(models, small_unets, stand_in):
     """Their first calls too, which compile, at the same time."""
     from anyshape.accel import stats
 
-    patchers = [unets["sd15"], unets["sdxl"]]
+    patchers = [small_unets["sd15"], small_unets["sdxl"]]
     wanted = [[unet_forward(p, *size, seed=seed) for seed, size in enumerate(SIZES)] for p in patchers]
     stand_in.variants.clear()
     with stats.expect(recompiles=0, fallbacks=0):
@@ -68,8 +68,8 @@ def test_two_models_and_a_reader(models, unets, stand_in):
     assert sum(s["calls"] for s in shapes()) == 2 * 3 * len(SIZES)
 
 
-def test_one_thread_fails_and_the_other_does_not_notice(models, unets, fresh):
-    wanted = [unet_forward(unets["sd15"], *size, seed=seed) for seed, size in enumerate(SIZES)]
+def test_one_thread_fails_and_the_other_does_not_notice(models, small_unets, fresh):
+    wanted = [unet_forward(small_unets["sd15"], *size, seed=seed) for seed, size in enumerate(SIZES)]
 
     def fail(_):
         broken = compiled(fresh).clone()
@@ -78,5 +78,5 @@ def test_one_thread_fails_and_the_other_does_not_notice(models, unets, fresh):
             with pytest.raises(ZeroDivisionError):
                 unet_forward(broken, *SIZES[0])
 
-    assert not run_together(fail, sampler(unets["sd15"], wanted), reader)
+    assert not run_together(fail, sampler(small_unets["sd15"], wanted), reader)
     assert torch.equal(unet_forward(fresh, *SIZES[1]), unet_forward(fresh.clone(), *SIZES[1]))

@@ -10,7 +10,7 @@ from tools.oracles import assert_fast, error, shapes
 pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
-SIZES = [(256, 256), (200, 264), (264, 200), (296, 232), (544, 408), (64, 64)]
+SIZES = [(128, 128), (104, 136), (136, 104), (152, 232), (328, 72), (64, 64)]
 FAMILIES = ("sd15", "sdxl")
 BLOCK = "input_blocks.1.1.transformer_blocks.0"
 
@@ -33,7 +33,7 @@ def test_forward_equals_eager(unets, name, rows):
 def test_image_equals_eager(models, unets, name):
     """Through comfy.sample, where an error of one step would grow over the next ones."""
     fast = compiled(unets[name])
-    for width, height, batch in [(200, 264, 1), (264, 200, 2)]:
+    for width, height, batch in [(104, 136, 1), (136, 104, 2)]:
         run = {"width": width, "height": height, "batch": batch, "steps": 4, "seed": batch}
         assert error(models.sample(fast, **run), models.sample(unets[name], **run)) < CLOSE
     assert_fast()
@@ -43,7 +43,7 @@ def test_image_equals_eager(models, unets, name):
 # No recompiles ----------------------------------------------------------------------------------------------------
 
 CHANGES = [
-    {"width": 200, "height": 264}, {"width": 264, "height": 200}, {"width": 320, "height": 128}, {"width": 64},
+    {"width": 104, "height": 136}, {"width": 136, "height": 104}, {"width": 328, "height": 72}, {"width": 64},
     {"width": 136, "height": 72}, {"width": 64, "height": 64, "cfg": 1.0},
     {"batch": 2}, {"batch": 3, "width": 72}, {"batch": 4, "width": 72}, {"batch": 4, "cfg": 1.0, "width": 72},
     {"seed": 1}, {"seed": 2**40}, {"steps": 2}, {"steps": 3, "sampler": "dpmpp_2m"},
@@ -250,7 +250,7 @@ def test_one_cast_convolution(patcher, layer):
 
     from tools.stand_in import StandIn
 
-    block = patcher.model.diffusion_model.input_blocks[4][0]
+    block = patcher.model.diffusion_model.input_blocks[3][0]
     cast, x, emb = block.get_submodule(layer), randn(2, 32, 8, 8), randn(2, 128)
     with torch.inference_mode():
         wanted = block(x, emb)

@@ -9,7 +9,7 @@ from tools.oracles import FUSED, error, fallbacks, shapes
 pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
-SIZES = [(64, 64, 1), (200, 264, 2), (264, 200, 1), (8, 8, 1), (72, 40, 4)]  # width, height in pixels, batch
+SIZES = [(64, 64, 1), (104, 136, 2), (136, 104, 1), (8, 8, 1), (72, 40, 4)]  # width, height in pixels, batch
 
 
 @pytest.fixture(scope="module")
@@ -68,13 +68,13 @@ def test_odd_pictures_are_cropped_as_in_eager(vae):
 @pytest.mark.parametrize("batch", [1, 2])
 def test_tiled_equals_eager(vae, batch):
     fast = compiled_vae(vae)
-    size = (200, 136, batch)
+    size = (104, 72, batch)
     with torch.inference_mode():
-        tiles = {"tile_x": 16, "tile_y": 16, "overlap": 4}
+        tiles = {"tile_x": 8, "tile_y": 8, "overlap": 2}
         wanted = vae.decode_tiled(latent(*size), **tiles)
         assert error(fast.decode_tiled(latent(*size), **tiles), wanted) < CLOSE
         assert error(wanted, vae.decode(latent(*size))) > CLOSE  # it was tiled
-        pixels = {"tile_x": 128, "tile_y": 128, "overlap": 32}
+        pixels = {"tile_x": 64, "tile_y": 64, "overlap": 16}
         out, wanted = (each.encode_tiled(picture(*size), **pixels) for each in (fast, vae))
     assert error(out, wanted) < CLOSE
     assert states() == {FUSED} and len(shapes()) > 4
@@ -210,7 +210,7 @@ def test_out_of_memory_everywhere(fresh, monkeypatch):
         return own(self, z, **kwargs)
 
     monkeypatch.setattr(blocks.Decoder, "forward", as_own(blocks.Decoder, tight))
-    wanted, out = decode(fresh, 64, 1288), decode(compiled_vae(fresh), 64, 1288)
+    wanted, out = decode(fresh, 16, 1288), decode(compiled_vae(fresh), 16, 1288)
     assert error(out, wanted) < CLOSE
     tiles = [s for s in shapes() if s["height"] <= 1024]
     assert tiles and {s["state"] for s in tiles} == {FUSED}

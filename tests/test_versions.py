@@ -38,7 +38,7 @@ def test_a_model_that_was_left_in_training_mode_is_fast(models, fresh):
     from anyshape.accel.families.unet_plan import Plan
 
     model = fresh.model.diffusion_model.train()
-    assert len(Plan(model).transformer_blocks) == 16 and len(Plan(model).res_blocks) == 22
+    assert len(Plan(model).transformer_blocks) == 10 and len(Plan(model).res_blocks) == 14
     assert_like_eager(models, fresh, SHORT_RUN)
 
 

@@ -148,11 +148,11 @@ def clean(stand_in, clean_stats):
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
-def test_listed_sizes_are_known_before_their_first_prompt(pack, models, unets, clean, name) -> None:
+def test_listed_sizes_are_known_before_their_first_prompt(pack, models, small_unets, clean, name) -> None:
     """And of others nothing compiles either."""
     from anyshape.accel import stats
 
-    model = compiled(unets[name])
+    model = compiled(small_unets[name])
     report = warm(pack, model)
     assert ran().keys() == LISTED and {s["state"] for s in shapes()} == {FUSED}
     assert [line.split()[:4] for line in report.splitlines()[1:]] == [

@@ -18,8 +18,8 @@ NAMES = ("sd15", "sdxl")
 
 
 @pytest.fixture(scope="module")
-def patchers(unets):
-    return unets
+def patchers(small_unets):
+    return small_unets
 
 
 @pytest.fixture(scope="module")

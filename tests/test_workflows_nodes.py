@@ -12,15 +12,15 @@ pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 CLOSE = 1e-4  # relative L2 in fp32
 RUNS = {"unet": {"width": 128, "height": 64, "steps": 2}}
 # What stands for a fused block: (method of the tier, how often in a forward).
-BLOCKS = {"unet": ("feed_forward", 16)}
+BLOCKS = {"unet": ("feed_forward", 10)}
 
 
 CASES = [(kind, name) for kind in RUNS for name in NODES[kind]]
 
 
 @pytest.fixture(scope="module")
-def patchers(models, unets):
-    return {"unet": unets["sd15"]}
+def patchers(patcher):
+    return {"unet": patcher}
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_patch_added_after_a_run_acts_at_once(models, patchers, warm):
     assert error(models.sample(model, **run), plain) > 1e-4
 
 
-LAYER = {"unet": "output_blocks.11.0.out_layers.3"}
+LAYER = {"unet": "output_blocks.7.0.out_layers.3"}
 
 
 def hooked(module):

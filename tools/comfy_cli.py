@@ -41,7 +41,7 @@ def prepare() -> None:
     if ready():
         return
     make_venv(FOLDER)
-    run_pip(PYTHON, "install", "--requirement", str(REQUIREMENTS))
+    run_pip(PYTHON, "install", "--no-compile", "--requirement", str(REQUIREMENTS))  # most of it is never imported
     drop_downloads()
     STAMP.write_text(REQUIREMENTS.read_text())
 

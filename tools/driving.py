@@ -15,16 +15,29 @@ from torch import Tensor
 SHORT_RUN = {"width": 128, "height": 128, "steps": 1}  # of bench.models.sample
 Patcher = Any  # comfy.model_patcher.ModelPatcher; ComfyUI is imported when the tests' fixtures say so
 
-SMALL_UNET = {"model_channels": 32, "context_dim": 64, "num_head_channels": 16, "num_heads": -1}
+NARROW_UNET = {"model_channels": 32, "context_dim": 64, "num_head_channels": 16, "num_heads": -1}
 UNETS = {
-    "sd15": SMALL_UNET,  # 1x1 convolutions around the transformer
-    "sdxl": SMALL_UNET  # linear layers there, and a pooled embedding
+    "sd15": NARROW_UNET,  # 1x1 convolutions around the transformer
+    "sdxl": NARROW_UNET  # linear layers there, and a pooled embedding
     | {
         "transformer_depth": [0, 0, 1, 1, 2, 2],
         "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2],
         "transformer_depth_middle": 2,
     },
 }
+SMALL_UNETS = {  # one block per level, where SD1.5 and SDXL have two
+    "sd15": NARROW_UNET
+    | {
+        "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 0],
+        "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
+    },
+    "sdxl": NARROW_UNET
+    | {
+        "num_res_blocks": [1, 1, 1], "transformer_depth": [0, 1, 2],
+        "transformer_depth_output": [0, 0, 1, 1, 2, 2], "transformer_depth_middle": 2,
+    },
+}  # fmt: skip
+SMALL_UNET = SMALL_UNETS["sd15"]
 TINY_UNET = {  # of a UNet that torch.compile traces in seconds
     "num_res_blocks": [1, 1], "channel_mult": (1, 2), "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
 }  # fmt: skip

@@ -11,13 +11,13 @@ from tools.driving import randn
 Patcher = Any  # comfy.model_patcher.ModelPatcher
 State = dict[str, Tensor]
 RANK = 4
-BLOCK = "input_blocks.4.1.transformer_blocks.0"
+BLOCK = "middle_block.1.transformer_blocks.0"
 
 # One layer of each kind that the fused forwards treat in a way of its own, and a norm for the kinds that take one.
 LAYERS = {
     "unet": (
         f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn2.to_k", f"{BLOCK}.ff.net.0.proj", f"{BLOCK}.ff.net.2",
-        "input_blocks.1.0.in_layers.2", "input_blocks.7.0.emb_layers.1", "input_blocks.4.1.proj_in",
+        "input_blocks.1.0.in_layers.2", "input_blocks.5.0.emb_layers.1", "middle_block.1.proj_in",
         "output_blocks.0.0.skip_connection", "time_embed.0", "out.2",
     ),
     "flux": (
@@ -26,7 +26,7 @@ LAYERS = {
         "final_layer.linear",
     ),
 }  # fmt: skip
-NORMS = {"unet": (f"{BLOCK}.norm2", "out.0", "input_blocks.4.0.out_layers.0"), "flux": ()}  # Flux's have no weights
+NORMS = {"unet": (f"{BLOCK}.norm2", "out.0", "input_blocks.1.0.out_layers.0"), "flux": ()}  # Flux's have no weights
 
 
 def family(patcher: Patcher) -> str:
