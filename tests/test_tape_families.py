@@ -24,8 +24,8 @@ REFUSED = {
 }
 # How many kernels the variants after the first may add, and why. The first has one picture of one frame.
 LATER: dict[str, int] = {
-    # torch's group_norm lays one frame out in another way than several: 3 of its readers, and a copy.
-    "SVD_img2vid": 4, "SV3D_u": 4, "SV3D_p": 4,
+    # On a CPU, torch's cat and group_norm put the channels of one frame first and those of several last: 5 readers.
+    "SVD_img2vid": 5, "SV3D_u": 5, "SV3D_p": 5,
     # Of one frame nobody can tell (b t) (h w) from b (t h w), nor n t from t n.
     "CosmosT2V": 1, "CosmosI2V": 1, "WAN22_S2V": 1, "WAN22_S2V motion": 1,
     # A loop over pictures: what is copied for each becomes one kernel of as many results, up to four.

@@ -37,6 +37,8 @@ class Size:
         size = self
         while size._same is not None:
             size = size._same
+        if self._same is not None:
+            self._same = size  # the next look is short
         return size
 
     def meet(self, other: "Size") -> None:
