@@ -92,7 +92,7 @@ def test_a_full_budget_is_said(pack, models):
     sizes = [(side, side) for side in range(1024, 320, -64)]
     held = []
     for count in (len(sizes), 2, len(sizes)):  # MiB; the first time libraries load their own kernels as well
-        some = sizes[::-1][:count]  # in the order of below: the pool grows otherwise
+        some = sizes[:count]  # the largest come first, here and below
         warm(pack, compiled(patcher, verify=False), "\n".join(f"{width}x{height}" for width, height in some))
         held.append(sum(graphs.held(device).values()) >> 20)
         graphs.cache(device).clear()
