@@ -27,8 +27,6 @@ class Card:
         patch.setattr(attention.Case, "tensors", lambda case, device: [torch.empty(1, 1, 1, 1)] * 3 + [None])
         for module in (attention, rule):
             patch.setattr(module, "supports", lambda backend, *tensors: backend in self.able)
-        self.preferred = ""
-        patch.setattr(rule, "preferred", lambda *tensors: self.preferred)
         patch.setattr(rule.torch, "empty_strided", lambda *form, **kind: torch.empty(0))
         patch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
 
@@ -77,11 +75,9 @@ def test_the_fastest_is_taken_and_said(card):
     assert chosen(CUDNN) == (CUDNN, False)  # as recorded: nothing is less exact
 
 
-def test_what_torch_takes_by_itself_is_not_measured(card):
-    """Only where ComfyUI asks for another backend: measuring costs a first call most of a second."""
-    card.preferred = FLASH
-    assert chosen(FLASH) == (FLASH, False) and not card.timed
-    assert chosen(EFFICIENT) == (CUDNN, True) and card.timed
+def test_cudnns_is_not_measured(card):
+    """torch takes it by itself only where it is the fastest, and measuring costs a first call most of a second."""
+    assert chosen(CUDNN) == (CUDNN, False) and not card.timed
 
 
 def test_what_is_as_fast_stays_as_it_was(card):

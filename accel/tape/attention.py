@@ -13,7 +13,6 @@ from dataclasses import astuple, dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 
 from ..artifacts import KEEPER
 
@@ -74,14 +73,6 @@ def fastest(case: Case, recorded: str, device: torch.device) -> str:
         times = _KNOWN[name]
     best = min(times, key=times.__getitem__, default=recorded)
     return recorded if times.get(recorded, math.inf) <= MARGIN * times.get(best, math.inf) else best
-
-
-def preferred(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None) -> str:
-    """The backend that torch takes for such tensors where nobody asks for another; "" for one that is none of these."""
-    grouped = q.shape[1] != k.shape[1]
-    choice = torch._fused_sdp_choice(q, k, v, mask, 0.0, causal, scale=scale, enable_gqa=grouped)
-    names = {int(SDPBackend.CUDNN_ATTENTION): "cudnn", int(SDPBackend.FLASH_ATTENTION): "flash"}
-    return (names | {int(SDPBackend.EFFICIENT_ATTENTION): "efficient"}).get(int(choice), "")
 
 
 def supports(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...errors import is_out_of_memory
 from .. import sizes
-from ..attention import LENGTHS, ROWS, Case, coarse, fastest, preferred, run, supports
+from ..attention import LENGTHS, ROWS, Case, coarse, fastest, run, supports
 from ..traits import ATTENTIONS, traits
 from ..values import Operation, Tape, Value
 
@@ -15,6 +15,7 @@ LESS_EXACT = (
     "Attention runs on the one of PyTorch's exact backends that was measured fastest on this card, which is not the "
     "one that ComfyUI asks for: its sums are in another order, and as exact"
 )
+TRUSTED = "cudnn"  # torch takes it only where it is the fastest, and measuring would cost most of a second
 NAMES = {name: name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in ATTENTIONS}
 
 
@@ -58,7 +59,7 @@ def take_fastest(tape: Tape) -> str:
         recorded, given = NAMES[traits(operation.func).name], _named(operation.func, operation.args, operation.kwargs)
         form = recorded, tuple((v.shape, v.stride, v.dtype) if isinstance(v, Value) else v for v in given)
         if form not in chosen:
-            chosen[form] = _choice(recorded, *given, device=tape.device)
+            chosen[form] = _choice(recorded, *given[:5], device=tape.device)
         if chosen[form] != recorded:
             replace(operation, chosen[form])
             changed = True
@@ -78,22 +79,24 @@ def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     return *args[:3], mask, given.get("is_causal", False), given.get("scale")
 
 
-def _choice(
-    recorded: str, q: Value, k: Value, v: Value, mask: Value | None, causal: bool, scale: float | None,
-    device: torch.device,
-) -> str:  # fmt: skip
+def _choice(recorded: str, q: Value, k: Value, v: Value, mask: Value | None, causal: bool, device: torch.device) -> str:
     """The backend for a call of this form."""
-    if len(q.shape) != 4 or q.shape[1] % k.shape[1] or (mask is not None and mask.dtype != q.dtype):
+    if (
+        recorded == TRUSTED
+        or len(q.shape) != 4
+        or q.shape[1] % k.shape[1]
+        or (mask is not None and mask.dtype != q.dtype)
+    ):
         return recorded
     case = Case(
         q.dtype, coarse(q.shape[0] * q.shape[1], ROWS), q.shape[1] // k.shape[1], coarse(q.shape[2], LENGTHS),
         coarse(k.shape[2], LENGTHS), q.shape[3], v.shape[3], mask is not None, causal,
     )  # fmt: skip
+    best = fastest(case, recorded, device)
+    if best == recorded:
+        return recorded
     like = [
         None if value is None else torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
         for value in (q, k, v, mask)
     ]
-    if preferred(*like, causal, scale) == recorded:  # measuring takes most of a second, and torch knows its own
-        return recorded
-    best = fastest(case, recorded, device)
-    return best if best != recorded and supports(best, *like, causal) else recorded
+    return best if supports(best, *like, causal) else recorded
