@@ -42,7 +42,7 @@ RADIANCE = CHROMA | {
 SD3 = {
     "in_channels": 16, "out_channels": 16, "patch_size": 2, "depth": 2, "input_size": None, "adm_in_channels": 24,
     "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 40, "out_features": 128}},
-    "num_patches": 256, "pos_embed_max_size": 16, "qk_norm": "rms", "pos_embed_scaling_factor": None,
+    "num_patches": 1600, "pos_embed_max_size": 40, "qk_norm": "rms", "pos_embed_scaling_factor": None,
     "x_block_self_attn_layers": [],
 }  # fmt: skip
 PIXART = {
@@ -89,7 +89,7 @@ QWEN = {
 }  # fmt: skip
 AURA = {
     "dim": 64, "n_layers": 3, "n_double_layers": 1, "n_heads": 2, "global_conddim": 64, "cond_seq_dim": 40,
-    "max_seq": 256,
+    "max_seq": 1600,
 }  # fmt: skip
 # What ComfyUIs after 0.3.75 ask for besides.
 NEWER_FLUX = {"txt_ids_dims": []}
