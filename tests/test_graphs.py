@@ -1,6 +1,7 @@
 """What graphs cost, which give way to which, and when they go. On the CPU: only the capture itself is replaced."""
 
 import contextlib
+import dataclasses
 import gc
 import threading
 
@@ -94,6 +95,28 @@ def capture(cache, budget=BUDGET, **sizes):
 
 def held(cache):
     return {key for _, key in cache.held()}
+
+
+# The run before a capture -----------------------------------------------------------------------------------------
+
+
+def test_the_run_before_a_capture_gives_the_first_result(cache, capturer) -> None:
+    """It runs whether or not the program has run before, and its result outlives the graph's next replay."""
+    capture(cache, a=10)
+    given = recording(20, output=4, scale=7)
+    cache.capture(name("b"), dataclasses.replace(given, wanted=True), BUDGET)
+    assert capturer.warmed == 2  # "a" and "b" are of one program, which had run
+    first = cache.result(name("b"))
+    assert torch.equal(first, torch.full((4,), 7, dtype=torch.uint8))
+    cache._entries[name("b")].output.zero_()  # as the next replay may
+    assert int(first.sum()) == 28
+
+
+def test_a_graph_whose_program_was_wrong_is_dropped_alone(cache, capturer) -> None:
+    capture(cache, a=10, b=20)
+    cache.drop(name("b"))
+    cache.drop(name("c"))  # which never was
+    assert held(cache) == {"a"} and capturer.live == 1
 
 
 # Which give way ---------------------------------------------------------------------------------------------------
