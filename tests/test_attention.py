@@ -76,7 +76,7 @@ def test_the_fastest_is_taken_and_said(card):
 
 
 def test_cudnns_is_not_measured(card):
-    """torch takes it by itself only where it is the fastest, and measuring costs a first call most of a second."""
+    """It is the fastest where torch takes it by itself, and measuring costs a first call most of a second."""
     assert chosen(CUDNN) == (CUDNN, False) and not card.timed
 
 
@@ -154,12 +154,12 @@ def test_a_choice_is_remembered_on_disk(card, monkeypatch, tmp_path):
 def test_a_backend_that_refuses_costs_nothing(backend):
     """None of the three runs on a CPU: the recorded operation does, and the first refusal is the last."""
     from anyshape.accel.tape import attention
-    from anyshape.accel.tape.rules.attention import OnAnother
+    from anyshape.accel.tape.rules.attention import Attention
 
     own, q = aten._scaled_dot_product_flash_attention_for_cpu.default, torch.randn(2, 3, 5, 16)
     with torch.inference_mode():
         wanted = own(q, q, q, 0.0, False, attn_mask=None, scale=0.3)[0]
-        other = OnAnother(own, backend, wanted.stride())
+        other = Attention(own, backend, wanted.stride())
         with pytest.raises(RuntimeError):
             attention.run(backend, q, q, q, None, False, 0.3)
         for _ in range(2):
@@ -175,7 +175,7 @@ def test_a_result_lies_as_it_was_recorded(monkeypatch):
     monkeypatch.setattr(attention, "run", lambda *arguments: out)
     own = aten._scaled_dot_product_flash_attention.default
     for stride in (out.stride(), out.contiguous().stride()):
-        found = attention.OnAnother(own, EFFICIENT, stride)(out, out, out, 0.0, False, scale=None)
+        found = attention.Attention(own, EFFICIENT, stride)(out, out, out, 0.0, False, scale=None)
         assert found.stride() == stride and torch.equal(found, out)
 
 

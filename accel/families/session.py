@@ -75,7 +75,7 @@ class Session:
     def sampler(self, executor: WrapperExecutor, guider: Any, *args: Any, **kwargs: Any) -> Tensor:
         """SAMPLER_SAMPLE: the guider's conds lie where the model is, before the first step asks for them."""
         tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-        if self.settings.mode != "off" and tensors and tensors[0].device.type != "cpu":
+        if self.settings.mode != "off" and tensors:
             judge = failed(self.name, "copying the prompts to the GPU")
             attempt(lambda: conds.to_device(guider.conds, tensors[0].device), judge, INTERRUPTS)
         return executor(guider, *args, **kwargs)

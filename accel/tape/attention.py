@@ -105,8 +105,7 @@ def aligned(mask: Tensor) -> Tensor:
 
 def _measured(case: Case, name: str, device: torch.device) -> str:
     """Milliseconds of each backend that can, as JSON: those that are in the store from here on."""
-    drawing = [device] if torch.cuda.is_available() else []  # cuDNN's attention draws, though nothing is dropped
-    with torch.inference_mode(), torch.random.fork_rng(drawing):
+    with torch.inference_mode():
         tensors = case.tensors(device)
         able = [backend for backend in BACKENDS if supports(backend, *tensors, case.causal)]
         times = {backend: _milliseconds(backend, tensors, case.causal) for backend in able}
@@ -116,14 +115,15 @@ def _measured(case: Case, name: str, device: torch.device) -> str:
 def _milliseconds(backend: str, tensors: list[Tensor | None], causal: bool) -> float:
     """One call's, on the GPU."""
     best = math.inf
-    for turn in range(ROUNDS + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(WAIT)
-        start.record()
-        for _ in range(CALLS):
-            run(backend, *tensors, causal, None)
-        end.record()
-        end.synchronize()
-        if turn:  # the first one makes plans
-            best = min(best, start.elapsed_time(end) / CALLS)
+    with torch.random.fork_rng([tensors[0].device]):  # cuDNN's draws, though nothing is dropped
+        for turn in range(ROUNDS + 1):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(WAIT)
+            start.record()
+            for _ in range(CALLS):
+                run(backend, *tensors, causal, None)
+            end.record()
+            end.synchronize()
+            if turn:  # the first one makes plans
+                best = min(best, start.elapsed_time(end) / CALLS)
     return best

@@ -11,13 +11,13 @@ from .group import FUSE, Group
 from .index import number
 from .kernels import ALIGNED, Launch
 from .layout import Layouts
+from .pointwise import COSTLY
 from .structure import planned
 from .terms import NoKernel
 from .traits import aten, traits
 from .values import ONE, Operation, Tape, Value
 
 ALONE = "a single operation"
-COSTLY = frozenset(("tanh", "gelu", "silu", "sigmoid", "exp", "sin", "cos", "log"))
 Steps = list[Operation | Launch]
 Users = dict[Value, list[Operation | None]]  # who reads a value; None: the caller
 

@@ -35,6 +35,8 @@ BINARY: dict[str, str] = {
     "minimum": "tl.minimum({0}, {1})",
     "copy": "{1}",
 }
+# What costs more to compute than to read: worth computing once where several read it.
+COSTLY = frozenset(("tanh", "gelu", "silu", "sigmoid", "exp", "sin", "cos", "log"))
 ADDING = frozenset(("add", "sub", "rsub"))  # alpha scales their second argument
 POWERS = {2: "{0} * {0}", 3: "{0} * {0} * {0}", 0.5: "tl.sqrt_rn({0})", -0.5: "tl.rsqrt({0})", 1: "{0}"}
 

@@ -15,12 +15,15 @@ LESS_EXACT = (
     "Attention runs on the one of PyTorch's exact backends that was measured fastest on this card, which is not the "
     "one that ComfyUI asks for: its sums are in another order, and as exact"
 )
-TRUSTED = "cudnn"  # torch takes it only where it is the fastest, and measuring would cost most of a second
+TRUSTED = "cudnn"  # the fastest where torch takes it by itself (Hopper); measuring would cost most of a second
 NAMES = {name: name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in ATTENTIONS}
 
 
-class OnAnother:
-    """A recorded attention on another backend; on the recorded one again if that refuses tensors like these."""
+class Attention:
+    """A recorded attention whose result lies with a certain stride; on another backend, if one is named.
+
+    On the recorded one again if that refuses tensors like these.
+    """
 
     sizes = staticmethod(sizes.attention)
     by_strides = False  # whether its arguments must lie as a rule has chosen
@@ -68,7 +71,7 @@ def take_fastest(tape: Tape) -> str:
 
 def replace(operation: Operation, backend: str) -> None:
     """Has ``operation`` run on ``backend``."""
-    operation.func = OnAnother(operation.func, backend, operation.outputs[0].stride)
+    operation.func = Attention(operation.func, backend, operation.outputs[0].stride)
     operation.opaque, operation.outputs = True, operation.outputs[:1]
 
 

@@ -5,28 +5,12 @@ them token by token, a token's heads side by side: then the result lies so too, 
 Exact: the same numbers in another order of memory.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from .. import pointwise, sizes, views
+from .. import pointwise, views
 from ..layout import contiguous
 from ..lower import COPIES, NORMS
 from ..traits import ATTENTIONS, traits
 from ..values import Operation, Tape, Value
-from .attention import OnAnother
-
-
-def by_tokens(attention: Callable[..., Tensor], query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """``attention``'s result [B, H, T, D] in memory as [B, T, H, D]; copied if this backend orders it otherwise."""
-    out = attention(query, *args, **kwargs)[0]
-    stride = _strides(tuple(out.shape))
-    if out.stride() == stride:
-        return out
-    return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
+from .attention import Attention, replace
 
 
 def store_by_tokens(tape: Tape) -> str:
@@ -37,11 +21,13 @@ def store_by_tokens(tape: Tape) -> str:
     for operation in tape.operations:
         for value in operation.inputs:
             readers.setdefault(value, []).append(operation)
-    given_back, read = set(tape.outputs), {value for operation in tape.operations for value in operation.inputs}
+    given_back = set(tape.outputs)
     for operation in tape.operations:
-        if not _is_attention(operation) or len(operation.outputs[0].shape) != 4 or read & set(operation.outputs[1:]):
+        if not _is_attention(operation) or len(operation.outputs[0].shape) != 4:
             continue
-        result = operation.outputs[0]
+        result, *others = operation.outputs
+        if any(other in readers for other in others):
+            continue
         turned = readers.get(result, [])
         chains = [_chain(value, readers) for value in operation.args[:3]]
         if result in given_back or not chains[0] or not turned or not all(map(_turns_to_tokens, turned)):
@@ -50,24 +36,16 @@ def store_by_tokens(tape: Tape) -> str:
             value.stride, value.order = _strides(value.shape), (0, 2, 1, *range(3, len(value.shape)))
         for view in turned:
             view.outputs[0].stride = contiguous(view.outputs[0].shape)
-        operation.func, operation.opaque = _function(operation.func, result.stride), True
-        operation.outputs = [result]
+        if not operation.opaque:
+            replace(operation, "")
+        operation.func.stride, operation.func.by_strides = result.stride, True
     return ""
 
 
 def _is_attention(operation: Operation) -> bool:
     if operation.opaque:
-        return isinstance(operation.func, OnAnother)
+        return isinstance(operation.func, Attention)
     return traits(operation.func).name in ATTENTIONS
-
-
-def _function(attention: Callable[..., Any], stride: tuple[int, ...]) -> Callable[..., Tensor]:
-    if isinstance(attention, OnAnother):
-        attention.stride, attention.by_strides = stride, True
-        return attention
-    function: Any = partial(by_tokens, attention)
-    function.sizes, function.by_strides = sizes.attention, True
-    return function
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -190,7 +190,7 @@ def _form(operation: Operation) -> tuple:
 
 
 def _written(operation: Operation) -> Tape | None:
-    """What the operation means, as a tape of its own on tensors without memory."""
+    """What the operation means, as another tape on tensors without memory."""
     values = list(dict.fromkeys(operation.inputs))
     given = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=META) for v in values]
     tensors = dict(zip(values, given, strict=True))

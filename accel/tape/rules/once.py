@@ -1,9 +1,8 @@
 """Functions of one value that several blocks compute for themselves: SiLU of the time step's embedding, say. Exact."""
 
+from ..pointwise import COSTLY
 from ..traits import traits
 from ..values import Operation, Tape, Value, replaced
-
-FUNCTIONS = frozenset(("tanh", "gelu", "silu", "sigmoid", "exp", "sin", "cos", "log"))
 
 
 def compute_once(tape: Tape) -> str:
@@ -40,4 +39,4 @@ def compute_once(tape: Tape) -> str:
 def _is_function(operation: Operation) -> bool:
     if operation.opaque or operation.writes is not None or len(operation.inputs) != 1:
         return False
-    return traits(operation.func).name in FUNCTIONS and len(operation.args) == 1
+    return traits(operation.func).name in COSTLY and len(operation.args) == 1
