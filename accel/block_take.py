@@ -1,6 +1,5 @@
 """One recording of a block's call: what it is made for, and how it is made."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -50,7 +49,6 @@ class Visit:
 
     def __init__(self, call: "Call", settings: "Settings", first: bool) -> None:
         self.call, self.settings, self.first = call, settings, first
-        self.thread = threading.get_ident()
         self.ran = 0  # calls of blocks that ran on a program
         self.slower = 0  # of these, on one that was no faster than eager
         self.reasons: dict[str, None] = {}  # why others did not
@@ -59,10 +57,6 @@ class Visit:
         """A call of a block ran on the program of ``take``."""
         self.ran += 1
         self.slower += take.slower
-
-    def active(self) -> bool:
-        """Whether blocks are ours now: not for another thread."""
-        return threading.get_ident() == self.thread
 
 
 def record_block(

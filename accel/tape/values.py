@@ -117,6 +117,14 @@ class Value:
         value.sizes, value.order = sizes, self.order
         return value
 
+    def again(self, number: int, base: "Value | None") -> "Value":
+        """A value of this form that another operation makes."""
+        value = object.__new__(Value)
+        value.shape, value.stride, value.dtype, value.device = self.shape, self.stride, self.dtype, self.device
+        value.number, value.origin, value.leaf, value.base = number, None, None, base
+        value.sizes, value.order = (), None
+        return value
+
     def scalar(self) -> float | None:
         """The number that a constant of one element on the CPU stands for, as eager's operations take it."""
         if self.is_constant and not self.shape and self.device.type == "cpu":
