@@ -154,7 +154,7 @@ class BlockCopies:
             copied = Operation(
                 operation.func, replaced(operation.args, Value, own), replaced(operation.kwargs, Value, own),
                 [own(value) for value in operation.inputs],
-                writes=operation.writes and own(operation.writes), opaque=operation.opaque,
+                writes=operation.writes and own(operation.writes), opaque=operation.opaque, like=operation,
             )  # fmt: skip
             for value in operation.outputs:
                 if value is not None:

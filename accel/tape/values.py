@@ -140,7 +140,8 @@ class Operation:
     """One recorded call. In ``args`` and ``kwargs`` values stand for tensors.
 
     kind: how the program may run it, see ``group.classify``. writes: the value whose memory an in-place operation
-    changes (its output is that memory afterwards). runs: which dimensions of a reshape hold the same elements.
+    changes (its output is that memory afterwards). runs: which dimensions of a reshape hold the same elements. like:
+    the operation of another block that it was copied from. alike: whether its values have the sizes of that one's.
     """
 
     func: Callable[..., Any]
@@ -152,6 +153,8 @@ class Operation:
     opaque: bool = False  # a Python function, called as it is
     kind: str = ""
     runs: Any = None
+    like: "Operation | None" = None
+    alike: bool = False
 
     def __repr__(self) -> str:
         return f"{self.outputs} = {self.func}({self.args}, {self.kwargs})"
@@ -178,6 +181,7 @@ class Tape:
                 if value is not None:
                     value.origin = None
             operation.args, operation.kwargs, operation.inputs, operation.outputs = (), {}, [], []
+            operation.like = None
         self.operations = []
 
     def leaves(self) -> list[Value]:
