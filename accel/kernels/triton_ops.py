@@ -141,10 +141,10 @@ class TritonOps(FusedOps):
 
     @_or()
     def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:  # noqa: D102
-        if not grouped_linear.fits(group.weights):
-            return super().grouped_linear(x, group)
         if group.table is None:
-            group.table = grouped_linear.make_table(group.weights)
+            if not grouped_linear.fits(group.weights, group.biases or ()):
+                return super().grouped_linear(x, group)
+            group.table = grouped_linear.make_table(group.weights, group.biases)
         return grouped_linear.grouped_linear(x, group.weights, group.table)
 
     def compiled_variants(self) -> int:  # noqa: D102

@@ -7,13 +7,17 @@ or "" where results stay as eager's.
 from collections.abc import Callable
 
 from ..values import Tape
-from . import attention, by_tokens, copies, epilogue, kitchen, once
+from . import (
+    attention, by_tokens, channels_last, conv_bias, copies, epilogue, geglu, group_norm, grouped_linear, kitchen, once,
+    short_attention, upsample,
+)  # fmt: skip
 
 Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
-    kitchen.decompose, copies.drop_repeats_of_one, once.compute_once, epilogue.fuse_gelu, attention.take_fastest,
-    by_tokens.store_by_tokens,
+    kitchen.decompose, copies.drop_repeats_of_one, once.compute_once, channels_last.lay_out, upsample.double,
+    conv_bias.add_after, group_norm.take_in, geglu.join_product, short_attention.attend, grouped_linear.join,
+    epilogue.fuse_gelu, attention.take_fastest, by_tokens.store_by_tokens,
 )  # fmt: skip
 
 
