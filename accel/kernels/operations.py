@@ -117,8 +117,13 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def _fake_grouped(x: Tensor, weights: Sequence[Tensor], *args: Any) -> list[Tensor]:
-    return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+def _fake_grouped(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], table: Tensor) -> list[Tensor]:
+    widths = [weight.shape[0] for weight in weights]
+    if not len(table):
+        return [x.new_empty(*x.shape[:-1], width) for width in widths]
+    rows = x.shape[:-1].numel()
+    parts = x.new_empty(rows * sum(widths)).split([rows * width for width in widths])  # they lie in one piece of memory
+    return [part.view(*x.shape[:-1], width) for part, width in zip(parts, widths, strict=True)]
 
 
 @_operation("(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor table) -> Tensor[]", _fake_grouped)

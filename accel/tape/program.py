@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .ahead import compile_operations
 from .kernels import Launch, compile_all
 from .plan import Plan
 from .traits import traits
@@ -66,6 +67,9 @@ class Program:
         self.report, self.launches, self.parts = plan.report, plan.launches, plan.parts
         started = time.perf_counter()
         self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0
+        if fuse:
+            called = [step for step in plan.steps if isinstance(step, Operation)]
+            self.report.compiled += compile_operations([*called, *tape.ahead], tape.device)
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         steps = plan.steps
         self._steps = [self._step(step) for step in steps]
@@ -78,7 +82,7 @@ class Program:
         derived = [(self._slots[v], v.leaf) for v in leaves if isinstance(v.leaf, Derived)]
         self._derived = [(slot, leaf.make, tuple(self._slots[v] for v in leaf.sources)) for slot, leaf in derived]
         self._loose = frozenset(self._slots[v] for v in tape.permuted if v in self._slots)
-        self.permuted = tuple(v.leaf for v in tape.permuted if v in self._slots)  # may lie in channels_last
+        self.permuted = frozenset(v.leaf for v in tape.permuted if v in self._slots)  # may lie in channels_last
         self._count = len(self._slots)
         self._bound: Bound | None = None
 

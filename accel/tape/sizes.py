@@ -290,8 +290,8 @@ def _table() -> dict[str, Rule]:
             _resampled,
         ),
         (
-            "layer_norm rms_norm softmax _softmax group_norm group_norm_last short_attention copy_ fill_ zero_ cumsum flip roll native_layer_norm "
-            + " ".join(views.SAME),
+            "layer_norm rms_norm softmax _softmax group_norm copy_ fill_ zero_ cumsum flip roll native_layer_norm "
+            "group_norm_last short_attention " + " ".join(views.SAME),
             _same,
         ),
         (" ".join(views.RESHAPES), _reshape),

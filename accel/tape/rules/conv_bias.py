@@ -1,7 +1,7 @@
 """A convolution's bias as an addition, which becomes part of the kernel behind it.
 
-cuDNN gives a convolution without its bias, and PyTorch adds that by a kernel of its own, in memory. Exact: it adds it to
-the rounded result, as here. (On a CPU PyTorch adds it before rounding.)
+cuDNN gives a convolution without its bias, and PyTorch adds that by a kernel of its own, in memory. Exact: it adds it
+to the rounded result, as here. (On a CPU PyTorch adds it before rounding.)
 """
 
 from ...kernels import operations as ours

@@ -16,8 +16,8 @@ from ..values import Derived, Operation, Tape, Value, Weight
 from . import edits
 
 LESS_EXACT = (
-    "Small linear layers of one input, such as a prompt's keys and values, run as one kernel: their sums are in another "
-    "order, and as exact"
+    "Small linear layers of one input, such as a prompt's keys and values, run as one kernel: their sums are in "
+    "another order, and as exact"
 )
 HALVES = (torch.float16, torch.bfloat16)
 FEWEST = 8  # layers; queries, keys and values of one block are three, and large
