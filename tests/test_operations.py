@@ -39,7 +39,8 @@ def cases() -> dict[str, tuple]:
     """Operation, arguments, and what it must give, by name."""
     x, norm, bias = randn(2, 64, 5, 3), randn(64), randn(64)
     shift, pending = randn(2, 64, 1, 1), [randn(64), randn(64)]
-    conv, tokens, wide = randn(32, 64, 3, 3), randn(2, 7, 64), randn(96, 64)
+    conv, added_last = randn(32, 64, 3, 3), randn(32)
+    tokens, wide, offset = randn(2, 7, 64), randn(96, 64), randn(96)
     q, k, v = randn(2, 9, 64), randn(2, 5, 64), randn(2, 5, 64)
     weights, biases = layers(9, 64)
     exact = [each.double() for each in (x, norm, bias, shift[:, :, 0, 0])]
@@ -47,8 +48,8 @@ def cases() -> dict[str, tuple]:
     table, bare = operations.table_of(9, *weights, *biases), operations.table_of(9, *weights)
     return {
         "convolution": (
-            operations.conv2d_last, (x, conv, randn(32) * 0, [2, 2], [1, 1], [1, 1], 1),
-            F.conv2d(x.double(), conv.double(), None, 2, 1),
+            operations.conv2d_last, (x, conv, added_last, [2, 2], [1, 1], [1, 1], 1),
+            F.conv2d(x.double(), conv.double(), added_last.double(), 2, 1),
         ),
         "norm": (
             operations.group_norm_last, (x, norm, bias, 8, 1e-5, shift, True, pending),
@@ -58,7 +59,10 @@ def cases() -> dict[str, tuple]:
             operations.group_norm_last, (x.to(memory_format=LAST), None, None, 8, 1e-6, None, False, []),
             reference.group_norm(exact[0], None, None, 8, 1e-6, silu=False),
         ),
-        "geglu": (operations.linear_geglu, (tokens, wide, randn(96) * 0), reference.linear_geglu(tokens.double(), wide.double(), None)),
+        "geglu": (
+            operations.linear_geglu, (tokens, wide, offset),
+            reference.linear_geglu(tokens.double(), wide.double(), offset.double()),
+        ),
         "attention": (
             operations.short_attention, (q, k, v, 4), reference.short_attention(q.double(), k.double(), v.double(), 4)
         ),
