@@ -45,9 +45,9 @@ class Session:
         self.settings = settings
         self._size = size or taping.pixels
         self._engine = engine
-        self._runs: dict[
-            int, Run | taping.TapeRun
-        ] = {}  # by id of the diffusion model; several threads sample several models
+        # by id of the diffusion model; several threads sample several models
+        self._runs: dict[int, Run] = {}
+        self._tape_runs: dict[int, taping.TapeRun] = {}
         self._depth = 0
         self._calls = 0  # that came through here; code that someone else compiled does not
         self._lock = threading.RLock()
@@ -81,8 +81,8 @@ class Session:
         return executor(guider, *args, **kwargs)
 
     def _close_runs(self) -> None:
-        runs, self._runs = self._runs, {}
-        for run in runs.values():
+        runs, self._runs, self._tape_runs = [*self._runs.values(), *self._tape_runs.values()], {}, {}
+        for run in runs:
             run.close()
 
     def _run(self, model: nn.Module, device: torch.device) -> Run:
@@ -90,7 +90,7 @@ class Session:
         with self._lock:
             if self._depth == 0:
                 return Run(self.family, model, None)
-            if not isinstance(self._runs.get(id(model)), Run):
+            if id(model) not in self._runs:
                 wanted = self._engine(model).wants_channels_last(self.settings, device)
                 self._runs[id(model)] = Run(self.family, model, ChannelsLastWeights() if wanted else None)
             run = self._runs[id(model)]
@@ -179,11 +179,13 @@ class Session:
     def _tape_run(self, model: nn.Module) -> taping.TapeRun:
         """As ``_run``, for a model that is recorded."""
         with self._lock:
-            found = self._runs.get(id(model))
-            if not isinstance(found, taping.TapeRun):
-                found = taping.TapeRun(model, taping.fingerprints(model))
+            found = self._tape_runs.get(id(model))
+            if found is None:
+                found = taping.TapeRun(
+                    model, taping.fingerprints(model), ChannelsLastWeights() if self._depth else None
+                )
                 if self._depth:
-                    self._runs[id(model)] = found
+                    self._tape_runs[id(model)] = found
             return found
 
 
