@@ -16,11 +16,12 @@ embed.bare_pack()
 
 from anyshape.accel.kernels import operations  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.tape import rules  # noqa: E402
-from anyshape.accel.tape.program import Program  # noqa: E402
+from anyshape.accel.tape.program import NotBound, Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 from anyshape.accel.tape.rules import (  # noqa: E402
     channels_last,
     conv_bias,
+    edits,
     geglu,
     group_norm,
     grouped_linear,
@@ -123,6 +124,7 @@ def programmed(model: nn.Module, given: tuple[Tensor, ...], *chosen: Callable[[T
     tape = taped(model, given)
     for rule in chosen:
         rule(tape)
+    edits.settle(tape)
     if not chosen:
         rules.apply(tape)
     program = Program(tape, fuse=True)
@@ -183,13 +185,15 @@ def model(dtype) -> Pictures:
 @pytest.mark.parametrize("name", EACH)
 def test_rule_is_right_at_every_size_with_the_kernels_of_the_first(name, model, dtype):
     known: set[str] = set()
-    for size in SIZES:
+    run = (SIZES[1], *(SIZES[3:] if name == "all" and dtype == torch.float16 else ()))
+    # with channels first, a picture of one pixel hides how it lies
+    for size in SIZES if name in ("channels last", "bias", "norm", "upsampling", "all") else SIZES[:-1]:
         given = inputs(size, dtype)
         _, program = programmed(model, given, *EACH[name])
         sources = {launch.source.text for launch in program.launches}
         assert not known or sources <= known, size
         known |= sources
-        if size == SIZES[1] or (name == "all" and dtype == torch.float16):
+        if size in run:
             assert error(model, program, inputs(size, dtype, seed=1)) < BOUND[dtype], size
             lies_as_said(program, given)
 
@@ -220,18 +224,21 @@ def test_every_picture_lies_channels_last_and_nothing_is_turned(model, dtype):
 
 
 def test_weights_may_lie_either_way(model, dtype):
-    given = inputs(SIZES[0], dtype)
-    tape, program = programmed(model, given)
+    _, program = programmed(model, inputs(SIZES[0], dtype))
     named = {weight.module for weight in program.permuted}
     assert named == {name for name, part in model.named_modules() if isinstance(part, nn.Conv2d)}
-    with torch.inference_mode():
-        before = program.run(list(given))
-        own = model.larger.weight
-        model.larger.weight = nn.Parameter(own.contiguous(memory_format=LAST), requires_grad=False)
-        program.bind(model)
-        after = program.run(list(given))
-        model.larger.weight = own
-    assert (after - before).float().norm() / before.float().norm() < BOUND[dtype]
+    stack, given = Stack(torch.sin), (torch.randn(1, 8, 6, 5),)
+    _, program = programmed(stack, given)
+    before = program.run(list(given))
+    stack.layers[1].weight.data = stack.layers[1].weight.data.contiguous(memory_format=LAST)
+    program.bind(stack)
+    assert torch.allclose(program.run(list(given)), before, atol=1e-6)
+    stack.layers[1].weight.data = torch.randn(8, 8, 3, 3)
+    program.bind(stack)
+    assert not torch.allclose(program.run(list(given)), before, atol=1e-3)
+    stack.layers[1].weight.data = torch.randn(8, 8, 3, 4)
+    with pytest.raises(NotBound):
+        program.bind(stack)
 
 
 def test_a_weight_that_others_read_stays_as_it_was():

@@ -13,6 +13,7 @@ from . import (
     channels_last,
     conv_bias,
     copies,
+    edits,
     epilogue,
     geglu,
     group_norm,
@@ -34,4 +35,6 @@ RULES: tuple[Rule, ...] = (
 
 def apply(tape: Tape) -> list[str]:
     """Applies every rule; the sentences of those that are less exact than eager."""
-    return [sentence for rule in RULES if (sentence := rule(tape))]
+    sentences = [sentence for rule in RULES if (sentence := rule(tape))]
+    edits.settle(tape)
+    return sentences

@@ -96,7 +96,7 @@ class _Pass:
             if operation.func is not ours.conv2d_last:
                 loose.update(operation.inputs)
         tape.permuted -= loose
-        edits.settle(tape, self._found)
+        tape.operations[:] = self._found
 
     # Operations that there is another one for ---------------------------------------------------------------------
 

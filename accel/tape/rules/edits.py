@@ -43,9 +43,11 @@ def own_memory(value: Value, readers: Readers) -> None:
         left += [(out, value) for out in views if old is not None and out.base is old]
 
 
-def settle(tape: Tape, operations: list[Operation]) -> None:
-    """Gives a tape these operations, without those that nobody needs, and numbers their results in order."""
-    tape.operations[:] = aliasing.needed(operations, tape.outputs)
-    made = (value for operation in tape.operations for value in operation.outputs if value is not None)
-    for number, value in enumerate(made):
-        value.number = number
+def settle(tape: Tape) -> None:
+    """Drops what nobody needs any more, and numbers the results of all others in order."""
+    tape.operations[:] = aliasing.needed(tape.operations, tape.outputs)
+    number = 0
+    for operation in tape.operations:
+        for value in operation.outputs:
+            if value is not None:
+                value.number, number = number, number + 1

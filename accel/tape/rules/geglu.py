@@ -27,10 +27,7 @@ def join_product(tape: Tape) -> str:
             edits.become(operation, ours.linear_geglu, values, values)
             operation.opaque = False
             changed = True
-    if not changed:
-        return ""
-    edits.settle(tape, tape.operations)
-    return LESS_EXACT
+    return LESS_EXACT if changed else ""
 
 
 def _serves(device: torch.device) -> bool:

@@ -29,7 +29,7 @@ def take_in(tape: Tape) -> str:
             changed = True
     if not changed:
         return ""
-    edits.settle(tape, [operation for operation in tape.operations if id(operation) not in gone])
+    tape.operations[:] = [operation for operation in tape.operations if id(operation) not in gone]
     return LESS_EXACT
 
 

@@ -13,7 +13,6 @@ import torch
 from ...kernels import operations as ours
 from ..traits import aten
 from ..values import Derived, Operation, Tape, Value, Weight
-from . import edits
 
 LESS_EXACT = (
     "Small linear layers of one input, such as a prompt's keys and values, run as one kernel: their sums are in "
@@ -51,7 +50,7 @@ def join(tape: Tape) -> str:
             found.append(first[id(operation)])
         elif id(operation) not in gone:
             found.append(operation)
-    edits.settle(tape, found)
+    tape.operations[:] = found
     return LESS_EXACT
 
 

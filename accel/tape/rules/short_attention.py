@@ -33,10 +33,7 @@ def attend(tape: Tape) -> str:
         edits.become(joined, made.func, made.args, made.inputs)
         edits.own_memory(result, readers)
         changed = True
-    if not changed:
-        return ""
-    edits.settle(tape, tape.operations)
-    return LESS_EXACT
+    return LESS_EXACT if changed else ""
 
 
 def _found(
