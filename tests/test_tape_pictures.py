@@ -15,7 +15,7 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel.kernels import operations  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.tape import rules  # noqa: E402
+from anyshape.accel.tape import ahead, rules  # noqa: E402
 from anyshape.accel.tape.program import NotBound, Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 from anyshape.accel.tape.rules import (  # noqa: E402
@@ -497,3 +497,24 @@ def test_which_upsampling_is_ours(size, ours):
     assert bool(calls(tape, operations.upsample_last)) == ours
     assert [operation.func for operation in tape.ahead] == ([] if ours else [operations.upsample_last])
     assert error(model, program, given) < 1e-5
+
+
+# Compiled ahead -----------------------------------------------------------------------------------------------------
+
+
+def test_kernels_by_hand_are_compiled_on_one_small_call_of_each_form():
+    """Another size has no other form, and neither has a size at which an operation is left to torch."""
+    model, forms = Pictures(torch.float16), []
+    for size in ((2, 8, 6, 5), (1, 12, 10, 7), (1, 8, 6, 300), (1, 8, 6, 2049)):
+        tape, _ = programmed(model, inputs(size, torch.float16))
+        found = ahead.distinct([*tape.operations, *tape.ahead])
+        for operation in found:
+            args = ahead.small(operation, torch.device("meta"))
+            shape, given = args[0].shape, operation.args[0].shape
+            channels = 1 if len(shape) == 4 else -1
+            assert shape.numel() == shape[channels] == given[channels]
+            out = operation.func(*args)
+            assert [each.shape[channels] for each in (out if isinstance(out, list) else [out])]
+        forms.append(sorted(str(ahead._form(operation)) for operation in found))
+    assert forms[0] == forms[1] == forms[2] == forms[3]
+    assert 8 < len(forms[0]) < 20
