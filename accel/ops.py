@@ -96,8 +96,8 @@ class FusedOps:
         """[N, C, H, W] -> [N, C, *size], which is (2H, 2W) or one less."""
         return reference.upsample2x(x, size)
 
-    def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:
-        """[..., K] -> a [..., N] for each layer of the group."""
+    def grouped_linear(self, x: Tensor | Sequence[Tensor], group: LinearGroup) -> list[Tensor]:
+        """[..., K], one for all or one for each layer, -> a [..., N] for each layer of the group."""
         return reference.grouped_linear(x, group.weights, group.biases)
 
     def compiled_variants(self) -> int:

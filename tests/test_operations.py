@@ -42,10 +42,10 @@ def cases() -> dict[str, tuple]:
     conv, added_last = randn(32, 64, 3, 3), randn(32)
     tokens, wide, offset = randn(2, 7, 64), randn(96, 64), randn(96)
     q, k, v = randn(2, 9, 64), randn(2, 5, 64), randn(2, 5, 64)
-    weights, biases = layers(9, 64)
+    (weights, biases), several = layers(9, 64), [randn(2, 7, 64) for _ in range(9)]
     exact = [each.double() for each in (x, norm, bias, shift[:, :, 0, 0])]
     added = tuple(each.double() for each in pending)
-    table, bare = operations.table_of(9, *weights, *biases), operations.table_of(9, *weights)
+    table, bare = operations.table_of(9, False, *weights, *biases), operations.table_of(9, False, *weights)
     return {
         "convolution": (
             operations.conv2d_last, (x, conv, added_last, [2, 2], [1, 1], [1, 1], 1),
@@ -67,15 +67,23 @@ def cases() -> dict[str, tuple]:
             operations.short_attention, (q, k, v, 4), reference.short_attention(q.double(), k.double(), v.double(), 4)
         ),
         "layers": (
-            operations.grouped_linear, (tokens, weights, biases, table),
+            operations.grouped_linear, ([tokens], weights, biases, table),
             [F.linear(tokens.double(), w.double(), b.double()) for w, b in zip(weights, biases, strict=True)],
         ),
         "layers without biases": (
-            operations.grouped_linear, (tokens, weights, [None] * 9, bare),
+            operations.grouped_linear, ([tokens], weights, [None] * 9, bare),
             [F.linear(tokens.double(), w.double()) for w in weights],
         ),
+        "layers of one input each": (
+            operations.grouped_linear, (several, weights, biases, operations.table_of(9, True, *weights, *biases)),
+            [F.linear(x.double(), w.double(), b.double()) for x, w, b in zip(several, weights, biases, strict=True)],
+        ),
+        "layers of one input each that fit no table": (
+            operations.grouped_linear, (several, weights, biases, table[:0]),
+            [F.linear(x.double(), w.double(), b.double()) for x, w, b in zip(several, weights, biases, strict=True)],
+        ),
         "layers that fit no table": (
-            operations.grouped_linear, (tokens, weights, biases, table[:0]),
+            operations.grouped_linear, ([tokens], weights, biases, table[:0]),
             [F.linear(tokens.double(), w.double(), b.double()) for w, b in zip(weights, biases, strict=True)],
         ),
         "upsampling": (operations.upsample_last, (x, 9, 6), F.interpolate(x.double(), size=(9, 6))),
@@ -124,8 +132,8 @@ def test_attention_to_many_keys_is_the_librarys():
 
 def test_layers_that_are_not_aligned_have_no_table():
     weights, biases = layers(2, 64)
-    assert len(operations.table_of(2, *weights, *biases)) and len(operations.table_of(2, *weights))
+    assert len(operations.table_of(2, False, *weights, *biases)) and len(operations.table_of(2, False, *weights))
     odd = randn(64 * 64 + 1)[1:].view(64, 64)
-    assert not len(operations.table_of(2, weights[0], odd))
-    assert not len(operations.table_of(2, *[weight.float() for weight in weights]))
-    assert not len(operations.table_of(2, *weights, biases[0], biases[1].float()))
+    assert not len(operations.table_of(2, False, weights[0], odd))
+    assert not len(operations.table_of(2, False, *[weight.float() for weight in weights]))
+    assert not len(operations.table_of(2, False, *weights, biases[0], biases[1].float()))

@@ -451,11 +451,22 @@ class Layers(nn.Module):
         return torch.cat([layer(x) for layer in self.layers], dim=-1) + 1
 
 
+class Wide(Layers):
+    """Each of more weights than a small layer has."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(1, width=2056)
+        wide = nn.Linear(2056, 2056).half().requires_grad_(False)
+        self.layers = nn.ModuleList(wide if i else nn.Linear(2056, 8).half() for i in range(count)).requires_grad_(
+            False
+        )
+
+
 @pytest.mark.parametrize(
     "model, rows, taken",
     [
         (Layers(8), 3, True), (Layers(9, bias=False), 3, True), (Layers(7), 3, False), (Layers(8, width=12), 3, False),
-        (Layers(8), 2049, False),
+        (Layers(8), 2049, False), (Wide(8), 3, False),
     ],
 )  # fmt: skip
 def test_which_layers_run_together(model, rows, taken):
@@ -464,6 +475,43 @@ def test_which_layers_run_together(model, rows, taken):
     assert bool(calls(tape, operations.grouped_linear)) == taken
     assert error(model, program, given) < BOUND[torch.float16]
     assert [operation.func for operation in tape.ahead] == ([operations.grouped_linear] if rows == 2049 else [])
+
+
+class Modulated(nn.Module):
+    """Two layers behind each other for each part, as adaLN with a low rank has them."""
+
+    def __init__(self, count: int, width: int = 24) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.low = nn.ModuleList(nn.Linear(16, 8, bias=False) for _ in range(count))
+        self.high = nn.ModuleList(nn.Linear(8, width, bias=False) for _ in range(count))
+        self.half().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for low, high in zip(self.low, self.high, strict=True):
+            shift, scale = high(low(F.silu(x[:, :16]))).chunk(2, dim=-1)
+            x = torch.tanh(torch.cat([x[:, :12] * scale + shift, x[:, 12:]], dim=-1)) + low(F.silu(x[:, :16])).mean()
+        return x
+
+
+class Early(Modulated):
+    """All of them of the same vector."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for low, high in zip(self.low, self.high, strict=True):
+            shift, scale = high(low(F.silu(x))).chunk(2, dim=-1)
+            out = torch.cat([out[:, :12] * scale + shift, out[:, 12:]], dim=-1)
+        return torch.tanh(out)
+
+
+@pytest.mark.parametrize("model, together", [(Early(8), [1, 8]), (Early(7), []), (Modulated(8), [])])
+def test_layers_behind_layers_run_together_too(model, together):
+    for rows in (1, 3):
+        given = (torch.randn(rows, 16).half(),)
+        tape, program = programmed(model, given)
+        assert [len(operation.args[0]) for operation in calls(tape, operations.grouped_linear)] == together
+        assert error(model, program, (torch.randn(rows, 16).half(),)) < BOUND[torch.float16]
 
 
 def test_layers_that_moved_have_another_table():
@@ -510,7 +558,8 @@ def test_kernels_by_hand_are_compiled_on_one_small_call_of_each_form():
         found = ahead.distinct([*tape.operations, *tape.ahead])
         for operation in found:
             args = ahead.small(operation, torch.device("meta"))
-            shape, given = args[0].shape, operation.args[0].shape
+            (small, *_), (own, *_) = ([x] if not isinstance(x, list) else x for x in (args[0], operation.args[0]))
+            shape, given = small.shape, own.shape
             channels = 1 if len(shape) == 4 else -1
             assert shape.numel() == shape[channels] == given[channels]
             out = operation.func(*args)

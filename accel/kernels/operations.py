@@ -117,8 +117,10 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
-def _fake_grouped(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], table: Tensor) -> list[Tensor]:
-    widths = [weight.shape[0] for weight in weights]
+def _fake_grouped(
+    xs: Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None], table: Tensor
+) -> list[Tensor]:
+    x, widths = xs[0], [weight.shape[0] for weight in weights]
     if not len(table):
         return [x.new_empty(*x.shape[:-1], width) for width in widths]
     rows = x.shape[:-1].numel()
@@ -126,24 +128,28 @@ def _fake_grouped(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     return [part.view(*x.shape[:-1], width) for part, width in zip(parts, widths, strict=True)]
 
 
-@_operation("(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor table) -> Tensor[]", _fake_grouped)
-def grouped_linear(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], table: Tensor) -> list[Tensor]:
-    """One input through many linear layers in one launch. table: what ``table_of`` made of the weights."""
+@_operation("(Tensor[] xs, Tensor[] weights, Tensor?[] biases, Tensor table) -> Tensor[]", _fake_grouped)
+def grouped_linear(xs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], table: Tensor) -> list[Tensor]:
+    """One input, or one for each, through many linear layers in one launch. table: what ``table_of`` made of them."""
     group = LinearGroup(weights, biases)
+    x = xs[0] if len(xs) == 1 else xs
     if not len(table):
         return FusedOps().grouped_linear(x, group)
     group.table = table
-    return fused_ops(x.device).grouped_linear(x, group)
+    return fused_ops(table.device).grouped_linear(x, group)
 
 
-def table_of(count: int, *tensors: Tensor) -> Tensor:
-    """The table of ``count`` weights and of the biases behind them (one each, or none at all); empty if none fits."""
+def table_of(count: int, several: bool, *tensors: Tensor) -> Tensor:
+    """The table of ``count`` weights and of the biases behind them (one each, or none at all); empty if none fits.
+
+    several: each weight has an input of its own.
+    """
     from . import grouped_linear as kernel
 
     weights, biases = tensors[:count], tensors[count:] or [None] * count
     if not kernel.fits(weights, biases):
         return torch.empty(0, kernel.COLUMNS, dtype=torch.int64, device=weights[0].device)
-    return kernel.make_table(weights, biases)
+    return kernel.make_table(weights, biases, several)
 
 
 def _fake_upsample(x: Tensor, height: int, width: int) -> Tensor:

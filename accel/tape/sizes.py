@@ -182,9 +182,9 @@ def _geglu(operation: Operation, output: Value) -> Sizes:
 
 
 def _side_by_side(operation: Operation, output: Value) -> Sizes:
-    """Many linear layers of one input."""
+    """Many linear layers of one input, or of one each."""
     weight = operation.args[1][views.pieces(operation, output)]
-    return (*operation.args[0].sizes[:-1], weight.sizes[0])
+    return (*operation.args[0][0].sizes[:-1], weight.sizes[0])
 
 
 def _outer(operation: Operation, output: Value) -> Sizes:
