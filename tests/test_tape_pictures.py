@@ -15,7 +15,7 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel.kernels import operations  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.tape import ahead, rules  # noqa: E402
+from anyshape.accel.tape import ahead, diagnose, kernels, rules  # noqa: E402
 from anyshape.accel.tape.program import NotBound, Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 from anyshape.accel.tape.rules import (  # noqa: E402
@@ -567,3 +567,26 @@ def test_kernels_by_hand_are_compiled_on_one_small_call_of_each_form():
         forms.append(sorted(str(ahead._form(operation)) for operation in found))
     assert forms[0] == forms[1] == forms[2] == forms[3]
     assert 8 < len(forms[0]) < 20
+
+
+# The check ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_wrong_kernel_on_a_rewritten_tape_is_found(monkeypatch):
+    """Operations by hand stay on the tape that its kernels are compared with, and that runs unfused without them."""
+    model, given = Stack(lambda x: torch.sin(x * 2) + 1), (torch.randn(2, 8, 6, 5),)
+    tape, program = programmed(model, given)
+    assert not diagnose.wrong_kernels(tape, program, list(given), model)
+    unfused = Program(tape, fuse=False)
+    unfused.bind(model)
+    assert not unfused.launches and error(model, unfused, given) < 1e-5
+    (bad, *_) = [launch.source.text for launch in program.launches]
+    call = kernels.Launch.__call__
+
+    def wrong(self, operands, outputs):
+        call(self, operands, outputs)
+        if self.source.text == bad:
+            outputs[0].mul_(1.5)
+
+    monkeypatch.setattr(kernels.Launch, "__call__", wrong)
+    assert diagnose.wrong_kernels(tape, program, list(given), model) == {bad}

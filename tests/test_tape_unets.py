@@ -70,7 +70,7 @@ def test_sampling_lays_weights_out_and_back(models, monkeypatch):
         address, stride, value = before[name]
         assert (weight.data_ptr(), weight.stride()) == (address, stride) and torch.equal(weight, value)
     found = stats.snapshot()
-    (entry,) = [entry for entry in found["models"] if entry["kind"] == "model"]
+    (entry,) = [entry for entry in found["models"] if entry["shapes"]]
     assert [shape["state"] for shape in entry["shapes"]] == ["tape", "tape"] and not found["fallbacks"]
     assert entry["kernels"] > 10 and not entry["recompiles"]
     assert len(entry["inexact"]) == 5
@@ -100,3 +100,46 @@ def test_recording_sees_weights_as_comfyui_has_them(models, monkeypatch):
     model.set_model_unet_function_wrapper(twice)
     models.sample(model, width=64, height=64, steps=1)
     assert seen == [True, True]
+
+
+def test_which_calls_go_on_a_tape(models, monkeypatch, stand_in):
+    """Kernels by hand keep calls with patches and ControlNets, changed parts, and weights that are fetched."""
+    from anyshape.accel import tape_tier
+    from anyshape.accel.families import session
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    taped = []
+
+    def note(self, model, original, theirs, args, kwargs):
+        taped.append(True)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(session.Session, "_recorded", note)
+    patcher = models.unet("sd15", torch.float32, **NARROW)
+    model = driving.compiled(patcher)
+
+    def goes(each=model, **named):
+        taped.clear()
+        driving.unet_forward(each, 64, 64, **named)
+        return bool(taped)
+
+    assert goes()
+    patched = model.clone()
+    patched.set_model_attn1_patch(lambda q, k, v, options: (q, k, v))
+    assert not goes(patched) and goes()
+    assert not goes(control=driving.residuals(patcher, (2, 4, 8, 8), "controlnet")) and goes()
+    block = patcher.model.diffusion_model.input_blocks[1][0]
+    hook = block.register_forward_hook(lambda *args: None)
+    assert not goes()
+    hook.remove()
+    assert goes()
+    layer = patcher.model.diffusion_model.time_embed[0]
+    layer.weight_function = [lambda weight: weight]
+    assert not goes()
+    layer.weight_function = []
+    assert goes()
+    taped.clear()
+    models.sample(driving.skipping(model, interval=2), width=64, height=64, steps=2)
+    assert not taped
+    models.sample(model, width=64, height=64, steps=2)
+    assert len(taped) == 2
