@@ -70,6 +70,16 @@ def _fusible(operation: Operation, name: str) -> bool:
     return pointwise.simple(name, operation.func._overloadname, args, kwargs) is not None
 
 
+def probably_fuses(operation: Operation) -> bool:
+    """Whether a kernel of ours will probably compute the result; asked by rules, before sizes are known."""
+    if operation.opaque or operation.writes is not None:
+        return False
+    name, overload = traits(operation.func).name, operation.func._overloadname
+    if name in COPIES | NORMS | views.RESHAPES or name == "cat":
+        return True
+    return pointwise.simple(name, overload, operation.args, operation.kwargs) is not None
+
+
 def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:
     """The operations of ``tape`` and groups of them, in an order in which they can run."""
     steps: list[Operation | Group] = []

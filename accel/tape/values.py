@@ -235,12 +235,17 @@ def values_in(structure: Any) -> Iterator[Value]:
             yield from values_in(item)
 
 
+ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
 def replaced(structure: Any, kind: type, new: Callable[[Any], Any]) -> Any:
     """``structure`` with ``new(item)`` in place of each item of ``kind``."""
     if isinstance(structure, kind):
         return new(structure)
-    if type(structure) in (list, tuple):
-        return type(structure)([replaced(item, kind, new) for item in structure])
+    form = type(structure)
+    if form is tuple or form is list:
+        items = [item if type(item) in ATOMS else replaced(item, kind, new) for item in structure]
+        return items if form is list else tuple(items)
     if isinstance(structure, dict):
         return {name: replaced(item, kind, new) for name, item in structure.items()}
     return structure

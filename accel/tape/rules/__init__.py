@@ -27,7 +27,7 @@ from . import (
 Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
-    kitchen.decompose, copies.drop_repeats_of_one, once.compute_once, channels_last.lay_out, upsample.double,
+    kitchen.decompose, copies.drop_repeats, once.compute_once, channels_last.lay_out, upsample.double,
     conv_bias.add_after, group_norm.take_in, geglu.join_product, short_attention.attend, grouped_linear.join,
     epilogue.fuse_gelu, attention.take_fastest, by_tokens.store_by_tokens,
 )  # fmt: skip
