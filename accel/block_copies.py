@@ -23,6 +23,7 @@ from .tape.record import Recorder
 from .tape.values import Constant, Operation, Value, Weight, replaced, values_in
 from .tape.weights import resolve, tensors_of
 
+NONE: frozenset[str] = frozenset()
 SHARED = (Constant, Weight)  # leaves that blocks may read besides their own, the same for all
 
 
@@ -36,15 +37,21 @@ class Example:
     out: Any
     options: "_Seen"
     path: str
+    places: frozenset[str]  # options that say which block it is, and change nothing in it
     weights: list[Value] = field(default_factory=list)  # its own, as far as they are read
 
 
 class BlockCopies:
-    """What runs in place of the blocks' forwards while ``recorder`` listens."""
+    """What runs in place of the blocks' forwards while ``recorder`` listens.
 
-    def __init__(self, recorder: Recorder, blocks: Blocks) -> None:
+    places: the options that only say which block of its model a block is.
+    """
+
+    def __init__(
+        self, recorder: Recorder, blocks: Blocks, places: Callable[[nn.Module], frozenset[str]] = lambda block: NONE
+    ) -> None:
         self.count = 0  # blocks that were copied
-        self._recorder, self._blocks = recorder, blocks
+        self._recorder, self._blocks, self._places = recorder, blocks, places
         self._examples: dict[Hashable, Example | None] = {}  # None: it must not be copied
 
     def forward(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -89,7 +96,7 @@ class BlockCopies:
                 return
             after = [recorder.value(tensor) for tensor in given.tensors]
             lifted = replaced(out, Tensor, recorder.value)
-            example = Example(recorder.operations[before:], values, after, lifted, seen, path)
+            example = Example(recorder.operations[before:], values, after, lifted, seen, path, self._places(block))
             if self._is_closed(example, block):
                 self._examples[key] = example
 
@@ -119,7 +126,7 @@ class BlockCopies:
 
     def _values(self, example: Example, path: str, block: nn.Module, given: Given) -> dict[Value, Value] | None:
         """What stands for the example's arguments and weights in this call; None if it cannot be a copy."""
-        if not example.options.fits(given.passed):
+        if not example.options.fits(given.passed, example.places):
             return None
         value, found = self._recorder.value, {}
         for old, tensor in zip(example.given, given.tensors, strict=True):
@@ -212,11 +219,12 @@ class _Seen:
         self.tensors = list(tensors_in(heard))
         self._values = {key: frozen(value) for key, value in heard.items()}
 
-    def fits(self, passed: Mapping[Any, Any] | None) -> bool:
-        """Whether another block's options are the same, as far as they were read."""
+    def fits(self, passed: Mapping[Any, Any] | None, places: frozenset[str]) -> bool:
+        """Whether another block's options are the same, as far as they were read; but for ``places``."""
         if _keys(passed) != self._keys:
             return False
-        return all(frozen(dict.get(passed, key, MISSING)) == value for key, value in self._values.items())
+        read = [(key, value) for key, value in self._values.items() if key not in places]
+        return all(frozen(dict.get(passed, key, MISSING)) == value for key, value in read)
 
 
 def _keys(options: Mapping[Any, Any] | None) -> frozenset | None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .block_copies import BlockCopies
+from .block_copies import NONE, BlockCopies
 from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
@@ -39,6 +39,7 @@ class Taped:
     changed: Callable[[], str] = str  # what the forward changed of the model itself; "" if nothing
     # has just these weights lie channels last, if they may; gives the weights' fingerprint from the one that is known
     lay_out: Callable[[frozenset[Weight], int], int] = lambda wanted, known: known
+    places: Callable[[nn.Module], frozenset[str]] = lambda block: NONE  # see ``BlockCopies``
 
 
 @dataclass(eq=False)
@@ -105,7 +106,7 @@ class Tapes:
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
         clock = Clock(key.device)
-        copies = BlockCopies(recorder, self._blocks)
+        copies = BlockCopies(recorder, self._blocks, taped.places)
 
         def forward() -> Any:
             if self._one_by_one == taped.structure:

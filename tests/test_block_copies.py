@@ -251,6 +251,7 @@ DEEP = {  # with how many blocks, and how many of them are copies
     "ZImage": ({"n_layers": 4}, 3), "Flux": ({"depth": 3, "depth_single_blocks": 4}, 5),
     "QwenImage": ({"num_layers": 4}, 3), "AuraFlow": ({"n_layers": 4}, 2),
     "WAN21_T2V": ({"num_layers": 4}, 2),  # the first is given a tensor that lies in another order
+    "SDXL": ({}, 7),  # two at each of four places: short lists, within lists of stages that are not alike
 }  # fmt: skip
 
 

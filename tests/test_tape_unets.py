@@ -143,3 +143,31 @@ def test_which_calls_go_on_a_tape(models, monkeypatch, stand_in):
     assert not taped
     models.sample(model, width=64, height=64, steps=2)
     assert len(taped) == 2
+
+
+def test_transformer_blocks_of_all_stages_are_found(models):
+    """Stages are of one class, and hardly two are alike; lists of one block count together."""
+    from anyshape.accel.tape import blocks
+
+    model = models.unet("sd15", HALF, **NARROW).model.diffusion_model
+    kinds = {type(model.get_submodule(path)).__name__ for path in blocks.find(model)}
+    wanted = [path for path, part in model.named_modules() if type(part).__name__ == "BasicTransformerBlock"]
+    assert sorted(blocks.find(model)) == sorted(wanted) and len(wanted) > 3 and kinds == {"BasicTransformerBlock"}
+
+
+def test_a_block_may_mind_which_one_it_is(models):
+    """ComfyUI's own does not, where no patch asks. Then nothing but its weights tells it from another."""
+    from anyshape.accel.families import taping
+
+    block = models.unet("sd15", HALF, **NARROW).model.diffusion_model.middle_block[1].transformer_blocks[0]
+    assert "block_index" in taping._places({}, block) and "patches" not in taping._places({}, block)
+    assert taping._places({"patches": {}}, block)
+    assert not taping._places({"patches": {"attn1_patch": [print]}}, block)
+    assert not taping._places({"patches_replace": {"attn1": {("middle", 0): print}}}, block)
+    assert not taping._places({"optimized_attention_override": print}, block)
+    own = block.ff
+    try:
+        block.ff = type("Theirs", (type(own),), {"__module__": "custom_nodes.theirs"})(32)
+        assert not taping._places({}, block)
+    finally:
+        block.ff = own

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import Call
-from ..fingerprint import ModuleFingerprint
+from ..fingerprint import ModuleFingerprint, foreign_method
 from ..key import shape_key
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
@@ -29,6 +29,8 @@ from .layers import surroundings
 OPTIONS = "transformer_options"
 OVERRIDE = "optimized_attention_override"
 PATCH_KEYS = ("patches", "patches_replace")
+PLACES = frozenset(("block", "block_index", "transformer_index"))
+OWN = ("comfy.", "torch.")  # where classes are from that nobody else has written
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # torch's attention is made of operations that a tape can hold; other backends may work past torch's dispatcher
 OPEN_ATTENTION = {getattr(attention, "attention_pytorch", None)}
@@ -226,6 +228,7 @@ def call_of(
             _prepare,
             run.changed,
             run.lay_out,
+            partial(_places, given.options),
         )
     x = next(iter(given.tensors.values()), None)
     rows = len(x) if x is not None and x.ndim else 1
@@ -253,6 +256,15 @@ def _structure(given: Given) -> dict[str, str]:
         if (same := first.setdefault(id(tensor), name)) != name:
             found[f"{name} is"] = same
     return found
+
+
+def _places(options: Mapping[Any, Any], block: nn.Module) -> frozenset[str]:
+    """The options in which ComfyUI's own blocks note for patches which of them runs, where there is no patch."""
+    if OVERRIDE in options or any(options.get(key) for key in PATCH_KEYS):
+        return frozenset()
+    kinds = {type(part) for part in block.modules()}
+    own = all(kind.__module__.startswith(OWN) and not foreign_method(kind) for kind in kinds)
+    return PLACES if own and attention.optimized_attention in OPEN_ATTENTION else frozenset()
 
 
 def _prepare(options: NotedOptions, recorder: Recorder) -> None:

@@ -25,25 +25,49 @@ NUMBERS = (*PLAIN, torch.dtype, torch.device)
 
 
 def find(model: nn.Module) -> list[str]:
-    """The paths of the blocks in every list of repeated blocks, outermost lists only."""
+    """The paths of the blocks in every list of repeated blocks, outermost lists only.
+
+    Short lists of the same classes count together: a UNet has a list of one block or two at each of its depths.
+    """
     if any(getattr(torch_module, name, None) for name in GLOBAL_HOOKS):
         return []  # they see every module's call
-    return list(_find(model, ""))
+    short: dict[frozenset[type], list[str]] = {}
+    found = list(_find(model, "", short))
+    return found + [path for paths in short.values() if len(paths) >= FEWEST for path in paths]
 
 
-def _find(module: nn.Module, path: str) -> Iterator[str]:
+def _find(module: nn.Module, path: str, short: dict[frozenset[type], list[str]]) -> Iterator[str]:
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
-        if isinstance(child, nn.ModuleList) and _repeats(child):
-            yield from (f"{below}.{number}" for number in range(len(child)))
+        if isinstance(child, nn.ModuleList) and len(child) and _repeats(child):
+            paths = [f"{below}.{number}" for number in range(len(child))]
+            if len(child) >= FEWEST:
+                yield from paths
+            else:
+                short.setdefault(frozenset(map(type, child)), []).extend(paths)
         else:
-            yield from _find(child, below)
+            yield from _find(child, below, short)
 
 
 def _repeats(members: nn.ModuleList) -> bool:
+    """Whether the members of a list are blocks: few kinds of them, and more than layers."""
     kinds = {type(member) for member in members}
-    large = all(next(member.children(), None) is not None for member in members)  # more than a layer
-    return len(members) >= max(FEWEST, 2 * len(kinds)) and len(kinds) <= MOST_KINDS and large
+    if any(next(member.children(), None) is None for member in members) or len(kinds) > MOST_KINDS:
+        return False
+    if len(members) < FEWEST:
+        return len(kinds) == 1 and not issubclass(*kinds, (nn.Sequential, nn.ModuleList))
+    # the stages of a UNet are of one class, too, but hardly two have the same parts
+    return len(members) >= 2 * len(kinds) and len(set(map(_form, members))) <= max(MOST_KINDS, len(members) // 2)
+
+
+def _form(block: nn.Module) -> tuple:
+    """The classes of a block's parts, and the shapes of their weights."""
+    return tuple(
+        [
+            (type(part), *[weight.shape for weight in part._parameters.values() if weight is not None])
+            for part in block.modules()
+        ]
+    )
 
 
 def likeness(block: nn.Module) -> Hashable | None:

@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,8 +76,9 @@ class Recording:
         self._given = taping.take(model.forward, arguments, named)
         self._original = model.forward
         taped = Taped(
-            model, lambda options: self._given.call(model.forward, options), self._given.options, 0, taping._prepare
-        )
+            model, lambda options: self._given.call(model.forward, options), self._given.options, 0, taping._prepare,
+            places=partial(taping._places, self._given.options),
+        )  # fmt: skip
         with torch.inference_mode():
             key = shape_key(self._given.tensors, {})
             self.out, take, self.tape = Tapes().record(key, True, taped, self._given.tensors)
