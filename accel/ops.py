@@ -4,7 +4,7 @@ A family says *what* to compute (``families/unet_forward.py``); these classes sa
 ``kernels.TritonOps`` on CUDA.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -59,8 +59,8 @@ class Stream:
 class LinearGroup:
     """Linear layers that take the same input. Holds their weights: keep it no longer than a run."""
 
-    def __init__(self, weights: list[Tensor]) -> None:
-        self.weights = weights  # each [N, K]
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> None:
+        self.weights, self.biases = weights, biases  # each [N, K], [N] or None
         self.table: Tensor | None = None  # a tier's own description of them; a captured graph reads it
 
 
@@ -96,9 +96,9 @@ class FusedOps:
         """[N, C, H, W] -> [N, C, *size], which is (2H, 2W) or one less."""
         return reference.upsample2x(x, size)
 
-    def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:
-        """[..., K] -> a [..., N] for each layer of the group."""
-        return reference.grouped_linear(x, group.weights)
+    def grouped_linear(self, x: Tensor | Sequence[Tensor], group: LinearGroup) -> list[Tensor]:
+        """[..., K], one for all or one for each layer, -> a [..., N] for each layer of the group."""
+        return reference.grouped_linear(x, group.weights, group.biases)
 
     def compiled_variants(self) -> int:
         """How many kernel variants this process has compiled or loaded for this tier."""

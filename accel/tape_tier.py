@@ -7,6 +7,7 @@ check costs no forward of its own, and what the first call gives back is what la
 import logging
 import time
 import traceback
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from .outputs import Output
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
 from .tape.program import NotBound, Program
-from .tape.values import Tape
+from .tape.values import Tape, Weight
 from .tapes import Take, Tapes, bound, obstacle
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ class TapeTier:
             return self._first(call, settings, shape, fuse)
         if take.program is None:
             return self._in_blocks(call, settings, shape, take) if fuse else self._eager(call, shape, take)
+        call = _laid_out(call, take.program.permuted)
         inputs = take.inputs(call.inputs, call.taped.options)
         if take.graph and settings.graph_budget_mb:
             out = graphs.cache(call.key.device).replay(self._name(call, take), call.weights, inputs)
@@ -130,6 +132,7 @@ class TapeTier:
             return self._recorded(call, settings, shape, fuse)
 
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
+        call = _laid_out(call, frozenset())  # what is recorded is ComfyUI's own
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
         if tape is not None:
             take.reason = obstacle(tape) or _odd_form(recorded)
@@ -160,6 +163,7 @@ class TapeTier:
         self._count(program, first, call.key.inputs[0].dtype)
         inputs = take.inputs(call.inputs, call.taped.options)
         take.program = program
+        call = _laid_out(call, program.permuted)
         bound(take, call.taped.module, call.weights)
         if device.type != "cuda" and not first:  # torch's own operations, as in the first size, which was compared
             self._settle(call, settings, shape, take, inputs, None)
@@ -308,6 +312,12 @@ class TapeTier:
         shape.state, shape.reason = state, reason
         if reason and STATS.fallback(self.stats.name, reason) == 1:
             log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
+
+
+def _laid_out(call: "Call", wanted: frozenset[Weight]) -> "Call":
+    """The call, with these weights of convolutions in channels_last; without any, all as ComfyUI has them."""
+    weights = call.taped.lay_out(wanted, call.weights)
+    return call if weights == call.weights else replace(call, weights=weights)
 
 
 def can_fuse(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from .key import ShapeKey
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Program
 from .tape.record import Recorder, record
-from .tape.values import Tape
+from .tape.values import Tape, Weight
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
@@ -37,6 +37,8 @@ class Taped:
     structure: int  # changes with the model's code and with what else decides a result besides inputs and weights
     prepare: Callable[[NotedOptions, Recorder], None]  # puts what a recording needs into its options
     changed: Callable[[], str] = str  # what the forward changed of the model itself; "" if nothing
+    # has just these weights lie channels last, if they may; gives the weights' fingerprint from the one that is known
+    lay_out: Callable[[frozenset[Weight], int], int] = lambda wanted, known: known
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ address and in its layout. ComfyUI moves weights when it patches a LoRA in or ou
 ``WeightWatch.fingerprint`` is how we notice, whatever the cause.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -45,12 +45,18 @@ class ChannelsLastWeights:
     def __init__(self) -> None:
         self._changed: list[Tensor] = []
 
-    @torch.no_grad()
     def apply(self, module: nn.Module) -> None:
         """Permutes what is not permuted yet; may be called again after weights were replaced."""
-        for weight in _permutable(module):
-            _restride(weight, torch.channels_last)
-            self._changed.append(weight)
+        found = (getattr(conv, "weight", None) for conv in module.modules() if isinstance(conv, nn.Conv2d))
+        self.permute(weight for weight in found if isinstance(weight, Tensor) and weight.is_cuda)
+
+    @torch.no_grad()
+    def permute(self, weights: Iterable[Tensor]) -> None:
+        """Permutes those of ``weights`` that can be and are not yet."""
+        for weight in weights:
+            if _is_permutable(weight):
+                _restride(weight, torch.channels_last)
+                self._changed.append(weight)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -61,12 +67,7 @@ class ChannelsLastWeights:
         self._changed.clear()
 
 
-def _permutable(module: nn.Module) -> Iterator[Tensor]:
-    for conv in module.modules():
-        weight = getattr(conv, "weight", None)
-        plain = isinstance(conv, nn.Conv2d) and type(weight) in (Tensor, nn.Parameter)
-        # on a GPU, contiguous, larger than 1x1 (whose two layouts are one), and alone in its storage
-        if not plain or not weight.is_cuda or not weight.is_contiguous() or weight.shape[2:].numel() == 1:
-            continue
-        if weight.is_floating_point() and weight.shape[1] > 1:
-            yield weight
+def _is_permutable(weight: Tensor) -> bool:
+    """Whether it is plain, contiguous, and larger than 1x1 (whose two layouts are one)."""
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.ndim == 4
+    return plain and weight.is_contiguous() and weight.shape[2:].numel() > 1 and weight.shape[1] > 1

@@ -24,7 +24,7 @@ FLAGS = {
     "BB": 16,
     "BCG": 16,
     "PENDING": 2,
-    "COLS": 4,
+    "COLS": 6,
     "BM": 64,
     "BN": 128,
     "BK": 64,

@@ -140,6 +140,7 @@ class Survey:
         self.unknown: set[str] = set()
         self.cast = False
         self.streamed = False
+        self.devices: set[torch.device] = set()  # where weights lie
         for part in model.children():  # the model itself is called by others, with whatever they hung on it
             self._visit(part)
         self._watch = Watch(model, root=False)
@@ -159,6 +160,7 @@ class Survey:
         self.altered |= altered
         self.cast |= is_cast(module)
         self.streamed |= is_streamed_layer(module)
+        self.devices.update(weight.device for weight in module._parameters.values() if weight is not None)
         if unknown:
             self.unknown.add(type(module).__qualname__.split("<locals>.")[-1])
         odd = altered or unknown
@@ -172,6 +174,10 @@ class Survey:
         """In brackets the classes whose forward was replaced, and by which module; "" if none was."""
         found = sorted({replaced for replaced in self.foreign.values() if replaced})
         return f" ({', '.join(found)})" if found else ""
+
+    def is_plain(self, device: torch.device) -> bool:
+        """Whether all parts are as ComfyUI built them, and all weights on ``device`` as they are used."""
+        return not (self.odd or self.cast or self.streamed) and self.devices <= {device}
 
     def obstacle(self) -> str:
         """Why nothing of this model may run fused; "" if something may."""

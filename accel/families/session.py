@@ -11,7 +11,7 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
-from .. import kernels
+from .. import kernels, tape_tier
 from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
 from ..fingerprint import foreign_method
@@ -24,7 +24,7 @@ from ..weights import ChannelsLastWeights
 from . import conds, taping
 from .compat import outside_memory_plan
 from .family import Arguments, Family, Plan
-from .layers import INTERRUPTS, is_foreign
+from .layers import INTERRUPTS, Survey, is_foreign
 from .run_state import Run, call_obstacle
 
 PATCH_KEYS = ("patches", "patches_replace")
@@ -45,9 +45,10 @@ class Session:
         self.settings = settings
         self._size = size or taping.pixels
         self._engine = engine
-        self._runs: dict[
-            int, Run | taping.TapeRun
-        ] = {}  # by id of the diffusion model; several threads sample several models
+        # by id of the diffusion model; several threads sample several models
+        self._runs: dict[int, Run] = {}
+        self._tape_runs: dict[int, taping.TapeRun] = {}
+        self._surveys: dict[int, Survey] = {}
         self._depth = 0
         self._calls = 0  # that came through here; code that someone else compiled does not
         self._lock = threading.RLock()
@@ -81,8 +82,9 @@ class Session:
         return executor(guider, *args, **kwargs)
 
     def _close_runs(self) -> None:
-        runs, self._runs = self._runs, {}
-        for run in runs.values():
+        runs, self._runs, self._tape_runs = [*self._runs.values(), *self._tape_runs.values()], {}, {}
+        self._surveys = {}
+        for run in runs:
             run.close()
 
     def _run(self, model: nn.Module, device: torch.device) -> Run:
@@ -90,7 +92,7 @@ class Session:
         with self._lock:
             if self._depth == 0:
                 return Run(self.family, model, None)
-            if not isinstance(self._runs.get(id(model)), Run):
+            if id(model) not in self._runs:
                 wanted = self._engine(model).wants_channels_last(self.settings, device)
                 self._runs[id(model)] = Run(self.family, model, ChannelsLastWeights() if wanted else None)
             run = self._runs[id(model)]
@@ -132,7 +134,7 @@ class Session:
         self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
         self._calls += 1
-        if self._is_recorded(kwargs, args):
+        if self._is_recorded(model, original, args, kwargs):
             return self._recorded(model, original, theirs, args, kwargs)
         given = self.family.arguments(*args, **kwargs)
         skip: SkipRun | None = given.options.get(RUN_KEY)
@@ -152,15 +154,36 @@ class Session:
         )
         return skip.call(_prompts(skip, given), given.tensors["x"], programs)
 
-    def _is_recorded(self, kwargs: dict[str, Any], args: tuple) -> bool:
-        """Whether this call goes on a tape: of every model, but for UNets on kernels by hand or with skipped blocks."""
+    def _is_recorded(
+        self, model: nn.Module, original: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> bool:
+        """Whether this call goes on a tape.
+
+        Every model's does, but for UNets where kernels by hand serve more of a call: with skipped blocks, ControlNets
+        and patches, parts that other packs changed, and weights that are fetched at each call.
+        """
         if self.family is None:
             return True
         options = [item for item in (*args, *kwargs.values()) if isinstance(item, dict) and RUN_KEY in item]
         if options or self.settings.mode == "off":
             return False
         device = next(item.device for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
-        return self.settings.mode == "exact" or not kernels.available(device)
+        if self.settings.mode == "exact" or not kernels.available(device):
+            return True
+        given = self.family.arguments(*args, **kwargs)
+        if not tape_tier.can_fuse(device) or given.lists or _patched(given.options):
+            return False
+        return not _foreign_forward(self.family, model, original) and self._survey(model).is_plain(device)
+
+    def _survey(self, model: nn.Module) -> Survey:
+        """What was found in the model's parts, in this run."""
+        with self._lock:
+            found = self._surveys.get(id(model))
+            if found is None or found.is_stale():
+                found = Survey(model)
+                if self._depth:
+                    self._surveys[id(model)] = found
+            return found
 
     def _recorded(
         self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
@@ -179,11 +202,13 @@ class Session:
     def _tape_run(self, model: nn.Module) -> taping.TapeRun:
         """As ``_run``, for a model that is recorded."""
         with self._lock:
-            found = self._runs.get(id(model))
-            if not isinstance(found, taping.TapeRun):
-                found = taping.TapeRun(model, taping.fingerprints(model))
+            found = self._tape_runs.get(id(model))
+            if found is None:
+                found = taping.TapeRun(
+                    model, taping.fingerprints(model), ChannelsLastWeights() if self._depth else None
+                )
                 if self._depth:
-                    self._runs[id(model)] = found
+                    self._tape_runs[id(model)] = found
             return found
 
 

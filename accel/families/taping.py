@@ -20,8 +20,10 @@ from ..fingerprint import ModuleFingerprint
 from ..key import shape_key
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
+from ..tape.values import Weight
+from ..tape.weights import resolve
 from ..tapes import Taped
-from ..weights import WeightWatch
+from ..weights import ChannelsLastWeights, WeightWatch
 from .layers import surroundings
 
 OPTIONS = "transformer_options"
@@ -99,15 +101,35 @@ def _copied(item: Any, options: Mapping[Any, Any], swap: Mapping[Any, Any]) -> A
 
 
 class TapeRun:
-    """What is known of one model during one sampling run. Holds the model: dropped when the run ends."""
+    """What is known of one model during one sampling run. Holds the model: dropped when the run ends.
 
-    def __init__(self, model: nn.Module, fingerprints: "Fingerprints") -> None:
+    layout: lays weights of convolutions out until then; outside a run there is none.
+    """
+
+    def __init__(
+        self, model: nn.Module, fingerprints: "Fingerprints", layout: ChannelsLastWeights | None = None
+    ) -> None:
+        self._model, self._layout = model, layout
+        self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self._watch = fingerprints, WeightWatch(model)
         self._structure = fingerprints.of(model)
 
     def weights(self) -> int:
         """Where the weights lie, now."""
         return self._watch.fingerprint()
+
+    def lay_out(self, wanted: frozenset[Weight], known: int) -> int:
+        """Has these weights lie channels last, without any all of them as ComfyUI has them; the new fingerprint."""
+        laid, since = self._laid
+        if self._layout is None or (wanted <= laid and known == since if wanted else not laid):
+            return known
+        if wanted:
+            modules = dict(self._model.named_modules())
+            self._layout.permute(resolve(modules, weight) for weight in wanted)
+        else:
+            self._layout.restore()
+        self._laid = (laid | wanted if wanted else wanted), self.weights()
+        return self._laid[1]
 
     def structure(self, model: nn.Module) -> int:
         """The model's code, now, and what else decides its result besides inputs and weights."""
@@ -121,6 +143,8 @@ class TapeRun:
 
     def close(self) -> None:
         """The sampling run is over."""
+        if self._layout is not None:
+            self._layout.restore()
         self._fingerprints.release()
 
 
@@ -201,6 +225,7 @@ def call_of(
             run.structure(model),
             _prepare,
             run.changed,
+            run.lay_out,
         )
     x = next(iter(given.tensors.values()), None)
     rows = len(x) if x is not None and x.ndim else 1

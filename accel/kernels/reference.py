@@ -3,6 +3,8 @@
 Each function states the mathematics once. The Triton kernels are tested against these in float64.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -41,9 +43,16 @@ def stream_layer_norm(
     return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def grouped_linear(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
-    """x [..., K] through each of ``weights`` [N, K]: a list of [..., N]."""
-    return [F.linear(x, w) for w in weights]
+def grouped_linear(
+    x: Tensor | Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """x [..., K] through each of ``weights`` [N, K], each with its bias [N] if it has one: a list of [..., N].
+
+    x: one input for all, or one for each weight.
+    """
+    inputs = [x] * len(weights) if isinstance(x, Tensor) else x
+    layers = zip(inputs, weights, biases or [None] * len(weights), strict=True)
+    return [F.linear(each, weight, bias) for each, weight, bias in layers]
 
 
 def geglu(p: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -140,11 +140,11 @@ class TritonOps(FusedOps):
         return Stream(x), n
 
     @_or()
-    def grouped_linear(self, x: Tensor, group: LinearGroup) -> list[Tensor]:  # noqa: D102
-        if not grouped_linear.fits(group.weights):
-            return super().grouped_linear(x, group)
+    def grouped_linear(self, x: Tensor | Sequence[Tensor], group: LinearGroup) -> list[Tensor]:  # noqa: D102
         if group.table is None:
-            group.table = grouped_linear.make_table(group.weights)
+            if not grouped_linear.fits(group.weights, group.biases or ()):
+                return super().grouped_linear(x, group)
+            group.table = grouped_linear.make_table(group.weights, group.biases, not isinstance(x, Tensor))
         return grouped_linear.grouped_linear(x, group.weights, group.table)
 
     def compiled_variants(self) -> int:  # noqa: D102

@@ -71,10 +71,10 @@ def needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Op
     wanted = {value for value in outputs} | {value.root for value in outputs}
     kept: list[Operation] = []
     for operation in reversed(operations):
-        alive = any(value is not None and (value in wanted or value.root in wanted) for value in operation.outputs)
-        if alive:
-            kept.append(operation)
-            for value in operation.inputs:
-                wanted.add(value)
-                wanted.add(value.root)
+        for value in operation.outputs:
+            if value is not None and (value in wanted or value.base in wanted):
+                kept.append(operation)
+                wanted.update(operation.inputs)
+                wanted.update([given.base for given in operation.inputs if given.base is not None])
+                break
     return kept[::-1]

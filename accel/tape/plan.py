@@ -153,7 +153,7 @@ class Plan:
 
     def _stays(self, value: Value) -> bool:
         """Whether somebody minds how ``value`` lies: the results of a convolution, say, lie as its argument does."""
-        if value in self._viewed:
+        if value in self._viewed or value.order is not None:
             return True
         readers = [user for user in self._users.get(value, ()) if user is not None]
         moves = not any(reader.kind == group.CALL and not singles.is_steady(reader) for reader in readers)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .ahead import compile_operations
 from .kernels import Launch, compile_all
 from .plan import Plan
 from .traits import traits
-from .values import Constant, Input, Operation, Tape, Value, Weight, replaced
+from .values import Constant, Derived, Input, Operation, Tape, Value, Weight, replaced
 from .weights import resolve
 
 Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
@@ -66,6 +67,9 @@ class Program:
         self.report, self.launches, self.parts = plan.report, plan.launches, plan.parts
         started = time.perf_counter()
         self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0
+        if fuse:
+            called = [step for step in plan.steps if isinstance(step, Operation)]
+            self.report.compiled += compile_operations([*called, *tape.ahead], tape.device)
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         steps = plan.steps
         self._steps = [self._step(step) for step in steps]
@@ -75,6 +79,10 @@ class Program:
         self._inputs = [(self._slots[v], v.leaf.index) for v in leaves if isinstance(v.leaf, Input)]
         self._weights = [(self._slots[v], v) for v in leaves if isinstance(v.leaf, Weight)]
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
+        derived = [(self._slots[v], v.leaf) for v in leaves if isinstance(v.leaf, Derived)]
+        self._derived = [(slot, leaf.make, tuple(self._slots[v] for v in leaf.sources)) for slot, leaf in derived]
+        self._loose = frozenset(self._slots[v] for v in tape.permuted if v in self._slots)
+        self.permuted = frozenset(v.leaf for v in tape.permuted if v in self._slots)  # may lie in channels_last
         self._count = len(self._slots)
         self._bound: Bound | None = None
 
@@ -120,9 +128,12 @@ class Program:
             except (AttributeError, KeyError) as error:
                 raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} is gone") from error
             like = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-            if like != (value.shape, value.stride, value.dtype, value.device):
+            stride = tensor.stride() if slot in self._loose else value.stride
+            if like != (value.shape, stride, value.dtype, value.device):
                 raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} has another form or place")
             bound[slot] = tensor
+        for slot, make, sources in self._derived:
+            bound[slot] = make(*(bound[source] for source in sources))
         return bound
 
     def unbind(self) -> None:
@@ -134,8 +145,9 @@ class Program:
         self._slots, self.parts = {}, {}
 
     def constants(self) -> list[Tensor]:
-        """What the program holds on the device besides weights."""
-        return [tensor for _, tensor in self._fixed]
+        """What the program holds on the device besides weights; what is made of weights while it is bound to them."""
+        made = [self._bound[slot] for slot, _, _ in self._derived] if self._bound is not None else []
+        return [tensor for _, tensor in self._fixed] + made
 
     def values(self, inputs: Sequence[Tensor], wanted: set[Value]) -> dict[Value, Tensor]:
         """What ``wanted`` values are in a run; memory for all of them is needed. For finding faults."""
@@ -196,6 +208,10 @@ class Program:
 
 def _run_of(operation: Operation) -> Callable[..., Any]:
     """What runs an operation; one of another library that works in place may give nothing back, where we want it."""
+    first = operation.outputs[0]
+    chosen = len(operation.outputs) == 1 and first is not None and first.base is None and first.order is not None
+    if chosen and not operation.opaque and operation.writes is None:
+        return _laid_out(operation)
     if operation.writes is None or operation.opaque or operation.func._schema.name.startswith("aten::"):
         return operation.func
     func, place = operation.func, traits(operation.func).writes
@@ -204,6 +220,22 @@ def _run_of(operation: Operation) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         func(*args, **kwargs)
         return args[place] if place < len(args) else kwargs[name]
+
+    return run
+
+
+def _laid_out(operation: Operation) -> Callable[..., Any]:
+    """An operation whose only result lies as a rule has chosen, whatever torch finds best."""
+    func, value = operation.func, operation.outputs[0]
+    shape, stride = value.shape, value.stride
+    places = tuple(d for d, n in enumerate(shape) if n != 1)  # the stride of a single one says nothing
+
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        out = func(*args, **kwargs)
+        own = out.stride()
+        if own == stride or all(own[d] == stride[d] for d in places):
+            return out
+        return torch.empty_strided(shape, stride, dtype=out.dtype, device=out.device).copy_(out)
 
     return run
 

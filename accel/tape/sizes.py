@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 from . import views
 from .traits import ATTENTIONS, traits
-from .values import ONE, Constant, Input, Operation, Size, Sizes, Tape, Value, Weight
+from .values import ONE, Constant, Derived, Input, Operation, Size, Sizes, Tape, Value, Weight
 
 ELEMENTWISE = frozenset(
     "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu sigmoid "
     "tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge".split()
 )
-CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution".split())
+CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution conv2d_last".split())
 SMALL = 4  # the last sizes of a constant up to this are of the model: the 2x2 of a rotary table, not a batch
 
 
@@ -53,7 +53,7 @@ def _is_alike(operation: Operation, like: Operation) -> bool:
 
 def of_leaf(value: Value) -> Sizes:
     """The sizes of a leaf."""
-    if isinstance(value.leaf, Weight):
+    if isinstance(value.leaf, (Weight, Derived)):
         return tuple(ONE if n == 1 else Size(n, static=True) for n in value.shape)
     if isinstance(value.leaf, Input):
         return tuple(Size(n) for n in value.shape)
@@ -177,6 +177,16 @@ def linear(operation: Operation, output: Value) -> Sizes:
     return (*x.sizes[:-1], weight.sizes[0])
 
 
+def _geglu(operation: Operation, output: Value) -> Sizes:
+    return (*operation.args[0].sizes[:-1], Size(output.shape[-1], operation.args[1].sizes[0].static))
+
+
+def _side_by_side(operation: Operation, output: Value) -> Sizes:
+    """Many linear layers of one input, or of one each."""
+    weight = operation.args[1][views.pieces(operation, output)]
+    return (*operation.args[0][0].sizes[:-1], weight.sizes[0])
+
+
 def _outer(operation: Operation, output: Value) -> Sizes:
     a, b = operation.args[:2]
     return a.sizes[0], b.sizes[0]
@@ -262,6 +272,8 @@ def _table() -> dict[str, Rule]:
         ("expand expand_as", _expand),
         ("unsqueeze", _unsqueeze),
         ("linear", linear),
+        ("linear_geglu", _geglu),
+        ("grouped_linear", _side_by_side),
         ("matmul mm bmm", _matmul),
         (" ".join(ATTENTIONS), attention),
         ("outer ger", _outer),
@@ -274,12 +286,12 @@ def _table() -> dict[str, Rule]:
         ("pad constant_pad_nd", _padded),
         (
             "avg_pool2d avg_pool3d max_pool2d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
-            "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d",
+            "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d upsample_last",
             _resampled,
         ),
         (
             "layer_norm rms_norm softmax _softmax group_norm copy_ fill_ zero_ cumsum flip roll native_layer_norm "
-            + " ".join(views.SAME),
+            "group_norm_last short_attention " + " ".join(views.SAME),
             _same,
         ),
         (" ".join(views.RESHAPES), _reshape),

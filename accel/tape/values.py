@@ -76,7 +76,15 @@ class Constant:
     tensor: Tensor
 
 
-Leaf = Input | Weight | Constant
+@dataclass(frozen=True, eq=False)
+class Derived:
+    """A leaf: made of weights each time a program is bound to them, by ``make(*sources)``."""
+
+    make: Callable[..., Tensor]
+    sources: tuple["Value", ...]
+
+
+Leaf = Input | Weight | Constant | Derived
 
 
 class Value:
@@ -93,6 +101,18 @@ class Value:
         self.leaf, self.base = leaf, base
         self.sizes: Sizes = ()
         self.order: tuple[int, ...] | None = None  # of its dimensions in memory, where a rule has chosen it
+
+    @classmethod
+    def made(
+        cls, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+        leaf: Leaf | None = None,
+    ) -> "Value":  # fmt: skip
+        """A value that a rule adds to a tape."""
+        value = object.__new__(cls)
+        value.shape, value.stride, value.dtype, value.device = shape, stride, dtype, device
+        value.number, value.origin, value.leaf, value.base = 0, None, leaf, None
+        value.sizes, value.order = (), None
+        return value
 
     @property
     def root(self) -> "Value":
@@ -162,12 +182,18 @@ class Operation:
 
 @dataclass
 class Tape:
-    """One recorded forward. ``output``: the forward's result with values in place of tensors."""
+    """One recorded forward. ``output``: the forward's result with values in place of tensors.
+
+    permuted: weights that may lie in channels_last, as what reads them does not mind. ahead: operations that another
+    size of the call may have, so that their kernels are compiled with the others.
+    """
 
     operations: list[Operation]
     inputs: list[Value]
     output: Any
     device: torch.device
+    permuted: set[Value] = field(default_factory=set)
+    ahead: list[Operation] = field(default_factory=list)
 
     @property
     def outputs(self) -> list[Value]:
@@ -182,7 +208,7 @@ class Tape:
                     value.origin = None
             operation.args, operation.kwargs, operation.inputs, operation.outputs = (), {}, [], []
             operation.like = None
-        self.operations = []
+        self.operations, self.ahead = [], []
 
     def leaves(self) -> list[Value]:
         """Every leaf that an operation reads, or that is given back."""

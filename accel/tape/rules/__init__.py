@@ -7,16 +7,22 @@ or "" where results stay as eager's.
 from collections.abc import Callable
 
 from ..values import Tape
-from . import attention, by_tokens, copies, epilogue, kitchen, once
+from . import (
+    attention, by_tokens, channels_last, conv_bias, copies, edits, epilogue, geglu, group_norm, grouped_linear, kitchen,
+    once, short_attention, upsample,
+)  # fmt: skip
 
 Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
-    kitchen.decompose, copies.drop_repeats, once.compute_once, epilogue.fuse_gelu, attention.take_fastest,
-    by_tokens.store_by_tokens,
+    kitchen.decompose, copies.drop_repeats, once.compute_once, channels_last.lay_out, upsample.double,
+    conv_bias.add_after, group_norm.take_in, geglu.join_product, short_attention.attend, grouped_linear.join,
+    epilogue.fuse_gelu, attention.take_fastest, by_tokens.store_by_tokens,
 )  # fmt: skip
 
 
 def apply(tape: Tape) -> list[str]:
     """Applies every rule; the sentences of those that are less exact than eager."""
-    return [sentence for rule in RULES if (sentence := rule(tape))]
+    sentences = [sentence for rule in RULES if (sentence := rule(tape))]
+    edits.settle(tape)
+    return sentences

@@ -1,0 +1,74 @@
+"""Kernels by hand that a tape calls, compiled before its first run and side by side.
+
+Each operation is called once on one picture of one pixel, dry: what it would launch is compiled. The choice between two
+kernels by size compiles both, and so do operations that only another size of the call has (``Tape.ahead``).
+"""
+
+import threading
+from collections.abc import Iterable
+
+import torch
+
+from ..kernels import operations as ours
+from .sizes import of_leaf
+from .values import Operation, Value, replaced
+
+FEW = 2  # of many tensors that are alike
+PICTURE = 4  # dimensions: channels are the second, and the last of all else
+_LOCK = threading.Lock()
+_KNOWN: set[tuple] = set()  # what was compiled in this process
+
+
+def compile_operations(operations: Iterable[Operation], device: torch.device) -> int:
+    """Compiles what is new, and says how many kernels that were. Triton's interpreter has nothing to compile."""
+    if device.type != "cuda":
+        return 0
+    with _LOCK:
+        forms = [operation for operation in distinct(operations) if (device, _form(operation)) not in _KNOWN]
+        _KNOWN.update((device, _form(operation)) for operation in forms)
+    if not forms:
+        return 0
+    ops = ours.fused_ops(device)
+    before = ops.compiled_variants()
+
+    def dry() -> None:
+        for operation in forms:
+            operation.func(*small(operation, device))
+
+    with torch.inference_mode():
+        ops.compile_ahead(dry)
+    return ops.compiled_variants() - before
+
+
+def distinct(operations: Iterable[Operation]) -> list[Operation]:
+    """One operation by hand for each set of kernels."""
+    found: dict[tuple, Operation] = {}
+    for operation in operations:
+        if ours.is_ours(operation.func) and operation.func is not ours.conv2d_last:  # which is the library's
+            found.setdefault(_form(operation), operation)
+    return list(found.values())
+
+
+def small(operation: Operation, device: torch.device) -> tuple:
+    """Arguments of the same form for one picture of one pixel; what is in them is void."""
+    given = _shortened(operation)
+    return replaced(given, Value, lambda value: torch.empty(_shape(value), dtype=value.dtype, device=device))
+
+
+def _form(operation: Operation) -> tuple:
+    """All that its kernels depend on."""
+    return operation.func, repr(replaced(_shortened(operation), Value, lambda v: (v.dtype, _shape(v))))
+
+
+def _shape(value: Value) -> tuple[int, ...]:
+    """Channels and sizes of the model as they are, those of the call 1."""
+    known, rank = value.sizes or of_leaf(value), len(value.shape)
+    channels = 1 if rank == PICTURE else rank - 1  # of an input they are as many as the weights behind it want
+    return tuple(size.value if size.static or d == channels else 1 for d, size in enumerate(known))
+
+
+def _shortened(operation: Operation) -> tuple:
+    args = operation.args
+    if operation.func is ours.upsample_last:
+        return (args[0], 2, 2)
+    return tuple(item[:FEW] if isinstance(item, list) and len(item) > FEW else item for item in args)

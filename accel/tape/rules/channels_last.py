@@ -1,0 +1,263 @@
+"""Pictures with their channels last in memory, from the first convolution to the last.
+
+There cuDNN has its fastest kernels, tokens are a view of a picture, and GroupNorm reads memory in one direction. The
+recorded forward has channels first. This goes through the tape once and says how each value lies instead: results of
+convolutions and norms channels last, what is computed element by element of them likewise, views as torch makes them of
+such memory. A copy that only turned pictures into rows, or rows into pictures, becomes a view. Whoever minds, and what
+the forward gives back, gets a copy that lies as it was recorded.
+
+Weights of convolutions may lie channels last as well (``Tape.permuted``): who runs the program sees to that.
+"""
+
+from typing import Any
+
+import torch
+
+from ...kernels import operations as ours
+from .. import sizes, views
+from ..layout import contiguous
+from ..traits import aten, traits
+from ..values import Operation, Tape, Value, Weight, replaced
+from . import edits
+
+LESS_EXACT = (
+    "Convolutions run with channels last in memory, where cuDNN takes other algorithms: their sums are in another "
+    "order, and as exact. GroupNorm sums in float32 in another order than PyTorch's kernel, and as exactly"
+)
+FEWEST = 4  # convolutions: a model that only cuts its picture into patches has one or two
+ORDER, LAST = (0, 2, 3, 1), torch.channels_last
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+# They keep their arguments' layout, or are made to.
+ALIKE = sizes.ELEMENTWISE | {"cat", "clone", "to", "_to_copy", "float", "type_as"}
+RESAMPLED = frozenset("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d avg_pool2d max_pool2d".split())
+# Their results lie the same way wherever their arguments lie.
+STEADY = frozenset("linear addmm mm bmm matmul layer_norm rms_norm native_layer_norm".split())
+
+
+def lay_out(tape: Tape) -> str:
+    """Convolutions and GroupNorms of pictures, and all between them. Sums in another order than eager."""
+    if sum(map(_is_convolution, tape.operations)) < FEWEST:
+        return ""
+    written = (operation.writes.root for operation in tape.operations if operation.writes is not None)
+    if any(len(value.shape) > 3 for value in written):  # whoever looks at that memory must see it
+        return ""
+    _Pass(tape).run()
+    return LESS_EXACT
+
+
+def _is_convolution(operation: Operation) -> bool:
+    if operation.opaque or operation.func is not aten.conv2d.default or len(operation.args) < 2:
+        return False
+    x, weight = operation.args[:2]
+    return len(x.shape) == 4 and x.dtype in FLOATS and weight.dtype == x.dtype and x.numel > 0
+
+
+def _is_norm(operation: Operation) -> bool:
+    if operation.opaque or operation.func is not aten.group_norm.default:
+        return False
+    x = operation.args[0]
+    return len(x.shape) == 4 and x.dtype in FLOATS and x.numel > 0
+
+
+def last(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of pictures [N, C, H, W] with channels last."""
+    n, c, h, w = shape
+    return (h * w * c, 1, w * c, c)
+
+
+class _Pass:
+    """One walk through a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._tape = tape
+        self._found: list[Operation] = []
+        self._recorded: dict[Value, tuple[int, ...]] = {}  # strides of what lies elsewhere, or otherwise, by now
+        self._last: set[Value] = set()  # pictures with channels last
+        self._copies: dict[Value, Value] = {}  # as they were recorded
+        self._forms: dict[tuple, Any] = {}
+
+    def run(self) -> None:
+        """Rewrites the tape."""
+        tape, loose = self._tape, set()
+        for operation in tape.operations:
+            if _is_convolution(operation):
+                self._convolution(operation)
+            elif _is_norm(operation):
+                self._norm(operation)
+            else:
+                self._follow(operation)
+            self._found.append(operation)
+        given_back = {value: self._restored(value) for value in tape.outputs if value in self._recorded}
+        tape.output = replaced(tape.output, Value, lambda value: given_back.get(value, value))
+        for operation in self._found:
+            if operation.func is ours.conv2d_last and isinstance(operation.args[1].leaf, Weight):
+                tape.permuted.add(operation.args[1])
+        for operation in self._found:
+            if operation.func is not ours.conv2d_last:
+                loose.update(operation.inputs)
+        tape.permuted -= loose
+        tape.operations[:] = self._found
+
+    # Operations that there is another one for ---------------------------------------------------------------------
+
+    def _convolution(self, operation: Operation) -> None:
+        names = ("bias", "stride", "padding", "dilation", "groups")
+        given = dict(zip(names, operation.args[2:], strict=False)) | operation.kwargs
+        x, weight, bias = *operation.args[:2], given.get("bias")
+        pairs = [_pair(given.get(name, default)) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
+        args = (x, weight, bias, *pairs, given.get("groups", 1))
+        edits.become(operation, ours.conv2d_last, args, (x, weight, bias))
+        self._lies_last(operation.outputs[0])
+
+    def _norm(self, operation: Operation) -> None:
+        given = dict(zip(("x", "groups", "weight", "bias", "eps"), operation.args, strict=False)) | operation.kwargs
+        x, weight, bias, groups = (
+            operation.args[0],
+            given.get("weight"),
+            given.get("bias"),
+            given.get("num_groups", given.get("groups")),
+        )
+        args = (x, weight, bias, groups, given.get("eps", 1e-5), None, False, [])
+        edits.become(operation, ours.group_norm_last, args, (x, weight, bias))
+        self._lies_last(operation.outputs[0])
+
+    def _lies_last(self, value: Value) -> None:
+        self._recorded.setdefault(value, value.stride)
+        value.stride, value.order = last(value.shape), ORDER
+        self._last.add(value)
+
+    # All others ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, operation: Operation) -> None:
+        name = "" if operation.opaque else traits(operation.func).name
+        if _turns_rows(operation, name) and self._is_last(operation.inputs[0]):
+            self._alias(operation)
+            return
+        if not any(value in self._recorded for value in operation.inputs):
+            return
+        known = not operation.opaque and operation.func._schema.name.startswith("aten::")
+        if operation.writes is not None or not known:
+            self._as_recorded(operation)
+        elif traits(operation.func).view or (traits(operation.func).maybe_view and name not in ALIKE):
+            self._view(operation)
+        elif name in ALIKE and len(operation.outputs) == 1:
+            self._alike(operation, operation.outputs[0])
+        elif name in RESAMPLED and len(operation.outputs) == 1 and operation.inputs[0] in self._last:
+            self._lies_last(operation.outputs[0])
+        elif name not in STEADY:
+            self._as_recorded(operation)
+
+    def _is_last(self, value: Value) -> bool:
+        """Whether pictures lie with channels last: some were turned, others are rows by another name."""
+        if value in self._last:
+            return True
+        operation = value.origin
+        if operation is None or operation.opaque or len(value.shape) != 4:
+            return False
+        rows = operation.inputs[0]
+        straight = rows not in self._recorded and rows.stride == contiguous(rows.shape)
+        return straight and views.permutation(operation, 4) == [0, 3, 1, 2]
+
+    def _alias(self, operation: Operation) -> None:
+        """A copy that put channels first is none."""
+        source, output = operation.inputs[0], operation.outputs[0]
+        edits.become(operation, aten.alias.default, (source,), (source,))
+        self._recorded.setdefault(output, output.stride)
+        output.stride, output.base = source.stride, source.root
+        self._last.add(output)
+
+    def _alike(self, operation: Operation, output: Value) -> None:
+        """Element by element: its result lies as the pictures that it is made of."""
+        made_of = [
+            v for v in operation.inputs if v in self._last and (v.shape == output.shape or _name(operation) == "cat")
+        ]
+        if output.base is not None:  # ``to`` of what has that dtype already
+            self._view(operation)
+        elif made_of and len(output.shape) == 4:
+            self._lies_last(output)
+        else:
+            output.order = tuple(sorted(range(len(output.shape)), key=lambda d: -output.stride[d]))
+
+    def _view(self, operation: Operation) -> None:
+        """A view, or what is one of some memory, as torch makes it of the memory that there is."""
+        form = self._form(operation)
+        if form not in self._forms:
+            self._forms[form] = _made(operation)
+        made = self._forms[form]
+        if made is None:
+            self._as_recorded(operation)
+            return
+        for output, (stride, shares) in zip(operation.outputs, made, strict=True):
+            base = operation.inputs[0].root if shares else None
+            if stride != output.stride or base is not output.base:
+                self._recorded.setdefault(output, output.stride)
+            output.stride, output.base = stride, base
+        if operation.inputs[0] in self._last and _name(operation) in views.SAME:
+            self._last.update(operation.outputs)
+
+    def _form(self, operation: Operation) -> tuple:
+        """All that a view's strides depend on."""
+        values = operation.inputs
+        given = replaced((operation.args, operation.kwargs), Value, lambda value: f"v{values.index(value)}")
+        return operation.func, repr(given), tuple((v.shape, v.stride, v.dtype) for v in values)
+
+    def _as_recorded(self, operation: Operation) -> None:
+        """An operation that gets what it got when it was recorded."""
+        edits.replace_inputs(
+            operation, {value: self._restored(value) for value in operation.inputs if value in self._recorded}
+        )
+
+    def _restored(self, value: Value) -> Value:
+        """A copy of ``value`` that lies as it was recorded."""
+        stride = self._recorded[value]
+        if stride == value.stride:
+            return value
+        copy = self._copies.get(value)
+        if copy is None:
+            copy = self._copies[value] = Value.made(value.shape, stride, value.dtype, value.device)
+            order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
+            copy.stride, copy.order = _dense(value.shape, order), tuple(order)
+            copy.origin = Operation(
+                aten.clone.default, (value,), {"memory_format": torch.contiguous_format}, [value], [copy]
+            )
+            self._found.append(copy.origin)
+        return copy
+
+
+def _name(operation: Operation) -> str:
+    return traits(operation.func).name
+
+
+def _pair(numbers: Any) -> list[int]:
+    found = [numbers] if isinstance(numbers, int) else list(numbers)
+    return found * 2 if len(found) == 1 else found
+
+
+def _turns_rows(operation: Operation, name: str) -> bool:
+    """Whether it copies pictures so that channels come first."""
+    if name not in ("contiguous", "clone") or operation.writes is not None or operation.outputs[0].base is not None:
+        return False
+    wanted = operation.kwargs.get("memory_format", torch.contiguous_format if name == "contiguous" else None)
+    return wanted is torch.contiguous_format and len(operation.args) == 1 and len(operation.inputs[0].shape) == 4
+
+
+def _dense(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d], step = step, step * max(shape[d], 1)
+    return tuple(strides)
+
+
+def _made(operation: Operation) -> list[tuple[tuple[int, ...], bool]] | None:
+    """(stride, whether it shares its argument's memory) of each result; None if torch makes no such view."""
+    values = operation.inputs
+    like = {v: torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device="meta") for v in values}
+    args, kwargs = replaced((operation.args, operation.kwargs), Value, like.__getitem__)
+    kwargs.pop("device", None)
+    try:
+        with torch.inference_mode():
+            made = operation.func(*args, **kwargs)
+    except (RuntimeError, ValueError):  # torch's words for it
+        return None
+    made = made if isinstance(made, (tuple, list)) else (made,)
+    return [(each.stride(), torch._C._is_alias_of(each, like[values[0]])) for each in made]

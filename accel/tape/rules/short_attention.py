@@ -1,0 +1,112 @@
+"""Attention to a prompt by a kernel for few keys, straight from the projections' layout."""
+
+from typing import Any
+
+import torch
+
+from ...kernels import operations as ours
+from ..layout import contiguous
+from ..traits import ATTENTIONS, aten, traits
+from ..values import Operation, Tape, Value
+from . import edits
+
+LESS_EXACT = "Attention to a prompt runs on a kernel for few keys: its sums are in another order, and as exact"
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def attend(tape: Tape) -> str:
+    """Attention of all heads to up to 256 tokens that are not its own. Sums in another order than eager."""
+    from ...kernels import short_attention as kernel
+
+    readers, given_back = edits.readers_of(tape), set(tape.outputs)
+    changed = False
+    for operation in tape.operations:
+        found = _found(operation, readers, given_back, kernel.MAX_HEAD)
+        if found is None:
+            continue
+        args, result = found
+        made = Operation(ours.short_attention, args, {}, list(args[:3]), [result])
+        if args[1].shape[1] > kernel.MAX_KEYS:
+            tape.ahead.append(made)
+            continue
+        joined = result.origin
+        edits.become(joined, made.func, made.args, made.inputs)
+        edits.own_memory(result, readers)
+        changed = True
+    return LESS_EXACT if changed else ""
+
+
+def _found(
+    operation: Operation, readers: edits.Readers, given_back: set[Value], widest: int
+) -> tuple[tuple, Value] | None:
+    """((queries, keys, values, heads), the result) of attention from [B, T, C] to [B, T, C]."""
+    if operation.opaque or traits(operation.func).name not in ATTENTIONS:
+        return None
+    given = _given(operation)
+    mask = given.get("attn_bias", given.get("attn_mask"))
+    if mask is not None or given.get("is_causal") or given.get("dropout_p") or given.get("scale") is not None:
+        return None
+    heads = [_tokens(value) for value in operation.args[:3]]
+    if not all(heads) or any(other in readers or other in given_back for other in operation.outputs[1:]):
+        return None
+    (q, count, width), (k, other, _), (v, last, deep) = heads
+    if not count == other == last or width != deep or width > widest or q.dtype not in HALVES:
+        return None
+    if _source(q) is None or _source(q) is _source(k) or k.shape != v.shape or k.shape[0] != q.shape[0]:
+        return None
+    result = _joined(operation.outputs[0], readers, given_back)
+    if result is None or result.shape != q.shape:
+        return None
+    return (q, k, v, count), result
+
+
+def _given(operation: Operation) -> dict[str, Any]:
+    names = (argument.name for argument in operation.func._schema.arguments)
+    return dict(zip(names, operation.args, strict=False)) | operation.kwargs
+
+
+def _tokens(value: Value) -> tuple[Value, int, int] | None:
+    """([B, T, C], heads, their width) of the heads [B, H, T, D] that are a view of it."""
+    turned = value.origin
+    if turned is None or turned.opaque or not _turns(turned):
+        return None
+    cut = turned.inputs[0].origin
+    if cut is None or cut.opaque or traits(cut.func).name not in ("view", "reshape", "unflatten"):
+        return None
+    tokens, heads = cut.inputs[0], cut.outputs[0]
+    whole = len(tokens.shape) == 3 and len(heads.shape) == 4 and tokens.shape[:2] == heads.shape[:2]
+    if not whole or tokens.stride != contiguous(tokens.shape):
+        return None
+    return tokens, heads.shape[2], heads.shape[3]
+
+
+def _turns(operation: Operation) -> bool:
+    """Whether it is ``transpose(1, 2)`` of four dimensions."""
+    if operation.opaque or traits(operation.func).name != "transpose" or len(operation.outputs[0].shape) != 4:
+        return False
+    return {dim % 4 for dim in operation.args[1:3]} == {1, 2}
+
+
+def _joined(value: Value, readers: edits.Readers, given_back: set[Value]) -> Value | None:
+    """Heads [B, H, T, D] that are only turned and joined to [B, T, C]: that value."""
+    for name in ("transpose", "reshape"):
+        (reader, *others) = readers.get(value, [None])
+        if reader is None or others or value in given_back or reader.opaque or reader.writes is not None:
+            return None
+        known = traits(reader.func).name
+        if name == "transpose" and not _turns(reader):
+            return None
+        if name == "reshape" and known not in ("reshape", "view", "flatten", "_unsafe_view"):
+            return None
+        value = reader.outputs[0]
+    return value if len(value.shape) == 3 and value.stride == contiguous(value.shape) else None
+
+
+def _source(value: Value) -> Value | None:
+    """What a linear layer made ``value`` of; None if it is no such result."""
+    made = value.origin
+    while made is not None and not made.opaque and traits(made.func).name in ("chunk", "split", "alias"):
+        made = made.inputs[0].origin
+    if made is None or made.opaque or made.func is not aten.linear.default:
+        return None
+    return made.args[0]

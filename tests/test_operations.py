@@ -1,0 +1,139 @@
+"""Fused operations by hand as operations of torch: what they compute, and what their fakes say of it. CPU and GPU."""
+
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tools import embed
+
+CUDA = embed.has_cuda()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
+
+embed.bare_pack()
+
+from anyshape.accel.kernels import operations, reference  # noqa: E402
+
+pytestmark = [pytest.mark.gpu] if CUDA else []
+DEVICE = "cuda" if CUDA else "cpu"
+LAST = torch.channels_last
+
+
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def layers(count: int, depth: int) -> tuple[list[Tensor], list[Tensor]]:
+    return [randn(40 + 8 * i, depth) for i in range(count)], [randn(40 + 8 * i) for i in range(count)]
+
+
+def cases() -> dict[str, tuple]:
+    """Operation, arguments, and what it must give, by name."""
+    x, norm, bias = randn(2, 64, 5, 3), randn(64), randn(64)
+    shift, pending = randn(2, 64, 1, 1), [randn(64), randn(64)]
+    conv, added_last = randn(32, 64, 3, 3), randn(32)
+    tokens, wide, offset = randn(2, 7, 64), randn(96, 64), randn(96)
+    q, k, v = randn(2, 9, 64), randn(2, 5, 64), randn(2, 5, 64)
+    (weights, biases), several = layers(9, 64), [randn(2, 7, 64) for _ in range(9)]
+    exact = [each.double() for each in (x, norm, bias, shift[:, :, 0, 0])]
+    added = tuple(each.double() for each in pending)
+    table, bare = operations.table_of(9, False, *weights, *biases), operations.table_of(9, False, *weights)
+    return {
+        "convolution": (
+            operations.conv2d_last, (x, conv, added_last, [2, 2], [1, 1], [1, 1], 1),
+            F.conv2d(x.double(), conv.double(), added_last.double(), 2, 1),
+        ),
+        "norm": (
+            operations.group_norm_last, (x, norm, bias, 8, 1e-5, shift, True, pending),
+            reference.group_norm(*exact[:3], 8, 1e-5, exact[3], True, added),
+        ),
+        "bare norm": (
+            operations.group_norm_last, (x.to(memory_format=LAST), None, None, 8, 1e-6, None, False, []),
+            reference.group_norm(exact[0], None, None, 8, 1e-6, silu=False),
+        ),
+        "geglu": (
+            operations.linear_geglu, (tokens, wide, offset),
+            reference.linear_geglu(tokens.double(), wide.double(), offset.double()),
+        ),
+        "attention": (
+            operations.short_attention, (q, k, v, 4), reference.short_attention(q.double(), k.double(), v.double(), 4)
+        ),
+        "layers": (
+            operations.grouped_linear, ([tokens], weights, biases, table),
+            [F.linear(tokens.double(), w.double(), b.double()) for w, b in zip(weights, biases, strict=True)],
+        ),
+        "layers without biases": (
+            operations.grouped_linear, ([tokens], weights, [None] * 9, bare),
+            [F.linear(tokens.double(), w.double()) for w in weights],
+        ),
+        "layers of one input each": (
+            operations.grouped_linear, (several, weights, biases, operations.table_of(9, True, *weights, *biases)),
+            [F.linear(x.double(), w.double(), b.double()) for x, w, b in zip(several, weights, biases, strict=True)],
+        ),
+        "layers of one input each that fit no table": (
+            operations.grouped_linear, (several, weights, biases, table[:0]),
+            [F.linear(x.double(), w.double(), b.double()) for x, w, b in zip(several, weights, biases, strict=True)],
+        ),
+        "layers that fit no table": (
+            operations.grouped_linear, ([tokens], weights, biases, table[:0]),
+            [F.linear(tokens.double(), w.double(), b.double()) for w, b in zip(weights, biases, strict=True)],
+        ),
+        "upsampling": (operations.upsample_last, (x, 9, 6), F.interpolate(x.double(), size=(9, 6))),
+    }  # fmt: skip
+
+
+NAMES = list(cases())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operation_computes_what_the_reference_says(name):
+    operation, args, expected = cases()[name]
+    with torch.inference_mode():
+        out = operation(*args)
+    outs, wanted = (list(each) if isinstance(each, (list, tuple)) else [each] for each in (out, expected))
+    assert len(outs) == len(wanted)
+    for each, exact in zip(outs, wanted, strict=True):
+        assert each.shape == exact.shape and each.dtype == torch.float16
+        assert (each.double() - exact).norm() / exact.norm() < 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fake_says_the_form_of_the_result(name):
+    """Shapes, dtypes, strides: on tensors without memory as on others."""
+    operation, args, _ = cases()[name]
+    torch.library.opcheck(operation, args, test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.parametrize("name", ["convolution", "norm", "bare norm", "upsampling"])
+def test_pictures_come_out_in_channels_last(name):
+    operation, args, _ = cases()[name]
+    with torch.inference_mode():
+        assert operation(*args).is_contiguous(memory_format=LAST)
+        turned = args[0].contiguous(), args[0].to(memory_format=LAST)
+        first, second = (operation(each, *args[1:]) for each in turned)
+    assert torch.equal(first, second) or name == "convolution"
+
+
+def test_attention_to_many_keys_is_the_librarys():
+    q, k, v = randn(1, 4, 32), randn(1, 300, 32), randn(1, 300, 32)
+    with torch.inference_mode():
+        out = operations.short_attention(q, k, v, 2)
+    exact = reference.short_attention(q.double(), k.double(), v.double(), 2)
+    assert (out.double() - exact).norm() / exact.norm() < 1e-3
+
+
+def test_layers_that_are_not_aligned_have_no_table():
+    weights, biases = layers(2, 64)
+    assert len(operations.table_of(2, False, *weights, *biases)) and len(operations.table_of(2, False, *weights))
+    odd = randn(64 * 64 + 1)[1:].view(64, 64)
+    assert not len(operations.table_of(2, False, weights[0], odd))
+    assert not len(operations.table_of(2, False, *[weight.float() for weight in weights]))
+    assert not len(operations.table_of(2, False, *weights, biases[0], biases[1].float()))

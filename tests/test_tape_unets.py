@@ -1,0 +1,145 @@
+"""ComfyUI's UNets on a tape with all rules: which kernels they need, and what these compute. CPU, interpreted."""
+
+import pytest
+import torch
+
+from tools import driving
+
+pytestmark = pytest.mark.usefixtures("pack", "one_thread", "clean_stats")
+SIZES = ((64, 64, 2), (64, 96, 2), (104, 72, 1), (128, 64, 3), (64, 64, 1), (264, 136, 2))  # in image pixels, and rows
+HALF = torch.float16
+NARROW = driving.NARROW_UNET | driving.TINY_UNET
+
+
+def arguments(patcher, width, height, rows):
+    """A UNet's, in half precision."""
+    given = driving.unet_inputs(patcher, width, height, rows).items()
+    return {name: item if item is None or name == "timesteps" else item.to(HALF) for name, item in given}
+
+
+def recorded(patcher, *size):
+    from tools.recording import recorded
+
+    with torch.inference_mode():
+        return recorded(patcher.model.diffusion_model, (), arguments(patcher, *size) | {"transformer_options": {}})
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_every_size_runs_on_the_kernels_of_the_first(models, name):
+    patcher, known = models.unet(name, HALF, **driving.SMALL_UNETS[name]), set()
+    for size in SIZES:
+        call = recorded(patcher, *size)
+        sources = {launch.source.text for launch in call.program.launches}
+        assert sources and (not known or sources <= known), size
+        known |= sources
+        called = [str(step.run) for step in call.program._steps]
+        # nothing is turned, and no copy is left but of what is given back
+        assert not [step for step in called if "clone" in step or "conv2d.default" in step or "group_norm.def" in step]
+
+
+def test_a_fused_unet_gives_what_comfyui_gives(models):
+    """The others are compared by the check of their first result, below."""
+    call = recorded(models.unet("sdxl", HALF, **NARROW), 64, 72, 2)
+    out = call.run()
+    assert out.stride() == call.out.stride()
+    assert (out - call.out).float().norm() / call.out.float().norm() < 5e-3
+
+
+def test_sampling_lays_weights_out_and_back(models, monkeypatch):
+    """Through Compile Model, with the check on: no fallback, no kernel of one size, weights as ComfyUI had them."""
+    from anyshape.accel import stats, tape_tier
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    patcher = models.unet("sd15", HALF, **NARROW)
+    model = driving.compiled(patcher)
+    weights = {name: weight for name, weight in patcher.model.named_parameters() if weight.ndim == 4}
+    before = {name: (weight.data_ptr(), weight.stride(), weight.clone()) for name, weight in weights.items()}
+    seen = []
+
+    def look(apply, given):
+        out = apply(given["input"], given["timestep"], **given["c"])
+        seen.append([weight.is_contiguous() for weight in weights.values() if weight.shape[2:].numel() > 1])
+        return out
+
+    model.set_model_unet_function_wrapper(look)
+    for width in (64, 72):
+        eager, out = (models.sample(each, width=width, height=64, steps=2, cfg=1.0) for each in (patcher, model))
+        assert (out - eager).float().norm() / eager.float().norm() < 5e-3
+    assert len(seen) == 4 and not any(any(each) for each in seen)
+    for name, weight in weights.items():
+        address, stride, value = before[name]
+        assert (weight.data_ptr(), weight.stride()) == (address, stride) and torch.equal(weight, value)
+    found = stats.snapshot()
+    (entry,) = [entry for entry in found["models"] if entry["shapes"]]
+    assert [shape["state"] for shape in entry["shapes"]] == ["tape", "tape"] and not found["fallbacks"]
+    assert entry["kernels"] > 10 and not entry["recompiles"]
+    assert len(entry["inexact"]) == 5
+
+
+def test_recording_sees_weights_as_comfyui_has_them(models, monkeypatch):
+    """Also the second size of a run, when they lie otherwise already."""
+    from anyshape.accel import tape_tier, tapes
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    patcher = models.unet("sd15", HALF, **NARROW)
+    model, record, seen = driving.compiled(patcher), tapes.Tapes.record, []
+
+    def noted(self, *args):
+        convolutions = (weight for weight in patcher.model.parameters() if weight.ndim == 4)
+        seen.append(all(weight.is_contiguous() for weight in convolutions))
+        return record(self, *args)
+
+    monkeypatch.setattr(tapes.Tapes, "record", noted)
+
+    def twice(apply, given):
+        apply(given["input"], given["timestep"], **given["c"])
+        half = {name: item[:1] if isinstance(item, torch.Tensor) else item for name, item in given["c"].items()}
+        apply(given["input"][:1], given["timestep"][:1], **half)
+        return given["input"]
+
+    model.set_model_unet_function_wrapper(twice)
+    models.sample(model, width=64, height=64, steps=1)
+    assert seen == [True, True]
+
+
+def test_which_calls_go_on_a_tape(models, monkeypatch, stand_in):
+    """Kernels by hand keep calls with patches and ControlNets, changed parts, and weights that are fetched."""
+    from anyshape.accel import tape_tier
+    from anyshape.accel.families import session
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    taped = []
+
+    def note(self, model, original, theirs, args, kwargs):
+        taped.append(True)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(session.Session, "_recorded", note)
+    patcher = models.unet("sd15", torch.float32, **NARROW)
+    model = driving.compiled(patcher)
+
+    def goes(each=model, **named):
+        taped.clear()
+        driving.unet_forward(each, 64, 64, **named)
+        return bool(taped)
+
+    assert goes()
+    patched = model.clone()
+    patched.set_model_attn1_patch(lambda q, k, v, options: (q, k, v))
+    assert not goes(patched) and goes()
+    assert not goes(control=driving.residuals(patcher, (2, 4, 8, 8), "controlnet")) and goes()
+    block = patcher.model.diffusion_model.input_blocks[1][0]
+    hook = block.register_forward_hook(lambda *args: None)
+    assert not goes()
+    hook.remove()
+    assert goes()
+    layer = patcher.model.diffusion_model.time_embed[0]
+    layer.weight_function = [lambda weight: weight]
+    assert not goes()
+    layer.weight_function = []
+    assert goes()
+    taped.clear()
+    models.sample(driving.skipping(model, interval=2), width=64, height=64, steps=2)
+    assert not taped
+    models.sample(model, width=64, height=64, steps=2)
+    assert len(taped) == 2
