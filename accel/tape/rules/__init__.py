@@ -8,8 +8,20 @@ from collections.abc import Callable
 
 from ..values import Tape
 from . import (
-    attention, by_tokens, channels_last, conv_bias, copies, edits, epilogue, geglu, group_norm, grouped_linear, kitchen,
-    once, short_attention, upsample,
+    attention,
+    by_tokens,
+    channels_last,
+    conv_bias,
+    copies,
+    edits,
+    epilogue,
+    geglu,
+    group_norm,
+    grouped_linear,
+    kitchen,
+    once,
+    short_attention,
+    upsample,
 )  # fmt: skip
 
 Rule = Callable[[Tape], str]
