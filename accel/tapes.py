@@ -35,6 +35,7 @@ class Taped:
     structure: int  # changes with the model's code and with what else decides a result besides inputs and weights
     prepare: Callable[[NotedOptions, Recorder], None]  # puts what a recording needs into its options
     changed: Callable[[], str] = str  # what the forward changed of the model itself; "" if nothing
+    lean: bool = False  # see ``Tape.lean``
 
 
 @dataclass(eq=False)
@@ -94,6 +95,7 @@ class Tapes:
     ) -> tuple[Any, Take, Tape | None]:
         """(ComfyUI's own result, the new take, its tape). Errors are those of ComfyUI's own forward."""
         recorder = Recorder(list(inputs.values()), taped.module, key.device)
+        recorder.lean = taped.lean
         reads = Reads(recorder.add_input)
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)

@@ -151,12 +151,17 @@ class Operation:
 
 @dataclass
 class Tape:
-    """One recorded forward. ``output``: the forward's result with values in place of tensors."""
+    """One recorded forward. ``output``: the forward's result with values in place of tensors.
+
+    lean: memory counts for more than time, as in a VAE, whose features are a hundred times as large as its weights. So
+    nothing that is only as large as a feature is kept between two calls, and nothing is kept alive to be read later.
+    """
 
     operations: list[Operation]
     inputs: list[Value]
     output: Any
     device: torch.device
+    lean: bool = False
 
     @property
     def outputs(self) -> list[Value]:
