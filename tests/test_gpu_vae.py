@@ -156,7 +156,7 @@ def test_memory_that_really_runs_out(models):
 def test_an_interrupt_leaves_the_layout(vae, monkeypatch):
     """In the midst of a forward, whose weights are in channels_last."""
     import comfy.model_management as mm
-    from anyshape.accel.families import vae as family
+    from anyshape.accel.families import vae_forward as family
 
     fast, layout = compiled_vae(vae), strides(vae)
     own, found = family.res_block, []

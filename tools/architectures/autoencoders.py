@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from tools.architectures import version
 
-VARIANTS = 6
+VARIANTS = 4
 # Height and width of a latent (halved where one of its elements is many pixels), its frames, and the batch.
-SIZES = ((4, 6), (6, 8), (8, 4), (3, 7), (5, 5), (4, 2))
-FRAMES = (6, 5, 7, 3, 4, 1)
-BATCHES = (1, 2, 1, 1, 1, 3)
+SIZES = ((4, 6), (6, 8), (3, 7), (4, 4))
+FRAMES = (4, 5, 3, 1)
+BATCHES = (1, 2, 1, 3)
 WAYS = ("decode", "encode")
 
 KL = {
