@@ -146,9 +146,9 @@ def test_an_interrupt_passes_at_once(models, fresh, wanted, inject, monkeypatch,
 # The VAE ----------------------------------------------------------------------------------------------------------
 
 VAE = [
-    "families.vae_forward.shape_key", "families.vae_forward.Call", "families.vae_forward._obstacle", "families.vae_forward.Survey",
-    "families.vae_forward.decode", "families.vae_forward.ChannelsLastWeights", "engine.Engine._fast", "engine.verify.compare",
-    "kernels.reference.bias_add", "stats.ModelStats.shape",
+    "families.vae_forward.shape_key", "families.vae_forward.Call", "families.vae_forward._obstacle",
+    "families.vae_forward.Survey", "families.vae_forward.decode", "families.vae_forward.ChannelsLastWeights",
+    "engine.Engine._fast", "engine.verify.compare", "kernels.reference.bias_add", "stats.ModelStats.shape",
 ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-"""Every VAE of the table on a tape, without a GPU: recorded, right, no kernel of one size, no more memory than eager."""
+"""Every VAE on a tape, without a GPU: recorded, right, no kernel of one size, no more memory than eager."""
 
+import operator
 from dataclasses import asdict
 
 import pytest
@@ -12,15 +13,23 @@ from tools.oracles import FUSED, fallbacks, shapes
 from tools.paths import NEWER_COMFYUI, comfyui_path
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread")
-ENTRIES = [pytest.param(entry, way, id=f"{entry.name}, {way}") for entry in autoencoders.present() for way in entry.ways]
+ENTRIES = [
+    pytest.param(entry, way, id=f"{entry.name}, {way}") for entry in autoencoders.present() for way in entry.ways
+]
 # What only ComfyUI's own forward can run, and the reason that the recorder gives.
 REFUSED = {
     "LTX 0.9.5, decode": "it draws random numbers",  # noise on the latent, and in some blocks
     "Stable Audio, encode": "it draws random numbers",  # a sample of the distribution
 }
-# How many kernels the variants after the first may add: the second has two pictures or videos, the fourth one frame.
-# In both, other copies are made than for one video of several frames, which join other neighbours.
-LATER = 12
+# How many kernels the variants after the first may add: the second has two videos, the third other sides and another
+# number of frames, the fourth one frame. What is one lies in memory as it likes: the attention of two pictures gives
+# channels last, where that of a single one may not, and what comes after reads it so.
+LATER = {
+    "HunyuanImage 2.1 refiner": (0, 0, 3), "HunyuanVideo 1.5": (11, 3, 2), "Wan 2.1, Qwen-Image": (13, 1, 1),
+    "Wan 2.2": (13, 1, 1), "Mochi": (7, 0, 3), "LTX": (0, 0, 12), "Cosmos": (4, 0, 2),
+    "TAEHV": (0, 0, 1), "CogVideoX": (3, 3, 2), "SeedVR2": (8, 0, 1),
+}  # fmt: skip
+OTHERS = (1, 0, 0)
 TOLERANCE = 1e-4  # of fused programs in float32
 EXTRA_MEMORY = 1.05  # of a fused program: what eager changes in place, a kernel writes beside it
 
@@ -33,8 +42,8 @@ def check(found: dict) -> None:
         return
     assert not found["refusal"]
     assert found["operations"] > 20 and len(found["new_kernels"]) == autoencoders.VARIANTS
-    assert sum(found["new_kernels"][1:]) <= LATER, found["new_kernels"]
-    assert found["new_kernels"][2] <= 1, found["new_kernels"]  # other sides and another number of frames
+    allowed = LATER.get(name.rpartition(", ")[0], OTHERS)
+    assert all(map(operator.le, found["new_kernels"][1:], allowed)), found["new_kernels"]
     assert found["unfused_error"] == 0.0
     assert found["fused_error"] is None or found["fused_error"] <= TOLERANCE
 
@@ -70,7 +79,9 @@ def test_table_of_vaes_is_current(records, request):
     expected = [compatibility_table.row(found, "usual") for found in records.values()]
     expected += [compatibility_table.row(found, "newer") for found in request.getfixturevalue("in_newer")]
     page = compatibility_table.PAGE.read_text(encoding="utf-8")
-    assert compatibility_table.rows(page, compatibility_table.VAES) == expected, "run python -m tools.compatibility_table"
+    assert compatibility_table.rows(page, compatibility_table.VAES) == expected, (
+        "run python -m tools.compatibility_table"
+    )
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
@@ -134,7 +145,9 @@ def test_decoded_and_encoded_as_by_eager(name):
     if f"{name}, encode" not in REFUSED:
         with torch.inference_mode():
             given = pictures.movedim(-1, 1) if entry.dimensions == 1 else pictures
-            assert torch.equal(fast.encode(given.movedim(1, -1) if entry.dimensions == 1 else given), vae.encode(pictures))
+            assert torch.equal(
+                fast.encode(given.movedim(1, -1) if entry.dimensions == 1 else given), vae.encode(pictures)
+            )
         assert fallbacks() == []
     assert {s["state"] for s in shapes()} == {FUSED}
     if entry.dimensions > 1:
@@ -201,3 +214,37 @@ def test_weights_that_change_and_go():
     mm.unload_all_models()
     gc.collect()
     assert model() is None and weight() is None
+
+
+@pytest.mark.usefixtures("clean_stats")
+def test_unloaded_and_loaded_again_nothing_is_recorded_again():
+    import comfy.model_management as mm
+    from anyshape.accel.families import vae as family
+
+    from tools.driving import compiled_vae
+
+    vae = autoencoders.make("TAESD")
+    fast = compiled_vae(vae)
+    for _ in range(3):
+        assert torch.equal(decoded(fast, "TAESD", 0), decoded(vae, "TAESD", 0))
+        mm.unload_all_models()
+    (takes,) = family._ENGINES[vae.first_stage_model]["decode"]._tape._tapes._takes.values()
+    assert len(takes) == 1 and takes[0].program is not None and takes[0].program._bound is None
+
+
+@pytest.mark.usefixtures("clean_stats")
+def test_warm_up_of_a_video_vae(patcher):
+    """Without a compiled model: the VAE's sizes and frames alone. Sound has none."""
+    from anyshape.accel.families.warm_up import NO_PICTURES_OF_VAE, warm_up
+
+    from tools.driving import compiled_vae
+
+    fast = compiled_vae(autoencoders.make("Wan 2.1, Qwen-Image"))
+    report, _ = warm_up(patcher, "48x32x9\n32x32", fast)
+    assert {(s["width"], s["height"], s["frames"]) for s in shapes()} == {(48, 32, 9), (32, 32, 1)}
+    assert {s["state"] for s in shapes()} == {FUSED} and report.count("VAE decode") == report.count("VAE encode") == 2
+    with torch.inference_mode():
+        fast.decode(torch.randn(1, 16, 3, 4, 6)), fast.encode(torch.rand(9, 32, 48, 3))
+    assert len(shapes()) == 4  # it was warm
+    report, _ = warm_up(patcher, "64x64", compiled_vae(autoencoders.make("Stable Audio")))
+    assert NO_PICTURES_OF_VAE in report

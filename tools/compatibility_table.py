@@ -71,7 +71,9 @@ def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for kind, table in ((MODELS, TABLE), (VAES, autoencoders.TABLE)):
         usual = records(comfyui_path(), 1, kind=kind)
-        names = newer_names((each["name"].rpartition(", ")[0] if kind == VAES else each["name"] for each in usual), table)
+        names = newer_names(
+            (each["name"].rpartition(", ")[0] if kind == VAES else each["name"] for each in usual), table
+        )
         newer = records(NEWER_COMFYUI, 1, names, kind)
         page = replaced(page, [row(found, "usual") for found in usual] + [row(found, "newer") for found in newer], kind)
     PAGE.write_text(page, encoding="utf-8")

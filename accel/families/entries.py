@@ -56,4 +56,3 @@ def of_warm_up(patcher: ModelPatcher, vae: comfy.sd.VAE | None) -> Names | None:
     parts = [of_model(patcher), of_vae(vae) if vae is not None else None]
     found = [names for names in parts if names]
     return (lambda: [name for names in found for name in names()]) if found else None
-

@@ -312,7 +312,9 @@ class Recorder(TorchDispatchMode):
 
     def _was_filled(self) -> bool:
         """Whether somebody wrote into a tensor of zeros, say, past the dispatcher."""
-        return bool(self._filled) and bool(torch.stack([(tensor != number).any() for tensor, number in self._filled.values()]).any())
+        return bool(self._filled) and bool(
+            torch.stack([(tensor != number).any() for tensor, number in self._filled.values()]).any()
+        )
 
 
 class HostReads(TorchFunctionMode):

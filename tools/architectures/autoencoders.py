@@ -131,7 +131,10 @@ def _mochi() -> nn.Module:
     kind = _class("comfy.ldm.genmo.vae.model:VideoVAE")
     module = importlib.import_module("comfy.ldm.genmo.vae.model")
     narrow = {"num_res_blocks": [1, 1, 1, 1, 1]}
-    with _narrowed(module, "Encoder", base_channels=32, **narrow), _narrowed(module, "Decoder", base_channels=32, **narrow):
+    with (
+        _narrowed(module, "Encoder", base_channels=32, **narrow),
+        _narrowed(module, "Decoder", base_channels=32, **narrow),
+    ):
         return kind()
 
 
@@ -153,8 +156,10 @@ def _ltx(version: int) -> nn.Module:
             ["res_x", 1],
         ],
         "decoder_blocks": [
-            ["res_x", {"num_layers": 1, "inject_noise": version == 1}], ["compress_all", {"residual": True, "multiplier": 2}],
-            ["res_x", {"num_layers": 1, "inject_noise": version == 1}], ["compress_all", {"residual": True, "multiplier": 2}],
+            ["res_x", {"num_layers": 1, "inject_noise": version == 1}],
+            ["compress_all", {"residual": True, "multiplier": 2}],
+            ["res_x", {"num_layers": 1, "inject_noise": version == 1}],
+            ["compress_all", {"residual": True, "multiplier": 2}],
             ["res_x", {"num_layers": 1, "inject_noise": False}], ["compress_all", {"residual": True, "multiplier": 2}],
             ["res_x", {"num_layers": 1, "inject_noise": False}],
         ],
@@ -247,7 +252,8 @@ TABLE = {
         Autoencoder(
             "SVD",
             lambda: _engine(
-                BLOCKS + "Encoder", "comfy.ldm.modules.temporal_ae.VideoDecoder", KL, video_kernel_size=[3, 1, 1], alpha=0.0
+                BLOCKS + "Encoder", "comfy.ldm.modules.temporal_ae.VideoDecoder", KL, video_kernel_size=[3, 1, 1],
+                alpha=0.0,
             ),
             SD + "AutoencodingEngine", 4,
         ),
@@ -304,8 +310,8 @@ TABLE = {
             3, 8, lambda frames: _first(frames, 4),
         ),
         Autoencoder(
-            "Wan 2.2", lambda: _wan("comfy.ldm.wan.vae2_2:WanVAE", z_dim=48, dec_dim=16), "comfy.ldm.wan.vae2_2:WanVAE", 48, 3, 16,
-            lambda frames: _first(frames, 4),
+            "Wan 2.2", lambda: _wan("comfy.ldm.wan.vae2_2:WanVAE", z_dim=48, dec_dim=16),
+            "comfy.ldm.wan.vae2_2:WanVAE", 48, 3, 16, lambda frames: _first(frames, 4),
         ),
         Autoencoder(
             "Mochi", _mochi, "comfy.ldm.genmo.vae.model:VideoVAE", 12, 3, 8, lambda frames: _first(frames, 6),
