@@ -63,7 +63,8 @@ def test_nodes(models, kind, dtype):
             exact = node(name, truth, *args)
             assert error(out, exact) <= error(wanted, exact), (name, found)
     assert strides(vae) == layout
-    assert {s["state"] for s in shapes()} == {FUSED} and fallbacks() == []
+    assert fallbacks() == []  # the reason, if some of it ran in eager
+    assert {s["state"] for s in shapes()} == {FUSED}
 
 
 def test_nothing_compiles_after_the_first_calls(vae):
