@@ -406,7 +406,7 @@ def test_an_interrupt_between_tiles(vae, monkeypatch, way):
 def test_an_interrupt_inside_the_vae(vae, monkeypatch):
     """In the midst of a forward: a message, so no tier is retired and nothing is tried again."""
     import comfy.model_management as mm
-    from anyshape.accel.families import vae as family
+    from anyshape.accel.families import vae_forward as family
 
     fast, before, wanted = compiled_vae(vae), footprint(vae), node("VAEDecode", vae, latent())
 

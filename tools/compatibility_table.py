@@ -1,8 +1,9 @@
-"""Writes the table of models in docs/compatibility.md: what is recorded, and why the others are not.
+"""Writes the tables of models and of VAEs in docs/compatibility.md: what is recorded, and why the others are not.
 
-    python -m tools.compatibility_table        # both ComfyUIs, a minute; nothing of a COMFYUI_PATH
+    python -m tools.compatibility_table        # both ComfyUIs, some minutes; nothing of a COMFYUI_PATH
 
-Each model of ``tools.architectures`` is recorded in its tiny configuration: see ``tools.architectures.taped``.
+Each model of ``tools.architectures`` is recorded in its tiny configuration: see ``tools.architectures.taped``, and
+``taped_vaes`` for VAEs.
 """
 
 import json
@@ -17,13 +18,14 @@ from tools import architectures
 from tools.paths import OLDER_COMFYUI, ROOT, VENV_COMFYUI, project_env
 
 PAGE = ROOT / "docs" / "compatibility.md"
-BEGIN, END = "<!-- models: made by tools/compatibility_table.py -->", "<!-- end of models -->"
-HEAD = "| Model | ComfyUI | Recorded | Operations | Kernels |\n|---|---|---|---|---|\n"
+MODELS, VAES = "models", "VAEs"
+HEAD = "| {} | ComfyUI | Recorded | Operations | Kernels |\n|---|---|---|---|---|\n"
+STUDIES = {MODELS: "tools.architectures.taped", VAES: "tools.architectures.taped_vaes"}
 
 
-def records(comfyui: Path, variants: int, names: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """What ``tools.architectures.taped`` finds of these models (without names: of all) in a process of its own."""
-    command = [sys.executable, "-m", "tools.architectures.taped", "--no-run", f"--variants={variants}", *names]
+def records(comfyui: Path, variants: int, names: Iterable[str] = (), kind: str = MODELS) -> list[dict[str, Any]]:
+    """What the study of this kind finds of these models (without names: of all) in a process of its own."""
+    command = [sys.executable, "-m", STUDIES[kind], "--no-run", f"--variants={variants}", *names]
     environment = os.environ | project_env() | {"COMFYUI_PATH": str(comfyui), "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode:
@@ -61,20 +63,32 @@ def row(found: Mapping[str, Any], versions: str) -> str:
     return f"| {found['name']} | {versions} | yes | {found['operations']} | {found['kernels']} |"
 
 
-def rows(page: str) -> list[str]:
-    """The lines of the table in a page, without its head."""
-    return page.split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]
+def rows(page: str, kind: str = MODELS) -> list[str]:
+    """The lines of a table in a page, without its head."""
+    return page.split(_begin(kind))[1].split(_end(kind))[0].strip().splitlines()[2:]
 
 
-def replaced(page: str, table: Iterable[str]) -> str:
-    """The page with these lines as its table."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{HEAD}" + "\n".join(table) + f"\n{END}{rest.split(END)[1]}"
+def replaced(page: str, table: Iterable[str], kind: str = MODELS) -> str:
+    """The page with these lines as one of its tables."""
+    before, rest = page.split(_begin(kind))
+    head = HEAD.format("Model" if kind == MODELS else "VAE")
+    return f"{before}{_begin(kind)}\n{head}" + "\n".join(table) + f"\n{_end(kind)}{rest.split(_end(kind))[1]}"
+
+
+def _begin(kind: str) -> str:
+    return f"<!-- {kind}: made by tools/compatibility_table.py -->"
+
+
+def _end(kind: str) -> str:
+    return f"<!-- end of {kind} -->"
 
 
 def main() -> None:
-    table = lines(records(VENV_COMFYUI, 1), records(OLDER_COMFYUI, 1))
-    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    for kind in (MODELS, VAES):
+        table = lines(records(VENV_COMFYUI, 1, kind=kind), records(OLDER_COMFYUI, 1, kind=kind))
+        page = replaced(page, table, kind)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
