@@ -99,7 +99,7 @@ class Engine:
     _told: set[str] = field(default_factory=set)  # reasons that were logged
 
     def __post_init__(self) -> None:
-        self._tape = TapeTier(self.stats, id(self), self.passthrough)
+        self._tape = TapeTier(self.stats, id(self), self.passthrough, self.uses_graphs)
 
     def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, from the fastest tier that is safe."""
@@ -297,6 +297,10 @@ class Engine:
     def drop_graphs(self) -> None:
         """Gives the memory of this model's graphs back; the next call of a shape captures it again."""
         graphs.drop_owner(id(self))
+        self._tape.release()
+
+    def release(self) -> None:
+        """Lets go of weights, and keeps what was recorded. For a model that has no graphs, after each of its calls."""
         self._tape.release()
 
     def __del__(self) -> None:

@@ -45,10 +45,15 @@ class NotCompared(AnyShapeError):
 
 
 class TapeTier:
-    """The programs of one model, and which of them runs. owner: stands for the model among graphs."""
+    """The programs of one model, and which of them runs.
 
-    def __init__(self, stats: ModelStats, owner: int, passthrough: tuple[type[BaseException], ...]) -> None:
-        self.stats, self._owner, self._passthrough = stats, owner, passthrough
+    owner: stands for the model among graphs. uses_graphs: False where they would only take memory.
+    """
+
+    def __init__(
+        self, stats: ModelStats, owner: int, passthrough: tuple[type[BaseException], ...], uses_graphs: bool = True
+    ) -> None:
+        self.stats, self._owner, self._passthrough, self._uses_graphs = stats, owner, passthrough, uses_graphs
         self._tapes = Tapes()
         self._dtypes: set[torch.dtype] = set()  # whose first size is over
         self._told = False  # why nothing is fused
@@ -168,7 +173,8 @@ class TapeTier:
         if device.type != "cuda" and not first:  # torch's own operations, as in the first size, which was compared
             self._settle(call, settings, shape, take, inputs, None)
             return _flat(recorded)
-        may = device.type == "cuda" and settings.graph_budget_mb and not take.graph_obstacle
+        graphic = device.type == "cuda" and self._uses_graphs
+        may = graphic and settings.graph_budget_mb and not take.graph_obstacle
         if may and not take.clock.is_long(LONG_MS):
             out = self._captured_first(call, settings, shape, take, tape, inputs, _flat(recorded))
             if out is not None:
@@ -176,10 +182,10 @@ class TapeTier:
         out, host, elapsed = _timed(program, list(inputs.values()), device)
         if settings.verify:
             out = self._checked(call, take, tape, out, _flat(recorded), list(inputs.values()))
-        take.graph = device.type == "cuda" and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
+        take.graph = graphic and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
         if take.graph and take.graph_obstacle:
             take.graph, shape.note = False, take.graph_obstacle
-        elif device.type == "cuda" and not take.graph:
+        elif graphic and not take.graph:
             shape.note = f"the GPU is the limit at this size ({elapsed:.0f} ms, launching {host:.0f} ms): no graph"
         self._settle(call, settings, shape, take, inputs, out)
         return out

@@ -39,6 +39,7 @@ class Taped:
     changed: Callable[[], str] = str  # what the forward changed of the model itself; "" if nothing
     # has just these weights lie channels last, if they may; gives the weights' fingerprint from the one that is known
     lay_out: Callable[[frozenset[Weight], int], int] = lambda wanted, known: known
+    lean: bool = False  # see ``Tape.lean``
     places: Callable[[nn.Module], frozenset[str]] = lambda block: NONE  # see ``BlockCopies``
 
 
@@ -102,6 +103,7 @@ class Tapes:
     ) -> tuple[Any, Take, Tape | None]:
         """(ComfyUI's own result, the new take, its tape). Errors are those of ComfyUI's own forward."""
         recorder = Recorder(list(inputs.values()), taped.module, key.device)
+        recorder.lean = taped.lean
         reads = Reads(recorder.add_input)
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
@@ -109,7 +111,7 @@ class Tapes:
         copies = BlockCopies(recorder, self._blocks, taped.places)
 
         def forward() -> Any:
-            if self._one_by_one == taped.structure:
+            if taped.lean or self._one_by_one == taped.structure:
                 return taped.forward(noted)
             self._blocks.look(taped.module, taped.structure)
             with self._blocks.ours(taped.module, copies.forward):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tools import driving, embed
-from tools.paths import NEWER_COMFYUI, ROOT, project_env
+from tools.paths import OLDER_COMFYUI, ROOT, project_env
 
 if TYPE_CHECKING:
     from tools.comfy_server import ComfyServer
@@ -43,11 +43,11 @@ gc.set_threshold(5000, 20, 50)
 SERVER = {"test_browser", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_server", "test_web"}
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
-    "server", "test_tape_families", "test_soak", "test_faults", "test_controlnet_cpu", "test_architectures",
-    "test_workflows_weights", "test_tape_blocks", "test_skip_runs", "test_unet_cpu", "test_workflows_vae",
-    "test_kernels", "test_workflows_nodes", "test_workflows_batches", "test_vae_cpu", "test_skip_pieces",
-    "test_skip_packs", "test_bench", "test_warm_up", "test_fleet", "test_demo_model", "test_package",
-    "test_newer_comfyui", "test_unet_packs", "test_artifacts_kernels", "test_tape_engine", "test_lazy",
+    "server", "test_tape_families", "test_tape_vaes", "test_older_comfyui", "test_soak", "test_faults",
+    "test_controlnet_cpu", "test_architectures", "test_workflows_weights", "test_tape_blocks", "test_skip_runs", "test_unet_cpu",
+    "test_workflows_vae", "test_kernels", "test_workflows_nodes", "test_workflows_batches", "test_vae_cpu",
+    "test_skip_pieces", "test_skip_packs", "test_bench", "test_warm_up", "test_fleet", "test_demo_model",
+    "test_package", "test_unet_packs", "test_artifacts_kernels", "test_tape_engine", "test_lazy",
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
@@ -204,14 +204,14 @@ def exact_float32() -> Iterator[None]:
 
 
 @pytest.fixture
-def in_newer_comfyui() -> Callable[..., subprocess.CompletedProcess]:
-    """Runs tests in a process of their own with the newer of the two ComfyUIs: one process can have only one."""
-    if "COMFYUI_PATH" in os.environ or not NEWER_COMFYUI.is_dir():  # as in the process that this fixture starts
+def in_older_comfyui() -> Callable[..., subprocess.CompletedProcess]:
+    """Runs tests in a process of their own with the older of the two ComfyUIs: one process can have only one."""
+    if "COMFYUI_PATH" in os.environ or not OLDER_COMFYUI.is_dir():  # as in the process that this fixture starts
         pytest.skip("needs both of the registry's ComfyUIs, and COMFYUI_PATH names one")
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-        environment = {**os.environ, "COMFYUI_PATH": str(NEWER_COMFYUI)}
+        environment = {**os.environ, "COMFYUI_PATH": str(OLDER_COMFYUI)}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
     return run

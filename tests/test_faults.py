@@ -146,9 +146,9 @@ def test_an_interrupt_passes_at_once(models, fresh, wanted, inject, monkeypatch,
 # The VAE ----------------------------------------------------------------------------------------------------------
 
 VAE = [
-    "families.vae.shape_key", "families.vae.Call", "families.vae._obstacle", "families.vae.Survey",
-    "families.vae.decode", "families.vae.ChannelsLastWeights", "engine.Engine._fast", "engine.verify.compare",
-    "kernels.reference.bias_add", "stats.ModelStats.shape",
+    "families.vae_forward.shape_key", "families.vae_forward.Call", "families.vae_forward._obstacle",
+    "families.vae_forward.Survey", "families.vae_forward.decode", "families.vae_forward.ChannelsLastWeights",
+    "engine.Engine._fast", "engine.verify.compare", "kernels.reference.bias_add", "stats.ModelStats.shape",
 ]  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def test_a_fault_in_the_vae(models, pack, inject, target):
     assert any("injected" in reason for reason in reasons())
 
 
-@pytest.mark.parametrize("target", ["families.vae.unsupported", "families.vae._fused_part"])
+@pytest.mark.parametrize("target", ["families.vae_forward.unsupported", "families.vae_forward._fused_part"])
 def test_a_fault_in_compile_vae(models, inject, target):
     from anyshape.accel.families.vae import compile_vae
 

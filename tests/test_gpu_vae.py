@@ -63,7 +63,8 @@ def test_nodes(models, kind, dtype):
             exact = node(name, truth, *args)
             assert error(out, exact) <= error(wanted, exact), (name, found)
     assert strides(vae) == layout
-    assert {s["state"] for s in shapes()} == {FUSED} and fallbacks() == []
+    assert fallbacks() == []  # the reason, if some of it ran in eager
+    assert {s["state"] for s in shapes()} == {FUSED}
 
 
 def test_nothing_compiles_after_the_first_calls(vae):
@@ -156,7 +157,7 @@ def test_memory_that_really_runs_out(models):
 def test_an_interrupt_leaves_the_layout(vae, monkeypatch):
     """In the midst of a forward, whose weights are in channels_last."""
     import comfy.model_management as mm
-    from anyshape.accel.families import vae as family
+    from anyshape.accel.families import vae_forward as family
 
     fast, layout = compiled_vae(vae), strides(vae)
     own, found = family.res_block, []

@@ -48,8 +48,10 @@ def test_a_fused_unet_gives_what_comfyui_gives(models):
 def test_sampling_lays_weights_out_and_back(models, monkeypatch):
     """Through Compile Model, with the check on: no fallback, no kernel of one size, weights as ComfyUI had them."""
     from anyshape.accel import stats, tape_tier
+    from anyshape.accel.tape import kernels
 
     monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    monkeypatch.setattr(kernels, "_COMPILED", {})  # whatever other tests have compiled
     patcher = models.unet("sd15", HALF, **NARROW)
     model = driving.compiled(patcher)
     weights = {name: weight for name, weight in patcher.model.named_parameters() if weight.ndim == 4}

@@ -143,37 +143,23 @@ def test_compiling_twice_is_compiling_once(vae):
 # Other VAEs -------------------------------------------------------------------------------------------------------
 
 
-def test_tiny_autoencoder_passes_through(models):
-    """TAESD: a family that we do not know; the message says so, the pictures are ComfyUI's."""
+def test_tiny_autoencoder_is_recorded(models):
+    """TAESD, by ComfyUI's own constructor: eager's pictures to the bit, and the loaded VAE as it was."""
     import comfy.sd
-    from anyshape.accel.families.vae import compile_vae
     from comfy.taesd.taesd import TAESD
 
     model = TAESD()
     models.randomise(model)
     tiny = comfy.sd.VAE(sd=model.state_dict(), dtype=torch.float32)
-    assert type(tiny.first_stage_model) is TAESD
-    out, message = compile_vae(tiny)
-    assert out is tiny and "TAESD" in message and "eager" in message
-    assert torch.equal(decode(out, 64, 72), decode(tiny, 64, 72))
-    assert [f["reason"] for f in fallbacks()] == [message]
-
-
-def test_video_vae_passes_through(models):
-    """HunyuanVideo's: the same class, but layers for five dimensions."""
-    import comfy.sd
-    from anyshape.accel.families.vae import compile_vae
-    from comfy.ldm.models.autoencoder import AutoencoderKL
-
-    config = models.VAE_CONFIG | {"ch": 32, "num_res_blocks": 1, "conv3d": True, "time_compress": 4}
-    params = {"ddconfig": config, "embed_dim": 4}
-    model = AutoencoderKL(**params)
-    models.randomise(model)
-    video = comfy.sd.VAE(sd=model.state_dict(), config={"params": params}, dtype=torch.float32)
-    out, message = compile_vae(video)
-    assert out is video and "does not know" in message
-    with torch.inference_mode():
-        assert video.first_stage_model.decode(torch.randn(1, 4, 1, 8, 8)).shape == (1, 3, 1, 64, 64)
+    decode(tiny, 64, 64)  # loading it leaves ComfyUI's own marks on it
+    before, fast = vae_footprint(tiny), compiled_vae(tiny)
+    assert type(tiny.first_stage_model) is type(fast.first_stage_model) is TAESD
+    for size in SIZES:
+        assert torch.equal(decode(fast, *size), decode(tiny, *size))
+        assert torch.equal(encode(fast, *size), encode(tiny, *size))
+    assert states() == {FUSED} and fallbacks() == []
+    assert {(s["width"], s["height"], s["batch"]) for s in shapes()} == set(SIZES)
+    assert compiled_vae(fast) is fast and vae_footprint(tiny) == before
 
 
 def test_flux_vae_is_compiled(models):

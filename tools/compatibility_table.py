@@ -1,8 +1,9 @@
-"""Writes the table of models in docs/compatibility.md: what is recorded, and why the others are not.
+"""Writes the tables of models and of VAEs in docs/compatibility.md: what is recorded, and why the others are not.
 
-    python -m tools.compatibility_table        # both ComfyUIs, a minute
+    python -m tools.compatibility_table        # both ComfyUIs, some minutes; nothing of a COMFYUI_PATH
 
-Each model of ``tools.architectures`` is recorded in its tiny configuration: see ``tools.architectures.taped``.
+Each model of ``tools.architectures`` is recorded in its tiny configuration: see ``tools.architectures.taped``, and
+``taped_vaes`` for VAEs.
 """
 
 import json
@@ -13,18 +14,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tools.architectures import TABLE
-from tools.paths import NEWER_COMFYUI, ROOT, comfyui_path, project_env
+from tools import architectures
+from tools.paths import OLDER_COMFYUI, ROOT, VENV_COMFYUI, project_env
 
 PAGE = ROOT / "docs" / "compatibility.md"
-BEGIN, END = "<!-- models: made by tools/compatibility_table.py -->", "<!-- end of models -->"
-HEAD = "| Model | ComfyUI | Recorded | Operations | Kernels |\n|---|---|---|---|---|\n"
-VERSIONS = {"usual": "0.3.75, 0.30.0", "newer": "0.30.0"}
+MODELS, VAES = "models", "VAEs"
+HEAD = "| {} | ComfyUI | Recorded | Operations | Kernels |\n|---|---|---|---|---|\n"
+STUDIES = {MODELS: "tools.architectures.taped", VAES: "tools.architectures.taped_vaes"}
 
 
-def records(comfyui: Path, variants: int, names: Iterable[str] = ()) -> list[dict[str, Any]]:
-    """What ``tools.architectures.taped`` finds of these models (without names: of all) in a process of its own."""
-    command = [sys.executable, "-m", "tools.architectures.taped", "--no-run", f"--variants={variants}", *names]
+def records(comfyui: Path, variants: int, names: Iterable[str] = (), kind: str = MODELS) -> list[dict[str, Any]]:
+    """What the study of this kind finds of these models (without names: of all) in a process of its own."""
+    command = [sys.executable, "-m", STUDIES[kind], "--no-run", f"--variants={variants}", *names]
     environment = os.environ | project_env() | {"COMFYUI_PATH": str(comfyui), "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if result.returncode:
@@ -32,35 +33,62 @@ def records(comfyui: Path, variants: int, names: Iterable[str] = ()) -> list[dic
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
-def newer_names(known: Iterable[str]) -> list[str]:
-    """The models of the table that are not ``known`` in the usual ComfyUI."""
-    known = set(known)
-    return [name for name in TABLE if name not in known]
+def lines(found: Iterable[Mapping[str, Any]], older: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The table: figures are those of the usual ComfyUI; the older one's where it comes to another result."""
+    main, second = version(VENV_COMFYUI), version(OLDER_COMFYUI)
+    before, result = {each["name"]: each for each in older}, []
+    for each in found:
+        also = before.get(each["name"])
+        same = also is not None and reason(also) == reason(each)
+        result.append(row(each, f"{main}, {second}" if same else main))
+        if also is not None and not same:
+            result.append(row(also, second))
+    return result
 
 
-def row(found: Mapping[str, Any], version: str) -> str:
+def version(comfyui: Path) -> str:
+    """As people write it."""
+    return ".".join(map(str, architectures.version(comfyui)))
+
+
+def reason(found: Mapping[str, Any]) -> str:
+    """Why it is not recorded, without the place in ComfyUI's code; "" if it is."""
+    return found["refusal"].rsplit(" (", 1)[0]
+
+
+def row(found: Mapping[str, Any], versions: str) -> str:
     """One line of the table."""
     if found["refusal"]:
-        return f"| {found['name']} | {VERSIONS[version]} | no: {found['refusal'].rsplit(' (', 1)[0]} | | |"
-    return f"| {found['name']} | {VERSIONS[version]} | yes | {found['operations']} | {found['kernels']} |"
+        return f"| {found['name']} | {versions} | no: {reason(found)} | | |"
+    return f"| {found['name']} | {versions} | yes | {found['operations']} | {found['kernels']} |"
 
 
-def rows(page: str) -> list[str]:
-    """The lines of the table in a page, without its head."""
-    return page.split(BEGIN)[1].split(END)[0].strip().splitlines()[2:]
+def rows(page: str, kind: str = MODELS) -> list[str]:
+    """The lines of a table in a page, without its head."""
+    return page.split(_begin(kind))[1].split(_end(kind))[0].strip().splitlines()[2:]
 
 
-def replaced(page: str, lines: Iterable[str]) -> str:
-    """The page with these lines as its table."""
-    before, rest = page.split(BEGIN)
-    return f"{before}{BEGIN}\n{HEAD}" + "\n".join(lines) + f"\n{END}{rest.split(END)[1]}"
+def replaced(page: str, table: Iterable[str], kind: str = MODELS) -> str:
+    """The page with these lines as one of its tables."""
+    before, rest = page.split(_begin(kind))
+    head = HEAD.format("Model" if kind == MODELS else "VAE")
+    return f"{before}{_begin(kind)}\n{head}" + "\n".join(table) + f"\n{_end(kind)}{rest.split(_end(kind))[1]}"
+
+
+def _begin(kind: str) -> str:
+    return f"<!-- {kind}: made by tools/compatibility_table.py -->"
+
+
+def _end(kind: str) -> str:
+    return f"<!-- end of {kind} -->"
 
 
 def main() -> None:
-    usual = records(comfyui_path(), 1)
-    newer = records(NEWER_COMFYUI, 1, newer_names(each["name"] for each in usual))
-    lines = [row(found, "usual") for found in usual] + [row(found, "newer") for found in newer]
-    PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), lines), encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    for kind in (MODELS, VAES):
+        table = lines(records(VENV_COMFYUI, 1, kind=kind), records(OLDER_COMFYUI, 1, kind=kind))
+        page = replaced(page, table, kind)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

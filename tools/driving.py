@@ -176,10 +176,25 @@ def memory_by_turns(monkeypatch: Any, *answers: bool) -> None:
     """Whether there is memory for what ComfyUI's sampler wants to join into one batch: these answers, over and over."""
     import comfy.model_management as mm
     import comfy.samplers
+    from comfy.model_patcher import ModelPatcher
 
     turns = itertools.cycle(answers)
-    free = {"get_free_memory": lambda *args, **kwargs: 1 << 60 if next(turns) else 1}
-    monkeypatch.setattr(comfy.samplers, "model_management", types.SimpleNamespace(**vars(mm) | free))
+
+    def free(*args: Any, **kwargs: Any) -> int:
+        return 1 << 60 if next(turns) else 1
+
+    if hasattr(ModelPatcher, "get_free_memory"):  # newer ComfyUI asks the model
+        monkeypatch.setattr(ModelPatcher, "get_free_memory", free)
+    else:
+        own = types.SimpleNamespace(**vars(mm) | {"get_free_memory": free})
+        monkeypatch.setattr(comfy.samplers, "model_management", own)
+
+
+def every_progress(monkeypatch: Any) -> None:
+    """ComfyUI's progress bar tells everything; a newer one leaves out what comes soon after the last."""
+    import comfy.utils
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0.0, raising=False)
 
 
 def sample_prompts(

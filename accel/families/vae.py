@@ -1,55 +1,40 @@
-"""ComfyUI's KL autoencoder (SD, SDXL, SD3, Flux) in fused operations.
+"""Compile VAE: a VAE whose decode and encode go through the engine, recorded like any model.
 
-``Decoder.forward`` and ``Encoder.forward`` (comfy/ldm/modules/diffusionmodules/model.py) are mirrored; quantisation,
-latent batch norm, tiling and everything else around them stay ComfyUI's own code, run on a shallow copy of the
-autoencoder whose decoder and encoder are ours. The shared autoencoder is never touched.
+The loaded VAE is never touched. ComfyUI's ``VAE`` is copied with a clone of its patcher, and its first-stage model is
+copied shallowly: the same layers and weights, but a ``decode`` and an ``encode`` of ours around ComfyUI's own. Tiles,
+batches and the memory that is freed for them stay ComfyUI's.
 """
 
 import copy
-from collections import OrderedDict
+import threading
+import weakref
 from collections.abc import Callable
-from functools import partial
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
-import comfy.ldm.modules.diffusionmodules.model as blocks
-import comfy.ops
 import comfy.sd
 import torch
-from comfy.ldm.models.autoencoder import AutoencodingEngine
-from torch import Tensor, nn
+from torch import nn
 
 from .. import devices
 from ..attempt import Theirs, attempt, failed
-from ..engine import Call, Engine, Settings
-from ..key import shape_key
-from ..ops import FusedOps
+from ..engine import Engine, Settings
 from ..stats import STATS
-from ..weights import ChannelsLastWeights
-from .attach import engine_for
+from . import entries, lazy, taping
 from .compat import is_streamed, outside_memory_plan, static_clone
-from .layers import INTERRUPTS, Survey, autocast, conv, is_altered, norm_of, pointwise, product, to_image, to_tokens
+from .latents import Latents
+from .layers import INTERRUPTS
 
-_KNOWN = (
-    blocks.Decoder, blocks.Encoder, blocks.ResnetBlock, blocks.AttnBlock, blocks.Upsample, blocks.Downsample,
-    nn.Module, nn.ModuleList, nn.SiLU, nn.Dropout,
-)  # fmt: skip
+WAYS = {"decode": "VAE decoder", "encode": "VAE encoder"}  # and what the stats call them
+IN_PIECES = (
+    "the pictures of this VAE lie in main memory and go to the GPU piece by piece, which is ComfyUI's own way to "
+    "save memory: it runs in eager"
+)
+NOTHING = "no VAE was found in this file, so there is nothing to speed up"
 
-
-def unsupported(model: nn.Module) -> str:
-    """Why this autoencoder is not one whose forward is mirrored here; "" if it is."""
-    if not isinstance(model, AutoencodingEngine):
-        return (
-            f"{type(model).__name__} is not a VAE that AnyShape knows (it knows the KL VAEs of SD, SDXL, SD3 and Flux)"
-        )
-    for part, wanted in ((model.decoder, blocks.Decoder), (model.encoder, blocks.Encoder)):
-        foreign = {type(m).__name__ for m in part.modules() if type(m) not in _KNOWN and not _is_layer(m)}
-        if type(part) is not wanted or foreign:
-            return f"the VAE has parts that AnyShape does not know: {', '.join(sorted(foreign)) or type(part).__name__}"
-    return ""
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Conv2d, nn.GroupNorm))
+_LOCK = threading.Lock()  # two first calls at once must get one engine
+_ENGINES: "weakref.WeakKeyDictionary[nn.Module, dict[str, Engine]]" = weakref.WeakKeyDictionary()
 
 
 def compile_vae(vae: comfy.sd.VAE, verify: bool = True) -> tuple[comfy.sd.VAE, str]:
@@ -60,7 +45,7 @@ def compile_vae(vae: comfy.sd.VAE, verify: bool = True) -> tuple[comfy.sd.VAE, s
     A VAE that cannot be compiled comes back as it is, with the reason; one that is compiled already, as it is.
     """
     name = type(vae.first_stage_model).__name__
-    settings = Settings(graph_budget_mb=0, verify=verify)
+    settings = Settings(graph_budget_mb=0, verify=verify)  # a decoder keeps the GPU busy without a graph
     outcome, failure = attempt(lambda: _compiled(vae, name, settings), failed(name, "Compile VAE"), INTERRUPTS)
     return (vae, failure) if failure else outcome
 
@@ -69,8 +54,8 @@ def _compiled(vae: comfy.sd.VAE, name: str, settings: Settings) -> tuple[comfy.s
     model = vae.first_stage_model
     if is_compiled(vae):
         return vae, ""
-    compiled = copy.copy(vae)
-    obstacle = devices.obstacle(vae.device) or unsupported(model)
+    compiled, obstacle = copy.copy(vae), "" if model is not None else NOTHING
+    obstacle = obstacle or devices.obstacle(vae.device)
     if not obstacle:
         compiled.patcher, obstacle = static_clone(vae.patcher)
     if obstacle:
@@ -79,165 +64,91 @@ def _compiled(vae: comfy.sd.VAE, name: str, settings: Settings) -> tuple[comfy.s
         return vae, message
     # of streamed weights there is a second copy, which stays in place
     original = compiled.patcher.model if is_streamed(vae.patcher) else model
-    compiled.first_stage_model = _with_fused_parts(original, settings)
+    by_hand = _by_hand(original)
+    if by_hand is not None:
+        compiled.first_stage_model = by_hand.with_fused_parts(original, settings)
+    else:
+        compiled.first_stage_model = _recorded(original, latents_of(vae), settings)
     return compiled, ""
 
 
 def is_compiled(vae: comfy.sd.VAE) -> bool:
     """Whether this VAE comes from Compile VAE, and runs on our forwards."""
-    decoder = getattr(vae.first_stage_model, "decoder", None)
-    return isinstance(getattr(decoder, "forward", None), _Forward)
+    return bool(entries.engines_of(vae.first_stage_model))
 
 
-def _with_fused_parts(model: nn.Module, settings: Settings) -> nn.Module:
-    """A shallow copy of the autoencoder: the same layers, weights and code, but a fused decoder and encoder."""
+def latents_of(vae: comfy.sd.VAE) -> Latents | None:
+    """The latents of a VAE; None if they are not those of images or video (sound, 3D shapes)."""
+    if vae.latent_dim not in (2, 3) or vae.extra_1d_channel is not None or vae.output_channels == 2:
+        return None
+    frames = vae.temporal_compression_decode() if vae.latent_dim == 3 else 0
+    return Latents(vae.latent_channels, int(vae.spacial_compression_decode()), frames or 0)
+
+
+def _by_hand(model: nn.Module) -> ModuleType | None:
+    """What has a forward by hand for this VAE, on kernels; None: it is recorded, as all others."""
+    found, _ = attempt(lambda: lazy.module("vae_forward"), failed(type(model).__name__, "a forward by hand"))
+    return None if found is None or found.unsupported(model) else found
+
+
+# A VAE that is recorded --------------------------------------------------------------------------------------------
+
+
+def _recorded(model: nn.Module, latents: Latents | None, settings: Settings) -> nn.Module:
+    """A shallow copy of the first-stage model: the same layers, weights and code, but our ``decode`` and ``encode``."""
     shadow = copy.copy(model)
-    shadow._modules = dict(model._modules)
-    pixels = 2 ** (model.decoder.num_resolutions - 1)
-    shadow._modules["decoder"] = _fused_part(model.decoder, decode, pixels, settings)
-    shadow._modules["encoder"] = _fused_part(model.encoder, encode, 1, settings)
+    for way in WAYS:
+        if callable(getattr(model, way, None)):
+            setattr(shadow, way, _Way(model, way, latents, settings))
     return shadow
 
 
-def _fused_part(part: nn.Module, fused: Callable[..., Tensor], pixels: int, settings: Settings) -> nn.Module:
-    """A shallow copy of a decoder or encoder whose forward goes through the engine.
+class _Way:
+    """``decode`` or ``encode`` of a first-stage model, through its engine."""
 
-    pixels: image pixels a side of one element of the input (8 for a latent, 1 for an image).
-    """
-    shadow = copy.copy(part)
-    shadow._forward_hooks, shadow._forward_pre_hooks = OrderedDict(), OrderedDict()  # or the part's own run twice
-    engine = engine_for(part, f"VAE {type(part).__name__.lower()}", "vae", uses_graphs=False)
-    shadow.forward = _Forward(engine, part, fused, pixels, settings)
-    return shadow
+    def __init__(self, model: nn.Module, way: str, latents: Latents | None, settings: Settings) -> None:
+        self._model, self._way, self._latents, self._settings = model, way, latents, settings
+        self._engine = _engine_of(model, way)
 
-
-class _Forward:
-    """The forward of one decoder or encoder through its engine."""
-
-    def __init__(
-        self, engine: Engine, part: nn.Module, fused: Callable[..., Tensor], pixels: int, settings: Settings
-    ) -> None:
-        self._engine, self._part, self._fused, self._pixels, self._settings = engine, part, fused, pixels, settings
-
-    def __call__(self, x: Tensor, **options: Any) -> Tensor:
-        """x [N, C, H, W]: a latent for the decoder, an image for the encoder."""
-        theirs = Theirs(lambda: self._part(x, **options))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What ComfyUI's own gives for these arguments."""
+        original = getattr(self._model, self._way)  # another pack may have replaced it meanwhile
+        theirs = Theirs(lambda: original(*args, **kwargs))
         if torch.compiler.is_compiling():
             return theirs()
-        ours = partial(self._through_engine, x, options, theirs)
-        return theirs.rescue(ours, failed(self._engine.stats.name, "a forward"), INTERRUPTS)
+        judge = failed(self._engine.stats.name, f"a call of {self._way}")
+        return theirs.rescue(lambda: self._through_engine(original, theirs, args, kwargs), judge, INTERRUPTS)
 
-    def _through_engine(self, x: Tensor, options: dict[str, Any], theirs: Theirs) -> Tensor:
-        inputs = {"x": x}
-        call = Call(
-            key=shape_key(inputs),
-            inputs=inputs,
-            forward=self._run,
-            eager=theirs,
-            weights=0,
-            width=x.shape[-1] * self._pixels,
-            height=x.shape[-2] * self._pixels,
-            batch=x.shape[0],
-            obstacle=_obstacle(self._part, x, options),
-        )
-        with outside_memory_plan():
-            return self._engine(call, self._settings)
-
-    def _run(self, ops: FusedOps, tensors: dict[str, Tensor]) -> Tensor:
-        layout = ChannelsLastWeights()
+    def _through_engine(self, original: Callable[..., Any], theirs: Theirs, args: tuple, kwargs: dict[str, Any]) -> Any:
+        given = taping.take(original, args, kwargs)
+        theirs.run = lambda: given.call(original)
+        run = taping.TapeRun(self._model, taping.fingerprints(self._model))
+        first = next(iter(given.tensors.values()), None)
         try:
-            if ops.channels_last:
-                layout.apply(self._part)
-            return self._fused(ops, self._part, tensors["x"])
+            size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
+            call = taping.call_of(self._model, original, given, run, theirs, size, lean=True)
+            if not call.obstacle and any(weight.device != first.device for weight in self._model.parameters()):
+                call = replace(call, obstacle=IN_PIECES, taped=None)
+            with outside_memory_plan():
+                return self._engine(call, self._settings)
         finally:
-            layout.restore()
+            run.close()
+            self._engine.release()
+
+    def _size(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """(width, height, frames) in image pixels, of what is decoded or encoded; of sound (its length, 1, 1)."""
+        video = len(shape) > 4
+        if self._latents is None or len(shape) < 4:
+            return shape[-1], 1, 1
+        if self._way == "encode":
+            return shape[-1], shape[-2], shape[-3] if video else 1
+        return (self._latents if video else replace(self._latents, frames=0)).size(shape)
 
 
-def _obstacle(part: nn.Module, x: Tensor, options: dict[str, Any]) -> str:
-    if torch.is_grad_enabled():
-        return "gradients are on (training), so the VAE runs in eager"
-    if autocast(x.device):
-        return autocast(x.device)
-    if options:
-        return f"the VAE was called with {', '.join(sorted(options))}, which only ComfyUI's own forward understands"
-    if x.ndim != 4 or getattr(part, "give_pre_end", False):
-        return "only images [N, C, H, W] are compiled, not video or audio latents"
-    survey = Survey(part)
-    if is_altered(part) or survey.altered:
-        return f"another node replaced or hooked a part of the VAE{survey.whose()}, so it runs in eager"
-    if survey.obstacle():
-        return survey.obstacle()
-    if survey.unknown:
-        return (
-            f"layers of a kind that AnyShape does not know ({', '.join(sorted(survey.unknown))}): the VAE runs in eager"
-        )
-    return ""
-
-
-def decode(ops: FusedOps, m: blocks.Decoder, z: Tensor) -> Tensor:
-    """Decoder.forward; z [N, C, h, w] -> image [N, 3, 8h, 8w]."""
-    h = _middle(ops, m.mid, m.conv_in(_laid_out(ops, z)))
-    for level in reversed(range(m.num_resolutions)):
-        h = _level(ops, m.up[level], h)
-        if level != 0:
-            h = _upsample(ops, m.up[level].upsample, h)
-    h = m.conv_out(ops.group_norm(h, norm_of(m.norm_out, h))).contiguous()
-    return torch.tanh(h) if m.tanh_out else h
-
-
-def encode(ops: FusedOps, m: blocks.Encoder, x: Tensor) -> Tensor:
-    """Encoder.forward; image [N, 3, H, W] -> moments [N, 2C, H/8, W/8]."""
-    h = m.conv_in(_laid_out(ops, x))
-    for level in range(m.num_resolutions):
-        h = _level(ops, m.down[level], h)
-        if level != m.num_resolutions - 1:
-            h = m.down[level].downsample(h)
-    h = _middle(ops, m.mid, h)
-    return m.conv_out(ops.group_norm(h, norm_of(m.norm_out, h))).contiguous()
-
-
-def _laid_out(ops: FusedOps, x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last) if ops.channels_last else x
-
-
-def _level(ops: FusedOps, level: nn.Module, h: Tensor) -> Tensor:
-    for index, block in enumerate(level.block):
-        h = res_block(ops, block, h)
-        if len(level.attn) > 0:
-            h = attn_block(ops, level.attn[index], h)
-    return h
-
-
-def _middle(ops: FusedOps, mid: nn.Module, h: Tensor) -> Tensor:
-    h = attn_block(ops, mid.attn_1, res_block(ops, mid.block_1, h))
-    return res_block(ops, mid.block_2, h)
-
-
-def _upsample(ops: FusedOps, m: blocks.Upsample, x: Tensor) -> Tensor:
-    """Upsample.forward for images; bf16 included, which old torch versions cannot interpolate."""
-    if m.scale_factor != 2.0:
-        return m(x)
-    x = ops.upsample2x(x, (2 * x.shape[2], 2 * x.shape[3]))
-    return m.conv(x) if m.with_conv else x
-
-
-def res_block(ops: FusedOps, m: blocks.ResnetBlock, x: Tensor) -> Tensor:
-    """ResnetBlock.forward without a time embedding; x [N, C, H, W]."""
-    h, bias = conv(ops, m.conv1, ops.group_norm(x, norm_of(m.norm1, x)))
-    pending = () if bias is None else (bias,)
-    h, bias = conv(ops, m.conv2, ops.group_norm(h, norm_of(m.norm2, h), pending=pending))
-    if m.in_channels != m.out_channels:
-        x = m.conv_shortcut(x) if m.use_conv_shortcut else m.nin_shortcut(x)
-    return ops.bias_add(h, bias, x)
-
-
-def attn_block(ops: FusedOps, m: blocks.AttnBlock, x: Tensor) -> Tensor:
-    """AttnBlock.forward; single-head attention over the pixels of x [N, C, H, W]."""
-    if not ops.channels_last or m.optimized_attention is not blocks.pytorch_attention:
-        return m(x)
-    tokens = to_tokens(ops.group_norm(x, norm_of(m.norm, x), silu=False))
-    q, k, v = (pointwise(layer, tokens)[:, None] for layer in (m.q, m.k, m.v))
-    # SDPA as ComfyUI's pytorch_attention calls it, without its three copies: the tokens lie right already
-    out = comfy.ops.scaled_dot_product_attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False)
-    h, bias = product(ops, m.proj_out, out[:, 0])
-    return ops.bias_add(to_image(h, x), bias, x)
+def _engine_of(model: nn.Module, way: str) -> Engine:
+    """One for all compiled copies of this VAE, gone when it is."""
+    with _LOCK:
+        engines = _ENGINES.setdefault(model, {})
+        if way not in engines:
+            engines[way] = Engine(STATS.model(WAYS[way], "vae"), INTERRUPTS, uses_graphs=False)
+        return engines[way]

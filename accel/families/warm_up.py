@@ -47,6 +47,7 @@ NO_MODEL = (
 NO_VAE = "this VAE does not come from Compile VAE: nothing of it was warmed up, and it passes through as it is"
 GONE = "memory ran short at a later size, which took this graph's: list fewer or smaller sizes"
 NO_PICTURES = "this model makes neither images nor video, so a size in pixels says nothing of it"
+NO_PICTURES_OF_VAE = "this VAE makes neither images nor video, so a size in pixels says nothing of it"
 NO_FRAMES = "{} makes single images: leave the frames out of this line"
 NO_SIZES = "no size to warm up: write one a line"
 
@@ -225,10 +226,15 @@ def _no_frames(shape: Shape, latents: Latents, what: str) -> str:
 
 
 def _vae_jobs(vae: comfy.sd.VAE, shapes: Iterable[Shape]) -> list[_Job]:
-    """Of a VAE of images: no other is compiled."""
-    latents, jobs = Latents(vae.latent_channels, vae.spacial_compression_encode(), 0), []
+    """Of a VAE of images or video. A video is encoded from its frames, one video at a time, as ComfyUI's nodes do."""
+    latents, jobs = lazy.module("vae").latents_of(vae), []
     for shape in shapes:
-        size, image = latents.shape(shape.width, shape.height, shape.batch), (shape.batch, shape.height, shape.width, 3)
+        if latents is None:
+            jobs.append(_Job(shape, "VAE", shape.pixels, 0, vae.device, tuple, NO_PICTURES_OF_VAE))
+            continue
+        size = latents.shape(shape.width, shape.height, shape.batch, shape.frames)
+        pictures = latents.size(size)[2] if latents.frames else shape.batch
+        image = pictures, shape.height, shape.width, vae.output_channels
         needs = vae.memory_used_decode((1, *size[1:]), vae.vae_dtype)  # ComfyUI splits what does not fit
         why = _no_frames(shape, latents, "this VAE")
         for part, run in (("VAE decode", partial(_decode, vae, size)), ("VAE encode", partial(_encode, vae, image))):

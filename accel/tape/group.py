@@ -5,6 +5,7 @@ group whose values they turn; they cost nothing there.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 import torch
 
@@ -21,9 +22,9 @@ CALL, VIEW, FUSE = "call", "view", "fuse"
 
 
 class Group(list):
-    """Operations, in recorded order."""
+    """Operations, in recorded order. place: of the last one on the tape."""
 
-    closed = False
+    closed, place = False, 0
 
 
 def classify(operation: Operation) -> str:
@@ -81,8 +82,13 @@ def probably_fuses(operation: Operation) -> bool:
 
 
 def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:
-    """The operations of ``tape`` and groups of them, in an order in which they can run."""
-    steps: list[Operation | Group] = []
+    """The operations of ``tape`` and groups of them, in an order in which they can run.
+
+    A group runs where its last operation was recorded, and not only where its values are needed, because until then it
+    keeps alive what it reads. Of a lean tape a group also ends before a call, if what it makes is smaller than that.
+    """
+    steps: list[tuple[int, Operation | Group]] = []
+    place = 0
     owner: dict[Value, Group] = {}
     opened: list[Group] = []
 
@@ -90,25 +96,26 @@ def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:
         if not group.closed:
             group.closed = True
             opened[:] = [other for other in opened if other is not group]
-            steps.append(group)
+            steps.append((group.place, group))
 
     def group_of(value: Value) -> Group | None:
         group = owner.get(value)
         return group if group is not None and not group.closed else None
 
-    for operation in tape.operations:
+    for place, operation in enumerate(tape.operations):
         operation.kind = classify(operation)
         if operation.kind == FUSE and not fuse:
             operation.kind = CALL
         found = [group for value in operation.inputs if (group := group_of(value)) is not None]
         joined = list({id(group): group for group in found}.values())
         if operation.kind == CALL:
-            for group in opened[:] if operation.writes is not None else joined:
+            done = opened[:] if operation.writes is not None else joined
+            for group in [*done, *filter(_shrinks, opened)] if tape.lean else done[:]:
                 close(group)
-            steps.append(operation)
+            steps.append((place, operation))
             continue
         if operation.kind == VIEW and not joined:
-            steps.append(operation)
+            steps.append((place, operation))
             continue
         group = joined[0] if joined else Group()
         if not joined:
@@ -121,10 +128,24 @@ def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:
             group.sort(key=_place)
             owner.update({value: group for each in group for value in each.outputs if value is not None})
         group.append(operation)
+        group.place = place
         owner.update({value: group for value in operation.outputs if value is not None})
     for group in opened[:]:
         close(group)
-    return steps
+    return [step for _, step in sorted(steps, key=itemgetter(0))]
+
+
+def _shrinks(group: Group) -> bool:
+    """Whether a group's results take less memory than what it reads, which may be free once it has run."""
+    made = {value for operation in group for value in operation.outputs if value is not None}
+    read = {value for operation in group for value in operation.inputs}
+    held = {value.root for value in read - made} - made
+    results = sum(_bytes(value) for value in made - read if value.base is None)
+    return results < sum(_bytes(value) for value in held if value.leaf is None)
+
+
+def _bytes(value: Value) -> int:
+    return value.numel * value.dtype.itemsize
 
 
 def _place(operation: Operation) -> int:

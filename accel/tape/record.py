@@ -17,10 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ..attempt import named
 from . import aliasing
+from .blanks import Blanks, blank
 from .kept import kept_tensor
 from .refusals import CAME_BACK, RANDOM, UNWRITTEN, HostReads, Refusal, World, obstacle_to_writing
 from .tensors import PLAIN, Tensors
-from .traits import Traits, draws, traits
+from .traits import DROPOUTS, Traits, draws, traits
 from .values import Constant, Input, Operation, Tape, Value, Weight
 
 aten = torch.ops.aten
@@ -47,6 +48,8 @@ class Recorder(TorchDispatchMode):
         self._filled: dict[Value, tuple[Tensor, Any]] = {}  # constants full of one number, until they are written
         self._module, self._world = module, World(device)
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
+        self.lean = False  # memory counts for more than time: see ``Tape.lean``
+        self._blanks = Blanks()
         self.inputs = [self._tensors.leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
 
     @classmethod
@@ -118,7 +121,7 @@ class Recorder(TorchDispatchMode):
             if kind not in PLAIN:
                 return NotImplemented  # a subclass (quantised weights) takes itself apart; its operations come here
         known = traits(func)
-        if known.name in IGNORED:
+        if known.name in IGNORED or (known.writes >= 0 and known.name in DROPOUTS and not draws(known, args, kwargs)):
             return func(*args, **kwargs)
         if known.backends:  # the one that runs is recorded: which one that is may be switched around the call alone
             with self:
@@ -177,6 +180,11 @@ class Recorder(TorchDispatchMode):
         results: Sequence[Any],
     ) -> None:  # fmt: skip
         """What is the same at each replay is no operation but a constant."""
+        if self.lean and known.fills is not None and (number := known.fill(args, kwargs)) is not None:
+            operation = blank(results[0], number)
+            self._append(operation, results)
+            self._blanks.made(operation.outputs[0], results[0], number)
+            return
         operation = Operation(func, *lifted, inputs)
         for result in results:
             if not isinstance(result, Tensor) or (result is args[0] if args else False):
@@ -194,9 +202,10 @@ class Recorder(TorchDispatchMode):
     ) -> str:
         if known.may_draw and draws(known, args, kwargs):
             return RANDOM
-        if self._unwritten and not known.of_shapes and any(value.root in self._unwritten for value in inputs):
-            if not (known.view or known.maybe_view):
+        if not (known.of_shapes or known.view or known.maybe_view):
+            if self._unwritten and any(value.root in self._unwritten for value in inputs):
                 return UNWRITTEN
+            self._blanks.read(inputs)
         return "" if fixed else self._world.obstacle(known, args, kwargs, inputs, out)
 
     def _base(self, known: Traits, args: tuple, inputs: list[Value], result: Tensor) -> Value | None:
@@ -242,6 +251,8 @@ class Recorder(TorchDispatchMode):
             return
         self._unwritten.discard(root)
         self._filled.pop(root, None)
+        self._blanks.written(root)
+        self._blanks.read(inputs)
         if not root.is_constant:
             self._append(Operation(func, *lifted, inputs, writes=target), [tensor])
 
@@ -249,8 +260,11 @@ class Recorder(TorchDispatchMode):
         """A constant is about to be written with something that is not: from here on it is made at each replay."""
         self.promoted += 1
         tensor = root.leaf.tensor
+        self._tensors.forget(tensor)
         if root in self._unwritten:
             operation = root.origin
+            if operation.inputs:  # of which it took the sizes alone, and which need not be there any more
+                operation = blank(tensor, None, root)
         else:
             snapshot = Value(tensor.clone(), self._tensors.next(), Constant(tensor.clone()))
             operation = Operation(aten.clone.default, (snapshot,), {}, [snapshot], [root])
@@ -258,10 +272,15 @@ class Recorder(TorchDispatchMode):
         operation.outputs = [root]
         made = [operation]
         for view in self._tensors.constant_views.pop(root, ()):
+            self._tensors.forget(view.leaf.tensor)
             view.leaf = None
             if view is view.origin.outputs[0]:
                 made.append(view.origin)
-        self.operations[:0] = made  # before everything that has read it; nobody has written to it since
+        place = len(self.operations)  # no earlier than it is needed: it takes memory from there on
+        if root in self._read_constants:
+            readers = (n for n, each in enumerate(self.operations) if any(value.root is root for value in each.inputs))
+            place = next(readers, place)
+        self.operations[place:place] = made
 
     def _append(self, operation: Operation, results: Sequence[Any], bases: Sequence[Value | None] = ()) -> None:
         for value in operation.inputs:
@@ -298,25 +317,28 @@ class Recorder(TorchDispatchMode):
             self.refuse(RANDOM)
         if kept := kept_tensor(self._module, self._tensors.depends):
             self.refuse(f"the model keeps a tensor for its next call ({kept})")
-        if self._filled and not self.refuse.reason and self._was_filled():
+        if not self.refuse.reason and (self._was_filled() or self._blanks.were_filled()):
             self.refuse(UNWRITTEN)
         if self.refuse.reason:
             return None
         aliasing.settle(self.operations, found)
         for value in self._tensors.constants():
             value.origin = None  # or each constant would keep what it was made of
-        return Tape(aliasing.needed(self.operations, found), self.inputs, lifted, self.device)
+        return Tape(aliasing.needed(self.operations, found), self.inputs, lifted, self.device, lean=self.lean)
 
     def close(self, output: Any) -> None:
         """Takes our marks off what lives on, and lets go of every tensor and of the model."""
         self._tensors.close(output, keep=not self.refuse.reason)
         self._filled.clear()
+        self._blanks.clear()
         self.operations = []
         self._module = None
 
     def _was_filled(self) -> bool:
         """Whether somebody wrote into a tensor of zeros, say, past the dispatcher."""
-        return bool(torch.stack([(tensor != number).any() for tensor, number in self._filled.values()]).any())
+        return bool(self._filled) and bool(
+            torch.stack([(tensor != number).any() for tensor, number in self._filled.values()]).any()
+        )
 
 
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:

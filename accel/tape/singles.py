@@ -2,7 +2,8 @@
 
 Then kernels would read the copy at one size and its source at another, and be different ones. So a reshape that is a
 view only by chance copies at every size, which costs one more kernel for a single picture or frame. And a copy that
-only closes gaps between rows, of which there are none in one row, is left out: kernels read across gaps.
+only closes gaps between rows, of which there are none in one row, is left out: kernels read across gaps. Of a lean tape
+it stays, or it would keep what it copies a part of.
 """
 
 from collections.abc import Iterable
@@ -38,6 +39,8 @@ def copy_what_others_copy(tape: Tape, layouts: Layouts) -> None:
             views = _views_of(result, readers, True)
             if views is not None:
                 _copy(operation, views, layouts)
+        elif name in CLOSING and tape.lean and result.numel < operation.inputs[0].root.numel:
+            continue  # a part is copied so that the whole can be freed
         elif name in CLOSING and _closes_gaps(operation) and operation.inputs[0].root not in kept:
             views = _views_of(result, readers, False)
             if views is not None:

@@ -135,6 +135,10 @@ class Tensors:
         found = self._known.get(id(tensor))
         return found and found[0]
 
+    def forget(self, tensor: Tensor) -> None:
+        """Lets go of a constant that is none any more. Its mark says what it is."""
+        self._known.pop(id(tensor), None)
+
     def depends(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an input, or was made from one."""
         known = self._known.get(id(tensor))

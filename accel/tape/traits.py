@@ -30,7 +30,7 @@ OF_VALUES = frozenset(
     "combinations nested_tensor _nested_tensor_from_mask".split()
 )
 SOMETIMES_OF_VALUES = frozenset("index where repeat_interleave one_hot tensor_split".split())
-DROPOUTS = frozenset(("dropout", "feature_dropout", "native_dropout"))
+DROPOUTS = frozenset(("dropout", "feature_dropout", "native_dropout", "dropout_", "feature_dropout_"))
 ATTENTION = "scaled_dot_product_attention"  # chooses one of these
 ATTENTIONS = tuple(
     f"_scaled_dot_product_{name}"

@@ -185,7 +185,9 @@ class Tape:
     """One recorded forward. ``output``: the forward's result with values in place of tensors.
 
     permuted: weights that may lie in channels_last, as what reads them does not mind. ahead: operations that another
-    size of the call may have, so that their kernels are compiled with the others.
+    size of the call may have, so that their kernels are compiled with the others. lean: memory counts for more than
+    time, as in a VAE, whose features are a hundred times as large as its weights. So nothing that is only as large as a
+    feature is kept between two calls, and nothing is kept alive to be read later.
     """
 
     operations: list[Operation]
@@ -194,6 +196,7 @@ class Tape:
     device: torch.device
     permuted: set[Value] = field(default_factory=set)
     ahead: list[Operation] = field(default_factory=list)
+    lean: bool = False
 
     @property
     def outputs(self) -> list[Value]:

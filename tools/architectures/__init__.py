@@ -16,9 +16,9 @@ from pathlib import Path
 
 from tools.architectures import audio, image, newer, newer_video, video
 from tools.architectures.table import VARIANTS, Architecture, parts_of
-from tools.paths import NEWER_COMFYUI, comfyui_path
+from tools.paths import comfyui_path
 
-__all__ = ["SKIPPED", "TABLE", "VARIANTS", "Architecture", "changed", "families", "parts_of", "present", "version"]
+__all__ = ["SKIPPED", "TABLE", "VARIANTS", "Architecture", "families", "parts_of", "present", "version"]
 
 FILES = (image, video, audio, newer, newer_video)
 TABLE = {entry.name: entry for file in FILES for entry in file.ARCHITECTURES}
@@ -48,9 +48,3 @@ def present(comfyui: Path | None = None) -> list[Architecture]:
     """The entries that this ComfyUI has."""
     known, this = families(comfyui), version(comfyui)
     return [entry for entry in TABLE.values() if entry.family_name in known and this >= entry.since]
-
-
-def changed() -> list[Architecture]:
-    """The entries that only the newer of the registry's ComfyUIs has, or that it builds from another configuration."""
-    usual = present()
-    return [entry for entry in present(NEWER_COMFYUI) if entry not in usual or entry.newer]

@@ -151,10 +151,11 @@ def study(architecture: Architecture, variants: int = VARIANTS, run: bool = True
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def options_of_study(what: str, variants: int) -> argparse.Namespace:
+    """The command's options, once the pack and ComfyUI can be imported."""
+    parser = argparse.ArgumentParser(description=what)
     parser.add_argument("names", nargs="*", help="entries of the table; all that this ComfyUI has, without any")
-    parser.add_argument("--variants", type=int, default=VARIANTS)
+    parser.add_argument("--variants", type=int, default=variants)
     parser.add_argument("--no-run", action="store_true", help="build fused programs, do not run them")
     options = parser.parse_args()
     if not embed.has_cuda():
@@ -163,6 +164,11 @@ def main() -> None:
     embed.use_comfyui()
     embed.load_pack()
     torch.set_num_threads(1)
+    return options
+
+
+def main() -> None:
+    options = options_of_study(__doc__.splitlines()[0], VARIANTS)
     for entry in architectures.present():
         if options.names and entry.name not in options.names:
             continue

@@ -1,0 +1,62 @@
+"""Tensors full of one number, as a forward pads with, and memory that it is about to fill: made again at each replay.
+
+A constant would be kept from one call to the next, however large it is.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .values import Operation, Value
+
+
+def blank(tensor: Tensor, number: Any, value: Value | None = None) -> Operation:
+    """The operation that makes memory like ``tensor``, full of ``number``; with None whatever is there."""
+    sizes = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    return Operation(_made, (*sizes, number), {}, [], [] if value is None else [value], opaque=True)
+
+
+def _made(
+    shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device, number: Any
+) -> Tensor:
+    out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+    return out if number is None else out.fill_(number)
+
+
+class Blanks:
+    """Those of one recording that no operation has written into: whoever reads one must find its number there.
+
+    Somebody may have written past torch's dispatcher. It is looked at when it is first read, because nobody keeps it.
+    """
+
+    def __init__(self) -> None:
+        self._full: dict[Value, tuple[weakref.ref[Tensor], Any]] = {}
+        self._odd: list[Tensor] = []  # whether another number was found, on the device
+
+    def made(self, value: Value, tensor: Tensor, number: Any) -> None:
+        """``value`` is a new one."""
+        self._full[value] = weakref.ref(tensor), number
+
+    def read(self, values: Sequence[Value]) -> None:
+        """An operation reads these values."""
+        if self._full:
+            for value in values:
+                tensor, number = self._full.pop(value.root, (None, None))
+                if tensor is not None and (found := tensor()) is not None:
+                    self._odd.append((found != number).any())
+
+    def written(self, root: Value) -> None:
+        """An operation of the tape has written into it."""
+        self._full.pop(root, None)
+
+    def were_filled(self) -> bool:
+        """Whether one of them was not what it should be. Waits for the GPU if there were any."""
+        return bool(self._odd) and bool(torch.stack(self._odd).any())
+
+    def clear(self) -> None:
+        """Lets go of what is left."""
+        self._full.clear()
+        self._odd.clear()

@@ -1,0 +1,243 @@
+"""Every VAE on a tape, without a GPU: recorded, right, no kernel of one size, no more memory than eager."""
+
+import operator
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tools import compatibility_table
+from tools.architectures import autoencoders
+from tools.oracles import FUSED, fallbacks, shapes
+from tools.paths import OLDER_COMFYUI, VENV_COMFYUI, comfyui_path
+
+pytestmark = pytest.mark.usefixtures("pack", "one_thread")
+ENTRIES = [
+    pytest.param(entry, way, id=f"{entry.name}, {way}") for entry in autoencoders.present() for way in entry.ways
+]
+# What only ComfyUI's own forward can run, and the reason that the recorder gives.
+REFUSED = {
+    "LTX 0.9.5, decode": "it draws random numbers",  # noise on the latent, and in some blocks
+    "Stable Audio, encode": "it draws random numbers",  # a sample of the distribution
+}
+# How many kernels the variants after the first may add: the second has two videos, the third other sides and another
+# number of frames, the fourth one frame. What is one lies in memory as it likes: the attention of two pictures gives
+# channels last, where that of a single one may not, and what comes after reads it so.
+LATER = {
+    "HunyuanImage 2.1 refiner": (0, 0, 3), "HunyuanVideo 1.5": (11, 3, 2), "Wan 2.1, Qwen-Image": (13, 1, 1),
+    "Wan 2.2": (13, 1, 1), "Mochi": (7, 0, 3), "LTX": (0, 0, 12), "Cosmos": (4, 0, 2),
+    "TAEHV": (0, 0, 1), "CogVideoX": (3, 3, 2), "SeedVR2": (8, 0, 1),
+}  # fmt: skip
+OTHERS = (1, 0, 0)
+TOLERANCE = 1e-4  # of fused programs in float32
+EXTRA_MEMORY = 1.05  # of a fused program: what eager changes in place, a kernel writes beside it
+
+
+def check(found: dict) -> None:
+    """What must be true of a VAE's record."""
+    name = found["name"]
+    if name in REFUSED:
+        assert REFUSED[name] in found["refusal"]
+        return
+    assert not found["refusal"]
+    assert found["operations"] > 20 and len(found["new_kernels"]) == autoencoders.VARIANTS
+    allowed = LATER.get(name.rpartition(", ")[0], OTHERS)
+    assert all(map(operator.le, found["new_kernels"][1:], allowed)), found["new_kernels"]
+    assert found["unfused_error"] == 0.0
+    assert found["fused_error"] is None or found["fused_error"] <= TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def records() -> dict[str, dict]:
+    """What was found of each VAE, for the test of the table."""
+    return {}
+
+
+@pytest.mark.parametrize("entry, way", ENTRIES)
+def test_recorded_right_and_no_kernel_of_one_size(entry, way, records):
+    from tools.architectures import taped_vaes
+
+    found = asdict(taped_vaes.study(entry, way))
+    records[found["name"]] = found
+    check(found)
+
+
+@pytest.fixture(scope="session")
+def in_older() -> list[dict]:
+    """What was found of the VAEs that the older ComfyUI has, in a process of its own."""
+    if comfyui_path() != VENV_COMFYUI or not OLDER_COMFYUI.is_dir():
+        pytest.skip("needs both of the registry's ComfyUIs, and COMFYUI_PATH names another")
+    return compatibility_table.records(OLDER_COMFYUI, 1, kind=compatibility_table.VAES)
+
+
+def test_table_of_vaes_is_current(records, request):
+    if len(records) < len(ENTRIES):
+        pytest.skip("not every VAE was looked at in this run")
+    expected = compatibility_table.lines(records.values(), request.getfixturevalue("in_older"))
+    page = compatibility_table.PAGE.read_text(encoding="utf-8")
+    assert compatibility_table.rows(page, compatibility_table.VAES) == expected, (
+        "run python -m tools.compatibility_table"
+    )
+
+
+# Memory -----------------------------------------------------------------------------------------------------------
+
+
+def peak(run) -> int:
+    """The most bytes of tensors that lived at once while ``run`` ran, of those that it made."""
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        out = run()
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    del out
+    now = most = 0
+    for _, change in changes:
+        now += change
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize("way", autoencoders.WAYS)
+@pytest.mark.parametrize("name", ["Wan 2.1, Qwen-Image", "Mochi", "SVD"])
+def test_no_more_memory_than_eager(name, way, monkeypatch):
+    """Neither while it is recorded nor when it is replayed, and nothing is kept from one call to the next."""
+    from anyshape.accel.tape.kernels import Launch
+
+    from tools.architectures.taped_vaes import Recording
+
+    model, arguments = autoencoders.model(name), autoencoders.TABLE[name].inputs(way, 0)
+    eager = getattr(model, way)
+    eager_peak = max(peak(lambda: eager(*arguments)) for _ in range(2))
+    recordings: list[Recording] = []
+    assert peak(lambda: recordings.append(Recording(model, way, arguments))) <= eager_peak * 1.01
+    (recording,) = recordings
+    monkeypatch.setattr(Launch, "__call__", lambda *args: None)  # only where results lie matters here
+    for fuse, limit in ((False, 1.0), (True, EXTRA_MEMORY)):
+        program = recording.program(fuse)
+        assert sum(tensor.nbytes for tensor in program.constants()) < 1024
+        assert peak(lambda program=program: program.run(recording.inputs)) <= eager_peak * limit
+
+
+# Through the node -------------------------------------------------------------------------------------------------
+
+
+def decoded(vae, name, k):
+    with torch.inference_mode():
+        return vae.decode(*autoencoders.TABLE[name].inputs("decode", k))
+
+
+@pytest.mark.usefixtures("clean_stats")
+@pytest.mark.parametrize("name", ["Wan 2.1, Qwen-Image", "Mochi", "TAEHV", "Cascade stage A", "Stable Audio", "SVD"])
+def test_decoded_and_encoded_as_by_eager(name):
+    """By ComfyUI's own VAE object: bit-equal, with every size in the stats, and the loaded VAE untouched."""
+    from tools.driving import compiled_vae
+
+    vae, entry = autoencoders.make(name), autoencoders.TABLE[name]
+    fast, before = compiled_vae(vae), sorted(vae.first_stage_model.__dict__)
+    for k in (0, 1, 3, 0):
+        out = decoded(fast, name, k)
+        assert torch.equal(out, decoded(vae, name, k))
+    if f"{name}, encode" not in REFUSED:
+        with torch.inference_mode():
+            pictures = out[0] if entry.dimensions == 3 else out
+            assert torch.equal(fast.encode(pictures), vae.encode(pictures))
+        assert fallbacks() == []
+    assert {s["state"] for s in shapes()} == {FUSED}
+    if entry.dimensions > 1:
+        height, width = out.shape[-3:-1]
+        frames = {out.shape[1]} if entry.dimensions == 3 else {1}
+        assert {s["frames"] for s in shapes() if (s["width"], s["height"]) == (width, height)} >= frames
+    assert sorted(vae.first_stage_model.__dict__) == before and vae.patcher.model is vae.first_stage_model
+
+
+@pytest.mark.usefixtures("clean_stats")
+def test_tiles_of_a_video():
+    from tools.driving import compiled_vae
+
+    name = "Wan 2.1, Qwen-Image"
+    vae = autoencoders.make(name)
+    latent, tiles = torch.randn(1, 16, 4, 6, 6), {"tile_x": 4, "tile_y": 4, "overlap": 1, "tile_t": 3, "overlap_t": 1}
+    with torch.inference_mode():
+        wanted = vae.decode_tiled(latent, **tiles)
+        assert torch.equal(compiled_vae(vae).decode_tiled(latent, **tiles), wanted)
+        assert not torch.equal(wanted, vae.decode(latent))  # it was tiled
+    assert {s["state"] for s in shapes()} == {FUSED} and sum(s["calls"] for s in shapes()) > 4
+
+
+@pytest.mark.usefixtures("clean_stats")
+def test_what_draws_random_numbers_runs_in_eager():
+    from tools.driving import compiled_vae
+
+    vae = autoencoders.make("Stable Audio")
+    sound, fast = torch.randn(1, 4096, 2), compiled_vae(vae)
+    for _ in range(2):
+        with torch.inference_mode():
+            torch.manual_seed(7)
+            wanted = vae.encode(sound)
+            torch.manual_seed(7)
+            assert torch.equal(fast.encode(sound), wanted)
+    assert [(s["state"], s["calls"]) for s in shapes()] == [("eager", 2)]
+    assert all("it draws random numbers" in f["reason"] for f in fallbacks()) and fallbacks()
+
+
+@pytest.mark.usefixtures("clean_stats")
+def test_weights_that_change_and_go():
+    """Other weights count at once; nothing of ours keeps them, or the VAE, alive."""
+    import gc
+    import weakref
+
+    import comfy.model_management as mm
+
+    from tools.driving import compiled_vae
+
+    name = "TAESD"
+    vae = autoencoders.make(name)
+    fast, first = compiled_vae(vae), decoded(vae, name, 0)
+    assert torch.equal(decoded(fast, name, 0), first)
+    layer = vae.first_stage_model.taesd_decoder[1]
+    layer.weight = torch.nn.Parameter(layer.weight * 1.5, requires_grad=False)
+    assert torch.equal(decoded(fast, name, 0), decoded(vae, name, 0)) and not torch.equal(decoded(vae, name, 0), first)
+    handle = layer.register_forward_hook(lambda module, args, out: out * 2)  # recorded again, with what it does
+    hooked = decoded(fast, name, 0)
+    assert torch.equal(hooked, decoded(vae, name, 0)) and not torch.equal(hooked, first)
+    handle.remove()
+    model, weight = weakref.ref(vae.first_stage_model), weakref.ref(layer.weight)
+    del vae, fast, layer
+    mm.unload_all_models()
+    gc.collect()
+    assert model() is None and weight() is None
+
+
+@pytest.mark.usefixtures("clean_stats")
+def test_unloaded_and_loaded_again_nothing_is_recorded_again():
+    import comfy.model_management as mm
+    from anyshape.accel.families import vae as family
+
+    from tools.driving import compiled_vae
+
+    vae = autoencoders.make("TAESD")
+    fast = compiled_vae(vae)
+    for _ in range(3):
+        assert torch.equal(decoded(fast, "TAESD", 0), decoded(vae, "TAESD", 0))
+        mm.unload_all_models()
+    (takes,) = family._ENGINES[vae.first_stage_model]["decode"]._tape._tapes._takes.values()
+    assert len(takes) == 1 and takes[0].program is not None and takes[0].program._bound is None
+
+
+@pytest.mark.usefixtures("clean_stats")
+def test_warm_up_of_a_video_vae(patcher):
+    """Without a compiled model: the VAE's sizes and frames alone. Sound has none."""
+    from anyshape.accel.families.warm_up import NO_PICTURES_OF_VAE, warm_up
+
+    from tools.driving import compiled_vae
+
+    fast = compiled_vae(autoencoders.make("Wan 2.1, Qwen-Image"))
+    report, _ = warm_up(patcher, "48x32x9\n32x32", fast)
+    assert {(s["width"], s["height"], s["frames"]) for s in shapes()} == {(48, 32, 9), (32, 32, 1)}
+    assert {s["state"] for s in shapes()} == {FUSED} and report.count("VAE decode") == report.count("VAE encode") == 2
+    with torch.inference_mode():
+        fast.decode(torch.randn(1, 16, 3, 4, 6)), fast.encode(torch.rand(9, 32, 48, 3))
+    assert len(shapes()) == 4  # it was warm
+    report, _ = warm_up(patcher, "64x64", compiled_vae(autoencoders.make("Stable Audio")))
+    assert NO_PICTURES_OF_VAE in report
