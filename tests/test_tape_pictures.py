@@ -417,16 +417,26 @@ class Asking(nn.Module):
         self.q, self.k, self.v = (nn.Linear(32, 32).half().requires_grad_(False) for _ in range(3))
         self.own, self.options = own, options
 
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (2, 16))
+
     def forward(self, x: Tensor, text: Tensor) -> Tensor:
         text = x if self.own else text
-        q, k, v = (each.unflatten(-1, (2, 16)).transpose(1, 2) for each in (self.q(x), self.k(text), self.v(text)))
+        q, k, v = (self.heads(each).transpose(1, 2) for each in (self.q(x), self.k(text), self.v(text)))
         return F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2) * 2
+
+
+class AskingAsNewer(Asking):
+    """As newer ComfyUI cuts tokens into heads."""
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(3).reshape(len(x), -1, 2, 16)
 
 
 @pytest.mark.parametrize(
     "model, words, taken",
     [
-        (Asking(), 7, True), (Asking(), 256, True), (Asking(), 257, False), (Asking(own=True), 7, False),
+        (AskingAsNewer(), 7, True), (Asking(), 7, True), (Asking(), 256, True), (Asking(), 257, False), (Asking(own=True), 7, False),
         (Asking(scale=0.5), 7, False), (Asking(attn_mask=torch.zeros(12, 7).half()), 7, False),
     ],
 )  # fmt: skip
