@@ -43,6 +43,8 @@ class ShapeKey:
         for name, value in self.structure:
             if value == "None":
                 hidden.append(name)
+            elif name == "control" or (name.startswith("control.") and name.endswith(" strides")):
+                hidden.append(f"{name} {value}")
             else:
                 parts.append(f"{name}{'*' if isinstance(value, int) else '='}{value}")
         parts.append(_short(dtype))

@@ -45,6 +45,32 @@ def test_a_fused_unet_gives_what_comfyui_gives(models):
     assert (out - call.out).float().norm() / call.out.float().norm() < 5e-3
 
 
+@pytest.mark.parametrize("kind", ["controlnet", "with gaps", "short", "t2i adapter"])
+def test_residuals_of_a_controlnet_are_inputs(models, kind):
+    """What ComfyUI adds in place keeps no picture from lying channels last; ``call`` empties no list of the caller's."""
+    from tools.recording import recorded as on_a_tape
+
+    patcher = models.unet("sd15", torch.float32, **NARROW)  # the residuals' shapes are found by a forward
+    control = driving.residuals(patcher, (2, 4, 8, 9), kind)
+    control = {name: [item if item is None else item.half() for item in items] for name, items in control.items()}
+    patcher = models.unet("sd15", HALF, **NARROW)
+    given = arguments(patcher, 72, 64, 2) | {"transformer_options": {}}
+    lengths = {name: len(items) for name, items in control.items()}
+    with torch.inference_mode():
+        call = on_a_tape(patcher.model.diffusion_model, (), given | {"control": control})
+        plain = patcher.model.diffusion_model(**given)
+        out = call.run()
+    assert {name: len(items) for name, items in control.items()} == lengths
+    tensors = [item for items in control.values() for item in items if item is not None]
+    assert len(call.inputs) == len([item for item in given.values() if torch.is_tensor(item)]) + len(tensors)
+    called = [str(step.run) for step in call.program._steps]
+    assert not [step for step in called if "clone" in step or "conv2d.default" in step or "group_norm.def" in step]
+    assert (out - call.out).float().norm() / call.out.float().norm() < 5e-3
+    assert (out - plain).float().norm() / plain.float().norm() > 1e-2
+    tensors[0].mul_(-2)  # it is read at each run
+    assert not torch.equal(call.run(), out)
+
+
 def test_sampling_lays_weights_out_and_back(models, monkeypatch):
     """Through Compile Model, with the check on: no fallback, no kernel of one size, weights as ComfyUI had them."""
     from anyshape.accel import stats, tape_tier
@@ -104,8 +130,29 @@ def test_recording_sees_weights_as_comfyui_has_them(models, monkeypatch):
     assert seen == [True, True]
 
 
+def test_a_controlnet_that_begins_or_ends_in_mid_run_records_nothing_twice(models, monkeypatch):
+    from anyshape.accel import stats, tapes
+
+    patcher = models.unet("sd15", torch.float32, **NARROW)
+    model, record, recorded = driving.compiled(patcher, mode="exact"), tapes.Tapes.record, []
+    monkeypatch.setattr(tapes.Tapes, "record", lambda self, *args: (recorded.append(args[0]), record(self, *args))[1])
+    control = driving.residuals(patcher, (2, 4, 8, 8), "controlnet")
+    control = {name: [item.contiguous(memory_format=torch.channels_last) for item in control[name]] for name in control}
+    louder = {name: [2 * item for item in items] for name, items in control.items()}
+    for given in (None, control, None, louder, control, None):
+        out = driving.unet_forward(model, 64, 64, control=given)
+        emptied = given and {
+            name: list(items) for name, items in given.items()
+        }  # ComfyUI takes residuals off its lists
+        assert torch.equal(out, driving.unet_forward(patcher, 64, 64, control=emptied))
+    assert len(recorded) == 2
+    (entry,) = [entry for entry in stats.snapshot()["models"] if entry["shapes"]]
+    assert {shape["calls"] for shape in entry["shapes"]} == {3}
+    assert not [shape for shape in entry["shapes"] if "strides" in shape["key"]]
+
+
 def test_which_calls_go_on_a_tape(models, monkeypatch, stand_in):
-    """Kernels by hand keep calls with patches and ControlNets, changed parts, and weights that are fetched."""
+    """Kernels by hand keep calls with patches, changed parts, and weights that are fetched."""
     from anyshape.accel import tape_tier
     from anyshape.accel.families import session
 
@@ -129,7 +176,7 @@ def test_which_calls_go_on_a_tape(models, monkeypatch, stand_in):
     patched = model.clone()
     patched.set_model_attn1_patch(lambda q, k, v, options: (q, k, v))
     assert not goes(patched) and goes()
-    assert not goes(control=driving.residuals(patcher, (2, 4, 8, 8), "controlnet")) and goes()
+    assert goes(control=driving.residuals(patcher, (2, 4, 8, 8), "controlnet")) and goes()
     block = patcher.model.diffusion_model.input_blocks[1][0]
     hook = block.register_forward_hook(lambda *args: None)
     assert not goes()

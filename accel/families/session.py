@@ -159,8 +159,8 @@ class Session:
     ) -> bool:
         """Whether this call goes on a tape.
 
-        Every model's does, but for UNets where kernels by hand serve more of a call: with skipped blocks, ControlNets
-        and patches, parts that other packs changed, and weights that are fetched at each call.
+        Every model's does, but for UNets where kernels by hand serve more of a call: with skipped blocks, patches,
+        parts that other packs changed, and weights that are fetched at each call.
         """
         if self.family is None:
             return True
@@ -171,7 +171,7 @@ class Session:
         if self.settings.mode == "exact" or not kernels.available(device):
             return True
         given = self.family.arguments(*args, **kwargs)
-        if not tape_tier.can_fuse(device) or given.lists or _patched(given.options):
+        if not tape_tier.can_fuse(device) or _patched(given.options):
             return False
         return not _foreign_forward(self.family, model, original) and self._survey(model).is_plain(device)
 
