@@ -17,8 +17,9 @@ class CompileControlNet(io.ComfyNode):
             node_id="AnyShapeCompileControlNet",
             display_name="Compile ControlNet",
             category="AnyShape",
-            description="Makes a ControlNet of SD1.5, SD2 or SDXL faster, union ones too, at any size and batch, with "
-            "Compile Model or without. What cannot run faster runs as without this node; Shape Cache Info says why.",
+            description="Makes a ControlNet faster, of SD1.5, SD2, SDXL, Flux and others, at any size and batch, with "
+            "Compile Model or without. What cannot run faster runs as without this node; Shape Cache Info "
+            "says why.",
             inputs=[
                 io.ControlNet.Input(
                     "control_net",

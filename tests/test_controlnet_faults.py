@@ -381,16 +381,6 @@ def control_lora(models, control):
     return comfy.controlnet.ControlLora({"lora_controlnet": torch.zeros(0)})
 
 
-def flux_control(models, control):
-    import comfy.controlnet
-    from comfy.ldm.flux.controlnet import ControlNetFlux
-
-    config = {name: value for name, value in models.FLUX.items() if name not in ("image_model", "guidance_embed")}
-    config |= {"hidden_size": 256, "num_heads": 2, "depth": 1, "depth_single_blocks": 0, "guidance_embed": True}
-    network = ControlNetFlux(**config, dtype=torch.float32, device="cpu", operations=torch.nn)
-    return comfy.controlnet.ControlNet(network, load_device=torch.device("cpu"))
-
-
 def subclass(models, control):
     import comfy.controlnet
 
@@ -414,7 +404,7 @@ def video_layers(models, control):
 
 @pytest.mark.parametrize(
     ("made", "words"),
-    [(control_lora, "Control-LoRA"), (flux_control, "ControlNetFlux"), (subclass, "SomeonesControlNet"),
+    [(control_lora, "Control-LoRA"), (subclass, "SomeonesControlNet"),
      (t2i_adapter, "once a run"), (video_layers, "SpatialVideoTransformer")],
 )  # fmt: skip
 def test_others_pass_through(models, control, made, words):

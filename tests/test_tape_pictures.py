@@ -437,7 +437,8 @@ class AskingAsNewer(Asking):
     "model, words, taken",
     [
         (AskingAsNewer(), 7, True), (Asking(), 7, True), (Asking(), 256, True), (Asking(), 257, False),
-        (Asking(own=True), 7, False), (Asking(scale=0.5), 7, False), (Asking(attn_mask=torch.zeros(12, 7).half()), 7, False),
+        (Asking(own=True), 7, False), (Asking(scale=0.5), 7, False),
+        (Asking(attn_mask=torch.zeros(12, 7).half()), 7, False),
     ],
 )  # fmt: skip
 def test_which_attention_is_to_a_prompt(model, words, taken):

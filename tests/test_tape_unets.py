@@ -47,7 +47,7 @@ def test_a_fused_unet_gives_what_comfyui_gives(models):
 
 @pytest.mark.parametrize("kind", ["controlnet", "with gaps", "short", "t2i adapter"])
 def test_residuals_of_a_controlnet_are_inputs(models, kind):
-    """What ComfyUI adds in place keeps no picture from lying channels last; ``call`` empties no list of the caller's."""
+    """What ComfyUI adds in place keeps no picture from lying channels last; the caller's lists stay as they are."""
     from tools.recording import recorded as on_a_tape
 
     patcher = models.unet("sd15", torch.float32, **NARROW)  # the residuals' shapes are found by a forward

@@ -9,6 +9,8 @@ import copy
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,18 +24,21 @@ from torch import Tensor, nn
 from .. import devices
 from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
-from ..key import shape_key
+from ..key import ShapeKey, shape_key
 from ..ops import FusedOps
 from ..outputs import Output
 from ..stats import STATS
+from ..tape.values import replaced
 from ..weights import ChannelsLastWeights
 from . import controlnet_forward as family
+from . import taping
 from .attach import KEY, drop_graphs, engine_for, settings_of
 from .compat import outside_memory_plan
 from .family import Arguments
 from .layers import INTERRUPTS
 from .run_state import Run
 
+MAX_FORMS = 256  # more than there are recordings
 RUN_KEY = "anyshape.control"  # of the callback that ends a run
 NAME = "ControlNet"  # in the stats
 Residuals = dict[str, list[Tensor]]
@@ -77,18 +82,21 @@ def unsupported(control: comfy.controlnet.ControlBase) -> str:
         return "a T2I-Adapter runs once a run, not once a step, so there is nothing to speed up"
     if isinstance(control, comfy.controlnet.ControlLora):
         return "a Control-LoRA is built anew for each run out of the model's own weights, which is not supported"
-    plain = type(control) is comfy.controlnet.ControlNet
-    if plain and type(control.control_model) is family.MODEL:
-        return family.unsupported(control.control_model)
-    name = type(control.control_model if plain else control).__name__
-    return f"{name} is not a ControlNet that AnyShape knows (it knows those of SD1.5, SD2 and SDXL)"
+    if type(control) is not comfy.controlnet.ControlNet:
+        return f"{type(control).__name__} is not a kind of ControlNet that AnyShape knows"
+    return family.unsupported(control.control_model) if _is_by_hand(control.control_model) else ""
+
+
+def _is_by_hand(model: nn.Module) -> bool:
+    """Whether there is a forward by hand for this network, on kernels; all others are recorded."""
+    return type(model) is family.MODEL
 
 
 def _shadow_of(model: nn.Module, verify: bool) -> nn.Module:
     """A shallow copy of the network, whose forward goes through the engine."""
     shadow = copy.copy(model)
     shadow._forward_hooks, shadow._forward_pre_hooks = OrderedDict(), OrderedDict()  # or the model's own run twice
-    shadow.forward = _Forward(model, verify)
+    shadow.forward = (_Forward if _is_by_hand(model) else _Recorded)(model, verify)
     return shadow
 
 
@@ -131,8 +139,10 @@ class _Sampling:
     def __init__(self) -> None:
         self.settings = Settings()
         self.prompts = 1  # that the rows of a call belong to
+        # of a recorded network's results: their containers, with places for tensors. Found again like recordings
+        self.forms: OrderedDict[ShapeKey, Any] = OrderedDict()
         self._users: weakref.WeakSet[CompiledControlNet] = weakref.WeakSet()
-        self._run: Run | None = None
+        self._run: Run | taping.TapeRun | None = None
         self._lock = threading.RLock()
 
     def begin(self, control: CompiledControlNet, patcher: ModelPatcher | None) -> None:
@@ -166,6 +176,21 @@ class _Sampling:
             self._run.refresh()
             return self._run
 
+    @contextmanager
+    def tape_run(self, model: nn.Module) -> Iterator[taping.TapeRun]:
+        """As ``run``, of a network that is recorded, for one forward."""
+        with self._lock:
+            lasting = self._run
+            if lasting is None:
+                layout = ChannelsLastWeights() if self._users else None
+                lasting = taping.TapeRun(model, taping.fingerprints(model), layout)
+                self._run = lasting if self._users else None
+        try:
+            yield lasting
+        finally:
+            if lasting is not self._run:  # no sampling run will end it
+                lasting.close()
+
 
 class _Ending:
     """The callback that ends a run with its model's, and takes itself off the model."""
@@ -197,7 +222,7 @@ class _Forward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Forward":
         """A pack that copies prompts to the bottom gets a network of its own, as it does without us."""
-        return _Forward(copy.deepcopy(self._model, memo), self._verify)
+        return type(self)(copy.deepcopy(self._model, memo), self._verify)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Residuals:
         """ControlNet.forward; ComfyUI's own if anything of ours fails."""
@@ -243,3 +268,44 @@ def _flat(residuals: Residuals) -> tuple[Tensor, ...]:
     """ComfyUI's residuals in the order of ``family.forward``."""
     (middle,) = residuals["middle"]
     return *residuals["output"], middle
+
+
+class _Recorded(_Forward):
+    """The forward of a network that is recorded: one of Flux, SD3 or Qwen-Image, say."""
+
+    def _through_engine(self, theirs: Theirs, args: tuple, kwargs: dict[str, Any]) -> Any:
+        settings, model, forms = replace(self.sampling.settings, verify=self._verify), self._model, []
+
+        def flat(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+            return taken_apart(model(*args, **kwargs))
+
+        def taken_apart(out: Any) -> tuple[Tensor, ...]:
+            tensors: list[Tensor] = []
+            forms.append(replaced(out, Tensor, lambda tensor: tensors.append(tensor) or _Place(len(tensors) - 1)))
+            return tuple(tensors)
+
+        given = taping.take(model.forward, args, kwargs)
+        theirs.run = lambda: given.call(model)
+        first = next(iter(given.tensors.values()), None)
+        size = taping.pixels(tuple(first.shape)) if first is not None else (0, 0, 1)
+        with self.sampling.tape_run(model) as run, outside_memory_plan():
+            call = taping.call_of(model, flat, given, run, lambda: taken_apart(theirs()), size)
+            if not call.obstacle and first is not None:
+                call = replace(call, batch=max(1, len(first) // self.sampling.prompts))
+            out = self._engine(call, settings)
+        known = self.sampling.forms
+        if forms:
+            known[call.key] = forms[-1]
+        known.move_to_end(call.key)
+        while len(known) > MAX_FORMS:
+            known.popitem(last=False)
+        return replaced(known[call.key], _Place, lambda place: out[place.number])
+
+
+class _Place:
+    """Where a tensor lies in the flat result of a network."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
