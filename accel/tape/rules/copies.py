@@ -13,6 +13,8 @@ def drop_repeats(tape: Tape) -> str:
 
     ``x.repeat(1, 1, 1)`` copies x as it is (heads that are repeated once): the original serves whoever reads it. Exact.
     """
+    if not any(map(_repeats, tape.operations)):
+        return ""
     views: dict[Value, list[Operation]] = {}  # by whose memory they share
     readers: dict[Value, list[Operation]] = {}
     for operation in tape.operations:
@@ -23,7 +25,7 @@ def drop_repeats(tape: Tape) -> str:
     written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
     kept = written | {value.root for value in tape.outputs}
     for operation in tape.operations:
-        if operation.opaque or traits(operation.func).name != "repeat":
+        if not _repeats(operation):
             continue
         source, output, counts = operation.inputs[0], operation.outputs[0], operation.args[1]
         if len(source.shape) != len(output.shape) or {source.root, output} & written:
@@ -46,6 +48,10 @@ def drop_repeats(tape: Tape) -> str:
                 value.base, value.stride = source.root, stride
             views.setdefault(source.root, []).extend([operation, *views.pop(output, [])])
     return ""
+
+
+def _repeats(operation: Operation) -> bool:
+    return not operation.opaque and traits(operation.func).name == "repeat"
 
 
 def _computes(operation: Operation | None) -> bool:

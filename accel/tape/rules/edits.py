@@ -12,8 +12,13 @@ def readers_of(tape: Tape) -> Readers:
     """The operations that read each value, once each."""
     found: Readers = {}
     for operation in tape.operations:
-        for value in dict.fromkeys(operation.inputs):
-            found.setdefault(value, []).append(operation)
+        inputs = operation.inputs
+        for value in inputs if len(inputs) < 2 else dict.fromkeys(inputs):
+            known = found.get(value)
+            if known is None:
+                found[value] = [operation]
+            else:
+                known.append(operation)
     return found
 
 

@@ -29,9 +29,10 @@ def join(tape: Tape) -> str:
     """Linear layers of few rows that share their input, and those behind them. Sums in another order than eager."""
     first: dict[int, Operation] = {}
     gone: set[int] = set()
+    products = [operation for operation in tape.operations if operation.func is aten.linear.default]
     for shared in (True, False):
         groups: dict[tuple, list[Operation]] = {}
-        for operation in tape.operations:
+        for operation in products:
             if id(operation) not in gone and (key := _kind(operation, shared)) is not None:
                 groups.setdefault(key, []).append(operation)
         for layers in groups.values():
