@@ -8,7 +8,7 @@ import torch
 
 from tools.driving import compiled
 from tools.on_gpu import SMALL, forward, loaded_forward
-from tools.oracles import FUSED, error, fallbacks, shapes
+from tools.oracles import error, fallbacks, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
 
