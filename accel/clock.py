@@ -56,3 +56,15 @@ class Clock:
             return None
         elapsed = self._events[0].elapsed_time(self._events[1])
         return elapsed if self._host <= HOST_SHARE * elapsed else None
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float, float]:
+    """(the result, milliseconds of the host, milliseconds until the device was done)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    out = run()
+    host = time.perf_counter() - started
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return out, host * 1e3, (time.perf_counter() - started) * 1e3

@@ -1,10 +1,23 @@
 """What a forward gives: a tensor, or several (a ControlNet's residuals, a full step with its deep feature)."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 
 Output = Tensor | tuple[Tensor, ...]
+
+
+def odd_form(out: Any) -> str:
+    """Why a forward's result is no ``Output``; "" if it is one, or a list of tensors."""
+    if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
+        return ""
+    return "its result is neither a tensor nor a list of tensors"
+
+
+def flat(out: Any) -> Output:
+    """A list of tensors as a tuple of them."""
+    return out if isinstance(out, Tensor) else tuple(out)
 
 
 def tensors_of(output: Output) -> tuple[Tensor, ...]:

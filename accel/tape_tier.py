@@ -5,7 +5,6 @@ check costs no forward of its own, and what the first call gives back is what la
 """
 
 import logging
-import time
 import traceback
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,9 @@ from .artifacts import KEEPER
 from .attempt import attempt, named
 from .block_tier import NO_GAIN, BlockTier, Visit
 from .capture import collector_off
+from .clock import timed
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
-from .outputs import Output
+from .outputs import Output, flat, odd_form
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
 from .tape.program import NotBound, Program
@@ -84,7 +84,7 @@ class TapeTier:
         except NotBound:  # other weights altogether
             self._tapes.drop(take)
             return self._first(call, settings, shape, fuse)
-        out = _flat(program.run(list(inputs.values())))
+        out = flat(program.run(list(inputs.values())))
         self._settle(call, settings, shape, take, inputs, out)
         return take.form(out)
 
@@ -140,18 +140,22 @@ class TapeTier:
         call = _laid_out(call, frozenset())  # what is recorded is ComfyUI's own
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
         if tape is not None:
-            take.reason = obstacle(tape) or _odd_form(recorded)
+            take.reason = obstacle(tape) or odd_form(recorded)
         if take.reason:
             if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
                 return self._in_blocks(call, settings, shape, take)
             self._note(shape, "eager", take.reason)
             return recorded
         operations = len(tape.operations)
-        out, _ = attempt(
-            lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
-            lambda error: self._failed(take, shape, error),
-            self._passthrough,
-        )
+        try:
+            out, _ = attempt(
+                lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
+                lambda error: self._failed(take, shape, error),
+                self._passthrough,
+            )
+        except BaseException:  # the user's interrupt: the next call begins again
+            self._tapes.drop(take)
+            raise
         shape.eager_ms, take.clock = take.clock.eager_ms(operations), None
         tape.dissolve()
         if take.program is not None:
@@ -172,16 +176,16 @@ class TapeTier:
         bound(take, call.taped.module, call.weights)
         if device.type != "cuda" and not first:  # torch's own operations, as in the first size, which was compared
             self._settle(call, settings, shape, take, inputs, None)
-            return _flat(recorded)
+            return flat(recorded)
         graphic = device.type == "cuda" and self._uses_graphs
         may = graphic and settings.graph_budget_mb and not take.graph_obstacle
         if may and not take.clock.is_long(LONG_MS):
-            out = self._captured_first(call, settings, shape, take, tape, inputs, _flat(recorded))
+            out = self._captured_first(call, settings, shape, take, tape, inputs, flat(recorded))
             if out is not None:
                 return out
-        out, host, elapsed = _timed(program, list(inputs.values()), device)
+        out, host, elapsed = timed(lambda: flat(program.run(list(inputs.values()))), device)
         if settings.verify:
-            out = self._checked(call, take, tape, out, _flat(recorded), list(inputs.values()))
+            out = self._checked(call, take, tape, out, flat(recorded), list(inputs.values()))
         take.graph = graphic and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
         if take.graph and take.graph_obstacle:
             take.graph, shape.note = False, take.graph_obstacle
@@ -252,7 +256,7 @@ class TapeTier:
         wrong = diagnose.wrong_kernels(tape, take.program, inputs, call.taped.module)
         for program in (Program(tape, fuse=True, wrong=wrong), Program(tape, fuse=False)):
             program.bind(call.taped.module)
-            take.program, out = program, _flat(program.run(inputs))
+            take.program, out = program, flat(program.run(inputs))
             try:
                 verify.compare(what, out, recorded)
                 return out
@@ -293,8 +297,7 @@ class TapeTier:
             return
         try:
             self._capture(call, settings, shape, take, inputs, out)
-        except CaptureFailed as error:
-            take.graph = False
+        except CaptureFailed as error:  # the cache remembers why, and for how long
             self._note(shape, "tape", str(error))
 
     def _capture(
@@ -304,7 +307,7 @@ class TapeTier:
         """Raises ``CaptureFailed``. out: what the result looks like."""
         program = take.program
         recording = graphs.Recording(
-            lambda static: _flat(program.run(list(static.values()))), inputs, call.weights,
+            lambda static: flat(program.run(list(static.values()))), inputs, call.weights,
             tuple(program.constants()), out, False, self.stats.name, wanted,
         )  # fmt: skip
         cache = graphs.cache(call.key.device)
@@ -337,27 +340,5 @@ def _functions() -> list[Any]:
     return functions()
 
 
-def _flat(out: Any) -> Output:
-    return out if isinstance(out, Tensor) else tuple(out)
-
-
 def _same(out: Any) -> Any:
     return out
-
-
-def _odd_form(out: Any) -> str:
-    if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
-        return ""
-    return "its result is neither a tensor nor a list of tensors"
-
-
-def _timed(program: Program, inputs: list[Tensor], device: torch.device) -> tuple[Output, float, float]:
-    """(the result, milliseconds of the host, milliseconds until the GPU was done)."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    out = _flat(program.run(inputs))
-    host = time.perf_counter() - started
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return out, host * 1e3, (time.perf_counter() - started) * 1e3

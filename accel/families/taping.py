@@ -297,7 +297,7 @@ class _Copied(Reads):
     """Reads of a plain copy of the options. What was copied along with the rest is no guard, so it must not be read."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder.read)
+        super().__init__(recorder.value)  # it must be one that we know
         self._recorder = recorder
 
     def note(self, key: Any, value: Any) -> None:

@@ -29,12 +29,18 @@ def _made(
 class Blanks:
     """Those of one recording that no operation has written into: whoever reads one must find its number there.
 
-    Somebody may have written past torch's dispatcher. It is looked at when it is first read, because nobody keeps it.
+    Somebody may have written past torch's dispatcher. One that is a constant is looked at in the end. One that nobody
+    keeps is looked at when it is first read.
     """
 
     def __init__(self) -> None:
+        self._kept: dict[Value, tuple[Tensor, Any]] = {}
         self._full: dict[Value, tuple[weakref.ref[Tensor], Any]] = {}
         self._odd: list[Tensor] = []  # whether another number was found, on the device
+
+    def kept(self, value: Value, tensor: Tensor, number: Any) -> None:
+        """``value`` is a new one, and a constant."""
+        self._kept[value] = tensor, number
 
     def made(self, value: Value, tensor: Tensor, number: Any) -> None:
         """``value`` is a new one."""
@@ -51,12 +57,15 @@ class Blanks:
     def written(self, root: Value) -> None:
         """An operation of the tape has written into it."""
         self._full.pop(root, None)
+        self._kept.pop(root, None)
 
     def were_filled(self) -> bool:
         """Whether one of them was not what it should be. Waits for the GPU if there were any."""
-        return bool(self._odd) and bool(torch.stack(self._odd).any())
+        odd = self._odd + [(tensor != number).any() for tensor, number in self._kept.values()]
+        return bool(odd) and bool(torch.stack(odd).any())
 
     def clear(self) -> None:
         """Lets go of what is left."""
         self._full.clear()
+        self._kept.clear()
         self._odd.clear()

@@ -45,7 +45,6 @@ class Recorder(TorchDispatchMode):
         self.number, self.promoted = self._tensors.next, 0  # constants that turned out to be written
         self._unwritten: set[Value] = set()
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
-        self._filled: dict[Value, tuple[Tensor, Any]] = {}  # constants full of one number, until they are written
         self._module, self._world = module, World(device)
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
         self.lean = False  # memory counts for more than time: see ``Tape.lean``
@@ -195,7 +194,7 @@ class Recorder(TorchDispatchMode):
             elif known.fills is not None:
                 number = known.fill(args, kwargs)
                 if number is not None:
-                    self._filled[value] = result, number
+                    self._blanks.kept(value, result, number)
 
     def _obstacle(
         self, func: Any, known: Traits, args: tuple, kwargs: dict[str, Any], inputs: list[Value], out: Any, fixed: bool
@@ -250,7 +249,6 @@ class Recorder(TorchDispatchMode):
             self.refuse(f"{known.name} changes where a tensor lies")
             return
         self._unwritten.discard(root)
-        self._filled.pop(root, None)
         self._blanks.written(root)
         self._blanks.read(inputs)
         if not root.is_constant:
@@ -295,10 +293,6 @@ class Recorder(TorchDispatchMode):
 
     # The end, and what is read without an operation --------------------------------------------------------------
 
-    def read(self, tensor: Tensor) -> None:
-        """Somebody outside of the tape reads this tensor: it must be one that we know."""
-        self._tensors.value(tensor)
-
     def read_back(self, tensor: Tensor) -> None:
         """Somebody takes this tensor's values to Python."""
         if not (self._paused or self.refuse.reason or self._tensors.value(tensor).is_constant):
@@ -317,7 +311,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(RANDOM)
         if kept := kept_tensor(self._module, self._tensors.depends):
             self.refuse(f"the model keeps a tensor for its next call ({kept})")
-        if not self.refuse.reason and (self._was_filled() or self._blanks.were_filled()):
+        if not self.refuse.reason and self._blanks.were_filled():
             self.refuse(UNWRITTEN)
         if self.refuse.reason:
             return None
@@ -329,16 +323,9 @@ class Recorder(TorchDispatchMode):
     def close(self, output: Any) -> None:
         """Takes our marks off what lives on, and lets go of every tensor and of the model."""
         self._tensors.close(output, keep=not self.refuse.reason)
-        self._filled.clear()
         self._blanks.clear()
         self.operations = []
         self._module = None
-
-    def _was_filled(self) -> bool:
-        """Whether somebody wrote into a tensor of zeros, say, past the dispatcher."""
-        return bool(self._filled) and bool(
-            torch.stack([(tensor != number).any() for tensor, number in self._filled.values()]).any()
-        )
 
 
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:

@@ -74,16 +74,13 @@ def _tokens(value: Value) -> tuple[Value, int, int] | None:
     if cut is None or cut.opaque or traits(cut.func).name not in ("view", "reshape", "unflatten"):
         return None
     tokens, heads = cut.inputs[0], cut.outputs[0]
-    if _is(tokens.origin, "unsqueeze"):  # [B, T, C, 1], as newer ComfyUI writes it
-        tokens = tokens.origin.inputs[0]
+    grown = tokens.origin  # some write [B, T, C, 1] in between
+    if grown is not None and not grown.opaque and traits(grown.func).name == "unsqueeze" and tokens.shape[-1:] == (1,):
+        tokens = grown.inputs[0]
     whole = len(tokens.shape) == 3 and len(heads.shape) == 4 and tokens.shape[:2] == heads.shape[:2]
     if not whole or tokens.stride != contiguous(tokens.shape):
         return None
     return tokens, heads.shape[2], heads.shape[3]
-
-
-def _is(operation: Operation | None, name: str) -> bool:
-    return operation is not None and not operation.opaque and traits(operation.func).name == name
 
 
 def _turns(operation: Operation) -> bool:
