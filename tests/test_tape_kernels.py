@@ -178,6 +178,53 @@ def test_norms_of_short_rows_are_ours_and_of_long_rows_torchs() -> None:
         assert torch.allclose(program.run([x]), model(x), rtol=1e-4, atol=1e-3)
 
 
+def swapped(x: Tensor, cut: int) -> Tensor:
+    """The parts of a row before and from ``cut``, in the other order: a rotary embedding of halves does so."""
+    return torch.cat([-x[..., cut:], x[..., :cut]], dim=-1)
+
+
+def layer(x: Tensor) -> Tensor:
+    return F.layer_norm(x, (WIDTH,))
+
+
+def rms(x: Tensor) -> Tensor:
+    return F.rms_norm(x, (WIDTH,))
+
+
+def centred(x: Tensor) -> Tensor:
+    return x - x.mean(-1, keepdim=True)
+
+
+def paired(x: Tensor) -> Tensor:
+    """Of each two neighbours the first, twice, and a cut between the two."""
+    pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
+    return (pairs[..., 0] * torch.tensor([1.0, -1.0])).reshape(x.shape)
+
+
+@pytest.mark.parametrize("sums", [layer, rms, centred, paired])
+@pytest.mark.parametrize("cut", [WIDTH // 2, 5])
+def test_a_sum_in_a_join_of_parts_of_its_rows(sums, cut) -> None:
+    """It is of whole rows, whichever part of them is asked for."""
+
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(CHANNELS, CHANNELS).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            heads = sums(self.linear(x).view(*x.shape[:2], HEADS, WIDTH))
+            return heads * 0.5 + swapped(heads, cut)
+
+    model = Joined()
+    program = programmed(model, (torch.randn(2, 7, CHANNELS),))
+    assert any("cat" in launch.source.text for launch in program.launches)
+    for rows, tokens in SIZES:
+        x = torch.randn(rows, tokens, CHANNELS)
+        again = programmed(model, (x,))
+        assert torch.allclose(again.run([x]), model(x), rtol=1e-4, atol=1e-4)
+
+
 def test_a_wrong_kernel_of_a_rotary_table_is_found(monkeypatch) -> None:
     """Eager reads parts of the table, the kernel all of it."""
     from anyshape.accel.tape import diagnose, kernels

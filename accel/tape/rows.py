@@ -26,7 +26,7 @@ def joined(kernel: "Lowering", operation: Operation, name: str, value: Value, in
         length = UNIT if name == "stack" else number(part.sizes[d])
         end = start + at(length)
         condition = _between(kernel, place, start, end)
-        inner = Mask((*mask.names, condition.name), mask.axes | condition.axes)
+        inner = Mask((*mask.conditions, condition))
         if name == "stack":
             shifted = index[:d] + index[d + 1 :]
         else:
@@ -51,6 +51,14 @@ def _between(kernel: "Lowering", place: Index, start: Index, end: Index) -> Term
     return kernel.memo[key]
 
 
+def _whole(mask: Mask) -> Mask:
+    """Where whole rows are asked for: a sum needs all of a row, whichever part of it a join takes."""
+    whole = mask.of_rows()
+    if whole is None:
+        raise NoKernel("a sum of rows in a join of parts of rows")
+    return whole
+
+
 def _row(kernel: "Lowering", source: Value, lead: Indices, mask: Mask) -> tuple[Term, frozenset[str]]:
     """All of a row of ``source``, zero beyond its end, and the axes of the block that it lies along."""
     width = source.sizes[-1]
@@ -60,7 +68,7 @@ def _row(kernel: "Lowering", source: Value, lead: Indices, mask: Mask) -> tuple[
     place = Index(((UNIT, Digit(kernel.column, 1, columns.value)),))
     masks, axes = "cmask", frozenset("c")
     if tile is not None and tile.size.static and width.value == tile.size.value * columns.value:
-        if any("r" in kernel.axes(place) for place in lead):
+        if "r" in mask.axes or any("r" in kernel.axes(place) for place in lead):
             raise NoKernel("a sum along rows as well")
         place = Index(((Number(columns.value), Digit(tile, 1, tile.size.value)), *place.terms))
         masks, axes = "cmask & rmask", frozenset("cr")
@@ -88,9 +96,10 @@ def norm(kernel: "Lowering", operation: Operation, name: str, index: Indices, ma
     eps = args[4 if layer else 3] if len(args) > (4 if layer else 3) else kwargs.get("eps", 1e-5 if layer else None)
     if eps is None:
         eps = torch.finfo(torch.float32).eps  # as torch's kernel, whatever the dtype of its input
-    lead, key = index[:-1], ("norm", operation.outputs[0], index[:-1], mask)
+    lead, whole = index[:-1], _whole(mask)
+    key = "norm", operation.outputs[0], lead, whole
     if key not in kernel.memo:
-        kernel.memo[key] = _moments(kernel, source, lead, mask, width[0], eps, layer)
+        kernel.memo[key] = _moments(kernel, source, lead, whole, width[0], eps, layer)
     mean, scale = kernel.memo[key]
     x = kernel.value(source, index, mask)
     axes = x.axes | scale.axes
@@ -120,9 +129,10 @@ def mean(kernel: "Lowering", operation: Operation, index: Indices, mask: Mask) -
     """The mean over the last dimension."""
     source, kept = operation.args[0], len(operation.outputs[0].shape) == len(operation.args[0].shape)
     lead = index[:-1] if kept else index
-    key = "mean", operation.outputs[0], lead, mask
+    whole = _whole(mask)
+    key = "mean", operation.outputs[0], lead, whole
     if key not in kernel.memo:
-        x, along = _row(kernel, source, lead, mask)
+        x, along = _row(kernel, source, lead, whole)
         width = source.shape[-1]
         kernel.memo[key] = kernel.let(f"{_sum(x.name, along)} / {width}", x.axes - along)
     return kernel.memo[key]
@@ -140,9 +150,12 @@ def pair(kernel: "Lowering", value: Value, index: Indices, mask: Mask) -> Term |
     half = isinstance(atom, Digit) and atom.axis is column and (atom.div, coefficient) == (2, Number(2))
     if not half or odd not in ((), (UNIT,)) or atom.mod * 2 != column.size.value:
         return None
+    everywhere = mask.of_rows()
     if value.sizes[-1].value != column.size.value or any("c" in kernel.axes(place) for place in index[:-1]):
         return None
-    whole = kernel.value(value, (*index[:-1], Index(((UNIT, Digit(column, 1, column.size.value)),))), mask)
+    if everywhere is None:
+        return None
+    whole = kernel.value(value, (*index[:-1], Index(((UNIT, Digit(column, 1, column.size.value)),))), everywhere)
     key = "pair", whole
     if key not in kernel.memo:
         rows = "R" if "r" in whole.axes else "1"

@@ -26,8 +26,26 @@ class Term:
 class Mask:
     """Where a value is asked for at all: conditions that were named."""
 
-    names: tuple[str, ...] = ()
-    axes: frozenset[str] = frozenset()
+    conditions: tuple[Term, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The conditions' variables."""
+        return tuple(condition.name for condition in self.conditions)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """What any of them varies along."""
+        return frozenset().union(*(condition.axes for condition in self.conditions))
+
+    def of_rows(self) -> "Mask | None":
+        """What it says of whole rows, where it asks for parts of them; None if that cannot be told.
+
+        A condition on columns says nothing about which rows there are. One on both at once may.
+        """
+        if any({"r", "c"} <= condition.axes for condition in self.conditions):
+            return None
+        return Mask(tuple(condition for condition in self.conditions if "c" not in condition.axes))
 
 
 EVERYWHERE = Mask()
