@@ -252,8 +252,8 @@ class TapeTier:
                 return out
             except WrongResult:
                 continue
-        if self._tapes.doubt(take, call.taped.structure):
-            raise WrongResult(f"{what}, recorded block by block, is wrong: its next call is recorded as a whole")
+        if self._tapes.doubt(take):
+            raise WrongResult(f"{what}, with blocks taken for alike, is wrong: its next call is recorded as a whole")
         if self._rules:  # they have changed the tape itself: the next call records it again, without them
             self._rules = False
             self._tapes.drop(take)
