@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .kernels import Launch, compile_all
 from .plan import Plan
+from .reuse import Outlines
 from .traits import traits
 from .values import Constant, Input, Operation, Tape, Value, Weight, replaced
 from .weights import resolve
@@ -57,12 +58,17 @@ class _Slot:
 
 
 class Program:
-    """The steps of one tape. fuse: neighbouring operations become kernels; without it they are eager's own."""
+    """The steps of one tape. fuse: neighbouring operations become kernels; without it they are eager's own.
 
-    def __init__(self, tape: Tape, fuse: bool, wrong: frozenset[str] = frozenset()) -> None:
+    outlines: of the model's earlier plans, one of which may serve.
+    """
+
+    def __init__(
+        self, tape: Tape, fuse: bool, wrong: frozenset[str] = frozenset(), outlines: Outlines | None = None
+    ) -> None:
         self._slots: dict[Value, int] = {}
         self.device = tape.device
-        plan = Plan(tape, fuse, wrong)
+        plan = outlines.plan(tape) if fuse and outlines is not None else Plan(tape, fuse, wrong)
         self.report, self.launches, self.parts = plan.report, plan.launches, plan.parts
         started = time.perf_counter()
         self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0
