@@ -17,7 +17,7 @@ from .plan import Plan
 from .reuse import Outlines
 from .traits import traits
 from .values import Constant, Input, Operation, Tape, Value, Weight, replaced
-from .weights import resolve
+from .weights import modules_of, resolve
 
 Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
 
@@ -50,7 +50,7 @@ class Step:
         return args, self.kwargs
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Slot:
     """Where a value lies in the list that a run fills."""
 
@@ -86,17 +86,23 @@ class Program:
 
     # Making it ----------------------------------------------------------------------------------------------------
 
+    def _number(self, value: Value) -> int:
+        return self._slots.setdefault(value, len(self._slots))
+
     def _slot(self, value: Value) -> _Slot:
-        return _Slot(self._slots.setdefault(value, len(self._slots)))
+        return _Slot(self._number(value))
 
     def _step(self, step: Operation | Launch) -> Step:
-        outputs = tuple(-1 if value is None else self._slot(value).number for value in step.outputs)
+        number = self._number
+        outputs = tuple([-1 if value is None else number(value) for value in step.outputs])
         if isinstance(step, Launch):
-            return Step(step, tuple(self._slot(value).number for value in step.operands), {}, outputs)
+            return Step(step, tuple([number(value) for value in step.operands]), {}, outputs)
+        flat = [(place, number(item)) for place, item in enumerate(step.args) if type(item) is Value]
+        if len(flat) == len(step.inputs):
+            args = tuple([None if type(item) is Value else item for item in step.args])
+            return Step(_run_of(step), args, step.kwargs, outputs, places=tuple(flat))
         args, kwargs = replaced(step.args, Value, self._slot), replaced(step.kwargs, Value, self._slot)
-        flat = [(place, item.number) for place, item in enumerate(args) if type(item) is _Slot]
-        places = tuple(flat) if len(flat) == len(step.inputs) else None
-        return Step(_run_of(step), args, kwargs, outputs, places=places)
+        return Step(_run_of(step), args, kwargs, outputs)
 
     def _free(self, steps: Sequence[Operation | Launch], tape: Tape) -> None:
         """Each step frees what nobody reads after it."""
@@ -117,7 +123,7 @@ class Program:
     def bound_to(self, module: nn.Module) -> Bound:
         """The weights of ``module``, for ``run``. Raises ``NotBound``."""
         bound: Bound = [None] * self._count
-        modules = dict(module.named_modules())
+        modules = dict(modules_of(module))
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for slot, value in self._weights:
