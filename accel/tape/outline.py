@@ -7,7 +7,7 @@ size only has to look its own numbers up (``reuse``). Holds no value, no tensor 
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,7 @@ class NoOutline(Exception):
     """A plan that says nothing about other sizes."""
 
 
-@dataclass(frozen=True)
-class Form:
+class Form(NamedTuple):
     """What a value of any size has: lengths are classes, or ``~length`` where the model says it."""
 
     lengths: tuple[int, ...] | None  # None: nobody asks
@@ -47,8 +46,7 @@ class Form:
     scalar: float | None
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One operation. func: see ``likeness``. check: which of its arguments are ``fixed``."""
 
     func: Any
@@ -151,6 +149,7 @@ class _Maker:
         self._refs: dict[Ref, int] = {}
         self._known: dict[tuple, int] = {}  # places of layouts
         self._sources: dict[int, int] = {}  # places of kernels
+        self._written: list[list[int]] = []  # how the results of each kernel lie
         self._loose = {value for single in plan.singles for value in single.moved}
         self._starts = {size: key for key, size in self._layouts.starts.items()}
         self._lines = {id(operation): place for place, operation in enumerate(tape.operations)}
@@ -213,7 +212,7 @@ class _Maker:
             place = self._lines[id(single.operation)]
             moved = tuple(self._lines[id(view)] for view in single.views)
             self.made.singles.append(Single(place, single.func, single.copied, moved))
-            self.made.lines[place] = dataclasses.replace(self.made.lines[place], func=single.func, check=FREE)
+            self.made.lines[place] = self.made.lines[place]._replace(func=single.func, check=FREE)
 
     def _check(self, operation: Operation, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> int:
         """Which arguments of an operation inside of a kernel belong to the kernel."""
@@ -230,31 +229,39 @@ class _Maker:
 
     def _groups(self) -> None:
         """What the kernels read lies as it did for the first group of its form."""
+        read_by: dict[int, list[tuple[int, int]]] = {}  # by the first group: which of the values, and how they lie
         for group in self._plan.groups:
-            own = {value for operation in group.members for value in operation.outputs}
-            read = {value for operation in group.members for value in operation.inputs} - own
-            for value, planned in zip(group.form.values, group.first.form.values, strict=True):
-                if value in read:
-                    self._lies(value, planned)
-                memory, start = self._layouts.memory(value) if value.base is not None else (value, 0)
-                if memory is not value:
-                    self._begins(value, memory, start)
-            for operation, planned in zip(group.members, group.first.members, strict=True):
+            first = group.first
+            reads = read_by.get(id(first))
+            if reads is None:
+                own = {value for operation in first.members for value in operation.outputs}
+                read = {value for operation in first.members for value in operation.inputs} - own
+                reads = read_by[id(first)] = [
+                    (place, self._layout(value)) for place, value in enumerate(first.form.values) if value in read
+                ]
+            values = group.form.values
+            self.made.strides += [(self._slot(values[place]), layout) for place, layout in reads]
+            for value in values:
+                if value.base is not None:
+                    memory, start = self._layouts.memory(value)
+                    if memory is not value:
+                        self._begins(value, memory, start)
+            for operation, planned in zip(group.members, first.members, strict=True):
                 self._cut(operation, planned)
 
-    def _lies(self, value: Value, planned: Value) -> None:
-        layout = tuple(map(self._product, self._layouts.of(planned)))
+    def _layout(self, value: Value) -> int:
+        layout = tuple(map(self._product, self._layouts.of(value)))
         place = self._known.setdefault(layout, len(self._known))
         if place == len(self.made.layouts):
             self.made.layouts.append(layout)
-        self.made.strides.append((self._slot(value), place))
+        return place
 
     def _begins(self, value: Value, memory: Value, start: int) -> None:
         if type(value.leaf) is Constant:
             self.made.offsets.append((self._slot(value), self._slot(memory), start))
         elif (place := self._lines.get(id(value.origin))) is not None:  # by ``select``, a place of the model's
             line = self.made.lines[place]
-            self.made.lines[place] = dataclasses.replace(line, check=ATOMS, fixed=fixed(value.origin, ATOMS))
+            self.made.lines[place] = line._replace(check=ATOMS, fixed=fixed(value.origin, ATOMS))
         else:
             raise NoOutline("memory of nobody's")
 
@@ -303,8 +310,8 @@ class _Maker:
         if isinstance(step, Launch):
             read, written = (tuple(map(self._slot, values)) for values in (step.operands, step.outputs))
             self.made.steps.append(("kernel", self._kernel(step.source), read, written))
-            for value, planned in zip(step.outputs, step.source.outputs, strict=True):
-                self._lies(value, planned)
+            layouts = self._written[self.made.steps[-1][1]]
+            self.made.strides += list(zip(written, layouts, strict=True))
             return
         line = self._lines.get(id(step))
         made = step.outputs[0]
@@ -327,4 +334,5 @@ class _Maker:
             )
             bare = dataclasses.replace(source, operands=(), outputs=(), row_sizes=(), integers=())
             self.made.kernels.append(Kernel(bare, rows, self._ref(source.column_size), integers))
+            self._written.append([self._layout(value) for value in source.outputs])
         return place

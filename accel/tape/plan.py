@@ -32,6 +32,22 @@ class Report:
 
 
 @dataclass
+class Schedule:
+    """What a program runs. parts: parts of joins, where a kernel stores them, and what they are."""
+
+    report: Report = field(default_factory=Report)
+    steps: Steps = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    parts: dict[Value, Value] = field(default_factory=dict)
+
+
+def unfused(tape: Tape) -> Schedule:
+    """Each operation by itself, as eager runs it."""
+    calls = sum(any(value is None or value.base is None for value in each.outputs) for each in tape.operations)
+    return Schedule(Report(calls=calls), list(tape.operations))
+
+
+@dataclass
 class Planned:
     """A group that became kernels. first: the one of its form that they were made for, perhaps itself."""
 
@@ -40,32 +56,29 @@ class Planned:
     first: "Planned"
 
 
-class Plan:
-    """The steps of one tape. wrong: sources of kernels that are not to be used."""
+class Plan(Schedule):
+    """The kernels and calls of one tape. wrong: sources of kernels that are not to be used."""
 
-    def __init__(self, tape: Tape, fuse: bool, wrong: frozenset[str] = frozenset()) -> None:
-        self.report = Report()
-        self.launches: list[Launch] = []
-        self.parts: dict[Value, Value] = {}  # parts of joins: where a kernel stores them, and what they are
+    def __init__(self, tape: Tape, wrong: frozenset[str] = frozenset()) -> None:
+        super().__init__()
         self._wrong = wrong
         sizes.annotate(tape)
         self.layouts, self._repeats = Layouts(), repeats.Repeats()
         self.groups: list[Planned] = []
         self._firsts: dict[tuple, Planned] = {}  # by form
-        self.singles = singles.copy_what_others_copy(tape, self.layouts) if fuse else []
+        self.singles = singles.copy_what_others_copy(tape, self.layouts)
         self._users: Users = {}
         for operation in tape.operations:
             for value in operation.inputs:
                 self._users.setdefault(value, []).append(operation)
         for value in tape.outputs:
             self._users.setdefault(value, []).append(None)
-        found = group.grouped(tape, fuse)
+        found = group.grouped(tape)
         # whose strides a view may rely on
         self._viewed = {op.inputs[0].root for op in tape.operations if op.kind == group.VIEW}
         self._viewed |= {value.root for value in tape.outputs}
         asking = [op for op in tape.operations if getattr(op.func, "by_strides", False)]
         self._viewed |= {value.root for op in asking for value in op.inputs}
-        self.steps: Steps = []
         for step in found:
             self.steps += self._fused(step) if isinstance(step, Group) else [step]
         self.report.calls = sum(isinstance(step, Operation) and step.kind != group.VIEW for step in self.steps)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .kernels import Launch, compile_all
-from .plan import Plan
+from .plan import Plan, unfused
 from .reuse import Outlines
 from .traits import traits
 from .values import Constant, Input, Operation, Tape, Value, Weight, replaced
@@ -68,7 +68,12 @@ class Program:
     ) -> None:
         self._slots: dict[Value, int] = {}
         self.device = tape.device
-        plan = outlines.plan(tape) if fuse and outlines is not None else Plan(tape, fuse, wrong)
+        if not fuse:
+            plan = unfused(tape)
+        elif outlines is None:
+            plan = Plan(tape, wrong)
+        else:
+            plan = outlines.plan(tape)
         self.report, self.launches, self.parts = plan.report, plan.launches, plan.parts
         started = time.perf_counter()
         self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0

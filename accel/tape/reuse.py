@@ -15,7 +15,7 @@ from .joins import join, part
 from .kernels import Launch
 from .layout import contiguous
 from .outline import NONE, NoOutline, Outline, fixed, likeness, outline
-from .plan import Plan, Report, Steps
+from .plan import Plan, Schedule
 from .values import Constant, Operation, Size, Tape, Value
 
 MAX_OUTLINES = 8  # per model: kinds of sizes (one picture, several; one frame, several) and of inputs
@@ -26,16 +26,6 @@ class Misfit(Exception):
     """An outline that is not this tape's."""
 
 
-@dataclasses.dataclass
-class Reused:
-    """What ``Plan`` has, from an outline."""
-
-    report: Report
-    steps: Steps
-    launches: list[Launch]
-    parts: dict[Value, Value]
-
-
 class Outlines:
     """The outlines of one model, the one that served last in front."""
 
@@ -44,7 +34,7 @@ class Outlines:
         self.misfits: list[str] = []
         self._known: list[Outline] = []
 
-    def plan(self, tape: Tape) -> Plan | Reused:
+    def plan(self, tape: Tape) -> Schedule:
         """The plan of a tape with kernels, made or reused."""
         for place, known in enumerate(self._known):
             try:
@@ -55,7 +45,7 @@ class Outlines:
             self._known.insert(0, self._known.pop(place))
             self.reused += 1
             return found
-        plan = Plan(tape, fuse=True)
+        plan = Plan(tape)
         try:
             self._known.insert(0, outline(tape, plan))
         except NoOutline:
@@ -75,7 +65,7 @@ class _Fitting:
         self._lengths: list[int | None] = [None] * len(known.singular)
         self._shapes: list[tuple[int, ...] | None] = [None] * len(known.forms)
 
-    def reused(self) -> Reused:
+    def reused(self) -> Schedule:
         """The plan of the tape."""
         self._match()
         for single in self._known.singles:
@@ -170,7 +160,7 @@ class _Fitting:
 
     # Its numbers ----------------------------------------------------------------------------------------------------
 
-    def _planned(self) -> Reused:
+    def _planned(self) -> Schedule:
         known = self._known
         for slot, memory, start in known.offsets:
             if self._offset(slot) - self._offset(memory) != start:
@@ -182,7 +172,7 @@ class _Fitting:
         numbers = [self._number(ref) for ref in known.refs]
         report = copy.copy(known.report)
         report.left = dict(report.left)
-        found = Reused(report, [], [], {})
+        found = Schedule(report)
         made: list[Launch | None] = [None] * len(known.kernels)
         joined: dict[int, int] = {}  # how much of each join has been given away
         for step in known.steps:
