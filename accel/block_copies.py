@@ -21,7 +21,7 @@ from .block_forwards import Blocks
 from .tape.options import MISSING, NotedOptions, frozen
 from .tape.record import Recorder
 from .tape.values import Constant, Operation, Value, Weight, replaced, values_in
-from .tape.weights import resolve, tensors_of
+from .tape.weights import modules_of, resolve, tensors_of
 
 NONE: frozenset[str] = frozenset()
 SHARED = (Constant, Weight)  # leaves that blocks may read besides their own, the same for all
@@ -38,7 +38,29 @@ class Example:
     options: "_Seen"
     path: str
     places: frozenset[str]  # options that say which block it is, and change nothing in it
-    weights: list[Value] = field(default_factory=list)  # its own, as far as they are read
+    weights: list[tuple[Value, Weight]] = field(default_factory=list)  # its own, as far as they are read; names in it
+    recipe: list["_Line"] = field(default_factory=list)  # the operations, as copies are made of them
+
+
+@dataclass
+class _First:
+    """A call that later ones may be copies of, before it runs. begin, promoted: how far the recorder was."""
+
+    key: Hashable
+    given: Given
+    values: list[Value]
+    seen: "_Seen"
+    begin: int
+    promoted: int
+
+
+@dataclass
+class _Copy:
+    """A call that is a copy, before it runs. values: what stands for the example's."""
+
+    example: Example
+    given: Given
+    values: dict[Value, Value]
 
 
 class BlockCopies:
@@ -56,57 +78,59 @@ class BlockCopies:
 
     def forward(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A block's own result; recorded, or written down as a copy."""
-        likeness = None if self._recorder.is_deaf else self._blocks.likeness(path, block)
+        recorder = self._recorder
+        found = None if recorder.is_deaf else recorder.guarded(lambda: self._found(path, block, args, kwargs))
+        if isinstance(found, _Copy):
+            with recorder.not_listening():
+                out = own(*args, **kwargs)
+            self.count += 1
+            recorder.guarded(lambda: self._copied(found.example, found.values, found.given, out))
+            return out
+        if found is None:
+            return own(*args, **kwargs)
+        with found.seen.listening(found.given.passed):
+            out = own(*args, **kwargs)
+        if not (recorder.is_deaf or recorder.calls_packs or recorder.promoted != found.promoted):
+            recorder.guarded(lambda: self._keep(found, path, block, out))
+        return out
+
+    def _found(self, path: str, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> "_First | _Copy | None":
+        """What this call is; None for one that has nothing to do with others."""
+        likeness = self._blocks.likeness(path, block)
         try:
             given = take_apart(type(block), args, kwargs) if likeness is not None else None
         except NotUsed:
             given = None
         if given is None:
-            return own(*args, **kwargs)
+            return None
         key = (likeness, *given.key)
         if key not in self._examples:
-            return self._first(key, path, block, own, given)
+            self._examples[key] = None  # for calls of blocks inside of this one
+            values = [self._recorder.value(tensor) for tensor in given.tensors]
+            begin = len(self._recorder.operations)
+            return _First(key, given, values, _Seen(given.passed), begin, self._recorder.promoted)
         example = self._examples[key]
-        values = None if example is None else self._values(example, path, block, given)
-        if values is None:
-            return own(*args, **kwargs)
-        with self._recorder.not_listening():
-            out = own(*args, **kwargs)
-        self.count += 1
-        self._recorder.guarded(lambda: self._copied(example, values, given, out))
-        return out
+        values = None if example is None else self._values(example, block, given)
+        return values and _Copy(example, given, values)
 
     # The first of its kind ------------------------------------------------------------------------------------------
 
-    def _first(self, key: Hashable, path: str, block: nn.Module, own: Callable[..., Any], given: Given) -> Any:
-        recorder = self._recorder
-        self._examples[key] = None  # for calls of blocks inside of this one
-        before, promoted = len(recorder.operations), recorder.promoted
-        seen = _Seen(given.passed)
-        values = [recorder.value(tensor) for tensor in given.tensors]
-        with seen.listening(given.passed):
-            out = own(*given.args, **given.kwargs)
-        if recorder.is_deaf or recorder.calls_packs or recorder.promoted != promoted:
-            return out
-
-        def keep() -> None:
-            again = take_apart(type(block), given.args, given.kwargs)
-            changed = again.key != given.key or list(map(id, again.tensors)) != list(map(id, given.tensors))
-            if changed or seen.changed or not is_plain(out):
-                return
-            after = [recorder.value(tensor) for tensor in given.tensors]
-            lifted = replaced(out, Tensor, recorder.value)
-            example = Example(recorder.operations[before:], values, after, lifted, seen, path, self._places(block))
-            if self._is_closed(example, block):
-                self._examples[key] = example
-
-        recorder.guarded(keep)
-        return out
+    def _keep(self, first: "_First", path: str, block: nn.Module, out: Any) -> None:
+        """Later calls are copies of this one, if it did nothing but make its result."""
+        given, value = first.given, self._recorder.value
+        if given.was_changed(type(block)) or first.seen.wrote() or not is_plain(out):
+            return
+        operations, after = self._recorder.operations[first.begin :], [value(tensor) for tensor in given.tensors]
+        example = Example(
+            operations, first.values, after, replaced(out, Tensor, value), first.seen, path, self._places(block)
+        )
+        if self._is_closed(example, block):
+            self._examples[first.key] = example
 
     def _is_closed(self, example: Example, block: nn.Module) -> bool:
         """Whether the example reads nothing but its arguments, its options and its own weights; finds those."""
         value, known = self._recorder.value, self._recorder.known
-        own = {known(tensor) for part in block.modules() for _, tensor in tensors_of(part)}
+        own = {known(tensor) for _, part in modules_of(block) for _, tensor in tensors_of(part)}
         optional = {value(tensor) for tensor in example.options.tensors}
         made = {value for operation in example.operations for value in operation.outputs}
         given = {*example.given, *(value.root for value in example.given)}
@@ -114,7 +138,8 @@ class BlockCopies:
             if read in made or read in example.given:
                 continue
             if type(read.leaf) is Weight and f"{read.leaf.module}.".startswith(f"{example.path}."):
-                example.weights.append(read)
+                own_name = Weight(read.leaf.module[len(example.path) + 1 :], read.leaf.name)
+                example.weights.append((read, own_name))
             elif type(read.leaf) in SHARED:
                 if read.root in own:  # made of sizes, and kept by this block
                     return False
@@ -124,7 +149,7 @@ class BlockCopies:
 
     # The others -----------------------------------------------------------------------------------------------------
 
-    def _values(self, example: Example, path: str, block: nn.Module, given: Given) -> dict[Value, Value] | None:
+    def _values(self, example: Example, block: nn.Module, given: Given) -> dict[Value, Value] | None:
         """What stands for the example's arguments and weights in this call; None if it cannot be a copy."""
         if not example.options.fits(given.passed, example.places):
             return None
@@ -137,10 +162,9 @@ class BlockCopies:
                 return None
         if len({new.root for new in found.values()}) != len({old.root for old in found}):
             return None  # arguments share memory here, or did there
-        modules = _Below(block)
-        for old in example.weights:
-            leaf = Weight(old.leaf.module[len(example.path) + 1 :], old.leaf.name)
-            new = value(resolve(modules, leaf))
+        modules = dict(modules_of(block))
+        for old, name in example.weights:
+            new = value(resolve(modules, name))
             if (new.shape, new.stride, new.dtype, new.device) != (old.shape, old.stride, old.dtype, old.device):
                 return None
             found[old] = new
@@ -157,34 +181,54 @@ class BlockCopies:
         def own(value: Value) -> Value:
             return values.get(value, value)
 
-        for operation in example.operations:
+        if not example.recipe:
+            example.recipe = [_Line.of(operation) for operation in example.operations]
+        for line in example.recipe:
+            operation = line.operation
             copied = Operation(
-                operation.func, replaced(operation.args, Value, own), replaced(operation.kwargs, Value, own),
-                [own(value) for value in operation.inputs],
+                operation.func, line.arguments(own), line.named(own), [own(value) for value in operation.inputs],
                 writes=operation.writes and own(operation.writes), opaque=operation.opaque, like=operation,
             )  # fmt: skip
             for value in operation.outputs:
                 if value is not None:
-                    base = value.base and own(value.base)
-                    values[value] = made = value.again(recorder.number(), base)
+                    values[value] = made = value.again(recorder.number(), value.base and own(value.base))
                     made.origin = copied
-                copied.outputs.append(value and values[value])
+                    copied.outputs.append(made)
+                else:
+                    copied.outputs.append(None)
             recorder.operations.append(copied)
         for old, new in [*zip(example.after, given.tensors, strict=True), *pairs]:
             if isinstance(old, Value) and old not in example.given:
                 recorder.mark(new, own(old))
 
 
-class _Below(dict):
-    """A module's ``named_modules``, looked up when they are asked for."""
+@dataclass
+class _Line:
+    """One operation of an example. places: of the values among its arguments, if none lies deeper (in a list, say)."""
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self._module = module
+    operation: Operation
+    places: list[tuple[int, Value]] | None
+    has_named: bool  # whether there are values among its keyword arguments
 
-    def __missing__(self, path: str) -> nn.Module:
-        self[path] = found = self._module.get_submodule(path)
-        return found
+    @classmethod
+    def of(cls, operation: Operation) -> "_Line":
+        flat = [(place, item) for place, item in enumerate(operation.args) if isinstance(item, Value)]
+        deep = len(flat) != sum(1 for _ in values_in(operation.args))
+        return cls(operation, None if deep else flat, any(True for _ in values_in(operation.kwargs)))
+
+    def arguments(self, own: Callable[[Value], Value]) -> tuple:
+        """Those of a copy."""
+        if self.places is None:
+            return replaced(self.operation.args, Value, own)
+        args = list(self.operation.args)
+        for place, value in self.places:
+            args[place] = own(value)
+        return tuple(args)
+
+    def named(self, own: Callable[[Value], Value]) -> dict[str, Any]:
+        """The keyword arguments of a copy."""
+        kwargs = self.operation.kwargs
+        return replaced(kwargs, Value, own) if self.has_named else dict(kwargs)
 
 
 class _Seen:
@@ -192,32 +236,34 @@ class _Seen:
 
     def __init__(self, passed: Mapping[Any, Any] | None) -> None:
         self.tensors: list[Tensor] = []
-        self.changed = False  # whether the block wrote into its options
-        self._keys = _keys(passed)
         self._values: dict[Any, Any] = {}
+        self._passed, self._keys = passed, _keys(passed)
+        self._before = [] if passed is None else list(map(id, dict.values(passed)))
+        # of a plain dict nobody knows what is read
+        self._heard: dict[Any, Any] = {} if passed is None or isinstance(passed, NotedOptions) else dict(passed)
 
     @contextmanager
     def listening(self, passed: Mapping[Any, Any] | None) -> Iterator[None]:
         """The body is the block's call with these options."""
-        if passed is None:
+        if not isinstance(passed, NotedOptions):
             yield
             return
-        before = list(map(id, dict.values(passed)))
-        noted = isinstance(passed, NotedOptions)
-        heard = {} if noted else dict(passed)  # of a plain dict nobody knows what is read
-        outer = passed.heard if noted else None
-        if noted:
-            passed.heard = heard
+        outer, passed.heard = passed.heard, self._heard
         try:
             yield
         finally:
-            if noted:
-                passed.heard = outer
+            passed.heard = outer
             if outer is not None:
-                outer.update(heard)
-        self.changed = _keys(passed) != self._keys or list(map(id, dict.values(passed))) != before
-        self.tensors = list(tensors_in(heard))
-        self._values = {key: frozen(value) for key, value in heard.items()}
+                outer.update(self._heard)
+
+    def wrote(self) -> bool:
+        """Whether the block wrote into its options. Called once, after the block's call."""
+        after = [] if self._passed is None else list(map(id, dict.values(self._passed)))
+        changed = _keys(self._passed) != self._keys or after != self._before
+        self.tensors = list(tensors_in(self._heard))
+        self._values = {key: frozen(value) for key, value in self._heard.items()}
+        self._passed, self._heard = None, {}
+        return changed
 
     def fits(self, passed: Mapping[Any, Any] | None, places: frozenset[str]) -> bool:
         """Whether another block's options are the same, as far as they were read; but for ``places``."""

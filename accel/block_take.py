@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .block_call import Given, is_plain, take_apart
+from .block_call import Given, is_plain
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Bound, Program
 from .tape.record import Recorder, record
@@ -79,8 +79,7 @@ def record_block(
     for key in noted._own - prepared:
         given.passed[key] = dict.get(noted, key)
         take.reason = take.reason or "a block changes the options that it is given"
-    after = take_apart(type(block), given.args, given.kwargs)
-    if after.key != given.key or list(map(id, after.tensors)) != list(map(id, given.tensors)):
+    if given.was_changed(type(block)):
         take.reason = take.reason or "a block changes a list or dict that it is given"
     if tape is not None:
         take.reason = take.reason or _odd(given, take, tape, out)

@@ -23,6 +23,7 @@ from .outputs import Output, flat, odd_form
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
 from .tape.program import NotBound, Program
+from .tape.reuse import Outlines
 from .tape.values import Tape, Weight
 from .tapes import Take, Tapes, bound, obstacle
 
@@ -54,7 +55,7 @@ class TapeTier:
         self, stats: ModelStats, owner: int, passthrough: tuple[type[BaseException], ...], uses_graphs: bool = True
     ) -> None:
         self.stats, self._owner, self._passthrough, self._uses_graphs = stats, owner, passthrough, uses_graphs
-        self._tapes = Tapes()
+        self._tapes, self._outlines = Tapes(), Outlines()
         self._dtypes: set[torch.dtype] = set()  # whose first size is over
         self._told = False  # why nothing is fused
         self._rules = True  # whether tapes are rewritten by rules
@@ -70,7 +71,7 @@ class TapeTier:
                 return call.eager()
             return self._first(call, settings, shape, fuse)
         if take.program is None:
-            return self._in_blocks(call, settings, shape, take) if fuse else self._eager(call, shape, take)
+            return self._in_blocks(call, settings, shape, take, fuse)
         call = _laid_out(call, take.program.permuted)
         inputs = take.inputs(call.inputs, call.taped.options)
         if take.graph and settings.graph_budget_mb:
@@ -102,14 +103,11 @@ class TapeTier:
         self._tapes.release()
         self._blocks.release()
 
-    def _eager(self, call: "Call", shape: ShapeStats, take: Take) -> Any:
-        self._note(shape, "eager", take.reason)
-        return call.eager()
-
-    def _in_blocks(self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take) -> Any:
+    def _in_blocks(self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, fuse: bool) -> Any:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
-        if not take.came_back:
-            return self._eager(call, shape, take)
+        if not (fuse and take.came_back):
+            self._note(shape, "eager", take.reason)
+            return call.eager()
         with self._blocks.visit(call, settings, self._is_first(call)) as visit:
             out = call.eager()
         self._note_blocks(shape, take, visit)
@@ -143,7 +141,7 @@ class TapeTier:
             take.reason = obstacle(tape) or odd_form(recorded)
         if take.reason:
             if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
-                return self._in_blocks(call, settings, shape, take)
+                return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
         operations = len(tape.operations)
@@ -229,7 +227,7 @@ class TapeTier:
         if self._rules:
             self.stats.inexact = sorted({*self.stats.inexact, *rules.apply(tape)})
         try:
-            return Program(tape, fuse=True)
+            return Program(tape, fuse=True, outlines=self._outlines)
         except KernelFailed as error:
             STATS.fallback(self.stats.name, f"{error}: operations run unfused")
             return Program(tape, fuse=False)
@@ -253,6 +251,7 @@ class TapeTier:
             raise NotCompared(NOT_COMPARED)
         except WrongResult as error:
             STATS.fallback(self.stats.name, str(error))
+        self._outlines = Outlines()  # the next size is planned by itself
         wrong = diagnose.wrong_kernels(tape, take.program, inputs, call.taped.module)
         for program in (Program(tape, fuse=True, wrong=wrong), Program(tape, fuse=False)):
             program.bind(call.taped.module)
@@ -262,8 +261,8 @@ class TapeTier:
                 return out
             except WrongResult:
                 continue
-        if self._tapes.doubt(take, call.taped.structure):
-            raise WrongResult(f"{what}, recorded block by block, is wrong: its next call is recorded as a whole")
+        if self._tapes.doubt(take):
+            raise WrongResult(f"{what}, with blocks taken for alike, is wrong: its next call is recorded as a whole")
         if self._rules:  # they have changed the tape itself: the next call records it again, without them
             self._rules = False
             self._tapes.drop(take)

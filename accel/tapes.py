@@ -113,7 +113,7 @@ class Tapes:
         def forward() -> Any:
             if taped.lean or self._one_by_one == taped.structure:
                 return taped.forward(noted)
-            self._blocks.look(taped.module, taped.structure)
+            recorder.guarded(lambda: self._blocks.look(taped.module, taped.structure))
             with self._blocks.ours(taped.module, copies.forward):
                 return taped.forward(noted)
 
@@ -136,10 +136,10 @@ class Tapes:
                 self._takes.popitem(last=False)
         return out, take, None if reason else tape
 
-    def doubt(self, take: Take, structure: int) -> bool:
+    def doubt(self, take: Take) -> bool:
         """The take's program was wrong. Whether that may be because of blocks that are copies, so they are no more."""
         if take.copies:
-            self._one_by_one = structure
+            self._one_by_one = take.structure
             self.drop(take)
         return bool(take.copies)
 

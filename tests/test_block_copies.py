@@ -221,9 +221,9 @@ def test_a_program_that_is_wrong_puts_an_end_to_copies() -> None:
     tapes = Tapes()
     take, _ = recorded(model, tapes)
     assert take.copies == COUNT - 1
-    assert tapes.doubt(take, 0)
+    assert tapes.doubt(take)
     take, tape = recorded(model, tapes)
-    assert take.copies == 0 and not tapes.doubt(take, 0)
+    assert take.copies == 0 and not tapes.doubt(take)
     program = Program(tape, fuse=False)
     program.bind(model)
     with torch.inference_mode():
@@ -301,3 +301,54 @@ def test_the_tape_is_as_if_each_block_had_been_recorded(pack, monkeypatch, name)
             )
             assert written(copied) == written(studied.record(k).tape)
     assert counts["copies"] == 2 * copies
+
+
+# Faults ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("target", ["_found", "_values", "_keep", "_is_closed", "_copied"])
+def test_a_fault_of_ours_costs_the_tape_and_not_the_forward(monkeypatch, target) -> None:
+    def fail(*args):
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(block_copies.BlockCopies, target, fail)
+    model, x = Model(plain, usual), x_of()
+    taped = Taped(model, lambda noted: model(x, noted), {}, 0, lambda options, recorder: None)
+    out, take, tape = Tapes().record(shape_key({"x": x}, {}), True, taped, {"x": x})
+    assert tape is None and "injected" in take.reason
+    with torch.inference_mode():
+        assert torch.equal(out, model(x, {}))
+
+
+def test_a_model_whose_blocks_only_look_alike_is_recorded_again_as_a_whole(pack, monkeypatch) -> None:
+    """Through Compile Model: the picture is eager's, the reason is told, and the next call has a program."""
+    from dataclasses import replace
+
+    from tools.architectures import patchers
+    from tools.driving import compiled
+    from tools.oracles import error, fallbacks, shapes
+
+    entry = architectures.TABLE["ZImage"]
+    monkeypatch.setitem(architectures.TABLE, "ZImage", replace(entry, config={**entry.config, "n_layers": 4}))
+    patcher = patchers.make("ZImage")
+    layers, count = patcher.model.diffusion_model.layers, itertools.count()
+    kind = type(layers[0])
+
+    def forward(self, x, *args, **kwargs):
+        return kind.forward(self, x, *args, **kwargs) * (1 + next(count) % len(layers))
+
+    for layer in layers:
+        layer.__class__ = type(kind.__name__, (kind,), {"forward": forward}) if layer is layers[0] else type(layers[0])
+
+    def run(model):
+        arguments, named = entry.inputs(0)
+        options = model.model_options["transformer_options"] | named["transformer_options"]
+        named["transformer_options"] = options | {"wrappers": model.wrappers}
+        with torch.inference_mode():
+            return architectures.parts_of(model.model.diffusion_model(*arguments, **named))[0]
+
+    fast, wanted = compiled(patcher), run(patcher)
+    for state in ("eager", "tape", "tape"):
+        assert error(run(fast), wanted) < 1e-5
+        assert shapes()[-1]["state"] == state
+    assert any("taken for alike" in fallback["reason"] for fallback in fallbacks())

@@ -68,7 +68,7 @@ def launch_compiled(kernel: Any, compiled: Any, grid: tuple[int, int, int], args
     """
     try:
         if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
-            args = tuple(item.data_ptr() if isinstance(item, Tensor) else item for item in args)
+            args = _addresses(args)
         compiled[grid](*args, stream=stream)
     except FAILURES as error:
         if is_out_of_memory(error):
@@ -84,9 +84,13 @@ def _named(kernel: Any, error: Exception) -> KernelFailed:
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
     if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
         compiled = kernel.warmup(*args, grid=grid, **options)  # from Triton's cache: the shape has run before
-        compiled[(*grid, 1, 1)[:3]](*(a.data_ptr() if isinstance(a, Tensor) else a for a in args))
+        compiled[(*grid, 1, 1)[:3]](*_addresses(args))
     else:
         kernel[grid](*args, **options)
+
+
+def _addresses(args: tuple) -> tuple:
+    return tuple(item.data_ptr() if isinstance(item, Tensor) else item for item in args)
 
 
 def _first_line(error: BaseException) -> str:

@@ -184,17 +184,20 @@ def _heads(value: Value, layouts: Layouts, width: int, lowering: Lowering) -> st
 
     As rows of a tile they read it once.
     """
-    dims = [d for d in order_of(layouts.of(value)) if value.sizes[d] is not ONE]
-    if not width or len(dims) < 3 or not all(value.sizes[d].static for d in dims[-2:]):
+    if not width:
         return None
-    count, columns = (value.sizes[d].value for d in dims[-2:])
+    dims = [d for d in order_of(layouts.of(value)) if value.sizes[d] is not ONE]
+    below, _ = _inner(dims, value.sizes, 0)
+    if below < 1 or not all(value.sizes[d].static for d in dims[below - 1 :]):
+        return None
+    count, columns = value.sizes[dims[below - 1]].value, math.prod(value.sizes[d].value for d in dims[below:])
     fits = TILE_ROWS[0] <= count <= TILE_ROWS[1] and NARROW <= columns <= TILE_COLUMNS
     if not fits or count * columns != width or _power(count) * _power(columns) > 2 * BLOCK:
         return None
     for place, _ in lowering.loads:
         digits = [atom for _, atom in place.terms if isinstance(atom, Digit) and atom.axis is lowering.column]
         if len(place.axes()) > 1 and digits and all(d.mod and d.div * d.mod <= columns for d in digits):
-            return f"i{dims[-2]}"
+            return f"i{dims[below - 1]}"
     return None
 
 

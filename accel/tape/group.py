@@ -81,7 +81,7 @@ def probably_fuses(operation: Operation) -> bool:
     return pointwise.simple(name, overload, operation.args, operation.kwargs) is not None
 
 
-def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:
+def grouped(tape: Tape) -> list[Operation | Group]:
     """The operations of ``tape`` and groups of them, in an order in which they can run.
 
     A group runs where its last operation was recorded, and not only where its values are needed, because until then it
@@ -104,8 +104,6 @@ def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:
 
     for place, operation in enumerate(tape.operations):
         operation.kind = classify(operation)
-        if operation.kind == FUSE and not fuse:
-            operation.kind = CALL
         found = [group for value in operation.inputs if (group := group_of(value)) is not None]
         joined = list({id(group): group for group in found}.values())
         if operation.kind == CALL:

@@ -82,12 +82,13 @@ class Recorder(TorchDispatchMode):
         finally:
             self._paused = paused
 
-    def guarded(self, write: Callable[[], None]) -> None:
-        """Runs what the caller writes down; a fault in it costs the tape, never the forward."""
+    def guarded(self, ours: Callable[[], Any]) -> Any:
+        """What ``ours`` gives; None where it fails, which costs the tape, never the forward."""
         try:
-            write()
+            return ours()
         except Exception as error:  # noqa: BLE001
             self._failed(error)
+            return None
 
     def call(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], own: Callable[[], Any]) -> Any:
         """What ``own`` gives, recorded as one call of ``function`` with these arguments, whatever that does inside."""
