@@ -46,6 +46,7 @@ class Recorder(TorchDispatchMode):
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
         self._filled: dict[Value, tuple[Tensor, Any]] = {}  # constants full of one number, until they are written
         self._module, self._world = module, World(device)
+        self.keeps = False  # whether the forward left a tensor in its model
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
         self.inputs = [self._tensors.leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
 
@@ -298,6 +299,7 @@ class Recorder(TorchDispatchMode):
         if self._world.was_drawn_from():
             self.refuse(RANDOM)
         if kept := kept_tensor(self._module, self._tensors.depends):
+            self.keeps = True
             self.refuse(f"the model keeps a tensor for its next call ({kept})")
         if self._filled and not self.refuse.reason and self._was_filled():
             self.refuse(UNWRITTEN)
