@@ -23,7 +23,14 @@ MAX_SHAPES = 256  # of one model
 MAX_RUNS = 32  # sampling runs with skipped blocks
 MAX_NODES = 256
 MAX_REJECTED = 256
+MAX_FALLBACKS = 256  # places and reasons; the one that was new longest ago is forgotten first
+MAX_TEXT = 1000  # characters of one text: every open browser gets all of them, again and again
 TIMES_KEPT = 64
+
+
+def bounded(text: str) -> str:
+    """``text``, or its beginning with how much was left out."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text) - MAX_TEXT:,} more characters)"
 
 
 class CallTimes:
@@ -85,6 +92,8 @@ class ShapeStats:
         )  # fmt: skip
         entry = {name: getattr(self, name) for name in names}
         return entry | {
+            "reason": bounded(self.reason),
+            "note": bounded(self.note),
             "first_call_seconds": round(self.first_call_seconds, 4),
             "median_ms": round(self.times.median_ms(), 3),
             "eager_ms": None if self.eager_ms is None else round(self.eager_ms, 3),
@@ -189,7 +198,7 @@ class SkipStats:
         """The contract's entry."""
         names = ("model", "depth", "full", "skipped", "bytes")
         return {name: getattr(self, name) for name in names} | {
-            "resets": dict(self.resets),
+            "resets": {bounded(reason): count for reason, count in list(self.resets.items())},
             "seconds": round(self.seconds, 3),
         }
 
@@ -205,6 +214,14 @@ class NodeStats:
     message: str  # what the user should know; "" if nothing
     names: Callable[[], list[str]]  # of entries of ``models``, known from the first forward on; holds no model
     _known: list[str] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.message = bounded(self.message)
+
+    def clear(self) -> None:
+        """Forgets what was said of its run; why a model cannot be compiled at all holds on."""
+        if self.state != "eager":
+            self.message = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry. Keeps the names when the model is gone, as its entries stay too."""
@@ -252,12 +269,15 @@ class Stats:
 
     def fallback(self, where: str, reason: str) -> int:
         """Counts a step down to something slower and returns how often it has happened."""
+        key = where, bounded(reason)
         with self._lock:
-            self._fallbacks[where, reason] += 1
-            return self._fallbacks[where, reason]
+            self._fallbacks[key] += 1
+            for oldest in list(self._fallbacks)[:-MAX_FALLBACKS]:
+                del self._fallbacks[oldest]
+            return self._fallbacks[key]
 
     def clear(self) -> None:
-        """Forgets calls, shapes and fallbacks; compiled code and captured graphs stay."""
+        """Forgets calls, shapes, fallbacks and the nodes' messages; compiled code and captured graphs stay."""
         fleet.forget()
         with self._lock:
             self._fallbacks.clear()
@@ -265,6 +285,8 @@ class Stats:
             self.graphs.evictions = 0
             for model in self._models:
                 model.shapes.clear()
+            for node in self._nodes.values():
+                node.clear()
 
     def snapshot(self) -> dict[str, Any]:
         """The contract's dict (``docs/architecture.md``), JSON-ready."""

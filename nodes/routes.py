@@ -18,6 +18,7 @@ from .report import report
 FORMATS = ("json", "text")
 MAX_BODY = 256  # bytes; {"graphs": true} has 16
 CLEAR_KEYS = ("graphs",)
+JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
 def register() -> None:
@@ -74,7 +75,7 @@ def _wants_graphs(body: bytes) -> bool:
         raise _Refused(f"unknown key {unknown[0]!r}; accepted: {', '.join(CLEAR_KEYS)}")
     wanted = options.get("graphs", False)
     if not isinstance(wanted, bool):
-        raise _Refused(f"graphs is {wanted!r}; give true or false")
+        raise _Refused(f"graphs is {json.dumps(wanted)}; give true or false")
     return wanted
 
 
@@ -84,9 +85,10 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         options = json.loads(body)
     except ValueError as error:
-        raise _Refused(f"the body is not JSON ({error}); give a JSON object or nothing") from error
+        raise _Refused('the body is not JSON; give a JSON object, as {"graphs": true}, or nothing') from error
     if not isinstance(options, dict):
-        raise _Refused(f"the body is a JSON {type(options).__name__}; give a JSON object or nothing")
+        kind = JSON_NAMES[type(options)]
+        raise _Refused(f'the body is JSON of type {kind}; give an object, as {{"graphs": true}}, or nothing')
     return options
 
 

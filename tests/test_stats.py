@@ -118,6 +118,39 @@ def test_clear_keeps_the_models(counted) -> None:
     assert now["fallbacks"] == [] and [model["shapes"] for model in now["models"]] == [[]]
 
 
+def noted(message: str, state: str = "ready", node_id: str = "5") -> stats.NodeStats:
+    return stats.NodeStats(node_id, "w", "AnyShapeWarmUp", state, message, list)
+
+
+def test_texts_are_bounded_where_they_enter(counted) -> None:
+    """Every open browser gets all of them twice a second while prompts run."""
+    (model,), long = counted._models, "x" * 600_000
+    model.shapes["k"].reason = model.shapes["k"].note = long
+    counted.fallback("UNet", long)
+    counted.skip_run("UNet", 0).resets[long] += 1
+    counted.node(noted(long))
+    now = stats.snapshot()
+    assert len(json.dumps(now)) < 12_000
+    (message,) = [node["message"] for node in now["nodes"]]
+    assert message == f"{'x' * stats.MAX_TEXT}... (599,000 more characters)"
+    assert counted.fallback("UNet", long) == 2  # it is still counted as the same
+
+
+def test_reasons_are_bounded_in_number(counted) -> None:
+    for number in range(stats.MAX_FALLBACKS + 50):
+        assert counted.fallback("UNet", f"reason {number}") == 1
+    reasons = [step["reason"] for step in stats.snapshot()["fallbacks"]]
+    assert len(reasons) == stats.MAX_FALLBACKS and reasons[-1] == f"reason {stats.MAX_FALLBACKS + 49}"
+
+
+def test_clear_drops_what_nodes_said(counted) -> None:
+    """But not why a node's model cannot be compiled: that is no count, and still so."""
+    counted.node(noted("line 1: ..."))
+    counted.node(noted("an AMD card", "eager", "6"))
+    counted.clear()
+    assert [(node["id"], node["message"]) for node in stats.snapshot()["nodes"]] == [("5", ""), ("6", "an AMD card")]
+
+
 def test_expect_is_an_oracle(counted) -> None:
     with stats.expect(fallbacks=1, calls=0):
         counted.fallback("here", "why")
