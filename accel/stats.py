@@ -213,10 +213,12 @@ class NodeStats:
     state: str  # "off": passes through | "eager": its model cannot be compiled | "ready": what the entries say
     message: str  # what the user should know; "" if nothing
     names: Callable[[], list[str]]  # of entries of ``models``, known from the first forward on; holds no model
+    settings: dict[str, Any] = field(default_factory=dict)  # its inputs that are no links; for reports alone
     _known: list[str] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self.message = bounded(self.message)
+        self.settings = {n: bounded(value) if isinstance(value, str) else value for n, value in self.settings.items()}
 
     def clear(self) -> None:
         """Forgets what was said of its run; why a model cannot be compiled at all holds on."""
@@ -266,6 +268,11 @@ class Stats:
             self._nodes[entry.workflow, entry.id] = entry
             for oldest in list(self._nodes)[:-MAX_NODES]:
                 del self._nodes[oldest]
+
+    def nodes(self) -> list[NodeStats]:
+        """Those that ran, the latest last."""
+        with self._lock:
+            return list(self._nodes.values())
 
     def fallback(self, where: str, reason: str) -> int:
         """Counts a step down to something slower and returns how often it has happened."""

@@ -40,9 +40,9 @@ class CompileControlNet(io.ComfyNode):
         cls, control_net: io.ControlNet.Type, enabled: bool, verify: bool = True
     ) -> io.NodeOutput:
         if not enabled:
-            badge.note(cls, None, enabled=False)
+            badge.note(cls, None, enabled=False, verify=verify)
             return io.NodeOutput(control_net)
         compiled, message = compile_controlnet(control_net, verify)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_controlnet(compiled), message)
+        badge.note(cls, entries.of_controlnet(compiled), message, verify=verify)
         return io.NodeOutput(compiled)

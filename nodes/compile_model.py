@@ -62,11 +62,12 @@ class CompileModel(io.ComfyNode):
     def execute(  # noqa: D102
         cls, model: io.Model.Type, mode: str = "auto", graph_budget_mb: int = 2048, verify: bool = True
     ) -> io.NodeOutput:
+        settings = {"mode": mode, "graph_budget_mb": graph_budget_mb, "verify": verify}
         mode, note = _current(mode)
         compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
         message = "\n".join(part for part in (note, message) if part)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_model(compiled), message, enabled=mode != "off")
+        badge.note(cls, entries.of_model(compiled), message, mode != "off", **settings)
         return io.NodeOutput(compiled)
 
 

@@ -34,9 +34,9 @@ class CompileVAE(io.ComfyNode):
     @classmethod
     def execute(cls, vae: comfy.sd.VAE, enabled: bool, verify: bool = True) -> io.NodeOutput:  # noqa: D102
         if not enabled:
-            badge.note(cls, None, enabled=False)
+            badge.note(cls, None, enabled=False, verify=verify)
             return io.NodeOutput(vae)
         compiled, message = compile_vae(vae, verify)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_vae(compiled), message)
+        badge.note(cls, entries.of_vae(compiled), message, verify=verify)
         return io.NodeOutput(compiled)

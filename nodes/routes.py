@@ -13,6 +13,7 @@ from server import PromptServer
 from ..accel import graphs, stats
 from ..accel.attempt import attempt, named
 from .live import Live
+from .machine import particulars
 from .report import report
 
 FORMATS = ("json", "text")
@@ -42,7 +43,7 @@ class _Refused(ValueError):
 
 
 async def _stats(request: web.Request) -> web.Response:
-    """GET: the counters, as JSON or (``?format=text``) as the tables of Shape Cache Info."""
+    """GET: the counters, as JSON or (``?format=text``) as a report of this machine and Shape Cache Info's tables."""
     unknown = sorted(set(request.query) - {"format"})
     wanted = request.query.get("format", FORMATS[0])
     if unknown:
@@ -50,7 +51,10 @@ async def _stats(request: web.Request) -> web.Response:
     if wanted not in FORMATS:
         return _error(f"format is {wanted!r}; choose one of {', '.join(FORMATS)}")
     now = stats.snapshot()
-    return web.json_response(now) if wanted == "json" else web.Response(text=report(now))
+    if wanted == "json":
+        return web.json_response(now)
+    head = await asyncio.to_thread(particulars)  # in another thread: the driver's tool takes its time
+    return web.Response(text=f"{head}\n\n{report(now)}")
 
 
 async def _clear(request: web.Request) -> web.Response:

@@ -81,9 +81,9 @@ class SkipBlocks(io.ComfyNode):
         preset: str = "custom",
     ) -> io.NodeOutput:  # fmt: skip
         window = {"start_percent": start_percent, "end_percent": end_percent}
-        settings = SkipSettings(**with_preset(preset, interval, depth), **window, forecast=forecast)
+        chosen = with_preset(preset, interval, depth) | window | {"forecast": forecast}
         tell = partial(say, node_id=node_id(cls), level=logging.INFO)
-        skipping, message = skip_blocks(model, settings, tell)
+        skipping, message = skip_blocks(model, SkipSettings(**chosen), tell)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_skipping(skipping), message)
+        badge.note(cls, entries.of_skipping(skipping), message, **chosen)
         return io.NodeOutput(skipping)

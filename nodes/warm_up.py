@@ -89,5 +89,5 @@ class WarmUp(io.ComfyNode):
     ) -> io.NodeOutput:  # fmt: skip
         done = warm_up(model, with_preset(shapes, preset), vae, positive, negative, cfg)
         say(done.line, node_id(cls), logging.WARNING if done.warnings else logging.INFO)
-        badge.note(cls, entries.of_warm_up(model, vae), "\n".join(done.warnings))
+        badge.note(cls, entries.of_warm_up(model, vae), "\n".join(done.warnings), shapes=shapes, cfg=cfg, preset=preset)
         return io.NodeOutput(model, vae, done.report)
