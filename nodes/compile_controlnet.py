@@ -30,7 +30,9 @@ class CompileControlNet(io.ComfyNode):
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[
-                io.ControlNet.Output(tooltip="The same ControlNet, faster. Deleting the node restores the original.")
+                io.ControlNet.Output(
+                    tooltip="The same ControlNet, faster. Bypass (Ctrl+B) or delete it to get the original."
+                )
             ],
             hidden=badge.HIDDEN,
         )

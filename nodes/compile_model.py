@@ -44,7 +44,9 @@ class CompileModel(io.ComfyNode):
                 ),
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
-            outputs=[io.Model.Output(tooltip="The same model, faster. Deleting the node restores the original.")],
+            outputs=[
+                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original.")
+            ],
             hidden=badge.HIDDEN,
         )
 

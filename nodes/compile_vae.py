@@ -27,7 +27,7 @@ class CompileVAE(io.ComfyNode):
                 ),
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
-            outputs=[io.Vae.Output(tooltip="The same VAE, faster. Deleting the node restores the original.")],
+            outputs=[io.Vae.Output(tooltip="The same VAE, faster. Bypass (Ctrl+B) or delete it to get the original.")],
             hidden=badge.HIDDEN,
         )
 

@@ -71,7 +71,9 @@ class SkipBlocks(io.ComfyNode):
                     "above. custom: as they are set.",
                 ),
             ],
-            outputs=[io.Model.Output(tooltip="The same model, faster. Deleting the node restores the original.")],
+            outputs=[
+                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original.")
+            ],
             hidden=badge.HIDDEN,
         )
 

@@ -53,7 +53,10 @@ LONGEST = (
     "test_newer_comfyui", "test_unet_packs", "test_artifacts_kernels", "test_tape_engine", "test_lazy",
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
-MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
+MARKS = {
+    "test_fleet": "fleet", "test_browser": "browser", "test_screen": "browser", "test_package": "package",
+    "test_soak": "soak",
+}  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)

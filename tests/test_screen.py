@@ -1,0 +1,204 @@
+"""What the screen says, on the front ends of both ComfyUIs: the language, and nodes that are bypassed or muted.
+
+Each is started with the front end of its own version. Pictures of the page lie in .cache/screenshots afterwards.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tools import browser as installed
+from tools.comfy_server import ComfyServer
+from tools.paths import VENV
+
+pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
+
+from tools.web_page import OURS, WebPage, chromium  # noqa: E402 - it imports playwright
+
+if not installed.find():
+    pytest.skip(installed.MISSING, allow_module_level=True)
+
+BEDS = ["comfyui-0.3.75", "comfyui-0.30.0"]
+PANEL = ".anyshape-panel"
+MUTED, BYPASSED = 2, 4  # of a node's `mode`, in every front end
+
+
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    return {"class_type": class_type, "inputs": inputs}
+
+
+def flow() -> dict[str, dict[str, Any]]:
+    """Text to image on the demo model, through three of our nodes."""
+    return {
+        "1": node("AnyShapeDemoLoader", dtype="fp32"),
+        "2": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text="rocket"),
+        "3": node("EmptyLatentImage", width=64, height=72, batch_size=1),
+        "4": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024),
+        "5": node("AnyShapeCompileVAE", vae=["1", 1], enabled=True),
+        "6": node(
+            "KSampler", model=["4", 0], positive=["2", 0], negative=["2", 0], latent_image=["3", 0], seed=5, steps=2,
+            cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0,
+        ),
+        "7": node("VAEDecode", samples=["6", 0], vae=["5", 0]),
+        "8": node("PreviewImage", images=["7", 0]),
+        "9": node("AnyShapeShapeCacheInfo"),
+    }  # fmt: skip
+
+
+PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (420, 160), "5": (420, 420), "6": (740, 160),
+          "7": (1070, 160), "8": (1260, 160), "9": (740, 560)}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as launched:
+        yield launched
+
+
+@pytest.fixture(scope="module", params=BEDS)
+def bed(request: pytest.FixtureRequest) -> Iterator[ComfyServer]:
+    """A server of each version with the front end of that version."""
+    comfyui = (VENV / request.param).resolve()
+    if "COMFYUI_PATH" in os.environ or not (comfyui / "front_end").is_dir():
+        pytest.skip(f"needs {request.param} with its front end in .venv: make setup")
+    with ComfyServer(comfyui=comfyui, arguments=("--front-end-root", str(comfyui / "front_end"))) as running:
+        yield running
+
+
+# Until then the front end may still open its own first workflow over another one.
+OPENED = "() => app.extensionManager.workflow?.activeWorkflow && app.graph.nodes.length"
+
+
+def opened(browser: Any, bed: ComfyServer, prepare: Any = None, **settings: Any) -> WebPage:
+    """A page with the workflow above."""
+    page = WebPage(browser, bed, prepare, **settings)
+    page.page.wait_for_function(OPENED)
+    page.load_workflow(flow(), PLACES)
+    return page
+
+
+@pytest.fixture
+def page(browser: Any, bed: ComfyServer) -> Iterator[WebPage]:
+    shown = opened(browser, bed)
+    yield shown
+    shown.close()
+
+
+def pixels(server: ComfyServer, entry: dict[str, Any]) -> np.ndarray:
+    (image,) = entry["outputs"]["8"]["images"]
+    return np.asarray(server.view(image).convert("RGB"))
+
+
+def ended(server: ComfyServer, prompt_id: str) -> dict[str, Any]:
+    """The history's entry; the browser's driver has this thread's event loop, so nothing can be followed in it."""
+    deadline = time.monotonic() + 120
+    while not server.get(f"/history/{prompt_id}").json():
+        assert time.monotonic() < deadline, "the prompt did not end"
+        time.sleep(0.1)
+    return server.history(prompt_id)
+
+
+def calls(server: ComfyServer) -> int:
+    return sum(s["calls"] for model in server.get("/anyshape/stats").json()["models"] for s in model["shapes"])
+
+
+# Language ---------------------------------------------------------------------------------------------------------
+
+SHOWN = """id => {
+    const node = app.graph.getNodeById(id), names = (list) => list.map((one) => one.label ?? one.localized_name);
+    return { title: node.title, inputs: names(node.inputs), outputs: names(node.outputs),
+             widgets: names(node.widgets.filter((one) => one.name !== 'anyshape')) };
+}"""
+CHINESE = {
+    "title": "编译模型",
+    "inputs": ["模型", "模式", "CUDA 图显存上限（MB）", "核对"],
+    "outputs": ["模型"],
+    "widgets": ["模式", "CUDA 图显存上限（MB）", "核对"],
+}
+ENGLISH = {
+    "title": "Compile Model",
+    "inputs": ["model", "mode", "graph_budget_mb", "verify"],
+    "outputs": ["MODEL"],
+    "widgets": ["mode", "graph_budget_mb", "verify"],
+}
+HOVERED = ".node-tooltip"
+
+
+def tooltip_of_title(page: WebPage, node_id: int) -> str:
+    """As the mouse finds it."""
+    place = page.page.evaluate("id => [...app.graph.getNodeById(id).pos]", node_id)
+    page.page.mouse.move(*page._on_page(place[0] + 60, place[1] - 15), steps=3)
+    page.page.locator(HOVERED).wait_for()
+    return page.page.locator(HOVERED).inner_text()
+
+
+def wait_for_title(page: WebPage, node_id: int, title: str) -> None:
+    page.page.wait_for_function("([id, title]) => app.graph.getNodeById(id)?.title === title", arg=[node_id, title])
+
+
+def test_nodes_are_chinese_and_change_with_the_setting(browser, bed) -> None:
+    page = opened(browser, bed, Comfy_Locale="zh")
+    wait_for_title(page, 4, CHINESE["title"])
+    assert page.page.evaluate(SHOWN, 4) == CHINESE
+    assert page.page.evaluate(SHOWN, 9)["outputs"] == ["报告", "统计", "图表"]
+    assert tooltip_of_title(page, 4).startswith("加快任意模型（图像或视频）的采样")
+    assert page.page.locator(OURS).get_attribute("aria-label") == "尺寸缓存"
+    page.shot(f"chinese-{bed.comfyui.name}")
+    page.set("Comfy.Locale", "en")
+    wait_for_title(page, 4, ENGLISH["title"])
+    assert page.page.evaluate(SHOWN, 4) == ENGLISH
+    page.page.locator(f"{OURS}[aria-label='Shape cache']").wait_for()
+    page.set("Comfy.Locale", "zh")
+    wait_for_title(page, 4, CHINESE["title"])
+    assert page.page.evaluate(SHOWN, 4) == CHINESE
+    page.page.locator(f"{OURS}[aria-label='尺寸缓存']").wait_for()
+    assert page.errors == []
+    page.close()
+
+
+def test_what_the_user_named_keeps_its_name(browser, bed) -> None:
+    page = opened(browser, bed, Comfy_Locale="zh")
+    wait_for_title(page, 4, CHINESE["title"])
+    page.page.evaluate(
+        "async () => { const node = app.graph.getNodeById(4); node.title = 'Mine'; node.inputs[0].label = 'base';"
+        " await app.loadGraphData(app.graph.serialize()); }"
+    )
+    shown = page.page.evaluate(SHOWN, 4)
+    assert (shown["title"], shown["inputs"][:2]) == ("Mine", ["base", "模式"])
+    page.close()
+
+
+# Bypassed and muted -----------------------------------------------------------------------------------------------
+
+
+def press_on(page: WebPage, node_id: int, key: str, mode: int) -> None:
+    """Selects a node and presses a key, as a person does, until the node is in that mode."""
+    page.select(node_id)
+    page.page.keyboard.press(key)
+    page.page.wait_for_function("([id, mode]) => app.graph.getNodeById(id).mode === mode", arg=[node_id, mode])
+
+
+def test_a_bypassed_node_gives_comfyuis_own_picture(page, bed) -> None:
+    plain = flow()
+    plain["6"]["inputs"]["model"], plain["7"]["inputs"]["vae"] = ["1", 0], ["1", 1]
+    wanted = pixels(bed, ended(bed, bed.queue(plain)))
+    for node_id in (4, 5):
+        press_on(page, node_id, "Control+b", BYPASSED)
+    before = calls(bed)
+    entry = page.run(bed)
+    assert entry["status"]["status_str"] == "success" and calls(bed) == before
+    assert np.array_equal(pixels(bed, entry), wanted)
+    assert page.errors == []
+
+
+def test_a_muted_node_leaves_the_sampler_without_a_model(page, bed) -> None:
+    """Which is why README and help pages say: bypass. ComfyUI names the sampler's input."""
+    press_on(page, 4, "Control+m", MUTED)
+    with page.page.expect_response(lambda answer: answer.url.endswith("/prompt")) as posted:
+        page.page.keyboard.press("Control+Enter")
+    errors = posted.value.json()["node_errors"]["6"]["errors"]
+    assert [(error["message"], error["details"]) for error in errors] == [("Required input is missing", "model")]
