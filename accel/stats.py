@@ -83,12 +83,14 @@ class ShapeStats:
     bytes: int = 0
     reason: str = ""  # why it does not run faster, where something is missed
     note: str = ""  # why it runs as it does, where nothing is missed: a graph would not help, say
+    prompt: int = 0  # of the latest call: the latest prompt has the highest number; 0 outside of prompts
     times: CallTimes = field(default_factory=CallTimes, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
         names = (
             "key", "width", "height", "batch", "frames", "state", "calls", "replays", "bytes", "reason", "note",
+            "prompt",
         )  # fmt: skip
         entry = {name: getattr(self, name) for name in names}
         return entry | {
@@ -214,6 +216,8 @@ class NodeStats:
     message: str  # what the user should know; "" if nothing
     names: Callable[[], list[str]]  # of entries of ``models``, known from the first forward on; holds no model
     settings: dict[str, Any] = field(default_factory=dict)  # its inputs that are no links; for reports alone
+    file: str = ""  # of the model that the node got, by its name; "" where no loader of its workflow names one
+    sizes: dict[str, int] = field(default_factory=dict)  # of Warm Up: how many are "listed", "ready", and entries "bad"
     _known: list[str] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -229,7 +233,8 @@ class NodeStats:
         """The contract's entry. Keeps the names when the model is gone, as its entries stay too."""
         self._known = self.names() or self._known
         names = ("id", "workflow", "type", "state", "message")
-        return {name: getattr(self, name) for name in names} | {"models": list(self._known)}
+        more = {name: value for name in ("file", "sizes") if (value := getattr(self, name))}
+        return {name: getattr(self, name) for name in names} | {"models": list(self._known)} | more
 
 
 class Stats:
@@ -242,8 +247,21 @@ class Stats:
         self._fallbacks: Counter[tuple[str, str]] = Counter()
         self._skip: deque[SkipStats] = deque(maxlen=MAX_RUNS)
         self._nodes: dict[tuple[str, str], NodeStats] = {}
+        self._running: Callable[[], str] = str
+        self._prompt = ("", 0)
         self.graphs = GraphStats()
         self.artifacts = ArtifactStats()
+
+    def follow(self, running: Callable[[], str]) -> None:
+        """``running`` gives the id of the prompt that runs in this thread; "" outside of prompts."""
+        self._running = running
+
+    def prompt(self) -> int:
+        """The number of the prompt that runs in this thread, from 1 on; 0 outside of prompts."""
+        running = self._running()
+        if running and running != self._prompt[0]:
+            self._prompt = running, self._prompt[1] + 1
+        return self._prompt[1] if running else 0
 
     def model(self, name: str, kind: str) -> ModelStats:
         """A new entry; a second model of the same name gets a number."""

@@ -8,9 +8,10 @@ MIB = 1 << 20
 
 def report(snapshot: dict[str, Any]) -> str:
     """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
-    models = [_model(model) for model in snapshot["models"]] or ["Nothing has run through a compile node yet."]
+    files = {name: node["file"] for node in snapshot["nodes"] if "file" in node for name in node["models"]}
+    models = [_model(model, files.get(model["name"], "")) for model in snapshot["models"]]
     parts = [
-        *models,
+        *(models or ["Nothing has run through a compile node yet."]),
         _graphs(snapshot["graphs"]),
         _fleet(snapshot["fleet"]),
         _skip(snapshot["skip"]),
@@ -20,9 +21,10 @@ def report(snapshot: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _model(model: dict[str, Any]) -> str:
+def _model(model: dict[str, Any], file: str) -> str:
+    what = f"{model['kind']}, {file}" if file else model["kind"]
     head = (
-        f"{model['name']} ({model['kind']}): {len(model['shapes'])} sizes, {model['kernels']} kernels, "
+        f"{model['name']} ({what}): {len(model['shapes'])} sizes, {model['kernels']} kernels, "
         f"{model['recompiles']} recompiles, {model['compile_seconds']:.1f} s compiling"
     )
     columns = (
@@ -87,7 +89,7 @@ def _run(run: dict[str, Any]) -> str:
 
 def _fallbacks(fallbacks: list[dict[str, Any]]) -> str:
     lines = [f"- {f['where']}, {f['count']} times: {f['reason']}" for f in fallbacks]
-    return "\n".join(["Stepped down to something slower:", *lines]) if lines else ""
+    return "\n".join(["Not accelerated, because:", *lines]) if lines else ""
 
 
 def _artifacts(artifacts: dict[str, Any]) -> str:

@@ -89,5 +89,7 @@ class WarmUp(io.ComfyNode):
     ) -> io.NodeOutput:  # fmt: skip
         done = warm_up(model, with_preset(shapes, preset), vae, positive, negative, cfg)
         say(done.line, node_id(cls), logging.WARNING if done.warnings else logging.INFO)
-        badge.note(cls, entries.of_warm_up(model, vae), "\n".join(done.warnings), shapes=shapes, cfg=cfg, preset=preset)
+        counted = {"listed": done.listed, "ready": done.ready, "bad": done.bad}
+        settings = {"shapes": shapes, "cfg": cfg, "preset": preset}
+        badge.note(cls, entries.of_warm_up(model, vae), "\n".join(done.warnings), sizes=counted, **settings)
         return io.NodeOutput(model, vae, done.report)

@@ -26,7 +26,7 @@ def node_module(name):
 # Counters ---------------------------------------------------------------------------------------------------------
 
 TYPES = {
-    **dict.fromkeys(["kernels", "recompiles", "width", "height", "batch", "frames"], int),
+    **dict.fromkeys(["kernels", "recompiles", "width", "height", "batch", "frames", "prompt"], int),
     **dict.fromkeys(["calls", "replays", "bytes", "depth", "full", "skipped"], int),
     **dict.fromkeys(["name", "kind", "key", "state", "reason", "note", "model"], str),
     "eager_ms": float,
@@ -164,6 +164,29 @@ def test_expect_is_an_oracle(counted) -> None:
     with stats.expect(kernels=2, recompiles=1, replays=1, evictions=1):
         model.kernels, model.recompiles, counted.graphs.evictions = 2, 1, 1
         model.shapes["k"].replays += 1
+
+
+def test_prompts_are_numbered_as_they_run(counted) -> None:
+    running = ["a", "a", "b", "", "b", "c"]
+    counted.follow(lambda: running.pop(0))
+    assert [counted.prompt() for _ in range(6)] == [1, 1, 2, 0, 2, 3]
+    assert stats.Stats().prompt() == 0
+
+
+def test_what_only_some_nodes_have_is_only_there(counted) -> None:
+    plain, named = noted(""), noted("", node_id="6")
+    named.file, named.sizes = "sdxl", {"listed": 2, "ready": 1, "bad": 0}
+    for entry in (plain, named):
+        counted.node(entry)
+    without, having = stats.snapshot()["nodes"]
+    assert having.keys() - without.keys() == {"file", "sizes"}
+
+
+def test_the_report_names_the_models_file(counted) -> None:
+    counted.node(
+        stats.NodeStats("5", "w", "AnyShapeCompileModel", "ready", "", lambda: ["UNet"], file="sd_xl_base_1.0")
+    )
+    assert "UNet (model, sd_xl_base_1.0): 1 sizes" in node_module("report").report(stats.snapshot())
 
 
 def test_times_are_medians() -> None:
