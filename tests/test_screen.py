@@ -17,7 +17,7 @@ from tools.paths import VENV
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.web_page import OURS, WebPage, chromium  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, SCREENSHOTS, WebPage, chromium  # noqa: E402 - it imports playwright
 
 if not installed.find():
     pytest.skip(installed.MISSING, allow_module_level=True)
@@ -188,17 +188,105 @@ def test_a_bypassed_node_gives_comfyuis_own_picture(page, bed) -> None:
     wanted = pixels(bed, ended(bed, bed.queue(plain)))
     for node_id in (4, 5):
         press_on(page, node_id, "Control+b", BYPASSED)
+        assert page.wait_for_badge(node_id, "bypassed") == "bypassed: as without this node"
     before = calls(bed)
     entry = page.run(bed)
     assert entry["status"]["status_str"] == "success" and calls(bed) == before
     assert np.array_equal(pixels(bed, entry), wanted)
+    press_on(page, 4, "Control+b", 0)
+    page.run(bed)
+    assert page.wait_for_badge(4, "as ComfyUI") == "as ComfyUI: 64×72"  # on a CPU
+    press_on(page, 4, "Control+b", BYPASSED)
+    assert page.wait_for_badge(4, "bypassed")  # whatever ran before
     assert page.errors == []
 
 
 def test_a_muted_node_leaves_the_sampler_without_a_model(page, bed) -> None:
     """Which is why README and help pages say: bypass. ComfyUI names the sampler's input."""
     press_on(page, 4, "Control+m", MUTED)
+    assert page.wait_for_badge(4, "muted").endswith("Bypass it instead (Ctrl+B)")
     with page.page.expect_response(lambda answer: answer.url.endswith("/prompt")) as posted:
         page.page.keyboard.press("Control+Enter")
     errors = posted.value.json()["node_errors"]["6"]["errors"]
     assert [(error["message"], error["details"]) for error in errors] == [("Required input is missing", "model")]
+
+
+# The panel on a small screen --------------------------------------------------------------------------------------
+
+
+def size(width: int, **more: Any) -> dict[str, Any]:
+    return {
+        "key": f"x {width}", "width": width, "height": 1152, "batch": 1, "frames": 1, "state": "graph", "calls": 1220,
+        "replays": 0, "first_call_seconds": 0.25, "median_ms": 104.3, "eager_ms": 150.0, "bytes": 130 << 20,
+        "reason": "", "note": "", "prompt": 1,
+    } | more  # fmt: skip
+
+
+COMPILER = "no C++ compiler was found: install g++, or the build tools of your system, and start ComfyUI again"
+SIZES = [
+    size(1024, first_call_seconds=37.7),
+    size(896, reason=COMPILER),
+    size(1152, reason=COMPILER, state="tape", median_ms=1204.0),
+    size(1216, reason="a patch of another node", state="eager"),
+]
+FIGURES = {
+    "version": 2, "torch": "2.11", "device": "NVIDIA H200", "graphs": {"budget_bytes": 1 << 31, "used_bytes": 1 << 30,
+    "evictions": 0}, "fallbacks": [{"where": "SDXL", "reason": COMPILER, "count": 2}], "skip": [
+        {"model": "SDXL", "depth": 2, "full": 10, "skipped": 20, "resets": {}, "seconds": 1.0, "bytes": 1},
+    ] * 3,
+    "nodes": [{"id": "4", "workflow": "", "type": "AnyShapeCompileModel", "state": "ready", "message": "", "models":
+               ["SDXL"], "file": "sd_xl_base_1.0_with_a_long_name"}],
+    "models": [{"name": "SDXL", "kind": "model", "kernels": 9, "recompiles": 0, "compile_seconds": 38.2, "inexact": [],
+                "shapes": SIZES}],
+}  # fmt: skip
+HIDDEN = """() => {
+    const panel = document.querySelector('.anyshape-panel'), box = panel.getBoundingClientRect(), cut = [];
+    const shown = [...panel.querySelectorAll('h2, p, caption, th, td, li, button')].filter((one) => one.offsetParent);
+    for (const one of shown) {
+        const rect = one.getBoundingClientRect();
+        if (rect.left < box.left - 1 || rect.right > box.right + 1 || one.scrollWidth > one.clientWidth + 1) {
+            cut.push(`${one.tagName} ${one.textContent}`);
+        }
+    }
+    return cut;
+}"""
+CROSSED = """() => [...document.querySelectorAll('.anyshape-panel .anyshape-bar')].filter((cell) => {
+    if (!cell.offsetParent) return false;
+    const text = document.createRange();
+    text.selectNodeContents(cell);
+    return text.getBoundingClientRect().bottom > cell.getBoundingClientRect().bottom - 4;
+}).length"""
+
+
+def test_nothing_that_matters_is_hidden_on_a_small_screen(browser, bed) -> None:
+    """At 1000x600, with the figures of a GPU in the place of the server's."""
+
+    def figures(page: Any) -> None:
+        page.route("**/api/anyshape/stats", lambda route: route.fulfill(json=FIGURES))
+
+    page = opened(browser, bed, figures)
+    page.page.set_viewport_size({"width": 1000, "height": 600})
+    page.page.locator(OURS).click()
+    page.page.locator(f"{PANEL} tr[data-level=fast]").wait_for()
+    page.page.wait_for_timeout(500)
+    page.page.screenshot(path=SCREENSHOTS / f"small-{bed.comfyui.name}.png")
+    assert page.page.evaluate(HIDDEN) == []
+    head = page.page.locator(f"{PANEL} th")
+    assert head.nth(4).text_content() == "first, s" and head.nth(5).text_content() == "ms"
+    assert [head.nth(i).is_visible() for i in (0, 2, 5)] == [True] * 3
+    rows = page.page.locator(f"{PANEL} tbody tr")
+    assert [rows.nth(i).locator("td").nth(2).inner_text() for i in range(4)] == [
+        "fast", "partly fast", "partly fast", "as ComfyUI"
+    ]  # fmt: skip
+    assert rows.nth(1).locator("td").nth(2).get_attribute("title") == "graph: one CUDA graph"
+    shown = page.page.locator(PANEL).inner_text()
+    assert shown.count(COMPILER) == 1 and f"896×1152, 1152×1152: {COMPILER}" in shown
+    assert "sd_xl_base_1.0_with_a_long_name (SDXL): 4 sizes" in shown and "depth 2 × 3" in shown
+    assert page.page.evaluate(CROSSED) == 0
+    tops = page.page.evaluate(
+        "() => new Set([...document.querySelectorAll('.anyshape-button')].map((b) => b.offsetTop)).size"
+    )
+    assert tops <= 2
+    assert page.wait_for_badge(4, "partly fast") == "partly fast: 1 of 4 sizes"
+    assert page.errors == []
+    page.close()

@@ -186,7 +186,7 @@ def test_the_report_names_the_models_file(counted) -> None:
     counted.node(
         stats.NodeStats("5", "w", "AnyShapeCompileModel", "ready", "", lambda: ["UNet"], file="sd_xl_base_1.0")
     )
-    assert "UNet (model, sd_xl_base_1.0): 1 sizes" in node_module("report").report(stats.snapshot())
+    assert "UNet (model, sd_xl_base_1.0): 1 size" in node_module("report").report(stats.snapshot())
 
 
 def test_times_are_medians() -> None:
@@ -202,7 +202,7 @@ def test_times_are_medians() -> None:
 def test_report_text(counted) -> None:
     counted.graphs.budget_bytes, counted.graphs.used_bytes, counted.graphs.evictions = 64 << 20, 32 << 20, 1
     text = node_module("report").report(stats.snapshot())
-    for part in ("UNet (model): 1 sizes", "0 kernels, 0 recompiles", "512x768", "tape", "32 of 64 MB, 1 evicted"):
+    for part in ("UNet (model): 1 size", "0 kernels, 0 recompiles", "512x768", "tape", "32 of 64 MB, 1 evicted"):
         assert part in text
     assert "- UNet, 2 times: a reason" in text
     assert not any(line != line.rstrip() for line in text.splitlines())
@@ -240,6 +240,24 @@ def test_chart(counted) -> None:
         counted_model.shape(state, 8, 8, 1).state = state
     large = draw(stats.snapshot())
     assert is_image(small) and is_image(large) and large.shape[1] > small.shape[1] and small.std() > 0.05
+
+
+def test_the_chart_says_how_sizes_run_as_the_browser_does(counted) -> None:
+    chart, shape = node_module("chart"), {"state": "tape", "reason": "", "key": "k step=skipped depth*2", "frames": 1}
+    assert chart.speed(shape, "NVIDIA H200") == "fast" and chart.speed(shape, "cpu") == "as ComfyUI"
+    assert chart.speed(shape | {"reason": "a patch"}, "NVIDIA H200") == "partly fast"
+    assert chart.speed(shape | {"state": "eager"}, "NVIDIA H200") == "as ComfyUI"
+    assert chart._label("UNet", shape | {"width": 8, "height": 8, "batch": 1}).endswith("8x8  b1  skipped")
+
+
+def test_a_report_has_no_empty_tables_and_dashes_for_what_was_not_measured(counted) -> None:
+    counted.model("VAE encoder", "vae")
+    counted.model("VAE decoder", "vae").shape("d", 64, 64, 1)
+    counted.fallback("VAE decoder", "no card")
+    text = node_module("report").report(stats.snapshot())
+    assert "VAE encoder" not in text and "- VAE decoder, once: no card" in text
+    (line,) = [line for line in text.splitlines() if "64x64" in line]
+    assert line.split() == ["64x64", "1", "eager", "0", "0.00", "-", "-", "0"]
 
 
 def test_chart_of_nothing_says_so() -> None:
