@@ -6,6 +6,7 @@ from ..accel.families import entries
 from ..accel.families.lazy import compile_controlnet
 from . import badge
 from .messages import VERIFY, node_id, say
+from .schema import schema
 
 
 class CompileControlNet(io.ComfyNode):
@@ -13,7 +14,7 @@ class CompileControlNet(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeCompileControlNet",
             display_name="Compile ControlNet",
             category="AnyShape",

@@ -7,6 +7,7 @@ from ..accel.families import entries
 from ..accel.families.attach import compile_model
 from . import badge
 from .messages import VERIFY, node_id, say
+from .schema import schema
 
 FORMER = ("kernels", "regions")  # modes of versions before the tape; saved workflows still name them
 
@@ -16,7 +17,7 @@ class CompileModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeCompileModel",
             display_name="Compile Model",
             category="AnyShape",

@@ -7,6 +7,7 @@ from ..accel.families import entries
 from ..accel.families.lazy import compile_vae
 from . import badge
 from .messages import VERIFY, node_id, say
+from .schema import schema
 
 
 class CompileVAE(io.ComfyNode):
@@ -14,7 +15,7 @@ class CompileVAE(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeCompileVAE",
             display_name="Compile VAE",
             category="AnyShape",

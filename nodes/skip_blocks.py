@@ -10,6 +10,7 @@ from ..accel.families.skipping import skip_blocks
 from ..accel.skip.settings import AUTO, FORECASTS, MAX_INTERVAL, PRESETS, SkipSettings, with_preset
 from . import badge
 from .messages import node_id, say
+from .schema import schema
 
 DEEPEST = 10  # of SD1.5, which has the most blocks
 
@@ -23,7 +24,7 @@ class SkipBlocks(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeSkipBlocks",
             display_name="Skip Blocks (DeepCache)",
             category="AnyShape",

@@ -9,6 +9,7 @@ from ..accel.families.warm_up import CFG_OPTIONS, warm_up
 from ..accel.warm_up import PRESETS, with_preset
 from . import badge
 from .messages import node_id, say
+from .schema import schema
 
 
 class WarmUp(io.ComfyNode):
@@ -16,7 +17,7 @@ class WarmUp(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeWarmUp",
             display_name="Warm Up",
             category="AnyShape",

@@ -117,6 +117,12 @@ def test_tooltips_everywhere(pack) -> None:
         assert len(schema.description) > 40
 
 
+def test_words_that_people_type_are_in_the_schema_where_it_knows_them(pack) -> None:
+    for node in pack.nodes.NODES:
+        schema = node.define_schema()
+        assert len(getattr(schema, "search_aliases", ["not", "known", "here"])) >= 3
+
+
 def test_the_ids_are_the_packs_own(pack) -> None:
     """Other packs have a CompileModel too, and the last one loaded wins."""
     assert all(node.define_schema().node_id.startswith("AnyShape") for node in pack.nodes.NODES)

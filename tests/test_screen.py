@@ -5,7 +5,7 @@ Each is started with the front end of its own version. Pictures of the page lie 
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from tools.paths import VENV
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.web_page import OURS, SCREENSHOTS, WebPage, chromium  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, SCREENSHOTS, SEARCH, WebPage, chromium  # noqa: E402 - it imports playwright
 
 if not installed.find():
     pytest.skip(installed.MISSING, allow_module_level=True)
@@ -86,6 +86,21 @@ def page(browser: Any, bed: ComfyServer) -> Iterator[WebPage]:
     shown = opened(browser, bed)
     yield shown
     shown.close()
+
+
+@pytest.fixture(scope="module")
+def searched(browser: Any, bed: ComfyServer) -> Iterator[Callable[[str], str]]:
+    """What the search box finds for a text."""
+    page = opened(browser, bed)
+    page._open_search(1000, 500)
+
+    def search(text: str) -> str:
+        page.page.locator(f"{SEARCH} input").first.fill(text)
+        page.page.wait_for_timeout(700)  # it waits for the next letter
+        return "\n".join(page.page.locator(f"{SEARCH} [role=option]").all_inner_texts())
+
+    yield search
+    page.close()
 
 
 def pixels(server: ComfyServer, entry: dict[str, Any]) -> np.ndarray:
@@ -170,6 +185,27 @@ def test_what_the_user_named_keeps_its_name(browser, bed) -> None:
     shown = page.page.evaluate(SHOWN, 4)
     assert (shown["title"], shown["inputs"][:2]) == ("Mine", ["base", "模式"])
     page.close()
+
+
+# Search -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("typed", "title"),
+    [
+        ("faster", "Compile Model"), ("torch compile", "Compile Model"), ("cuda graph", "Compile Model"),
+        ("teacache", "Skip Blocks (DeepCache)"), ("speed up vae", "Compile VAE"), ("预热", "Warm Up"),
+    ],
+)  # fmt: skip
+def test_what_people_type_finds_the_nodes(searched, bed, typed, title) -> None:
+    if "search_aliases" not in bed.object_info()["KSampler"]:
+        pytest.skip("this ComfyUI searches titles alone")
+    assert title in searched(typed)
+
+
+def test_titles_are_found(searched) -> None:
+    assert "Compile Model" in searched("compile model") and "Warm Up" in searched("warm up")
+    assert "Skip Blocks (DeepCache)" in searched("deepcache")
 
 
 # Bypassed and muted -----------------------------------------------------------------------------------------------
