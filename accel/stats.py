@@ -218,6 +218,7 @@ class NodeStats:
     settings: dict[str, Any] = field(default_factory=dict)  # its inputs that are no links; for reports alone
     file: str = ""  # of the model that the node got, by its name; "" where no loader of its workflow names one
     sizes: dict[str, int] = field(default_factory=dict)  # of Warm Up: how many are "listed", "ready", and entries "bad"
+    instead: Callable[[], str] = str  # why its latest run went past it, if it did; holds no model
     _known: list[str] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
@@ -233,8 +234,9 @@ class NodeStats:
         """The contract's entry. Keeps the names when the model is gone, as its entries stay too."""
         self._known = self.names() or self._known
         names = ("id", "workflow", "type", "state", "message")
-        more = {name: value for name in ("file", "sizes") if (value := getattr(self, name))}
-        return {name: getattr(self, name) for name in names} | {"models": list(self._known)} | more
+        more = {"file": self.file, "sizes": self.sizes, "instead": self.instead()}
+        given = {name: value for name, value in more.items() if value}
+        return {name: getattr(self, name) for name in names} | {"models": list(self._known)} | given
 
 
 class Stats:

@@ -1,6 +1,7 @@
 """Telling the browser which model a node has, so that the node can show how that model runs."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from comfy_api.latest import io
@@ -19,14 +20,14 @@ MOST_NODES = 256  # between a node and its model's loader
 
 def note(
     node: type[io.ComfyNode], names: Names | None, message: str = "", enabled: bool = True,
-    sizes: dict[str, int] | None = None, **settings: Any,
+    sizes: dict[str, int] | None = None, instead: Callable[[], str] = str, **settings: Any,
 ) -> None:  # fmt: skip
     """Notes what ``node``, which is being executed, gave: see ``accel.families.entries`` for ``names``.
 
-    sizes: of Warm Up, as ``NodeStats`` has them. settings: the node's inputs that are no links.
+    sizes, instead: as ``NodeStats`` has them. settings: the node's inputs that are no links.
     """
     state = "off" if not enabled else "eager" if names is None else "ready"
-    more = {"settings": settings, "sizes": sizes or {}}
+    more = {"settings": settings, "sizes": sizes or {}, "instead": instead}
     attempt(lambda: _note(node, state, message, names or list, more), failed("server", "a node's badge"))
 
 

@@ -70,7 +70,8 @@ class CompileModel(io.ComfyNode):
         compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
         message = "\n".join(part for part in (note, message) if part)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_model(compiled), message, mode != "off", **settings)
+        past = entries.passed_by(compiled)
+        badge.note(cls, entries.of_model(compiled), message, mode != "off", instead=past, **settings)
         return io.NodeOutput(compiled)
 
 

@@ -175,11 +175,11 @@ def test_prompts_are_numbered_as_they_run(counted) -> None:
 
 def test_what_only_some_nodes_have_is_only_there(counted) -> None:
     plain, named = noted(""), noted("", node_id="6")
-    named.file, named.sizes = "sdxl", {"listed": 2, "ready": 1, "bad": 0}
+    named.file, named.sizes, named.instead = "sdxl", {"listed": 2, "ready": 1, "bad": 0}, lambda: "another node"
     for entry in (plain, named):
         counted.node(entry)
     without, having = stats.snapshot()["nodes"]
-    assert having.keys() - without.keys() == {"file", "sizes"}
+    assert having.keys() - without.keys() == {"file", "sizes", "instead"}
 
 
 def test_the_report_names_the_models_file(counted) -> None:

@@ -222,6 +222,11 @@ test("a node's line is about the latest prompt of its model", () => {
   assert.equal(badge([model(now), decoder], { models: ["SDXL", "VAE decoder"] }).text, "fast: 72×512");
 });
 
+test("a node that another pack took over says so, whatever ran before", () => {
+  const shown = badge([model([shape()])], { instead: "another node runs this model" });
+  assert.deepEqual([shown.level, shown.text], ["as_comfyui", "as ComfyUI: another node runs this model"]);
+});
+
 test("Warm Up's line is about its list", () => {
   const warm = (listed, ready, bad, words, language) =>
     badge([model([shape()])], { type: "AnyShapeWarmUp", sizes: { listed, ready, bad } }, words, language);

@@ -109,6 +109,7 @@ export function badge(entry, stats, words, language = "en", mode = 0) {
   if (entry.state === "off") return plain("off", words.badge.off);
   if (entry.sizes) return withMessage(warmed(entry.sizes, words, language), entry.message);
   if (entry.state === "eager") return asComfyUI(entry.message, words);
+  if (entry.instead) return asComfyUI(entry.instead, words); // whatever ran before
   const models = stats.models.filter((model) => entry.models.includes(model.name));
   const skips = entry.type === "AnyShapeSkipBlocks";
   const found = skips ? skipped(entry, stats, words) : ran(models, words, language, stats.device);
