@@ -40,7 +40,10 @@ torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 gc.set_threshold(5000, 20, 50)
 
 # Files that drive the server: all in one process, where it starts once.
-SERVER = {"test_browser", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_server", "test_web"}
+SERVER = {
+    "test_browser", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_report", "test_server",
+    "test_web",
+}  # fmt: skip
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
     "server", "test_tape_families", "test_soak", "test_faults", "test_controlnet_cpu", "test_architectures",
@@ -51,7 +54,10 @@ LONGEST = (
     "test_lazy",
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
-MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}
+MARKS = {
+    "test_fleet": "fleet", "test_browser": "browser", "test_screen": "browser", "test_package": "package",
+    "test_soak": "soak",
+}  # fmt: skip
 
 
 @pytest.hookimpl(optionalhook=True)

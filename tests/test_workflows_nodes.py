@@ -242,9 +242,12 @@ def test_torch_compile(models, tiny, kind, parts):
         set_torch_compile_wrapper(model, "eager", keys=COMPILED_PARTS[kind])
         return model
 
+    from anyshape.accel.families.entries import passed_by
+
     fast, plain = compiled(tiny[kind]), models.sample(tiny[kind], **RUNS[kind])
     for both in (compiling(fast), compiled(compiling(tiny[kind]))):
         assert error(models.sample(both, **RUNS[kind]), plain) < CLOSE
+        assert ("past Compile Model" in passed_by(both)()) == (parts == "the whole model")  # the node's line says so
     if parts == "some blocks":
         assert {s["state"] for s in shapes()} == {FUSED} and "replaced" in shapes()[0]["reason"]
     else:
@@ -252,6 +255,7 @@ def test_torch_compile(models, tiny, kind, parts):
         assert any("past Compile Model" in f["reason"] for f in fallbacks())
     assert error(models.sample(fast, **RUNS[kind]), plain) < CLOSE
     assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
+    assert passed_by(fast)() == "" == passed_by(tiny[kind])()
 
 
 def test_a_compiled_model_as_an_object_patch(models, tiny):

@@ -55,6 +55,7 @@ class ComfyServer:
     arguments: more command line arguments for ComfyUI.
     start_timeout: seconds until the server must answer.
     home: a ComfyUI to start as its user would, with its own custom_nodes, models and output, and without `packs`.
+    comfyui: the folder of a ComfyUI other than the one that all tools use.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class ComfyServer:
         arguments: tuple[str, ...] = (),
         start_timeout: float = 180,
         home: Path | None = None,
+        comfyui: Path | None = None,
     ) -> None:
         self.packs = {name: folder for name, folder in PACKS.items() if (folder / "__init__.py").exists()}
         if packs is not None:
@@ -72,6 +74,7 @@ class ComfyServer:
         self.arguments = arguments
         self.start_timeout = start_timeout
         self.home = home
+        self.other = comfyui
         self.client_id = "anyshape-tools"
         self.http = requests.Session()
         self.http.trust_env = False  # a proxy has no business between this process and the loopback
@@ -79,7 +82,7 @@ class ComfyServer:
     # Starting and stopping ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> "ComfyServer":
-        self.comfyui = self.home or comfyui_path()
+        self.comfyui = self.home or self.other or comfyui_path()
         self.base = self.home or self._make_base()
         self.log_file = self.base / "server.log"
         self.port = _free_port()

@@ -32,7 +32,7 @@ SETTINGS = {
 }
 OURS = ".anyshape-tab-button"  # the panel's button, as the frontend names it
 TRIES = 5
-SEARCH = ".comfy-vue-node-search-container"
+SEARCH = ":is(.comfy-vue-node-search-container, [role=dialog]:has([role=search]))"  # of older front ends and newer
 NO_BANNER = "localStorage.setItem('vueNodesBannerDismissed', 'true')"  # the offer of another kind of nodes
 READY = "() => window.app?.graph && window.app.extensionManager?.getSidebarTabs?.().length > 1"
 
@@ -86,15 +86,20 @@ class WebPage:
     # The graph ---------------------------------------------------------------------------------------------------
 
     def load_workflow(self, flow: Workflow, places: dict[str, tuple[int, int]]) -> None:
-        """Opens a workflow in ComfyUI's API format with its nodes at ``places`` of the canvas, by node id."""
+        """Opens a workflow in ComfyUI's API format with its nodes at ``places`` of the canvas, by node id.
+
+        Then once more in the front end's own format, which gives it an id, as all but such a workflow have.
+        """
         self.page.evaluate(
-            """([flow, places]) => {
-                app.loadApiJson(flow, "test");
+            """async ([flow, places]) => {
+                await app.loadApiJson(flow, "test");
                 Object.entries(places).forEach(([id, place]) => {
                     const node = app.graph.getNodeById(id);
                     node.pos = place;
                     node.setSize(node.computeSize());
                 });
+                const { id, ...same } = app.graph.serialize();
+                await app.loadGraphData(same);
                 Object.assign(app.canvas.ds, { scale: 1, offset: [0, 0] });
                 app.canvas.setDirty(true, true);
             }""",
@@ -106,10 +111,11 @@ class WebPage:
         before = self.ids()
         self._open_search(x, y)
         self.page.locator(f"{SEARCH} input").first.fill(name)
-        self.page.locator(f"{SEARCH} li[role=option]", has_text=name).first.click()
+        self.page.locator(f"{SEARCH} [role=option]", has_text=name).first.click()
         self.page.wait_for_function("n => app.graph.nodes.length > n", arg=len(before))
         self.page.locator(SEARCH).wait_for(state="hidden")
         (added,) = self.ids() - before
+        self._put_down(added, x, y)
         self.page.evaluate("([id, pos]) => { app.graph.getNodeById(id).pos = pos }", [added, [x, y]])
         return added
 
@@ -123,6 +129,21 @@ class WebPage:
             except TimeoutError:
                 continue
         field.wait_for()
+
+    def _put_down(self, node: int, x: int, y: int) -> None:
+        """In a newer front end a node from the search box follows the cursor until a click."""
+        held = "id => Boolean(app.graph.getNodeById(id).flags.ghost)"
+        if self.page.evaluate(held, node):
+            place = self._on_page(x, y)
+            self.page.mouse.move(*place, steps=5)
+            self.page.wait_for_timeout(100)  # elements in it come along with the next picture
+            self.page.mouse.click(*place)
+            self.page.wait_for_function(f"id => !({held})(id)", arg=node)
+
+    def select(self, node: int) -> None:
+        """Clicks on a node's title."""
+        place = self.page.evaluate("id => [...app.graph.getNodeById(id).pos]", node)
+        self.page.mouse.click(*self._on_page(place[0] + 60, place[1] - 15))
 
     def connect(self, source: int, output: int, target: int, place: int) -> None:
         """Drags a link from an output to an input."""

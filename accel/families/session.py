@@ -49,6 +49,7 @@ class Session:
             int, Run | taping.TapeRun
         ] = {}  # by id of the diffusion model; several threads sample several models
         self._depth = 0
+        self.passed_by = ""  # why nothing of the latest sampling run came through here
         self._calls = 0  # that came through here; code that someone else compiled does not
         self._lock = threading.RLock()
 
@@ -63,8 +64,10 @@ class Session:
         calls = self._calls
         try:
             out = executor(*args, **kwargs)
-            if self._calls == calls and len(_sigmas(args, kwargs)) > 1:
-                STATS.fallback(self.name, PASSED_BY)
+            if len(_sigmas(args, kwargs)) > 1:
+                self.passed_by = PASSED_BY if self._calls == calls else ""
+                if self.passed_by:
+                    STATS.fallback(self.name, self.passed_by)
             return out
         finally:
             with self._lock:
