@@ -33,6 +33,11 @@ class Given:
         """The options that it was passed."""
         return {} if self.passed is None else self.passed
 
+    def was_changed(self, kind: type) -> bool:
+        """Whether the block, of class ``kind``, has changed a list or dict among them."""
+        after = take_apart(kind, self.args, self.kwargs)
+        return after.key != self.key or list(map(id, after.tensors)) != list(map(id, self.tensors))
+
     def call(
         self, own: Callable[..., Any], options: Mapping[Any, Any] | None = None, swap: Mapping[int, Any] | None = None
     ) -> Any:

@@ -1,13 +1,12 @@
 """One recording of a block's call: what it is made for, and how it is made."""
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from .block_call import Given, is_plain, take_apart
+from .block_call import Given, is_plain
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Bound, Program
 from .tape.record import Recorder, record
@@ -50,7 +49,6 @@ class Visit:
 
     def __init__(self, call: "Call", settings: "Settings", first: bool) -> None:
         self.call, self.settings, self.first = call, settings, first
-        self.thread = threading.get_ident()
         self.ran = 0  # calls of blocks that ran on a program
         self.slower = 0  # of these, on one that was no faster than eager
         self.reasons: dict[str, None] = {}  # why others did not
@@ -59,10 +57,6 @@ class Visit:
         """A call of a block ran on the program of ``take``."""
         self.ran += 1
         self.slower += take.slower
-
-    def active(self) -> bool:
-        """Whether blocks are ours now: not for another thread."""
-        return threading.get_ident() == self.thread
 
 
 def record_block(
@@ -85,8 +79,7 @@ def record_block(
     for key in noted._own - prepared:
         given.passed[key] = dict.get(noted, key)
         take.reason = take.reason or "a block changes the options that it is given"
-    after = take_apart(type(block), given.args, given.kwargs)
-    if after.key != given.key or list(map(id, after.tensors)) != list(map(id, given.tensors)):
+    if given.was_changed(type(block)):
         take.reason = take.reason or "a block changes a list or dict that it is given"
     if tape is not None:
         take.reason = take.reason or _odd(given, take, tape, out)

@@ -8,14 +8,13 @@ in the stats alone: what runs must not depend on a clock, or the same seed would
 A block that writes into its inputs is recorded on copies of them, and what became of the copies is copied back.
 """
 
-import functools
 import logging
-import threading
 import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +23,11 @@ from torch import Tensor, nn
 from . import verify
 from .attempt import attempt, named
 from .block_call import Given, NotUsed, swapped, take_apart, tensors_in
+from .block_forwards import Blocks
 from .block_take import BlockTake, Recorded, Visit, record_block
 from .errors import AnyShapeError, WrongResult, is_out_of_memory
 from .stats import STATS, ModelStats
-from .tape import blocks, diagnose
+from .tape import diagnose
 from .tape.program import NotBound, Program
 from .tape.values import Input, Tape
 
@@ -43,8 +43,6 @@ LONG_MS = 30.0  # a block that takes longer is timed once
 NO_GAIN = "nothing in its blocks fuses"
 PASSING = "what a block reads of its options is no longer there after its call: it runs in eager"
 
-_INSTALLING = threading.Lock()
-
 
 class BlockTier:
     """The programs of one model's blocks.
@@ -57,9 +55,7 @@ class BlockTier:
         make: Callable[[Tape, "Call"], Program], count: Callable[[Program, bool, torch.dtype], None],
     ) -> None:  # fmt: skip
         self.stats, self._passthrough, self._make, self._count = stats, passthrough, make, count
-        self._structure: int | None = None  # of the model that all of the following is about
-        self._paths: list[str] = []
-        self._alike: dict[str, Hashable] = {}  # by path; None: leave it alone
+        self._blocks = Blocks()  # of the model that all of the following is about
         self._takes: OrderedDict[tuple, list[BlockTake]] = OrderedDict()
         self._writes: dict[Hashable, set[int]] = {}  # the inputs that blocks of a likeness write into
         self._idle: set[Hashable] = set()  # calls of the model in which no block gains
@@ -68,16 +64,12 @@ class BlockTier:
     @contextmanager
     def visit(self, call: "Call", settings: "Settings", first: bool) -> Iterator[Visit]:
         """The body is one forward of the model; its blocks are ours meanwhile."""
-        visit, installed = Visit(call, settings, first), []
-        try:
+        visit = Visit(call, settings, first)
+        with ExitStack() as stack:
             if torch.is_inference_mode_enabled() and call.key not in self._idle:
-                self._install(visit, installed)
+                self._look(call)
+                stack.enter_context(self._blocks.ours(call.taped.module, partial(self._forward, visit)))
             yield visit
-        finally:
-            with _INSTALLING:
-                for block, ours in installed:
-                    if block.__dict__.get("forward") is ours:
-                        del block.__dict__["forward"]
         if visit.reasons and not visit.ran:
             if len(self._idle) >= MAX_KEYS:
                 self._idle.clear()
@@ -91,33 +83,21 @@ class BlockTier:
 
     # The blocks' forwards -----------------------------------------------------------------------------------------
 
-    def _install(self, visit: Visit, installed: list[tuple[nn.Module, Any]]) -> None:
-        call, model = visit.call, visit.call.taped.module
-        with _INSTALLING:
-            if self._structure != call.taped.structure:  # the model's code changed
-                self._forget()
-                self._paths, self._structure = blocks.find(model), call.taped.structure
-            if self._weights != call.weights:
-                self.release()
-                self._weights = call.weights
-            for path in self._paths:
-                block = model.get_submodule(path)
-                if "forward" not in block.__dict__:  # else it is somebody's, or ours for another thread
-                    ours = functools.partial(self._forward, visit, path, block, block.forward)
-                    installed.append((block, ours))
-                    block.__dict__["forward"] = ours
+    def _look(self, call: "Call") -> None:
+        if self._blocks.look(call.taped.module, call.taped.structure):
+            self._forget_takes()
+        if self._weights != call.weights:
+            self.release()
+            self._weights = call.weights
 
-    def _forget(self) -> None:
-        self._structure = None
-        for known in (self._takes, self._alike, self._writes, self._idle):
+    def _forget_takes(self) -> None:
+        for known in (self._takes, self._writes, self._idle):
             known.clear()
 
     def _forward(
-        self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
+        self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
         """What runs in place of a block's own forward."""
-        if not visit.active():
-            return own(*args, **kwargs)
         done, reason = attempt(
             lambda: self._fast(visit, path, block, args, kwargs), lambda error: _reason(error), self._passthrough
         )
@@ -132,14 +112,12 @@ class BlockTier:
         self, visit: Visit, path: str, block: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[Any] | Given:
         """The result of the block's program; its arguments if it has not been recorded. Raises why it runs in eager."""
-        if path not in self._alike:
-            self._alike[path] = blocks.likeness(block)
-        if self._alike[path] is None:
+        if self._blocks.likeness(path, block) is None:
             raise NotUsed(
                 "another node replaced or hooked a block, or its weights change at each call: it runs in eager"
             )
         given = take_apart(type(block), args, kwargs)
-        take = self._find(path, given)
+        take = self._find(path, block, given)
         if take is None:
             return given
         if take.program is None:
@@ -153,8 +131,8 @@ class BlockTier:
                 self._failed(take, error)
             raise
 
-    def _find(self, path: str, given: Given) -> BlockTake | None:
-        takes = self._takes.get((self._alike[path], *given.key), ())
+    def _find(self, path: str, block: nn.Module, given: Given) -> BlockTake | None:
+        takes = self._takes.get((self._blocks.likeness(path, block), *given.key), ())
         return next((take for take in takes if not take.guards.differs(given.options)), None)
 
     def _replay(self, take: BlockTake, path: str, block: nn.Module, given: Given) -> Any:
@@ -167,7 +145,7 @@ class BlockTier:
 
     def _first(self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], given: Given) -> Any:
         """The block's result, recorded; later calls find a take. The block's own errors are raised as they are."""
-        alike = self._alike[path]
+        alike = self._blocks.likeness(path, block)
         key = (alike, *given.key)
         takes = self._takes.setdefault(key, [])
         self._takes.move_to_end(key)
@@ -226,7 +204,7 @@ class BlockTier:
         take.bound[path] = program.bound_to(block)
         program.unbind()
         take.program = program
-        if self._find(path, given) is not take:
+        if self._find(path, block, given) is not take:
             raise NotUsed(PASSING)
         if _is_timed(visit.call.key.device):
             take.slower = self._is_slower(visit, take, path, block, own, given, before)
@@ -262,7 +240,7 @@ class BlockTier:
             given.call(own, given.options, swap)
 
         def program() -> None:
-            self._find(path, take_apart(type(block), given.args, given.kwargs))
+            self._find(path, block, take_apart(type(block), given.args, given.kwargs))
             _, new = take.program.run(take.inputs(given), take.bound[path])
             for copy, tensor in zip(written, new, strict=True):
                 copy.copy_(tensor)
@@ -285,7 +263,7 @@ class BlockTier:
             text = "".join(traceback.format_exception(error))
             log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, text)
         if isinstance(error, NotBound):  # a weight has another form now: other blocks are alike
-            self._forget()
+            self._blocks.forget()
         return take.reason
 
 

@@ -139,11 +139,15 @@ class TapeTier:
             self._note(shape, "eager", take.reason)
             return recorded
         operations = len(tape.operations)
-        out, _ = attempt(
-            lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
-            lambda error: self._failed(take, shape, error),
-            self._passthrough,
-        )
+        try:
+            out, _ = attempt(
+                lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
+                lambda error: self._failed(take, shape, error),
+                self._passthrough,
+            )
+        except BaseException:  # the user's interrupt: the next call begins again
+            self._tapes.drop(take)
+            raise
         shape.eager_ms, take.clock = take.clock.eager_ms(operations), None
         tape.dissolve()
         if take.program is not None:
@@ -248,6 +252,8 @@ class TapeTier:
                 return out
             except WrongResult:
                 continue
+        if self._tapes.doubt(take):
+            raise WrongResult(f"{what}, with blocks taken for alike, is wrong: its next call is recorded as a whole")
         if self._rules:  # they have changed the tape itself: the next call records it again, without them
             self._rules = False
             self._tapes.drop(take)
@@ -281,8 +287,7 @@ class TapeTier:
             return
         try:
             self._capture(call, settings, shape, take, inputs, out)
-        except CaptureFailed as error:
-            take.graph = False
+        except CaptureFailed as error:  # the cache remembers why, and for how long
             self._note(shape, "tape", str(error))
 
     def _capture(

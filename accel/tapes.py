@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .block_copies import BlockCopies
+from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
 from .tape.options import Guards, NotedOptions, Reads
@@ -52,6 +54,7 @@ class Take:
     graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the recorded forward
+    copies: int = 0  # blocks that were written down as copies of others
     form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's
 
     def inputs(self, given: Mapping[str, Tensor], options: Mapping[Any, Any]) -> dict[str, Tensor]:
@@ -65,6 +68,8 @@ class Tapes:
     def __init__(self) -> None:
         self._takes: OrderedDict[tuple[ShapeKey, bool], list[Take]] = OrderedDict()
         self._count = 0
+        self._blocks = Blocks()
+        self._one_by_one: int | None = None  # a structure whose blocks are not alike, as it turned out
         self._lock = threading.RLock()
 
     def find(self, key: ShapeKey, fuse: bool, taped: Taped) -> Take | None:
@@ -98,7 +103,16 @@ class Tapes:
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
         clock = Clock(key.device)
-        out, tape = record(lambda: clock.run(lambda: taped.forward(noted)), recorder)
+        copies = BlockCopies(recorder, self._blocks)
+
+        def forward() -> Any:
+            if self._one_by_one == taped.structure:
+                return taped.forward(noted)
+            recorder.guarded(lambda: self._blocks.look(taped.module, taped.structure))
+            with self._blocks.ours(taped.module, copies.forward):
+                return taped.forward(noted)
+
+        out, tape = record(lambda: clock.run(forward), recorder)
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
             reason = f"the forward changes the model itself, {changed}"
@@ -106,13 +120,23 @@ class Tapes:
             self._count += 1
             take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
             take.graph_obstacle = PACKS if recorder.calls_packs else ""
-            take.clock = clock
+            take.clock, take.copies = clock, copies.count
+            if reason and copies.count:  # perhaps that is why
+                self._one_by_one = taped.structure
+                return out, take, None
             takes = self._takes.setdefault((key, fuse), [])
             takes.append(take)
             del takes[:-MAX_OF_A_SIZE]
             while len(self._takes) > MAX_TAKES:
                 self._takes.popitem(last=False)
         return out, take, None if reason else tape
+
+    def doubt(self, take: Take) -> bool:
+        """The take's program was wrong. Whether that may be because of blocks that are copies, so they are no more."""
+        if take.copies:
+            self._one_by_one = take.structure
+            self.drop(take)
+        return bool(take.copies)
 
     def drop(self, take: Take) -> None:
         """Forgets one take."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.driving import compiled
-from tools.on_gpu import SMALL, forward, loaded_forward
+from tools.on_gpu import SMALL, SMALL_FLUX, forward, loaded_forward
 from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
@@ -54,8 +54,8 @@ def inject(pack, monkeypatch):
 @pytest.mark.parametrize("target", BOUNDARIES)
 def test_a_fault_costs_no_image(patcher, inject, monkeypatch, target, warm, fault):
     """Before the first call, and once a graph is there; afterwards the model is fast or says why it is not."""
-    if warm and "compile_ahead" in target:
-        pytest.skip("nothing is compiled once the model is warm")
+    if warm and target in ("kernels.triton_ops.TritonOps.compile_ahead", "capture.Capturer.warm"):
+        pytest.skip("once the model is warm nothing is compiled, and libraries have run on the captures' stream")
     fast = compiled(patcher)
     if warm:
         forward(fast, *SIZE), forward(fast, *SIZE)
@@ -103,16 +103,80 @@ def test_a_kernel_that_computes_nonsense(patcher, monkeypatch):
 def test_a_graph_that_computes_nonsense(patcher, monkeypatch):
     from anyshape.accel import capture
 
-    own = capture.Capturer.capture
+    own, copy = capture.Capturer.capture, torch.Tensor.copy_
 
     def spoilt(self, run, replay=False):
-        return own(self, lambda: run().mul_(2), replay)
+        with pytest.MonkeyPatch.context() as patch:  # what a graph computes is copied to where its readers look
+            patch.setattr(torch.Tensor, "copy_", lambda target, *args: copy(target, *args).mul_(2))
+            return own(self, run, replay)
 
     monkeypatch.setattr(capture.Capturer, "capture", spoilt)
     fast = compiled(patcher)
     for seed in (1, 2, 3):
         assert error(forward(fast, *SIZE, seed=seed), forward(patcher, *SIZE, seed=seed)) < CLOSE
     assert shapes()[-1]["state"] == FUSED and "wrong result" in shapes()[-1]["reason"]
+
+
+# Of recorded models
+TAPE_BOUNDARIES = [
+    "graphs.cache", "graphs.GraphCache.replay", "graphs.GraphCache.capture", "graphs.GraphCache._record",
+    "capture.Capturer.warm", "capture.Capturer.capture", "capture.Capturer._captured", "tape_tier.verify.compare",
+    "tape_tier.rules.apply", "tape.kernels.Launch.__call__", "block_copies.BlockCopies._copied",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", [Injected, torch.OutOfMemoryError])
+@pytest.mark.parametrize("target", TAPE_BOUNDARIES)
+def test_a_fault_costs_a_recorded_model_no_image(models, inject, monkeypatch, target, fault):
+    """Nor does it keep a later call from being fast, unless the reason is told at each call."""
+    patcher = models.flux(torch.float16, **SMALL_FLUX | {"depth_single_blocks": 4})
+    fast = compiled(patcher)
+    inject(target, fault)
+    for seed in (1, 2):
+        assert error(forward(fast, *SIZE, seed=seed), forward(patcher, *SIZE, seed=seed)) < CLOSE
+    assert any(word in f["reason"] for f in fallbacks() for word in ("njected", "out of memory")), fallbacks()
+    monkeypatch.undo()
+    for seed in (3, 4):
+        assert error(forward(fast, *SIZE, seed=seed), forward(patcher, *SIZE, seed=seed)) < CLOSE
+    state = shapes()[-1]
+    assert state["state"] == "graph" or state["reason"], state
+
+
+@pytest.mark.parametrize("target", ["graphs.cache", "capture.Capturer.warm", "tape.kernels.Launch.__call__"])
+def test_an_interrupt_in_the_first_call_of_a_recorded_model(models, inject, monkeypatch, target):
+    from comfy.model_management import InterruptProcessingException
+
+    patcher = models.flux(torch.float16, **SMALL_FLUX)
+    fast = compiled(patcher)
+    inject(target, InterruptProcessingException)
+    with pytest.raises(InterruptProcessingException):
+        forward(fast, *SIZE)
+    monkeypatch.undo()
+    for seed in (3, 4):
+        assert error(forward(fast, *SIZE, seed=seed), forward(patcher, *SIZE, seed=seed)) < CLOSE
+    assert shapes()[-1]["state"] == "graph"
+
+
+def test_a_run_before_a_capture_that_computes_nonsense(models, monkeypatch):
+    """The memory that a graph will have is what the first result is computed in, so it is checked."""
+    from anyshape.accel import capture
+
+    own, copy, spoilt = capture.Capturer.warm, torch.Tensor.copy_, []
+
+    def warm(self, run):
+        with pytest.MonkeyPatch.context() as patch:  # what a graph computes is copied to where its readers look
+            if not spoilt:
+                patch.setattr(torch.Tensor, "copy_", lambda target, *args: copy(target, *args).mul_(2))
+            spoilt.append(True)
+            return own(self, run)
+
+    monkeypatch.setattr(capture.Capturer, "warm", warm)
+    patcher = models.flux(torch.float16, **SMALL_FLUX)
+    fast = compiled(patcher)
+    for seed in (1, 2, 3):
+        assert error(forward(fast, *SIZE, seed=seed), forward(patcher, *SIZE, seed=seed)) < CLOSE
+    assert spoilt and any("wrong result" in f["reason"] for f in fallbacks())
+    assert shapes()[-1]["state"] == "graph"
 
 
 # Memory -----------------------------------------------------------------------------------------------------------

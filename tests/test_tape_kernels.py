@@ -178,6 +178,36 @@ def test_norms_of_short_rows_are_ours_and_of_long_rows_torchs() -> None:
         assert torch.allclose(program.run([x]), model(x), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("norm", [F.rms_norm, F.layer_norm])
+def test_heads_that_are_normed_together_read_their_table_once(norm) -> None:
+    """They are the rows of one tile, and the sum is over all of it."""
+    heads, width = 6, 64  # of 8 rows that the tile has
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = nn.Linear(CHANNELS, heads * width).requires_grad_(False)
+            self.scale = nn.Parameter(torch.randn(heads * width), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = norm(self.linear(x) * 3, (heads * width,), self.scale).view(*x.shape[:2], heads, width)
+            angles = torch.arange(x.shape[1])[:, None] * torch.arange(1.0, width // 2 + 1) / 10
+            cos, sin = angles.cos(), angles.sin()
+            table = torch.stack([cos, -sin, sin, cos], -1).view(1, x.shape[1], 1, width // 2, 2, 2)
+            pairs = q.reshape(*q.shape[:-1], -1, 1, 2)
+            return (table[..., 0] * pairs[..., 0] + table[..., 1] * pairs[..., 1]).reshape(q.shape)
+
+    model, sources = Turned(), set()
+    for rows, tokens in SIZES:
+        x = torch.randn(rows, tokens, CHANNELS)
+        program = programmed(model, (x,))
+        sources |= {launch.source.text for launch in program.launches if "tl.sum(" in launch.source.text}
+        assert torch.allclose(program.run([x]), model(x), rtol=1e-4, atol=1e-4)
+    (source,) = sources
+    assert f"rmask = r < {heads}" in source and "axis=1), axis=0)" in source and source.count("tl.load(p0") == 1
+
+
 def swapped(x: Tensor, cut: int) -> Tensor:
     """The parts of a row before and from ``cut``, in the other order: a rotary embedding of halves does so."""
     return torch.cat([-x[..., cut:], x[..., :cut]], dim=-1)

@@ -13,7 +13,8 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.tape.program import Program  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape import rules  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -89,8 +90,20 @@ def pictures_inside(self, x, y):
     return F.layer_norm(z.permute(3, 0, 1, 2, 4).reshape(b, t * h * w, c), (CHANNELS,)) * (1 + y[:, None])
 
 
+def filled_up(self, x, y):
+    """One token of the model for each place that is left, of which there may be one; heads that are repeated once."""
+    b, c, t, h, w = x.shape
+    z = x.flatten(2).transpose(1, 2)
+    z = torch.cat((self.first.bias[None, None].repeat(b, t, 1), z), dim=1)
+    z = self.first(F.layer_norm(z, (CHANNELS,)) * (1 + y[:, None]))
+    heads = torch.cat((z, z), dim=-1)[..., CHANNELS:].reshape(b, -1, 4, 16)
+    heads = heads.unsqueeze(3).repeat(1, 1, 1, 1, 1).flatten(2, 3)
+    return self.last(F.layer_norm(heads.flatten(2) * 2, (CHANNELS,)) + z)
+
+
 IDIOMS = (
     frames_as_pictures, tokens_of_all_frames, rows_with_gaps, joined_and_cut, a_time_step_per_frame, pictures_inside,
+    filled_up,
 )  # fmt: skip
 
 
@@ -103,6 +116,7 @@ def test_a_later_size_needs_no_kernel_of_its_own(idiom):
         recorder = Recorder(tensors, model, CPU)
         out, tape = record(lambda tensors=tensors: model(*tensors), recorder)
         assert tape is not None, recorder.refusal
+        rules.apply(tape)
         program = Program(tape, fuse=True)
         program.bind(model)
         kernels = {launch.source.text for launch in program.launches}

@@ -48,12 +48,31 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         raise _named(kernel, error) from error
 
 
-def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """Compiles the variant of such a launch, and loads it. A dtype may stand for a tensor. Raises ``KernelFailed``."""
+def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+    """Compiles the variant of such a launch, and loads it. A dtype may stand for a tensor. Raises ``KernelFailed``.
+
+    Gives what ``launch_compiled`` takes.
+    """
     try:
         compiled = kernel.warmup(*args, grid=grid, **options)
         _ = compiled.run  # builds and loads the launcher, else left to the first launch
     except FAILURES as error:
+        raise _named(kernel, error) from error
+    return compiled
+
+
+def launch_compiled(kernel: Any, compiled: Any, grid: tuple[int, int, int], args: tuple, stream: int) -> None:
+    """Starts the variant ``compiled`` on a stream, for arguments of the kind that it was compiled for.
+
+    Triton's own way looks the variant up again, which takes longer than all the rest. Raises ``KernelFailed``.
+    """
+    try:
+        if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
+            args = _addresses(args)
+        compiled[grid](*args, stream=stream)
+    except FAILURES as error:
+        if is_out_of_memory(error):
+            raise
         raise _named(kernel, error) from error
 
 
@@ -65,9 +84,13 @@ def _named(kernel: Any, error: Exception) -> KernelFailed:
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
     if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
         compiled = kernel.warmup(*args, grid=grid, **options)  # from Triton's cache: the shape has run before
-        compiled[(*grid, 1, 1)[:3]](*(a.data_ptr() if isinstance(a, Tensor) else a for a in args))
+        compiled[(*grid, 1, 1)[:3]](*_addresses(args))
     else:
         kernel[grid](*args, **options)
+
+
+def _addresses(args: tuple) -> tuple:
+    return tuple(item.data_ptr() if isinstance(item, Tensor) else item for item in args)
 
 
 def _first_line(error: BaseException) -> str:

@@ -67,9 +67,10 @@ def source(outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts:
         raise NoKernel("more than 2**31 elements")
     loops = _loops(outputs[0], layouts, width, None)
     lowering, results = _lowered(outputs, inside, layouts, loops)
-    tile = _tile(loops, lowering)
+    heads = _heads(outputs[0], layouts, width, lowering)
+    tile = heads or _tile(loops, lowering)
     if tile is not None:
-        loops = _loops(outputs[0], layouts, width, tile)
+        loops = _loops(outputs[0], layouts, 0 if heads else width, tile)
         lowering, results = _lowered(outputs, inside, layouts, loops)
     return _assembled(outputs, inside, loops, lowering, results)
 
@@ -158,7 +159,7 @@ def _inner(dims: Sequence[int], sizes: Sequence[Size], width: int) -> tuple[int,
 def _lowered(
     outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts: Layouts, loops: _Loops
 ) -> tuple[Lowering, list[tuple[Term, str]]]:
-    lowering = Lowering(layouts, inside, loops.column)
+    lowering = Lowering(layouts, inside, loops.column, loops.tile)
     place = lowering.text(lowering.offset(outputs[0], loops.index), "o")  # all of them lie alike
     return lowering, [(lowering.value(value, loops.index, EVERYWHERE), place) for value in outputs]
 
@@ -176,6 +177,28 @@ def _tile(loops: _Loops, lowering: Lowering) -> str | None:
         if count > most:
             best, most = axis.name, count
     return best
+
+
+def _heads(value: Value, layouts: Layouts, width: int, lowering: Lowering) -> str | None:
+    """The heads in a row that is summed as a whole, where each of them reads the same part of a table.
+
+    As rows of a tile they read it once.
+    """
+    if not width:
+        return None
+    dims = [d for d in order_of(layouts.of(value)) if value.sizes[d] is not ONE]
+    below, _ = _inner(dims, value.sizes, 0)
+    if below < 1 or not all(value.sizes[d].static for d in dims[below - 1 :]):
+        return None
+    count, columns = value.sizes[dims[below - 1]].value, math.prod(value.sizes[d].value for d in dims[below:])
+    fits = TILE_ROWS[0] <= count <= TILE_ROWS[1] and NARROW <= columns <= TILE_COLUMNS
+    if not fits or count * columns != width or _power(count) * _power(columns) > 2 * BLOCK:
+        return None
+    for place, _ in lowering.loads:
+        digits = [atom for _, atom in place.terms if isinstance(atom, Digit) and atom.axis is lowering.column]
+        if len(place.axes()) > 1 and digits and all(d.mod and d.div * d.mod <= columns for d in digits):
+            return f"i{dims[below - 1]}"
+    return None
 
 
 def _assembled(

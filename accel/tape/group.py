@@ -28,6 +28,9 @@ class Group(list):
 
 def classify(operation: Operation) -> str:
     """How an operation may run: as a view of memory, inside a kernel, or by a call of it."""
+    like = operation.like
+    if operation.alike and operation.func is like.func and like.kind and _bases(operation) == _bases(like):
+        return like.kind
     if operation.opaque or operation.writes is not None or not operation.inputs:
         return CALL
     known, first = traits(operation.func), operation.outputs[0]
@@ -36,6 +39,10 @@ def classify(operation: Operation) -> str:
     if all(value is None or value.base is not None for value in operation.outputs):
         return VIEW if known.view or known.maybe_view else CALL
     return FUSE if _fusible(operation, known.name) else CALL
+
+
+def _bases(operation: Operation) -> list[bool]:
+    return [value is None or value.base is None for value in operation.outputs]
 
 
 def _fusible(operation: Operation, name: str) -> bool:
@@ -61,6 +68,16 @@ def _fusible(operation: Operation, name: str) -> bool:
         per_image = name == "stack" and views.dimension(operation, 1, len(output.shape)) == 0  # as many as images
         return not per_image and len(args[0]) <= MAX_JOINED and all(part.dtype == output.dtype for part in args[0])
     return pointwise.simple(name, operation.func._overloadname, args, kwargs) is not None
+
+
+def probably_fuses(operation: Operation) -> bool:
+    """Whether a kernel of ours will probably compute the result; asked by rules, before sizes are known."""
+    if operation.opaque or operation.writes is not None:
+        return False
+    name, overload = traits(operation.func).name, operation.func._overloadname
+    if name in COPIES | NORMS | views.RESHAPES or name == "cat":
+        return True
+    return pointwise.simple(name, overload, operation.args, operation.kwargs) is not None
 
 
 def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:

@@ -17,10 +17,11 @@ from torch import Tensor
 from .codegen import Source
 from .pointwise import HEADER, INTERPRETED
 
+WIDE = 2**31  # a number from here on is one of 64 bits
 ALIGNED = 16  # bytes; Triton would compile another variant for a pointer that is not
 _LOCK = threading.Lock()
 _FUNCTIONS: dict[str, Any] = {}  # by source text
-_COMPILED: set[tuple] = set()
+_COMPILED: dict[tuple, Any] = {}  # variants by what they are for
 _STARTED = threading.Event()
 # Of each kind that kernels are made of: functions of libdevice and of the card, sums, neighbours.
 START = """@triton.jit
@@ -82,25 +83,36 @@ class Launch:
 
     def __init__(self, source: Source) -> None:
         self.source, self.operands, self.outputs = source, source.operands, source.outputs
-        from ..kernels.launch import launch  # with Triton, which may be missing where nothing is fused
-
-        self._launch = launch
         self.function = _function(source.text, source.name)
         self.numbers, self.grid = _numbers(source)
+        from ..kernels import launch  # with Triton, which may be missing where nothing is fused
 
-    def compile(self) -> bool:
-        """Compiles the kernel if this process has not; False if it has. Raises ``KernelFailed``."""
-        key = self.source.text, tuple(value.dtype for value in self.operands), self.outputs[0].device
-        with _LOCK:
-            if key in _COMPILED:
-                return False
-            _COMPILED.add(key)
-        dtypes = [value.dtype for value in (*self.operands, *self.outputs)]
+        self._launching = launch
+        self._variant: Any = None  # of the kernel that Triton compiled; None where its interpreter runs
+
+    @property
+    def variant(self) -> tuple:
+        """What Triton compiles a variant for: no number but for those that take 64 bits."""
+        form = self.source.rows, self.source.columns, self.source.warps
+        wide = tuple([type(n) is int and n >= WIDE for n in self.numbers])
+        dtypes = tuple([value.dtype for value in self.operands])
+        return self.source.text, form, dtypes, self.outputs[0].device, wide
+
+    def find(self) -> bool:
+        """Takes the variant that this launch needs, if this process has compiled it."""
+        variant = self.variant
+        self._variant = _COMPILED.get(variant)
+        return variant in _COMPILED
+
+    def compile(self) -> None:
+        """Compiles the variant, and loads it. Raises ``KernelFailed``."""
         if not _interpreted():
-            from ..kernels.launch import compile_only
-
-            compile_only(self.function, self.grid, *dtypes, *self.numbers, **self._options)
-        return True
+            dtypes = [value.dtype for value in (*self.operands, *self.outputs)]
+            self._variant = self._launching.compile_only(
+                self.function, self.grid, *dtypes, *self.numbers, **self._options
+            )
+        with _LOCK:
+            _COMPILED[self.variant] = self._variant
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -109,7 +121,12 @@ class Launch:
     def __call__(self, operands: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Computes ``outputs``, which are there already, from ``operands``."""
         operands = [tensor if tensor.data_ptr() % ALIGNED == 0 else _aligned(tensor) for tensor in operands]
-        self._launch(self.function, self.grid, *operands, *outputs, *self.numbers, **self._options)
+        if self._variant is None:
+            self._launching.launch(self.function, self.grid, *operands, *outputs, *self.numbers, **self._options)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(outputs[0].device.index)
+        given = (*operands, *outputs, *self.numbers)
+        self._launching.launch_compiled(self.function, self._variant, self.grid, given, stream)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -117,7 +134,7 @@ def _aligned(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int]]:
+def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int, int, int]]:
     """(the kernel's numbers, R and BC last; its grid)."""
     rows, column = math.prod(size.value for size in source.row_sizes), source.column_size
     parts = -(-column.value // source.columns)
@@ -125,7 +142,7 @@ def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int]]:
     numbers = [math.prod(size.value for size in sizes) for sizes in source.integers] + [rows]
     if not column.static:
         numbers.append(column.value)
-    return (*numbers, *source.floats, source.rows, source.columns), (blocks * parts,)
+    return (*numbers, *source.floats, source.rows, source.columns), (blocks * parts, 1, 1)
 
 
 def start(device: torch.device) -> None:
@@ -146,9 +163,21 @@ def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
     from ..kernels.launch import MAX_WORKERS
 
     launches = list(launches)
+    new: dict[tuple, Launch] = {}
+    for launch in launches:
+        if not launch.find():
+            new.setdefault(launch.variant, launch)
     if device.type != "cuda":
-        return sum(launch.compile() for launch in launches)
-    alone = 0 if _STARTED.is_set() else 1  # Triton hashes its own sources for the first kernel of a process
-    with ThreadPoolExecutor(MAX_WORKERS, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-        first = [pool.submit(launch.compile).result() for launch in launches[:alone]]
-        return sum(first) + sum(pool.map(Launch.compile, launches[alone:]))
+        for launch in new.values():
+            launch.compile()
+    elif new:
+        first, *others = new.values()
+        with ThreadPoolExecutor(MAX_WORKERS, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+            begun = pool.submit(first.compile)
+            if not _STARTED.is_set():  # Triton hashes its own sources for the first kernel of a process
+                begun.result()
+            for done in [begun, *[pool.submit(other.compile) for other in others]]:
+                done.result()
+    for launch in launches if new else ():
+        launch.find()
+    return len(new)

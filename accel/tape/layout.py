@@ -143,8 +143,11 @@ class Layouts:
             return (*steps[:dim], *steps[dim + 1 :])
         if name in ("expand", "expand_as"):
             new = len(value.shape) - rank
-            kept = (ZERO if n != m else s for n, m, s in zip(source.shape, value.shape[new:], steps, strict=True))
-            return (*([ZERO] * new), *kept)
+            # a 1 of the model may be expanded at another size of the call
+            grown = [
+                n != m or size is ONE for n, m, size in zip(source.shape, value.shape[new:], source.sizes, strict=True)
+            ]
+            return (*([ZERO] * new), *(ZERO if new else step for new, step in zip(grown, steps, strict=True)))
         if name in views.RESHAPES:
             return self._reshaped(operation, steps)
         return steps if name in views.SAME else None
@@ -238,6 +241,8 @@ def _of_constant(value: Value) -> Steps:
         size, stride = value.sizes[d], value.stride[d]
         if size.value == 1:
             steps[d] = Number(factor, (Size(0),))
+        elif d == 0 and len(value.shape) > 1 and value.numel == size.value:
+            steps[d] = Number(factor, (Size(stride),))  # one number a picture, and there may be one picture
         elif stride and stride <= SMALL_STEP and stride % factor == 0:
             steps[d], factor = Number(stride), stride
             if size.static:

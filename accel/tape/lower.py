@@ -26,7 +26,9 @@ LITERALS = frozenset(
 class Lowering:
     """The lines of one kernel, and what it takes: operands, integers, floats."""
 
-    def __init__(self, layouts: Layouts, inside: Mapping[Value, Operation], column: Axis) -> None:
+    def __init__(
+        self, layouts: Layouts, inside: Mapping[Value, Operation], column: Axis, tile: Axis | None = None
+    ) -> None:
         self.lines: list[str] = []
         self.operands: list[Value] = []
         self.integers: list[tuple[Size, ...]] = []  # each the product of sizes
@@ -34,7 +36,7 @@ class Lowering:
         self.loads: list[tuple[Index, int]] = []  # for the schedule: what is read, and how
         self.reduces = False
         self.pairs = False  # whether neighbours are read together, so that ``cc`` counts them
-        self._layouts, self._inside, self.column = layouts, inside, column
+        self._layouts, self._inside, self.column, self.tile = layouts, inside, column, tile
         self.memo: dict[Any, Any] = {}  # what was computed or read, and is computed or read once
         self._names: dict[tuple[str, tuple[Size, ...]], int] = {}
         self._count = 0

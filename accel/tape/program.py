@@ -27,13 +27,26 @@ class NotBound(RuntimeError):
 
 @dataclass
 class Step:
-    """One call or one launch. ``free``: slots that nobody reads afterwards."""
+    """One call or one launch. ``free``: slots that nobody reads afterwards.
+
+    places: (argument, slot) of a call whose slots are arguments of their own; None where they lie in lists, say.
+    """
 
     run: Any  # Operation | Launch
     args: tuple
     kwargs: dict[str, Any]
     outputs: tuple[int, ...]
     free: tuple[int, ...] = ()
+    places: tuple[tuple[int, int], ...] | None = None
+
+    def filled(self, values: list[Tensor | None]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """(arguments, keyword arguments) of the call."""
+        if self.places is None:
+            return _filled(self.args, values), _filled(self.kwargs, values)
+        args = list(self.args)
+        for place, slot in self.places:
+            args[place] = values[slot]
+        return args, self.kwargs
 
 
 @dataclass(frozen=True)
@@ -74,9 +87,10 @@ class Program:
         outputs = tuple(-1 if value is None else self._slot(value).number for value in step.outputs)
         if isinstance(step, Launch):
             return Step(step, tuple(self._slot(value).number for value in step.operands), {}, outputs)
-        return Step(
-            _run_of(step), replaced(step.args, Value, self._slot), replaced(step.kwargs, Value, self._slot), outputs
-        )
+        args, kwargs = replaced(step.args, Value, self._slot), replaced(step.kwargs, Value, self._slot)
+        flat = [(place, item.number) for place, item in enumerate(args) if type(item) is _Slot]
+        places = tuple(flat) if len(flat) == len(step.inputs) else None
+        return Step(_run_of(step), args, kwargs, outputs, places=places)
 
     def _free(self, steps: Sequence[Operation | Launch], tape: Tape) -> None:
         """Each step frees what nobody reads after it."""
@@ -168,7 +182,8 @@ class Program:
                 for slot, tensor in zip(step.outputs, outputs, strict=True):
                     values[slot] = tensor
             else:
-                out = run(*_filled(step.args, values), **_filled(step.kwargs, values))
+                args, kwargs = step.filled(values)
+                out = run(*args, **kwargs)
                 for slot, tensor in zip(step.outputs, out if isinstance(out, (tuple, list)) else (out,), strict=False):
                     if slot >= 0:
                         values[slot] = tensor

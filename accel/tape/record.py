@@ -7,19 +7,18 @@ listened. One operation costs about 15 µs, most of them torch's for calling a m
 """
 
 import gc
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from ..attempt import named
 from . import aliasing
 from .kept import kept_tensor
-from .refusals import CAME_BACK, RANDOM, UNWRITTEN, Refusal, World, obstacle_to_writing
+from .refusals import CAME_BACK, RANDOM, UNWRITTEN, HostReads, Refusal, World, obstacle_to_writing
 from .tensors import PLAIN, Tensors
 from .traits import Traits, draws, traits
 from .values import Constant, Input, Operation, Tape, Value, Weight
@@ -41,6 +40,8 @@ class Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.device, self._paused = device, False
         self._tensors = Tensors(module, self.refuse)
+        self.value, self.known, self.mark = self._tensors.value, self._tensors.known, self._tensors.mark
+        self.number, self.promoted = self._tensors.next, 0  # constants that turned out to be written
         self._unwritten: set[Value] = set()
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
         self._filled: dict[Value, tuple[Tensor, Any]] = {}  # constants full of one number, until they are written
@@ -63,6 +64,29 @@ class Recorder(TorchDispatchMode):
     def refusal(self) -> str:
         """Why there is no tape, or ""."""
         return self.refuse.reason
+
+    @property
+    def is_deaf(self) -> bool:
+        """Whether operations are not written down, now."""
+        return self._paused or bool(self.refuse.reason)
+
+    @contextmanager
+    def not_listening(self) -> Iterator[None]:
+        """The body's operations cost nothing and are not written down: the caller does that."""
+        self._paused, paused = True, self._paused
+        try:
+            with _pop_mode_temporarily() if _get_current_dispatch_mode() is self else nullcontext():
+                yield
+        finally:
+            self._paused = paused
+
+    def guarded(self, ours: Callable[[], Any]) -> Any:
+        """What ``ours`` gives; None where it fails, which costs the tape, never the forward."""
+        try:
+            return ours()
+        except Exception as error:  # noqa: BLE001
+            self._failed(error)
+            return None
 
     def call(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], own: Callable[[], Any]) -> Any:
         """What ``own`` gives, recorded as one call of ``function`` with these arguments, whatever that does inside."""
@@ -224,6 +248,7 @@ class Recorder(TorchDispatchMode):
 
     def _promote(self, root: Value) -> None:
         """A constant is about to be written with something that is not: from here on it is made at each replay."""
+        self.promoted += 1
         tensor = root.leaf.tensor
         if root in self._unwritten:
             operation = root.origin
@@ -295,29 +320,12 @@ class Recorder(TorchDispatchMode):
         return bool(torch.stack([(tensor != number).any() for tensor, number in self._filled.values()]).any())
 
 
-class HostReads(TorchFunctionMode):
-    """On a CPU a tensor's values can be read without an operation. This notices the calls that do so."""
-
-    READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self._recorder = recorder
-
-    def __torch_function__(
-        self, func: Any, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in self.READS:
-            self._recorder.read_back(args[0])
-        return func(*args, **(kwargs or {}))
-
-
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:
     """(``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
     collecting = gc.isenabled()
     with torch.inference_mode(), ExitStack() as stack:
         if recorder.device.type == "cpu":
-            stack.enter_context(HostReads(recorder))
+            stack.enter_context(HostReads(recorder.read_back))
         gc.disable()  # a tape is many small objects, which it would go through again and again
         try:
             with recorder:

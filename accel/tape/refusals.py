@@ -4,11 +4,13 @@ host.
 
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .traits import Traits, draws
 from .values import Value
@@ -67,6 +69,23 @@ def obstacle_to_writing(func: Any, known: Traits, args: tuple, kwargs: dict[str,
     if known.moves:
         return f"{known.name} changes where a tensor lies"
     return RANDOM if known.may_draw and draws(known, args, kwargs) else ""
+
+
+class HostReads(TorchFunctionMode):
+    """On a CPU a tensor's values can be read without an operation. This tells ``told`` of the tensors."""
+
+    READS = frozenset((Tensor.tolist, Tensor.numpy, Tensor.__array__))
+
+    def __init__(self, told: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    def __torch_function__(
+        self, func: Any, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in self.READS:
+            self._told(args[0])
+        return func(*args, **(kwargs or {}))
 
 
 def _writes_one_memory(func: Any, lifted: tuple) -> bool:

@@ -59,17 +59,29 @@ def _whole(mask: Mask) -> Mask:
     return whole
 
 
-def _row(kernel: "Lowering", source: Value, lead: Indices, mask: Mask) -> Term:
-    """All of a row of ``source``, zero beyond its end."""
+def _row(kernel: "Lowering", source: Value, lead: Indices, mask: Mask) -> tuple[Term, frozenset[str]]:
+    """All of a row of ``source``, zero beyond its end, and the axes of the block that it lies along."""
     width = source.sizes[-1]
     if any("c" in kernel.axes(place) for place in lead) or not width.static:
         raise NoKernel("a sum along something else than the columns")
-    if width.value != kernel.column.size.value:
+    columns, tile = kernel.column.size, kernel.tile
+    place = Index(((UNIT, Digit(kernel.column, 1, columns.value)),))
+    masks, axes = "cmask", frozenset("c")
+    if tile is not None and tile.size.static and width.value == tile.size.value * columns.value:
+        if "r" in mask.axes or any("r" in kernel.axes(place) for place in lead):
+            raise NoKernel("a sum along rows as well")
+        place = Index(((Number(columns.value), Digit(tile, 1, tile.size.value)), *place.terms))
+        masks, axes = "cmask & rmask", frozenset("cr")
+    elif width.value != columns.value:
         raise NoKernel("rows of several lengths")
     kernel.reduces = True
-    place = Index(((UNIT, Digit(kernel.column, 1, width.value)),))
     term = kernel.value(source, (*lead, place), mask)
-    return kernel.let(f"tl.where(cmask, {term.name}, 0.0)", term.axes | {"c"})
+    return kernel.let(f"tl.where({masks}, {term.name}, 0.0)", term.axes | axes), axes
+
+
+def _sum(text: str, axes: frozenset[str]) -> str:
+    """The sum of a block along these axes."""
+    return f"tl.sum(tl.sum({text}, axis=1), axis=0)" if "r" in axes else f"tl.sum({text}, axis=1)[:, None]"
 
 
 def norm(kernel: "Lowering", operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
@@ -103,13 +115,14 @@ def norm(kernel: "Lowering", operation: Operation, name: str, index: Indices, ma
 def _moments(
     kernel: "Lowering", source: Value, lead: Indices, mask: Mask, width: int, eps: float, centred: bool
 ) -> tuple[Term | None, Term]:
-    x = _row(kernel, source, lead, mask)
-    axes = x.axes - {"c"}
+    x, along = _row(kernel, source, lead, mask)
+    axes = x.axes - along
     mean = None
     if centred:
-        mean = kernel.let(f"tl.sum({x.name}, axis=1)[:, None] / {width}", axes)
-        x = kernel.let(f"tl.where(cmask, {x.name} - {mean.name}, 0.0)", x.axes)
-    return mean, kernel.let(f"tl.rsqrt(tl.sum({x.name} * {x.name}, axis=1)[:, None] / {width} + {eps!r})", axes)
+        mean = kernel.let(f"{_sum(x.name, along)} / {width}", axes)
+        masks = "cmask & rmask" if "r" in along else "cmask"
+        x = kernel.let(f"tl.where({masks}, {x.name} - {mean.name}, 0.0)", x.axes)
+    return mean, kernel.let(f"tl.rsqrt({_sum(f'{x.name} * {x.name}', along)} / {width} + {eps!r})", axes)
 
 
 def mean(kernel: "Lowering", operation: Operation, index: Indices, mask: Mask) -> Term:
@@ -119,9 +132,9 @@ def mean(kernel: "Lowering", operation: Operation, index: Indices, mask: Mask) -
     whole = _whole(mask)
     key = "mean", operation.outputs[0], lead, whole
     if key not in kernel.memo:
-        x = _row(kernel, source, lead, whole)
+        x, along = _row(kernel, source, lead, whole)
         width = source.shape[-1]
-        kernel.memo[key] = kernel.let(f"tl.sum({x.name}, axis=1)[:, None] / {width}", x.axes - {"c"})
+        kernel.memo[key] = kernel.let(f"{_sum(x.name, along)} / {width}", x.axes - along)
     return kernel.memo[key]
 
 

@@ -81,14 +81,14 @@ def _copy(operation: Operation, views: Iterable[Operation], layouts: Layouts) ->
     operation.func, operation.kwargs = aten._reshape_copy.default, {}
     operation.args = (operation.inputs[0], list(result.shape))
     operation.inputs = operation.inputs[:1]
-    strides = _strides(result, contiguous(result.shape), views)
+    strides = strides_below(result, contiguous(result.shape), views)
     assert strides is not None, "memory in order can be viewed in any way"
     _move(result, None, strides, layouts)
 
 
 def _leave_out(operation: Operation, views: Iterable[Operation], layouts: Layouts) -> None:
     source, result = operation.inputs[0], operation.outputs[0]
-    strides = _strides(result, source.stride, views)
+    strides = strides_below(result, source.stride, views)
     if strides is not None:
         operation.func, operation.args = aten.alias.default, (source,)
         _move(result, source.root, strides, layouts)
@@ -101,7 +101,9 @@ def _move(result: Value, base: Value | None, strides: dict[Value, tuple[int, ...
     result.base = base
 
 
-def _strides(result: Value, stride: tuple[int, ...], views: Iterable[Operation]) -> dict[Value, tuple[int, ...]] | None:
+def strides_below(
+    result: Value, stride: tuple[int, ...], views: Iterable[Operation]
+) -> dict[Value, tuple[int, ...]] | None:
     """The strides of ``result`` and of views of it, if it has this one; None if one of them would be a copy."""
     found = {result: stride}
     for view in views:

@@ -22,13 +22,33 @@ def annotate(tape: Tape) -> None:
     """Sets ``sizes`` of every value on the tape."""
     for value in tape.inputs:
         value.sizes = of_leaf(value)
+    weights: dict[tuple[int, ...], Sizes] = {}  # by shape: of the model, so they may as well be the same
     for operation in tape.operations:
         for value in operation.inputs:
             if value.leaf is not None and not value.sizes:
-                value.sizes = of_leaf(value)
+                if type(value.leaf) is Weight:
+                    value.sizes = weights.get(value.shape) or weights.setdefault(value.shape, of_leaf(value))
+                else:
+                    value.sizes = of_leaf(value)
+        if operation.like is not None and _is_alike(operation, operation.like):
+            operation.alike, operation.runs = True, operation.like.runs
+            for output, known in zip(operation.outputs, operation.like.outputs, strict=True):
+                if output is not None:
+                    output.sizes = known.sizes
+            continue
         for output in operation.outputs:
             if output is not None:
                 output.sizes = _of(operation, output)
+
+
+def _is_alike(operation: Operation, like: Operation) -> bool:
+    """Whether the same has been asked before, of values with the same sizes."""
+    if operation.func is not like.func or operation.writes is not None or len(operation.inputs) != len(like.inputs):
+        return False
+    if any(own.sizes != theirs.sizes for own, theirs in zip(operation.inputs, like.inputs, strict=True)):
+        return False
+    pairs = zip(operation.outputs, like.outputs, strict=True)
+    return all(known.sizes and own.shape == known.shape for own, known in pairs if own is not None)
 
 
 def of_leaf(value: Value) -> Sizes:

@@ -74,8 +74,12 @@ class Tensors:
         self._count += 1
         value = Value(tensor, self._count, None, base)
         value.origin = operation
-        tensor._anyshape = self._token, value
+        self.mark(tensor, value)
         return value
+
+    def mark(self, tensor: Tensor, value: Value) -> None:
+        """``tensor`` is ``value``, which an operation of the tape made."""
+        tensor._anyshape = self._token, value
 
     # Which one it is ------------------------------------------------------------------------------------------------
 
@@ -125,6 +129,11 @@ class Tensors:
             f"model's own, or another node's)"
         )
         return self.leaf(tensor, Weight("", ""))
+
+    def known(self, tensor: Tensor) -> Value | None:
+        """The value of a leaf; None if the forward has not met this tensor as one."""
+        found = self._known.get(id(tensor))
+        return found and found[0]
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an input, or was made from one."""

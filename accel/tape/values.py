@@ -117,6 +117,14 @@ class Value:
         value.sizes, value.order = sizes, self.order
         return value
 
+    def again(self, number: int, base: "Value | None") -> "Value":
+        """A value of this form that another operation makes."""
+        value = object.__new__(Value)
+        value.shape, value.stride, value.dtype, value.device = self.shape, self.stride, self.dtype, self.device
+        value.number, value.origin, value.leaf, value.base = number, None, None, base
+        value.sizes, value.order = (), None
+        return value
+
     def scalar(self) -> float | None:
         """The number that a constant of one element on the CPU stands for, as eager's operations take it."""
         if self.is_constant and not self.shape and self.device.type == "cpu":
@@ -132,7 +140,8 @@ class Operation:
     """One recorded call. In ``args`` and ``kwargs`` values stand for tensors.
 
     kind: how the program may run it, see ``group.classify``. writes: the value whose memory an in-place operation
-    changes (its output is that memory afterwards). runs: which dimensions of a reshape hold the same elements.
+    changes (its output is that memory afterwards). runs: which dimensions of a reshape hold the same elements. like:
+    the operation of another block that it was copied from. alike: whether its values have the sizes of that one's.
     """
 
     func: Callable[..., Any]
@@ -144,6 +153,8 @@ class Operation:
     opaque: bool = False  # a Python function, called as it is
     kind: str = ""
     runs: Any = None
+    like: "Operation | None" = None
+    alike: bool = False
 
     def __repr__(self) -> str:
         return f"{self.outputs} = {self.func}({self.args}, {self.kwargs})"
@@ -170,6 +181,7 @@ class Tape:
                 if value is not None:
                     value.origin = None
             operation.args, operation.kwargs, operation.inputs, operation.outputs = (), {}, [], []
+            operation.like = None
         self.operations = []
 
     def leaves(self) -> list[Value]:
@@ -197,12 +209,17 @@ def values_in(structure: Any) -> Iterator[Value]:
             yield from values_in(item)
 
 
+ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+
+
 def replaced(structure: Any, kind: type, new: Callable[[Any], Any]) -> Any:
     """``structure`` with ``new(item)`` in place of each item of ``kind``."""
     if isinstance(structure, kind):
         return new(structure)
-    if type(structure) in (list, tuple):
-        return type(structure)([replaced(item, kind, new) for item in structure])
+    form = type(structure)
+    if form is tuple or form is list:
+        items = [item if type(item) in ATOMS else replaced(item, kind, new) for item in structure]
+        return items if form is list else tuple(items)
     if isinstance(structure, dict):
         return {name: replaced(item, kind, new) for name, item in structure.items()}
     return structure

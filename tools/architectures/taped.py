@@ -90,12 +90,12 @@ class Recording:
             return self._given.call(self._original)
 
     def program(self, fuse: bool) -> Any:
-        """The program of the tape, on the model's weights; for a fused one comfy-kitchen's operations come apart."""
+        """The program of the tape, on the model's weights; a fused one after all rules."""
+        from anyshape.accel.tape import rules
         from anyshape.accel.tape.program import Program
-        from anyshape.accel.tape.rules import kitchen
 
         if fuse:
-            kitchen.decompose(self.tape)
+            rules.apply(self.tape)
         program = Program(self.tape, fuse)
         program.bind(self._model)
         return program

@@ -12,7 +12,7 @@ from . import attention, by_tokens, copies, epilogue, kitchen, once
 Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
-    kitchen.decompose, copies.drop_repeats_of_one, once.compute_once, epilogue.fuse_gelu, attention.take_fastest,
+    kitchen.decompose, copies.drop_repeats, once.compute_once, epilogue.fuse_gelu, attention.take_fastest,
     by_tokens.store_by_tokens,
 )  # fmt: skip
 

@@ -5,9 +5,8 @@ them token by token, a token's heads side by side: then the result lies so too, 
 Exact: the same numbers in another order of memory.
 """
 
-from .. import pointwise, views
+from .. import group
 from ..layout import contiguous
-from ..lower import COPIES, NORMS
 from ..traits import ATTENTIONS, traits
 from ..values import Operation, Tape, Value
 from .attention import Attention, replace
@@ -63,17 +62,7 @@ def _chain(value: Value, readers: dict[Value, list[Operation]]) -> list[Value]:
     alone = all(len(readers.get(each, ())) == 1 for each in found)
     alike = all(each.shape[:3] == value.shape[:3] and _is_contiguous(each) for each in found)
     made = value.base is None and value.leaf is None and value.origin is not None
-    return found if made and alone and alike and _fuses(value.origin) else []
-
-
-def _fuses(operation: Operation) -> bool:
-    """Whether a kernel of ours will probably store the result. If torch does, attention's result is copied instead."""
-    if operation.opaque or operation.writes is not None:
-        return False
-    name, overload = traits(operation.func).name, operation.func._overloadname
-    if name in COPIES | NORMS | views.RESHAPES or name == "cat":
-        return True
-    return pointwise.simple(name, overload, operation.args, operation.kwargs) is not None
+    return found if made and alone and alike and group.probably_fuses(value.origin) else []
 
 
 def _is_contiguous(value: Value) -> bool:

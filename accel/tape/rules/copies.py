@@ -1,28 +1,53 @@
-"""Copies that change nothing."""
+"""Copies that nobody needs."""
 
+import torch
+
+from ..group import probably_fuses
+from ..singles import strides_below
 from ..traits import aten, traits
-from ..values import Tape, Value
+from ..values import Operation, Tape, Value
 
 
-def drop_repeats_of_one(tape: Tape) -> str:
-    """``x.repeat(1, 1, 1)`` copies x as it is (heads that are repeated once): the original serves. Exact."""
-    views: dict[Value, list[Value]] = {}  # by what they are views of
-    last_write = -1
-    for place, operation in enumerate(tape.operations):
-        last_write = last_write if operation.writes is None else place
-        for value in operation.outputs:
-            if value is not None and value.base is not None:
-                views.setdefault(value.base, []).append(value)
-    for place, operation in enumerate(tape.operations):
-        if operation.opaque or traits(operation.func).name != "repeat" or any(n != 1 for n in operation.args[1]):
+def drop_repeats(tape: Tape) -> str:
+    """A kernel reads one row again and again (a token for each place that is filled up), so nobody copies it before.
+
+    ``x.repeat(1, 1, 1)`` copies x as it is (heads that are repeated once): the original serves whoever reads it. Exact.
+    """
+    views: dict[Value, list[Operation]] = {}  # by whose memory they share
+    readers: dict[Value, list[Operation]] = {}
+    for operation in tape.operations:
+        for root in {value.base for value in operation.outputs if value is not None and value.base is not None}:
+            views.setdefault(root, []).append(operation)
+        for value in operation.inputs:
+            readers.setdefault(value, []).append(operation)
+    written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
+    kept = written | {value.root for value in tape.outputs}
+    for operation in tape.operations:
+        if operation.opaque or traits(operation.func).name != "repeat":
             continue
-        source, output = operation.inputs[0], operation.outputs[0]
-        if len(source.shape) == len(output.shape) and source.stride != output.stride and place < last_write:
+        source, output, counts = operation.inputs[0], operation.outputs[0], operation.args[1]
+        if len(source.shape) != len(output.shape) or {source.root, output} & written:
             continue
-        operation.func, operation.args, operation.kwargs = aten.alias.default, (source,), {}
-        output.base, output.stride = source.root, source.stride
-        moved = views.pop(output, [])
-        for value in moved:
-            value.base = source.root
-        views.setdefault(source.root, []).extend([output, *moved])
+        if any(count != 1 and n != 1 for count, n in zip(counts, source.shape, strict=True)):
+            continue
+        below = views.get(output, [])
+        if not below and output not in kept and all(map(_computes, readers.get(output, [None]))):
+            # also where all counts are 1: at another size of the call they may be more
+            func, args = aten.expand.default, (source, list(output.shape))
+            stride = torch.empty_strided(source.shape, source.stride, device="meta").expand(output.shape).stride()
+            strides = {output: stride}
+        elif all(count == 1 for count in counts):
+            func, args, strides = aten.alias.default, (source,), strides_below(output, source.stride, below)
+        else:
+            continue
+        if strides is not None:
+            operation.func, operation.args, operation.kwargs = func, args, {}
+            for value, stride in strides.items():
+                value.base, value.stride = source.root, stride
+            views.setdefault(source.root, []).extend([operation, *views.pop(output, [])])
     return ""
+
+
+def _computes(operation: Operation | None) -> bool:
+    """Whether it is one that reads a view as well as a copy, and makes something new of it."""
+    return operation is not None and probably_fuses(operation) and operation.outputs[0].base is None

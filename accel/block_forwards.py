@@ -1,0 +1,69 @@
+"""The repeated blocks of one model, and a ``forward`` of ours in their place while the model's own forward runs."""
+
+import functools
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from .tape import blocks
+
+# What runs in place of a block's own forward: (path, block, its own forward, arguments, keyword arguments) -> result
+Ours = Callable[[str, nn.Module, Callable[..., Any], tuple, dict[str, Any]], Any]
+
+_INSTALLING = threading.Lock()
+
+
+class Blocks:
+    """The blocks of one model by path, and which of them are alike. Holds no module."""
+
+    def __init__(self) -> None:
+        self._structure: int | None = None  # of the model that all of the following is about
+        self._paths: list[str] = []
+        self._alike: dict[str, Hashable] = {}
+
+    def look(self, model: nn.Module, structure: int) -> bool:
+        """Finds the blocks of ``model``; whether its code is another than at the last look."""
+        if self._structure == structure:
+            return False
+        self._alike.clear()
+        self._paths, self._structure = blocks.find(model), structure
+        return True
+
+    def forget(self) -> None:
+        """The next look finds everything again: the form of a weight changed, say."""
+        self._structure = None
+
+    def likeness(self, path: str, block: nn.Module) -> Hashable | None:
+        """Equal for blocks that are alike; None for one that is to be left alone."""
+        if path not in self._alike:
+            self._alike[path] = blocks.likeness(block)
+        return self._alike[path]
+
+    @contextmanager
+    def ours(self, model: nn.Module, forward: Ours) -> Iterator[None]:
+        """While the body runs, ``forward`` runs in place of each block's own, in this thread."""
+        installed: list[tuple[nn.Module, Any]] = []
+        thread = threading.get_ident()
+
+        def run(path: str, block: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return own(*args, **kwargs)
+            return forward(path, block, own, args, kwargs)
+
+        try:
+            with _INSTALLING:
+                for path in self._paths:
+                    block = model.get_submodule(path)
+                    if "forward" not in block.__dict__:  # else it is somebody's, or ours for another thread
+                        ours = functools.partial(run, path, block, block.forward)
+                        installed.append((block, ours))
+                        block.__dict__["forward"] = ours
+            yield
+        finally:
+            with _INSTALLING:
+                for block, ours in installed:
+                    if block.__dict__.get("forward") is ours:
+                        del block.__dict__["forward"]
