@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Before any test module is imported: caches stay in the project, and `import nodes` can only be ComfyUI's.
 os.environ.update(project_env())
+sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))  # this process has read it already
 embed.hide_repo()
 embed.bare_pack()
 
