@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tools.comfy_nodes import ALL, NODES, NONE, OWN_RUNS, SOME, WITHOUT_EFFECT, extras, node
-from tools.driving import COMPILED_PARTS, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
+from tools.driving import COMPILED_PARTS, DEEP_UNET, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
 from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
@@ -21,8 +21,8 @@ CASES = [(kind, name) for kind in RUNS for name in NODES[kind]]
 
 
 @pytest.fixture(scope="module")
-def patchers(patcher):
-    return {"unet": patcher}
+def patchers(models):
+    return {"unet": models.unet("sd15", torch.float32, **DEEP_UNET)}
 
 
 @pytest.fixture(scope="module")
