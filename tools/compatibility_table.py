@@ -31,13 +31,19 @@ def records(comfyui: Path, variants: int, names: Iterable[str] = ()) -> list[dic
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
+def looked_at_again() -> list[architectures.Architecture]:
+    """One of each kind of model that the older ComfyUI has: those that are built like another are as that one there."""
+    return [entry for entry in architectures.present(OLDER_COMFYUI) if not architectures.is_twin(entry)]
+
+
 def lines(found: Iterable[Mapping[str, Any]], older: Iterable[Mapping[str, Any]]) -> list[str]:
     """The table: figures are those of the usual ComfyUI; the older one's where it comes to another result."""
     main, second = version(VENV_COMFYUI), version(OLDER_COMFYUI)
     before, result = {each["name"]: each for each in older}, []
+    there = {entry.name for entry in architectures.present(OLDER_COMFYUI)}
     for each in found:
         also = before.get(each["name"])
-        same = also is not None and reason(also) == reason(each)
+        same = each["name"] in there and (also is None or reason(also) == reason(each))
         result.append(row(each, f"{main}, {second}" if same else main))
         if also is not None and not same:
             result.append(row(also, second))
@@ -73,7 +79,8 @@ def replaced(page: str, table: Iterable[str]) -> str:
 
 
 def main() -> None:
-    table = lines(records(VENV_COMFYUI, 1), records(OLDER_COMFYUI, 1))
+    again = [entry.name for entry in looked_at_again()]
+    table = lines(records(VENV_COMFYUI, 1), records(OLDER_COMFYUI, 1, again))
     PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
 
 
