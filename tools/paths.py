@@ -40,7 +40,7 @@ KEEP_IF_SET = {"PIP_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 # ten times slower; with a short loop it costs nothing on a quiet machine.
 SPIN = {"GOMP_SPINCOUNT": "1000"}
 
-# Python keeps the bytecode of what it imports, which some machines switch off: every process would compile ComfyUI again.
+# Python keeps the bytecode of what it imports. Some machines switch this off, and every process compiles ComfyUI again.
 BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
 
 
