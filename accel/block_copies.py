@@ -21,7 +21,7 @@ from .block_forwards import Blocks
 from .tape.options import MISSING, NotedOptions, frozen
 from .tape.record import Recorder
 from .tape.values import Constant, Operation, Value, Weight, replaced, values_in
-from .tape.weights import resolve, tensors_of
+from .tape.weights import modules_of, resolve, tensors_of
 
 SHARED = (Constant, Weight)  # leaves that blocks may read besides their own, the same for all
 
@@ -36,7 +36,8 @@ class Example:
     out: Any
     options: "_Seen"
     path: str
-    weights: list[Value] = field(default_factory=list)  # its own, as far as they are read
+    weights: list[tuple[Value, Weight]] = field(default_factory=list)  # its own, as far as they are read; names in it
+    recipe: list["_Line"] = field(default_factory=list)  # the operations, as copies are made of them
 
 
 @dataclass
@@ -120,7 +121,7 @@ class BlockCopies:
     def _is_closed(self, example: Example, block: nn.Module) -> bool:
         """Whether the example reads nothing but its arguments, its options and its own weights; finds those."""
         value, known = self._recorder.value, self._recorder.known
-        own = {known(tensor) for part in block.modules() for _, tensor in tensors_of(part)}
+        own = {known(tensor) for _, part in modules_of(block) for _, tensor in tensors_of(part)}
         optional = {value(tensor) for tensor in example.options.tensors}
         made = {value for operation in example.operations for value in operation.outputs}
         given = {*example.given, *(value.root for value in example.given)}
@@ -128,7 +129,8 @@ class BlockCopies:
             if read in made or read in example.given:
                 continue
             if type(read.leaf) is Weight and f"{read.leaf.module}.".startswith(f"{example.path}."):
-                example.weights.append(read)
+                own_name = Weight(read.leaf.module[len(example.path) + 1 :], read.leaf.name)
+                example.weights.append((read, own_name))
             elif type(read.leaf) in SHARED:
                 if read.root in own:  # made of sizes, and kept by this block
                     return False
@@ -151,10 +153,9 @@ class BlockCopies:
                 return None
         if len({new.root for new in found.values()}) != len({old.root for old in found}):
             return None  # arguments share memory here, or did there
-        modules = dict(block.named_modules())
-        for old in example.weights:
-            leaf = Weight(old.leaf.module[len(example.path) + 1 :], old.leaf.name)
-            new = value(resolve(modules, leaf))
+        modules = dict(modules_of(block))
+        for old, name in example.weights:
+            new = value(resolve(modules, name))
             if (new.shape, new.stride, new.dtype, new.device) != (old.shape, old.stride, old.dtype, old.device):
                 return None
             found[old] = new
@@ -171,22 +172,54 @@ class BlockCopies:
         def own(value: Value) -> Value:
             return values.get(value, value)
 
-        for operation in example.operations:
+        if not example.recipe:
+            example.recipe = [_Line.of(operation) for operation in example.operations]
+        for line in example.recipe:
+            operation = line.operation
             copied = Operation(
-                operation.func, replaced(operation.args, Value, own), replaced(operation.kwargs, Value, own),
-                [own(value) for value in operation.inputs],
+                operation.func, line.arguments(own), line.named(own), [own(value) for value in operation.inputs],
                 writes=operation.writes and own(operation.writes), opaque=operation.opaque, like=operation,
             )  # fmt: skip
             for value in operation.outputs:
                 if value is not None:
-                    base = value.base and own(value.base)
-                    values[value] = made = value.again(recorder.number(), base)
+                    values[value] = made = value.again(recorder.number(), value.base and own(value.base))
                     made.origin = copied
-                copied.outputs.append(value and values[value])
+                    copied.outputs.append(made)
+                else:
+                    copied.outputs.append(None)
             recorder.operations.append(copied)
         for old, new in [*zip(example.after, given.tensors, strict=True), *pairs]:
             if isinstance(old, Value) and old not in example.given:
                 recorder.mark(new, own(old))
+
+
+@dataclass
+class _Line:
+    """One operation of an example. places: of the values among its arguments, if none lies deeper (in a list, say)."""
+
+    operation: Operation
+    places: list[tuple[int, Value]] | None
+    has_named: bool  # whether there are values among its keyword arguments
+
+    @classmethod
+    def of(cls, operation: Operation) -> "_Line":
+        flat = [(place, item) for place, item in enumerate(operation.args) if isinstance(item, Value)]
+        deep = len(flat) != sum(1 for _ in values_in(operation.args))
+        return cls(operation, None if deep else flat, any(True for _ in values_in(operation.kwargs)))
+
+    def arguments(self, own: Callable[[Value], Value]) -> tuple:
+        """Those of a copy."""
+        if self.places is None:
+            return replaced(self.operation.args, Value, own)
+        args = list(self.operation.args)
+        for place, value in self.places:
+            args[place] = own(value)
+        return tuple(args)
+
+    def named(self, own: Callable[[Value], Value]) -> dict[str, Any]:
+        """The keyword arguments of a copy."""
+        kwargs = self.operation.kwargs
+        return replaced(kwargs, Value, own) if self.has_named else dict(kwargs)
 
 
 class _Seen:

@@ -22,13 +22,15 @@ class Blocks:
     def __init__(self) -> None:
         self._structure: int | None = None  # of the model that all of the following is about
         self._paths: list[str] = []
-        self._alike: dict[str, Hashable] = {}
+        self._alike: dict[str, int | None] = {}
+        self._kinds: dict[Hashable, int] = {}  # likenesses are long, and compared at each call
 
     def look(self, model: nn.Module, structure: int) -> bool:
         """Finds the blocks of ``model``; whether its code is another than at the last look."""
         if self._structure == structure:
             return False
         self._alike.clear()
+        self._kinds.clear()
         self._paths, self._structure = blocks.find(model), structure
         return True
 
@@ -36,10 +38,11 @@ class Blocks:
         """The next look finds everything again: the form of a weight changed, say."""
         self._structure = None
 
-    def likeness(self, path: str, block: nn.Module) -> Hashable | None:
+    def likeness(self, path: str, block: nn.Module) -> int | None:
         """Equal for blocks that are alike; None for one that is to be left alone."""
         if path not in self._alike:
-            self._alike[path] = blocks.likeness(block)
+            found = blocks.likeness(block)
+            self._alike[path] = None if found is None else self._kinds.setdefault(found, len(self._kinds))
         return self._alike[path]
 
     @contextmanager

@@ -22,6 +22,7 @@ from .outputs import Output
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
 from .tape.program import NotBound, Program
+from .tape.reuse import Outlines
 from .tape.values import Tape
 from .tapes import Take, Tapes, bound, obstacle
 
@@ -48,7 +49,7 @@ class TapeTier:
 
     def __init__(self, stats: ModelStats, owner: int, passthrough: tuple[type[BaseException], ...]) -> None:
         self.stats, self._owner, self._passthrough = stats, owner, passthrough
-        self._tapes = Tapes()
+        self._tapes, self._outlines = Tapes(), Outlines()
         self._dtypes: set[torch.dtype] = set()  # whose first size is over
         self._told = False  # why nothing is fused
         self._rules = True  # whether tapes are rewritten by rules
@@ -64,7 +65,7 @@ class TapeTier:
                 return call.eager()
             return self._first(call, settings, shape, fuse)
         if take.program is None:
-            return self._in_blocks(call, settings, shape, take) if fuse else self._eager(call, shape, take)
+            return self._in_blocks(call, settings, shape, take, fuse)
         inputs = take.inputs(call.inputs, call.taped.options)
         if take.graph and settings.graph_budget_mb:
             out = graphs.cache(call.key.device).replay(self._name(call, take), call.weights, inputs)
@@ -95,14 +96,11 @@ class TapeTier:
         self._tapes.release()
         self._blocks.release()
 
-    def _eager(self, call: "Call", shape: ShapeStats, take: Take) -> Any:
-        self._note(shape, "eager", take.reason)
-        return call.eager()
-
-    def _in_blocks(self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take) -> Any:
+    def _in_blocks(self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, fuse: bool) -> Any:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
-        if not take.came_back:
-            return self._eager(call, shape, take)
+        if not (fuse and take.came_back):
+            self._note(shape, "eager", take.reason)
+            return call.eager()
         with self._blocks.visit(call, settings, self._is_first(call)) as visit:
             out = call.eager()
         self._note_blocks(shape, take, visit)
@@ -135,7 +133,7 @@ class TapeTier:
             take.reason = obstacle(tape) or _odd_form(recorded)
         if take.reason:
             if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
-                return self._in_blocks(call, settings, shape, take)
+                return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
         operations = len(tape.operations)
@@ -219,7 +217,7 @@ class TapeTier:
         if self._rules:
             self.stats.inexact = sorted({*self.stats.inexact, *rules.apply(tape)})
         try:
-            return Program(tape, fuse=True)
+            return Program(tape, fuse=True, outlines=self._outlines)
         except KernelFailed as error:
             STATS.fallback(self.stats.name, f"{error}: operations run unfused")
             return Program(tape, fuse=False)
@@ -243,6 +241,7 @@ class TapeTier:
             raise NotCompared(NOT_COMPARED)
         except WrongResult as error:
             STATS.fallback(self.stats.name, str(error))
+        self._outlines = Outlines()  # the next size is planned by itself
         wrong = diagnose.wrong_kernels(tape, take.program, inputs, call.taped.module)
         for program in (Program(tape, fuse=True, wrong=wrong), Program(tape, fuse=False)):
             program.bind(call.taped.module)

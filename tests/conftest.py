@@ -48,7 +48,7 @@ LONGEST = (
     "test_architectures", "test_workflows_weights", "test_tape_blocks", "test_skip_runs", "test_unet_cpu",
     "test_workflows_vae", "test_kernels", "test_workflows_nodes", "test_workflows_batches", "test_vae_cpu",
     "test_skip_pieces", "test_skip_packs", "test_bench", "test_warm_up", "test_fleet", "test_demo_model",
-    "test_package", "test_unet_packs", "test_artifacts_kernels", "test_tape_engine", "test_lazy",
+    "test_package", "test_tape_reuse", "test_unet_packs", "test_artifacts_kernels", "test_tape_engine", "test_lazy",
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {"test_fleet": "fleet", "test_browser": "browser", "test_package": "package", "test_soak": "soak"}

@@ -18,6 +18,8 @@ aten = torch.ops.aten
 
 def settle(operations: Sequence[Operation], outputs: Sequence[Value]) -> None:
     """Makes each in-place operation functional where that is right; the others keep ``writes`` and share memory."""
+    if not any(operation.writes is not None for operation in operations):
+        return
     last_read: dict[Value, int] = {}
     for place, operation in enumerate(operations):
         for value in operation.inputs:
@@ -71,10 +73,14 @@ def needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Op
     wanted = {value for value in outputs} | {value.root for value in outputs}
     kept: list[Operation] = []
     for operation in reversed(operations):
-        alive = any(value is not None and (value in wanted or value.root in wanted) for value in operation.outputs)
-        if alive:
-            kept.append(operation)
-            for value in operation.inputs:
-                wanted.add(value)
-                wanted.add(value.root)
+        for value in operation.outputs:
+            if value is not None and (value in wanted or (value.base is not None and value.base in wanted)):
+                break
+        else:
+            continue
+        kept.append(operation)
+        for value in operation.inputs:
+            wanted.add(value)
+            if value.base is not None:
+                wanted.add(value.base)
     return kept[::-1]

@@ -80,7 +80,7 @@ def probably_fuses(operation: Operation) -> bool:
     return pointwise.simple(name, overload, operation.args, operation.kwargs) is not None
 
 
-def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:
+def grouped(tape: Tape) -> list[Operation | Group]:
     """The operations of ``tape`` and groups of them, in an order in which they can run."""
     steps: list[Operation | Group] = []
     owner: dict[Value, Group] = {}
@@ -98,8 +98,6 @@ def grouped(tape: Tape, fuse: bool) -> list[Operation | Group]:
 
     for operation in tape.operations:
         operation.kind = classify(operation)
-        if operation.kind == FUSE and not fuse:
-            operation.kind = CALL
         found = [group for value in operation.inputs if (group := group_of(value)) is not None]
         joined = list({id(group): group for group in found}.values())
         if operation.kind == CALL:

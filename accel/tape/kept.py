@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .weights import modules_of
+
 HOLDERS = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict, defaultdict))
 TABLES = frozenset(nn.Module().__dict__)  # torch's own attributes of a module
 
@@ -17,7 +19,7 @@ def kept_tensor(module: nn.Module, depends: Callable[[Tensor], bool]) -> str:
 
     depends: whether a tensor is such a one.
     """
-    for path, part in module.named_modules():
+    for path, part in modules_of(module):
         for name, value in part.__dict__.items():
             if name not in TABLES and type(value) in HOLDERS and any(map(depends, tensors_in(value))):
                 if _is_read(module, name):

@@ -1,5 +1,6 @@
 """Generated kernels of this process: from source text to something that can be launched, each text once."""
 
+import copy
 import functools
 import hashlib
 import importlib.util
@@ -8,6 +9,7 @@ import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from .codegen import Source
 from .pointwise import HEADER, INTERPRETED
+from .values import Value
 
 WIDE = 2**31  # a number from here on is one of 64 bits
 ALIGNED = 16  # bytes; Triton would compile another variant for a pointer that is not
@@ -78,6 +81,13 @@ def _folder() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory(prefix="anyshape-kernels-", ignore_cleanup_errors=True)
 
 
+@dataclass
+class _Compiled:
+    """The kernel that Triton compiled, for all launches that differ in their tensors alone; None in its interpreter."""
+
+    variant: Any = None
+
+
 class Launch:
     """One kernel of one program: what it reads and writes there, and the numbers of this size."""
 
@@ -87,8 +97,13 @@ class Launch:
         self.numbers, self.grid = _numbers(source)
         from ..kernels import launch  # with Triton, which may be missing where nothing is fused
 
-        self._launching = launch
-        self._variant: Any = None  # of the kernel that Triton compiled; None where its interpreter runs
+        self._launching, self._compiled = launch, _Compiled()
+
+    def again(self, operands: tuple[Value, ...], outputs: tuple[Value, ...]) -> "Launch":
+        """The same kernel with the same numbers on other values."""
+        other = copy.copy(self)
+        other.operands, other.outputs = operands, outputs
+        return other
 
     @property
     def variant(self) -> tuple:
@@ -101,18 +116,18 @@ class Launch:
     def find(self) -> bool:
         """Takes the variant that this launch needs, if this process has compiled it."""
         variant = self.variant
-        self._variant = _COMPILED.get(variant)
+        self._compiled.variant = _COMPILED.get(variant)
         return variant in _COMPILED
 
     def compile(self) -> None:
         """Compiles the variant, and loads it. Raises ``KernelFailed``."""
         if not _interpreted():
             dtypes = [value.dtype for value in (*self.operands, *self.outputs)]
-            self._variant = self._launching.compile_only(
+            self._compiled.variant = self._launching.compile_only(
                 self.function, self.grid, *dtypes, *self.numbers, **self._options
             )
         with _LOCK:
-            _COMPILED[self.variant] = self._variant
+            _COMPILED[self.variant] = self._compiled.variant
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -121,12 +136,13 @@ class Launch:
     def __call__(self, operands: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Computes ``outputs``, which are there already, from ``operands``."""
         operands = [tensor if tensor.data_ptr() % ALIGNED == 0 else _aligned(tensor) for tensor in operands]
-        if self._variant is None:
+        variant = self._compiled.variant
+        if variant is None:
             self._launching.launch(self.function, self.grid, *operands, *outputs, *self.numbers, **self._options)
             return
         stream = torch._C._cuda_getCurrentRawStream(outputs[0].device.index)
         given = (*operands, *outputs, *self.numbers)
-        self._launching.launch_compiled(self.function, self._variant, self.grid, given, stream)
+        self._launching.launch_compiled(self.function, variant, self.grid, given, stream)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
@@ -162,7 +178,7 @@ def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
     """Compiles what is new among ``launches`` side by side, and says how many that were. Raises ``KernelFailed``."""
     from ..kernels.launch import MAX_WORKERS
 
-    launches = list(launches)
+    launches = list({id(launch._compiled): launch for launch in launches}.values())
     new: dict[tuple, Launch] = {}
     for launch in launches:
         if not launch.find():

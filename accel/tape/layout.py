@@ -13,36 +13,41 @@ SMALL_STEP = 4
 
 
 class Layouts:
-    """The steps of each value on a tape, found when first asked for."""
+    """The steps of each value on a tape, found when first asked for.
+
+    strides, starts: sizes that are no length of a dimension but a stride (of this value, along this dimension, divided
+    by this; 0 by 0), or where a view begins (by this operation, there). moved: what is stored otherwise than recorded.
+    """
 
     def __init__(self) -> None:
+        self.strides: dict[Size, tuple[Value, int, int]] = {}
+        self.starts: dict[tuple[Operation, int], Size] = {}
         self._known: dict[Value, Steps] = {}
-        self._moved: dict[Value, Steps] = {}
-        self._starts: dict[tuple[Operation, int], Size] = {}
+        self.moved: dict[Value, Steps] = {}
         self._tables: dict[tuple[Value, tuple[int, ...], tuple[int, ...]], Steps] = {}
         self._memory: dict[Value, tuple[Value, int]] = {}
 
     def start(self, operation: Operation, start: int) -> Size:
         """Where a view begins along its dimension, as a size that a kernel gets as an argument."""
-        return self._starts.setdefault((operation, start), Size(start))
+        return self.starts.setdefault((operation, start), Size(start))
 
     def of(self, value: Value) -> Steps:
         """The stride of each dimension of ``value``, in elements."""
-        return self._moved.get(value) or self._recorded(value)
+        return self.moved.get(value) or self._recorded(value)
 
     def adopt(self, part: Value, whole: Value) -> None:
         """``part`` lies within the memory of ``whole``."""
-        self._moved[part] = self.of(whole)
+        self.moved[part] = self.of(whole)
 
     def straighten(self, value: Value) -> None:
         """``value`` will be stored in the order of its dimensions."""
         self._recorded(value)  # others are laid out like it
         value.stride = contiguous(value.shape)
-        self._moved[value] = _dense(value, range(len(value.shape)))
+        self.moved[value] = _dense(value, range(len(value.shape)))
 
     def follow(self, value: Value, other: Value) -> None:
         """``value`` is stored as ``other`` is, which has its form."""
-        if other in self._moved:
+        if other in self.moved:
             self.straighten(value)
 
     def is_straight(self, value: Value) -> bool:
@@ -83,11 +88,11 @@ class Layouts:
             found = self._view(value) if value.base is not None and value.origin is not None else None
             if value.is_constant:  # parts of one table, alike: the same arguments
                 part = value.root, value.shape, value.stride
-                steps = self._tables.setdefault(part, _of_constant(value))
+                steps = self._tables.get(part) or self._tables.setdefault(part, self._of_constant(value))
             elif value.origin is not None and value.origin.writes is not None:
-                steps = _checked(value, self._recorded(value.origin.writes))
+                steps = self._checked(value, self._recorded(value.origin.writes))
             else:
-                steps = _checked(value, found or self._fresh(value))
+                steps = self._checked(value, found or self._fresh(value))
             self._known[value] = steps
         return steps
 
@@ -165,6 +170,44 @@ class Layouts:
             found += run
         return tuple(found)
 
+    def _checked(self, value: Value, steps: Sequence[Number]) -> Steps:
+        """``steps``, and where one is not the stride that was recorded, that stride by a name of its own."""
+        if not value.numel:
+            return tuple(steps)
+        places = enumerate(zip(steps, value.stride, value.shape, strict=True))
+        return tuple(
+            step if n == 1 or step.value == stride else self._stride(value, d, step.factor) if stride else ZERO
+            for d, (step, stride, n) in places
+        )
+
+    def _stride(self, value: Value, d: int, factor: int) -> Number:
+        """A stride as an argument, but for ``factor`` where it divides it: a kernel reads several numbers at once."""
+        stride = value.stride[d]
+        factor = factor if factor and stride % factor == 0 else 1
+        size = Size(stride // factor)
+        self.strides[size] = value, d, factor
+        return Number(factor, (size,))
+
+    def _of_constant(self, value: Value) -> Steps:
+        """Small steps are of the model (the pairs of a rotary table); larger ones are arguments, 0 for a single row."""
+        steps: list[Number] = [ZERO] * len(value.shape)
+        factor = 1
+        for d in reversed(range(len(value.shape))):
+            size, stride = value.sizes[d], value.stride[d]
+            if size.value == 1:
+                none = Size(0)
+                self.strides[none] = value, d, 0
+                steps[d] = Number(factor, (none,))
+            elif d == 0 and len(value.shape) > 1 and value.numel == size.value:
+                steps[d] = self._stride(value, d, 1)  # one number a picture, and there may be one picture
+            elif stride and stride <= SMALL_STEP and stride % factor == 0:
+                steps[d], factor = Number(stride), stride
+                if size.static:
+                    factor *= size.value
+            else:
+                steps[d] = self._stride(value, d, factor)
+        return tuple(steps)
+
 
 def _may_be_like(argument: Value, result: Value) -> bool:
     """Whether a result may be laid out like this argument: of its form, if for other channels and sides."""
@@ -208,22 +251,6 @@ def _neighbour(value: Value, steps_of: Callable[[Value], Steps]) -> tuple[Value,
     return source, start
 
 
-def _checked(value: Value, steps: Sequence[Number]) -> Steps:
-    """``steps``, and where one is not the stride that was recorded, that stride by a name of its own."""
-    if not value.numel:
-        return tuple(steps)
-    return tuple(
-        step if n == 1 or step.value == stride else _named(step, stride)
-        for step, stride, n in zip(steps, value.stride, value.shape, strict=True)
-    )
-
-
-def _named(step: Number, stride: int) -> Number:
-    """A stride as an argument, but for the factor of ``step``, which lets a kernel read several numbers at once."""
-    factor = step.factor if step.factor and stride % step.factor == 0 else 1
-    return Number(factor, (Size(stride // factor),)) if stride else ZERO
-
-
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of memory in order."""
     strides, step = [], 1
@@ -231,24 +258,3 @@ def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(n, 1)
     return tuple(reversed(strides))
-
-
-def _of_constant(value: Value) -> Steps:
-    """Small steps are of the model (the pairs of a rotary table); larger ones are arguments, 0 for a single row."""
-    steps: list[Number] = [ZERO] * len(value.shape)
-    factor = 1
-    for d in reversed(range(len(value.shape))):
-        size, stride = value.sizes[d], value.stride[d]
-        if size.value == 1:
-            steps[d] = Number(factor, (Size(0),))
-        elif d == 0 and len(value.shape) > 1 and value.numel == size.value:
-            steps[d] = Number(factor, (Size(stride),))  # one number a picture, and there may be one picture
-        elif stride and stride <= SMALL_STEP and stride % factor == 0:
-            steps[d], factor = Number(stride), stride
-            if size.static:
-                factor *= size.value
-        elif stride % factor == 0:
-            steps[d] = Number(factor, (Size(stride // factor),))
-        else:
-            steps[d] = Number(1, (Size(stride),))
-    return tuple(steps)

@@ -2,11 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
-import torch
-
-from . import group, repeats, singles, sizes, views
+from . import group, joins, repeats, singles, sizes, views
 from .group import FUSE, Group
 from .index import number
 from .kernels import ALIGNED, Launch
@@ -34,31 +31,54 @@ class Report:
     left: dict[str, int] = field(default_factory=dict)  # groups that are no kernel, by reason
 
 
-class Plan:
-    """The steps of one tape. wrong: sources of kernels that are not to be used."""
+@dataclass
+class Schedule:
+    """What a program runs. parts: parts of joins, where a kernel stores them, and what they are."""
 
-    def __init__(self, tape: Tape, fuse: bool, wrong: frozenset[str] = frozenset()) -> None:
-        self.report = Report()
-        self.launches: list[Launch] = []
-        self.parts: dict[Value, Value] = {}  # parts of joins: where a kernel stores them, and what they are
+    report: Report = field(default_factory=Report)
+    steps: Steps = field(default_factory=list)
+    launches: list[Launch] = field(default_factory=list)
+    parts: dict[Value, Value] = field(default_factory=dict)
+
+
+def unfused(tape: Tape) -> Schedule:
+    """Each operation by itself, as eager runs it."""
+    calls = sum(any(value is None or value.base is None for value in each.outputs) for each in tape.operations)
+    return Schedule(Report(calls=calls), list(tape.operations))
+
+
+@dataclass
+class Planned:
+    """A group that became kernels. first: the one of its form that they were made for, perhaps itself."""
+
+    members: Sequence[Operation]
+    form: repeats.Form
+    first: "Planned"
+
+
+class Plan(Schedule):
+    """The kernels and calls of one tape. wrong: sources of kernels that are not to be used."""
+
+    def __init__(self, tape: Tape, wrong: frozenset[str] = frozenset()) -> None:
+        super().__init__()
         self._wrong = wrong
         sizes.annotate(tape)
-        self._layouts, self._repeats = Layouts(), repeats.Repeats()
-        if fuse:
-            singles.copy_what_others_copy(tape, self._layouts)
+        self.layouts, self._repeats = Layouts(), repeats.Repeats()
+        self.groups: list[Planned] = []
+        self._firsts: dict[tuple, Planned] = {}  # by form
+        self.singles = singles.copy_what_others_copy(tape, self.layouts)
         self._users: Users = {}
         for operation in tape.operations:
             for value in operation.inputs:
                 self._users.setdefault(value, []).append(operation)
         for value in tape.outputs:
             self._users.setdefault(value, []).append(None)
-        found = group.grouped(tape, fuse)
+        found = group.grouped(tape)
         # whose strides a view may rely on
         self._viewed = {op.inputs[0].root for op in tape.operations if op.kind == group.VIEW}
         self._viewed |= {value.root for value in tape.outputs}
         asking = [op for op in tape.operations if getattr(op.func, "by_strides", False)]
         self._viewed |= {value.root for op in asking for value in op.inputs}
-        self.steps: Steps = []
         for step in found:
             self.steps += self._fused(step) if isinstance(step, Group) else [step]
         self.report.calls = sum(isinstance(step, Operation) and step.kind != group.VIEW for step in self.steps)
@@ -87,13 +107,14 @@ class Plan:
 
     def _planned(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
         """The kernels of a group; those of an earlier one like it, if there was one. Raises ``NoKernel``."""
-        form = repeats.form_of(members, stored, {value for value in stored if self._stays(value)}, self._layouts)
+        form = repeats.form_of(members, stored, {value for value in stored if self._stays(value)}, self.layouts)
         planned = self._repeats.find(form)
         if isinstance(planned, str):
             raise NoKernel(planned)
         if planned is not None:
-            steps, parts = repeats.again(planned, form, self._layouts)
+            steps, parts = repeats.again(planned, form, self.layouts)
             self.parts |= parts
+            self._note(members, form)
             return steps
         known = set(self.parts)
         try:
@@ -102,11 +123,17 @@ class Plan:
             self._repeats.keep(form, str(reason))
             raise
         self._repeats.keep(form, steps, {place: part for place, part in self.parts.items() if place not in known})
+        self._note(members, form)
         return steps
+
+    def _note(self, members: Sequence[Operation], form: repeats.Form) -> None:
+        group = Planned(members, form, None)
+        group.first = self._firsts.setdefault(form.key, group)
+        self.groups.append(group)
 
     def _kernels(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
         fused = [operation for operation in members if operation.kind == FUSE]
-        if len(fused) == 1 and group.is_best_alone(fused[0], self._layouts):
+        if len(fused) == 1 and group.is_best_alone(fused[0], self.layouts):
             raise NoKernel(ALONE)
         if len(fused) <= len(stored) and all(map(group.is_copy, fused)):  # with one picture they copy nothing
             raise NoKernel(ALONE)
@@ -116,7 +143,7 @@ class Plan:
         before = self._once(left, inside)
         for value in left:
             if not self._stays(value):
-                self._layouts.straighten(value)
+                self.layouts.straighten(value)
             if self._joins(value, inside):
                 parts = self._in_place(value, inside, before)
             else:
@@ -126,7 +153,7 @@ class Plan:
                     size.static or size.first for size in part.sizes
                 )  # not equal by chance, at this size alone
                 by_form.setdefault((part.shape, part.stride, part.base, form), []).append(part)
-        return [*before, *(planned(outputs, inside, self._layouts) for outputs in by_form.values())]
+        return [*before, *(planned(outputs, inside, self.layouts) for outputs in by_form.values())]
 
     def _once(self, stored: list[Value], inside: dict[Value, Operation]) -> Steps:
         """What is computed before a group's kernels, which then read it: functions that each row would compute again.
@@ -144,7 +171,7 @@ class Plan:
             if not early:
                 continue
             if value in stored or any(given in inside and inside[given].kind == FUSE for given in operation.inputs):
-                steps.append(planned([value], inside, self._layouts))
+                steps.append(planned([value], inside, self.layouts))
             else:
                 steps.append(operation)
             stored[:] = [other for other in stored if other is not value]
@@ -157,7 +184,7 @@ class Plan:
             return True
         readers = [user for user in self._users.get(value, ()) if user is not None]
         moves = not any(reader.kind == group.CALL and not singles.is_steady(reader) for reader in readers)
-        return not (moves or self._layouts.is_straight(value))
+        return not (moves or self.layouts.is_straight(value))
 
     def _joins(self, value: Value, inside: dict[Value, Operation]) -> bool:
         """Whether ``value`` is a join of parts that can each be stored where it belongs, by a kernel of its own."""
@@ -167,7 +194,7 @@ class Plan:
         if any(user in inside.values() for user in self._users.get(value, ()) if user is not None):
             return False
         dim = views.dimension(operation, 1, len(value.shape))
-        step, start = self._layouts.of(value)[dim], 0
+        step, start = self.layouts.of(value)[dim], 0
         for part in operation.args[0][:-1]:  # aligned whatever the sizes of the call are
             length = number(part.sizes[dim]) * step
             start += length.factor * value.dtype.itemsize
@@ -179,18 +206,16 @@ class Plan:
         """The parts of a join, each as a place in the join's memory, which is made first."""
         operation = inside[value]
         dim, start = views.dimension(operation, 1, len(value.shape)), 0
-        make = partial(torch.empty_strided, value.shape, value.stride, dtype=value.dtype, device=value.device)
-        before.append(Operation(make, (), {}, [], [value], opaque=True))
+        before.append(joins.join(value))
         places = []
         for part in operation.args[0]:
-            place = value.part(part.shape, part.sizes)
-            end = start + part.shape[dim]
-            before.append(Operation(aten.slice.Tensor, (value, dim, start, end), {}, [value], [place], kind=group.VIEW))
-            self._layouts.adopt(place, value)
+            before.append(joins.part(value, dim, start, part.shape, part.sizes))
+            place = before[-1].outputs[0]
+            self.layouts.adopt(place, value)
             inside[place] = Operation(aten.clone.default, (part,), {}, [part], [place], kind=FUSE)
             self.parts[place] = part
             places.append(place)
-            start = end
+            start += part.shape[dim]
         return places
 
     def _smaller(self, members: Sequence[Operation], reason: str) -> Steps:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .kernels import Launch, compile_all
-from .plan import Plan
+from .plan import Plan, unfused
+from .reuse import Outlines
 from .traits import traits
 from .values import Constant, Input, Operation, Tape, Value, Weight, replaced
-from .weights import resolve
+from .weights import modules_of, resolve
 
 Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
 
@@ -49,7 +50,7 @@ class Step:
         return args, self.kwargs
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _Slot:
     """Where a value lies in the list that a run fills."""
 
@@ -57,12 +58,22 @@ class _Slot:
 
 
 class Program:
-    """The steps of one tape. fuse: neighbouring operations become kernels; without it they are eager's own."""
+    """The steps of one tape. fuse: neighbouring operations become kernels; without it they are eager's own.
 
-    def __init__(self, tape: Tape, fuse: bool, wrong: frozenset[str] = frozenset()) -> None:
+    outlines: of the model's earlier plans, one of which may serve.
+    """
+
+    def __init__(
+        self, tape: Tape, fuse: bool, wrong: frozenset[str] = frozenset(), outlines: Outlines | None = None
+    ) -> None:
         self._slots: dict[Value, int] = {}
         self.device = tape.device
-        plan = Plan(tape, fuse, wrong)
+        if not fuse:
+            plan = unfused(tape)
+        elif outlines is None:
+            plan = Plan(tape, wrong)
+        else:
+            plan = outlines.plan(tape)
         self.report, self.launches, self.parts = plan.report, plan.launches, plan.parts
         started = time.perf_counter()
         self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0
@@ -80,17 +91,23 @@ class Program:
 
     # Making it ----------------------------------------------------------------------------------------------------
 
+    def _number(self, value: Value) -> int:
+        return self._slots.setdefault(value, len(self._slots))
+
     def _slot(self, value: Value) -> _Slot:
-        return _Slot(self._slots.setdefault(value, len(self._slots)))
+        return _Slot(self._number(value))
 
     def _step(self, step: Operation | Launch) -> Step:
-        outputs = tuple(-1 if value is None else self._slot(value).number for value in step.outputs)
+        number = self._number
+        outputs = tuple([-1 if value is None else number(value) for value in step.outputs])
         if isinstance(step, Launch):
-            return Step(step, tuple(self._slot(value).number for value in step.operands), {}, outputs)
+            return Step(step, tuple([number(value) for value in step.operands]), {}, outputs)
+        flat = [(place, number(item)) for place, item in enumerate(step.args) if type(item) is Value]
+        if len(flat) == len(step.inputs):
+            args = tuple([None if type(item) is Value else item for item in step.args])
+            return Step(_run_of(step), args, step.kwargs, outputs, places=tuple(flat))
         args, kwargs = replaced(step.args, Value, self._slot), replaced(step.kwargs, Value, self._slot)
-        flat = [(place, item.number) for place, item in enumerate(args) if type(item) is _Slot]
-        places = tuple(flat) if len(flat) == len(step.inputs) else None
-        return Step(_run_of(step), args, kwargs, outputs, places=places)
+        return Step(_run_of(step), args, kwargs, outputs)
 
     def _free(self, steps: Sequence[Operation | Launch], tape: Tape) -> None:
         """Each step frees what nobody reads after it."""
@@ -111,7 +128,7 @@ class Program:
     def bound_to(self, module: nn.Module) -> Bound:
         """The weights of ``module``, for ``run``. Raises ``NotBound``."""
         bound: Bound = [None] * self._count
-        modules = dict(module.named_modules())
+        modules = dict(modules_of(module))
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for slot, value in self._weights:

@@ -109,9 +109,7 @@ def again(planned: "_Planned", form: Form, layouts: Layouts) -> tuple[Steps, dic
     for step in planned.steps:
         outputs = [own(value) for value in step.outputs]
         if isinstance(step, Launch):
-            launch = copy.copy(step)
-            launch.operands, launch.outputs = tuple(own(value) for value in step.operands), tuple(outputs)
-            steps.append(launch)
+            steps.append(step.again(tuple([own(value) for value in step.operands]), tuple(outputs)))
         else:
             args, kwargs = (replaced(given, Value, own) for given in (step.args, step.kwargs))
             inputs = [own(value) for value in step.inputs]

@@ -6,6 +6,8 @@ only closes gaps between rows, of which there are none in one row, is left out: 
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,8 +21,24 @@ MAY_COPY = frozenset(("reshape", "flatten", "reshape_as"))
 STEADY = frozenset("linear addmm mm bmm matmul layer_norm rms_norm native_layer_norm".split())
 
 
-def copy_what_others_copy(tape: Tape, layouts: Layouts) -> None:
-    """Makes each reshape a copy that is one at other sizes of the call."""
+@dataclass
+class Single:
+    """What was done to an operation: it copies now, or it is left out. func: what it was; views: what moved with it."""
+
+    operation: Operation
+    func: Any
+    copied: bool
+    views: list[Operation]
+
+    @property
+    def moved(self) -> list[Value]:
+        """The values that lie elsewhere now."""
+        return [value for each in (self.operation, *self.views) for value in each.outputs if value is not None]
+
+
+def copy_what_others_copy(tape: Tape, layouts: Layouts) -> list[Single]:
+    """Makes each reshape a copy that is one at other sizes of the call; what was done."""
+    done: list[Single] = []
     readers: dict[Value, list[Operation]] = {}
     for operation in tape.operations:
         for value in operation.inputs:
@@ -37,11 +55,22 @@ def copy_what_others_copy(tape: Tape, layouts: Layouts) -> None:
         if name in MAY_COPY and result.base is not None and layouts.is_view_by_chance(operation):
             views = _views_of(result, readers, True)
             if views is not None:
+                done.append(Single(operation, operation.func, True, views))
                 _copy(operation, views, layouts)
         elif name in CLOSING and _closes_gaps(operation) and operation.inputs[0].root not in kept:
             views = _views_of(result, readers, False)
-            if views is not None:
-                _leave_out(operation, views, layouts)
+            func = operation.func
+            if views is not None and _leave_out(operation, views, layouts):
+                done.append(Single(operation, func, False, views))
+    return done
+
+
+def again(operation: Operation, copied: bool, views: list[Operation]) -> bool:
+    """Does at another size what was done to an operation and its views; whether it could be done."""
+    if copied:
+        _copy(operation, views, Layouts())
+        return True
+    return _closes_gaps(operation) and _leave_out(operation, views, Layouts())
 
 
 def is_steady(operation: Operation) -> bool:
@@ -86,12 +115,14 @@ def _copy(operation: Operation, views: Iterable[Operation], layouts: Layouts) ->
     _move(result, None, strides, layouts)
 
 
-def _leave_out(operation: Operation, views: Iterable[Operation], layouts: Layouts) -> None:
+def _leave_out(operation: Operation, views: Iterable[Operation], layouts: Layouts) -> bool:
     source, result = operation.inputs[0], operation.outputs[0]
     strides = strides_below(result, source.stride, views)
-    if strides is not None:
-        operation.func, operation.args = aten.alias.default, (source,)
-        _move(result, source.root, strides, layouts)
+    if strides is None:
+        return False
+    operation.func, operation.args = aten.alias.default, (source,)
+    _move(result, source.root, strides, layouts)
+    return True
 
 
 def _move(result: Value, base: Value | None, strides: dict[Value, tuple[int, ...]], layouts: Layouts) -> None:

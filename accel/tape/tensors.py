@@ -16,9 +16,8 @@ from .kept import tensors_in
 from .memo import is_memoised
 from .refusals import Refusal
 from .values import Constant, Input, Operation, Value, Weight
-from .weights import NamedTensors
+from .weights import PLAIN, NamedTensors
 
-PLAIN = (Tensor, nn.Parameter)
 NUMBERS = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )

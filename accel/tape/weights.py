@@ -7,22 +7,41 @@ from torch import Tensor, nn
 
 from .values import Weight
 
+PLAIN = (Tensor, nn.Parameter)
+
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a module's own parameters, buffers and tensor attributes."""
     for table in (module._parameters, module._buffers):
-        yield from ((name, tensor) for name, tensor in table.items() if tensor is not None)
-    yield from ((name, value) for name, value in module.__dict__.items() if isinstance(value, Tensor))
+        if table:
+            yield from [(name, tensor) for name, tensor in table.items() if tensor is not None]
+    yield from [(name, value) for name, value in module.__dict__.items() if isinstance(value, Tensor)]
 
 
 def inner_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """``tensor`` by its name, or what a subclass (a quantised weight) is made of, as ``name:attribute``."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None or type(tensor) in (Tensor, nn.Parameter):
+    if flatten is None or type(tensor) in PLAIN:
         yield name, tensor
         return
     for attribute in flatten()[0]:
         yield from inner_tensors(f"{name}:{attribute}", getattr(tensor, attribute))
+
+
+def modules_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """(path, part) as ``named_modules`` gives them, without one generator inside another: models have thousands."""
+    seen: set[nn.Module] = set()
+    left = [("", module)]
+    while left:
+        path, part = left.pop()
+        if part in seen:
+            continue
+        seen.add(part)
+        yield path, part
+        if part._modules:
+            start = f"{path}." if path else ""
+            below = [(start + name, child) for name, child in part._modules.items() if child is not None]
+            left += reversed(below)
 
 
 class NamedTensors:
@@ -30,9 +49,12 @@ class NamedTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self._tensors: list[tuple[Tensor, Weight]] = []
-        for path, part in module.named_modules():
+        for path, part in modules_of(module):
             for name, tensor in tensors_of(part):
-                self._tensors += [(inner, Weight(path, full)) for full, inner in inner_tensors(name, tensor)]
+                if type(tensor) in PLAIN:
+                    self._tensors.append((tensor, Weight(path, name)))
+                else:
+                    self._tensors += [(inner, Weight(path, full)) for full, inner in inner_tensors(name, tensor)]
         self._by_id = {id(tensor): weight for tensor, weight in self._tensors}
         self._by_memory: dict[tuple, Weight] | None = None
 
@@ -46,7 +68,7 @@ class NamedTensors:
 
 
 def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
-    """The tensor that ``weight`` names now, in a model's ``named_modules``. Raises AttributeError or KeyError."""
+    """The tensor that ``weight`` names now, in a model's ``modules_of``. Raises AttributeError or KeyError."""
     part: Any = modules[weight.module]
     name, *inner = weight.name.split(":")
     tensor = getattr(part, name)
@@ -56,7 +78,7 @@ def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.numel() > 0 and tensor.device.type != "meta"
+    return type(tensor) in PLAIN and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
 def _memory(tensor: Tensor) -> tuple:

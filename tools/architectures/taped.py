@@ -42,14 +42,16 @@ class Studied:
     """One model of the table, and its recordings."""
 
     def __init__(self, architecture: Architecture) -> None:
+        from anyshape.accel.tape.reuse import Outlines
+
         from tools.architectures import patchers
 
-        self.architecture = architecture
+        self.architecture, self.outlines = architecture, Outlines()
         self.model = patchers.make(architecture.name).model.diffusion_model
 
     def record(self, k: int) -> "Recording":
         """Variant ``k``'s forward, recorded the way the product does."""
-        return Recording(self.model, *self.architecture.inputs(k))
+        return Recording(self.model, *self.architecture.inputs(k), outlines=self.outlines)
 
     @property
     def smallest(self) -> int:
@@ -67,7 +69,7 @@ class Studied:
 class Recording:
     """One forward: ``out``, its ``tape`` or the ``refusal``, and the inputs of its program."""
 
-    def __init__(self, model: torch.nn.Module, arguments: tuple, named: dict[str, Any]) -> None:
+    def __init__(self, model: torch.nn.Module, arguments: tuple, named: dict[str, Any], outlines: Any = None) -> None:
         from anyshape.accel.families import taping
         from anyshape.accel.key import shape_key
         from anyshape.accel.tapes import Taped, Tapes
@@ -82,21 +84,24 @@ class Recording:
             self.out, take, self.tape = Tapes().record(key, True, taped, self._given.tensors)
         self.refusal = take.reason
         self.inputs = list(take.inputs(self._given.tensors, self._given.options).values())
-        self._model = model
+        self._model, self._outlines = model, outlines
 
     def eager(self) -> Any:
         """ComfyUI's own result."""
         with torch.inference_mode():
             return self._given.call(self._original)
 
-    def program(self, fuse: bool) -> Any:
-        """The program of the tape, on the model's weights; a fused one after all rules."""
+    def program(self, fuse: bool, alone: bool = False) -> Any:
+        """The program of the tape, on the model's weights; a fused one after all rules.
+
+        alone: planned by itself, not from what earlier sizes had in common with it.
+        """
         from anyshape.accel.tape import rules
         from anyshape.accel.tape.program import Program
 
         if fuse:
             rules.apply(self.tape)
-        program = Program(self.tape, fuse)
+        program = Program(self.tape, fuse, outlines=None if alone else self._outlines)
         program.bind(self._model)
         return program
 

@@ -31,6 +31,11 @@ class Attention:
     def __init__(self, own: Any, backend: str, stride: tuple[int, ...]) -> None:
         self.own, self.backend, self.stride = own, backend, stride
 
+    @property
+    def likeness(self) -> tuple:
+        """What a plan depends on."""
+        return Attention, self.own, self.by_strides
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """With the arguments of the recorded operation. Views and kernels behind it rely on the result's strides."""
         out = self._out(*args, **kwargs)

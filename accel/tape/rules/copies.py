@@ -13,6 +13,8 @@ def drop_repeats(tape: Tape) -> str:
 
     ``x.repeat(1, 1, 1)`` copies x as it is (heads that are repeated once): the original serves whoever reads it. Exact.
     """
+    if not any(traits(operation.func).name == "repeat" for operation in tape.operations if not operation.opaque):
+        return ""
     views: dict[Value, list[Operation]] = {}  # by whose memory they share
     readers: dict[Value, list[Operation]] = {}
     for operation in tape.operations:

@@ -28,6 +28,8 @@ def fuse_gelu(tape: Tape) -> str:
     """A linear layer with a bias whose result goes into GELU (tanh) and nowhere else. Rounds once less than eager."""
     if tape.device.type != "cuda" or not hasattr(torch, "_addmm_activation"):
         return ""
+    if not any(map(_is_gelu, tape.operations)):
+        return ""
     readers: dict[Value, list[Operation]] = {}
     for operation in tape.operations:
         for value in operation.inputs:

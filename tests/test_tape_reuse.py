@@ -1,0 +1,208 @@
+"""A later size runs the plan of an earlier one: the same as it would have by itself, or planned by itself."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tools import architectures, embed
+
+embed.bare_pack()
+
+from anyshape.accel.tape import rules  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.kernels import Launch  # noqa: E402
+from anyshape.accel.tape.program import Program  # noqa: E402
+from anyshape.accel.tape.record import Recorder, record  # noqa: E402
+from anyshape.accel.tape.reuse import Outlines  # noqa: E402
+from anyshape.accel.tape.rules.attention import Attention  # noqa: E402
+from anyshape.accel.tape.values import Tape  # noqa: E402
+
+CPU, CHANNELS = torch.device("cpu"), 64
+# Of each kind: UNets, joint and single blocks, frames, prompts as inputs, pictures in loops.
+MODELS = (
+    "SDXL",
+    "Flux",
+    "Lumina2",
+    "SVD_img2vid",
+    "Stable_Cascade_B",
+    "WAN21_T2V",
+    "WAN22_S2V",
+    "HunyuanVideo",
+    "ACEStep",
+)
+VARIANTS = 8
+
+
+def steps_of(program: Program) -> list[tuple]:
+    """What a program does, without its tensors: two with equal steps do the same."""
+    return [_kernel(step) if type(step.run) is Launch else _call(step) for step in program._steps]
+
+
+def _kernel(step: Any) -> tuple:
+    launch = step.run
+    values = [(value.shape, _strides(value), value.dtype) for value in (*launch.operands, *launch.outputs)]
+    return launch.source.text, launch.numbers, launch.grid, values, step.args, step.outputs, sorted(step.free)
+
+
+def _call(step: Any) -> tuple:
+    run = step.run
+    if isinstance(run, Attention):
+        func: tuple = *run.likeness, run.stride, run.backend
+    else:  # one that was made for a join has its sizes as arguments
+        func = getattr(run, "func", run), getattr(run, "args", ()), getattr(run, "keywords", {})
+    return *func, repr(step.args), repr(step.kwargs), step.outputs, sorted(step.free)
+
+
+def _strides(value: Any) -> tuple:
+    """Those of dimensions with more than one element, the others say nothing."""
+    return tuple(stride for stride, n in zip(value.stride, value.shape, strict=True) if n != 1)
+
+
+@pytest.mark.usefixtures("pack", "one_thread")
+@pytest.mark.parametrize("name", [entry.name for entry in architectures.present() if entry.name in MODELS])
+def test_a_reused_plan_is_the_one_that_the_size_would_have_by_itself(name: str):
+    from tools.architectures import taped
+
+    studied = taped.Studied(architectures.TABLE[name])
+    for k in range(VARIANTS):
+        reused = studied.record(k).program(fuse=True)
+        assert steps_of(reused) == steps_of(studied.record(k).program(fuse=True, alone=True)), k
+    assert studied.outlines.reused >= 1, studied.outlines.misfits
+
+
+# What makes a size another one ----------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """``forward`` of a function, with two layers."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(CHANNELS, CHANNELS).requires_grad_(False)
+        self.last = nn.Linear(CHANNELS, CHANNELS).requires_grad_(False)
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        return self.function(self, *tensors)
+
+
+def tape_of(model: Model, *tensors: Tensor) -> tuple[Tensor, Tape]:
+    """(the forward's own result, its tape)."""
+    recorder = Recorder(list(tensors), model, CPU)
+    out, tape = record(lambda: model(*tensors), recorder)
+    assert tape is not None, recorder.refusal
+    rules.apply(tape)
+    return out, tape
+
+
+def reuse(function: Any, *calls: tuple[Tensor, ...]) -> Outlines:
+    """Plans one call after the other; each result is right."""
+    model, outlines = Model(function), Outlines()
+    for tensors in calls:
+        out, tape = tape_of(model, *tensors)
+        program = Program(tape, fuse=True, outlines=outlines)
+        program.bind(model)
+        mine = program.run(tensors)
+        assert mine.shape == out.shape and (mine - out).norm() <= 1e-5 * out.norm()
+    return outlines
+
+
+def rand(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def modulated(self: Model, x: Tensor, y: Tensor) -> Tensor:
+    z = torch.nn.functional.layer_norm(self.first(x), (CHANNELS,)) * (1 + y[:, None])
+    return self.last(z + x)
+
+
+def test_other_lengths_are_no_other_plan():
+    calls = [(rand(b, t, CHANNELS), rand(b, CHANNELS)) for b, t in ((2, 9), (2, 7), (3, 35), (5, 2), (2, 64))]
+    outlines = reuse(modulated, *calls)
+    assert outlines.reused == 4 and not outlines.misfits
+
+
+def test_one_of_something_is_another_plan():
+    calls = [(rand(b, t, CHANNELS), rand(b, CHANNELS)) for b, t in ((1, 9), (2, 9), (1, 8), (3, 1), (4, 6))]
+    outlines = reuse(modulated, *calls)
+    assert outlines.reused == 2
+    assert set(outlines.misfits) == {"lengths that were equal, or 1"}
+
+
+def test_lengths_that_were_equal_are_equal_again():
+    """What is broadcast at one size is added element by element at the other."""
+
+    def joined(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(torch.nn.functional.layer_norm(torch.cat((x, y), 1), (CHANNELS,)) * 2 + self.first(x[:, :1]))
+
+    calls = [(rand(2, t, CHANNELS), rand(2, u, CHANNELS)) for t, u in ((4, 4), (4, 6), (9, 3), (5, 5))]
+    assert reuse(joined, *calls).reused == 3
+
+
+def test_an_input_that_lies_otherwise():
+    def wide(t: int) -> Tensor:
+        return rand(2, t, 2 * CHANNELS)[..., :CHANNELS]
+
+    def summed(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(torch.nn.functional.layer_norm(x * 3 + 1, (CHANNELS,)) * (1 + y[:, None]))
+
+    y = rand(2, CHANNELS)
+    outlines = reuse(summed, (rand(2, 9, CHANNELS), y), (wide(9), y), (wide(7), y), (rand(2, 6, CHANNELS), y))
+    assert outlines.reused == 2 and outlines.misfits[0] == "how a value lies"
+
+
+def test_another_operation_or_one_more():
+    def by_size(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        z = x.sigmoid() if x.shape[1] % 2 else x.tanh()
+        z = z * 2 if x.shape[1] > 20 else z
+        return self.last(self.first(z) * (1 + y[:, None]) + x)
+
+    calls = [(rand(2, t, CHANNELS), rand(2, CHANNELS)) for t in (9, 8, 30, 7, 6, 32)]
+    outlines = reuse(by_size, *calls)
+    assert outlines.reused == 3
+    assert set(outlines.misfits) == {"another function", "how many operations"}
+
+
+def test_a_number_that_follows_from_the_size():
+    """A scale of the token count is written into the kernel's arguments, so it must be the same."""
+
+    def scaled(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x) * x.shape[1] ** 0.5) * (1 + y[:, None]) + x)
+
+    calls = [(rand(b, t, CHANNELS), rand(b, CHANNELS)) for b, t in ((2, 9), (2, 7), (3, 9))]
+    outlines = reuse(scaled, *calls)
+    assert outlines.reused == 1 and "arguments of a kernel's operation" in outlines.misfits
+
+
+def test_where_a_cut_begins():
+    def cut(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        half = x.shape[1] // 2
+        return self.last(torch.nn.functional.silu(x[:, half:] * 2) * (1 + y[:, None]) + x[:, 2 : x.shape[1] - half + 2])
+
+    calls = [(rand(2, t, CHANNELS), rand(2, CHANNELS)) for t in (12, 30, 8)]
+    assert reuse(cut, *calls).reused == 2
+
+
+def test_parts_that_are_stored_where_a_join_lies():
+    def parts(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        a, b = self.first(x), self.last(x)
+        return torch.cat((a.sigmoid() * 2, b * a.tanh()), -1) if x.shape[0] else torch.cat((a, b, y), -1)
+
+    calls = [(rand(2, t, CHANNELS), rand(2, CHANNELS)) for t in (9, 7, 33)]
+    assert reuse(parts, *calls).reused == 2
+
+
+def test_a_few_outlines_are_kept():
+    """The one that served last stays in front, what was not needed for long goes."""
+    from anyshape.accel.tape.reuse import MAX_OUTLINES
+
+    def repeated(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        for _ in range(x.shape[1]):
+            x = x * (1 + y[:, None])
+        return self.last(x)
+
+    calls = [(rand(2, t, CHANNELS), rand(2, CHANNELS)) for t in range(2, MAX_OUTLINES + 4)]
+    outlines = reuse(repeated, *calls, calls[-2], calls[0])
+    assert outlines.reused == 1 and len(outlines._known) == MAX_OUTLINES
