@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from tools import driving, embed
-from tools.paths import NEWER_COMFYUI, ROOT, project_env
+from tools.paths import OLDER_COMFYUI, ROOT, project_env
 
 if TYPE_CHECKING:
     from tools.comfy_server import ComfyServer
 
 # Before any test module is imported: caches stay in the project, and `import nodes` can only be ComfyUI's.
 os.environ.update(project_env())
+sys.dont_write_bytecode = bool(os.environ.get("PYTHONDONTWRITEBYTECODE"))  # this process has read it already
 embed.hide_repo()
 embed.bare_pack()
 
@@ -46,12 +47,12 @@ SERVER = {
 }  # fmt: skip
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
-    "server", "test_tape_families", "test_soak", "test_faults", "test_controlnet_cpu", "test_architectures",
-    "test_workflows_weights", "test_tape_blocks", "test_skip_runs", "test_unet_cpu", "test_workflows_vae",
-    "test_kernels", "test_workflows_nodes", "test_workflows_batches", "test_vae_cpu", "test_skip_pieces",
-    "test_skip_packs", "test_bench", "test_warm_up", "test_fleet", "test_demo_model", "test_package",
-    "test_tape_reuse", "test_newer_comfyui", "test_unet_packs", "test_artifacts_kernels", "test_tape_engine",
-    "test_lazy",
+    "server", "test_tape_families", "test_screen", "test_older_comfyui", "test_soak", "test_faults",
+    "test_controlnet_cpu", "test_architectures", "test_workflows_weights", "test_quantised", "test_tape_blocks",
+    "test_skip_runs", "test_unet_cpu", "test_workflows_vae", "test_kernels", "test_workflows_nodes",
+    "test_workflows_batches", "test_vae_cpu", "test_tape_rounding", "test_skip_pieces", "test_skip_packs",
+    "test_bench", "test_warm_up", "test_fleet", "test_demo_model", "test_package", "test_tape_reuse",
+    "test_unet_packs", "test_artifacts_kernels", "test_tape_engine", "test_lazy",
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {
@@ -211,14 +212,14 @@ def exact_float32() -> Iterator[None]:
 
 
 @pytest.fixture
-def in_newer_comfyui() -> Callable[..., subprocess.CompletedProcess]:
-    """Runs tests in a process of their own with the newer of the two ComfyUIs: one process can have only one."""
-    if "COMFYUI_PATH" in os.environ or not NEWER_COMFYUI.is_dir():  # as in the process that this fixture starts
+def in_older_comfyui() -> Callable[..., subprocess.CompletedProcess]:
+    """Runs tests in a process of their own with the older of the two ComfyUIs: one process can have only one."""
+    if "COMFYUI_PATH" in os.environ or not OLDER_COMFYUI.is_dir():  # as in the process that this fixture starts
         pytest.skip("needs both of the registry's ComfyUIs, and COMFYUI_PATH names one")
 
     def run(*arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-        environment = {**os.environ, "COMFYUI_PATH": str(NEWER_COMFYUI)}
+        environment = {**os.environ, "COMFYUI_PATH": str(OLDER_COMFYUI)}
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
     return run

@@ -11,11 +11,12 @@ import pytest
 
 from tools import browser as installed
 from tools.api_format import inputs, to_api
-from tools.comfy_server import ComfyServer
+from tools.comfy_server import ComfyServer, front_end
 from tools.paths import ROOT
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
-pytest.importorskip("comfyui_frontend_package", reason="there is no front end to test: make setup")
+if front_end() is None:
+    pytest.skip("there is no front end to test: make setup", allow_module_level=True)
 
 from tools.web_page import OURS, WebPage, chromium  # noqa: E402 - it imports playwright
 
@@ -151,7 +152,7 @@ def test_updates_are_pushed_not_polled(built) -> None:
         built.page.run(built.server)
     page.wait_for_timeout(1500)
     times = page.evaluate("() => window.seen")
-    assert times and all(later - earlier > 300 for earlier, later in zip(times, times[1:], strict=False))
+    assert times and (len(times) - 2) * 500 <= times[-1] - times[0]  # a busy page takes one late, and the next in time
     assert not [url for url in asked if "anyshape" in url]
     assert built.page.wait_for_badge(built.model, "256") == "as ComfyUI: 256×192"  # of the latest prompt alone
     built.page.shot("panel")
@@ -373,8 +374,15 @@ def test_a_frontend_without_a_sidebar(browser, server) -> None:
     page.close()
 
 
-def test_every_node_is_found_and_warm_up_says_what_it_warmed(browser, server) -> None:
-    page = WebPage(browser, server)
+@pytest.fixture(scope="module")
+def page(browser, server) -> Iterator[WebPage]:
+    """One page for the tests below, each of which opens a workflow of its own: the front end takes its time to load."""
+    opened = WebPage(browser, server)
+    yield opened
+    opened.close()
+
+
+def test_every_node_is_found_and_warm_up_says_what_it_warmed(page, server) -> None:
     page.load_workflow(flow(), PLACES)
     model, warm = page.add_node("Compile Model", 410, 160), page.add_node("Warm Up", 740, 480)
     others = [page.add_node("Skip Blocks", 410, 400), page.add_node("Compile ControlNet", 1170, 480)]
@@ -386,12 +394,10 @@ def test_every_node_is_found_and_warm_up_says_what_it_warmed(browser, server) ->
     assert [page.badge(one) for one in others] == ["not run yet"] * 2
     page.shot("warm-up")
     assert page.errors == []
-    page.close()
 
 
-def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(browser, server) -> None:
+def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(page, server) -> None:
     """The same workflow opened a second time has another id, and its Compile Model comes from ComfyUI's cache."""
-    page = WebPage(browser, server)
     # a number that no workflow of the other tests has
     compiled = flow() | {"80": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024)}
     compiled["5"]["inputs"]["model"] = ["80", 0]
@@ -403,7 +409,21 @@ def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(browser, server
     page.run(server)
     assert page.wait_for_badge(80, "as ComfyUI") == f"as ComfyUI: {SIZE} ×2"
     assert page.errors == []
-    page.close()
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_help_pages_show_their_picture(page, language) -> None:
+    page.set("Comfy.Locale", language)
+    page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
+    page.select(1)
+    page.page.locator("[data-testid=info-button]").click()
+    heading = {"en": "When to use it", "zh": "适合的情况"}[language]
+    page.page.locator(".node-help-content").get_by_role("heading", name=heading, exact=True).wait_for()
+    page.page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 100")
+    source = page.page.locator(".node-help-content img").get_attribute("src")
+    assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
+    page.shot(f"help-{language}")
+    page.set("Comfy.Locale", "en")
 
 
 def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -411,9 +431,9 @@ def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     return {name: made["inputs"][name] for name in inputs(known[made["class_type"]]) if name in made["inputs"]}
 
 
-def test_an_example_opens_from_the_template_browser(browser, server) -> None:
+def test_an_example_opens_from_the_template_browser(page, server) -> None:
     """With its picture; the front end makes the same prompt of each example as tools.api_format does."""
-    page, known = WebPage(browser, server), server.object_info()
+    known = server.object_info()
     page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     page.page.get_by_text("AnyShape", exact=True).last.click()
     card = page.page.locator("[data-testid=template-workflow-eager_vs_compiled]")
@@ -429,19 +449,3 @@ def test_an_example_opens_from_the_template_browser(browser, server) -> None:
         )
         given = {name: known_inputs(one, known) for name, one in made.items()}
         assert given == {name: one["inputs"] for name, one in to_api(saved, known).items()}, path.stem
-    page.close()
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_help_pages_show_their_picture(browser, server, language) -> None:
-    page = WebPage(browser, server, Comfy_Locale=language)
-    page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
-    page.page.evaluate("() => app.canvas.selectNode(app.graph.nodes[0])")
-    page.page.locator("[data-testid=info-button]").click()
-    heading = {"en": "When to use it", "zh": "适合的情况"}[language]
-    page.page.locator(".node-help-content").get_by_role("heading", name=heading, exact=True).wait_for()
-    page.page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 100")
-    source = page.page.locator(".node-help-content img").get_attribute("src")
-    assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
-    page.shot(f"help-{language}")
-    page.close()

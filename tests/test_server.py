@@ -16,6 +16,11 @@ def test_no_import_failures(server) -> None:
     assert "IMPORT FAILED" not in server.log()
 
 
+def test_weights_are_not_streamed_on_a_cpu(server) -> None:
+    """comfy-aimdo is installed, as newer ComfyUI asks; whether it is used ComfyUI decides."""
+    assert ("DynamicVRAM support detected and enabled" in server.log()) <= (not server.cpu)
+
+
 def test_run_view_and_progress(server) -> None:
     seen = []
     entry = server.run(image_flow(), lambda kind, data: seen.append(kind))

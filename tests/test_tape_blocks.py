@@ -162,7 +162,7 @@ def test_blocks_that_write_into_their_input(make, counted):
 def test_blocks_of_minimax_h3(make, counted, comfy):
     """They write into their input by slices, and ComfyUI's own operation turns queries and keys in place."""
     if not (comfy / "comfy" / "ldm" / "minimax").is_dir():
-        pytest.skip("this ComfyUI has no MiniMax H3")  # see test_newer_comfyui.py
+        pytest.skip("this ComfyUI has no MiniMax H3")
     patcher = make("MiniMaxH3")
     fast = compiled(patcher)
     for k in (0, 0, 0, 1, 1, 4, 4):

@@ -5,7 +5,7 @@ import torch
 
 from tools import architectures, compatibility_table
 from tools.architectures import Architecture
-from tools.paths import NEWER_COMFYUI, comfyui_path
+from tools.paths import OLDER_COMFYUI, VENV_COMFYUI, comfyui_path
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread")
 ENTRIES = [pytest.param(entry, id=entry.name) for entry in architectures.present()]
@@ -34,29 +34,20 @@ LATER: dict[str, int] = {
     # that one frame's forward does not have.
     "WAN22_T2V first frame": 6,
 }  # fmt: skip
-# Built like another entry, so that the first variants say all.
-TWINS = frozenset(
-    (
-        "SD20", "SD21UnclipL", "SD21UnclipH", "LotusD", "SD_X4Upscaler", "SDXLRefiner", "SSD1B", "Segmind_Vega",
-        "KOALA_700M", "KOALA_1B", "Stable_Zero123", "SD15_instructpix2pix", "SDXL_instructpix2pix", "SV3D_u", "SV3D_p",
-        "FluxSchnell", "FluxInpaint", "Flux2 Klein", "HunyuanVideoSkyreelsI2V", "Hunyuan3Dv2mini", "CosmosI2V",
-    )
-)  # fmt: skip
-FEW = 6  # variants of those
+FEW = 6  # variants of a model that is built like another
+OLDER = 2  # and of those that the older ComfyUI builds
 TOLERANCE = 1e-4  # of fused programs in float32
 
 
-def check(found: dict) -> None:
+def check(found: dict, variants: int) -> None:
     """What must be true of a model's record."""
-    from tools.architectures import taped
-
     name = found["name"]
     if name in REFUSED:
         assert REFUSED[name] in found["refusal"]
         return
     assert not found["refusal"]
     assert found["operations"] > 50 and found["kernels"] > 5
-    assert len(found["new_kernels"]) == (FEW if name in TWINS else taped.VARIANTS) and found["new_kernels"][0] > 0
+    assert len(found["new_kernels"]) == variants and found["new_kernels"][0] > 0
     assert sum(found["new_kernels"][1:]) <= LATER.get(name, 0), found["new_kernels"]
     assert found["unfused_error"] == 0.0
     assert found["fused_error"] is None or found["fused_error"] <= TOLERANCE
@@ -68,10 +59,11 @@ def test_recorded_right_and_no_kernel_of_one_size(entry: Architecture, records: 
 
     from tools.architectures import taped
 
-    # With the same class and other inputs a fused program is another one, but not another kind of program.
-    variants = FEW if entry.name in TWINS else taped.VARIANTS
-    records[entry.name] = asdict(taped.study(entry, variants, run=entry.name == entry.family_name))
-    check(records[entry.name])
+    # A twin's fused program is another one, but not another kind of program.
+    twin = architectures.is_twin(entry)
+    variants = FEW if twin else taped.VARIANTS
+    records[entry.name] = asdict(taped.study(entry, variants, run=not twin))
+    check(records[entry.name], variants)
 
 
 @pytest.fixture(scope="module")
@@ -106,27 +98,25 @@ def test_a_change_of_weights_needs_no_new_recording():
 
 
 @pytest.fixture(scope="session")
-def in_newer() -> list[dict]:
-    """What was found of the models that only the newer ComfyUI has."""
-    if not NEWER_COMFYUI.is_dir() or comfyui_path() == NEWER_COMFYUI:
-        pytest.skip("needs the newer ComfyUI beside the usual one")
-    from tools.architectures import taped
-
-    names = compatibility_table.newer_names(entry.name for entry in architectures.present())
-    found = compatibility_table.records(NEWER_COMFYUI, taped.VARIANTS, names)
-    assert [each["name"] for each in found] == names
+def in_older() -> list[dict]:
+    """What was found of each kind of model that the older ComfyUI has, in a process of its own."""
+    if comfyui_path() != VENV_COMFYUI or not OLDER_COMFYUI.is_dir():
+        pytest.skip("needs both of the registry's ComfyUIs, and COMFYUI_PATH names another")
+    names = [entry.name for entry in compatibility_table.looked_at_again()]
+    found = compatibility_table.records(OLDER_COMFYUI, OLDER, names)
+    assert [each["name"] for each in found] == names and {"Flux", "SDXL", "WAN21_Vace"} <= set(names)
     return found
 
 
-def test_models_of_a_newer_comfyui(in_newer: list[dict]):
-    for found in in_newer:
-        check(found)
+def test_models_of_the_older_comfyui(in_older: list[dict]):
+    for found in in_older:
+        check(found, OLDER)
 
 
 def test_table_of_models_is_current(records: dict[str, dict], request: pytest.FixtureRequest):
     if len(records) < len(ENTRIES):
         pytest.skip("not every model was looked at in this run")
-    expected = [compatibility_table.row(records[entry.name], "usual") for entry in architectures.present()]
-    expected += [compatibility_table.row(found, "newer") for found in request.getfixturevalue("in_newer")]
+    found = [records[entry.name] for entry in architectures.present()]
+    expected = compatibility_table.lines(found, request.getfixturevalue("in_older"))
     page = compatibility_table.PAGE.read_text(encoding="utf-8")
     assert compatibility_table.rows(page) == expected, "run python -m tools.compatibility_table"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tools.driving import compiled, compiled_control, sample_prompts, skipping, steering
+from tools.driving import compiled, compiled_control, every_progress, sample_prompts, skipping, steering
 from tools.oracles import FUSED, error, fallbacks, last_run, shapes
 
 FORMS = "write 1024x1152, 896x768 batch 2, or 832x480x33 for 33 frames"
@@ -347,6 +347,7 @@ def test_progress(pack, patcher, clean, monkeypatch) -> None:
     import comfy.utils
 
     seen = []
+    every_progress(monkeypatch)
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", lambda value, total, *_, **__: seen.append((value, total)))
     warm(pack, compiled(patcher), "64x64\n72x64", cfg="both")
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]

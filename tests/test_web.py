@@ -1,6 +1,7 @@
 """What the server gives the web extension: routes, events, badges' entries, texts; and the extension's pure part."""
 
 import asyncio
+import inspect
 import json
 import re
 import shutil
@@ -171,7 +172,9 @@ def as_run(node: type, node_id: str, extra: Any = None) -> type:
     """A node's class as ComfyUI executes it."""
     from comfy_api.latest import io
 
-    return node.PREPARE_CLASS_CLONE({io.Hidden.unique_id: node_id, io.Hidden.extra_pnginfo: extra})
+    hidden = {io.Hidden.unique_id: node_id, io.Hidden.extra_pnginfo: extra}
+    newer = "v3_data" in inspect.signature(node.PREPARE_CLASS_CLONE).parameters
+    return node.PREPARE_CLASS_CLONE({"hidden_inputs": hidden} if newer else hidden)
 
 
 def stats_now() -> dict[str, Any]:

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from tools.driving import compiled_vae, randn, short_of_memory
+from tools.driving import compiled_vae, every_progress, randn, short_of_memory
 from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
@@ -146,27 +146,40 @@ def wide(models):
     return models.flux_vae(torch.float32)
 
 
+def outcomes(call, *vaes):
+    """What each VAE gives, or its error's text: newer ComfyUI leaves out frames and channels that are too many."""
+    found = []
+    for each in vaes:
+        try:
+            with torch.inference_mode():
+                found.append(call(each))
+        except RuntimeError as problem:
+            found.append(str(problem))
+    return found
+
+
+def assert_same_outcome(wanted, ours):
+    assert type(ours) is type(wanted)
+    assert ours == wanted if isinstance(wanted, str) else error(ours, wanted) < CLOSE
+
+
 @pytest.mark.parametrize("shape", [(1, 16, 2, 5, 4), (1, 4, 5, 4), (1, 17, 5, 4)], ids=["video", "SDXL", "17 channels"])
 def test_a_latent_of_another_model(wide, shape):
-    """ComfyUI's own error, and the next latent is decoded fused."""
-    fast, messages = compiled_vae(wide), []
-    for each in (wide, fast):
-        with pytest.raises(RuntimeError) as raised:
-            node("VAEDecode", each, {"samples": torch.zeros(shape)})
-        messages.append(str(raised.value))
-    assert messages[0] == messages[1]
+    """ComfyUI's own result or error, and the next latent is decoded fused."""
+    fast = compiled_vae(wide)
+    samples = randn(*shape)
+    wanted, ours = outcomes(lambda vae: node("VAEDecode", vae, {"samples": samples}), wide, fast)
+    assert_same_outcome(wanted, ours)
+    assert isinstance(wanted, str) or len(shape) == 5
     assert node("VAEDecode", fast, {"samples": randn(1, 16, 5, 4)}).shape == (1, 40, 32, 3)
     assert shapes()[-1]["state"] == FUSED
 
 
 def test_a_picture_with_another_number_of_channels(vae):
-    fast, messages = compiled_vae(vae), []
-    for each in (vae, fast):
-        with torch.inference_mode(), pytest.raises(RuntimeError) as raised:
-            each.encode(torch.zeros(1, 40, 32, 4))
-        messages.append(str(raised.value))
-    assert messages[0] == messages[1]
-    node("VAEEncode", fast, picture(40, 32))
+    fast, pixels = compiled_vae(vae), torch.rand(1, 40, 32, 4, generator=torch.Generator().manual_seed(1))
+    assert_same_outcome(*outcomes(lambda each: each.encode(pixels), vae, fast))
+    assert_same_outcome(*outcomes(lambda each: each.encode(pixels[..., :2]), vae, fast))
+    node("VAEEncode", fast, picture(48, 32))
     assert shapes()[-1]["state"] == FUSED
 
 
@@ -380,6 +393,7 @@ def test_an_interrupt_between_tiles(vae, monkeypatch, way):
             mm.interrupt_current_processing()
         mm.throw_exception_if_processing_interrupted()
 
+    every_progress(monkeypatch)
     monkeypatch.setattr(comfy.utils, "PROGRESS_BAR_HOOK", hook)
     with pytest.raises(mm.InterruptProcessingException):
         node(name, fast, value, 64, 0)

@@ -19,13 +19,25 @@ def node(module: str, name: str, *args: Any, **kwargs: Any) -> Apply:
     """ComfyUI's node applied to a model with these other inputs."""
 
     def apply(model: Model) -> Model:
-        cls = getattr(importlib.import_module(f"comfy_extras.{module}"), name)
+        cls = getattr(extras(module), name)
         if hasattr(cls, "execute"):
-            out = cls.execute(model, *args, **kwargs)
+            out = cls.execute(model, *args, **defaults(cls, len(args)) | kwargs)
             return (out if isinstance(out, tuple) else out.args)[0]  # HyperTile gives a plain tuple
         return getattr(cls(), cls.FUNCTION)(model, *args, **kwargs)[0]
 
     return apply
+
+
+def extras(module: str) -> types.ModuleType:
+    """A file of ComfyUI's nodes. Of two that import one another, newer ones bear only one order."""
+    importlib.import_module("comfy_extras.nodes_post_processing")
+    return importlib.import_module(f"comfy_extras.{module}")
+
+
+def defaults(cls: Any, given: int) -> dict[str, Any]:
+    """What a node's inputs after the model and ``given`` others begin with: newer ComfyUI has more of them."""
+    inputs = cls.define_schema().inputs[given + 1 :] if hasattr(cls, "define_schema") else ()
+    return {each.id: each.default for each in inputs if getattr(each, "default", None) is not None}
 
 
 def perp_neg(model: Model) -> Model:
@@ -38,9 +50,7 @@ def perp_neg(model: Model) -> Model:
 
 def sharpen(model: Model) -> Model:
     """LatentApplyOperationCFG takes the latent operation of another node."""
-    from comfy_extras.nodes_latent import LatentOperationSharpen
-
-    operation = LatentOperationSharpen.execute(5, 1.0, 0.2).args[0]
+    operation = extras("nodes_latent").LatentOperationSharpen.execute(5, 1.0, 0.2).args[0]
     return node("nodes_latent", "LatentApplyOperationCFG", operation)(model)
 
 

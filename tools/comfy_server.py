@@ -27,7 +27,7 @@ from PIL import Image
 
 from tools.client_socket import OnProgress, PromptError, follow_prompt
 from tools.embed import has_cuda, make_base
-from tools.paths import CACHE, ROOT, ProjectError, comfyui_path, project_env
+from tools.paths import CACHE, FRONT_END, ROOT, ProjectError, comfyui_path, project_env
 
 __all__ = ["ComfyServer", "PromptError", "ServerError", "prompt_seconds"]
 
@@ -45,6 +45,15 @@ def prompt_seconds(entry: dict[str, Any]) -> float:
     """How long a prompt ran in the server, from a history entry: execution_start to its end, in seconds."""
     stamps = {name: data["timestamp"] for name, data in entry["status"]["messages"] if "timestamp" in data}
     return (stamps["execution_success"] - stamps["execution_start"]) / 1000
+
+
+def front_end(comfyui: Path | None = None) -> Path | None:
+    """The web page for a ComfyUI (this one, if not given): its version's own, else the installed one, if any."""
+    own = (comfyui or comfyui_path()) / FRONT_END
+    if own.is_dir():
+        return own
+    package = importlib.util.find_spec("comfyui_frontend_package")
+    return Path(package.origin).parent / "static" if package else None
 
 
 class ComfyServer:
@@ -128,13 +137,13 @@ class ComfyServer:
         return command
 
     def _frontend(self) -> list[str]:
-        """ComfyUI wants a web page to serve; where its frontend package is not installed an empty one will do."""
-        if importlib.util.find_spec("comfyui_frontend_package"):
-            return []
-        page = self.base / "frontend" / "index.html"
-        page.parent.mkdir()
-        page.touch()
-        return ["--front-end-root", str(page.parent)]
+        """ComfyUI wants a web page to serve; where there is no front end an empty one will do."""
+        page = front_end(self.comfyui)
+        if page is None:
+            page = self.base / "frontend"
+            page.mkdir()
+            (page / "index.html").touch()
+        return ["--front-end-root", str(page)]
 
     def _wait_until_up(self) -> None:
         deadline = time.monotonic() + self.start_timeout

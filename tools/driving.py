@@ -25,19 +25,23 @@ UNETS = {
         "transformer_depth_middle": 2,
     },
 }
-SMALL_UNETS = {  # one block per level, where SD1.5 and SDXL have two
+SMALL_UNETS = {  # two levels of one block, with and without transformers, where SD1.5 has four of two and SDXL three
     "sd15": NARROW_UNET
     | {
-        "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 0],
-        "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
+        "channel_mult": (1, 2), "num_res_blocks": [1, 1], "transformer_depth": [1, 0],
+        "transformer_depth_output": [1, 1, 0, 0],
     },
     "sdxl": NARROW_UNET
     | {
-        "num_res_blocks": [1, 1, 1], "transformer_depth": [0, 1, 2],
-        "transformer_depth_output": [0, 0, 1, 1, 2, 2], "transformer_depth_middle": 2,
+        "channel_mult": (1, 2), "num_res_blocks": [1, 1], "transformer_depth": [0, 2],
+        "transformer_depth_output": [0, 0, 2, 2], "transformer_depth_middle": 2,
     },
 }  # fmt: skip
 SMALL_UNET = SMALL_UNETS["sd15"]
+DEEP_UNET = NARROW_UNET | {  # four levels of one block, for nodes that patch blocks of a certain depth
+    "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 0],
+    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
+}  # fmt: skip
 TINY_UNET = {  # of a UNet that torch.compile traces in seconds
     "num_res_blocks": [1, 1], "channel_mult": (1, 2), "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
 }  # fmt: skip
@@ -176,10 +180,25 @@ def memory_by_turns(monkeypatch: Any, *answers: bool) -> None:
     """Whether there is memory for what ComfyUI's sampler wants to join into one batch: these answers, over and over."""
     import comfy.model_management as mm
     import comfy.samplers
+    from comfy.model_patcher import ModelPatcher
 
     turns = itertools.cycle(answers)
-    free = {"get_free_memory": lambda *args, **kwargs: 1 << 60 if next(turns) else 1}
-    monkeypatch.setattr(comfy.samplers, "model_management", types.SimpleNamespace(**vars(mm) | free))
+
+    def free(*args: Any, **kwargs: Any) -> int:
+        return 1 << 60 if next(turns) else 1
+
+    if hasattr(ModelPatcher, "get_free_memory"):  # newer ComfyUI asks the model
+        monkeypatch.setattr(ModelPatcher, "get_free_memory", free)
+    else:
+        own = types.SimpleNamespace(**vars(mm) | {"get_free_memory": free})
+        monkeypatch.setattr(comfy.samplers, "model_management", own)
+
+
+def every_progress(monkeypatch: Any) -> None:
+    """ComfyUI's progress bar tells everything; a newer one leaves out what comes soon after the last."""
+    import comfy.utils
+
+    monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0.0, raising=False)
 
 
 def sample_prompts(

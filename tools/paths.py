@@ -7,8 +7,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 VENV = ROOT / ".venv"
-VENV_COMFYUI = VENV / "comfyui"
-NEWER_COMFYUI = VENV / "comfyui-0.30"  # has models that came later; tests alone use it
+VENV_COMFYUI = VENV / "comfyui-0.30.0"
+OLDER_COMFYUI = VENV / "comfyui-0.3.75"  # the second test bed: tests/test_older_comfyui.py
+FRONT_END = "front_end"  # in each of the two: the web page of its version
 
 
 class ProjectError(RuntimeError):
@@ -39,10 +40,15 @@ KEEP_IF_SET = {"PIP_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 # ten times slower; with a short loop it costs nothing on a quiet machine.
 SPIN = {"GOMP_SPINCOUNT": "1000"}
 
+# Python keeps the bytecode of what it imports. Some machines switch this off, and every process compiles ComfyUI again.
+BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+
 
 def project_env() -> dict[str, str]:
     """The variables that send every cache and temporary file into `.cache/`, and more; makes the folders."""
     env = {name: value for name, value in SPIN.items() if name not in os.environ}
+    if "COMFYUI_PATH" not in os.environ:  # beside the sources, and a ComfyUI of someone else is left alone
+        env |= BYTECODE
     for name, folder in CACHE_FOLDERS.items():
         if name in KEEP_IF_SET and os.environ.get(name):
             continue
@@ -64,7 +70,7 @@ def comfyui_path() -> Path:
             "expected). Set it to the folder that holds ComfyUI's main.py, or unset it to use the registry's copy."
         )
     raise ProjectError(
-        "There is no ComfyUI in .venv/comfyui yet. Run `make setup` in the project folder, "
+        f"There is no ComfyUI in .venv/{VENV_COMFYUI.name} yet. Run `make setup` in the project folder, "
         "or set COMFYUI_PATH to the folder of a ComfyUI that you have."
     )
 

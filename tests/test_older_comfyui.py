@@ -1,0 +1,55 @@
+"""The second test bed: what runs again on the older of the two ComfyUIs, in a process of its own.
+
+Chosen is what depends on ComfyUI's version: the forwards that are mirrored here, how nodes and patches meet a model,
+the server, and the page with a front end of that time. Its models on a tape are in ``test_tape_families``.
+"""
+
+import re
+
+from tools import architectures, browser
+from tools.paths import OLDER_COMFYUI
+
+ENGINE = (
+    "test_versions.py",
+    "test_changed_models.py",
+    "test_conds.py",
+    "test_unet_packs.py",
+    "test_workflows_nodes.py::test_node[unet-LatentApplyOperationCFG]",
+    "test_workflows_nodes.py::test_context_windows",
+    "test_workflows_nodes.py::test_a_patch_added_after_a_run_acts_at_once",
+    "test_workflows_batches.py::test_cond_and_uncond_are_split_and_joined_in_mid_run",
+    "test_workflows_vae.py::test_a_latent_of_another_model",
+    "test_workflows_vae.py::test_a_picture_with_another_number_of_channels",
+    "test_workflows_vae.py::test_an_interrupt_between_tiles",
+    "test_warm_up.py::test_progress",
+    "test_architectures.py::test_every_model_of_comfyui_is_in_the_table",
+)
+SERVER = (
+    "test_server.py",
+    "test_nodes.py::test_schema",
+    "test_nodes.py::test_with_without_with",
+    "test_web.py::test_a_node_names_its_models_entry_from_the_first_forward_on",
+)
+# Where there is a Chromium, a session on one page: the nodes appear, the panel opens, lines and tables follow a run.
+PAGE = (
+    "test_nodes_say_that_they_have_not_run",
+    "test_the_panel_opens_by_keyboard",
+    "test_a_run_is_shown_without_a_reload",
+    "test_nodes_2_0",
+    "test_nothing_is_saved_or_sent_of_it",
+    "test_our_scripts_complain_of_nothing",
+)
+
+
+def test_older_comfyui(in_older_comfyui):
+    """In one process, which imports ComfyUI once and starts its server once: none fails, none is left out."""
+    # Models whose configurations differ between the two.
+    names = [entry.name for entry in architectures.present(OLDER_COMFYUI) if entry.newer]
+    assert "Flux" in names and "SD15" not in names
+    tests = [*ENGINE, *SERVER, *(f"test_architectures.py::test_model_runs_at_every_size[{name}]" for name in names)]
+    if browser.find():
+        tests += [f"test_browser.py::{test}" for test in PAGE]
+    result = in_older_comfyui(*(f"tests/{test}" for test in tests))
+    counted = re.search(r"^(\d+) passed(, \d+ warnings?)? in ", result.stdout, re.MULTILINE)
+    assert result.returncode == 0 and counted, result.stdout[-4000:] + result.stderr[-1000:]
+    assert int(counted[1]) >= len(tests)
