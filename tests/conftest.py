@@ -42,13 +42,13 @@ gc.set_threshold(5000, 20, 50)
 
 # Files that drive the server: all in one process, where it starts once.
 SERVER = {
-    "test_browser", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_report", "test_server",
-    "test_web",
+    "test_browser", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_report", "test_screen",
+    "test_server", "test_web",
 }  # fmt: skip
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
-    "server", "test_tape_families", "test_screen", "test_older_comfyui", "test_soak", "test_faults",
-    "test_controlnet_cpu", "test_architectures", "test_workflows_weights", "test_quantised", "test_tape_blocks",
+    "server", "test_tape_families", "test_older_comfyui", "test_soak", "test_faults", "test_controlnet_cpu",
+    "test_architectures", "test_workflows_weights", "test_quantised", "test_tape_blocks",
     "test_skip_runs", "test_unet_cpu", "test_workflows_vae", "test_kernels", "test_workflows_nodes",
     "test_workflows_batches", "test_vae_cpu", "test_tape_rounding", "test_skip_pieces", "test_skip_packs",
     "test_bench", "test_warm_up", "test_fleet", "test_demo_model", "test_package", "test_tape_reuse",
@@ -63,8 +63,8 @@ MARKS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For ``-n auto``: one process per core, two at most; none on a GPU, whose memory some tests measure."""
-    return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1)
+    """For ``-n auto``: three, as one of them waits for a browser; none on a GPU, whose memory some tests measure."""
+    return 0 if embed.has_cuda() else 3 if (os.cpu_count() or 1) > 1 else 1
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -32,12 +32,12 @@ SERVER = (
 )
 # Where there is a Chromium, a session on one page: the nodes appear, the panel opens, lines and tables follow a run.
 PAGE = (
-    "test_nodes_say_that_they_have_not_run",
-    "test_the_panel_opens_by_keyboard",
-    "test_a_run_is_shown_without_a_reload",
-    "test_nodes_2_0",
-    "test_nothing_is_saved_or_sent_of_it",
-    "test_our_scripts_complain_of_nothing",
+    "test_browser.py::test_a_run_is_shown_without_a_reload",
+    "test_browser.py::test_nodes_2_0",
+    "test_browser.py::test_our_scripts_complain_of_nothing",
+    "test_screen.py::test_nodes_are_chinese_and_change_with_the_setting",
+    "test_screen.py::test_a_bypassed_node_gives_comfyuis_own_picture",
+    "test_screen.py::test_nothing_that_matters_is_hidden_on_a_small_screen",
 )
 
 
@@ -48,7 +48,7 @@ def test_older_comfyui(in_older_comfyui):
     assert "Flux" in names and "SD15" not in names
     tests = [*ENGINE, *SERVER, *(f"test_architectures.py::test_model_runs_at_every_size[{name}]" for name in names)]
     if browser.find():
-        tests += [f"test_browser.py::{test}" for test in PAGE]
+        tests += PAGE
     result = in_older_comfyui(*(f"tests/{test}" for test in tests))
     counted = re.search(r"^(\d+) passed(, \d+ warnings?)? in ", result.stdout, re.MULTILINE)
     assert result.returncode == 0 and counted, result.stdout[-4000:] + result.stderr[-1000:]

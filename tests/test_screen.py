@@ -1,9 +1,9 @@
-"""What the screen says, on the front ends of both ComfyUIs: the language, and nodes that are bypassed or muted.
+"""What the screen says: the language, and nodes that are bypassed or muted.
 
-Each is started with the front end of its own version. Pictures of the page lie in .cache/screenshots afterwards.
+``test_older_comfyui`` runs what depends on the front end on the older one, too. Pictures of the page lie in
+.cache/screenshots afterwards.
 """
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +13,6 @@ import pytest
 
 from tools import browser as installed
 from tools.comfy_server import ComfyServer
-from tools.paths import VENV
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
@@ -22,7 +21,6 @@ from tools.web_page import OURS, SCREENSHOTS, SEARCH, WebPage, chromium  # noqa:
 if not installed.find():
     pytest.skip(installed.MISSING, allow_module_level=True)
 
-BEDS = ["comfyui-0.3.75", "comfyui-0.30.0"]
 PANEL = ".anyshape-panel"
 MUTED, BYPASSED = 2, 4  # of a node's `mode`, in every front end
 
@@ -59,39 +57,29 @@ def browser() -> Iterator[Any]:
         yield launched
 
 
-@pytest.fixture(scope="module", params=BEDS)
-def bed(request: pytest.FixtureRequest) -> Iterator[ComfyServer]:
-    """A server of each version with the front end of that version."""
-    comfyui = (VENV / request.param).resolve()
-    if "COMFYUI_PATH" in os.environ or not (comfyui / "front_end").is_dir():
-        pytest.skip(f"needs {request.param} with its front end in .venv: make setup")
-    with ComfyServer(comfyui=comfyui, arguments=("--front-end-root", str(comfyui / "front_end"))) as running:
-        yield running
-
-
 # Until then the front end may still open its own first workflow over another one.
 OPENED = "() => app.extensionManager.workflow?.activeWorkflow && app.graph.nodes.length"
 
 
-def opened(browser: Any, bed: ComfyServer, prepare: Any = None, **settings: Any) -> WebPage:
+def opened(browser: Any, server: ComfyServer, prepare: Any = None, **settings: Any) -> WebPage:
     """A page with the workflow above."""
-    page = WebPage(browser, bed, prepare, **settings)
+    page = WebPage(browser, server, prepare, **settings)
     page.page.wait_for_function(OPENED)
     page.load_workflow(flow(), PLACES)
     return page
 
 
 @pytest.fixture
-def page(browser: Any, bed: ComfyServer) -> Iterator[WebPage]:
-    shown = opened(browser, bed)
+def page(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+    shown = opened(browser, server)
     yield shown
     shown.close()
 
 
 @pytest.fixture(scope="module")
-def searched(browser: Any, bed: ComfyServer) -> Iterator[Callable[[str], str]]:
+def searched(browser: Any, server: ComfyServer) -> Iterator[Callable[[str], str]]:
     """What the search box finds for a text."""
-    page = opened(browser, bed)
+    page = opened(browser, server)
     page._open_search(1000, 500)
 
     def search(text: str) -> str:
@@ -155,14 +143,14 @@ def wait_for_title(page: WebPage, node_id: int, title: str) -> None:
     page.page.wait_for_function("([id, title]) => app.graph.getNodeById(id)?.title === title", arg=[node_id, title])
 
 
-def test_nodes_are_chinese_and_change_with_the_setting(browser, bed) -> None:
-    page = opened(browser, bed, Comfy_Locale="zh")
+def test_nodes_are_chinese_and_change_with_the_setting(browser, server) -> None:
+    page = opened(browser, server, Comfy_Locale="zh")
     wait_for_title(page, 4, CHINESE["title"])
     assert page.page.evaluate(SHOWN, 4) == CHINESE
     assert page.page.evaluate(SHOWN, 9)["outputs"] == ["报告", "统计", "图表"]
     assert tooltip_of_title(page, 4).startswith("加快任意模型（图像或视频）的采样")
     assert page.page.locator(OURS).get_attribute("aria-label") == "尺寸缓存"
-    page.shot(f"chinese-{bed.comfyui.name}")
+    page.shot(f"chinese-{server.comfyui.name}")
     page.set("Comfy.Locale", "en")
     wait_for_title(page, 4, ENGLISH["title"])
     assert page.page.evaluate(SHOWN, 4) == ENGLISH
@@ -175,8 +163,8 @@ def test_nodes_are_chinese_and_change_with_the_setting(browser, bed) -> None:
     page.close()
 
 
-def test_what_the_user_named_keeps_its_name(browser, bed) -> None:
-    page = opened(browser, bed, Comfy_Locale="zh")
+def test_what_the_user_named_keeps_its_name(browser, server) -> None:
+    page = opened(browser, server, Comfy_Locale="zh")
     wait_for_title(page, 4, CHINESE["title"])
     page.page.evaluate(
         "async () => { const node = app.graph.getNodeById(4); node.title = 'Mine'; node.inputs[0].label = 'base';"
@@ -197,8 +185,8 @@ def test_what_the_user_named_keeps_its_name(browser, bed) -> None:
         ("teacache", "Skip Blocks (DeepCache)"), ("speed up vae", "Compile VAE"), ("预热", "Warm Up"),
     ],
 )  # fmt: skip
-def test_what_people_type_finds_the_nodes(searched, bed, typed, title) -> None:
-    if "search_aliases" not in bed.object_info()["KSampler"]:
+def test_what_people_type_finds_the_nodes(searched, server, typed, title) -> None:
+    if "search_aliases" not in server.object_info()["KSampler"]:
         pytest.skip("this ComfyUI searches titles alone")
     assert title in searched(typed)
 
@@ -218,26 +206,26 @@ def press_on(page: WebPage, node_id: int, key: str, mode: int) -> None:
     page.page.wait_for_function("([id, mode]) => app.graph.getNodeById(id).mode === mode", arg=[node_id, mode])
 
 
-def test_a_bypassed_node_gives_comfyuis_own_picture(page, bed) -> None:
+def test_a_bypassed_node_gives_comfyuis_own_picture(page, server) -> None:
     plain = flow()
     plain["6"]["inputs"]["model"], plain["7"]["inputs"]["vae"] = ["1", 0], ["1", 1]
-    wanted = pixels(bed, ended(bed, bed.queue(plain)))
+    wanted = pixels(server, ended(server, server.queue(plain)))
     for node_id in (4, 5):
         press_on(page, node_id, "Control+b", BYPASSED)
         assert page.wait_for_badge(node_id, "bypassed") == "bypassed: as without this node"
-    before = calls(bed)
-    entry = page.run(bed)
-    assert entry["status"]["status_str"] == "success" and calls(bed) == before
-    assert np.array_equal(pixels(bed, entry), wanted)
+    before = calls(server)
+    entry = page.run(server)
+    assert entry["status"]["status_str"] == "success" and calls(server) == before
+    assert np.array_equal(pixels(server, entry), wanted)
     press_on(page, 4, "Control+b", 0)
-    page.run(bed)
+    page.run(server)
     assert page.wait_for_badge(4, "as ComfyUI") == "as ComfyUI: 64×72"  # on a CPU
     press_on(page, 4, "Control+b", BYPASSED)
     assert page.wait_for_badge(4, "bypassed")  # whatever ran before
     assert page.errors == []
 
 
-def test_a_muted_node_leaves_the_sampler_without_a_model(page, bed) -> None:
+def test_a_muted_node_leaves_the_sampler_without_a_model(page, server) -> None:
     """Which is why README and help pages say: bypass. ComfyUI names the sampler's input."""
     press_on(page, 4, "Control+m", MUTED)
     assert page.wait_for_badge(4, "muted").endswith("Bypass it instead (Ctrl+B)")
@@ -294,18 +282,18 @@ CROSSED = """() => [...document.querySelectorAll('.anyshape-panel .anyshape-bar'
 }).length"""
 
 
-def test_nothing_that_matters_is_hidden_on_a_small_screen(browser, bed) -> None:
+def test_nothing_that_matters_is_hidden_on_a_small_screen(browser, server) -> None:
     """At 1000x600, with the figures of a GPU in the place of the server's."""
 
     def figures(page: Any) -> None:
         page.route("**/api/anyshape/stats", lambda route: route.fulfill(json=FIGURES))
 
-    page = opened(browser, bed, figures)
+    page = opened(browser, server, figures)
     page.page.set_viewport_size({"width": 1000, "height": 600})
     page.page.locator(OURS).click()
     page.page.locator(f"{PANEL} tr[data-level=fast]").wait_for()
     page.page.wait_for_timeout(500)
-    page.page.screenshot(path=SCREENSHOTS / f"small-{bed.comfyui.name}.png")
+    page.page.screenshot(path=SCREENSHOTS / f"small-{server.comfyui.name}.png")
     assert page.page.evaluate(HIDDEN) == []
     head = page.page.locator(f"{PANEL} th")
     assert head.nth(4).text_content() == "first, s" and head.nth(5).text_content() == "ms"

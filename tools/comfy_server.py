@@ -74,7 +74,6 @@ class ComfyServer:
         arguments: tuple[str, ...] = (),
         start_timeout: float = 180,
         home: Path | None = None,
-        comfyui: Path | None = None,
     ) -> None:
         self.packs = {name: folder for name, folder in PACKS.items() if (folder / "__init__.py").exists()}
         if packs is not None:
@@ -83,7 +82,6 @@ class ComfyServer:
         self.arguments = arguments
         self.start_timeout = start_timeout
         self.home = home
-        self.other = comfyui
         self.client_id = "anyshape-tools"
         self.http = requests.Session()
         self.http.trust_env = False  # a proxy has no business between this process and the loopback
@@ -91,7 +89,7 @@ class ComfyServer:
     # Starting and stopping ---------------------------------------------------------------------------------------
 
     def __enter__(self) -> "ComfyServer":
-        self.comfyui = self.home or self.other or comfyui_path()
+        self.comfyui = self.home or comfyui_path()
         self.base = self.home or self._make_base()
         self.log_file = self.base / "server.log"
         self.port = _free_port()
