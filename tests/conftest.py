@@ -63,8 +63,8 @@ MARKS = {
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For ``-n auto``: three, as one of them waits for a browser; none on a GPU, whose memory some tests measure."""
-    return 0 if embed.has_cuda() else 3 if (os.cpu_count() or 1) > 1 else 1
+    """For ``-n auto``: one process per core, two at most; none on a GPU, whose memory some tests measure."""
+    return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -57,14 +57,9 @@ def browser() -> Iterator[Any]:
         yield launched
 
 
-# Until then the front end may still open its own first workflow over another one.
-OPENED = "() => app.extensionManager.workflow?.activeWorkflow && app.graph.nodes.length"
-
-
 def opened(browser: Any, server: ComfyServer, prepare: Any = None, **settings: Any) -> WebPage:
     """A page with the workflow above."""
     page = WebPage(browser, server, prepare, **settings)
-    page.page.wait_for_function(OPENED)
     page.load_workflow(flow(), PLACES)
     return page
 

@@ -64,7 +64,6 @@ class ComfyServer:
     arguments: more command line arguments for ComfyUI.
     start_timeout: seconds until the server must answer.
     home: a ComfyUI to start as its user would, with its own custom_nodes, models and output, and without `packs`.
-    comfyui: the folder of a ComfyUI other than the one that all tools use.
     """
 
     def __init__(
