@@ -109,6 +109,7 @@ class Engine:
     def _counted(self, call: Call, settings: Settings) -> Output:
         shape = self.stats.shape(str(call.key), call.width, call.height, call.batch, call.frames)
         shape.calls += 1
+        shape.prompt = STATS.prompt()
         if shape.calls > 1:
             with shape.times.measure(call.key.device):
                 return self._run(call, settings, shape)

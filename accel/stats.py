@@ -23,7 +23,14 @@ MAX_SHAPES = 256  # of one model
 MAX_RUNS = 32  # sampling runs with skipped blocks
 MAX_NODES = 256
 MAX_REJECTED = 256
+MAX_FALLBACKS = 256  # places and reasons; the one that was new longest ago is forgotten first
+MAX_TEXT = 1000  # characters of one text: every open browser gets all of them, again and again
 TIMES_KEPT = 64
+
+
+def bounded(text: str) -> str:
+    """``text``, or its beginning with how much was left out."""
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text) - MAX_TEXT:,} more characters)"
 
 
 class CallTimes:
@@ -76,15 +83,19 @@ class ShapeStats:
     bytes: int = 0
     reason: str = ""  # why it does not run faster, where something is missed
     note: str = ""  # why it runs as it does, where nothing is missed: a graph would not help, say
+    prompt: int = 0  # of the latest call: the latest prompt has the highest number; 0 outside of prompts
     times: CallTimes = field(default_factory=CallTimes, repr=False)
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
         names = (
             "key", "width", "height", "batch", "frames", "state", "calls", "replays", "bytes", "reason", "note",
+            "prompt",
         )  # fmt: skip
         entry = {name: getattr(self, name) for name in names}
         return entry | {
+            "reason": bounded(self.reason),
+            "note": bounded(self.note),
             "first_call_seconds": round(self.first_call_seconds, 4),
             "median_ms": round(self.times.median_ms(), 3),
             "eager_ms": None if self.eager_ms is None else round(self.eager_ms, 3),
@@ -189,7 +200,7 @@ class SkipStats:
         """The contract's entry."""
         names = ("model", "depth", "full", "skipped", "bytes")
         return {name: getattr(self, name) for name in names} | {
-            "resets": dict(self.resets),
+            "resets": {bounded(reason): count for reason, count in list(self.resets.items())},
             "seconds": round(self.seconds, 3),
         }
 
@@ -204,13 +215,28 @@ class NodeStats:
     state: str  # "off": passes through | "eager": its model cannot be compiled | "ready": what the entries say
     message: str  # what the user should know; "" if nothing
     names: Callable[[], list[str]]  # of entries of ``models``, known from the first forward on; holds no model
+    settings: dict[str, Any] = field(default_factory=dict)  # its inputs that are no links; for reports alone
+    file: str = ""  # of the model that the node got, by its name; "" where no loader of its workflow names one
+    sizes: dict[str, int] = field(default_factory=dict)  # of Warm Up: how many are "listed", "ready", and entries "bad"
+    instead: Callable[[], str] = str  # why its latest run went past it, if it did; holds no model
     _known: list[str] = field(default_factory=list, repr=False)
+
+    def __post_init__(self) -> None:
+        self.message = bounded(self.message)
+        self.settings = {n: bounded(value) if isinstance(value, str) else value for n, value in self.settings.items()}
+
+    def clear(self) -> None:
+        """Forgets what was said of its run; why a model cannot be compiled at all holds on."""
+        if self.state != "eager":
+            self.message = ""
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry. Keeps the names when the model is gone, as its entries stay too."""
         self._known = self.names() or self._known
         names = ("id", "workflow", "type", "state", "message")
-        return {name: getattr(self, name) for name in names} | {"models": list(self._known)}
+        more = {"file": self.file, "sizes": self.sizes, "instead": self.instead()}
+        given = {name: value for name, value in more.items() if value}
+        return {name: getattr(self, name) for name in names} | {"models": list(self._known)} | given
 
 
 class Stats:
@@ -223,8 +249,21 @@ class Stats:
         self._fallbacks: Counter[tuple[str, str]] = Counter()
         self._skip: deque[SkipStats] = deque(maxlen=MAX_RUNS)
         self._nodes: dict[tuple[str, str], NodeStats] = {}
+        self._running: Callable[[], str] = str
+        self._prompt = ("", 0)
         self.graphs = GraphStats()
         self.artifacts = ArtifactStats()
+
+    def follow(self, running: Callable[[], str]) -> None:
+        """``running`` gives the id of the prompt that runs in this thread; "" outside of prompts."""
+        self._running = running
+
+    def prompt(self) -> int:
+        """The number of the prompt that runs in this thread, from 1 on; 0 outside of prompts."""
+        running = self._running()
+        if running and running != self._prompt[0]:
+            self._prompt = running, self._prompt[1] + 1
+        return self._prompt[1] if running else 0
 
     def model(self, name: str, kind: str) -> ModelStats:
         """A new entry; a second model of the same name gets a number."""
@@ -250,14 +289,22 @@ class Stats:
             for oldest in list(self._nodes)[:-MAX_NODES]:
                 del self._nodes[oldest]
 
+    def nodes(self) -> list[NodeStats]:
+        """Those that ran, the latest last."""
+        with self._lock:
+            return list(self._nodes.values())
+
     def fallback(self, where: str, reason: str) -> int:
         """Counts a step down to something slower and returns how often it has happened."""
+        key = where, bounded(reason)
         with self._lock:
-            self._fallbacks[where, reason] += 1
-            return self._fallbacks[where, reason]
+            self._fallbacks[key] += 1
+            for oldest in list(self._fallbacks)[:-MAX_FALLBACKS]:
+                del self._fallbacks[oldest]
+            return self._fallbacks[key]
 
     def clear(self) -> None:
-        """Forgets calls, shapes and fallbacks; compiled code and captured graphs stay."""
+        """Forgets calls, shapes, fallbacks and the nodes' messages; compiled code and captured graphs stay."""
         fleet.forget()
         with self._lock:
             self._fallbacks.clear()
@@ -265,6 +312,8 @@ class Stats:
             self.graphs.evictions = 0
             for model in self._models:
                 model.shapes.clear()
+            for node in self._nodes.values():
+                node.clear()
 
     def snapshot(self) -> dict[str, Any]:
         """The contract's dict (``docs/architecture.md``), JSON-ready."""

@@ -74,6 +74,7 @@ class Tapes:
         self._count = 0
         self._blocks = Blocks()
         self._one_by_one: int | None = None  # a structure whose blocks are not alike, as it turned out
+        self._kept: set[tuple[ShapeKey, bool]] = set()  # sizes whose first forward left a tensor in its model
         self._lock = threading.RLock()
 
     def find(self, key: ShapeKey, fuse: bool, taped: Taped) -> Take | None:
@@ -128,6 +129,11 @@ class Tapes:
             take.clock, take.copies = clock, copies.count
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one = taped.structure
+                return out, take, None
+            if (
+                recorder.keeps and (key, fuse) not in self._kept
+            ):  # a table in another dtype, say, which it has from now on
+                self._kept.add((key, fuse))
                 return out, take, None
             takes = self._takes.setdefault((key, fuse), [])
             takes.append(take)

@@ -6,15 +6,26 @@ from dataclasses import dataclass, field
 
 FORMS = "1024x1152, 896x768 batch 2, or 832x480x33 for 33 frames"
 MIN_SIDE, MAX_SIDE, MAX_BATCH, MAX_FRAMES = 16, 16384, 4096, 16384  # of ComfyUI's nodes for empty latents
+PRESETS = {  # sizes that are listed without writing them
+    "none": "",
+    "SDXL": "1024x1024, 1152x896, 896x1152, 1216x832, 832x1216, 1344x768, 768x1344, 1536x640, 640x1536",
+    "portrait and landscape": "832x1216, 1216x832",
+    "SD1.5": "512x512, 512x768, 768x512",
+}
 STEP = 8  # image pixels along each side of one latent element; Empty Latent Image leaves the rest out
 MIB = 1 << 20
 
 _NUMBER = "([0-9]{1,9})"
+_BY = r"\s*[x×*]\s*"
 _LINE = re.compile(
-    rf"{_NUMBER}\s*[x×]\s*{_NUMBER}(?:\s*[x×]\s*{_NUMBER}|\s+{_NUMBER}\s+frames?)?(?:\s+batch\s+{_NUMBER})?",
+    rf"{_NUMBER}{_BY}{_NUMBER}(?:{_BY}{_NUMBER}|[\s,]+{_NUMBER}\s*frames?)?(?:[\s,]+b(?:atch)?\s*{_NUMBER})?",
     re.IGNORECASE,
 )
+_NEXT = re.compile(r"[,;]\s*(?=[0-9]+\s*[x×*])")  # between two sizes on one line
+# What a Chinese or Japanese keyboard types in the place of "0" to "9", "x", "," and so on, and its space and comma.
+_WIDE = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)} | {0x3000: " ", 0x3001: ","}
 _QUOTED = 40  # characters of a bad line
+_SHOWN = 5  # bad lines by their number and text; of the others how many there are
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,14 @@ class Shape:
     batch: int = 1
     frames: int = 1
     note: str = field(default="", compare=False)  # what the user should know of this line
+    joined: bool = field(default=False, compare=False)  # the frames stand as a third number behind the size
+
+    def as_images(self) -> "Shape":
+        """For what makes single images: there a third number can only be how many."""
+        if not self.joined or self.frames > MAX_BATCH or self.batch > 1:
+            return self
+        taken = f"{self.size} - taken as {self.frames} images: this model makes no video"
+        return Shape(self.width, self.height, self.frames, note=self.note or taken)
 
     @property
     def pixels(self) -> int:
@@ -42,22 +61,38 @@ class Shape:
 
 
 def parse(text: str) -> tuple[list[Shape], list[str]]:
-    """(the sizes in the order of ``text``, each once; what is wrong with the lines that are none).
+    """(the sizes in the order of ``text``, each once; what is wrong with the entries that are none).
 
-    A line each; blank lines and what follows a # are left out.
+    One to a line, or several with commas; blank lines and what follows a # are left out.
     """
     shapes: dict[Shape, None] = {}
     problems: list[str] = []
     for number, line in enumerate(text.splitlines(), 1):
-        entry = line.split("#")[0].strip()
-        if not entry:
-            continue
-        problem = _problem(entry)
-        if problem:
-            problems.append(f"line {number}: {_quoted(entry)} - {problem}")
-        else:
-            shapes.setdefault(_shape(entry, number))
+        for entry in _entries(line):
+            problem = _problem(entry)
+            if problem:
+                problems.append(f"line {number}: {_quoted(entry)} - {problem}")
+            else:
+                shapes.setdefault(_shape(entry, number))
     return list(shapes), problems
+
+
+def with_preset(text: str, preset: str) -> str:
+    """The user's list, and below it the sizes of ``preset``. Raises ValueError."""
+    if preset not in PRESETS:
+        raise ValueError(f"preset is {preset!r}; choose one of {', '.join(PRESETS)}")
+    return f"{text}\n{PRESETS[preset]}"
+
+
+def _entries(line: str) -> list[str]:
+    entries = _NEXT.split(line.translate(_WIDE).split("#")[0])
+    return [entry for part in entries if (entry := part.strip(" \t,;"))]
+
+
+def in_short(texts: list[str], rest: str) -> list[str]:
+    """The first few of ``texts``, and how many were left out; ``rest`` says what those are."""
+    left = len(texts) - _SHOWN
+    return texts if left <= 0 else [*texts[:_SHOWN], f"and {left:,} {rest}"]
 
 
 def _problem(entry: str) -> str:
@@ -83,13 +118,12 @@ def _numbers(match: re.Match) -> tuple[int, int, int, int]:
 
 
 def _shape(entry: str, number: int) -> Shape:
-    width, height, batch, frames = _numbers(_LINE.fullmatch(entry))
+    match = _LINE.fullmatch(entry)
+    width, height, batch, frames = _numbers(match)
     floored = width // STEP * STEP, height // STEP * STEP
-    if floored == (width, height):
-        return Shape(width, height, batch, frames)
     shown = f"{floored[0]}x{floored[1]}"
     note = f"line {number}: {_quoted(entry)} - taken as {shown}: Empty Latent Image makes multiples of {STEP} pixels"
-    return Shape(*floored, batch, frames, note)
+    return Shape(*floored, batch, frames, note if floored != (width, height) else "", joined=bool(match[3]))
 
 
 def _quoted(entry: str) -> str:
@@ -120,3 +154,20 @@ def _line(row: Row) -> str:
         f"{row.shape.size:>14} {row.shape.batch:>5} {row.part:<12} {row.state:<10} {row.seconds:>7.2f} "
         f"{row.bytes / MIB:>6.0f}  {row.why}"
     ).rstrip()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a list."""
+
+    report: str
+    warnings: list[str]  # what the user should do something about
+    listed: int  # sizes
+    ready: int  # those of them that every part of the workflow has run
+    bad: int  # entries that are no sizes
+
+    @property
+    def line(self) -> str:
+        """What the node says of itself: how many are ready, and what to do about the others."""
+        counted = f"{self.ready} of {self.listed} sizes ready" if self.listed else "no size is ready"
+        return "\n".join([counted, *self.warnings])

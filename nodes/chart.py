@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-COLOURS = {"graph": "#2a9d8f", "tape": "#4c78a8", "eager": "#c44e52"}
+COLOURS = {"fast": "#2a9d8f", "partly fast": "#4c78a8", "as ComfyUI": "#c44e52"}  # as in web/anyshape/style.css
 MAX_BARS = 40
 
 
@@ -23,16 +23,24 @@ def draw(snapshot: dict[str, Any]) -> Tensor:
         return _notice("The chart needs matplotlib: pip install matplotlib")
     figure = Figure(figsize=(10, 1.6 + 0.32 * len(shapes)), dpi=100, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    _bars(left, shapes, "first_call_seconds", "first call, seconds")
-    _bars(right, shapes, "median_ms", "now, milliseconds a forward")
-    figure.legend(handles=[_patch(state) for state in COLOURS], loc="outside upper center", ncols=len(COLOURS))
+    colours = [COLOURS[speed(s, snapshot["device"])] for _, s in shapes]
+    _bars(left, shapes, colours, "first_call_seconds", "first call, seconds")
+    _bars(right, shapes, colours, "median_ms", "now, milliseconds a forward")
+    figure.legend(handles=[_patch(name) for name in COLOURS], loc="outside upper center", ncols=len(COLOURS))
     return _to_image(figure)
 
 
-def _bars(axes: Any, shapes: list[tuple[str, dict[str, Any]]], field: str, title: str) -> None:
+def speed(shape: dict[str, Any], device: str) -> str:
+    """How a size runs, in the words of users; the browser says the same (web/anyshape/format.js)."""
+    if shape["state"] == "eager" or device == "cpu":
+        return "as ComfyUI"
+    return "partly fast" if shape["reason"] else "fast"
+
+
+def _bars(axes: Any, shapes: list[tuple[str, dict[str, Any]]], colours: list[str], field: str, title: str) -> None:
     labels = [_label(name, s) for name, s in shapes]
     places = range(len(shapes))
-    axes.barh(places, [s[field] for _, s in shapes], color=[COLOURS[s["state"]] for _, s in shapes])
+    axes.barh(places, [s[field] for _, s in shapes], color=colours)
     axes.set_yticks(places, labels, fontsize=8)
     axes.set_title(title, fontsize=10)
     axes.invert_yaxis()
@@ -40,13 +48,14 @@ def _bars(axes: Any, shapes: list[tuple[str, dict[str, Any]]], field: str, title
 
 def _label(name: str, s: dict[str, Any]) -> str:
     frames = f"x{s['frames']}" if s["frames"] > 1 else ""
-    return f"{name}  {s['width']}x{s['height']}{frames}  b{s['batch']}"
+    step = next((f"  {kind}" for kind in ("full", "skipped") if f"step={kind}" in s["key"]), "")
+    return f"{name}  {s['width']}x{s['height']}{frames}  b{s['batch']}{step}"
 
 
-def _patch(state: str) -> Any:
+def _patch(name: str) -> Any:
     from matplotlib.patches import Patch
 
-    return Patch(color=COLOURS[state], label=state)
+    return Patch(color=COLOURS[name], label=name)
 
 
 def _to_image(figure: Any) -> Tensor:

@@ -6,6 +6,7 @@ from ..accel.families import entries
 from ..accel.families.lazy import compile_controlnet
 from . import badge
 from .messages import VERIFY, node_id, say
+from .schema import schema
 
 
 class CompileControlNet(io.ComfyNode):
@@ -13,7 +14,7 @@ class CompileControlNet(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeCompileControlNet",
             display_name="Compile ControlNet",
             category="AnyShape",
@@ -31,7 +32,9 @@ class CompileControlNet(io.ComfyNode):
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[
-                io.ControlNet.Output(tooltip="The same ControlNet, faster. Deleting the node restores the original.")
+                io.ControlNet.Output(
+                    tooltip="The same ControlNet, faster. Bypass (Ctrl+B) or delete it to get the original."
+                )
             ],
             hidden=badge.HIDDEN,
         )
@@ -41,9 +44,9 @@ class CompileControlNet(io.ComfyNode):
         cls, control_net: io.ControlNet.Type, enabled: bool, verify: bool = True
     ) -> io.NodeOutput:
         if not enabled:
-            badge.note(cls, None, enabled=False)
+            badge.note(cls, None, enabled=False, verify=verify)
             return io.NodeOutput(control_net)
         compiled, message = compile_controlnet(control_net, verify)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_controlnet(compiled), message)
+        badge.note(cls, entries.of_controlnet(compiled), message, verify=verify)
         return io.NodeOutput(compiled)

@@ -7,6 +7,7 @@ from ..accel.families import entries
 from ..accel.families.attach import compile_model
 from . import badge
 from .messages import VERIFY, node_id, say
+from .schema import schema
 
 FORMER = ("kernels", "regions")  # modes of versions before the tape; saved workflows still name them
 
@@ -16,7 +17,7 @@ class CompileModel(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeCompileModel",
             display_name="Compile Model",
             category="AnyShape",
@@ -44,7 +45,9 @@ class CompileModel(io.ComfyNode):
                 ),
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
-            outputs=[io.Model.Output(tooltip="The same model, faster. Deleting the node restores the original.")],
+            outputs=[
+                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original.")
+            ],
             hidden=badge.HIDDEN,
         )
 
@@ -62,11 +65,13 @@ class CompileModel(io.ComfyNode):
     def execute(  # noqa: D102
         cls, model: io.Model.Type, mode: str = "auto", graph_budget_mb: int = 2048, verify: bool = True
     ) -> io.NodeOutput:
+        settings = {"mode": mode, "graph_budget_mb": graph_budget_mb, "verify": verify}
         mode, note = _current(mode)
         compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
         message = "\n".join(part for part in (note, message) if part)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_model(compiled), message, enabled=mode != "off")
+        past = entries.passed_by(compiled)
+        badge.note(cls, entries.of_model(compiled), message, mode != "off", instead=past, **settings)
         return io.NodeOutput(compiled)
 
 

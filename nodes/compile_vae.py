@@ -7,6 +7,7 @@ from ..accel.families import entries
 from ..accel.families.lazy import compile_vae
 from . import badge
 from .messages import VERIFY, node_id, say
+from .schema import schema
 
 
 class CompileVAE(io.ComfyNode):
@@ -14,7 +15,7 @@ class CompileVAE(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeCompileVAE",
             display_name="Compile VAE",
             category="AnyShape",
@@ -27,16 +28,16 @@ class CompileVAE(io.ComfyNode):
                 ),
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
-            outputs=[io.Vae.Output(tooltip="The same VAE, faster. Deleting the node restores the original.")],
+            outputs=[io.Vae.Output(tooltip="The same VAE, faster. Bypass (Ctrl+B) or delete it to get the original.")],
             hidden=badge.HIDDEN,
         )
 
     @classmethod
     def execute(cls, vae: comfy.sd.VAE, enabled: bool, verify: bool = True) -> io.NodeOutput:  # noqa: D102
         if not enabled:
-            badge.note(cls, None, enabled=False)
+            badge.note(cls, None, enabled=False, verify=verify)
             return io.NodeOutput(vae)
         compiled, message = compile_vae(vae, verify)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_vae(compiled), message)
+        badge.note(cls, entries.of_vae(compiled), message, verify=verify)
         return io.NodeOutput(compiled)

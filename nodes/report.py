@@ -8,9 +8,10 @@ MIB = 1 << 20
 
 def report(snapshot: dict[str, Any]) -> str:
     """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
-    models = [_model(model) for model in snapshot["models"]] or ["Nothing has run through a compile node yet."]
+    files = {name: node["file"] for node in snapshot["nodes"] if "file" in node for name in node["models"]}
+    models = [_model(model, files.get(model["name"], "")) for model in snapshot["models"] if model["shapes"]]
     parts = [
-        *models,
+        *(models or ["Nothing has run through a compile node yet."]),
         _graphs(snapshot["graphs"]),
         _fleet(snapshot["fleet"]),
         _skip(snapshot["skip"]),
@@ -20,9 +21,10 @@ def report(snapshot: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def _model(model: dict[str, Any]) -> str:
+def _model(model: dict[str, Any], file: str) -> str:
+    what = f"{model['kind']}, {file}" if file else model["kind"]
     head = (
-        f"{model['name']} ({model['kind']}): {len(model['shapes'])} sizes, {model['kernels']} kernels, "
+        f"{model['name']} ({what}): {_count(model['shapes'], 'size')}, {model['kernels']} kernels, "
         f"{model['recompiles']} recompiles, {model['compile_seconds']:.1f} s compiling"
     )
     columns = (
@@ -32,11 +34,15 @@ def _model(model: dict[str, Any]) -> str:
     return "\n".join([head, columns, *map(_shape, model["shapes"]), *inexact])
 
 
+def _count(items: list[Any], noun: str) -> str:
+    return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
+
+
 def _shape(s: dict[str, Any]) -> str:
-    eager = "-" if s["eager_ms"] is None else f"{s['eager_ms']:.1f}"
+    now, eager = (f"{ms:.1f}" if ms else "-" for ms in (s["median_ms"], s["eager_ms"]))
     return (
         f"{_size(s):>14} {s['batch']:>5} {s['state']:>6} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
-        f"{s['median_ms']:>8.1f} {eager:>8} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{_why(s)}"
+        f"{now:>8} {eager:>8} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{_why(s)}"
     ).rstrip()
 
 
@@ -85,9 +91,13 @@ def _run(run: dict[str, Any]) -> str:
     )
 
 
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
 def _fallbacks(fallbacks: list[dict[str, Any]]) -> str:
-    lines = [f"- {f['where']}, {f['count']} times: {f['reason']}" for f in fallbacks]
-    return "\n".join(["Stepped down to something slower:", *lines]) if lines else ""
+    lines = [f"- {f['where']}, {_times(f['count'])}: {f['reason']}" for f in fallbacks]
+    return "\n".join(["Not accelerated, because:", *lines]) if lines else ""
 
 
 def _artifacts(artifacts: dict[str, Any]) -> str:

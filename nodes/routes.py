@@ -13,11 +13,13 @@ from server import PromptServer
 from ..accel import graphs, stats
 from ..accel.attempt import attempt, named
 from .live import Live
+from .machine import particulars
 from .report import report
 
 FORMATS = ("json", "text")
 MAX_BODY = 256  # bytes; {"graphs": true} has 16
 CLEAR_KEYS = ("graphs",)
+JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
 def register() -> None:
@@ -41,7 +43,7 @@ class _Refused(ValueError):
 
 
 async def _stats(request: web.Request) -> web.Response:
-    """GET: the counters, as JSON or (``?format=text``) as the tables of Shape Cache Info."""
+    """GET: the counters, as JSON or (``?format=text``) as a report of this machine and Shape Cache Info's tables."""
     unknown = sorted(set(request.query) - {"format"})
     wanted = request.query.get("format", FORMATS[0])
     if unknown:
@@ -49,7 +51,10 @@ async def _stats(request: web.Request) -> web.Response:
     if wanted not in FORMATS:
         return _error(f"format is {wanted!r}; choose one of {', '.join(FORMATS)}")
     now = stats.snapshot()
-    return web.json_response(now) if wanted == "json" else web.Response(text=report(now))
+    if wanted == "json":
+        return web.json_response(now)
+    head = await asyncio.to_thread(particulars)  # in another thread: the driver's tool takes its time
+    return web.Response(text=f"{head}\n\n{report(now)}")
 
 
 async def _clear(request: web.Request) -> web.Response:
@@ -74,7 +79,7 @@ def _wants_graphs(body: bytes) -> bool:
         raise _Refused(f"unknown key {unknown[0]!r}; accepted: {', '.join(CLEAR_KEYS)}")
     wanted = options.get("graphs", False)
     if not isinstance(wanted, bool):
-        raise _Refused(f"graphs is {wanted!r}; give true or false")
+        raise _Refused(f"graphs is {json.dumps(wanted)}; give true or false")
     return wanted
 
 
@@ -84,9 +89,10 @@ def _object(body: bytes) -> dict[str, Any]:
     try:
         options = json.loads(body)
     except ValueError as error:
-        raise _Refused(f"the body is not JSON ({error}); give a JSON object or nothing") from error
+        raise _Refused('the body is not JSON; give a JSON object, as {"graphs": true}, or nothing') from error
     if not isinstance(options, dict):
-        raise _Refused(f"the body is a JSON {type(options).__name__}; give a JSON object or nothing")
+        kind = JSON_NAMES[type(options)]
+        raise _Refused(f'the body is JSON of type {kind}; give an object, as {{"graphs": true}}, or nothing')
     return options
 
 

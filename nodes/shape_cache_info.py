@@ -8,6 +8,7 @@ from comfy_api.latest import io, ui
 from ..accel import stats
 from .chart import draw
 from .report import report
+from .schema import schema
 
 
 class ShapeCacheInfo(io.ComfyNode):
@@ -15,7 +16,7 @@ class ShapeCacheInfo(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeShapeCacheInfo",
             display_name="Shape Cache Info",
             category="AnyShape",

@@ -7,9 +7,10 @@ from comfy_api.latest import io
 
 from ..accel.families import entries
 from ..accel.families.skipping import skip_blocks
-from ..accel.skip.settings import AUTO, FORECASTS, MAX_INTERVAL, SkipSettings
+from ..accel.skip.settings import AUTO, FORECASTS, MAX_INTERVAL, PRESETS, SkipSettings, with_preset
 from . import badge
 from .messages import node_id, say
+from .schema import schema
 
 DEEPEST = 10  # of SD1.5, which has the most blocks
 
@@ -23,7 +24,7 @@ class SkipBlocks(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeSkipBlocks",
             display_name="Skip Blocks (DeepCache)",
             category="AnyShape",
@@ -62,18 +63,30 @@ class SkipBlocks(io.ComfyNode):
                     tooltip="order1: continues the change of the last two full steps. off: takes the last full step "
                     "as it is, like DeepCache.",
                 ),
+                io.Combo.Input(
+                    "preset",
+                    options=list(PRESETS),
+                    default=next(iter(PRESETS)),
+                    optional=True,
+                    tooltip="safe, balanced, fast: interval 2, 3 or 4 with depth auto, in place of the two inputs "
+                    "above. custom: as they are set.",
+                ),
             ],
-            outputs=[io.Model.Output(tooltip="The same model, faster. Deleting the node restores the original.")],
+            outputs=[
+                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original.")
+            ],
             hidden=badge.HIDDEN,
         )
 
     @classmethod
     def execute(  # noqa: D102
-        cls, model: io.Model.Type, interval: int, depth: str, start_percent: float, end_percent: float, forecast: str
-    ) -> io.NodeOutput:
-        settings = SkipSettings(interval, depth, start_percent, end_percent, forecast)
+        cls, model: io.Model.Type, interval: int, depth: str, start_percent: float, end_percent: float, forecast: str,
+        preset: str = "custom",
+    ) -> io.NodeOutput:  # fmt: skip
+        window = {"start_percent": start_percent, "end_percent": end_percent}
+        chosen = with_preset(preset, interval, depth) | window | {"forecast": forecast}
         tell = partial(say, node_id=node_id(cls), level=logging.INFO)
-        skipping, message = skip_blocks(model, settings, tell)
+        skipping, message = skip_blocks(model, SkipSettings(**chosen), tell)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_skipping(skipping), message)
+        badge.note(cls, entries.of_skipping(skipping), message, **chosen)
         return io.NodeOutput(skipping)

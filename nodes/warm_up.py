@@ -6,8 +6,10 @@ from comfy_api.latest import io
 
 from ..accel.families import entries
 from ..accel.families.warm_up import CFG_OPTIONS, warm_up
+from ..accel.warm_up import PRESETS, with_preset
 from . import badge
 from .messages import node_id, say
+from .schema import schema
 
 
 class WarmUp(io.ComfyNode):
@@ -15,7 +17,7 @@ class WarmUp(io.ComfyNode):
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
-        return io.Schema(
+        return schema(
             node_id="AnyShapeWarmUp",
             display_name="Warm Up",
             category="AnyShape",
@@ -30,8 +32,9 @@ class WarmUp(io.ComfyNode):
                     "shapes",
                     multiline=True,
                     default="1024x1024",
-                    tooltip="One size per line, width x height in image pixels: 1024x1152, 896x768 batch 2 for two "
-                    "images per prompt, 832x480x33 for a video of 33 frames. What follows a # is left out.",
+                    tooltip="One size per line, or several with commas, width x height in image pixels: 1024x1152, "
+                    "896x768 batch 2 for two images per prompt, 832x480x33 for a video of 33 frames. What follows a # "
+                    "is left out.",
                 ),
                 io.Vae.Input(
                     "vae",
@@ -60,6 +63,14 @@ class WarmUp(io.ComfyNode):
                     "positive alone (LCM, Turbo, Flux). both: either way. auto: off for models that take their "
                     "guidance as an input (Flux.1, HunyuanVideo), on for others.",
                 ),
+                io.Combo.Input(
+                    "preset",
+                    options=list(PRESETS),
+                    default=next(iter(PRESETS)),
+                    optional=True,
+                    tooltip="Sizes besides those of the list. SDXL: the nine that it was trained at. portrait and "
+                    "landscape: 832x1216 and 1216x832. SD1.5: 512x512, 512x768 and 768x512. none: the list alone.",
+                ),
             ],
             outputs=[
                 io.Model.Output(tooltip="The same MODEL, unchanged."),
@@ -75,8 +86,11 @@ class WarmUp(io.ComfyNode):
     def execute(  # noqa: D102
         cls, model: io.Model.Type, shapes: str, vae: io.Vae.Type | None = None,
         positive: io.Conditioning.Type | None = None, negative: io.Conditioning.Type | None = None, cfg: str = "auto",
+        preset: str = "none",
     ) -> io.NodeOutput:  # fmt: skip
-        report, warnings = warm_up(model, shapes, vae, positive, negative, cfg)
-        say(report, node_id(cls), logging.WARNING if warnings else logging.INFO)
-        badge.note(cls, entries.of_warm_up(model, vae), "\n".join(warnings))
-        return io.NodeOutput(model, vae, report)
+        done = warm_up(model, with_preset(shapes, preset), vae, positive, negative, cfg)
+        say(done.line, node_id(cls), logging.WARNING if done.warnings else logging.INFO)
+        counted = {"listed": done.listed, "ready": done.ready, "bad": done.bad}
+        settings = {"shapes": shapes, "cfg": cfg, "preset": preset}
+        badge.note(cls, entries.of_warm_up(model, vae), "\n".join(done.warnings), sizes=counted, **settings)
+        return io.NodeOutput(model, vae, done.report)

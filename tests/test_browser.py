@@ -123,8 +123,8 @@ def test_a_run_is_shown_without_a_reload(built) -> None:
     sizes, tops = [page.size_of(one) for one in (built.model, built.vae, built.info)], page.page.evaluate(moved)
     page.page.evaluate(SHIFTS)
     page.run(built.server)
-    assert page.wait_for_badge(built.model, "tape") == "tape, 1 size, 0 recompiles"
-    assert page.wait_for_badge(built.vae, "tape") == "tape, 1 size, 0 recompiles"
+    assert page.wait_for_badge(built.model, SIZE) == f"as ComfyUI: {SIZE} ×2"  # on a CPU
+    assert page.wait_for_badge(built.vae, SIZE) == f"as ComfyUI: {SIZE} ×2"
     (unet,) = [model for model in built.stats()["models"] if model["kind"] == "model" and model["shapes"]]
     row = page.page.locator(f"{PANEL} tr[data-state=tape]", has_text=SIZE).nth(0)
     row.wait_for()
@@ -152,9 +152,9 @@ def test_updates_are_pushed_not_polled(built) -> None:
         built.page.run(built.server)
     page.wait_for_timeout(1500)
     times = page.evaluate("() => window.seen")
-    assert times and all(later - earlier > 300 for earlier, later in zip(times, times[1:], strict=False))
+    assert times and (len(times) - 2) * 500 <= times[-1] - times[0]  # a busy page takes one late, and the next in time
     assert not [url for url in asked if "anyshape" in url]
-    assert built.page.wait_for_badge(built.model, "3 sizes") == "tape, 3 sizes, 0 recompiles"
+    assert built.page.wait_for_badge(built.model, "256") == "as ComfyUI: 256×192"  # of the latest prompt alone
     built.page.shot("panel")
 
 
@@ -195,7 +195,7 @@ def test_a_step_down_is_shown_with_its_reason(built) -> None:
     assert any("patch_of_tomorrow" in reason for reason in reasons)
     built.page.page.locator(f"{PANEL} li").first.wait_for()
     assert [reason for reason in reasons if reason not in built.panel()] == []
-    assert "Stepped down to something slower" in built.panel()
+    assert [built.panel().count(reason) for reason in set(reasons)] == [1] * len(set(reasons))
     link(1, built.model)
     built.page.run(built.server)
 
@@ -243,7 +243,7 @@ def test_chinese_and_back(built) -> None:
     built.page.set("Comfy.Locale", "zh")
     page.locator(PANEL, has_text="尺寸缓存").wait_for()
     (model,) = page.evaluate("() => app.graph.nodes.filter((n) => n.type === 'AnyShapeCompileModel').map((n) => n.id)")
-    assert built.page.wait_for_badge(model, "个尺寸") == "tape, 3 个尺寸, 重新编译 0 次"
+    assert built.page.wait_for_badge(model, "相同") == "与 ComfyUI 相同：256×192"
     assert SIZE in page.locator(".anyshape-info").inner_text()
     assert "清空" in built.panel() and EMPTY not in built.panel()
     built.page.shot("chinese")
@@ -254,7 +254,7 @@ def test_chinese_and_back(built) -> None:
 def test_nodes_2_0(built) -> None:
     """The frontend's other kind of nodes, made of elements instead of a canvas."""
     built.page.set("Comfy.VueNodes.Enabled", True)
-    shown = built.page.page.locator(".lg-node .anyshape-badge", has_text="tape")
+    shown = built.page.page.locator(".lg-node .anyshape-badge", has_text="as ComfyUI")
     shown.first.wait_for()
     assert SIZE in built.page.page.locator(".lg-node .anyshape-info").inner_text()
     built.page.shot("nodes-2.0")
@@ -374,8 +374,15 @@ def test_a_frontend_without_a_sidebar(browser, server) -> None:
     page.close()
 
 
-def test_every_node_is_found_and_warm_up_says_what_it_warmed(browser, server) -> None:
-    page = WebPage(browser, server)
+@pytest.fixture(scope="module")
+def page(browser, server) -> Iterator[WebPage]:
+    """One page for the tests below, each of which opens a workflow of its own: the front end takes its time to load."""
+    opened = WebPage(browser, server)
+    yield opened
+    opened.close()
+
+
+def test_every_node_is_found_and_warm_up_says_what_it_warmed(page, server) -> None:
     page.load_workflow(flow(), PLACES)
     model, warm = page.add_node("Compile Model", 410, 160), page.add_node("Warm Up", 740, 480)
     others = [page.add_node("Skip Blocks", 410, 400), page.add_node("Compile ControlNet", 1170, 480)]
@@ -383,28 +390,40 @@ def test_every_node_is_found_and_warm_up_says_what_it_warmed(browser, server) ->
     for source, output, target, place in ((1, 0, model, 0), (model, 0, warm, 0), (warm, 0, 5, 0)):
         page.connect(source, output, target, place)
     page.run(server)
-    assert page.wait_for_badge(warm, "tape") == "tape, 3 sizes, 0 recompiles"
+    assert page.wait_for_badge(warm, "ready") == "2 of 2 sizes ready"
     assert [page.badge(one) for one in others] == ["not run yet"] * 2
     page.shot("warm-up")
     assert page.errors == []
-    page.close()
 
 
-def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(browser, server) -> None:
+def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(page, server) -> None:
     """The same workflow opened a second time has another id, and its Compile Model comes from ComfyUI's cache."""
-    page = WebPage(browser, server)
     # a number that no workflow of the other tests has
     compiled = flow() | {"80": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024)}
     compiled["5"]["inputs"]["model"] = ["80", 0]
     page.load_workflow(compiled, PLACES | {"80": (410, 160)})
     page.run(server)
-    page.wait_for_badge(80, "tape")
+    page.wait_for_badge(80, "as ComfyUI")
     page.page.evaluate("async () => { const { id, ...same } = app.graph.serialize(); await app.loadGraphData(same); }")
     assert page.badge(80) == "not run yet"
     page.run(server)
-    assert page.wait_for_badge(80, "tape").endswith("0 recompiles")
+    assert page.wait_for_badge(80, "as ComfyUI") == f"as ComfyUI: {SIZE} ×2"
     assert page.errors == []
-    page.close()
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_help_pages_show_their_picture(page, language) -> None:
+    page.set("Comfy.Locale", language)
+    page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
+    page.select(1)
+    page.page.locator("[data-testid=info-button]").click()
+    heading = {"en": "When to use it", "zh": "适合的情况"}[language]
+    page.page.locator(".node-help-content").get_by_role("heading", name=heading, exact=True).wait_for()
+    page.page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 100")
+    source = page.page.locator(".node-help-content img").get_attribute("src")
+    assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
+    page.shot(f"help-{language}")
+    page.set("Comfy.Locale", "en")
 
 
 def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -412,9 +431,9 @@ def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
     return {name: made["inputs"][name] for name in inputs(known[made["class_type"]]) if name in made["inputs"]}
 
 
-def test_an_example_opens_from_the_template_browser(browser, server) -> None:
+def test_an_example_opens_from_the_template_browser(page, server) -> None:
     """With its picture; the front end makes the same prompt of each example as tools.api_format does."""
-    page, known = WebPage(browser, server), server.object_info()
+    known = server.object_info()
     page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     page.page.get_by_text("AnyShape", exact=True).last.click()
     card = page.page.locator("[data-testid=template-workflow-eager_vs_compiled]")
@@ -430,19 +449,3 @@ def test_an_example_opens_from_the_template_browser(browser, server) -> None:
         )
         given = {name: known_inputs(one, known) for name, one in made.items()}
         assert given == {name: one["inputs"] for name, one in to_api(saved, known).items()}, path.stem
-    page.close()
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_help_pages_show_their_picture(browser, server, language) -> None:
-    page = WebPage(browser, server, Comfy_Locale=language)
-    page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
-    page.select(1)
-    page.page.locator("[data-testid=info-button]").click()
-    heading = {"en": "When to use it", "zh": "适合的情况"}[language]
-    page.page.locator(".node-help-content").get_by_role("heading", name=heading, exact=True).wait_for()
-    page.page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 100")
-    source = page.page.locator(".node-help-content img").get_attribute("src")
-    assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
-    page.shot(f"help-{language}")
-    page.close()

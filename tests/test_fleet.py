@@ -576,7 +576,7 @@ def test_stats_and_report(fleet, pack, clean_stats, listening, monkeypatch):
     assert json.loads(json.dumps(now)) == now
     text = report(now)
     assert f"Shared kernel cache 127.0.0.1:{port} (down): 0 hits" in text
-    assert f"shared kernel cache, 1 times: the shared kernel cache at 127.0.0.1:{port} does not answer" in text
+    assert f"shared kernel cache, once: the shared kernel cache at 127.0.0.1:{port} does not answer" in text
     stats.STATS.clear()
     assert stats.snapshot()["fallbacks"] == [] and stats.snapshot()["fleet"]["skipped"] == 2
 

@@ -47,6 +47,7 @@ CONTRACT = {
             "start_percent": ("FLOAT", 0.0, 0.0),
             "end_percent": ("FLOAT", 1.0, 0.0),
             "forecast": (["order1", "off"], "order1", None),
+            "preset": (["custom", "safe", "balanced", "fast"], "custom", None),
         },
         {"MODEL": "MODEL"},
     ),
@@ -59,6 +60,7 @@ CONTRACT = {
             "positive": ("CONDITIONING", None, None),
             "negative": ("CONDITIONING", None, None),
             "cfg": (["auto", "on", "off", "both"], "auto", None),
+            "preset": (["none", "SDXL", "portrait and landscape", "SD1.5"], "none", None),
         },
         {"MODEL": "MODEL", "VAE": "VAE", "report": "STRING"},
     ),
@@ -113,6 +115,12 @@ def test_tooltips_everywhere(pack) -> None:
         for slot in [*schema.inputs, *schema.outputs]:
             assert slot.tooltip and len(slot.tooltip) > 10, (schema.node_id, slot)
         assert len(schema.description) > 40
+
+
+def test_words_that_people_type_are_in_the_schema_where_it_knows_them(pack) -> None:
+    for node in pack.nodes.NODES:
+        schema = node.define_schema()
+        assert len(getattr(schema, "search_aliases", ["not", "known", "here"])) >= 3
 
 
 def test_the_ids_are_the_packs_own(pack) -> None:
@@ -246,13 +254,13 @@ def test_warm_up_before_the_first_prompt(server, plain) -> None:
     flow["latent"]["inputs"] |= size
     warm = node(
         "AnyShapeWarmUp", model=["model", 0], vae=["vae", 0], positive=["yes", 0], negative=["no", 0],
-        shapes="104x152 batch 2\n104*152",
+        shapes="104x152 batch 2\n104y152",
     )  # fmt: skip
     before = known(server)
     listed = server.run({name: flow[name] for name in ("loader", "yes", "no", "model", "vae")} | {
         "warm": warm, "show": node("PreviewAny", source=["warm", 2])})  # fmt: skip
     report, made = listed["outputs"]["show"]["text"][0], known(server)
-    assert "line 2: '104*152' - write 1024x1152, 896x768 batch 2, or 832x480x33" in report
+    assert "line 2: '104y152' - write 1024x1152, 896x768 batch 2, or 832x480x33" in report
     assert len(made - before) == 3 and all(part in report for part in ("model", "VAE decode", "VAE encode"))
     flow["sampler"]["inputs"]["model"], flow["decode"]["inputs"]["vae"] = ["warm", 0], ["warm", 1]
     shown = pixels(server, flow | {"warm": warm})
@@ -286,6 +294,9 @@ def test_a_full_queue_and_an_impatient_reader(server, plain) -> None:
 # Stats ------------------------------------------------------------------------------------------------------------
 
 
+OPTIONAL = {"file", "sizes", "instead"}  # of a node's entry, where there is something to say
+
+
 def check_stats(found: dict) -> None:
     assert set(found) == STATS_KEYS[""] and found["version"] == 2
     assert set(found["graphs"]) == STATS_KEYS["graphs"] and set(found["artifacts"]) == STATS_KEYS["artifacts"]
@@ -294,7 +305,7 @@ def check_stats(found: dict) -> None:
         assert all(set(shape) == STATS_KEYS["shape"] for shape in model["shapes"])
     assert all(set(fallback) == STATS_KEYS["fallback"] for fallback in found["fallbacks"])
     assert all(set(run) == STATS_KEYS["skip"] for run in found["skip"])
-    assert all(set(entry) == STATS_KEYS["node"] for entry in found["nodes"])
+    assert all(set(entry) - OPTIONAL == STATS_KEYS["node"] for entry in found["nodes"])
 
 
 def test_the_route_and_the_node_agree(server, plain) -> None:
@@ -324,6 +335,24 @@ def test_the_info_node_runs_each_time_and_after_its_input(server, plain) -> None
     assert "sampler" not in order[1]  # the rest comes from ComfyUI's cache
     (chart,) = (server.view(image) for image in entry["outputs"]["chart"]["images"])
     assert chart.width > 500 and len(chart.convert("RGB").getcolors(1 << 20)) > 10
+
+
+def test_a_size_has_the_number_of_its_latest_prompt(server, plain) -> None:
+    """So that a node's line can be about that prompt."""
+
+    def prompts() -> dict[tuple[str, int], int]:
+        models = [model for model in stats(server)["models"] if model["shapes"]]
+        return {(model["name"], s["width"]): s["prompt"] for model in models for s in model["shapes"]}
+
+    small, first = with_nodes(seed=11), with_nodes(seed=12)
+    small["latent"]["inputs"] |= {"width": 72, "height": 72, "batch_size": 1}
+    server.run(small)
+    before = prompts()
+    newest = max(before.values())
+    assert {width for (_, width), prompt in before.items() if prompt == newest} == {72}
+    server.run(first)
+    changed = {key: prompt for key, prompt in prompts().items() if prompt != before.get(key)}
+    assert {width for _, width in changed} == {136} and set(changed.values()) == {newest + 1}
 
 
 # Bad values -------------------------------------------------------------------------------------------------------
@@ -358,24 +387,34 @@ def test_a_missing_model_is_refused(server) -> None:
 # Scripts ----------------------------------------------------------------------------------------------------------
 
 
-def test_every_node_runs_without_comfyuis_hidden_inputs(pack, models, patcher) -> None:
+def test_every_node_runs_without_a_server(pack, models, patcher) -> None:
     """As a script calls it, with what a user must give; there is no workflow whose node could be shown anything."""
-    nodes, noted = pack.nodes, lambda: pack.accel.stats.snapshot()["nodes"]
+    from server import PromptServer
+
+    assert getattr(PromptServer, "instance", None) is None
+    nodes, noted, ran = pack.nodes, lambda: pack.accel.stats.snapshot()["nodes"], set()
+
+    def execute(node: type, *inputs: object, **more: object) -> tuple:
+        ran.add(node)
+        return node.execute(*inputs, **more).args
+
     before = noted()
     vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
     control = models.controlnet_for(patcher)
-    model = nodes.CompileModel.execute(patcher, "auto", 2048).args[0]
-    assert model is not patcher and nodes.CompileModel.execute(patcher, "regions", 0).args[0] is not patcher
-    assert nodes.CompileVAE.execute(vae, True).args[0] is not vae
-    assert nodes.CompileVAE.execute(vae, False).args[0] is vae
-    assert nodes.CompileControlNet.execute(control, True).args[0] is not control
-    skipping = nodes.SkipBlocks.execute(patcher, 3, "99", 0.0, 1.0, "order1").args[0]
+    (model,) = execute(nodes.CompileModel, patcher, "auto", 2048)
+    assert model is not patcher and execute(nodes.CompileModel, patcher, "regions", 0)[0] is not patcher
+    assert execute(nodes.CompileVAE, vae, True)[0] is not vae
+    assert execute(nodes.CompileVAE, vae, False)[0] is vae
+    assert execute(nodes.CompileControlNet, control, True)[0] is not control
+    (skipping,) = execute(nodes.SkipBlocks, patcher, 3, "99", 0.0, 1.0, "order1")
     models.sample(skipping, width=64, height=64, steps=1)  # the line at the end of a run is told to no node
-    out, _, report = nodes.WarmUp.execute(model, "64x64").args
+    assert execute(nodes.SkipBlocks, patcher, 0, "99", 0.0, 1.0, "order1", preset="fast")[0] is not patcher
+    out, _, report = execute(nodes.WarmUp, model, "64x64")
     assert out is model and "64x64" in report
-    text, figures, chart = nodes.ShapeCacheInfo.execute().args
+    text, figures, chart = execute(nodes.ShapeCacheInfo)
     assert "64x64" in text and json.loads(figures)["version"] == 2 and chart.shape[0] == 1
     assert noted() == before
+    assert ran == set(nodes.NODES)
 
 
 def test_a_mode_that_never_was_is_refused_in_scripts_too(pack, patcher) -> None:

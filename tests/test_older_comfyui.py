@@ -1,12 +1,10 @@
-"""The second test bed: what runs again on the older of the two ComfyUIs, in processes of their own.
+"""The second test bed: what runs again on the older of the two ComfyUIs, in a process of its own.
 
 Chosen is what depends on ComfyUI's version: the forwards that are mirrored here, how nodes and patches meet a model,
 the server, and the page with a front end of that time. Its models on a tape are in ``test_tape_families``.
 """
 
 import re
-
-import pytest
 
 from tools import architectures, browser
 from tools.paths import OLDER_COMFYUI
@@ -32,37 +30,26 @@ SERVER = (
     "test_nodes.py::test_with_without_with",
     "test_web.py::test_a_node_names_its_models_entry_from_the_first_forward_on",
 )
-# A session on one page: the nodes appear, the panel opens, lines and tables follow a run.
+# Where there is a Chromium, a session on one page: the nodes appear, the panel opens, lines and tables follow a run.
 PAGE = (
-    "test_nodes_say_that_they_have_not_run",
-    "test_the_panel_opens_by_keyboard",
-    "test_a_run_is_shown_without_a_reload",
-    "test_nodes_2_0",
-    "test_nothing_is_saved_or_sent_of_it",
-    "test_our_scripts_complain_of_nothing",
+    "test_browser.py::test_a_run_is_shown_without_a_reload",
+    "test_browser.py::test_nodes_2_0",
+    "test_browser.py::test_our_scripts_complain_of_nothing",
+    "test_screen.py::test_nodes_are_chinese_and_change_with_the_setting",
+    "test_screen.py::test_a_bypassed_node_gives_comfyuis_own_picture",
+    "test_screen.py::test_nothing_that_matters_is_hidden_on_a_small_screen",
 )
 
 
-def assert_passed(result, at_least: int) -> None:
-    """All of them: none failed, none was left out."""
-    counted = re.search(r"^(\d+) passed(, \d+ warnings?)? in ", result.stdout, re.MULTILINE)
-    assert result.returncode == 0 and counted, result.stdout[-4000:] + result.stderr[-1000:]
-    assert int(counted[1]) >= at_least
-
-
-def test_engine(in_older_comfyui):
-    # Those whose configurations differ between the two.
+def test_older_comfyui(in_older_comfyui):
+    """In one process, which imports ComfyUI once and starts its server once: none fails, none is left out."""
+    # Models whose configurations differ between the two.
     names = [entry.name for entry in architectures.present(OLDER_COMFYUI) if entry.newer]
     assert "Flux" in names and "SD15" not in names
-    tests = [*ENGINE, *(f"test_architectures.py::test_model_runs_at_every_size[{name}]" for name in names)]
-    assert_passed(in_older_comfyui(*(f"tests/{test}" for test in tests)), len(tests))
-
-
-def test_server(in_older_comfyui):
-    assert_passed(in_older_comfyui(*(f"tests/{test}" for test in SERVER)), len(SERVER))
-
-
-@pytest.mark.browser
-@pytest.mark.skipif(not browser.find(), reason=browser.MISSING)
-def test_page(in_older_comfyui):
-    assert_passed(in_older_comfyui(*(f"tests/test_browser.py::{test}" for test in PAGE)), len(PAGE))
+    tests = [*ENGINE, *SERVER, *(f"test_architectures.py::test_model_runs_at_every_size[{name}]" for name in names)]
+    if browser.find():
+        tests += PAGE
+    result = in_older_comfyui(*(f"tests/{test}" for test in tests))
+    counted = re.search(r"^(\d+) passed(, \d+ warnings?)? in ", result.stdout, re.MULTILINE)
+    assert result.returncode == 0 and counted, result.stdout[-4000:] + result.stderr[-1000:]
+    assert int(counted[1]) >= len(tests)

@@ -11,7 +11,7 @@ from anyshape.accel.skip import run as runs  # noqa: E402
 from anyshape.accel.skip.forecast import History  # noqa: E402
 from anyshape.accel.skip.run import Programs, SkipRun  # noqa: E402
 from anyshape.accel.skip.schedule import FEW_STEPS, full_steps  # noqa: E402
-from anyshape.accel.skip.settings import SkipSettings  # noqa: E402
+from anyshape.accel.skip.settings import PRESETS, SkipSettings, with_preset  # noqa: E402
 from anyshape.accel.stats import SkipStats  # noqa: E402
 
 # The schedule -----------------------------------------------------------------------------------------------------
@@ -47,6 +47,14 @@ def test_a_window_without_a_step_skips_nothing():
 @pytest.mark.parametrize("steps", [1, 4, FEW_STEPS])
 def test_few_steps_are_all_full(steps):
     assert SkipSettings(3).full_steps([1.0] * steps, 1e9, 0.0) == frozenset(range(steps))
+
+
+def test_presets_take_the_place_of_interval_and_depth():
+    chosen = {name: tuple(with_preset(name, 7, "4").values()) for name in PRESETS}
+    assert chosen == {"custom": (7, "4"), "safe": (2, "auto"), "balanced": (3, "auto"), "fast": (4, "auto")}
+    assert SkipSettings(**with_preset("balanced", 7, "4")) == SkipSettings()
+    with pytest.raises(ValueError, match="preset is 'quick'; choose one of custom, safe, balanced, fast"):
+        with_preset("quick", 3, "auto")
 
 
 @pytest.mark.parametrize(

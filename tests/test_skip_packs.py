@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools.driving import SMALL_UNET, compiled, randn, skipping
+from tools.driving import DEEP_UNET, SMALL_UNET, compiled, randn, skipping
 from tools.oracles import counted, error, last_run
 from tools.patching import PATCHES
 
@@ -37,11 +37,12 @@ def test_patches_of_other_packs(models, patcher, skipped, patch):
 
 
 @pytest.mark.parametrize("version", ["FreeU", "FreeU_V2"])
-def test_freeu_never_touches_a_stored_feature(models, patcher, version):
+def test_freeu_never_touches_a_stored_feature(models, version):
     """Its edits are made in place; made on copies they must give the same run."""
     from comfy_extras import nodes_freelunch
 
-    (freeu,) = getattr(nodes_freelunch, version)().patch(patcher, 1.3, 1.4, 0.9, 0.2)
+    deep = models.unet("sd15", torch.float32, **DEEP_UNET)  # it edits what is four times as wide as the first level
+    (freeu,) = getattr(nodes_freelunch, version)().patch(deep, 1.3, 1.4, 0.9, 0.2)
     copying = freeu.clone()
     patches = copying.model_options["transformer_options"]["patches"]
     (own,) = patches["output_block_patch"]

@@ -26,7 +26,7 @@ def node_module(name):
 # Counters ---------------------------------------------------------------------------------------------------------
 
 TYPES = {
-    **dict.fromkeys(["kernels", "recompiles", "width", "height", "batch", "frames"], int),
+    **dict.fromkeys(["kernels", "recompiles", "width", "height", "batch", "frames", "prompt"], int),
     **dict.fromkeys(["calls", "replays", "bytes", "depth", "full", "skipped"], int),
     **dict.fromkeys(["name", "kind", "key", "state", "reason", "note", "model"], str),
     "eager_ms": float,
@@ -118,6 +118,39 @@ def test_clear_keeps_the_models(counted) -> None:
     assert now["fallbacks"] == [] and [model["shapes"] for model in now["models"]] == [[]]
 
 
+def noted(message: str, state: str = "ready", node_id: str = "5") -> stats.NodeStats:
+    return stats.NodeStats(node_id, "w", "AnyShapeWarmUp", state, message, list)
+
+
+def test_texts_are_bounded_where_they_enter(counted) -> None:
+    """Every open browser gets all of them twice a second while prompts run."""
+    (model,), long = counted._models, "x" * 600_000
+    model.shapes["k"].reason = model.shapes["k"].note = long
+    counted.fallback("UNet", long)
+    counted.skip_run("UNet", 0).resets[long] += 1
+    counted.node(noted(long))
+    now = stats.snapshot()
+    assert len(json.dumps(now)) < 12_000
+    (message,) = [node["message"] for node in now["nodes"]]
+    assert message == f"{'x' * stats.MAX_TEXT}... (599,000 more characters)"
+    assert counted.fallback("UNet", long) == 2  # it is still counted as the same
+
+
+def test_reasons_are_bounded_in_number(counted) -> None:
+    for number in range(stats.MAX_FALLBACKS + 50):
+        assert counted.fallback("UNet", f"reason {number}") == 1
+    reasons = [step["reason"] for step in stats.snapshot()["fallbacks"]]
+    assert len(reasons) == stats.MAX_FALLBACKS and reasons[-1] == f"reason {stats.MAX_FALLBACKS + 49}"
+
+
+def test_clear_drops_what_nodes_said(counted) -> None:
+    """But not why a node's model cannot be compiled: that is no count, and still so."""
+    counted.node(noted("line 1: ..."))
+    counted.node(noted("an AMD card", "eager", "6"))
+    counted.clear()
+    assert [(node["id"], node["message"]) for node in stats.snapshot()["nodes"]] == [("5", ""), ("6", "an AMD card")]
+
+
 def test_expect_is_an_oracle(counted) -> None:
     with stats.expect(fallbacks=1, calls=0):
         counted.fallback("here", "why")
@@ -133,6 +166,29 @@ def test_expect_is_an_oracle(counted) -> None:
         model.shapes["k"].replays += 1
 
 
+def test_prompts_are_numbered_as_they_run(counted) -> None:
+    running = ["a", "a", "b", "", "b", "c"]
+    counted.follow(lambda: running.pop(0))
+    assert [counted.prompt() for _ in range(6)] == [1, 1, 2, 0, 2, 3]
+    assert stats.Stats().prompt() == 0
+
+
+def test_what_only_some_nodes_have_is_only_there(counted) -> None:
+    plain, named = noted(""), noted("", node_id="6")
+    named.file, named.sizes, named.instead = "sdxl", {"listed": 2, "ready": 1, "bad": 0}, lambda: "another node"
+    for entry in (plain, named):
+        counted.node(entry)
+    without, having = stats.snapshot()["nodes"]
+    assert having.keys() - without.keys() == {"file", "sizes", "instead"}
+
+
+def test_the_report_names_the_models_file(counted) -> None:
+    counted.node(
+        stats.NodeStats("5", "w", "AnyShapeCompileModel", "ready", "", lambda: ["UNet"], file="sd_xl_base_1.0")
+    )
+    assert "UNet (model, sd_xl_base_1.0): 1 size" in node_module("report").report(stats.snapshot())
+
+
 def test_times_are_medians() -> None:
     times = stats.CallTimes()
     assert times.median_ms() == 0.0
@@ -146,7 +202,7 @@ def test_times_are_medians() -> None:
 def test_report_text(counted) -> None:
     counted.graphs.budget_bytes, counted.graphs.used_bytes, counted.graphs.evictions = 64 << 20, 32 << 20, 1
     text = node_module("report").report(stats.snapshot())
-    for part in ("UNet (model): 1 sizes", "0 kernels, 0 recompiles", "512x768", "tape", "32 of 64 MB, 1 evicted"):
+    for part in ("UNet (model): 1 size", "0 kernels, 0 recompiles", "512x768", "tape", "32 of 64 MB, 1 evicted"):
         assert part in text
     assert "- UNet, 2 times: a reason" in text
     assert not any(line != line.rstrip() for line in text.splitlines())
@@ -184,6 +240,24 @@ def test_chart(counted) -> None:
         counted_model.shape(state, 8, 8, 1).state = state
     large = draw(stats.snapshot())
     assert is_image(small) and is_image(large) and large.shape[1] > small.shape[1] and small.std() > 0.05
+
+
+def test_the_chart_says_how_sizes_run_as_the_browser_does(counted) -> None:
+    chart, shape = node_module("chart"), {"state": "tape", "reason": "", "key": "k step=skipped depth*2", "frames": 1}
+    assert chart.speed(shape, "NVIDIA H200") == "fast" and chart.speed(shape, "cpu") == "as ComfyUI"
+    assert chart.speed(shape | {"reason": "a patch"}, "NVIDIA H200") == "partly fast"
+    assert chart.speed(shape | {"state": "eager"}, "NVIDIA H200") == "as ComfyUI"
+    assert chart._label("UNet", shape | {"width": 8, "height": 8, "batch": 1}).endswith("8x8  b1  skipped")
+
+
+def test_a_report_has_no_empty_tables_and_dashes_for_what_was_not_measured(counted) -> None:
+    counted.model("VAE encoder", "vae")
+    counted.model("VAE decoder", "vae").shape("d", 64, 64, 1)
+    counted.fallback("VAE decoder", "no card")
+    text = node_module("report").report(stats.snapshot())
+    assert "VAE encoder" not in text and "- VAE decoder, once: no card" in text
+    (line,) = [line for line in text.splitlines() if "64x64" in line]
+    assert line.split() == ["64x64", "1", "eager", "0", "0.00", "-", "-", "0"]
 
 
 def test_chart_of_nothing_says_so() -> None:

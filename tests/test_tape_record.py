@@ -474,6 +474,30 @@ def test_weights_are_found_again_after_they_moved_and_changed() -> None:
             program.bind(model)
 
 
+class Converting(nn.Module):
+    """It converts a table in its first forward, or keeps what it computes in each."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.table, self.always = torch.arange(32.0).view(8, 4), always
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table.dtype != x.dtype or self.always:
+            self.table = (self.table * 1).to(x.dtype)
+        return x * self.table[: x.shape[0]] + 1
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_table_that_the_first_forward_converts(always) -> None:
+    """The next call records the size again, once."""
+    model, tapes, x = Converting(always), Tapes(), torch.randn(3, 4).bfloat16()
+    taped, key = Taped(model, lambda noted: model(x), {}, 0, lambda options, recorder: None), shape_key({"x": x}, {})
+    _, take, tape = tapes.record(key, True, taped, {"x": x})
+    assert tape is None and "keeps" in take.reason and tapes.find(key, True, taped) is None
+    _, take, tape = tapes.record(key, True, taped, {"x": x})
+    assert (tape is None) == always and tapes.find(key, True, taped) is take
+
+
 def test_nothing_of_ours_keeps_a_tensor_or_the_model() -> None:
     import gc
     import weakref

@@ -150,7 +150,7 @@ def test_an_input_that_lies_otherwise():
 
     y = rand(2, CHANNELS)
     outlines = reuse(summed, (rand(2, 9, CHANNELS), y), (wide(9), y), (wide(7), y), (rand(2, 6, CHANNELS), y))
-    assert outlines.reused == 2 and outlines.misfits[0] == "how a value lies"
+    assert outlines.reused == 2 and set(outlines.misfits) == {"how a value lies"}
 
 
 def test_another_operation_or_one_more():

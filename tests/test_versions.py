@@ -38,7 +38,7 @@ def test_a_model_that_was_left_in_training_mode_is_fast(models, fresh):
     from anyshape.accel.families.unet_plan import Plan
 
     model = fresh.model.diffusion_model.train()
-    assert len(Plan(model).transformer_blocks) == 10 and len(Plan(model).res_blocks) == 14
+    assert len(Plan(model).transformer_blocks) == 4 and len(Plan(model).res_blocks) == 8
     assert_like_eager(models, fresh, SHORT_RUN)
 
 
@@ -105,7 +105,7 @@ def test_a_patch_behind_the_middle_block(monkeypatch, fresh):
     patched.set_model_patch(patch, "middle_block_after_patch")
     out = unet_forward(patched, 136, 128)
     assert seen[0] == {
-        "h": (2, 128, 2, 3),
+        "h": (2, 64, 8, 9),
         "x": (2, 4, 16, 17),
         "emb": (2, 128),
         "context": (2, 77, 64),

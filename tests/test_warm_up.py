@@ -38,9 +38,9 @@ def test_a_size(pack, line, wanted) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["1024*1152", "1024", "1024x", "x1152", "1024x1152x", "1024x1152x2x2", "1024x1152 2", "1024x1152 frames",
-     "1024x1152 batch 2 33 frames", "1024x1152x2 33 frames", "1024x1152 batch", "1024x1152 batch two",
-     "-1024x1152", "1024.5x1152", "1e3x1152", "1024x1152 batch -1", "a square", "1024x1152, 512x512",
+    ["1024y1152", "1024", "1024x", "x1152", "1024x1152x", "1024x1152x2x2", "1024x1152 2", "1024x1152 frames",
+     "1024x1152 batch 2 33 frames", "1024x1152x2 33 frames", "1024x1152 batch", "1024x1152 batch two", "1024x1152b2",
+     "-1024x1152", "1024.5x1152", "1e3x1152", "1024x1152 batch -1", "a square", "1024x1152, 512", "1024*1152**2",
      "9" * 5000 + "x64", "١٠٢٤x512"],
 )  # fmt: skip
 def test_not_a_size(pack, line) -> None:
@@ -48,6 +48,23 @@ def test_not_a_size(pack, line) -> None:
     assert found == [(512, 512, 1)]
     assert problem.startswith("line 3: '") and problem.endswith(FORMS)
     assert line[:40] in problem and len(problem) < 180
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["64*72 b2", "64 x 72, batch 2", "64x72 B2,", "64X72  b 2;", "６４ｘ７２　ｂａｔｃｈ２", "64×72，ｂ2"],
+)  # fmt: skip
+def test_a_size_as_people_write_it(pack, line) -> None:
+    assert parse(line) == ([(64, 72, 2)], [])
+
+
+def test_several_sizes_on_a_line(pack) -> None:
+    wanted = [(64, 64, 1), (128, 128, 2), (72, 64, 1)]
+    for line in ("64x64, 128x128 batch 2, 72x64", "64*64;128*128 b2 ;72*64", "６４ｘ６４，１２８ｘ１２８ b2、72x64"):
+        assert parse(line) == (wanted, []), line
+    found, problems = parse("512x512\n64x64, 8x8, 72x, 80x80")
+    assert found == [(512, 512, 1), (64, 64, 1), (80, 80, 1)]
+    assert [problem.split(" - ")[0] for problem in problems] == ["line 2: '8x8'", "line 2: '72x'"]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +96,18 @@ def test_frames_of_a_video(pack, line, wanted, shown) -> None:
     ((found,), problems) = parse(line)
     assert (found.width, found.height, found.batch, found.frames) == wanted
     assert str(found) == shown and problems == []
+
+
+def test_presets_add_their_sizes_to_the_list(pack) -> None:
+    from anyshape.accel.warm_up import PRESETS, with_preset
+
+    assert parse(with_preset("64x64\nx", "none")) == parse("64x64\nx")
+    found, problems = parse(with_preset("1024x1024 batch 2\nx", "SDXL"))
+    assert len(found) == 10 and found[0] == (1024, 1024, 2) and len(problems) == 1
+    assert all(0.9 < width * height / 1024**2 < 1.1 for width, height, _ in found)
+    assert all(parse(sizes)[1] == [] for sizes in PRESETS.values())
+    with pytest.raises(ValueError, match="preset is 'sdxl'; choose one of none, SDXL"):
+        with_preset("", "sdxl")
 
 
 def test_blank_lines_comments_and_repetitions(pack) -> None:
@@ -145,6 +174,14 @@ def sample_listed(models, model, **run):
 @pytest.fixture
 def clean(stand_in, clean_stats):
     return clean_stats
+
+
+def test_a_preset_is_warmed_up(pack, patcher, clean, monkeypatch) -> None:
+    from anyshape.accel import warm_up
+
+    monkeypatch.setitem(warm_up.PRESETS, "SD1.5", "64x96, 96x64")
+    report = warm(pack, compiled(patcher), "64x64", preset="SD1.5")
+    assert ran().keys() == {(64, 64, 1), (64, 96, 1), (96, 64, 1)} and len(report.splitlines()) == 4
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
@@ -232,10 +269,37 @@ def test_what_is_not_compiled_passes_through(pack, models, patcher, clean) -> No
 
 
 def test_bad_lines_with_good_ones(pack, patcher, clean) -> None:
-    report = warm(pack, compiled(patcher), "65x71\n64x64\n1024*1152\n70x64 batch 0")
-    assert f"line 3: '1024*1152' - {FORMS}" in report and "line 4: '70x64 batch 0' - the batch is 0" in report
+    report = warm(pack, compiled(patcher), "65x71\n64x64\n1024y1152\n70x64 batch 0")
+    assert f"line 3: '1024y1152' - {FORMS}" in report and "line 4: '70x64 batch 0' - the batch is 0" in report
     assert "line 1: '65x71' - taken as 64x64" in report and ran().keys() == {(64, 64, 1)}
     assert "no size to warm up" in warm(pack, compiled(patcher), "# none\n")
+
+
+def test_a_long_list_of_bad_lines_is_told_in_short(pack, patcher, clean) -> None:
+    """Every open browser gets what a node says, and the log has it too."""
+    from anyshape.accel.families.warm_up import warm_up
+
+    done = warm_up(compiled(patcher), "64x64\n" + "no size\n" * 10_000)
+    assert (done.listed, done.ready, done.bad) == (1, 1, 10_000)
+    assert done.line.splitlines()[0] == "1 of 1 sizes ready"
+    assert done.line.splitlines()[5:] == [done.warnings[4], "and 9,995 more entries are no sizes"]
+    assert len(done.warnings) == 6 and len(done.line) < 1000 and len(done.report) < 1200
+
+
+def test_what_is_ready_is_counted(pack, models, patcher, clean) -> None:
+    from anyshape.accel.families.warm_up import warm_up
+
+    counted = [
+        (done.listed, done.ready, done.bad)
+        for done in (
+            warm_up(compiled(patcher), "64x64, 72x64\n16384x16384 batch 4096\nx"),
+            warm_up(patcher, "64x64"),
+            warm_up(compiled(patcher), "x"),
+            warm_up(compiled(patcher), ""),
+        )
+    ]
+    assert counted == [(3, 2, 1), (1, 0, 0), (0, 0, 1), (0, 0, 0)]
+    assert warm_up(compiled(patcher), "x").line.startswith("no size is ready\nline 1: 'x' - write")
 
 
 def test_a_size_that_cannot_fit_is_not_tried(pack, patcher, clean) -> None:
@@ -361,12 +425,18 @@ def test_asking_for_a_prompt_leaves_nothing_behind(pack, clean) -> None:
 
 def test_frames_are_for_video_and_sizes_for_pictures(pack, clean) -> None:
     flux, _ = made("Flux")
-    report = warm(pack, flux, "128x128x9\n64x64").splitlines()
+    report = warm(pack, flux, "128x128 9 frames\n64x64").splitlines()
     assert "not run" in report[1] and "this model makes single images: leave the frames out of" in report[1]
     assert ran().keys() == {(64, 64, 1)}
     sound, latents = made("StableAudio")
     assert latents is None
     assert "makes neither images nor video" in warm(pack, sound, "128x128")
+
+
+def test_a_third_number_is_the_batch_where_there_are_no_frames(pack, patcher, clean) -> None:
+    report = warm(pack, compiled(patcher), "64x64x2\n64x64 batch 2\n72x64x5000")
+    assert "64x64x2 - taken as 2 images: this model makes no video" in report
+    assert ran().keys() == {(64, 64, 2)} and report.count("makes single images: leave the frames out") == 1
 
 
 def test_what_a_models_latents_cannot_have_is_rounded_and_said(pack, clean) -> None:

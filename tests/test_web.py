@@ -45,9 +45,13 @@ def test_clear_gives_the_stats_that_are_left(server, body) -> None:
     [
         (b'{"grahps": true}', ["'grahps'", "graphs"]),
         (b'{"graphs": 1}', ["graphs", "1", "true or false"]),
-        (b'{"graphs": null}', ["graphs", "None"]),
-        (b"[]", ["list", "object"]),
-        (b"7", ["int", "object"]),
+        (b'{"graphs": null}', ["graphs is null;"]),
+        (b'{"graphs": {"a": [true, "x"]}}', ['graphs is {"a": [true, "x"]};']),
+        (b"[]", ["of type array;", "object"]),
+        (b"7", ["of type number;", "object"]),
+        (b'"x"', ["of type string;", "object"]),
+        (b"null", ["of type null;", "object"]),
+        (b"false", ["of type boolean;", "object"]),
         (b"{", ["not JSON", "object"]),
         (b"\xff\xfe\xfa", ["not JSON"]),
         (b"[" * 200, ["not JSON"]),
@@ -247,6 +251,22 @@ def test_a_node_that_is_off_or_has_a_model_that_cannot_be_compiled(pack, fresh) 
     assert entry("foreign")["state"] == "eager" and "SimpleNamespace" in entry("foreign")["message"]
 
 
+def test_a_models_file_is_the_one_that_its_loader_names(pack) -> None:
+    from anyshape.nodes.badge import file_of
+
+    prompt = {
+        "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "xl\\sub/sd_xl_base_1.0.safetensors"}},
+        "2": {"class_type": "LoraLoader", "inputs": {"model": ["1", 0], "lora_name": "style.safetensors"}},
+        "3:4": {"class_type": "AnyShapeCompileModel", "inputs": {"mode": "auto", "model": ["2", 0]}},
+        "5": {"class_type": "AnyShapeCompileVAE", "inputs": {"vae": ["1", 2]}},
+        "6": {"class_type": "AnyShapeCompileModel", "inputs": {"model": ["6", 0]}},
+        "7": {"class_type": "ModelMerge", "inputs": {"model1": ["1", 0], "ratio": 0.5}},
+    }
+    named = {node_id: file_of(prompt, node_id) for node_id in ("3:4", "5", "6", "7", "8")}
+    assert named == {"3:4": "sd_xl_base_1.0", "5": "sd_xl_base_1.0", "6": "", "7": "", "8": ""}
+    assert [file_of(other, "1") for other in (None, [], {"1": None}, {"1": {"inputs": {"model": []}}})] == [""] * 4
+
+
 @pytest.mark.parametrize(
     "extra", [None, 7, {}, {"workflow": None}, {"workflow": []}, {"workflow": {"id": None}}], ids=str
 )
@@ -336,7 +356,7 @@ def test_both_languages_have_the_same_texts_and_places() -> None:
         "anyshape.counts.times.one": {"n"}
     }
     unchanged = {"anyshape.columns.memory.title"}
-    assert not [k for k in english if k not in unchanged and not re.search(r"[\u4e00-\u9fff]", chinese[k])]
+    assert not [k for k in english if k not in unchanged and not re.search(r"[\u4e00-\u9fff：，]", chinese[k])]
 
 
 def test_every_text_that_a_script_asks_for_is_there() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tools.comfy_nodes import ALL, NODES, NONE, OWN_RUNS, SOME, WITHOUT_EFFECT, extras, node
-from tools.driving import COMPILED_PARTS, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
+from tools.driving import COMPILED_PARTS, DEEP_UNET, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
 from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
@@ -21,8 +21,8 @@ CASES = [(kind, name) for kind in RUNS for name in NODES[kind]]
 
 
 @pytest.fixture(scope="module")
-def patchers(patcher):
-    return {"unet": patcher}
+def patchers(models):
+    return {"unet": models.unet("sd15", torch.float32, **DEEP_UNET)}
 
 
 @pytest.fixture(scope="module")
@@ -246,9 +246,12 @@ def test_torch_compile(models, tiny, kind, parts):
         set_torch_compile_wrapper(model, "eager", keys=COMPILED_PARTS[kind])
         return model
 
+    from anyshape.accel.families.entries import passed_by
+
     fast, plain = compiled(tiny[kind]), models.sample(tiny[kind], **RUNS[kind])
     for both in (compiling(fast), compiled(compiling(tiny[kind]))):
         assert error(models.sample(both, **RUNS[kind]), plain) < CLOSE
+        assert ("past Compile Model" in passed_by(both)()) == (parts == "the whole model")  # the node's line says so
     if parts == "some blocks":
         assert {s["state"] for s in shapes()} == {FUSED} and "replaced" in shapes()[0]["reason"]
     else:
@@ -256,6 +259,7 @@ def test_torch_compile(models, tiny, kind, parts):
         assert any("past Compile Model" in f["reason"] for f in fallbacks())
     assert error(models.sample(fast, **RUNS[kind]), plain) < CLOSE
     assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
+    assert passed_by(fast)() == "" == passed_by(tiny[kind])()
 
 
 def test_a_compiled_model_as_an_object_patch(models, tiny):

@@ -305,4 +305,4 @@ def test_the_first_blocks_lora_reaches_the_kernels_tables(patchers):
     unet_plan = unet.Plan(patchers["sd15"].model.diffusion_model)
     own = dict(patchers["sd15"].model.diffusion_model.named_parameters())
     assert any(w is own[f"{BLOCK}.attn2.to_k.weight"] for w in unet_plan.text.weights)
-    assert any(w is own["input_blocks.5.0.emb_layers.1.weight"] for w in unet_plan.embedding.weights)
+    assert any(w is own["middle_block.0.emb_layers.1.weight"] for w in unet_plan.embedding.weights)

@@ -41,9 +41,13 @@ def to_api(workflow: dict[str, Any], known: dict[str, Described]) -> dict[str, d
 
 
 def _widgets(node: dict[str, Any], specs: dict[str, list]) -> dict[str, Any]:
-    """The values of a node's widgets by name; a seed has a second one, which is for the front end alone."""
+    """The values of a node's widgets by name; a seed has a second one, which is for the front end alone.
+
+    Widgets at the end that came after the workflow was saved have their defaults.
+    """
     names = list(_widget_names(specs))
     values = node["widgets_values"]
+    values = values + [specs[name][1]["default"] for name in names[len(values) :] if "default" in specs[name][1]]
     if len(names) != len(values):
         raise ValueError(f"node {node['id']} ({node['type']}) has values {values} for the widgets {names}")
     return {name: value for name, value in zip(names, values, strict=True) if name}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tools import release
 from tools.paths import CACHE, ROOT, ProjectError, project_env
-from tools.setup_env import drop_downloads, make_venv, run_pip
+from tools.setup_env import make_venv, run_pip
 
 FOLDER = CACHE / "comfy-cli"
 PYTHON = FOLDER / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -41,8 +41,9 @@ def prepare() -> None:
     if ready():
         return
     make_venv(FOLDER)
-    run_pip(PYTHON, "install", "--no-compile", "--requirement", str(REQUIREMENTS))  # most of it is never imported
-    drop_downloads()
+    # Most of it is never imported. The set-up of `.venv`, which may run meanwhile, drops the project's own cache.
+    cache = [] if "PIP_CACHE_DIR" in os.environ else ["--no-cache-dir"]
+    run_pip(PYTHON, "install", "--no-compile", *cache, "--requirement", str(REQUIREMENTS))
     STAMP.write_text(REQUIREMENTS.read_text())
 
 

@@ -33,13 +33,19 @@ def records(comfyui: Path, variants: int, names: Iterable[str] = (), kind: str =
     return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
 
 
+def looked_at_again() -> list[architectures.Architecture]:
+    """One of each kind of model that the older ComfyUI has: those that are built like another are as that one there."""
+    return [entry for entry in architectures.present(OLDER_COMFYUI) if not architectures.is_twin(entry)]
+
+
 def lines(found: Iterable[Mapping[str, Any]], older: Iterable[Mapping[str, Any]]) -> list[str]:
     """The table: figures are those of the usual ComfyUI; the older one's where it comes to another result."""
     main, second = version(VENV_COMFYUI), version(OLDER_COMFYUI)
     before, result = {each["name"]: each for each in older}, []
+    twins = {entry.name for entry in architectures.present(OLDER_COMFYUI) if architectures.is_twin(entry)}
     for each in found:
         also = before.get(each["name"])
-        same = also is not None and reason(also) == reason(each)
+        same = each["name"] in twins if also is None else reason(also) == reason(each)
         result.append(row(each, f"{main}, {second}" if same else main))
         if also is not None and not same:
             result.append(row(also, second))
@@ -85,8 +91,9 @@ def _end(kind: str) -> str:
 
 def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
-    for kind in (MODELS, VAES):
-        table = lines(records(VENV_COMFYUI, 1, kind=kind), records(OLDER_COMFYUI, 1, kind=kind))
+    again = [entry.name for entry in looked_at_again()]
+    for kind, names in ((MODELS, again), (VAES, ())):
+        table = lines(records(VENV_COMFYUI, 1, kind=kind), records(OLDER_COMFYUI, 1, names, kind))
         page = replaced(page, table, kind)
     PAGE.write_text(page, encoding="utf-8")
 

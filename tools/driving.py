@@ -25,19 +25,23 @@ UNETS = {
         "transformer_depth_middle": 2,
     },
 }
-SMALL_UNETS = {  # one block per level, where SD1.5 and SDXL have two
+SMALL_UNETS = {  # two levels of one block, with and without transformers, where SD1.5 has four of two and SDXL three
     "sd15": NARROW_UNET
     | {
-        "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 0],
-        "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
+        "channel_mult": (1, 2), "num_res_blocks": [1, 1], "transformer_depth": [1, 0],
+        "transformer_depth_output": [1, 1, 0, 0],
     },
     "sdxl": NARROW_UNET
     | {
-        "num_res_blocks": [1, 1, 1], "transformer_depth": [0, 1, 2],
-        "transformer_depth_output": [0, 0, 1, 1, 2, 2], "transformer_depth_middle": 2,
+        "channel_mult": (1, 2), "num_res_blocks": [1, 1], "transformer_depth": [0, 2],
+        "transformer_depth_output": [0, 0, 2, 2], "transformer_depth_middle": 2,
     },
 }  # fmt: skip
 SMALL_UNET = SMALL_UNETS["sd15"]
+DEEP_UNET = NARROW_UNET | {  # four levels of one block, for nodes that patch blocks of a certain depth
+    "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 0],
+    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
+}  # fmt: skip
 TINY_UNET = {  # of a UNet that torch.compile traces in seconds
     "num_res_blocks": [1, 1], "channel_mult": (1, 2), "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
 }  # fmt: skip

@@ -40,10 +40,15 @@ KEEP_IF_SET = {"PIP_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 # ten times slower; with a short loop it costs nothing on a quiet machine.
 SPIN = {"GOMP_SPINCOUNT": "1000"}
 
+# Python keeps the bytecode of what it imports. Some machines switch this off, and every process compiles ComfyUI again.
+BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
+
 
 def project_env() -> dict[str, str]:
     """The variables that send every cache and temporary file into `.cache/`, and more; makes the folders."""
     env = {name: value for name, value in SPIN.items() if name not in os.environ}
+    if "COMFYUI_PATH" not in os.environ:  # beside the sources, and a ComfyUI of someone else is left alone
+        env |= BYTECODE
     for name, folder in CACHE_FOLDERS.items():
         if name in KEEP_IF_SET and os.environ.get(name):
             continue

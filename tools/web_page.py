@@ -32,6 +32,11 @@ SETTINGS = {
 }
 OURS = ".anyshape-tab-button"  # the panel's button, as the frontend names it
 TRIES = 5
+# Until then the front end may still open its own first workflow over another one.
+OPENED = """() => {
+    const { workflow } = app.extensionManager ?? {};
+    return !workflow || (workflow.activeWorkflow && app.graph.nodes.length);
+}"""
 SEARCH = ":is(.comfy-vue-node-search-container, [role=dialog]:has([role=search]))"  # of older front ends and newer
 NO_BANNER = "localStorage.setItem('vueNodesBannerDismissed', 'true')"  # the offer of another kind of nodes
 READY = "() => window.app?.graph && window.app.extensionManager?.getSidebarTabs?.().length > 1"
@@ -90,6 +95,7 @@ class WebPage:
 
         Then once more in the front end's own format, which gives it an id, as all but such a workflow have.
         """
+        self.page.wait_for_function(OPENED)
         self.page.evaluate(
             """async ([flow, places]) => {
                 await app.loadApiJson(flow, "test");
@@ -125,7 +131,7 @@ class WebPage:
         for _ in range(TRIES):
             self.page.mouse.dblclick(*self._on_page(x, y))
             try:
-                return field.wait_for(timeout=2_000)
+                return field.wait_for(timeout=5_000)
             except TimeoutError:
                 continue
         field.wait_for()

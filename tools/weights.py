@@ -17,7 +17,7 @@ BLOCK = "middle_block.1.transformer_blocks.0"
 LAYERS = {
     "unet": (
         f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn2.to_k", f"{BLOCK}.ff.net.0.proj", f"{BLOCK}.ff.net.2",
-        "input_blocks.1.0.in_layers.2", "input_blocks.5.0.emb_layers.1", "middle_block.1.proj_in",
+        "input_blocks.1.0.in_layers.2", "middle_block.0.emb_layers.1", "middle_block.1.proj_in",
         "output_blocks.0.0.skip_connection", "time_embed.0", "out.2",
     ),
     "flux": (

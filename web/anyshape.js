@@ -3,21 +3,22 @@
 import { app } from "../../scripts/app.js";
 import * as badges from "./anyshape/badges.js";
 import * as info from "./anyshape/info.js";
+import * as names from "./anyshape/names.js";
 import { makePanel } from "./anyshape/panel.js";
 import * as store from "./anyshape/store.js";
 import * as texts from "./anyshape/texts.js";
 
 const ID = "anyshape";
-const TITLE = "Shape cache"; // also the key of its translation, for frontends that look one up
 
 /** A tab that the frontend may mount, and mount again, anywhere. */
 function tab() {
   const panel = makePanel();
   let unwatch = null;
+  const title = texts.words().title;
   return {
     id: ID,
-    title: TITLE,
-    tooltip: TITLE,
+    title,
+    tooltip: title,
     icon: "pi pi-th-large",
     type: "custom",
     render: (container) => {
@@ -32,6 +33,12 @@ function tab() {
       panel.element.remove();
     },
   };
+}
+
+/** The sidebar's button and its command, in the language of now. */
+function rename(manager) {
+  const added = manager.getSidebarTabs?.().find((one) => one.id === ID);
+  if (added) added.title = added.tooltip = texts.words().title;
 }
 
 function addStyle() {
@@ -49,14 +56,20 @@ function register() {
     async setup() {
       addStyle();
       if (sidebar) manager.registerSidebarTab(tab());
-      texts.onLanguage(store.refresh);
+      texts.onLanguage(() => {
+        if (sidebar) rename(manager);
+        store.refresh();
+      });
       badges.listen();
       store.watch(badges.show);
       store.watch(info.show);
       await store.connect();
     },
 
+    beforeRegisterNodeDef: (type, definition) => names.describe(definition),
+
     nodeCreated(node) {
+      names.label(node);
       badges.addBadge(node);
       info.addInfo(node);
     },

@@ -26,6 +26,13 @@ def of_model(patcher: ModelPatcher, key: str = attach.KEY) -> Names | None:
     return lambda: attach.entry_names(module())
 
 
+def passed_by(patcher: ModelPatcher) -> Callable[[], str]:
+    """Of a MODEL from Compile Model: why its latest sampling run went past it; "" if it did not."""
+    session = attach.session_of(patcher)
+    found = weakref.ref(session) if session else lambda: None
+    return lambda: session.passed_by if (session := found()) else ""
+
+
 def of_skipping(patcher: ModelPatcher) -> Names | None:
     """Of a MODEL from Skip Blocks."""
     return of_model(patcher, skipping.KEY)

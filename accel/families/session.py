@@ -50,6 +50,7 @@ class Session:
         self._tape_runs: dict[int, taping.TapeRun] = {}
         self._surveys: dict[int, Survey] = {}
         self._depth = 0
+        self.passed_by = ""  # why nothing of the latest sampling run came through here
         self._calls = 0  # that came through here; code that someone else compiled does not
         self._lock = threading.RLock()
 
@@ -64,8 +65,10 @@ class Session:
         calls = self._calls
         try:
             out = executor(*args, **kwargs)
-            if self._calls == calls and len(_sigmas(args, kwargs)) > 1:
-                STATS.fallback(self.name, PASSED_BY)
+            if len(_sigmas(args, kwargs)) > 1:
+                self.passed_by = PASSED_BY if self._calls == calls else ""
+                if self.passed_by:
+                    STATS.fallback(self.name, self.passed_by)
             return out
         finally:
             with self._lock:

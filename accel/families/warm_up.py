@@ -26,7 +26,7 @@ from ..errors import is_out_of_memory
 from ..skip.run import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..stats import STATES, STATS
-from ..warm_up import MIB, Row, Shape, parse, table
+from ..warm_up import MIB, Outcome, Row, Shape, in_short, parse, table
 from . import lazy
 from .attach import session_of
 from .latents import Latents, latents_of
@@ -69,25 +69,30 @@ class _Job:
 def warm_up(
     model: ModelPatcher, text: str, vae: comfy.sd.VAE | None = None, positive: list | None = None,
     negative: list | None = None, cfg: str = "auto",
-) -> tuple[str, list[str]]:  # fmt: skip
-    """(the report, what the user should do something about). ``text``: a size a line; nothing else is changed."""
+) -> Outcome:  # fmt: skip
+    """Runs the sizes that ``text`` lists; nothing else is changed."""
     shapes, problems = parse(text)
-    if not (shapes or problems):
-        problems = [NO_SIZES]
+    bad = len(problems)
+    problems = in_short(problems, "more entries are no sizes") if shapes or problems else [NO_SIZES]
     outcome, failure = attempt(
         lambda: _warmed(model, shapes, vae, (positive, negative), cfg), failed("Warm Up", "Warm Up"), INTERRUPTS
     )
-    rows, warnings = outcome or ([], [failure])
+    shapes, rows, warnings = outcome or (shapes, [], [failure])
     warnings = [*problems, *warnings]
-    notes = [*warnings, *(shape.note for shape in shapes if shape.note)]
-    return "\n".join([*notes, *([table(rows)] if rows else [])]), warnings
+    notes = in_short([shape.note for shape in shapes if shape.note], "more sizes were rounded")
+    report = "\n".join([*warnings, *notes, *([table(rows)] if rows else [])])
+    ready = {row.shape for row in rows} - {row.shape for row in rows if row.state in (NOT_RUN, FAILED, EVICTED)}
+    return Outcome(report, warnings, len(shapes), len(ready), bad)
 
 
 def _warmed(
     model: ModelPatcher, shapes: list[Shape], vae: comfy.sd.VAE | None, prompts: tuple, cfg: str
-) -> tuple[list[Row], list[str]]:
-    """(a row a job, what the user should know). The VAE first: loading it later might unload the model's graphs."""
+) -> tuple[list[Shape], list[Row], list[str]]:
+    """(the sizes, a row a job, what to do). The VAE first: loading it later might unload the model's graphs."""
     session, jobs, warnings = session_of(model), [], []
+    latents = latents_of(model.get_model_object("latent_format"))
+    if latents and not latents.frames:
+        shapes = list(dict.fromkeys(shape.as_images() for shape in shapes))
     if vae is not None:
         if lazy.module("vae").is_compiled(vae):
             jobs += _vae_jobs(vae, shapes)
@@ -102,7 +107,7 @@ def _warmed(
         pins = stack.enter_context(graphs.cache(model.load_device).pinning())
         stack.enter_context(torch.random.fork_rng(devices=_random_devices(model.load_device)))
         stack.enter_context(torch.inference_mode())
-        return _in_order(jobs, _Budget(model.load_device, limit, pins)), warnings
+        return shapes, _in_order(jobs, _Budget(model.load_device, limit, pins)), warnings
 
 
 def _random_devices(device: torch.device) -> list[torch.device]:

@@ -1,15 +1,29 @@
 """What the user chose on the Skip Blocks node."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from .forecast import DAMPING
 from .run import AXES, AXIS
 from .schedule import DENSITY, FEW_STEPS, full_steps
 
+PRESETS = {  # what takes the place of interval and depth; docs/performance.md has what each costs and gives
+    "custom": {},
+    "safe": {"interval": 2, "depth": "auto"},
+    "balanced": {"interval": 3, "depth": "auto"},
+    "fast": {"interval": 4, "depth": "auto"},
+}
 FORECASTS = ("order1", "off")
 AUTO = "auto"
 MAX_INTERVAL = 20
 FEW = f"{FEW_STEPS} steps or fewer leave little to win, so every step is full; Skip Blocks is for longer runs"
+
+
+def with_preset(preset: str, interval: int, depth: str) -> dict[str, Any]:
+    """The interval and the depth that hold. Raises ValueError."""
+    if preset not in PRESETS:
+        raise ValueError(f"preset is {preset!r}; choose one of {', '.join(PRESETS)}")
+    return {"interval": interval, "depth": depth} | PRESETS[preset]
 
 
 @dataclass(frozen=True)

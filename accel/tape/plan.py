@@ -48,12 +48,12 @@ def unfused(tape: Tape) -> Schedule:
 
 
 @dataclass
-class Planned:
-    """A group that became kernels. first: the one of its form that they were made for, perhaps itself."""
+class Kernels:
+    """A group that became kernels, and the first one of its form, which they were made for."""
 
     members: Sequence[Operation]
     form: repeats.Form
-    first: "Planned"
+    first: repeats.Planned
 
 
 class Plan(Schedule):
@@ -64,8 +64,7 @@ class Plan(Schedule):
         self._wrong = wrong
         sizes.annotate(tape)
         self.layouts, self._repeats = Layouts(), repeats.Repeats()
-        self.groups: list[Planned] = []
-        self._firsts: dict[tuple, Planned] = {}  # by form
+        self.groups: list[Kernels] = []
         self.singles = singles.copy_what_others_copy(tape, self.layouts)
         self._users: Users = {}
         for operation in tape.operations:
@@ -114,22 +113,18 @@ class Plan(Schedule):
         if planned is not None:
             steps, parts = repeats.again(planned, form, self.layouts)
             self.parts |= parts
-            self._note(members, form)
-            return steps
-        known = set(self.parts)
-        try:
-            steps = self._kernels(members, stored)
-        except NoKernel as reason:
-            self._repeats.keep(form, str(reason))
-            raise
-        self._repeats.keep(form, steps, {place: part for place, part in self.parts.items() if place not in known})
-        self._note(members, form)
+        else:
+            known = set(self.parts)
+            try:
+                steps = self._kernels(members, stored)
+            except NoKernel as reason:
+                self._repeats.keep(form, str(reason))
+                raise
+            parts = {place: part for place, part in self.parts.items() if place not in known}
+            planned = repeats.Planned(members, form, steps, parts)
+            self._repeats.keep(form, planned)
+        self.groups.append(Kernels(members, form, planned))
         return steps
-
-    def _note(self, members: Sequence[Operation], form: repeats.Form) -> None:
-        group = Planned(members, form, None)
-        group.first = self._firsts.setdefault(form.key, group)
-        self.groups.append(group)
 
     def _kernels(self, members: Sequence[Operation], stored: Sequence[Value]) -> Steps:
         fused = [operation for operation in members if operation.kind == FUSE]

@@ -46,6 +46,7 @@ class Recorder(TorchDispatchMode):
         self._unwritten: set[Value] = set()
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
         self._module, self._world = module, World(device)
+        self.keeps = False  # whether the forward left a tensor in its model
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
         self.lean = False  # memory counts for more than time: see ``Tape.lean``
         self._blanks = Blanks()
@@ -311,6 +312,7 @@ class Recorder(TorchDispatchMode):
         if self._world.was_drawn_from():
             self.refuse(RANDOM)
         if kept := kept_tensor(self._module, self._tensors.depends):
+            self.keeps = True
             self.refuse(f"the model keeps a tensor for its next call ({kept})")
         if not self.refuse.reason and self._blanks.were_filled():
             self.refuse(UNWRITTEN)

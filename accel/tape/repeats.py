@@ -26,7 +26,10 @@ class Form:
 
 
 @dataclass
-class _Planned:
+class Planned:
+    """What was planned for the first group of a form. parts: see ``Plan.parts``."""
+
+    members: Sequence[Operation]
     form: Form
     steps: Steps
     parts: dict[Value, Value]
@@ -36,15 +39,14 @@ class Repeats:
     """What was planned for each form of a tape's groups."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple, _Planned | str] = {}
+        self._known: dict[tuple, Planned | str] = {}
 
-    def find(self, form: Form) -> "_Planned | str | None":
+    def find(self, form: Form) -> Planned | str | None:
         """The plan of an earlier group of this form, or why it is no kernel; None if there was none."""
         return self._known.get(form.key)
 
-    def keep(self, form: Form, steps: Steps | str, parts: dict[Value, Value] | None = None) -> None:
-        """Remembers the plan of a group, or why there is none. parts: see ``Plan.parts``."""
-        planned = steps if isinstance(steps, str) else _Planned(form, steps, parts or {})
+    def keep(self, form: Form, planned: Planned | str) -> None:
+        """Remembers the plan of a group, or why there is none."""
         self._known[form.key] = planned
 
 
@@ -93,7 +95,7 @@ def _kind(size: Size, same: dict[Size, int]) -> int:
     return same.setdefault(size.first, len(same))
 
 
-def again(planned: "_Planned", form: Form, layouts: Layouts) -> tuple[Steps, dict[Value, Value]]:
+def again(planned: Planned, form: Form, layouts: Layouts) -> tuple[Steps, dict[Value, Value]]:
     """(the steps of an earlier group on the values of another one of its form, its parts)."""
     mine = dict(zip(planned.form.values, form.values, strict=True))
     for number in form.stored:  # planning may have chosen other strides

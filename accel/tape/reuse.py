@@ -8,7 +8,10 @@ looked at, so a size that differs in any way is planned by itself, and its outli
 import copy
 import dataclasses
 import math
+import threading
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 
 from . import singles, views
 from .joins import join, part
@@ -27,31 +30,34 @@ class Misfit(Exception):
 
 
 class Outlines:
-    """The outlines of one model, the one that served last in front."""
+    """The outlines of one model, the one that served last in front. misfits: why those that did not serve did not."""
 
     def __init__(self) -> None:
         self.reused = 0  # plans that were not made
-        self.misfits: list[str] = []
+        self.misfits: Counter[str] = Counter()
         self._known: list[Outline] = []
+        self._lock = threading.Lock()  # several threads may sample one model
 
     def plan(self, tape: Tape) -> Schedule:
         """The plan of a tape with kernels, made or reused."""
-        for place, known in enumerate(self._known):
+        for known in self._known[:]:
             try:
                 found = _Fitting(known, tape).reused()
             except Misfit as reason:
-                self.misfits.append(str(reason))
+                self.misfits[str(reason)] += 1
                 continue
-            self._known.insert(0, self._known.pop(place))
+            self._keep(known)
             self.reused += 1
             return found
         plan = Plan(tape)
-        try:
-            self._known.insert(0, outline(tape, plan))
-        except NoOutline:
-            return plan
-        del self._known[MAX_OUTLINES:]
+        with suppress(NoOutline):
+            self._keep(outline(tape, plan))
         return plan
+
+    def _keep(self, known: Outline) -> None:
+        with self._lock:
+            others = [other for other in self._known if other is not known]
+            self._known = [known, *others[: MAX_OUTLINES - 1]]
 
 
 class _Fitting:

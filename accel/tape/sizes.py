@@ -187,6 +187,25 @@ def _side_by_side(operation: Operation, output: Value) -> Sizes:
     return (*operation.args[0][0].sizes[:-1], weight.sizes[0])
 
 
+def _quantised_product(operation: Operation, output: Value) -> Sizes:
+    """A product with a quantised weight, which lies in a form of its own; rows may have been filled up."""
+    x, weight = operation.args[:2]
+    rows = x.sizes[:-1]
+    if [size.value for size in rows] != list(output.shape[:-1]):
+        rows = tuple(Size(n) for n in output.shape[:-1])
+    return (*rows, Size(output.shape[-1], all(size.static for size in weight.sizes)))
+
+
+def _quantised(operation: Operation, output: Value) -> Sizes | None:
+    """Numbers in another form, or what they stand for: of a weight it belongs to the model."""
+    source = operation.inputs[0]
+    if source.shape == output.shape:
+        return source.sizes
+    if all(size.static for value in operation.inputs for size in value.sizes):
+        return tuple(ONE if n == 1 else Size(n, static=True) for n in output.shape)
+    return None
+
+
 def _outer(operation: Operation, output: Value) -> Sizes:
     a, b = operation.args[:2]
     return a.sizes[0], b.sizes[0]
@@ -274,6 +293,13 @@ def _table() -> dict[str, Rule]:
         ("linear", linear),
         ("linear_geglu", _geglu),
         ("grouped_linear", _side_by_side),
+        ("int8_linear gemv_awq_w4a16 scaled_mm_mxfp8 scaled_mm_nvfp4 _scaled_mm _int_mm", _quantised_product),
+        (
+            "quantize_fp8 quantize_mxfp8 quantize_nvfp4 quantize_int8_rowwise quantize_int8_tensorwise dequantize_fp8 "
+            "dequantize_mxfp8 dequantize_nvfp4 dequantize_int8_simple dequantize_int8_simple_dtype "
+            "dequantize_int8_convrot_weight dequantize_int8_convrot_weight_dtype",
+            _quantised,
+        ),
         ("matmul mm bmm", _matmul),
         (" ".join(ATTENTIONS), attention),
         ("outer ger", _outer),

@@ -73,6 +73,7 @@ def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
     name, *inner = weight.name.split(":")
     tensor = getattr(part, name)
     for attribute in inner:
+        tensor.__tensor_flatten__()  # some classes name their parts only then
         tensor = getattr(tensor, attribute)
     return tensor
 

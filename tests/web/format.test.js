@@ -56,8 +56,8 @@ const entry = (more = {}) => ({
   models: ["SDXL"],
   ...more,
 });
-const badge = (models, more = {}, words = EN, language = "en") =>
-  format.badge(entry(more), stats(models), words, language);
+const badge = (models, more = {}, words = EN, language = "en", device = "a GPU") =>
+  format.badge(entry(more), stats(models, { device }), words, language);
 
 test("a template is filled, and what is not given stays", () => {
   assert.equal(format.fill("{used} of {budget} {x}", { used: 0, budget: "2" }), "0 of 2 {x}");
@@ -87,13 +87,45 @@ test("the frames of a video are part of its size", () => {
   assert.equal(format.sizes([video, shape({ width: 832, height: 480 }), { ...video }]), 2);
 });
 
-test("a size that runs without a graph although nothing is wrong is not eager, and says why", () => {
+test("a size that runs without a graph although nothing is wrong is fast, and says why", () => {
   const note = "the GPU is the limit at this size";
   const shown = badge([model([shape({ state: "tape", note })])]);
-  assert.deepEqual([shown.level, shown.text], ["tape", "tape, 1 size, 0 recompiles"]);
-  assert.equal(shown.title, `tape, 1 size, 0 recompiles\n${note}`);
+  assert.deepEqual([shown.level, shown.text], ["fast", "fast: 512×512"]);
+  assert.match(shown.title, /ran: tape 1\nSince the start: 1 size, 0 recompiles\nthe GPU is the limit at this size$/);
   assert.deepEqual(format.why(shape({ reason: "a patch", note })), ["a patch", note]);
   assert.deepEqual(format.why(shape()), []);
+});
+
+test("three states: with a reason a size is not all that it could be, and on a CPU nothing is gained", () => {
+  const speeds = (device) => ["graph", "tape", "eager"].map((state) => format.speed({ state, reason: "" }, device));
+  assert.deepEqual(speeds("NVIDIA H200"), ["fast", "fast", "as_comfyui"]);
+  assert.deepEqual(speeds(undefined), speeds("NVIDIA H200")); // an older server
+  assert.deepEqual(speeds("cpu"), ["as_comfyui", "as_comfyui", "as_comfyui"]);
+  assert.equal(format.speed({ state: "graph", reason: "no Triton" }, "NVIDIA H200"), "partly");
+});
+
+test("a reason stands once in a table, with the sizes where it holds for some", () => {
+  const widths = [64, 72, 80, 88, 96];
+  const shapes = widths.map((width, i) => shape({ width, reason: "for all", note: i ? "for most" : "for one" }));
+  assert.deepEqual(format.reasons(shapes, EN), ["for all", "64×512: for one", "4 sizes: for most"]);
+  assert.deepEqual(format.reasons([shape({ batch: 2, note: "a" }), shape()], EN), ["512×512 ×2: a"]);
+  assert.deepEqual(format.reasons(shapes.slice(0, 3), ZH, "zh")[2], "72×512, 80×512：for most");
+});
+
+test("what a table says is not listed once more", () => {
+  const steps = [["SDXL", "a"], ["SDXL", "b"], ["VAE", "a"]].map(([where, reason]) => ({ where, reason, count: 1 }));
+  const all = stats([model([shape({ reason: "a" })])], { fallbacks: steps });
+  assert.deepEqual(format.fallbacks(all).map((f) => f.where + f.reason), ["SDXLb", "VAEa"]);
+});
+
+test("equal runs are one line", () => {
+  assert.deepEqual(format.together(["a", "b", "a", "a"]), ["a × 3", "b"]);
+});
+
+test("the file of a model is known from the node that had it", () => {
+  const nodes = [entry({ file: "sd_xl_base", models: ["SDXL", "SDXL #2"] }), entry()];
+  assert.deepEqual([...format.files(stats([], { nodes }))], [["SDXL", "sd_xl_base"], ["SDXL #2", "sd_xl_base"]]);
+  assert.deepEqual([...format.files({})], []); // an older server
 });
 
 test("what is less exact is listed by model, while that has run", () => {
@@ -103,8 +135,9 @@ test("what is less exact is listed by model, while that has run", () => {
 });
 
 test("totals add the models up", () => {
-  const all = format.totals(stats([model([shape(), shape({ width: 64 })]), model([shape()], { recompiles: 2 }), model([])]));
-  assert.deepEqual(all, { models: 2, sizes: 2, calls: 9, recompiles: 2, seconds: "12.8" });
+  const models = [model([shape(), shape({ width: 64 })]), model([shape()], { recompiles: 2 }), model([])];
+  assert.deepEqual(format.totals(stats(models), EN), { sizes: "2 sizes", recompiles: "2 recompiles", seconds: "12.8" });
+  assert.equal(format.fill(EN.totals, format.totals(stats([model([shape()])]), EN)), "1 size, 0 recompiles, 4.25 s compiling");
 });
 
 test("the budget is a fraction, never more than all of it", () => {
@@ -119,8 +152,11 @@ test("the step of a line is read off its key", () => {
   assert.deepEqual(keys.map(format.step), ["full", "skipped", ""]);
 });
 
-test("bars are shares of the longest", () => {
-  assert.deepEqual(format.shares([1, 4, 0]), [0.25, 1, 0]);
+test("bars grow with the logarithm: one long compilation does not flatten the others", () => {
+  const near = (found, wanted) => found.forEach((value, i) => assert.ok(Math.abs(value - wanted[i]) < 1e-9, `${found}`));
+  near(format.shares([0.1, 1, 10, 0]), [0.12, 0.56, 1, 0]);
+  near(format.shares([37.7, 0.25, 0.3]).slice(0, 2), [1, 0.12]);
+  near(format.shares([3, 3]), [1, 1]);
   assert.deepEqual(format.shares([0, 0]), [0, 0]);
   assert.deepEqual(format.shares([]), []);
 });
@@ -143,27 +179,63 @@ test("a node that has not run, is off, cannot be compiled, or has not sampled", 
   assert.equal(format.badge(undefined, stats([]), EN).text, "not run yet");
   assert.equal(badge([], { state: "off" }).level, "off");
   const eager = badge([], { state: "eager", message: `Chroma ${"x".repeat(100)}` });
-  assert.equal(eager.level, "eager");
-  assert.match(eager.text, /^eager: Chroma x+…$/);
-  assert.match(eager.title, /^Chroma x{100}$/);
+  assert.equal(eager.level, "as_comfyui");
+  assert.match(eager.text, /^as ComfyUI: Chroma x+…$/);
+  assert.match(eager.title, /\nChroma x{100}$/);
   assert.equal(badge([], { models: [] }).text, "ready, nothing sampled yet");
   assert.match(badge([], { message: "more than the card has" }).title, /ready.*\nmore than the card has/);
+});
+
+test("a bypassed or muted node says so, whatever ran before", () => {
+  const mode = (n) => format.badge(entry(), stats([model([shape()])]), EN, "en", n);
+  assert.deepEqual([mode(0).level, mode(2).level, mode(4).level], ["fast", "as_comfyui", "off"]);
+  assert.match(mode(4).text, /^bypassed/);
+  assert.match(mode(2).text, /^muted.*Bypass it instead/);
+  assert.equal(format.badge(undefined, stats([]), EN, "en", 4).text, mode(4).text);
 });
 
 test("a node whose model ran in one way", () => {
   const six = Array.from({ length: 6 }, (_, i) => shape({ width: 512 + 8 * i }));
   const shown = badge([model(six), model([shape({ state: "eager" })], { name: "another" })]);
-  assert.deepEqual([shown.level, shown.text], ["graph", "graph, 6 sizes, 0 recompiles"]);
-  assert.equal(badge([model(six)], {}, ZH, "zh").text, "graph, 6 个尺寸, 重新编译 0 次");
+  assert.deepEqual([shown.level, shown.text], ["fast", "fast: 6 sizes"]);
+  assert.equal(badge([model(six)], {}, ZH, "zh").text, "加速：6 个尺寸");
+  assert.equal(badge([model([shape({ batch: 2 })])]).text, "fast: 512×512 ×2");
+  assert.deepEqual(badge([model(six)], {}, EN, "en", "cpu").text, "as ComfyUI: 6 sizes");
   const why = badge([model([shape({ state: "eager", reason: "unknown patch attn2" })])]);
-  assert.deepEqual([why.level, why.text], ["eager", "eager: unknown patch attn2"]);
+  assert.deepEqual([why.level, why.text], ["as_comfyui", "as ComfyUI: unknown patch attn2"]);
 });
 
 test("a node whose model ran in several ways", () => {
   const shapes = [shape(), shape({ width: 520 }), shape({ width: 64, state: "eager", reason: "eager was faster" })];
   const shown = badge([model(shapes, { recompiles: 1 })]);
-  assert.deepEqual([shown.level, shown.text], ["mixed", "graph 2, eager 1, 1 recompile"]);
-  assert.match(shown.title, /eager was faster/);
+  assert.deepEqual([shown.level, shown.text], ["partly", "partly fast: 2 of 3 sizes, 1 recompile"]);
+  assert.match(shown.title, /graph 2, eager 1\n.*3 sizes, 1 recompile\neager was faster/);
+});
+
+test("a node's line is about the latest prompt of its model", () => {
+  const old = [shape({ prompt: 3 }), shape({ width: 64, prompt: 4, state: "eager", reason: "a patch" })];
+  const now = [...old, shape({ width: 72, prompt: 7, state: "tape" })];
+  assert.equal(badge([model(now)]).text, "fast: 72×512");
+  assert.match(badge([model(now)]).title, /ran: tape 1\nSince the start: 3 sizes/);
+  assert.equal(badge([model(old)]).text, "as ComfyUI: a patch");
+  const decoder = model([shape({ width: 72, prompt: 6 })], { name: "VAE decoder" });
+  assert.equal(badge([model(now), decoder], { models: ["SDXL", "VAE decoder"] }).text, "fast: 72×512");
+});
+
+test("a node that another pack took over says so, whatever ran before", () => {
+  const shown = badge([model([shape()])], { instead: "another node runs this model" });
+  assert.deepEqual([shown.level, shown.text], ["as_comfyui", "as ComfyUI: another node runs this model"]);
+});
+
+test("Warm Up's line is about its list", () => {
+  const warm = (listed, ready, bad, words, language) =>
+    badge([model([shape()])], { type: "AnyShapeWarmUp", sizes: { listed, ready, bad } }, words, language);
+  assert.deepEqual([warm(3, 3, 0).level, warm(3, 3, 0).text], ["fast", "3 of 3 sizes ready"]);
+  assert.deepEqual([warm(3, 2, 1).level, warm(3, 2, 1).text], ["partly", "2 of 3 sizes ready, 1 entry is no size"]);
+  assert.deepEqual([warm(0, 0, 9).level, warm(0, 0, 9).text], ["as_comfyui", "0 of 0 sizes ready, 9 entries are no sizes"]);
+  assert.equal(warm(3, 2, 1, ZH, "zh").text, "3 个尺寸中 2 个已就绪，1 项不是尺寸");
+  const bad = { type: "AnyShapeWarmUp", state: "eager", message: "connect Compile Model", sizes: { listed: 1, ready: 0, bad: 0 } };
+  assert.match(badge([], bad).title, /0 of 1 sizes ready\nconnect Compile Model/);
 });
 
 test("Skip Blocks shows its model's latest run", () => {
@@ -173,7 +245,7 @@ test("Skip Blocks shows its model's latest run", () => {
   assert.equal(format.badge(mine, all, EN).text, "8 full, 12 skipped, depth 2");
   const none = { ...run, skipped: 0, resets: { "few steps": 8 } };
   const shown = format.badge(mine, stats([], { skip: [none] }), EN);
-  assert.equal(shown.level, "eager");
+  assert.equal(shown.level, "as_comfyui");
   assert.match(shown.title, /8 calls in full: few steps/);
   assert.equal(format.badge(mine, stats([]), EN).text, "ready, nothing sampled yet");
 });

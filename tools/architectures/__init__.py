@@ -18,7 +18,7 @@ from tools.architectures import audio, image, newer, newer_video, video
 from tools.architectures.table import VARIANTS, Architecture, parts_of
 from tools.paths import comfyui_path
 
-__all__ = ["SKIPPED", "TABLE", "VARIANTS", "Architecture", "families", "parts_of", "present", "version"]
+__all__ = ["SKIPPED", "TABLE", "VARIANTS", "Architecture", "families", "is_twin", "parts_of", "present", "version"]
 
 FILES = (image, video, audio, newer, newer_video)
 TABLE = {entry.name: entry for file in FILES for entry in file.ARCHITECTURES}
@@ -29,6 +29,22 @@ SKIPPED = {
     "SAM3": "finds objects in a picture: no sampler calls it",
     "SAM31": "finds objects in a picture: no sampler calls it",
 }
+
+# Classes whose model is another entry's, but for widths or channels.
+TWINS = frozenset(
+    (
+        "SD20", "SD21UnclipL", "SD21UnclipH", "LotusD", "SD_X4Upscaler", "SDXLRefiner", "SSD1B", "Segmind_Vega",
+        "KOALA_700M", "KOALA_1B", "Stable_Zero123", "SD15_instructpix2pix", "SDXL_instructpix2pix", "SV3D_u", "SV3D_p",
+        "FluxSchnell", "FluxInpaint", "LongCatImage", "Ovis", "PixArtSigma", "HunyuanDiT1", "HunyuanVideoI2V",
+        "HunyuanVideoSkyreelsI2V", "Hunyuan3Dv2mini", "CosmosI2V", "CosmosI2VPredict2", "WAN21_FunControl2V",
+        "WAN21_FlowRVS", "WAN22_Camera", "CogVideoX_I2V", "CogVideoX_Inpaint", "Kandinsky5Image",
+    )
+)  # fmt: skip
+
+
+def is_twin(entry: Architecture) -> bool:
+    """Whether the model is built like another entry's: one of ``TWINS``, or a class with other inputs or parts."""
+    return entry.name in TWINS or entry.name != entry.family_name
 
 
 def families(comfyui: Path | None = None) -> set[str]:

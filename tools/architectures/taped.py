@@ -54,10 +54,10 @@ class Studied:
         """Variant ``k``'s forward, recorded the way the product does."""
         return Recording(self.model, *self.architecture.inputs(k), outlines=self.outlines)
 
-    @property
-    def smallest(self) -> int:
+    @staticmethod
+    def smallest_of(architecture: Architecture) -> int:
         """The variant with the smallest latent, of those with several pictures."""
-        draws = [self.architecture.draw(k) for k in range(VARIANTS)]
+        draws = [architecture.draw(k) for k in range(VARIANTS)]
         several = [k for k in range(VARIANTS) if draws[k].batch > 1] or range(VARIANTS)
         return min(several, key=lambda k: draws[k].batch * draws[k].frames * draws[k].height * draws[k].width)
 
@@ -134,7 +134,7 @@ def kernels_of(program: Any) -> set[tuple]:
 def study(architecture: Architecture, variants: int = VARIANTS, run: bool = True) -> Found:
     """Records every variant; compares results of a few (not of fused programs without ``run``)."""
     studied, found, known = Studied(architecture), Found(architecture.name), set()
-    small = studied.smallest if run and not studied.is_too_long else -1
+    small = studied.smallest_of(architecture) if run and not studied.is_too_long else -1
     for k in range(variants):
         recording = studied.record(k)
         if recording.tape is None:

@@ -26,6 +26,7 @@ export function listen() {
     detail.nodes.forEach((id) => cached.add(`${rootGraph()?.id} ${id}`));
     store.refresh();
   });
+  api.addEventListener("graphChanged", store.refresh); // a node may have been bypassed or muted
 }
 
 /** For the extension's `nodeCreated`. */
@@ -57,11 +58,11 @@ export function addLine(node, element, { map, value, height, most }) {
 export function show(stats) {
   if (!badges.size) return;
   const root = rootGraph();
-  const ids = idsOf(root);
+  const found = idsOf(root);
   for (const [node, element] of badges) {
-    const id = ids.get(node) ?? String(node.id);
+    const { id, mode } = found.get(node) ?? { id: String(node.id), mode: node.mode };
     const where = { id, type: node.comfyClass, workflow: root?.id, cached: cached.has(`${root?.id} ${id}`) };
-    const shown = badge(entryOf(stats, where), stats, words(), language());
+    const shown = badge(entryOf(stats, where), stats, words(), language(), mode);
     element.dataset.level = shown.level;
     setText(element, shown.text);
     setTitle(element, shown.title);
@@ -70,11 +71,12 @@ export function show(stats) {
 
 const rootGraph = () => app.rootGraph ?? app.graph?.rootGraph ?? app.graph;
 
-/** node -> the id that the server knows it by: "4", or "7:4" within the subgraph of node 7. */
-function idsOf(graph, prefix = "", found = new Map()) {
+/** node -> {id: "4", or "7:4" within the subgraph of node 7, as the server knows it; mode: that of node 7 first}. */
+function idsOf(graph, prefix = "", outer = 0, found = new Map()) {
   for (const node of graph?.nodes ?? graph?._nodes ?? []) {
-    found.set(node, `${prefix}${node.id}`);
-    if (node.subgraph) idsOf(node.subgraph, `${prefix}${node.id}:`, found);
+    const mode = outer || node.mode;
+    found.set(node, { id: `${prefix}${node.id}`, mode });
+    if (node.subgraph) idsOf(node.subgraph, `${prefix}${node.id}:`, mode, found);
   }
   return found;
 }

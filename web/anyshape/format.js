@@ -6,6 +6,10 @@
 
 const MIB = 1 << 20;
 const LONGEST = 60; // characters of a reason on a node; the tooltip has all of it
+const SHORTEST_BAR = 0.12; // of the longest; what is not 0 must be seen
+const MUTED = 2; // of a node's `mode`, in every front end
+const BYPASSED = 4;
+const NAMED = 3; // sizes that a reason names; of more their number
 
 /** "{n} of {all}" and {n: 1, all: 2} -> "1 of 2"; what is not given stays as it is. */
 export function fill(template, values) {
@@ -28,16 +32,25 @@ export const size = (s) => [s.width, s.height, ...(s.frames > 1 ? [s.frames] : [
 /** Sizes that a user would count: width, height, frames and batch, however many lines a size has. */
 export const sizes = (shapes) => new Set(shapes.map((s) => `${size(s)} ${s.batch}`)).size;
 
+/** A size as one names it: "512×768", "512×768 ×4" for four a prompt. */
+const sized = (s) => size(s) + (s.batch > 1 ? ` ×${s.batch}` : "");
+
 const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
+const distinct = (items) => [...new Set(items)];
+
+/** How a size runs, in the words of users: "fast" | "partly" | "as_comfyui". On a CPU nothing is gained. */
+export function speed(s, device) {
+  if (s.state === "eager" || device === "cpu") return "as_comfyui";
+  return s.reason ? "partly" : "fast";
+}
 
 /** What all models together come to; models without a call since the last clear count for their compilations only. */
-export function totals(stats) {
+export function totals(stats, words, language = "en") {
   const shapes = stats.models.flatMap((model) => model.shapes);
+  const recompiles = sum(stats.models, (model) => model.recompiles);
   return {
-    models: stats.models.filter((model) => model.shapes.length).length,
-    sizes: sizes(shapes),
-    calls: sum(shapes, (s) => s.calls),
-    recompiles: sum(stats.models, (model) => model.recompiles),
+    sizes: count(words.counts.sizes, sizes(shapes), language),
+    recompiles: count(words.counts.recompiles, recompiles, language),
     seconds: seconds(sum(stats.models, (model) => model.compile_seconds)),
   };
 }
@@ -60,10 +73,19 @@ export function shorten(text, longest = LONGEST) {
   return text.length <= longest ? text : `${text.slice(0, longest - 1).trimEnd()}…`;
 }
 
-/** Each value's share of the largest, 0 to 1. */
+/** Each value's length as a bar, 0 to 1, by its logarithm: of 0.1, 1 and 10 each is as much longer as the next. */
 export function shares(values) {
-  const most = Math.max(...values, 0);
-  return values.map((value) => (most > 0 ? value / most : 0));
+  const positive = values.filter((value) => value > 0);
+  const [least, most] = [Math.min(...positive), Math.max(...positive)];
+  const of = (value) => (most > least ? Math.log(value / least) / Math.log(most / least) : 1);
+  return values.map((value) => (value > 0 ? SHORTEST_BAR + (1 - SHORTEST_BAR) * of(value) : 0));
+}
+
+/** Equal texts as one, with how many there are, in the order of the first: ["a", "b", "a"] -> ["a × 2", "b"]. */
+export function together(texts) {
+  const counted = new Map();
+  for (const text of texts) counted.set(text, (counted.get(text) ?? 0) + 1);
+  return [...counted].map(([text, n]) => (n > 1 ? `${text} × ${n}` : text));
 }
 
 /**
@@ -77,43 +99,103 @@ export function entryOf(stats, { id, type, workflow, cached = false }) {
 }
 
 /**
- * What a node shows of itself: {level: "none" | "off" | a state ("graph", "tape", "eager") | "mixed", text, title}.
- * entry: of entryOf; undefined before the node's first run.
+ * What a node shows of itself: {level: "none" | "off" | "fast" | "partly" | "as_comfyui", text, title}.
+ * entry: of entryOf; undefined before the node's first run. mode: the node's, as the graph has it.
  */
-export function badge(entry, stats, words, language = "en") {
+export function badge(entry, stats, words, language = "en", mode = 0) {
+  if (mode === MUTED) return plain("as_comfyui", words.badge.muted);
+  if (mode === BYPASSED) return plain("off", words.badge.bypassed);
   if (!entry) return plain("none", words.badge.not_run);
   if (entry.state === "off") return plain("off", words.badge.off);
-  if (entry.state === "eager") return eager(entry.message);
+  if (entry.sizes) return withMessage(warmed(entry.sizes, words, language), entry.message);
+  if (entry.state === "eager") return asComfyUI(entry.message, words);
+  if (entry.instead) return asComfyUI(entry.instead, words); // whatever ran before
   const models = stats.models.filter((model) => entry.models.includes(model.name));
-  const found = entry.type === "AnyShapeSkipBlocks" ? skipped(entry, stats, words) : ran(models, words, language);
+  const skips = entry.type === "AnyShapeSkipBlocks";
+  const found = skips ? skipped(entry, stats, words) : ran(models, words, language, stats.device);
   return withMessage(found ?? plain("none", words.badge.ready), entry.message);
 }
 
 const plain = (level, text, title = text) => ({ level, text, title });
-const eager = (reason) => plain("eager", shorten(reason ? `eager: ${reason}` : "eager"), reason || "eager");
 const withMessage = (shown, message) => (message ? { ...shown, title: `${shown.title}\n${message}` } : shown);
+
+function asComfyUI(reason, words) {
+  const name = words.states.as_comfyui.title;
+  return plain("as_comfyui", reason ? shorten(`${name}: ${reason}`) : name, reason ? `${name}\n${reason}` : name);
+}
+
+/** Of Warm Up: what became of its list. */
+function warmed({ listed, ready, bad }, words, language) {
+  const parts = [fill(words.badge.warmed, { ready, listed }), ...(bad ? [count(words.counts.bad, bad, language)] : [])];
+  const level = !ready ? "as_comfyui" : ready < listed || bad ? "partly" : "fast";
+  return plain(level, parts.join(words.comma));
+}
 
 /** What is said of a shape: the reason why it does not run faster, and the note where nothing is missed. */
 export const why = (s) => [s.reason, s.note].filter(Boolean);
+
+/** Each reason of a table once: "sentence" where it holds for all sizes, else "512×512, 768×768: sentence". */
+export function reasons(shapes, words, language = "en") {
+  const all = distinct(shapes.map(sized));
+  return distinct(shapes.flatMap(why)).map((reason) => {
+    const found = distinct(shapes.filter((s) => why(s).includes(reason)).map(sized));
+    if (found.length === all.length) return reason;
+    const named = found.length > NAMED ? count(words.counts.sizes, found.length, language) : found.join(", ");
+    return `${named}${words.colon}${reason}`;
+  });
+}
+
+/** What ran slower and is in no table: what a size says of itself is not said again. */
+export function fallbacks(stats) {
+  const said = new Set(stats.models.flatMap((model) => model.shapes.map((s) => `${model.name} ${s.reason}`)));
+  return stats.fallbacks.filter((f) => !said.has(`${f.where} ${f.reason}`));
+}
+
+/** name of an entry -> the file that its model is from, where a node knows it. */
+export const files = (stats) =>
+  new Map((stats.nodes ?? []).filter((one) => one.file).flatMap((one) => one.models.map((name) => [name, one.file])));
 
 /** "SDXL: sentence", for each rule in use that is less exact than ComfyUI's own rounding. */
 export const inexact = (models) =>
   models.filter((model) => model.shapes.length).flatMap((model) => (model.inexact ?? []).map((sentence) => `${model.name}: ${sentence}`));
 
-function ran(models, words, language) {
-  const shapes = models.flatMap((model) => model.shapes);
-  if (!shapes.length) return null;
-  const recompiles = count(words.counts.recompiles, sum(models, (model) => model.recompiles), language);
-  const states = [...new Set(shapes.map((s) => s.state))];
-  const reasons = [...new Set(shapes.flatMap(why))];
-  if (states.length === 1 && states[0] === "eager") return eager(reasons.join("\n"));
-  const distinct = (state) => sizes(shapes.filter((s) => s.state === state));
-  const parts =
-    states.length === 1
-      ? [states[0], count(words.counts.sizes, distinct(states[0]), language)]
-      : states.map((state) => `${state} ${distinct(state)}`);
-  const text = [...parts, recompiles].join(", ");
-  return plain(states.length === 1 ? states[0] : "mixed", text, [text, ...reasons].join("\n"));
+/** Of the latest prompt that these models ran in; the tooltip has what came before it. */
+function ran(models, words, language, device) {
+  const all = models.flatMap((model) => model.shapes);
+  if (!all.length) return null;
+  const newest = Math.max(...all.map((s) => s.prompt ?? 0));
+  const shapes = all.filter((s) => (s.prompt ?? 0) === newest);
+  const levels = distinct(shapes.map((s) => speed(s, device)));
+  const level = levels.length === 1 ? levels[0] : "partly";
+  const recompiles = sum(models, (model) => model.recompiles);
+  const why_not = distinct(shapes.flatMap(why));
+  const reason = shapes.find((s) => s.reason)?.reason;
+  const name = words.states[level].title;
+  const fast = shapes.filter((s) => speed(s, device) === "fast");
+  const sized_by = levels.length === 1 ? listed(shapes, words, language) : ratio(fast, shapes, words);
+  const counted = recompiles ? [count(words.counts.recompiles, recompiles, language)] : [];
+  const text = [`${name}${words.colon}${level === "as_comfyui" && reason ? reason : sized_by}`, ...counted].join(words.comma);
+  const title = [text, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
+  return plain(level, shorten(text), title.join("\n"));
+}
+
+const ratio = (fast, shapes, words) => fill(words.badge.of, { fast: sizes(fast), all: sizes(shapes) });
+
+/** "512×512", or "3 sizes". */
+function listed(shapes, words, language) {
+  const found = distinct(shapes.map(sized));
+  return found.length === 1 ? found[0] : count(words.counts.sizes, sizes(shapes), language);
+}
+
+/** "graph 2, tape 1": how many sizes ran in which way, for those who know the words. */
+function technical(shapes, words) {
+  const states = distinct(shapes.map((s) => s.state)).map((state) => `${state} ${sizes(shapes.filter((s) => s.state === state))}`);
+  return fill(words.badge.latest, { states: states.join(", ") });
+}
+
+function since(shapes, recompiles, words, language) {
+  const counted = [count(words.counts.sizes, sizes(shapes), language), count(words.counts.recompiles, recompiles, language)];
+  return fill(words.badge.since, { counted: counted.join(words.comma) });
 }
 
 /** Of Skip Blocks: its model's latest sampling run. A run is named by the class, an entry may have a number behind it. */
@@ -123,5 +205,5 @@ function skipped(entry, stats, words) {
   if (!run) return null;
   const text = fill(words.badge.skipped, run);
   const resets = Object.entries(run.resets).map(([reason, n]) => fill(words.skip.reset, { n, reason }));
-  return plain(run.skipped ? "graph" : "eager", text, [text, ...resets].join("\n"));
+  return plain(run.skipped ? "fast" : "as_comfyui", text, [text, words.badge.skipped_help, ...resets].join("\n"));
 }

@@ -1,7 +1,7 @@
 /** The panel "Shape cache": every size that has run, the graphs' budget, what ran slower and why. */
 
 import { el, setText, sync } from "./dom.js";
-import { budget, count, fill, inexact, totals } from "./format.js";
+import { budget, count, fallbacks, fill, inexact, together, totals } from "./format.js";
 import * as store from "./store.js";
 import { showTables } from "./tables.js";
 import { language, words } from "./texts.js";
@@ -78,8 +78,9 @@ function showPanel(element, parts, buttons, stats) {
   element.setAttribute("aria-label", texts.title);
   parts.tables.setAttribute("aria-label", texts.title);
   setText(parts.title, texts.title);
-  setText(parts.totals, fill(texts.totals, totals(stats)));
+  setText(parts.totals, fill(texts.totals, totals(stats, texts, language())));
   showBudget(parts, budget(stats.graphs), texts);
+  parts.bar.hidden = parts.budget.hidden = !stats.graphs.budget_bytes && stats.device === "cpu"; // there can be none
   const none = !stats.models.some((model) => model.shapes.length);
   parts.empty.hidden = !none;
   setText(parts.empty, texts.empty);
@@ -89,8 +90,8 @@ function showPanel(element, parts, buttons, stats) {
   });
   showTables(parts.tables, stats);
   showList(parts.inexact, texts.inexact, inexact(stats.models));
-  showList(parts.skip, texts.skip.title, stats.skip.map((run) => skipLine(run, texts)));
-  const steps = stats.fallbacks.map((f) => `${f.where}, ${count(texts.counts.times, f.count, language())}: ${f.reason}`);
+  showList(parts.skip, texts.skip.title, together(stats.skip.map((run) => skipLine(run, texts))));
+  const steps = fallbacks(stats).map((f) => `${f.where}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${f.reason}`);
   showList(parts.fallbacks, texts.fallbacks, steps);
 }
 
@@ -104,7 +105,7 @@ function showBudget(parts, graphs, texts) {
 
 function skipLine(run, texts) {
   const resets = Object.entries(run.resets).map(([reason, n]) => fill(texts.skip.reset, { n, reason }));
-  return [`${run.model}: ${fill(texts.badge.skipped, run)}`, ...resets].join("; ");
+  return [`${run.model}${texts.colon}${fill(texts.badge.skipped, run)}`, ...resets].join("; ");
 }
 
 function showList(part, title, lines) {

@@ -1,7 +1,7 @@
-/** A table a model, a line a size, with its two costs as bars: what the panel and Shape Cache Info have in common. */
+/** A table for each model with a line for each size, and its two costs as bars: for the panel and Shape Cache Info. */
 
 import { el, setText, setTitle, sync } from "./dom.js";
-import { count, fill, megabytes, milliseconds, seconds, shares, size, sizes, step, why } from "./format.js";
+import { count, files, fill, megabytes, milliseconds, reasons, seconds, shares, size, sizes, speed, step } from "./format.js";
 import { language, words } from "./texts.js";
 
 const BREAK = "\u200b"; // where a line may break that is too long for its column: a video's frames go below its size
@@ -9,69 +9,63 @@ const COLUMNS = ["size", "batch", "state", "calls", "first", "median", "memory"]
 
 /** Puts the tables of `stats` into `parent`; those of models without a call since the last clear are left out. */
 export function showTables(parent, stats) {
+  const named = files(stats);
   const models = stats.models.filter((model) => model.shapes.length);
-  sync(parent, models, (model) => model.name, makeModel, showModel);
+  const show = (part, model) => showModel(part, model, named.get(model.name), stats.device);
+  sync(parent, models, (model) => model.name, makeModel, show);
 }
 
 function makeModel() {
   const head = el("tr", {}, ...COLUMNS.map(() => el("th", { scope: "col" })));
-  return el("table", { className: "anyshape-table" }, el("caption"), el("thead", {}, head), el("tbody"));
+  const table = el("table", { className: "anyshape-table" }, el("caption"), el("thead", {}, head), el("tbody"));
+  return el("div", { className: "anyshape-model" }, table, el("ul", { className: "anyshape-reasons" }));
 }
 
-function showModel(table, model) {
+function showModel(part, model, file, device) {
   const texts = words();
-  const [head, body] = [table.tHead.rows[0], table.tBodies[0]];
-  setText(table.caption, caption(model, texts));
+  const [table, list] = part.children;
+  const head = table.tHead.rows[0];
+  setText(table.caption, caption(model, file, texts));
   COLUMNS.forEach((name, index) => {
     setText(head.cells[index], texts.columns[name].title);
     setTitle(head.cells[index], texts.columns[name].help);
   });
   const first = shares(model.shapes.map((s) => s.first_call_seconds));
   const now = shares(model.shapes.map((s) => s.median_ms));
-  const lines = model.shapes.flatMap((s, i) => [
-    { key: s.key, shape: s, bars: [first[i], now[i]] },
-    ...why(s).map((reason, place) => ({ key: `${s.key} why ${place}`, reason })),
-  ]);
-  sync(body, lines, (line) => line.key, makeLine, showLine);
+  const lines = model.shapes.map((s, i) => ({ shape: s, level: speed(s, device), bars: [first[i], now[i]] }));
+  sync(table.tBodies[0], lines, (line) => line.shape.key, () => el("tr"), showShape);
+  sync(list, reasons(model.shapes, texts, language()), (text) => text, () => el("li"), setText);
 }
 
-function caption(model, texts) {
+function caption(model, file, texts) {
   const counted = [
     count(texts.counts.sizes, sizes(model.shapes), language()),
     count(texts.counts.recompiles, model.recompiles, language()),
   ];
-  return `${model.name} (${model.kind}): ${counted.join(", ")}`;
+  const name = file ? `${file} (${model.name})` : `${model.name} (${model.kind})`;
+  return `${name}${texts.colon}${counted.join(texts.comma)}`;
 }
 
-const makeLine = () => el("tr");
-
-function showLine(row, line) {
-  if (line.reason) showReason(row, line.reason);
-  else showShape(row, line.shape, line.bars);
-}
-
-function showReason(row, reason) {
-  row.className = "anyshape-reason";
-  if (!row.cells.length) row.append(el("td", { colSpan: COLUMNS.length }));
-  setText(row.cells[0], reason);
-}
-
-function showShape(row, shape, bars) {
+function showShape(row, { shape, level, bars }) {
   if (!row.cells.length) row.append(...COLUMNS.map(() => el("td")));
+  const texts = words();
   row.dataset.state = shape.state;
+  row.dataset.level = level;
   setTitle(row, shape.key);
   const kind = step(shape.key);
-  const texts = [
+  const state = texts.states[level];
+  const cells = [
     shape.frames > 1 ? size(shape).replace(/×(?=\d+$)/, `${BREAK}×`) : size(shape),
     shape.batch,
-    kind ? `${shape.state} (${words().steps[kind]})` : shape.state,
+    kind ? `${state.title} (${texts.steps[kind]})` : state.title,
     shape.calls,
     seconds(shape.first_call_seconds),
     milliseconds(shape.median_ms),
     megabytes(shape.bytes),
   ];
-  texts.forEach((text, index) => setText(row.cells[index], String(text)));
-  setTitle(row.cells[5], shape.eager_ms > 0 ? fill(words().eager_ms, { ms: milliseconds(shape.eager_ms) }) : "");
+  cells.forEach((text, index) => setText(row.cells[index], String(text)));
+  setTitle(row.cells[2], `${shape.state}: ${texts.technical[shape.state]}`);
+  setTitle(row.cells[5], shape.eager_ms > 0 ? fill(texts.eager_ms, { ms: milliseconds(shape.eager_ms) }) : "");
   bars.forEach((share, index) => {
     row.cells[4 + index].className = "anyshape-bar";
     row.cells[4 + index].style.setProperty("--share", `${(100 * share).toFixed(1)}%`);

@@ -20,11 +20,16 @@ export function language() {
 }
 
 /** zh-TW -> zh-TW, else zh, else en. */
-export function words() {
+function translation() {
   const wanted = language();
   const found = [wanted, wanted.split("-")[0], "en"].find((name) => translations[name]?.anyshape);
-  return translations[found].anyshape;
+  return translations[found];
 }
+
+export const words = () => translation().anyshape;
+
+/** The texts of a node's class, as locales/<language>/nodeDefs.json has them; undefined if it is none of ours. */
+export const nodeTexts = (type) => (type?.startsWith("AnyShape") ? translation().nodeDefs?.[type] : undefined);
 
 export function onLanguage(changed) {
   app.ui?.settings?.addEventListener?.(`${SETTING}.change`, () => setTimeout(changed)); // after the setting itself

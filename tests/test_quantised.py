@@ -1,0 +1,88 @@
+"""Quantised weights on a tape: comfy-kitchen's operations are steps of it, and what is around them fuses as always.
+
+On a CPU comfy-kitchen computes in plain torch. What a card's own kernels do is tested there.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tools import architectures, embed
+
+embed.bare_pack()
+pytest.importorskip("comfy_kitchen")
+
+pytestmark = pytest.mark.usefixtures("pack", "one_thread")
+FORMS = ("int8_tensorwise", "float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4")
+MODELS = ("Flux", "QwenImage")
+VARIANTS = (2, 0, 1, 5)
+# Several pictures are cut apart before a product that wants its rows without gaps, one picture is not.
+LATER = {("QwenImage", "int8_tensorwise"): 1}
+CLOSE = 5e-3  # one step of bfloat16 in one place changes what is rounded to 8 bits behind it
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quantised(pack: Any) -> Any:
+    """The maker of such models."""
+    quant_ops = pytest.importorskip("comfy.quant_ops")
+    if "int8_tensorwise" not in getattr(quant_ops, "QUANT_ALGOS", {}):
+        pytest.skip("this ComfyUI has no such weights")
+    from tools.architectures import quantised
+
+    return quantised
+
+
+def recordings(model: torch.nn.Module, name: str) -> Any:
+    """A recording of each variant, in bfloat16."""
+    from anyshape.accel.tape.reuse import Outlines
+
+    from tools.architectures import taped
+
+    outlines = Outlines()
+    for k in VARIANTS:
+        arguments, named = architectures.TABLE[name].inputs(k)
+        half = {key: _half(value) for key, value in named.items()}
+        yield taped.Recording(model, tuple(map(_half, arguments)), half, outlines=outlines)
+
+
+def _half(item: Any) -> Any:
+    return item.bfloat16() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_quantised_model(name: str, form: str, quantised: Any):
+    """Unfused it is ComfyUI's own to the bit; fused it has the kernels of the plain model, for every size."""
+    from tools.architectures import patchers, taped
+
+    plain = patchers.make(name, torch.bfloat16).model.diffusion_model
+    wanted = [each.program(fuse=True).report.kernels for each in recordings(plain, name)]
+    known: set = set()
+    new, kernels = [], []
+    for place, each in enumerate(recordings(quantised.make(name, form), name)):
+        assert each.tape is not None, each.refusal
+        called = {str(operation.func) for operation in each.tape.operations}
+        assert any("comfy_kitchen" in func for func in called)
+        assert each.error(each.program(fuse=False), each.eager()) == 0.0
+        program = each.program(fuse=True)
+        new.append(len(taped.kernels_of(program) - known))
+        known |= taped.kernels_of(program)
+        kernels.append(program.report.kernels)
+        if place == 0:
+            assert each.error(program) <= CLOSE
+    assert sum(new[1:]) <= LATER.get((name, form), 0), new
+    assert all(mine >= theirs for mine, theirs in zip(kernels, wanted, strict=True)), (kernels, wanted)
+
+
+def test_another_quantised_weight_needs_no_new_recording(quantised: Any):
+    model = quantised.make("Flux", "int8_tensorwise")
+    each = next(recordings(model, "Flux"))
+    program = each.program(fuse=False)
+    layer = model.get_submodule("double_blocks.0.img_attn.proj")
+    before = each.eager()
+    other = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(1)).bfloat16() * 0.2
+    layer.set_weight(other)
+    wanted = each.eager()
+    program.bind(model)
+    assert each.error(program, wanted) == 0.0 and each.error(program, before) > 1e-3
