@@ -32,6 +32,7 @@ SERVER = (
 )
 # Where there is a Chromium, a session on one page: the nodes appear, the panel opens, lines and tables follow a run.
 PAGE = (
+    "test_browser.py::test_the_panel_opens_by_keyboard",
     "test_browser.py::test_a_run_is_shown_without_a_reload",
     "test_browser.py::test_nodes_2_0",
     "test_browser.py::test_our_scripts_complain_of_nothing",
