@@ -12,11 +12,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .block_calls import BlockCalls
 from .block_copies import BlockCopies
 from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
-from .tape.calls import BlockCall, BlockCalls
+from .tape.middle import BlockCall
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Program
 from .tape.record import Recorder, record

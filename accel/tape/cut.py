@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from . import aliasing, cost, middle
-from .calls import BlockCall
-from .middle import NotCut, Passing
+from .middle import BlockCall, NotCut, Passing
 from .values import Input, Operation, Tape, Value, replaced
 
 aten = torch.ops.aten

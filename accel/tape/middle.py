@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from . import cost
-from .calls import BlockCall
 from .traits import traits
 from .values import Operation, Tape, Value
 
@@ -18,14 +17,22 @@ SUMS = frozenset("add add_ sub sub_ rsub".split())
 ALONG = frozenset(
     "addcmul addcmul_ clone contiguous to _to_copy nan_to_num nan_to_num_ clamp clamp_ alias detach copy_".split()
 )
-MOVES = frozenset(
-    "view reshape _unsafe_view transpose permute unsqueeze squeeze select slice split split_with_sizes chunk unbind "
-    "narrow flatten unflatten expand cat concat stack movedim t".split()
-)
+TURNS = frozenset("view reshape _unsafe_view transpose permute unsqueeze squeeze flatten unflatten movedim t".split())
+MOVES = TURNS | frozenset("select slice split split_with_sizes chunk unbind narrow expand cat concat stack".split())
 
 
 class NotCut(Exception):  # noqa: N818  a message, as ``NotUsed``
     """A tape has no middle that could be left out; says why."""
+
+
+@dataclass(eq=False)
+class BlockCall:
+    """One call of a block, in values of the tape. given, out: the tensors among its arguments and in its result."""
+
+    path: str
+    operations: list[Operation]
+    given: list[Value]
+    out: list[Value]
 
 
 @dataclass
@@ -133,9 +140,7 @@ def _terms(operation: Operation, result: Value) -> Sequence[Value]:
     if name in SUMS:
         return [value for value in operation.inputs if value.numel == result.numel]
     first = operation.args[0] if operation.args else None
-    if name in ALONG and isinstance(first, Value):
-        return [first]
-    if name in ("view", "reshape", "_unsafe_view", "transpose", "permute", "unsqueeze", "squeeze", "flatten"):
+    if (name in ALONG or name in TURNS) and isinstance(first, Value):
         return [first]
     return []
 

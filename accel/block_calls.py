@@ -1,35 +1,20 @@
-"""Which operations each repeated block made, what it was given and what it gave: where a tape may be cut."""
+"""The calls of repeated blocks while a forward is recorded: which operations each made, what it was given and gave."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from ..block_forwards import Ours
-from .kept import tensors_in
-from .options import NotedOptions
-from .record import Recorder
-from .values import Operation, Value
-
-
-@dataclass(eq=False)
-class BlockCall:
-    """One call of a block, in values of the tape. given, out: the tensors among its arguments and in its result."""
-
-    path: str
-    operations: list[Operation]
-    given: list[Value]
-    out: list[Value]
-
-    @property
-    def list_path(self) -> str:
-        """Of the list that the block is in."""
-        return self.path.rpartition(".")[0]
+from .block_forwards import Ours
+from .tape.kept import tensors_in
+from .tape.middle import BlockCall
+from .tape.options import NotedOptions
+from .tape.record import Recorder
+from .tape.values import Operation, Value
 
 
 class BlockCalls:
-    """The calls of blocks, in order, while ``recorder`` listens."""
+    """The calls, in order, that ``recorder`` heard."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.calls: list[BlockCall] = []
