@@ -7,7 +7,7 @@ from comfy_execution.utils import get_executing_context
 from ..accel import kernels
 from ..accel.artifacts import KEEPER, places
 from ..accel.stats import STATS
-from . import NODES, routes
+from . import NODES, queued, routes
 
 
 class AnyShape(ComfyExtension):
@@ -30,5 +30,6 @@ def _running() -> str:
 
 STATS.follow(_running)
 routes.register()
+queued.register()
 KEEPER.use(places.store())
 kernels.prepare(comfy.model_management.get_torch_device())

@@ -6,6 +6,8 @@ from server import PromptServer
 
 from ..accel import stats
 from ..accel.attempt import attempt, failed
+from . import sizes
+from .ahead import AHEAD
 
 EVENT = "anyshape.stats"
 SECONDS = 0.5  # between two looks
@@ -29,9 +31,15 @@ class Live:
     def _look(self) -> None:
         busy = self._server.prompt_queue.get_tasks_remaining() > 0  # before the look, so that the last one sees the end
         attempt(self.push, failed("server", "sending the stats to the browser"))
+        if not busy:
+            self._server.loop.run_in_executor(None, self._save)
+            busy = AHEAD.in_a_quiet_moment()
         self._watching = busy
         if busy:
             self._server.loop.call_later(SECONDS, self._look)
+
+    def _save(self) -> None:
+        attempt(lambda: sizes.collect() and sizes.KEPT.save(), failed("server", "keeping the sizes of this session"))
 
     def push(self) -> None:
         """Sends the stats if anybody listens and they are not what was sent before."""

@@ -5,6 +5,7 @@ import * as badges from "./anyshape/badges.js";
 import * as info from "./anyshape/info.js";
 import * as names from "./anyshape/names.js";
 import { makePanel } from "./anyshape/panel.js";
+import * as settings from "./anyshape/settings.js";
 import * as store from "./anyshape/store.js";
 import * as texts from "./anyshape/texts.js";
 
@@ -51,6 +52,7 @@ function register() {
   const sidebar = typeof manager?.registerSidebarTab === "function";
   app.registerExtension({
     name: "AnyShape",
+    settings: settings.page(),
     ...(sidebar ? {} : { bottomPanelTabs: [tab()] }),
 
     async setup() {
@@ -70,6 +72,7 @@ function register() {
 
     nodeCreated(node) {
       names.label(node);
+      settings.useBudget(node);
       badges.addBadge(node);
       info.addInfo(node);
     },
