@@ -29,6 +29,7 @@ OURS = {  # type -> our node for it, and the name of its input
 ALL_IN_ONE, WARM_UP = "AnyShapeAccelerate", "AnyShapeWarmUp"
 ANY = {"*", "COMFY_MATCHTYPE_V3"}  # declared by switches and reroutes: the output is what the input is
 NOTHING_RUN = {"SIGMAS", "STRING", "INT", "FLOAT", "BOOLEAN"}  # a node that gives only these does not run a model
+NO_PIPE = NOTHING_RUN | {"IMAGE", "LATENT", "MASK", "CONDITIONING", "CLIP"}  # types that hold no model of ours
 COMPILERS = re.compile(r"torch_?compile", re.IGNORECASE)  # node types; they compile a model as a whole
 TAKEN_OVER = (
     "{name} (node {id}) compiles the model itself, so it was left alone: bypass that node to have AnyShape accelerate "
@@ -55,9 +56,12 @@ class Result:
 
 def accelerate(prompt: Prompt, choice: Choice) -> Result:
     """Puts a node of ours between each MODEL, VAE and CONTROL_NET and the nodes that use it."""
-    result = Result(dict(prompt))
-    for user, name, link, kind in _uses(prompt):
+    result, uses = Result(dict(prompt)), list(_uses(prompt))
+    users = {(user, kind) for user, _, _, kind in uses}
+    for user, name, link, kind in uses:
         path = _upstream(prompt, link, kind)
+        if any((id, kind) in users for id in path):  # what it hands on was accelerated before it
+            continue
         if _is_ours(prompt, path, kind) or _is_excepted(prompt, [*path, user], choice):
             continue
         taken = next((id for id in path if COMPILERS.search(prompt[id]["class_type"])), None)
@@ -147,7 +151,8 @@ def _upstream(prompt: Prompt, link: Link, kind: str) -> list[str]:
         found.append(id)
         links = list(_links(prompt, prompt[id]))
         same = [link for name, link in links if _kind(prompt, prompt[id], name, link) == kind]
-        ahead += [source for source, _ in same or (link for _, link in links)]
+        pipes = [link for _, link in links if _outputs(prompt[link[0]])[link[1]] not in NO_PIPE]
+        ahead += [source for source, _ in same or pipes]
     return found
 
 
@@ -188,9 +193,13 @@ def _links(prompt: Prompt, node: dict[str, Any]) -> Iterator[tuple[str, Link]]:
 def _kind(prompt: Prompt, node: dict[str, Any], name: str, link: Link) -> str:
     """The type of what is linked, if we have a node for it; of a switch's output the input that it goes to says it."""
     given = _outputs(prompt[link[0]])[link[1]]
+    if given not in OURS and given not in ANY:
+        return ""
+    wanted = _wanted(node["class_type"], name)
     if given in ANY:
-        given = _wanted(node["class_type"], name)
-    return given if given in OURS else ""
+        given = wanted
+    fits = wanted in ANY or not wanted or given in wanted.split(",")
+    return given if given in OURS and fits else ""
 
 
 def _outputs(node: dict[str, Any]) -> list[str]:
@@ -200,7 +209,8 @@ def _outputs(node: dict[str, Any]) -> list[str]:
 
 
 def _wanted(node_type: str, name: str) -> str:
-    """The type that a node declares for an input."""
-    inputs = comfyui.NODE_CLASS_MAPPINGS[node_type].INPUT_TYPES()
+    """The type, or several with commas, that a node declares for an input; "" of one whose inputs are not fixed."""
+    known = comfyui.NODE_CLASS_MAPPINGS.get(node_type)
+    inputs = known.INPUT_TYPES() if known else {}
     declared = next((inputs[part][name] for part in ("required", "optional") if name in inputs.get(part, {})), ("",))
     return str(declared[0])
