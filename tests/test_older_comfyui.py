@@ -28,6 +28,7 @@ SERVER = (
     "test_server.py",
     "test_nodes.py::test_schema",
     "test_nodes.py::test_with_without_with",
+    "test_automatic.py::test_the_picture_is_that_of_the_nodes",
     "test_web.py::test_a_node_names_its_models_entry_from_the_first_forward_on",
 )
 # Where there is a Chromium, a session on one page: the nodes appear, the panel opens, lines and tables follow a run.
@@ -39,6 +40,7 @@ PAGE = (
     "test_screen.py::test_nodes_are_chinese_and_change_with_the_setting",
     "test_screen.py::test_a_bypassed_node_gives_comfyuis_own_picture",
     "test_screen.py::test_nothing_that_matters_is_hidden_on_a_small_screen",
+    "test_settings.py",
 )
 
 

@@ -60,6 +60,7 @@ function register() {
       if (sidebar) manager.registerSidebarTab(tab());
       texts.onLanguage(() => {
         if (sidebar) rename(manager);
+        settings.rename();
         store.refresh();
       });
       badges.listen();

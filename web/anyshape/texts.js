@@ -33,8 +33,8 @@ function translation(wanted) {
 
 export const words = () => translation(language()).anyshape;
 
-/** The texts of the settings, as locales/<language>/settings.json has them. */
-export const settingTexts = () => translation(frontendLanguage()).settings;
+/** The texts of the settings' page, which stands among the frontend's own. */
+export const settingTexts = () => translation(frontendLanguage()).anyshape.settings;
 
 /** The texts of a node's class, as locales/<language>/nodeDefs.json has them; undefined if it is none of ours. */
 export const nodeTexts = (type) => (type?.startsWith("AnyShape") ? translation(frontendLanguage()).nodeDefs?.[type] : undefined);
