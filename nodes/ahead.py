@@ -20,6 +20,7 @@ from ..accel.attempt import attempt, failed
 from ..accel.warm_up import Outcome, Shape
 from . import automatic, sizes
 from .badge import file_of
+from .prompt_graph import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class Ahead:
                 return True
         return False
 
-    def _queue(self, file: str, left: list[Shape], prompt: automatic.Prompt, extra: dict[str, Any]) -> None:
+    def _queue(self, file: str, left: list[Shape], prompt: Prompt, extra: dict[str, Any]) -> None:
         self._file, self._prompt_id = file, str(uuid.uuid4())
         number = self.server.number
         self.server.number += 1

@@ -10,14 +10,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
-
-import nodes as comfyui
 
 from ..accel.engine import BUDGET_MB
-
-Prompt = dict[str, dict[str, Any]]  # ComfyUI's API format
-Link = tuple[str, int]  # a node's id, and which of its outputs
+from .prompt_graph import Link, Prompt, PromptGraph, title
 
 PREFIX = "anyshape-"  # of the ids of our nodes in a prompt; no colon, by which the front end finds subgraphs
 TITLE = "AnyShape (accelerate every model)"
@@ -27,10 +22,8 @@ OURS = {  # type -> our node for it, and the name of its input
     "CONTROL_NET": ("AnyShapeCompileControlNet", "control_net"),
 }
 ALL_IN_ONE, WARM_UP = "AnyShapeAccelerate", "AnyShapeWarmUp"
-ANY = {"*", "COMFY_MATCHTYPE_V3"}  # declared by switches and reroutes: the output is what the input is
 NOTHING_RUN = {"SIGMAS", "STRING", "INT", "FLOAT", "BOOLEAN"}  # a node that gives only these does not run a model
-NO_PIPE = NOTHING_RUN | {"IMAGE", "LATENT", "MASK", "CONDITIONING", "CLIP"}  # types that hold no model of ours
-COMPILERS = re.compile(r"torch_?compile", re.IGNORECASE)  # node types; they compile a model as a whole
+COMPILERS = re.compile(r"^(?!AnyShape).*compile", re.IGNORECASE)  # node types: on a model's path they compile it
 TAKEN_OVER = (
     "{name} (node {id}) compiles the model itself, so it was left alone: bypass that node to have AnyShape accelerate "
     "this model"
@@ -54,25 +47,96 @@ class Result:
     reasons: list[str] = field(default_factory=list)  # why paths were left alone
 
 
+@dataclass(frozen=True)
+class Use:
+    """A node that runs a model, and where it has it from."""
+
+    user: str
+    name: str  # of its input
+    link: Link
+    kind: str  # of OURS
+    path: list[str]  # the nodes that the model comes through, the nearest first
+
+
 def accelerate(prompt: Prompt, choice: Choice) -> Result:
     """Puts a node of ours between each MODEL, VAE and CONTROL_NET and the nodes that use it."""
-    result, uses = Result(dict(prompt)), list(_uses(prompt))
-    users = {(user, kind) for user, _, _, kind in uses}
-    for user, name, link, kind in uses:
-        path = _upstream(prompt, link, kind)
-        if any((id, kind) in users for id in path):  # what it hands on was accelerated before it
+    graph, result = PromptGraph(prompt, set(OURS)), Result(dict(prompt))
+    uses = _uses(graph)
+    users = {(use.user, use.kind) for use in uses}
+    for use in uses:
+        if any((id, use.kind) in users for id in use.path):  # what it hands on was accelerated before it
             continue
-        if _is_ours(prompt, path, kind) or _is_excepted(prompt, [*path, user], choice):
+        if _is_ours(graph, use) or _is_excepted(prompt, use, choice):
             continue
-        taken = next((id for id in path if COMPILERS.search(prompt[id]["class_type"])), None)
+        taken = next((id for id in use.path if COMPILERS.match(graph.type(id))), None)
         if taken is not None:
-            reason = TAKEN_OVER.format(name=_title(prompt[taken]["class_type"]), id=taken)
-            result.reasons.extend([reason] if reason not in result.reasons else [])
+            result.reasons.append(TAKEN_OVER.format(name=title(graph.type(taken)), id=taken))
             continue
-        node = result.prompt[user]
-        inputs = node["inputs"] | {name: [_added(result, link, kind, choice), 0]}
-        result.prompt[user] = node | {"inputs": inputs}
+        node = result.prompt[use.user]
+        inputs = node["inputs"] | {use.name: [_added(result, use, choice), 0]}
+        result.prompt[use.user] = node | {"inputs": inputs}
+    result.reasons = list(dict.fromkeys(result.reasons))
     return result
+
+
+def exceptions(text: str) -> tuple[str, ...]:
+    """The list as the user writes it: separated by commas, semicolons or lines."""
+    parts = re.split(r"[,;\n，；、]", text.lower())
+    return tuple(part.strip() for part in parts if part.strip())
+
+
+def _added(result: Result, use: Use, choice: Choice) -> str:
+    """The id of our node behind the output: the same one in every prompt, so that ComfyUI's cache holds."""
+    node_type, name = OURS[use.kind]
+    id = f"{PREFIX}{name}-{use.link[0].replace(':', '.')}-{use.link[1]}"
+    if id not in result.prompt:
+        settings = {"mode": "auto", "graph_budget_mb": choice.budget_mb} if use.kind == "MODEL" else {"enabled": True}
+        inputs = {name: list(use.link), **settings, "verify": True}
+        result.prompt[id] = {"class_type": node_type, "inputs": inputs, "_meta": {"title": TITLE}}
+        result.added.append(id)
+    return id
+
+
+def _uses(graph: PromptGraph) -> list[Use]:
+    return [
+        Use(id, name, link, kind, graph.upstream(link, kind))
+        for id in graph.prompt
+        for name, link in graph.links(id)
+        if (kind := graph.kind(id, name, link)) and _runs(graph, id, kind)
+    ]
+
+
+def _runs(graph: PromptGraph, id: str, kind: str) -> bool:
+    """Whether a node runs a model, and does not only hand it on, save it or ask it for its noise levels."""
+    gives = graph.outputs(id)
+    if graph.hands_on(id, kind):
+        return "LATENT" in gives or graph.type(id) == WARM_UP  # a sampler that hands its model on
+    return bool(set(gives) - NOTHING_RUN)
+
+
+def _is_ours(graph: PromptGraph, use: Use) -> bool:
+    return any(graph.type(id) in (OURS[use.kind][0], ALL_IN_ONE) for id in use.path)
+
+
+def _is_excepted(prompt: Prompt, use: Use, choice: Choice) -> bool:
+    if not choice.exceptions:
+        return False
+    names = {name.lower() for id in [*use.path, use.user] for name in _names(prompt, id)}
+    return any(fnmatchcase(name, wanted) for wanted in choice.exceptions for name in names)
+
+
+def _names(prompt: Prompt, id: str) -> Iterator[str]:
+    """What a user may call a node: its type, its title, the files that it names, with and without folder and ending."""
+    node = prompt[id]
+    yield node["class_type"]
+    yield title(node["class_type"])
+    for value in node["inputs"].values():
+        if isinstance(value, str) and len(value) < 300:
+            file = re.split(r"[\\/]", value)[-1]
+            yield from (value, file, file.rsplit(".", 1)[0])
+
+
+# What is sampled ----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -88,129 +152,15 @@ class Sampled:
 
 def sampled(prompt: Prompt) -> list[Sampled]:
     """Where a compiled MODEL is sampled with prompts. Not where a Warm Up of the user's lies before it."""
-    uses = list(_uses(prompt))
-    ours = [(user, link, kind) for user, _, link, kind in uses if _is_ours(prompt, _upstream(prompt, link, kind), kind)]
-    vae = next((link for _, link, kind in ours if kind == "VAE"), None)
-    found = []
-    for user, link, kind in ours:
-        node = prompt[user]
-        path = [user, *_upstream(prompt, link, kind)]
-        conds = {name: to for name, to in _links(prompt, node) if _outputs(prompt[to[0]])[to[1]] == "CONDITIONING"}
-        if kind == "MODEL" and conds and not any(prompt[id]["class_type"] == WARM_UP for id in path):
-            first, cfg = next(iter(conds.values())), node["inputs"].get("cfg")
-            one = conds.get("positive", first), conds.get("negative")
-            found.append(Sampled(link, *one, cfg if isinstance(cfg, (int, float)) else None, vae))
+    graph, found = PromptGraph(prompt, set(OURS)), []
+    ours = [use for use in _uses(graph) if _is_ours(graph, use)]
+    vae = next((use.link for use in ours if use.kind == "VAE"), None)
+    for use in ours:
+        conds = {name: to for name, to in graph.links(use.user) if graph.output(to) == "CONDITIONING"}
+        warmed = any(graph.type(id) == WARM_UP for id in [use.user, *use.path])
+        if use.kind == "MODEL" and conds and not warmed:
+            positive = conds.get("positive", next(iter(conds.values())))
+            cfg = prompt[use.user]["inputs"].get("cfg")
+            cfg = cfg if isinstance(cfg, (int, float)) else None
+            found.append(Sampled(use.link, positive, conds.get("negative"), cfg, vae))
     return found
-
-
-def exceptions(text: str) -> tuple[str, ...]:
-    """The list as the user writes it: separated by commas, semicolons or lines."""
-    parts = re.split(r"[,;\n，；、]", text.lower())
-    return tuple(part.strip() for part in parts if part.strip())
-
-
-def _added(result: Result, link: Link, kind: str, choice: Choice) -> str:
-    """The id of our node behind ``link``: the same one in every prompt, so that ComfyUI's cache holds."""
-    node_type, name = OURS[kind]
-    id = f"{PREFIX}{name}-{link[0].replace(':', '.')}-{link[1]}"
-    if id not in result.prompt:
-        settings = {"mode": "auto", "graph_budget_mb": choice.budget_mb} if kind == "MODEL" else {"enabled": True}
-        inputs = {name: list(link), **settings, "verify": True}
-        result.prompt[id] = {"class_type": node_type, "inputs": inputs, "_meta": {"title": TITLE}}
-        result.added.append(id)
-    return id
-
-
-# What a prompt says -------------------------------------------------------------------------------------------------
-
-
-def _uses(prompt: Prompt) -> Iterator[tuple[str, str, Link, str]]:
-    """(node, input, what is linked there, its type) for each node that runs what it gets."""
-    for id, node in prompt.items():
-        gives = _outputs(node)
-        for name, link in _links(prompt, node):
-            kind = _kind(prompt, node, name, link)
-            if kind and _runs(node["class_type"], gives, kind):
-                yield id, name, link, kind
-
-
-def _runs(node_type: str, gives: list[str], kind: str) -> bool:
-    """Whether a node runs a model, and does not only hand it on, save it or ask it for its noise levels."""
-    if kind in gives or ANY & set(gives):
-        return "LATENT" in gives or node_type == WARM_UP  # a sampler that hands its model on
-    return bool(set(gives) - NOTHING_RUN)
-
-
-def _upstream(prompt: Prompt, link: Link, kind: str) -> list[str]:
-    """The nodes that ``link`` goes back to, by inputs of that kind; where it has none, by all (pipes)."""
-    found, ahead = [], [link[0]]
-    while ahead:
-        id = ahead.pop()
-        if id in found:
-            continue
-        found.append(id)
-        links = list(_links(prompt, prompt[id]))
-        same = [link for name, link in links if _kind(prompt, prompt[id], name, link) == kind]
-        pipes = [link for _, link in links if _outputs(prompt[link[0]])[link[1]] not in NO_PIPE]
-        ahead += [source for source, _ in same or pipes]
-    return found
-
-
-def _is_ours(prompt: Prompt, path: list[str], kind: str) -> bool:
-    return any(prompt[id]["class_type"] in (OURS[kind][0], ALL_IN_ONE) for id in path)
-
-
-def _is_excepted(prompt: Prompt, ids: list[str], choice: Choice) -> bool:
-    if not choice.exceptions:
-        return False
-    names = {name.lower() for id in ids for name in _names(prompt[id])}
-    return any(fnmatchcase(name, wanted) for wanted in choice.exceptions for name in names)
-
-
-def _names(node: dict[str, Any]) -> Iterator[str]:
-    """What a user may call a node: its type, its title, the files that it names, with and without folder and ending."""
-    yield node["class_type"]
-    yield _title(node["class_type"])
-    for value in node["inputs"].values():
-        if isinstance(value, str) and len(value) < 300:
-            file = re.split(r"[\\/]", value)[-1]
-            yield from (value, file, file.rsplit(".", 1)[0])
-
-
-def _title(node_type: str) -> str:
-    return comfyui.NODE_DISPLAY_NAME_MAPPINGS.get(node_type) or node_type
-
-
-def _links(prompt: Prompt, node: dict[str, Any]) -> Iterator[tuple[str, Link]]:
-    """(input, link), of links that lead to an output of this prompt."""
-    for name, value in node["inputs"].items():
-        if isinstance(value, list) and len(value) == 2 and isinstance(value[1], int):
-            source = prompt.get(value[0]) if isinstance(value[0], str) else None
-            if source and 0 <= value[1] < len(_outputs(source)):
-                yield name, (value[0], value[1])
-
-
-def _kind(prompt: Prompt, node: dict[str, Any], name: str, link: Link) -> str:
-    """The type of what is linked, if we have a node for it; of a switch's output the input that it goes to says it."""
-    given = _outputs(prompt[link[0]])[link[1]]
-    if given not in OURS and given not in ANY:
-        return ""
-    wanted = _wanted(node["class_type"], name)
-    if given in ANY:
-        given = wanted
-    fits = wanted in ANY or not wanted or given in wanted.split(",")
-    return given if given in OURS and fits else ""
-
-
-def _outputs(node: dict[str, Any]) -> list[str]:
-    """The types of a node's outputs; none of a node that ComfyUI does not know."""
-    known = comfyui.NODE_CLASS_MAPPINGS.get(node["class_type"])
-    return [str(type) for type in getattr(known, "RETURN_TYPES", ()) or ()]  # packs declare strings that equal anything
-
-
-def _wanted(node_type: str, name: str) -> str:
-    """The type, or several with commas, that a node declares for an input; "" of one whose inputs are not fixed."""
-    known = comfyui.NODE_CLASS_MAPPINGS.get(node_type)
-    inputs = known.INPUT_TYPES() if known else {}
-    declared = next((inputs[part][name] for part in ("required", "optional") if name in inputs.get(part, {})), ("",))
-    return str(declared[0])

@@ -156,3 +156,23 @@ def test_the_language_of_what_we_say(opened) -> None:
     page.set(IDS[4], DEFAULTS[IDS[4]])
     assert page.wait_for_badge(added, "not run yet") == "not run yet"
     assert page.errors == []
+
+
+def test_warm_up_these(opened, server) -> None:
+    """The panel's button, there if the workflow has a Warm Up: its list is what the panel shows, and runs."""
+    page = opened()
+    server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
+    page.set(IDS[0], True)
+    page.run(server)
+    page.page.locator(OURS).click()
+    page.page.locator(f"{PANEL} tr[data-state=tape]", has_text="64×72").first.wait_for()
+    button = page.page.locator("[data-action=warm]")
+    assert not button.is_visible()
+    page.page.locator(OURS).click()  # or it covers the canvas
+    added = page.add_node("Warm Up", 410, 400)
+    page.page.locator(OURS).click()
+    button.click()
+    page.page.get_by_text("Written into Warm Up's list.").wait_for()
+    listed = "id => app.graph.getNodeById(id).widgets.find((one) => one.name === 'shapes').value"
+    assert page.page.evaluate(listed, added) == "64x72"
+    assert page.errors == []

@@ -5,6 +5,7 @@ import { budget, count, fallbacks, fill, inexact, together, totals } from "./for
 import * as store from "./store.js";
 import { showTables } from "./tables.js";
 import { language, words } from "./texts.js";
+import { warmUpThese, warmUps } from "./warm_up.js";
 
 const SAID_FOR = 4000; // milliseconds
 
@@ -22,7 +23,7 @@ export function makePanel() {
     fallbacks: list(),
     said: el("p", { className: "anyshape-said", role: "status" }),
   };
-  const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport };
+  const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport, warm: warmUpThese };
   const buttons = Object.entries(actions).map(([name, action]) => button(name, action, parts.said));
   const element = el(
     "section",
@@ -88,11 +89,19 @@ function showPanel(element, parts, buttons, stats) {
     setText(one, texts.buttons[one.dataset.action].title);
     one.title = texts.buttons[one.dataset.action].help;
   });
+  showWarm(buttons, !none && warmUps().length > 0);
   showTables(parts.tables, stats);
   showList(parts.inexact, texts.inexact, inexact(stats.models));
   showList(parts.skip, texts.skip.title, together(stats.skip.map((run) => skipLine(run, texts))));
   const steps = fallbacks(stats).map((f) => `${f.where}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${f.reason}`);
   showList(parts.fallbacks, texts.fallbacks, steps);
+}
+
+/** The button is there only where a Warm Up is. */
+function showWarm(buttons, wanted) {
+  const warm = buttons.find((one) => one.dataset.action === "warm");
+  if (!wanted) warm.remove();
+  else if (!warm.parentElement) buttons[0].parentElement.append(warm);
 }
 
 function showBudget(parts, graphs, texts) {
