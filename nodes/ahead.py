@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 KEY, AT_START = "anyshape", "sizes_at_start"  # in a prompt's extra_data
 ID = f"{automatic.PREFIX}warm-up"  # of our node in that prompt
+EVENT = "anyshape.ahead"  # to the browser whose prompt it follows
 TITLE = "AnyShape: sizes of the last session"
 
 
@@ -71,6 +72,8 @@ class Ahead:
         self.server.number += 1
         extra = {**extra, "create_time": int(time.time() * 1000)}
         self.server.prompt_queue.put((number, self._prompt_id, prompt, extra, [ID], {}))
+        if client := extra.get("client_id"):
+            self.server.send_sync(EVENT, {"file": file, "sizes": len(left)}, client)
         log.info("AnyShape: warming up %s at the sizes of the last session: %s", file, ", ".join(map(str, left)))
 
     def gives_way(self, node_id: str | None) -> bool:
@@ -87,8 +90,8 @@ AHEAD = Ahead()
 
 
 def _warm_up(target: automatic.Sampled, left: list[Shape]) -> dict[str, Any]:
-    """Our node as a user would connect it."""
-    links = {"model": target.link, "vae": target.vae, "positive": target.positive, "negative": target.negative}
+    """Our node as a user would connect it. Without the VAE: it has no graphs, and its kernels are compiled by now."""
+    links = {"model": target.link, "positive": target.positive, "negative": target.negative}
     inputs = {name: list(link) for name, link in links.items() if link}
     cfg = "auto" if target.cfg is None else "on" if target.cfg > 1 else "off"
     inputs |= {"shapes": "\n".join(map(str, left)), "cfg": cfg, "preset": "none"}

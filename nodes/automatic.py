@@ -147,20 +147,17 @@ class Sampled:
     positive: Link | None
     negative: Link | None
     cfg: float | None
-    vae: Link | None  # of ours, of the same prompt
 
 
 def sampled(prompt: Prompt) -> list[Sampled]:
     """Where a compiled MODEL is sampled with prompts. Not where a Warm Up of the user's lies before it."""
-    graph, found = PromptGraph(prompt, set(OURS)), []
-    ours = [use for use in _uses(graph) if _is_ours(graph, use)]
-    vae = next((use.link for use in ours if use.kind == "VAE"), None)
-    for use in ours:
+    graph, found = PromptGraph(prompt, {"MODEL"}), []
+    for use in _uses(graph):
         conds = {name: to for name, to in graph.links(use.user) if graph.output(to) == "CONDITIONING"}
         warmed = any(graph.type(id) == WARM_UP for id in [use.user, *use.path])
-        if use.kind == "MODEL" and conds and not warmed:
+        if conds and _is_ours(graph, use) and not warmed:
             positive = conds.get("positive", next(iter(conds.values())))
             cfg = prompt[use.user]["inputs"].get("cfg")
             cfg = cfg if isinstance(cfg, (int, float)) else None
-            found.append(Sampled(use.link, positive, conds.get("negative"), cfg, vae))
+            found.append(Sampled(use.link, positive, conds.get("negative"), cfg))
     return found

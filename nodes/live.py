@@ -32,14 +32,18 @@ class Live:
         busy = self._server.prompt_queue.get_tasks_remaining() > 0  # before the look, so that the last one sees the end
         attempt(self.push, failed("server", "sending the stats to the browser"))
         if not busy:
-            self._server.loop.run_in_executor(None, self._save)
+            self._keep_sizes()
             busy = AHEAD.in_a_quiet_moment()
         self._watching = busy
         if busy:
             self._server.loop.call_later(SECONDS, self._look)
 
-    def _save(self) -> None:
-        attempt(lambda: sizes.collect() and sizes.KEPT.save(), failed("server", "keeping the sizes of this session"))
+    def _keep_sizes(self) -> None:
+        """Before anything is warmed up; the disk is for another thread."""
+        judge = failed("server", "keeping the sizes of this session")
+        news, _ = attempt(sizes.collect, judge)
+        if news:
+            self._server.loop.run_in_executor(None, attempt, sizes.KEPT.save, judge)
 
     def push(self) -> None:
         """Sends the stats if anybody listens and they are not what was sent before."""

@@ -65,16 +65,16 @@ class PromptGraph:
 
     def upstream(self, link: Link, kind: str) -> list[str]:
         """The nodes that ``link`` goes back to, by inputs of that kind; where one has none, by all (pipes)."""
-        found, ahead = [], [link[0]]
+        found, ahead = {}, [link[0]]
         while ahead:
             id = ahead.pop()
             if id in found:
                 continue
-            found.append(id)
+            found[id] = None
             links = list(self.links(id))
             same = [link for name, link in links if self.kind(id, name, link) == kind]
             ahead += [source for source, _ in same or (link for _, link in links if self.output(link) not in PLAIN)]
-        return found
+        return list(found)
 
     def _wanted(self, node_type: str, name: str) -> str:
         """The type, or several with commas, that a node declares for an input; "" of one that is not fixed."""

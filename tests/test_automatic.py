@@ -75,7 +75,6 @@ OTHERS = {
     "nodes_torch_compile": ("TorchCompileModel",),
     "nodes_custom_sampler": ("BasicScheduler", "BasicGuider"),
     "nodes_model_merging": ("ModelMergeSimple", "ModelSave"),
-    "nodes_mask": (),
 }
 
 
@@ -251,6 +250,18 @@ def test_what_comfyui_will_refuse_is_not_made_worse(accelerated, wrong) -> None:
     assert accelerated(flow).prompt["3"] == flow["3"]
 
 
+@pytest.mark.parametrize("given", [None, object()], ids=["nothing", "something else"])
+def test_what_only_goes_by_the_name_passes_through(pack, clean_stats, given) -> None:
+    """A loader may give nothing, and another pack's MODEL or VAE may be something else than ComfyUI's."""
+    from anyshape.accel.stats import snapshot
+
+    nodes = pack.nodes
+    assert nodes.CompileModel.execute(given, "auto", 0).args == (given,)
+    assert nodes.CompileVAE.execute(given, True).args == (given,)
+    assert nodes.CompileControlNet.execute(given, True).args == (given,)
+    assert bool(snapshot()["fallbacks"]) == (given is not None)
+
+
 def test_a_failure_of_ours_costs_no_prompt(accelerated, monkeypatch, clean_stats) -> None:
     """Counted and logged; and prompts that are no prompts go through as they came."""
     import types
@@ -375,6 +386,18 @@ def test_a_script_may_say_otherwise(server, settings) -> None:
     settings({AUTOMATIC: True})
     assert ours(post(server, flow(), extra_data={"anyshape": {"accelerate": False}})) == set()
     assert ours(post(server, flow(), extra_data={"anyshape": {"accelerate": "no"}})) == ADDED
+
+
+def test_a_refused_prompt_names_the_users_nodes_alone(server, settings) -> None:
+    wrong = flow()
+    wrong["1"]["inputs"]["dtype"] = "fp3"
+    answers = []
+    for on in (False, True):
+        settings({AUTOMATIC: on})
+        answers.append(server.http.post(f"{server.url}/prompt", json={"prompt": wrong}))
+    assert [answer.status_code for answer in answers] == [400, 400]
+    plain, accelerated = (answer.json()["node_errors"] for answer in answers)
+    assert plain == accelerated and set(plain) == {"1"}
 
 
 @pytest.mark.parametrize("value", ["yes", 1, None, [], {"a": 1}])

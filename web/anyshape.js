@@ -1,6 +1,7 @@
 /** What AnyShape shows in the browser: the panel, the nodes' badges, the tables on Shape Cache Info. */
 
 import { app } from "../../scripts/app.js";
+import * as ahead from "./anyshape/ahead.js";
 import * as badges from "./anyshape/badges.js";
 import * as info from "./anyshape/info.js";
 import * as names from "./anyshape/names.js";
@@ -63,6 +64,7 @@ function register() {
         settings.rename();
         store.refresh();
       });
+      ahead.listen();
       badges.listen();
       store.watch(badges.show);
       store.watch(info.show);

@@ -171,7 +171,7 @@ def _judge(job: _Job) -> Judge:
 
 
 def was_asked_for(model: str, shape: ShapeStats) -> bool:
-    """Whether anything but a warm-up has run this size of the stats' entry ``model``."""
+    """Whether anything but a warm-up has run this size of the stats' entry ``model``. Not to be asked during one."""
     return shape.calls > _WARMED[model, shape.key]
 
 
