@@ -150,14 +150,21 @@ class Sampled:
 
 
 def sampled(prompt: Prompt) -> list[Sampled]:
-    """Where a compiled MODEL is sampled with prompts. Not where a Warm Up of the user's lies before it."""
+    """Where a compiled MODEL is sampled with prompts, and no Warm Up of the user's lies before it."""
     graph, found = PromptGraph(prompt, {"MODEL"}), []
     for use in _uses(graph):
         conds = {name: to for name, to in graph.links(use.user) if graph.output(to) == "CONDITIONING"}
         warmed = any(graph.type(id) == WARM_UP for id in [use.user, *use.path])
-        if conds and _is_ours(graph, use) and not warmed:
+        if conds and _is_on(graph, use) and not warmed:
             positive = conds.get("positive", next(iter(conds.values())))
             cfg = prompt[use.user]["inputs"].get("cfg")
             cfg = cfg if isinstance(cfg, (int, float)) else None
             found.append(Sampled(use.link, positive, conds.get("negative"), cfg))
     return found
+
+
+def _is_on(graph: PromptGraph, use: Use) -> bool:
+    """Whether one of our nodes compiles the model: of several the nearest decides."""
+    ours = (id for id in use.path if graph.type(id) in (OURS["MODEL"][0], ALL_IN_ONE))
+    nearest = next(ours, None)
+    return nearest is not None and graph.prompt[nearest]["inputs"].get("mode") != "off"

@@ -19,11 +19,17 @@ def title(node_type: str) -> str:
     return comfyui.NODE_DISPLAY_NAME_MAPPINGS.get(node_type) or node_type
 
 
+def _is_node(node: Any) -> bool:
+    """Whether ComfyUI will read this as a node; what it refuses is none of our business."""
+    parts = (node.get("class_type"), node.get("inputs")) if isinstance(node, dict) else (None, None)
+    return isinstance(parts[0], str) and isinstance(parts[1], dict)
+
+
 class PromptGraph:
     """``kinds``: the types that are looked for. Made for one look: what nodes declare is asked for once."""
 
     def __init__(self, prompt: Prompt, kinds: set[str]) -> None:
-        self.prompt, self._kinds = prompt, kinds
+        self.prompt, self._kinds = {id: node for id, node in prompt.items() if _is_node(node)}, kinds
         self._declared: dict[str, dict[str, Any]] = {}
 
     def type(self, id: str) -> str:

@@ -242,8 +242,9 @@ def test_exceptions(accelerated, exception, left) -> None:
         {"3": node("KSampler", model=["nobody", 0])}, {"3": node("KSampler", model=["1", 7])},
         {"3": node("KSampler", model=["1", 2])}, {"3": node("KSampler", model=["1"])},
         {"3": node("KSampler", model=[1, 0])}, {"3": node("NobodyKnowsThis", model=["1", 0])},
+        {"3": {"inputs": {"model": ["1", 0]}}}, {"3": {"class_type": "KSampler"}}, {"3": None},
     ],
-    ids=["no node", "no output", "a VAE", "half a link", "a number", "an unknown node"],
+    ids=["no node", "no output", "a VAE", "half a link", "a number", "an unknown node", "no type", "no inputs", "none"],
 )  # fmt: skip
 def test_what_comfyui_will_refuse_is_not_made_worse(accelerated, wrong) -> None:
     flow = sdxl(**wrong)
@@ -266,7 +267,7 @@ def test_a_failure_of_ours_costs_no_prompt(accelerated, monkeypatch, clean_stats
     """Counted and logged; and prompts that are no prompts go through as they came."""
     import types
 
-    from anyshape.accel.stats import snapshot
+    from anyshape.accel.stats import STATS, snapshot
     from anyshape.nodes import automatic, preferences, queued
 
     hooks: list = []
@@ -283,8 +284,11 @@ def test_a_failure_of_ours_costs_no_prompt(accelerated, monkeypatch, clean_stats
     assert hook(posted) is posted
     assert any("on purpose" in one["reason"] for one in snapshot()["fallbacks"])
     monkeypatch.undo()
+    monkeypatch.setattr(preferences, "of_prompt", lambda _: preferences.Preferences(automatic=True))
+    STATS.clear()
     for odd in ({}, {"prompt": None}, {"prompt": []}, {"prompt": {"1": None}, "extra_data": {"anyshape": 7}}):
         assert hook(odd) == odd
+    assert snapshot()["fallbacks"] == []
 
 
 # The server ---------------------------------------------------------------------------------------------------------
@@ -442,7 +446,7 @@ class OfSeveral(ComfyServer):
             (base / "user" / name / "comfy.settings.json").write_text(json.dumps(values))
         kept = base / "user" / "__anyshape" / "sizes.json"
         kept.parent.mkdir()
-        kept.write_text(json.dumps({"version": 1, "models": {FILE: LAST, "many": MANY}}))
+        kept.write_text(json.dumps({"version": 1, "models": {FILE: LAST, "many": MANY, "cancelled": MANY}}))
         return base
 
 
@@ -493,7 +497,7 @@ def test_the_sizes_of_the_last_session(of_several) -> None:
     assert cached(again) >= ADDED | {"1", "2", "3"}, "the cache of the user's prompt was lost"
     time.sleep(1.5)  # two looks at the queue
     assert of_several.log().count("at the sizes of the last session: 64x64, 72x64 batch 2") == 1
-    assert kept(of_several) == {"many": MANY, FILE: ["64x72"]}, "what was only warmed up counts"
+    assert kept(of_several) == {"many": MANY, "cancelled": MANY, FILE: ["64x72"]}, "what was only warmed up counts"
 
 
 def test_warm_up_knows_the_sizes_of_the_last_session(of_several) -> None:
@@ -509,14 +513,35 @@ def test_warm_up_knows_the_sizes_of_the_last_session(of_several) -> None:
     assert report.startswith("no sizes of an earlier session are known for this model")
 
 
+def warms_up(server: ComfyServer) -> list[bool]:
+    """Of each prompt in the queue, whether it is ours."""
+    queue = server.get("/queue").json()
+    return ["anyshape-warm-up" in one[2] for one in [*queue["queue_running"], *queue["queue_pending"]]]
+
+
 def test_others_come_first(of_several) -> None:
     """A prompt that is queued while sizes are warmed up waits for one of them at most; then the others are done."""
     sizes = {(8 * n, 64, 8) for n in range(9, 17)}
     post(of_several, flow(seed=10, file="many.safetensors"), "ann")
-    wait_for(lambda: ["anyshape-warm-up" in one[2] for one in of_several.get("/queue").json()["queue_running"]], [True])
+    wait_for(lambda: warms_up(of_several), [True])
     before = sizes_of_models(of_several)
     post(of_several, flow(seed=11, file="many.safetensors"), "bob")
     after = sizes_of_models(of_several)
     assert len(sizes - before) > 1 and len((after - before) & sizes) <= 1
     post(of_several, flow(seed=12, file="many.safetensors"), "ann")
     wait_for(lambda: sizes - sizes_of_models(of_several), set())
+
+
+def test_cancel_ends_it_for_this_session(of_several) -> None:
+    """The server knows a model by its loader's inputs: another file, another model."""
+    sizes = {(8 * n, 64, 8) for n in range(9, 17)}
+    of_several.http.post(f"{of_several.url}/anyshape/clear").raise_for_status()
+    for seed in (13, 14):
+        post(of_several, flow(seed=seed, file="cancelled.safetensors"), "ann")
+        if seed == 13:
+            wait_for(lambda: warms_up(of_several), [True])
+            of_several.interrupt()
+        wait_for(lambda: warms_up(of_several), [])
+        time.sleep(1.2)  # two looks at the queue
+        assert warms_up(of_several) == []
+    assert sizes - sizes_of_models(of_several)
