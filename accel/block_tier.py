@@ -267,6 +267,18 @@ class BlockTier:
         return take.reason
 
 
+def told(visit: Visit, whole: str) -> tuple[str, str, str]:
+    """(the state, the reason, the note) of a forward whose blocks ran. whole: why all of it could not be recorded."""
+    if not visit.ran:
+        return "eager", whole, NO_GAIN if NO_GAIN in visit.reasons else ""
+    note = (
+        f"blocks recorded one by one: a value of the whole forward comes back to the host {whole[whole.rfind('(') :]}"
+    )
+    if visit.slower:
+        note += f"; {visit.slower} of {visit.ran} are no faster at this size"
+    return "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN), note
+
+
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, AnyShapeError) else f"a block's program failed: {named(error)}"
 
