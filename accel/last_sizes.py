@@ -48,8 +48,8 @@ class LastSizes:
         """Writes this session's sizes beside those of other models. Raises OSError."""
         with self._lock:
             self._before()
-            kept = {**self._read(), **self._now}  # another process may have written
-            kept = {model: kept[model] for model in [*(kept.keys() - self._now.keys()), *self._now][-MAX_MODELS:]}
+            others = [(model, sizes) for model, sizes in self._read().items() if model not in self._now]
+            kept = dict([*others, *self._now.items()][-MAX_MODELS:])  # another process may have written the others
             self.file.parent.mkdir(parents=True, exist_ok=True)
             temporary = self.file.with_name(f"{self.file.name}-{uuid.uuid4().hex}")
             try:

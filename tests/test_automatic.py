@@ -268,8 +268,9 @@ def test_a_failure_of_ours_costs_no_prompt(accelerated, monkeypatch, clean_stats
     import types
 
     from anyshape.accel.stats import STATS, snapshot
-    from anyshape.nodes import automatic, preferences, queued
+    from anyshape.nodes import ahead, automatic, preferences, queued
 
+    monkeypatch.setattr(ahead.AHEAD, "server", None)  # so that it is so again afterwards
     hooks: list = []
     server = types.SimpleNamespace(add_on_prompt_handler=hooks.append)
     hook = queued.Queued(server)

@@ -88,8 +88,11 @@ def field(page: WebPage, name: str) -> Any:
     return page.page.locator(f'[id="{name}"]').first
 
 
-def names(page: WebPage) -> list[str]:
-    return [page.page.locator(f'[id="{name}-label"]').inner_text().strip() for name in IDS]
+def wait_for_names(page: WebPage, wanted: list[str]) -> None:
+    page.page.wait_for_function(
+        "([ids, names]) => ids.every((id, i) => document.getElementById(`${id}-label`)?.innerText.trim() === names[i])",
+        arg=[IDS, wanted],
+    )
 
 
 def stored(server: ComfyServer) -> dict[str, Any]:
@@ -103,7 +106,7 @@ def test_every_model_is_accelerated_and_the_page_stays_calm(opened, server) -> N
     before = page.ids()
     page.run(server)
     open_settings(page)
-    assert names(page) == NAMES["en"]
+    wait_for_names(page, NAMES["en"])
     page.shot(f"settings-{server.comfyui.name}")
     with page.page.expect_response(lambda answer: "/settings/AnyShape.Automatic" in answer.url):
         field(page, IDS[0]).locator("input").first.click(force=True)
@@ -126,10 +129,9 @@ def test_every_model_is_accelerated_and_the_page_stays_calm(opened, server) -> N
 def test_the_page_is_chinese_and_changes_with_the_setting(opened) -> None:
     page = opened("zh")
     open_settings(page)
-    assert names(page) == NAMES["zh"]
+    wait_for_names(page, NAMES["zh"])
     page.set("Comfy.Locale", "en")
-    page.page.locator(f'[id="{IDS[0]}-label"]', has_text=NAMES["en"][0]).wait_for()
-    assert names(page) == NAMES["en"]
+    wait_for_names(page, NAMES["en"])
 
 
 def test_new_nodes_take_the_budget_and_saved_ones_keep_theirs(opened) -> None:
@@ -147,17 +149,17 @@ def test_the_language_of_what_we_say(opened) -> None:
     """Of the panel and the lines; titles follow ComfyUI's. At once, and back again."""
     page = opened()
     added = page.add_node("Accelerate", 410, 400)
-    assert page.badge(added) == "not run yet"
+    page.wait_for_line(added, "not run yet")
     page.page.locator(OURS).click()
     page.set(IDS[4], "zh")
-    assert page.wait_for_badge(added, "尚未运行") == "尚未运行"
+    page.wait_for_line(added, "尚未运行")
     begun = {"file": "rockets", "sizes": 2}
     page.page.evaluate("detail => app.api.dispatchEvent(new CustomEvent('anyshape.ahead', { detail }))", begun)
     page.page.get_by_text("正在预热上次会话的 2 个尺寸（rockets）").wait_for()
     page.page.locator(PANEL, has_text="尺寸缓存").wait_for()
     assert page.page.evaluate("id => app.graph.getNodeById(id).title", added) == "Accelerate"
     page.set(IDS[4], DEFAULTS[IDS[4]])
-    assert page.wait_for_badge(added, "not run yet") == "not run yet"
+    page.wait_for_line(added, "not run yet")
     assert page.errors == []
 
 
