@@ -77,14 +77,16 @@ def test_without_its_middle_and_with_what_it_adds_a_forward_is_the_same(name: st
         assert inputs is not recording.inputs or far(own, recording.out) == 0.0
 
 
-@pytest.mark.parametrize("name", ["Flux", "QwenImage", "ZImage", "WAN21_T2V", "LTXV", "CogVideoX_T2V"])
+@pytest.mark.parametrize(
+    "name", [name for name in ("Flux", "QwenImage", "WAN21_T2V", "CogVideoX_T2V") if name in NAMES]
+)
 def test_fused_halves_share_their_kernels_and_need_none_for_another_size(name: str):
     """In Triton's interpreter: right, and of both halves at four sizes none but the first needs a kernel."""
     from tools.architectures.taped import Studied, far, kernels_of
 
     studied, known, new = Studied(architectures.TABLE[name], blocks=BLOCKS), set(), []
     small = studied.smallest_of(studied.architecture)
-    for k in (small, *range(4)):
+    for k in (small, 0, 3):
         recording = studied.record(k, skipping=True)
         halves = recording.cut()
         if k == small:
@@ -148,14 +150,14 @@ def test_most_steps_leave_the_middle_out(tiny, name):
     assert torch.equal(again, out)  # another run, with the programs that are there
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", ["Flux", "AuraFlow"])
 def test_every_step_in_full_is_eager_to_the_bit(tiny, name):
     assert torch.equal(sample(skipping(tiny(name), interval=1), name), sample(tiny(name), name))
     steps = {"steps": 7}  # too few to skip any
     assert torch.equal(sample(skipping(tiny(name)), name, **steps), sample(tiny(name), name, **steps))
 
 
-@pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.parametrize("name", ["Flux", "AuraFlow"])
 @pytest.mark.parametrize("settings", [{}, {"mode": "exact"}], ids=str)
 def test_compile_model_runs_the_steps(tiny, name, settings):
     """Before or behind Skip Blocks; on a CPU by the same operations."""
@@ -187,16 +189,15 @@ def test_the_middle_is_not_even_read_on_a_skipped_step(tiny, name):
 # With everything else: the oracle is a fresh model's run --------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["Flux", "ZImage"])
 @pytest.mark.parametrize(
     "run",
     [{"cfg": 1.0}, {"tokens": 11}, {"batch": 2, "height": 6}, {"sampler": "heun"}, {"width": 7, "height": 9}],
     ids=str,
 )
-def test_runs_after_each_other_are_as_fresh_ones(tiny, name, run):
-    skip = skipping(tiny(name))
-    sample(skip, name)
-    assert torch.equal(sample(skip, name, **run), sample(skipping(tiny(name, fresh=True)), name, **run))
+def test_runs_after_each_other_are_as_fresh_ones(tiny, run):
+    skip = skipping(tiny("Flux"))
+    sample(skip, "Flux")
+    assert torch.equal(sample(skip, "Flux", **run), sample(skipping(tiny("Flux", fresh=True)), "Flux", **run))
     assert last_run()["skipped"] >= 8 and last_run()["resets"] == {}  # heun looks twice a step
 
 
