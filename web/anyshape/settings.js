@@ -3,10 +3,9 @@
  * (nodes/preferences.py) at each prompt.
  *
  * Their texts are not in locales/<language>/settings.json: the front end of ComfyUI 0.3.75 drops those of all languages
- * but English, and would then show English.
+ * but English, and would then show English. So another language is seen when the page is loaded again.
  */
 
-import { app } from "../../../scripts/app.js";
 import { setting, settingTexts } from "./texts.js";
 
 const PAGE = "AnyShape";
@@ -39,12 +38,6 @@ export const page = () =>
     category: [PAGE, PAGE, name],
     sortOrder: -index,
   }));
-
-/** The page in the language of now, where the frontend gives its settings out. */
-export function rename() {
-  const known = app.ui?.settings?.settingsParamLookup ?? {};
-  for (const name of Object.keys(DEFINITIONS)) Object.assign(known[idOf(name)] ?? {}, texts(name));
-}
 
 /** For the extension's `nodeCreated`: a new node's budget is the page's; a saved node gets its own afterwards. */
 export function useBudget(node) {
