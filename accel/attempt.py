@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from .reasons import say
 from .stats import STATS
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ def failed(where: str, what: str) -> Judge:
     """A judge for what is no tier's: counts the failure, and logs it the first time."""
 
     def judge(error: Exception) -> str:
-        reason = f"{what} of AnyShape failed, so ComfyUI's own took its place ({named(error)}). Please report it"
+        reason = say("failed", what=what, error=named(error))
         if STATS.fallback(where, reason) == 1:
             log.warning("AnyShape: %s: %s\n%s", where, reason, "".join(traceback.format_exception(error)))
         return reason

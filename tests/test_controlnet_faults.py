@@ -415,7 +415,7 @@ def video_layers(models, control):
 @pytest.mark.parametrize(
     ("made", "words"),
     [(control_lora, "Control-LoRA"), (flux_control, "ControlNetFlux"), (subclass, "SomeonesControlNet"),
-     (t2i_adapter, "once a run"), (video_layers, "SpatialVideoTransformer")],
+     (t2i_adapter, "once per sampling run"), (video_layers, "SpatialVideoTransformer")],
 )  # fmt: skip
 def test_others_pass_through(models, control, made, words):
     from anyshape.accel.families.controlnet import compile_controlnet

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..attempt import attempt, failed
 from ..engine import Settings
+from ..reasons import say
 from ..skip.run import OWN_STEPS, PLANNED, RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..skip.settings import AUTO, FEW, SkipSettings
@@ -48,7 +49,7 @@ def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
     model, unet = getattr(clone.model, "diffusion_model", None), lazy.module("unet")
     if type(model) is not unet.MODEL or unet.unsupported(model):
         why = unet.unsupported(model) if type(model) is unet.MODEL else f"{type(model).__name__} is not an SD UNet"
-        message = f"{why}: no blocks are skipped, it runs as without this node. Skip Blocks is for SD1.5, SD2 and SDXL"
+        message = say("not_a_unet", why=why)
         STATS.fallback(name, message)
         return message
     skipping = _Skipping(settings, name, tell)
@@ -74,7 +75,7 @@ def skips(patcher: ModelPatcher) -> bool:
 def _depth_message(settings: SkipSettings, deepest: int) -> str:
     if settings.depth == AUTO or int(settings.depth) <= deepest:
         return ""
-    return f"depth is {settings.depth}, and this model has 0 to {deepest}: auto is used"
+    return say("no_such_depth", depth=settings.depth, deepest=deepest)
 
 
 def _forward(session: Session, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
