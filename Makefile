@@ -17,7 +17,7 @@ help:
 	@echo "make format     ruff's fixes and its formatting"
 	@echo "make package    what the registry would get: checked and packed by comfy-cli, into .cache/package"
 	@echo "make bench      what the README quotes, on full-size models, into RESULTS=.cache/bench; needs a GPU, 10 minutes"
-	@echo "make figures    plots, and the tables of README and docs, from bench/results"
+	@echo "make figures    plots, cards of templates, and the tables of README and docs, from bench/results"
 	@echo "make setup      only what the others do first: .venv and ComfyUI"
 	@echo "make clean      remove caches and outputs;  make distclean removes .venv too"
 
@@ -52,6 +52,8 @@ bench: setup
 figures: setup
 	@$(ENV) $(VENV_PYTHON) -m bench.plot
 	@$(ENV) $(VENV_PYTHON) -m bench.frontier
+	@$(ENV) $(VENV_PYTHON) -m bench.race
+	@$(ENV) $(VENV_PYTHON) -m bench.cards
 	@$(ENV) $(VENV_PYTHON) -m bench.tables --write
 
 clean:

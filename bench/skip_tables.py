@@ -56,20 +56,6 @@ def speed_row(row: Row) -> list[str]:
     return [*cells, str(row["depth"]), steps, f"{row['feature_mb']:.0f} MB"]
 
 
-def sentence(words: dict[str, Any]) -> str:
-    """What skipping saves, at the first size of each model."""
-    found = [figures.load(speed_path(model)) for model in figures.MODELS if speed_path(model).exists()]
-    phrases = [words["skip_of"].format(name=figures.MODELS[r["model"]], **_savings(r["rows"][0])) for r in found]
-    first, runs = found[0], words["between"].join(phrases)
-    return words["skip"].format(steps=first["steps"], interval=first["interval"], runs=runs)
-
-
-def _savings(row: Row) -> dict[str, str]:
-    took = row["seconds"]
-    runs = {way: f"{took[way]:.2f} → {took[f'{way}_skip']:.2f}" for way in ("eager", "compiled")}
-    return {"size": size(row), **runs}
-
-
 # Quality ----------------------------------------------------------------------------------------------------------
 
 

@@ -436,7 +436,7 @@ def test_an_example_opens_from_the_template_browser(page, server) -> None:
     known = server.object_info()
     page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     page.page.get_by_text("AnyShape", exact=True).last.click()
-    card = page.page.locator("[data-testid=template-workflow-eager_vs_compiled]")
+    card = page.page.locator("[data-testid='template-workflow-Comparison SDXL - with and without AnyShape']")
     card.locator("img").first.wait_for()
     page.page.wait_for_function("card => card.querySelector('img').naturalWidth === 640", arg=card.element_handle())
     page.shot("templates")
