@@ -15,7 +15,7 @@ help:
 	@echo "make test       all tests (those that need a GPU are skipped where there is none)"
 	@echo "make lint       ruff check and ruff format --check"
 	@echo "make format     ruff's fixes and its formatting"
-	@echo "make package    what the registry would get: checked and packed by comfy-cli, into .cache/package"
+	@echo "make package    what the registry would get: checked and packed by comfy-cli, and the demo; into .cache/package"
 	@echo "make bench      what the README quotes, on full-size models, into RESULTS=.cache/bench; needs a GPU, 10 minutes"
 	@echo "make figures    plots, cards of templates, and the tables of README and docs, from bench/results"
 	@echo "make setup      only what the others do first: .venv and ComfyUI"
@@ -40,6 +40,7 @@ format: setup
 
 package:
 	@$(PYTHON) -m tools.comfy_cli
+	@$(PYTHON) -m tools.demo_pack
 
 bench: setup
 	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sdxl --starts --json $(RESULTS)/sdxl-forward.json

@@ -93,9 +93,10 @@ def others(words: dict[str, Any]) -> str:
     vae, control = (figures.load(figures.RESULTS / f"{name}.json")["rows"][0] for name in ("vae", "controlnet"))
     both = {"eager_ms": control["neither_ms"], "compiled_ms": control["both_ms"]}
     skip = figures.load(skip_tables.speed_path("sdxl"))
+    skipped = f"{skip['rows'][0]['compiled_speedup']:.2f}x"
     return words["others"].format(
         video=size(video), wan=factor(video), sd15=factor(sd15[0]), sd15_size=size(sd15[0]), vae=factor(vae),
-        size=size(vae), control=factor(both), interval=skip["interval"], skip=f"{skip['rows'][0]['compiled_speedup']:.2f}x",
+        size=size(vae), control=factor(both), interval=skip["interval"], skip=skipped,
     )  # fmt: skip
 
 
@@ -181,7 +182,7 @@ def vae_row(row: dict[str, Any]) -> list[str]:
     return [
         size(row),
         str(row["images"]),
-        decode(row),
+        pair(row["eager_ms"], row["compiled_ms"]),
         pair(row["encode_eager_ms"], row["encode_compiled_ms"]),
         two(row["first_seconds"]),
         scientific(row["error_to_float32"]),

@@ -12,7 +12,7 @@ ENGLISH = {
     "plot": "Seconds of the first prompt, and of all prompts together, one line per method",
     "mixed": "The mixed run: {count} prompts of other sizes and batches, {steps} Euler steps each, everything included: {runs}.",
     "names": {
-        "eager": "eager",
+        "eager": "ComfyUI alone",
         "anyshape": "AnyShape",
         "unverified": "AnyShape with verify off",
         "blocks": "each transformer block compiled with torch's defaults",
@@ -37,7 +37,7 @@ CHINESE = {
     "plot": "第一个提示词和全部提示词所用的秒数，每种方法一条线",
     "mixed": "混合测试：{count} 个提示词，尺寸和批量各不相同，各 {steps} 步 Euler，含一切开销：{runs}。",
     "names": {
-        "eager": "eager",
+        "eager": "ComfyUI 原版",
         "anyshape": "AnyShape",
         "unverified": "AnyShape（关闭 verify）",
         "blocks": "逐个编译 transformer 块（torch 默认设置）",
