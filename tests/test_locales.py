@@ -142,10 +142,17 @@ def test_help_pages_answer_what_users_complain_about() -> None:
 
 @pytest.mark.parametrize("node_id", NODE_IDS)
 def test_help_pages_are_served(server, node_id) -> None:
-    """At the addresses where the frontend asks for them: the language first, then the page without one."""
-    for page in (f"{node_id}.md", f"{node_id}/zh.md"):
-        served = server.get(f"/extensions/AnyShape/docs/{page}")
+    """Where the frontend asks for them first, in every language: without a 404, which a browser's console shows."""
+    pages = {"en": f"{node_id}.md", "fr": f"{node_id}.md", "zh": f"{node_id}/zh.md", "zh-TW": f"{node_id}/zh.md"}
+    for language, page in pages.items():
+        served = server.get(f"/extensions/AnyShape/docs/{node_id}/{language}.md")
         assert served.content == (ROOT / "web" / "docs" / page).read_bytes()
+        assert served.headers["Content-Type"].startswith("text/markdown")
+
+
+def test_only_help_pages_are_served_so(server) -> None:
+    for address in ("AnyShapeNothing/en.md", "AnyShapeWarmUp/..%2F..%2F..%2FREADME.md", "AnyShapeWarmUp/%2E%2E.md"):
+        assert server.http.get(f"{server.url}/extensions/AnyShape/docs/{address}").status_code == 404
 
 
 def test_translations_are_served(server) -> None:
