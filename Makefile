@@ -13,7 +13,7 @@ ENV := eval "$$($(PYTHON) -m tools.paths)" &&
 help:
 	@echo "make demo       the real ComfyUI server, many sizes and batches: a table, pictures and demo/out/report.json"
 	@echo "make test       all tests (those that need a GPU are skipped where there is none)"
-	@echo "make lint       ruff check and ruff format --check"
+	@echo "make lint       ruff check, ruff format --check, and words to avoid (tools/words)"
 	@echo "make format     ruff's fixes and its formatting"
 	@echo "make package    what the registry would get: checked and packed by comfy-cli, and the demo; into .cache/package"
 	@echo "make bench      what the README quotes, on full-size models, into RESULTS=.cache/bench; needs a GPU, 10 minutes"
@@ -33,6 +33,7 @@ test: setup
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m ruff format --check .
+	@$(VENV_PYTHON) -m tools.words
 
 format: setup
 	@$(VENV_PYTHON) -m ruff check --fix .

@@ -44,7 +44,7 @@ def attempt(ours: Callable[[], T], judge: Judge, passthrough: Passthrough = ()) 
 
 @dataclass
 class Theirs(Generic[T]):
-    """ComfyUI's own way of one call. Its errors are the user's to see, so they are remembered to be told from ours."""
+    """ComfyUI's own way of one call. Its errors must reach the user, so it remembers them."""
 
     run: Callable[[], T]  # may be replaced by one that can be called repeatedly
     error: BaseException | None = field(default=None, init=False)

@@ -68,7 +68,7 @@ class Call:
     weights: int  # weights.WeightWatch.fingerprint, now
     width: int  # image pixels
     height: int
-    batch: int  # images a prompt
+    batch: int  # images per prompt
     frames: int = 1
     taped: Taped | None = None  # how to record it
     forward: Callable[[FusedOps, dict[str, Tensor]], Output] | None = None  # by hand, on kernels; pure, unless
@@ -117,7 +117,7 @@ class Engine:
         started = time.perf_counter()
         out = self._run(call, settings, shape)
         if call.key.device.type == "cuda":
-            torch.cuda.synchronize(call.key.device)  # once a shape: the first call's true cost
+            torch.cuda.synchronize(call.key.device)  # once per shape: the first call's true cost
         shape.first_call_seconds = time.perf_counter() - started
         return out
 

@@ -12,7 +12,7 @@ QUALITY, ABLATION = figures.RESULTS / "skip-quality.json", figures.RESULTS / "sk
 EQUAL = 100.0  # dB that equal pictures get, whose PSNR is infinite
 OURS, PLAIN, FEWER, CACHE = "Skip Blocks", "DeepCache", "fewer steps", "EasyCache"
 VERSUS = (OURS, PLAIN, FEWER, CACHE, f"{OURS}, depth 1")  # columns of the comparison at equal cost
-PICTURE = "PSNR against seconds a picture and against cost, one line a method"
+PICTURE = "PSNR against seconds per picture and against cost, one line per method"
 Row = dict[str, Any]
 
 
@@ -87,7 +87,7 @@ def at_cost(points: list[Point], cost: float) -> float | None:
 def quality_part(result: dict[str, Any]) -> str:
     """The plot, the comparison at equal cost, and every row."""
     rows = result["rows"]
-    head = "Size | Method | Setting | Full | Skipped | Cost | Seconds a picture | PSNR, dB | SSIM"
+    head = "Size | Method | Setting | Full | Skipped | Cost | Seconds per picture | PSNR, dB | SSIM"
     return headed(
         "Skip Blocks: quality",
         result,

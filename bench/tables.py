@@ -191,23 +191,23 @@ def vae_row(row: dict[str, Any]) -> list[str]:
 
 
 def mixed_part(model: str) -> str:
-    """The mixed run of ``model``: a line a prompt, a column a run, and the plot."""
+    """The mixed run of ``model``: a line per prompt, a column per run, and the plot."""
     path = figures.mixed_path(model)
     picture = f"![{texts.ENGLISH['plot']}](images/{path.stem}.png)"
     result = figures.load(path)
     title = f"{figures.MODELS[model]}, the mixed run"
-    return headed(title, result, picture, "Seconds a prompt, everything included:", mixed_table(result))
+    return headed(title, result, picture, "Seconds per prompt, everything included:", mixed_table(result))
 
 
 def verify_part(result: dict[str, Any]) -> str:
     """The mixed run with and without the check of each new size."""
     title = f"{figures.MODELS[result['model']]}, the mixed run: what verify costs"
-    said = "Seconds a prompt, all on one host. *unverified*: `verify` off."
+    said = "Seconds per prompt, all on one host. *unverified*: `verify` off."
     return headed(title, result, said, mixed_table(result))
 
 
 def mixed_table(result: dict[str, Any]) -> str:
-    """A line a prompt, a column a run, and the sums."""
+    """A line per prompt, a column per run, and the sums."""
     every = [(how if how == "eager" else f"{how}, {name}", run) for how, name, run in figures.runs(result)]
     prompts = result["runs"]["eager"]["cold"]["prompts"]
     lines = [[size(p), str(p["images"]), *(at(run, i) for _, run in every)] for i, p in enumerate(prompts)]

@@ -1,4 +1,4 @@
-# ruff: noqa: E501 - a sentence a line, so that the two languages can be laid side by side
+# ruff: noqa: E501 - a sentence per line, so that the two languages can be laid side by side
 """The words around the figures in README.md and README.zh-CN.md. Names in braces are filled in by ``bench.tables``."""
 
 ENGLISH = {

@@ -31,12 +31,12 @@ COLUMNS = ("size", "batch", "VAE", "first s", "steady s", "ComfyUI s", "faster",
 # On a CPU the same operations run either way: what times differ by is what else the machine does, and says nothing.
 CPU_COLUMNS = ("size", "batch", "VAE", "difference", "state", "recompiles")
 AS_COMFYUI = "as ComfyUI"
-CELL, CAPTION, ACROSS = 160, 34, 4  # contact sheet: pixels a picture, pixels of text below it, cases a row
+CELL, CAPTION, ACROSS = 160, 34, 4  # contact sheet: pixels a picture, pixels of text below it, cases per row
 
 
 @dataclass
 class Row:
-    """One case as measured. Times are seconds a prompt in the server, from its start to its end, decode included."""
+    """One case as measured. Times are seconds per prompt in the server, from its start to its end, decode included."""
 
     case: Case
     eager_seconds: float = math.nan

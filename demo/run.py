@@ -43,7 +43,7 @@ FIRST_SEED, STEADY_SEED = 1, 2
 
 
 class Progress:
-    """A bar over all prompts on a terminal, a line a prompt elsewhere; a long prompt shows its step or its seconds."""
+    """A bar over all prompts on a terminal, a line per prompt elsewhere; a long one shows its step or seconds."""
 
     def __init__(self, total: int) -> None:
         self.terminal = sys.stderr.isatty()

@@ -309,7 +309,7 @@ def check_stats(found: dict) -> None:
 
 
 def test_the_route_and_the_node_agree(server, plain) -> None:
-    """After a run: the size in image pixels and the batch in images a prompt, as the user set them."""
+    """After a run: the size in image pixels and the batch in images per prompt, as the user set them."""
     server.run(with_nodes())
     flow = {"info": node("AnyShapeShapeCacheInfo"), "show": node("PreviewAny", source=["info", 1])}
     outputs = server.run(flow)["outputs"]

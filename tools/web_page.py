@@ -218,7 +218,7 @@ class WebPage:
         )
 
     def wait_for_badge(self, node: int, part: str, timeout: float = 60) -> str:
-        """The line as soon as it has ``part``; seconds. The front end may make its nodes anew at any time."""
+        """The line as soon as it has ``part``; seconds. The front end may make its nodes again at any time."""
         found = self.page.wait_for_function(
             "([id, part]) => { const line = app.graph.getNodeById(id)?.widgets.find((w) => w.name === 'anyshape');"
             " return line?.element.textContent.includes(part) && line.element.textContent; }",

@@ -65,7 +65,7 @@ def unknown_patches(given: Arguments, known: frozenset[str], where: str) -> str:
 
 
 class Plan(Protocol):
-    """Which parts of one model may run on fused operations, decided once a sampling run."""
+    """Which parts of one model may run on fused operations, decided once per sampling run."""
 
     survey: Any  # layers.Survey
 

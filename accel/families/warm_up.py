@@ -44,7 +44,7 @@ NOT_RUN, FAILED, EVICTED = "not run", "failed", "evicted"
 NO_MODEL, NO_VAE, GONE = say("nothing_compiled"), say("vae_not_compiled"), say("warm_up_no_memory")
 NO_PICTURES = "this model makes neither images nor video, so a size in pixels says nothing of it"
 NO_FRAMES = "{} makes single images: leave the frames out of this line"
-NO_SIZES = "no size to warm up: write one a line"
+NO_SIZES = "no size to warm up: write one per line"
 
 
 @dataclass(frozen=True)
