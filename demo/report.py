@@ -108,7 +108,7 @@ def fallbacks(stats: dict[str, Any]) -> str:
 def table(rows: list[Row], gpu: bool) -> str:
     """The rows as text, columns aligned; with times where there is a GPU."""
     lines = [list(COLUMNS if gpu else CPU_COLUMNS), *(row.cells(gpu) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     rule = "  ".join("-" * width for width in widths)
     return "\n".join([text[0], rule, *text[1:]])
