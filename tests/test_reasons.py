@@ -48,6 +48,14 @@ def test_several_in_one_text_are_found_in_its_order(reasons) -> None:
     assert reasons.found_in("something else") == () and reasons.short("something else") == "something else"
 
 
+def test_a_text_may_say_more_than_its_reasons(reasons) -> None:
+    plain, moved = reasons.say("draws"), reasons.say("low_vram")
+    for text in (plain, f"{plain} (comfy/ldm/x.py:12)", f"{plain}; {moved}", f"{moved}. It runs as without this node"):
+        assert reasons.says_all(text), text
+    for text in (f"512x512: {plain}", f"{plain}, at 512x512", "something else"):
+        assert not reasons.says_all(text), text
+
+
 def test_short_forms_are_short_and_plain(reasons) -> None:
     for reason in reasons.REASONS.values():
         assert names(reason.short) <= names(reason.long), reason
@@ -80,6 +88,7 @@ def test_stats_have_them(pack: ModuleType, reasons) -> None:
     STATS.fallback("a model", text)
     STATS.fallback("a model", "nothing that is known")
     found = {one["text"]: one["said"] for one in STATS.snapshot()["reasons"]}
+    assert all(one["all"] for one in STATS.snapshot()["reasons"])
     assert found[text] == [
         {
             "key": "budget_small",

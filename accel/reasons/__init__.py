@@ -56,6 +56,12 @@ class Found(NamedTuple):
 
 REASONS = {key: Reason(key, *forms) for key, forms in (machine.REASONS | models.REASONS).items()}
 
+# What may stand around a reason and says no more than the state of the node or the size does.
+_WRAPPERS = (
+    "this model runs in eager, as without this node", "It runs in eager, as without this node",
+    "It runs as without this node", "operations run unfused", "without a graph",
+)  # fmt: skip
+
 # Those with the most text of their own first: one may be a part of another.
 _BY_LENGTH = sorted(REASONS.values(), key=lambda reason: -len(_NAME.sub("", reason.long)))
 
@@ -65,16 +71,31 @@ def say(key: str, **values: Any) -> str:
     return REASONS[key](**values)
 
 
-@functools.lru_cache(maxsize=1024)
 def found_in(text: str) -> tuple[Found, ...]:
     """The reasons that ``text`` is made of, in its order; none if none is known."""
+    found = _spans(text)
+    return tuple(found[span] for span in sorted(found))
+
+
+def says_all(text: str) -> bool:
+    """Whether ``text`` says nothing but its reasons: no size, no place in a list that would be lost without it."""
+    for begin, end in sorted(_spans(text), reverse=True):
+        place = _PLACE.match(text, end)
+        text = text[:begin] + text[place.end() if place else end :]
+    for wrapper in _WRAPPERS:
+        text = text.replace(wrapper, "")
+    return not text.strip(" ;:.")
+
+
+@functools.lru_cache(maxsize=1024)
+def _spans(text: str) -> dict[tuple[int, int], Found]:
     found: dict[tuple[int, int], Found] = {}
     for reason in _BY_LENGTH:
         match = reason.pattern.search(text)
         if match and not any(match.start() < end and begin < match.end() for begin, end in found):
             place = _PLACE.match(text, match.end())
             found[match.span()] = Found(reason, match.groupdict() | ({"place": place[1]} if place else {}))
-    return tuple(found[span] for span in sorted(found))
+    return found
 
 
 def short(text: str) -> str:
@@ -85,18 +106,19 @@ def short(text: str) -> str:
 def told_in(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
     """The contract's entries: each known text of the stats once, and the reasons that it is made of."""
     return [
-        {"text": text, "said": [one.as_dict() for one in found]}
+        {"text": text, "all": says_all(text), "said": [one.as_dict() for one in found]}
         for text in _texts(snapshot)
         if (found := found_in(text))
     ]
 
 
 def _texts(snapshot: dict[str, Any]) -> dict[str, None]:
-    """Everything in the stats that may be a reason."""
+    """Everything in the stats that may be a reason; of a node's message each line."""
     shapes = [shape for model in snapshot["models"] for shape in model["shapes"]]
     texts = [shape[name] for shape in shapes for name in ("reason", "note")]
     texts += [sentence for model in snapshot["models"] for sentence in model["inexact"]]
     texts += [fallback["reason"] for fallback in snapshot["fallbacks"]]
     texts += [reason for run in snapshot["skip"] for reason in run["resets"]]
-    texts += [text for node in snapshot["nodes"] for text in (node["message"], node.get("instead", ""))]
+    texts += [line for node in snapshot["nodes"] for line in node["message"].splitlines()]
+    texts += [node["instead"] for node in snapshot["nodes"] if "instead" in node]
     return dict.fromkeys(texts)

@@ -14,8 +14,8 @@ const ZH = read("zh");
 const DRAWS = "it draws random numbers (ldm/x.py:7)";
 const SMALL = "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes";
 const REASONS = [
-  { text: DRAWS, said: [{ key: "draws", short: "the model draws random numbers", values: { place: "ldm/x.py:7" } }] },
-  { text: SMALL, said: [{ key: "no_graphs", short: "Raise graph_budget_mb: it is 0", values: {} }] },
+  { text: DRAWS, all: true, said: [{ key: "draws", short: "the model draws random numbers", values: { place: "ldm/x.py:7" } }] },
+  { text: SMALL, all: true, said: [{ key: "no_graphs", short: "Raise graph_budget_mb: it is 0", values: {} }] },
 ];
 const shape = { key: "x", width: 8, height: 8, batch: 1, frames: 1, state: "eager", reason: DRAWS, note: "unknown" };
 const node = { id: "4", workflow: "", type: "AnyShapeCompileModel", state: "ready", message: "", models: ["M"] };
@@ -56,10 +56,19 @@ test("a node's line has the short form, its tooltip the long one", () => {
   assert.equal(badge(chinese.nodes[1], chinese, ZH, "zh").text, "与 ComfyUI 相同：请调高 CUDA 图显存上限：现在是 0");
 });
 
+test("a message is told line by line, and a line that says more than its reasons stays", () => {
+  const more = `512x512: ${SMALL}`;
+  const entry = { ...node, state: "eager", message: `${more}\n${SMALL}` };
+  const told = inWords({ ...STATS, nodes: [entry], reasons: [...REASONS, { ...REASONS[1], text: more, all: false }] }, ZH);
+  assert.equal(told.nodes[0].message, `${more}\n${ZH.reasons.no_graphs.long}`);
+  const short = ZH.reasons.no_graphs.short;
+  assert.equal(inShort(told.nodes[0].message, told), `${short} ${short}`);
+});
+
 test("an older server sends no reasons, and a newer one may send some that this page does not know", () => {
   const { reasons, ...older } = STATS;
   assert.equal(inWords(older, ZH).models[0].shapes[0].reason, DRAWS);
-  const newer = inWords({ ...STATS, reasons: [{ text: DRAWS, said: [{ key: "of tomorrow", short: "short", values: {} }] }] }, ZH);
+  const newer = inWords({ ...STATS, reasons: [{ text: DRAWS, all: true, said: [{ key: "of tomorrow", short: "short", values: {} }] }] }, ZH);
   assert.equal(newer.models[0].shapes[0].reason, DRAWS);
   assert.equal(inShort(DRAWS, newer), "short");
 });

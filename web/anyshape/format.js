@@ -133,7 +133,7 @@ function warmed({ listed, ready, bad }, words, language) {
 }
 
 /** The form of a reason for a node's line or a table's cell: what helps first. The text itself where it has none. */
-export const inShort = (reason, stats) => stats.shorts?.[reason] ?? reason;
+export const inShort = (reason, stats) => reason.split("\n").map((line) => stats.shorts?.[line] ?? line).join(" ");
 
 /** What is said of a shape: the reason why it does not run faster, and the note where nothing is missed. */
 export const why = (s) => [s.reason, s.note].filter(Boolean);

@@ -9,11 +9,11 @@ import { fill } from "./format.js";
 
 /** `stats` with every known reason in the language of `words`; `shorts`: long form -> short form. */
 export function inWords(stats, words) {
-  const known = new Map((stats.reasons ?? []).map(({ text, said }) => [text, said]));
-  const long = (text) => (known.has(text) ? longForm(text, known.get(text), words) : text);
+  const known = new Map((stats.reasons ?? []).map((told) => [told.text, told]));
+  const long = (text) => (known.has(text) ? longForm(known.get(text), words) : text);
   const shape = (s) => ({ ...s, reason: long(s.reason), note: long(s.note) });
-  const node = (n) => ({ ...n, message: long(n.message), ...(n.instead && { instead: long(n.instead) }) });
-  const shorts = Object.fromEntries([...known].map(([text, said]) => [long(text), shortForm(said, words)]));
+  const node = (n) => ({ ...n, message: n.message.split("\n").map(long).join("\n"), ...(n.instead && { instead: long(n.instead) }) });
+  const shorts = Object.fromEntries([...known.values()].map((told) => [long(told.text), shortForm(told, words)]));
   return {
     ...stats,
     shorts,
@@ -24,11 +24,12 @@ export function inWords(stats, words) {
   };
 }
 
-const shortForm = (said, words) =>
+const shortForm = ({ said }, words) =>
   together(said.map(({ key, short, values }) => fill(words.reasons?.[key]?.short ?? short, values)), words);
 
-function longForm(text, said, words) {
-  if (!words.reasons || !said.every(({ key }) => words.reasons[key])) return text;
+/** As it is where it says more than its reasons, a size for example: that would be lost. */
+function longForm({ text, all, said }, words) {
+  if (!all || !words.reasons || !said.every(({ key }) => words.reasons[key])) return text;
   const written = said.map(({ key, values }) => {
     const sentence = fill(words.reasons[key].long, values);
     return values.place ? fill(words.brackets, { text: sentence, more: values.place }) : sentence;
