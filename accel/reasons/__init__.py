@@ -35,7 +35,10 @@ class Reason:
         parts = [f"(?P<{part}>.*?)" if index % 2 else re.escape(part) for index, part in enumerate(fixed)]
         if not fixed[-1]:
             parts[-2] = parts[-2].replace(".*?", ".*")
-        return re.compile("".join(parts), re.DOTALL)
+        start = (
+            "" if fixed[0] else r"\A"
+        )  # a name at its beginning takes all before; looked for once, not at each place
+        return re.compile(start + "".join(parts), re.DOTALL)
 
 
 class Found(NamedTuple):
