@@ -266,6 +266,16 @@ class BlockTier:
         return take.reason
 
 
+def told(visit: Visit, whole: str) -> tuple[str, str, str]:
+    """(the state, the reason, the note) of a forward whose blocks ran. whole: why all of it could not be recorded."""
+    if not visit.ran:
+        return "eager", whole, NO_GAIN if NO_GAIN in visit.reasons else ""
+    note = f"{say('blocks')} {whole[whole.rfind('(') :]}"
+    if visit.slower:
+        note += f"; {visit.slower} of {visit.ran} are no faster at this size"
+    return "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN), note
+
+
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, AnyShapeError) else say("block_failed", error=named(error))
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from . import devices, graphs, kernels, verify
 from .artifacts import KEEPER
 from .attempt import attempt, named
-from .block_tier import NO_GAIN, BlockTier, Visit
+from .block_tier import BlockTier, told
 from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
+from .halves import Halves
 from .outputs import Output
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
 NOT_COMPARED = say("not_finite")
+GONE = say("skipped_gone")
 NO_GRAPHS = say("no_graphs")
 
 
@@ -52,13 +54,14 @@ class TapeTier:
         self._told = False  # why nothing is fused
         self._rules = True  # whether tapes are rewritten by rules
         self._blocks = BlockTier(stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count)
+        self._halves = Halves(stats, self._tapes, passthrough, self._made, self._count)
 
     def run(self, call: "Call", settings: "Settings", shape: ShapeStats) -> Any:
         """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
         take = self._tapes.find(call.key, fuse, call.taped)
         if take is None:
-            if reason := self._tapes.in_vain(call.key, fuse, call.taped):
+            if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(call.key, fuse, call.taped):
                 self._note(shape, "eager", reason)
                 return call.eager()
             return self._first(call, settings, shape, fuse)
@@ -70,15 +73,15 @@ class TapeTier:
             if out is not None:
                 shape.state, shape.reason = "graph", ""
                 shape.replays += 1
-                return take.form(out)
+                return take.result(out)
         try:
             program = bound(take, call.taped.module, call.weights)
         except NotBound:  # other weights altogether
             self._tapes.drop(take)
-            return self._first(call, settings, shape, fuse)
+            return self.run(call, settings, shape)
         out = _flat(program.run(list(inputs.values())))
         self._settle(call, settings, shape, take, inputs, out)
-        return take.form(out)
+        return take.result(out)
 
     def _can_fuse(self, device: torch.device) -> bool:
         """``can_fuse``; where an NVIDIA GPU cannot, the reason is counted once."""
@@ -101,19 +104,10 @@ class TapeTier:
             return call.eager()
         with self._blocks.visit(call, settings, self._is_first(call)) as visit:
             out = call.eager()
-        self._note_blocks(shape, take, visit)
+        state, reason, note = told(visit, take.reason)
+        shape.note = note or shape.note
+        self._note(shape, state, reason)
         return out
-
-    def _note_blocks(self, shape: ShapeStats, take: Take, visit: Visit) -> None:
-        if not visit.ran:
-            shape.note = NO_GAIN if NO_GAIN in visit.reasons else shape.note
-            self._note(shape, "eager", take.reason)
-            return
-        place = take.reason[take.reason.rfind("(") :]
-        shape.note = f"{say('blocks')} {place}"
-        if visit.slower:
-            shape.note += f"; {visit.slower} of {visit.ran} are no faster at this size"
-        self._note(shape, "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN))
 
     def _is_first(self, call: "Call") -> bool:
         """Whether no size of this dtype has had its first forward."""
@@ -134,7 +128,10 @@ class TapeTier:
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
-        operations = len(tape.operations)
+        operations, first = len(tape.operations), self._is_first(call)
+        own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
+        take.form = own
+        halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
         try:
             out, _ = attempt(
                 lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
@@ -144,28 +141,29 @@ class TapeTier:
         except BaseException:  # the user's interrupt: the next call begins again
             self._tapes.drop(take)
             raise
+        if halves is not None and out is not None:
+            self._halves.finish(call, settings, take, halves, out, _flat(recorded), fuse, first)
         shape.eager_ms, take.clock = take.clock.eager_ms(operations), None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
-        return recorded if out is None else take.form(out)
+        return recorded if out is None else take.result(out)
 
     def _programmed(
         self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
     ) -> Output:
         """The result of the new program, checked."""
         device, first = call.key.device, self._is_first(call)
-        take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _same
         program = self._made(tape, fuse, call)
         self._count(program, first, call.key.inputs[0].dtype)
         inputs = take.inputs(call.inputs, call.taped.options)
         take.program = program
         bound(take, call.taped.module, call.weights)
-        if device.type != "cuda" and not first:  # torch's own operations, as in the first size, which was compared
+        if device.type != "cuda" and not (first or take.added):  # torch's operations, as in the first size: compared
             self._settle(call, settings, shape, take, inputs, None)
             return _flat(recorded)
         may = device.type == "cuda" and settings.graph_budget_mb and not take.graph_obstacle
-        if may and not take.clock.is_long(LONG_MS):
+        if may and not (take.added or take.clock.is_long(LONG_MS)):
             out = self._captured_first(call, settings, shape, take, tape, inputs, _flat(recorded))
             if out is not None:
                 return out
@@ -234,7 +232,7 @@ class TapeTier:
         """``out``, if it is ComfyUI's own result but for rounding; else that of a program without what is wrong."""
         what = f"the tape at {call.width}x{call.height}"
         try:
-            if verify.compare(what, out, recorded):
+            if verify.compare(what, take.own(out), recorded):
                 return out
             raise NotCompared(NOT_COMPARED)
         except WrongResult as error:
@@ -245,7 +243,7 @@ class TapeTier:
             program.bind(call.taped.module)
             take.program, out = program, _flat(program.run(inputs))
             try:
-                verify.compare(what, out, recorded)
+                verify.compare(what, take.own(out), recorded)
                 return out
             except WrongResult:
                 continue
@@ -325,8 +323,8 @@ def _flat(out: Any) -> Output:
     return out if isinstance(out, Tensor) else tuple(out)
 
 
-def _same(out: Any) -> Any:
-    return out
+def _only(out: Output) -> Tensor:
+    return out if isinstance(out, Tensor) else out[0]
 
 
 def _odd_form(out: Any) -> str:

@@ -184,9 +184,9 @@ REASONS = dict(
         "the GPU is the limit at this size ({elapsed} ms, launching {host} ms): no graph",
     ),
     # Skip Blocks and Warm Up
-    not_a_unet=(
-        "Skip Blocks is for SD1.5, SD2 and SDXL",
-        "{why}: no blocks are skipped, it runs as without this node. Skip Blocks is for SD1.5, SD2 and SDXL",
+    no_blocks=(
+        "Remove Skip Blocks: it does not fit this model",
+        "{why}: no blocks are skipped, it runs as without this node",
     ),
     no_such_depth=(
         "Lower depth: 0 to {deepest} here",
@@ -201,6 +201,15 @@ REASONS = dict(
         "this sampler does not report its steps, so every step is full; use euler, dpmpp_2m or another one",
     ),
     blocks_not_skipped=("Please report it: no blocks were skipped", "blocks could not be skipped ({error})"),
+    unrecorded=(
+        "no block is skipped: the model cannot be recorded",
+        "this model's forward could not be recorded (Shape Cache Info says why), so none of its blocks is skipped",
+    ),
+    no_middle=("Remove Skip Blocks: it does not fit this model", "no block of this model is skipped: {why}"),
+    skipped_gone=(
+        "this step ran in full",
+        "the program of skipped steps is no longer there, so this step runs in full; the next full step makes it again",
+    ),
     skip_failed=("a skipped step failed and ran in full", "a skipped step failed, and ran in full instead"),
     called_twice=(
         "a prompt is evaluated twice per step",

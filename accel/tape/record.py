@@ -48,6 +48,7 @@ class Recorder(TorchDispatchMode):
         self._filled: dict[Value, tuple[Tensor, Any]] = {}  # constants full of one number, until they are written
         self._module, self._world = module, World(device)
         self.keeps = False  # whether the forward left a tensor in its model
+        self.apart = False  # whether its blocks may be left out: see ``aliasing.settle``
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
         self.inputs = [self._tensors.leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
 
@@ -306,7 +307,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(UNWRITTEN)
         if self.refuse.reason:
             return None
-        aliasing.settle(self.operations, found)
+        aliasing.settle(self.operations, found, self.apart)
         for value in self._tensors.constants():
             value.origin = None  # or each constant would keep what it was made of
         return Tape(aliasing.needed(self.operations, found), self.inputs, lifted, self.device)
