@@ -417,8 +417,11 @@ def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(page, server) -
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_help_pages_show_their_picture(page, language) -> None:
-    page.set("Comfy.Locale", language)
+def test_help_pages_show_their_picture(browser, server, language) -> None:
+    """On a page of that language from the start: the front end fetches a page once, in the language of that moment."""
+    page = WebPage(browser, server, Comfy_Locale=language)
+    missing = []
+    page.page.on("response", lambda answer: missing.append(answer.url) if answer.status == 404 else None)
     page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
     page.select(1)
     page.page.locator("[data-testid=info-button]").click()
@@ -428,7 +431,8 @@ def test_help_pages_show_their_picture(page, language) -> None:
     source = page.page.locator(".node-help-content img").get_attribute("src")
     assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
     page.shot(f"help-{language}")
-    page.set("Comfy.Locale", "en")
+    assert [url for url in missing if "/docs/" in url] == []
+    page.close()
 
 
 def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
