@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import fleet
+from . import fleet, reasons
 
 VERSION = 2
 STATES = ("graph", "tape", "eager")  # of a shape, fastest first
@@ -328,7 +328,7 @@ class Stats:
             skip = [run.as_dict() for run in self._skip]
             nodes = [node.as_dict() for node in self._nodes.values()]
         shared = fleet.snapshot()
-        return {
+        found = {
             "version": VERSION,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -340,6 +340,7 @@ class Stats:
             "artifacts": self.artifacts.as_dict(),
             "fleet": shared,
         }
+        return found | {"reasons": reasons.told_in(found)}
 
 
 STATS = Stats()

@@ -20,6 +20,7 @@ from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
 from .halves import Halves
 from .outputs import Output
+from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
 from .tape.program import NotBound, Program
@@ -34,12 +35,9 @@ log = logging.getLogger(__name__)
 
 LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
-NOT_COMPARED = (
-    "ComfyUI's own result is not finite at this size, so nothing could be compared with it. If the picture is black, "
-    "load the model in bf16 or fp32"
-)
-GONE = "the program of skipped steps is no longer there, so this step runs in full; the next full step makes it again"
-NO_GRAPHS = "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
+NOT_COMPARED = say("not_finite")
+GONE = say("skipped_gone")
+NO_GRAPHS = say("no_graphs")
 
 
 class NotCompared(AnyShapeError):
@@ -176,7 +174,7 @@ class TapeTier:
         if take.graph and take.graph_obstacle:
             take.graph, shape.note = False, take.graph_obstacle
         elif device.type == "cuda" and not take.graph:
-            shape.note = f"the GPU is the limit at this size ({elapsed:.0f} ms, launching {host:.0f} ms): no graph"
+            shape.note = say("gpu_limit", elapsed=f"{elapsed:.0f}", host=f"{host:.0f}")
         self._settle(call, settings, shape, take, inputs, out)
         return out
 
@@ -250,20 +248,20 @@ class TapeTier:
             except WrongResult:
                 continue
         if self._tapes.doubt(take):
-            raise WrongResult(f"{what}, with blocks taken for alike, is wrong: its next call is recorded as a whole")
+            raise WrongResult(say("wrong_copies", what=what))
         if self._rules:  # they have changed the tape itself: the next call records it again, without them
             self._rules = False
             self._tapes.drop(take)
-        raise WrongResult(f"{what} is not what ComfyUI's own forward gives, even unfused; please report it")
+        raise WrongResult(say("wrong_unfused", what=what))
 
     def _failed(self, take: Take, shape: ShapeStats, error: Exception) -> str:
         """What goes wrong with a new program costs nothing: ComfyUI's own result is there."""
         take.program = None
         if is_out_of_memory(error):
             torch.cuda.empty_cache()
-            take.reason = "out of memory for a second run at this size; lower the image size or the batch"
+            take.reason = say("no_memory")
         else:
-            take.reason = str(error) if isinstance(error, AnyShapeError) else f"the tape failed: {named(error)}"
+            take.reason = str(error) if isinstance(error, AnyShapeError) else say("tape_failed", error=named(error))
             text = "".join(traceback.format_exception(error))
             log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, text)
         self._note(shape, "eager", take.reason)
@@ -332,7 +330,7 @@ def _only(out: Output) -> Tensor:
 def _odd_form(out: Any) -> str:
     if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
         return ""
-    return "its result is neither a tensor nor a list of tensors"
+    return say("odd_result")
 
 
 def _timed(program: Program, inputs: list[Tensor], device: torch.device) -> tuple[Output, float, float]:

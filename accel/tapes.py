@@ -17,6 +17,7 @@ from .block_copies import BlockCopies
 from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
+from .reasons import say
 from .tape.middle import BlockCall
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Program
@@ -25,7 +26,7 @@ from .tape.values import Tape
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
-PACKS = "another node's attention is called in each forward, so there is no graph"
+PACKS = say("attention_no_graph")
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
 
 
@@ -137,7 +138,7 @@ class Tapes:
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
             option = last[-1].guards.differs(taped.options)
-            return f"the option {option!r} differs in each call, so no recording fits twice"
+            return say("option_differs", option=repr(option))
 
     def record(
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]
@@ -162,7 +163,7 @@ class Tapes:
         out, tape = record(lambda: clock.run(forward), recorder)
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
-            reason = f"the forward changes the model itself, {changed}"
+            reason = say("changes_itself", change=changed)
         with self._lock:
             self._count += 1
             take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
@@ -238,7 +239,7 @@ def obstacle(tape: Tape) -> str:
     """Why a tape may not be replayed; "" if it may."""
     for value in tape.leaves():
         if value.device != tape.device and not (value.is_constant and not value.shape):
-            return "weights or inputs lie on another device (low VRAM, streamed weights)"
+            return say("low_vram")
     return ""
 
 

@@ -21,7 +21,7 @@ class Accelerate(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeAccelerate",
-            display_name="Accelerate",
+            display_name="Accelerate (AnyShape)",
             category="AnyShape",
             description="Makes a workflow faster with one node: Compile Model, Compile VAE and Compile ControlNet in "
             "one. Connect what there is, and take it from here on. What cannot run faster runs as without this node; "

@@ -40,7 +40,7 @@ class SkipBlocks(io.ComfyNode):
                     default=3,
                     min=1,
                     max=MAX_INTERVAL,
-                    tooltip="One step in so many computes every block. Higher: faster, and farther from the original "
+                    tooltip="Runs every block on one step in N. Higher: faster, and farther from the original "
                     "picture. 1: every step in full, exactly as without this node.",
                 ),
                 io.Combo.Input(

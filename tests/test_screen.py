@@ -112,13 +112,13 @@ SHOWN = """id => {
              widgets: names(node.widgets.filter((one) => one.name !== 'anyshape')) };
 }"""
 CHINESE = {
-    "title": "编译模型",
+    "title": "编译模型（AnyShape）",
     "inputs": ["模型", "模式", "CUDA 图显存上限（MB）", "核对"],
     "outputs": ["模型"],
     "widgets": ["模式", "CUDA 图显存上限（MB）", "核对"],
 }
 ENGLISH = {
-    "title": "Compile Model",
+    "title": "Compile Model (AnyShape)",
     "inputs": ["model", "mode", "graph_budget_mb", "verify"],
     "outputs": ["MODEL"],
     "widgets": ["mode", "graph_budget_mb", "verify"],
@@ -176,7 +176,7 @@ def test_what_the_user_named_keeps_its_name(browser, server) -> None:
 @pytest.mark.parametrize(
     ("typed", "title"),
     [
-        ("faster", "Compile Model"), ("torch compile", "Compile Model"), ("cuda graph", "Compile Model"),
+        ("faster", "Compile Model (AnyShape)"), ("torch compile", "Compile Model"), ("cuda graph", "Compile Model"),
         ("teacache", "Skip Blocks (DeepCache)"), ("speed up vae", "Compile VAE"), ("预热", "Warm Up"),
     ],
 )  # fmt: skip

@@ -155,7 +155,7 @@ def test_the_language_of_what_we_say(opened) -> None:
     page.page.evaluate("detail => app.api.dispatchEvent(new CustomEvent('anyshape.ahead', { detail }))", begun)
     page.page.get_by_text("正在预热上次会话的 2 个尺寸（rockets）").wait_for()
     page.page.locator(PANEL, has_text="尺寸缓存").wait_for()
-    assert page.page.evaluate("id => app.graph.getNodeById(id).title", added) == "Accelerate"
+    assert page.page.evaluate("id => app.graph.getNodeById(id).title", added) == "Accelerate (AnyShape)"
     page.set(IDS[4], DEFAULTS[IDS[4]])
     page.wait_for_line(added, "not run yet")
     assert page.errors == []

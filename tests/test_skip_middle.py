@@ -198,7 +198,7 @@ def test_runs_after_each_other_are_as_fresh_ones(tiny, run):
     skip = skipping(tiny("Flux"))
     sample(skip, "Flux")
     assert torch.equal(sample(skip, "Flux", **run), sample(skipping(tiny("Flux", fresh=True)), "Flux", **run))
-    assert last_run()["skipped"] >= 8 and last_run()["resets"] == {}  # heun looks twice a step
+    assert last_run()["skipped"] >= 8 and last_run()["resets"] == {}  # heun looks twice per step
 
 
 def test_a_prompt_that_begins_in_mid_run(tiny):

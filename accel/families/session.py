@@ -18,6 +18,7 @@ from ..fingerprint import foreign_method
 from ..key import shape_key
 from ..ops import FusedOps
 from ..outputs import Output
+from ..reasons import say
 from ..skip.run import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..stats import STATS
 from ..tapes import Added
@@ -29,10 +30,7 @@ from .layers import INTERRUPTS, is_foreign
 from .run_state import Run, call_obstacle
 
 PATCH_KEYS = ("patches", "patches_replace")
-PASSED_BY = (
-    "another node runs this model past Compile Model (TorchCompileModel compiles it as a whole, say), so nothing of "
-    "it was sped up here: remove one of the two nodes"
-)
+PASSED_BY = say("passed_by")
 
 
 class Session:
@@ -334,13 +332,13 @@ def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., T
     if own and not replaced and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
         return ""
     whose = f" ({replaced})" if replaced else ""
-    return f"another node replaced the model's forward{whose}, so the model runs in eager"
+    return say("foreign_forward", whose=whose)
 
 
 def _graph_obstacle(run: Run, options: dict[str, Any]) -> str:
     """Why this forward may have Python side effects or no fixed weights, so that it must not be captured."""
     if patches := _patched(options):
-        return f"patches by another node ({', '.join(patches)}): patched blocks run in eager, without a graph"
+        return say("patched_blocks", patches=", ".join(patches))
     return run.plan.survey.graph_obstacle()
 
 

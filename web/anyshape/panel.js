@@ -1,7 +1,7 @@
 /** The panel "Shape cache": every size that has run, the graphs' budget, what ran slower and why. */
 
-import { el, setText, sync } from "./dom.js";
-import { budget, count, fallbacks, fill, inexact, together, totals } from "./format.js";
+import { el, setText, setTitle, sync } from "./dom.js";
+import { budget, count, fallbacks, fill, inShort, inexact, together, totals } from "./format.js";
 import * as store from "./store.js";
 import { showTables } from "./tables.js";
 import { language, words } from "./texts.js";
@@ -90,11 +90,11 @@ function showPanel(element, parts, buttons, stats) {
     one.title = texts.buttons[one.dataset.action].help;
   });
   showWarm(buttons, !none && warmUps().length > 0);
-  showTables(parts.tables, stats);
-  showList(parts.inexact, texts.inexact, inexact(stats.models));
+  showTables(parts.tables, stats, true);
+  showList(parts.inexact, texts.inexact, inexact(stats.models, texts));
   showList(parts.skip, texts.skip.title, together(stats.skip.map((run) => skipLine(run, texts))));
-  const steps = fallbacks(stats).map((f) => `${f.where}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${f.reason}`);
-  showList(parts.fallbacks, texts.fallbacks, steps);
+  const steps = fallbacks(stats).map((f) => `${f.where}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${inShort(f.reason, stats)}`);
+  showList(parts.fallbacks, texts.fallbacks, steps, fallbacks(stats).map((f) => f.reason));
 }
 
 /** The button is there only where a Warm Up is. */
@@ -114,12 +114,16 @@ function showBudget(parts, graphs, texts) {
 
 function skipLine(run, texts) {
   const resets = Object.entries(run.resets).map(([reason, n]) => fill(texts.skip.reset, { n, reason }));
-  return [`${run.model}${texts.colon}${fill(texts.badge.skipped, run)}`, ...resets].join("; ");
+  return [`${run.model}${texts.colon}${fill(texts.badge.skipped, run)}`, ...resets].join(texts.semicolon);
 }
 
-function showList(part, title, lines) {
+/** titles: the tooltip of each line, where the lines are short forms. */
+function showList(part, title, lines, titles = []) {
   part.hidden = !lines.length;
   setText(part.children[0], title);
   const items = lines.map((text, index) => ({ text, index }));
-  sync(part.children[1], items, (item) => item.index, () => el("li"), (item, { text }) => setText(item, text));
+  sync(part.children[1], items, (item) => item.index, () => el("li"), (item, { text, index }) => {
+    setText(item, text);
+    setTitle(item, titles[index] ?? "");
+  });
 }
