@@ -19,6 +19,7 @@ from .block_tier import NO_GAIN, BlockTier, Visit
 from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
 from .outputs import Output
+from .preparing import preparing
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
 from .tape.program import NotBound, Program
@@ -124,7 +125,8 @@ class TapeTier:
     # The first call of a size ---------------------------------------------------------------------------------------
 
     def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
-        with collector_off():  # so many small objects at once would set it off several times
+        # so many small objects at once would set the collector off several times
+        with preparing(self.stats.name, shape.size), collector_off():
             return self._recorded(call, settings, shape, fuse)
 
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
@@ -146,7 +148,7 @@ class TapeTier:
         except BaseException:  # the user's interrupt: the next call begins again
             self._tapes.drop(take)
             raise
-        shape.eager_ms, take.clock = take.clock.eager_ms(operations), None
+        shape.eager.once, take.clock = take.clock.eager_ms(operations), None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
@@ -300,7 +302,8 @@ class TapeTier:
             tuple(program.constants()), out, False, self.stats.name, wanted,
         )  # fmt: skip
         cache = graphs.cache(call.key.device)
-        shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
+        with preparing(self.stats.name, shape.size):
+            shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
         shape.state, shape.reason = "graph", ""
 
     def _name(self, call: "Call", take: Take) -> graphs.Name:

@@ -10,6 +10,7 @@ from .messages import VERIFY, node_id, say
 from .schema import schema
 
 FORMER = ("kernels", "regions")  # modes of versions before the tape; saved workflows still name them
+TIMED = {f"time {mode}": mode for mode in ("auto", "exact")}  # what Compare queues: ComfyUI's own forwards are timed
 
 
 class CompileModel(io.ComfyNode):
@@ -57,7 +58,7 @@ class CompileModel(io.ComfyNode):
 
         None: the value comes from another node, and is not known yet.
         """
-        if mode is None or mode in MODES or mode in FORMER:
+        if mode is None or mode in (*MODES, *FORMER, *TIMED):
             return True
         return f"{mode!r} is not in the list; choose one of {', '.join(MODES)}"
 
@@ -67,11 +68,13 @@ class CompileModel(io.ComfyNode):
     ) -> io.NodeOutput:
         settings = {"mode": mode, "graph_budget_mb": graph_budget_mb, "verify": verify}
         mode, note = _current(mode)
+        if mode in TIMED:
+            return io.NodeOutput(compile_model(model, Settings(TIMED[mode], timed=True))[0])
         compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
         message = "\n".join(part for part in (note, message) if part)
         say(message, node_id(cls))
         past = entries.passed_by(compiled)
-        badge.note(cls, entries.of_model(compiled), message, mode != "off", instead=past, **settings)
+        badge.note(cls, entries.of_model(compiled), message, mode != "off", instead=past, patcher=model, **settings)
         return io.NodeOutput(compiled)
 
 

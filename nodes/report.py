@@ -8,9 +8,12 @@ MIB = 1 << 20
 
 def report(snapshot: dict[str, Any]) -> str:
     """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
+    # the model that ran last comes first
+    ran = sorted(reversed(snapshot["models"]), key=_latest, reverse=True)
     files = {name: node["file"] for node in snapshot["nodes"] if "file" in node for name in node["models"]}
-    models = [_model(model, files.get(model["name"], "")) for model in snapshot["models"] if model["shapes"]]
+    models = [_model(model, files.get(model["name"], "")) for model in ran if model["shapes"]]
     parts = [
+        _gain(snapshot["gain"]),
         *(models or ["Nothing has run through a compile node yet."]),
         _graphs(snapshot["graphs"]),
         _fleet(snapshot["fleet"]),
@@ -21,6 +24,19 @@ def report(snapshot: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def _latest(model: dict[str, Any]) -> int:
+    """The number of the latest prompt that it ran in."""
+    return max((s["prompt"] for s in model["shapes"]), default=0)
+
+
+def _gain(gain: dict[str, float]) -> str:
+    if not gain:
+        return ""
+    saved = gain["saved_seconds"]
+    what = f"{saved:.1f} s saved" if saved >= 0 else f"{-saved:.1f} s lost so far"
+    return f"Beside ComfyUI's own forwards, at the sizes where both were measured: {gain['factor']:.2f}x, {what}"
+
+
 def _model(model: dict[str, Any], file: str) -> str:
     what = f"{model['kind']}, {file}" if file else model["kind"]
     head = (
@@ -28,7 +44,8 @@ def _model(model: dict[str, Any], file: str) -> str:
         f"{model['recompiles']} recompiles, {model['compile_seconds']:.1f} s compiling"
     )
     columns = (
-        f"{'size':>14} {'batch':>5} {'state':>6} {'calls':>6} {'first s':>8} {'ms':>8} {'eager ms':>8} {'MB':>6}  why"
+        f"{'size':>14} {'batch':>5} {'state':>6} {'calls':>6} {'first s':>8} {'ms':>8} {'eager ms':>8} {'x':>5} "
+        f"{'MB':>6}  why"
     )
     inexact = [f"  less exact than eager: {sentence}" for sentence in model["inexact"]]
     return "\n".join([head, columns, *map(_shape, model["shapes"]), *inexact])
@@ -40,9 +57,10 @@ def _count(items: list[Any], noun: str) -> str:
 
 def _shape(s: dict[str, Any]) -> str:
     now, eager = (f"{ms:.1f}" if ms else "-" for ms in (s["median_ms"], s["eager_ms"]))
+    factor = f"{s['factor']:.2f}" if s["factor"] else "-"
     return (
         f"{_size(s):>14} {s['batch']:>5} {s['state']:>6} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
-        f"{now:>8} {eager:>8} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{_why(s)}"
+        f"{now:>8} {eager:>8} {factor:>5} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{_why(s)}"
     ).rstrip()
 
 
