@@ -111,9 +111,7 @@ class ModelStats:
         if entry is None:
             for oldest in list(self.shapes)[: max(0, len(self.shapes) + 1 - MAX_SHAPES)]:
                 self.shapes.pop(oldest, None)
-            entry = self.shapes.setdefault(
-                key, ShapeStats(key, width, height, batch, frames, eager=self.eager_at(key))
-            )
+            entry = self.shapes.setdefault(key, ShapeStats(key, width, height, batch, frames, eager=self.eager_at(key)))
         return entry
 
     def as_dict(self) -> dict[str, Any]:

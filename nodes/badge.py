@@ -32,9 +32,7 @@ def note(
     attempt(lambda: _note(node, state, message, names or list, patcher, more), failed("server", "a node's badge"))
 
 
-def _note(
-    node: type[io.ComfyNode], state: str, message: str, names: Names, patcher: Any, more: dict[str, Any]
-) -> None:
+def _note(node: type[io.ComfyNode], state: str, message: str, names: Names, patcher: Any, more: dict[str, Any]) -> None:
     if (found := node_id(node)) is None:
         return
     kind, workflow = node.define_schema().node_id, workflow_of(node.hidden.extra_pnginfo)

@@ -61,6 +61,7 @@ CONTRACT = {
             "negative": ("CONDITIONING", None, None),
             "cfg": (["auto", "on", "off", "both"], "auto", None),
             "preset": (["none", "SDXL", "portrait and landscape", "SD1.5"], "none", None),
+            "measure": ("BOOLEAN", False, None),
         },
         {"MODEL": "MODEL", "VAE": "VAE", "report": "STRING"},
     ),

@@ -77,7 +77,9 @@ def warm_up(
     bad = len(problems)
     problems = in_short(problems, "more entries are no sizes") if shapes or problems else [NO_SIZES]
     outcome, failure = attempt(
-        lambda: _warmed(model, shapes, vae, (positive, negative), cfg, measure), failed("Warm Up", "Warm Up"), INTERRUPTS
+        lambda: _warmed(model, shapes, vae, (positive, negative), cfg, measure),
+        failed("Warm Up", "Warm Up"),
+        INTERRUPTS,
     )
     shapes, rows, warnings = outcome or (shapes, [], [failure])
     warnings = [*problems, *warnings]

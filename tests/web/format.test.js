@@ -172,7 +172,8 @@ test("an entry belongs to the node of its id, class and workflow", () => {
   assert.equal(format.entryOf({}, where), undefined); // an older server
   const cached = { ...where, cached: true }; // the node ran in a copy of the workflow
   assert.equal(format.entryOf(stats([], { nodes: [foreign] }), cached), foreign);
-  assert.equal(format.entryOf(stats([], { nodes: [foreign, entry({ workflow: "a third" })] }), cached), undefined);
+  const latest = entry({ workflow: "a third" });
+  assert.equal(format.entryOf(stats([], { nodes: [foreign, latest] }), cached), latest);
 });
 
 test("a node that has not run, is off, cannot be compiled, or has not sampled", () => {

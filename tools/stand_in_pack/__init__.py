@@ -82,8 +82,18 @@ class UnknownPatch:
         return (patched,)
 
 
-NODE_CLASS_MAPPINGS = {"AnyShapeTestUnknownPatch": UnknownPatch}
-NODE_DISPLAY_NAME_MAPPINGS = {"AnyShapeTestUnknownPatch": "Unknown Patch"}
+class Failing:
+    """A node that fails when it runs."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"images": ("IMAGE",)}})
+    RETURN_TYPES, FUNCTION, CATEGORY = ("IMAGE",), "fail", "AnyShape tests"
+
+    def fail(self, images: Any) -> tuple[Any]:
+        raise RuntimeError("it fails on purpose")
+
+
+NODE_CLASS_MAPPINGS = {"AnyShapeTestUnknownPatch": UnknownPatch, "AnyShapeTestFailing": Failing}
+NODE_DISPLAY_NAME_MAPPINGS = {"AnyShapeTestUnknownPatch": "Unknown Patch", "AnyShapeTestFailing": "Failing"}
 
 if __name__ != "tools.stand_in_pack":
     from server import PromptServer

@@ -2,10 +2,11 @@
 
 import { el, setText, setTitle, sync } from "./dom.js";
 import { count, files, fill, megabytes, milliseconds, reasons, seconds, shares, size, sizes, speed, step } from "./format.js";
+import { times } from "./gain.js";
 import { language, words } from "./texts.js";
 
 const BREAK = "\u200b"; // where a line may break that is too long for its column: a video's frames go below its size
-const COLUMNS = ["size", "batch", "state", "calls", "first", "median", "memory"];
+const COLUMNS = ["size", "batch", "state", "calls", "first", "median", "factor", "memory"];
 
 /** Puts the tables of `stats` into `parent`; those of models without a call since the last clear are left out. */
 export function showTables(parent, stats) {
@@ -61,11 +62,13 @@ function showShape(row, { shape, level, bars }) {
     shape.calls,
     seconds(shape.first_call_seconds),
     milliseconds(shape.median_ms),
+    times(shape.factor),
     megabytes(shape.bytes),
   ];
   cells.forEach((text, index) => setText(row.cells[index], String(text)));
   setTitle(row.cells[2], `${shape.state}: ${texts.technical[shape.state]}`);
   setTitle(row.cells[5], shape.eager_ms > 0 ? fill(texts.eager_ms, { ms: milliseconds(shape.eager_ms) }) : "");
+  row.cells[6].classList.toggle("anyshape-loss", shape.factor > 0 && shape.factor < 1);
   bars.forEach((share, index) => {
     row.cells[4 + index].className = "anyshape-bar";
     row.cells[4 + index].style.setProperty("--share", `${(100 * share).toFixed(1)}%`);
