@@ -6,9 +6,14 @@ from typing import Any
 import torch
 
 
+def can_gain() -> bool:
+    """Whether this machine has what makes models faster."""
+    return torch.cuda.is_available()
+
+
 def factor(state: str, eager_ms: float | None, median_ms: float) -> float | None:
     """Eager's time by ours; None where one of them is not known, or where nothing is gained: in eager, on a CPU."""
-    if state == "eager" or not eager_ms or not median_ms or not torch.cuda.is_available():
+    if state == "eager" or not eager_ms or not median_ms or not can_gain():
         return None
     return round(eager_ms / median_ms, 3)
 

@@ -138,7 +138,7 @@ class TapeTier:
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
-        operations = len(tape.operations)
+        operations, known = len(tape.operations), set(self._dtypes)
         try:
             out, _ = attempt(
                 lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
@@ -147,6 +147,7 @@ class TapeTier:
             )
         except BaseException:  # the user's interrupt: the next call begins again
             self._tapes.drop(take)
+            self._dtypes = known
             raise
         shape.eager.once, take.clock = take.clock.eager_ms(operations), None
         tape.dissolve()

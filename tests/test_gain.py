@@ -23,8 +23,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def on_a_gpu(monkeypatch) -> None:
     """As far as the factor is concerned."""
-    monkeypatch.setattr(gain.torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(stats.torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(gain, "can_gain", lambda: True)
 
 
 def called(times: CallTimes, milliseconds: float, fast: bool = True) -> None:

@@ -72,7 +72,7 @@ def warm_up(
     model: ModelPatcher, text: str, vae: comfy.sd.VAE | None = None, positive: list | None = None,
     negative: list | None = None, cfg: str = "auto", measure: bool = False,
 ) -> Outcome:  # fmt: skip
-    """Runs the sizes that ``text`` lists; nothing else is changed. measure: ComfyUI's own forwards too, for the gain."""
+    """Runs the sizes that ``text`` lists; nothing else is changed. measure: also on ComfyUI's own forwards, timed."""
     shapes, problems = parse(text)
     bad = len(problems)
     problems = in_short(problems, "more entries are no sizes") if shapes or problems else [NO_SIZES]
@@ -192,9 +192,10 @@ def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> R
     gained = gain.total([s for _, s in ran]).get("factor")
     told = [(name, text) for name, s in ran for text in (s["reason"], s["note"]) if text]
     reasons = [job.note] * bool(job.note) + [f"{name}: {text}" if several else text for name, text in told]
+    captured = frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph")
     return Row(
         job.shape, job.part, max(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
-        "; ".join(dict.fromkeys(reasons)), gained, frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph"),
+        "; ".join(dict.fromkeys(reasons)), gained, captured,
     )  # fmt: skip
 
 
