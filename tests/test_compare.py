@@ -283,11 +283,11 @@ def test_a_prompt_ends_with_a_line(page, server) -> None:
 
 def test_preparing_is_shown_with_a_clock_and_cancel_ends_it(page, server) -> None:
     """A size whose first forward takes a CPU many seconds. What was broken off leaves nothing, and is made later."""
-    opened(page, short(17, 1536, 1536))
+    opened(page, short(17, 1152, 1152))
     page.page.keyboard.press("Control+Enter")
-    shown = page.wait_for_badge(4, "preparing 1536×1536… 3 s")
-    assert shown == "preparing 1536×1536… 3 s"
-    assert await_text(page, f"{PANEL} .anyshape-work", "preparing 1536×1536")
+    shown = page.wait_for_badge(4, "preparing 1152×1152… 1 s")
+    assert shown == "preparing 1152×1152… 1 s"
+    assert await_text(page, f"{PANEL} .anyshape-work", "preparing 1152×1152")
     page.shot("preparing")
     known = server.get("/anyshape/stats").json()["fallbacks"]
     cancelled = time.monotonic()
@@ -297,4 +297,4 @@ def test_preparing_is_shown_with_a_clock_and_cancel_ends_it(page, server) -> Non
     page.wait_for_badge(4, "as ComfyUI: ")  # of what was sampled before
     now = server.get("/anyshape/stats").json()
     assert now["preparing"] == {} and now["fallbacks"] == known
-    assert not [s for model in now["models"] for s in model["shapes"] if s["width"] == 1536]
+    assert not [s for model in now["models"] for s in model["shapes"] if s["width"] == 1152]

@@ -304,7 +304,7 @@ def test_eager_is_measured_beside_ours(pack, models, fresh, clean, monkeypatch, 
         assert shape["saved_seconds"] < 0  # what is made ahead only costs, so far
         assert row.split()[x] == f"{shape['factor']:.2f}"
     assert fallbacks() == [] and error(models.sample(fast, width=64, height=64, seed=1, steps=2), wanted) < 1e-4
-    assert shapes()[0]["calls"] == 5
+    assert sum(shape["calls"] for shape in shapes()) == 3 + 3 + 2
     monkeypatch.undo()
     assert all(shape["factor"] is None for shape in shapes())  # on a CPU nothing is gained
 
