@@ -58,7 +58,7 @@ class Live:
             self._told[node] = gain.duration(work["seconds"])
             self._server.send_progress_text(f"preparing {work['size']}: {int(work['seconds'])} s", node)
         for node in [node for node in self._told if node not in nodes]:
-            self._server.send_progress_text(f"prepared in {self._told.pop(node)}", node)
+            self._server.send_progress_text(f"prepared for {self._told.pop(node)}", node)
 
 
 def _without_clock(now: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Prompts in ComfyUI's queue: which one runs, of which workflow, and a line of what it came to when it has ended."""
 
 import logging
-import time
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
@@ -14,7 +13,7 @@ from .badge import workflow_of
 
 log = logging.getLogger(__name__)
 
-MESSAGE = "anyshape"  # among the messages of a prompt's status, in ComfyUI's history
+KEY = "anyshape"  # of what is added to a prompt's entry in ComfyUI's history
 START, END = "execution_start", ("execution_success", "execution_error", "execution_interrupted")
 
 
@@ -38,14 +37,13 @@ def conclude(queue: Any) -> None:
     """Sums up the prompts that have ended: in the log, and in the history of ``queue``."""
     for prompt_id in STATS.prompts.pending():
         with queue.mutex:
-            status = (queue.history.get(prompt_id) or {}).get("status")
-        if status is None or (prompt := STATS.prompts.end(prompt_id)) is None:
+            entry = queue.history.get(prompt_id)
+        if entry is None or (prompt := STATS.prompts.end(prompt_id)) is None:
             continue
-        line, figures = summary(prompt, _seconds(status["messages"]))
+        line, figures = summary(prompt, _seconds((entry.get("status") or {}).get("messages", [])))
         log.info("AnyShape: prompt %s: %s", prompt_id, line)
-        told = figures | {"prompt_id": prompt_id, "timestamp": int(time.time() * 1e3), "text": line}
         with queue.mutex:
-            status["messages"].append((MESSAGE, told))
+            entry[KEY] = figures | {"text": line}
 
 
 def summary(prompt: Prompt, seconds: float) -> tuple[str, dict[str, Any]]:

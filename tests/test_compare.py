@@ -265,12 +265,9 @@ def test_tables_are_about_a_prompt_a_workflow_or_everything(page, server) -> Non
 
 def test_a_prompt_ends_with_a_line(page, server) -> None:
     opened(page, flow(16))
-    entry, deadline = page.run(server), time.monotonic() + 20
+    entry = page.run(server)
     prompt_id = entry["prompt"][1]
-    while "anyshape" not in dict(server.history(prompt_id)["status"]["messages"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    told = dict(server.history(prompt_id)["status"]["messages"])["anyshape"]
+    told = wait_until(lambda: server.history(prompt_id).get("anyshape"), 20)
     stamps = dict(entry["status"]["messages"])
     seconds = (stamps["execution_success"]["timestamp"] - stamps["execution_start"]["timestamp"]) / 1e3
     assert told["seconds"] == pytest.approx(seconds, abs=0.01) and told["compiled"] == 0
@@ -284,16 +281,22 @@ def test_a_prompt_ends_with_a_line(page, server) -> None:
 def test_preparing_is_shown_with_a_clock_and_cancel_ends_it(page, server) -> None:
     """A size whose first forward takes a CPU many seconds. What was broken off leaves nothing, and is made later."""
     opened(page, short(17, 1152, 1152))
+    page.page.evaluate(
+        "() => { window.told = []; app.api.addEventListener('progress_text', ({ detail }) => told.push(detail)); }"
+    )
     page.page.keyboard.press("Control+Enter")
     shown = page.wait_for_badge(4, "preparing 1152×1152… 1 s")
     assert shown == "preparing 1152×1152… 1 s"
     assert await_text(page, f"{PANEL} .anyshape-work", "preparing 1152×1152")
+    page.page.wait_for_function("() => window.told.some((one) => one.text === 'preparing 1152x1152: 2 s')")
+    assert {one["nodeId"] for one in page.page.evaluate("() => window.told")} == {"4"}
     page.shot("preparing")
     known = server.get("/anyshape/stats").json()["fallbacks"]
     cancelled = time.monotonic()
     server.interrupt()
     wait_until(lambda: not running(server))
     assert time.monotonic() - cancelled < 2
+    page.page.wait_for_function("() => window.told.at(-1).text.startsWith('prepared for ')")
     page.wait_for_badge(4, "as ComfyUI: ")  # of what was sampled before
     now = server.get("/anyshape/stats").json()
     assert now["preparing"] == {} and now["fallbacks"] == known
