@@ -288,6 +288,8 @@ def test_preparing_is_shown_with_a_clock_and_cancel_ends_it(page, server) -> Non
     shown = page.wait_for_badge(4, "preparing 1152×1152… 1 s")
     assert shown == "preparing 1152×1152… 1 s"
     assert await_text(page, f"{PANEL} .anyshape-work", "preparing 1152×1152")
+    row = page.page.locator(f"{PANEL} tr[data-level=preparing]")
+    assert [row.locator("td").nth(i).inner_text() for i in (0, 2, 4)] == ["1152×1152", "preparing", "–"]
     page.page.wait_for_function("() => window.told.some((one) => one.text === 'preparing 1152x1152: 2 s')")
     assert {one["nodeId"] for one in page.page.evaluate("() => window.told")} == {"4"}
     page.shot("preparing")

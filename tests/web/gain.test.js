@@ -44,12 +44,12 @@ const badge = (shapes, more = {}, words = EN, language = "en") =>
 test("a node says how much faster it is: the latest prompt's factor, and all that was saved", () => {
   const old = shape({ width: 64, prompt: 1, factor: 3, eager_ms: 60, saved_seconds: 11.9 });
   const shown = badge([old, shape({ prompt: 2 })]);
-  assert.deepEqual([shown.text, shown.loss], ["fast: 512×512, 1.5x, 12 s saved", false]);
+  assert.deepEqual([shown.text, shown.loss], ["1.5x, 12 s saved, fast: 512×512", false]);
   const slower = badge([shape({ factor: 0.8, eager_ms: 16, saved_seconds: -2 })]);
-  assert.deepEqual([slower.text, slower.loss], ["fast: 512×512, 0.8x, 2.0 s lost so far", true]);
+  assert.deepEqual([slower.text, slower.loss], ["0.8x, 2.0 s lost so far, fast: 512×512", true]);
   assert.equal(badge([unknown()]).text, "fast: 512×512");
   assert.equal(badge([unknown({ state: "eager", reason: "a patch" })]).text, "as ComfyUI: a patch");
-  assert.equal(badge([shape()], {}, ZH, "zh").text, "加速：512×512，1.5x，节省 0.1 秒");
+  assert.equal(badge([shape()], {}, ZH, "zh").text, "1.5x，节省 0.1 秒，加速：512×512");
 });
 
 test("what is being prepared is on the line of its model's nodes, with a clock", () => {

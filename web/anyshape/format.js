@@ -182,7 +182,7 @@ function ran(models, words, language, device) {
   const now = gain(shapes);
   const gained = now ? [gainText({ ...now, saved: gain(all).saved }, words)] : [];
   const first = `${name}${words.colon}${level === "as_comfyui" && reason ? reason : sized_by}`;
-  const text = [first, ...gained, ...counted].join(words.comma);
+  const text = [...gained, first, ...counted].join(words.comma);
   const title = [text, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
   return { ...plain(level, shorten(text), title.join("\n")), loss: now?.factor < 1 };
 }

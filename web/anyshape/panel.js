@@ -19,15 +19,17 @@ export function makePanel() {
     totals: el("p", { className: "anyshape-totals" }),
     bar: el("div", { className: "anyshape-budget", role: "meter", "aria-valuemin": "0", "aria-valuemax": "100" }),
     budget: el("p", { className: "anyshape-note" }),
-    scope: makeScope("panel", "all"),
     compare: el("p", { className: "anyshape-compare", role: "status" }),
     empty: el("p", { className: "anyshape-note" }),
     tables: el("div", { className: "anyshape-tables", role: "region", tabIndex: 0 }),
     inexact: list(),
     skip: list(),
     fallbacks: list(),
-    said: el("p", { className: "anyshape-said", role: "status" }),
+    said: el("span", { role: "status" }),
+    work: el("span", { className: "anyshape-work", role: "status" }),
   };
+  const line = el("p", { className: "anyshape-said" }, parts.work, parts.said);
+  parts.scope = makeScope("panel", "all", parts.work);
   const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport, compare };
   const buttons = Object.entries(actions).map(([name, action]) => button(name, action, parts.said));
   const element = el(
@@ -40,7 +42,7 @@ export function makePanel() {
       el("div", { className: "anyshape-buttons" }, ...buttons),
     ),
     parts.compare,
-    parts.said,
+    line,
     parts.scope.element,
     el("div", { className: "anyshape-scroll" }, ...lists(parts)),
   );

@@ -6,8 +6,8 @@ import { preparingText, SCOPES, scoped } from "./gain.js";
 import * as store from "./store.js";
 import { words } from "./texts.js";
 
-/** A row of three buttons and the clock. name: under which the choice is kept in this browser. */
-export function makeScope(name, chosen) {
+/** A row of three buttons. name: under which the choice is kept in this browser. work: where the clock is shown. */
+export function makeScope(name, chosen, work = el("span", { className: "anyshape-work", role: "status" })) {
   const key = `anyshape.scope.${name}`;
   const kept = localStorage.getItem(key);
   const scope = { chosen: SCOPES.includes(kept) ? kept : chosen };
@@ -20,8 +20,8 @@ export function makeScope(name, chosen) {
       store.refresh();
     });
   });
-  const work = el("span", { className: "anyshape-work", role: "status" });
-  scope.element = el("div", { className: "anyshape-scope" }, el("span", { role: "group" }, ...buttons), work);
+  const group = el("span", { role: "group" }, ...buttons);
+  scope.element = el("div", { className: "anyshape-scope" }, group, ...(work.parentElement ? [] : [work]));
   scope.apply = (stats) => {
     const texts = words();
     buttons.forEach((button) => {

@@ -12,7 +12,7 @@ const COLUMNS = ["size", "batch", "state", "calls", "first", "median", "factor",
 export function showTables(parent, stats) {
   const named = files(stats);
   const models = stats.models.filter((model) => model.shapes.length);
-  const show = (part, model) => showModel(part, model, named.get(model.name), stats.device);
+  const show = (part, model) => showModel(part, model, named.get(model.name), stats);
   sync(parent, models, (model) => model.name, makeModel, show);
 }
 
@@ -22,7 +22,7 @@ function makeModel() {
   return el("div", { className: "anyshape-model" }, table, el("ul", { className: "anyshape-reasons" }));
 }
 
-function showModel(part, model, file, device) {
+function showModel(part, model, file, { device, preparing }) {
   const texts = words();
   const [table, list] = part.children;
   const head = table.tHead.rows[0];
@@ -31,9 +31,11 @@ function showModel(part, model, file, device) {
     setText(head.cells[index], texts.columns[name].title);
     setTitle(head.cells[index], texts.columns[name].help);
   });
+  const work = preparing?.model === model.name;
+  const levelOf = (s) => (s.first_call_seconds > 0 || !work ? speed(s, device) : "preparing"); // its first call goes on
   const first = shares(model.shapes.map((s) => s.first_call_seconds));
   const now = shares(model.shapes.map((s) => s.median_ms));
-  const lines = model.shapes.map((s, i) => ({ shape: s, level: speed(s, device), bars: [first[i], now[i]] }));
+  const lines = model.shapes.map((s, i) => ({ shape: s, level: levelOf(s), bars: [first[i], now[i]] }));
   sync(table.tBodies[0], lines, (line) => line.shape.key, () => el("tr"), showShape);
   sync(list, reasons(model.shapes, texts, language()), (text) => text, () => el("li"), setText);
 }
@@ -60,7 +62,7 @@ function showShape(row, { shape, level, bars }) {
     shape.batch,
     kind ? `${state.title} (${texts.steps[kind]})` : state.title,
     shape.calls,
-    seconds(shape.first_call_seconds),
+    shape.first_call_seconds > 0 ? seconds(shape.first_call_seconds) : "–",
     milliseconds(shape.median_ms),
     times(shape.factor),
     megabytes(shape.bytes),
