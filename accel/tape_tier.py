@@ -149,7 +149,8 @@ class TapeTier:
             self._tapes.drop(take)
             self._dtypes = known
             raise
-        shape.eager.once, take.clock = take.clock.eager_ms(operations), None
+        shape.eager.note(take.clock.eager_ms(operations))
+        take.clock = None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()

@@ -106,6 +106,10 @@ class Eager:
         self._times = CallTimes()
         self._calls = 0
 
+    def note(self, milliseconds: float | None) -> None:
+        """Takes the time of one such forward; None if it could not be told."""
+        self.once = milliseconds or self.once
+
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[None]:
         """The body is such a forward. The first one only warms up."""

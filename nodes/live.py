@@ -51,9 +51,11 @@ class Live:
     def _tell(self) -> None:
         """Under each node of a model that is being prepared: for how long, and in the end how long it took."""
         work = preparing.snapshot()
-        nodes = []
+        nodes: list[str] = []
         if work and work["seconds"] >= LONG:
-            nodes = [node.id for node in stats.STATS.nodes() if work["model"] in node.names()]
+            known = [node for node in stats.STATS.nodes() if work["model"] in node.names()]
+            there = prompts.running_nodes(self._server.prompt_queue)  # other workflows have other nodes of these ids
+            nodes = list(dict.fromkeys(node.id for node in known if there.get(node.id) == node.type))
         for node in nodes:
             self._told[node] = gain.duration(work["seconds"])
             self._server.send_progress_text(f"preparing {work['size']}: {int(work['seconds'])} s", node)

@@ -26,11 +26,19 @@ def running() -> str:
 def workflow(prompt_id: str) -> str:
     """The browser's id of the workflow that a running prompt came from; "" if it came from a script."""
     server = getattr(PromptServer, "instance", None)
-    if server is None:
-        return ""
-    with server.prompt_queue.mutex:
-        items = list(server.prompt_queue.currently_running.values())
+    items = _running_items(server.prompt_queue) if server else []
     return next((workflow_of(item[3].get("extra_pnginfo")) for item in items if item[1] == prompt_id), "")
+
+
+def running_nodes(queue: Any) -> dict[str, str]:
+    """id -> class of the nodes of the prompts that run."""
+    return {id: node["class_type"] for item in _running_items(queue) for id, node in item[2].items()}
+
+
+def _running_items(queue: Any) -> list[tuple]:
+    """(number, id, the prompt, extra data, ...) of each prompt that runs."""
+    with queue.mutex:
+        return list(queue.currently_running.values())
 
 
 def conclude(queue: Any) -> None:

@@ -207,6 +207,7 @@ def test_what_goes_wrong_in_compare_is_said(page, server, change, wanted) -> Non
     page.page.locator("[data-action=compare]").click()
     assert await_text(page, COMPARE, wanted, 30).startswith("That did not work: ")
     assert page.page.locator("[data-action=compare]").is_enabled() and not running(server)
+    page.page.keyboard.press("Escape")  # ComfyUI's own dialog
 
 
 def test_compare_is_in_comfyuis_menu_and_ends_with_cancel(page, server) -> None:
