@@ -8,12 +8,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from . import fleet, gain, preparing
+from .bounded import bounded
 from .prompts import Prompts
+from .skip_stats import SkipStats
 from .times import CallTimes, Eager
 
 VERSION = 2
@@ -24,13 +26,9 @@ MAX_RUNS = 32  # sampling runs with skipped blocks
 MAX_NODES = 256
 MAX_REJECTED = 256
 MAX_FALLBACKS = 256  # places and reasons; the one that was new longest ago is forgotten first
-MAX_TEXT = 1000  # characters of one text: every open browser gets all of them, again and again
 MAX_WORKFLOWS = 8  # that used one size; the one that used it longest ago is forgotten first
 
-
-def bounded(text: str) -> str:
-    """``text``, or its beginning with how much was left out."""
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text) - MAX_TEXT:,} more characters)"
+T = TypeVar("T")
 
 
 @dataclass
@@ -86,6 +84,16 @@ class ShapeStats:
         }
 
 
+def _kept(entries: dict[str, T], key: str, make: Callable[[], T]) -> T:
+    """The entry for ``key``, made when new; the one that was made first is forgotten beyond ``MAX_SHAPES``."""
+    entry = entries.get(key)  # one look: the browser's thread may clear the entries at any moment
+    if entry is None:
+        for oldest in list(entries)[: max(0, len(entries) + 1 - MAX_SHAPES)]:
+            entries.pop(oldest, None)
+        entry = entries.setdefault(key, make())
+    return entry
+
+
 @dataclass
 class ModelStats:
     """One model (or VAE, or ControlNet); kept for the report after the model is gone."""
@@ -101,18 +109,12 @@ class ModelStats:
 
     def eager_at(self, key: str) -> Eager:
         """What is known of ComfyUI's own forward at ``key``."""
-        for oldest in list(self.eager)[: max(0, len(self.eager) + 1 - MAX_SHAPES)] if key not in self.eager else ():
-            self.eager.pop(oldest, None)
-        return self.eager.setdefault(key, Eager())
+        return _kept(self.eager, key, Eager)
 
     def shape(self, key: str, width: int, height: int, batch: int, frames: int = 1) -> ShapeStats:
-        """The entry for ``key``, made when new; the least recently made is forgotten beyond ``MAX_SHAPES``."""
-        entry = self.shapes.get(key)  # one look: the browser's thread may clear the entries at any moment
-        if entry is None:
-            for oldest in list(self.shapes)[: max(0, len(self.shapes) + 1 - MAX_SHAPES)]:
-                self.shapes.pop(oldest, None)
-            entry = self.shapes.setdefault(key, ShapeStats(key, width, height, batch, frames, eager=self.eager_at(key)))
-        return entry
+        """The entry for ``key``, made when new."""
+        eager = self.eager_at(key)
+        return _kept(self.shapes, key, lambda: ShapeStats(key, width, height, batch, frames, eager=eager))
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
@@ -156,44 +158,6 @@ class ArtifactStats:
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
         return vars(self) | {"rejected": [dict(entry) for entry in list(self.rejected)]}
-
-
-@dataclass
-class SkipStats:
-    """One sampling run with skipped blocks, in evaluations of the sampler (Heun makes two a step).
-
-    An evaluation is skipped if every call of the model in it was.
-    """
-
-    model: str
-    depth: int = 0
-    full: int = 0
-    skipped: int = 0
-    resets: Counter[str] = field(default_factory=Counter)  # calls in full that were not planned, by reason
-    seconds: float = 0.0
-    bytes: int = 0  # of stored features, at most
-    _current: bool | None = field(default=None, repr=False)  # whether the step has been skipped so far
-
-    def begin_evaluation(self) -> None:
-        """What is counted from now on belongs to another prediction of the sampler."""
-        self._current = None
-
-    def count(self, skipped: bool, reason: str = "") -> None:
-        """Counts one call of the model."""
-        if reason:
-            self.resets[reason] += 1
-        if self._current is None or (self._current and not skipped):
-            self.skipped += skipped - bool(self._current)
-            self.full += not skipped
-            self._current = skipped
-
-    def as_dict(self) -> dict[str, Any]:
-        """The contract's entry."""
-        names = ("model", "depth", "full", "skipped", "bytes")
-        return {name: getattr(self, name) for name in names} | {
-            "resets": {bounded(reason): count for reason, count in list(self.resets.items())},
-            "seconds": round(self.seconds, 3),
-        }
 
 
 @dataclass

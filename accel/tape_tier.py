@@ -18,7 +18,7 @@ from .attempt import attempt, named
 from .block_tier import NO_GAIN, BlockTier, Visit
 from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
-from .outputs import Output
+from .outputs import Output, odd_form
 from .preparing import preparing
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
@@ -132,7 +132,7 @@ class TapeTier:
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
         if tape is not None:
-            take.reason = obstacle(tape) or _odd_form(recorded)
+            take.reason = obstacle(tape) or odd_form(recorded)
         if take.reason:
             if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
                 return self._in_blocks(call, settings, shape, take, fuse)
@@ -334,12 +334,6 @@ def _flat(out: Any) -> Output:
 
 def _same(out: Any) -> Any:
     return out
-
-
-def _odd_form(out: Any) -> str:
-    if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
-        return ""
-    return "its result is neither a tensor nor a list of tensors"
 
 
 def _timed(program: Program, inputs: list[Tensor], device: torch.device) -> tuple[Output, float, float]:

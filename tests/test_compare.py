@@ -203,6 +203,8 @@ def failing(changed: dict[str, Any]) -> None:
 def test_what_goes_wrong_in_compare_is_said(page, server, change, wanted) -> None:
     changed = flow(12)
     change(changed)
+    if change is without_ours and "AnyShapeAccelerate" in server.object_info():
+        pytest.skip("nodes are put into the queued prompt")
     opened(page, changed)
     page.page.locator("[data-action=compare]").click()
     assert await_text(page, COMPARE, wanted, 30).startswith("That did not work: ")

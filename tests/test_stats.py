@@ -13,6 +13,7 @@ from tools.paths import ROOT
 embed.bare_pack()
 
 from anyshape.accel import stats  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.bounded import MAX_TEXT  # noqa: E402
 from anyshape.accel.times import CallTimes  # noqa: E402
 
 
@@ -135,7 +136,7 @@ def test_texts_are_bounded_where_they_enter(counted) -> None:
     now = stats.snapshot()
     assert len(json.dumps(now)) < 12_000
     (message,) = [node["message"] for node in now["nodes"]]
-    assert message == f"{'x' * stats.MAX_TEXT}... (599,000 more characters)"
+    assert message == f"{'x' * MAX_TEXT}... (599,000 more characters)"
     assert counted.fallback("UNet", long) == 2  # it is still counted as the same
 
 

@@ -93,6 +93,7 @@ const DEFINITIONS = {
   VAEDecode: defined(core, { samples: ["LATENT"], vae: ["VAE"] }, ["IMAGE"]),
   SaveImage: defined(core, { images: ["IMAGE"] }, []),
   PreviewImage: defined(core, { images: ["IMAGE"] }, []),
+  CheckpointSave: defined(core, { model: ["MODEL"], clip: ["CLIP"] }, []),
   PreviewAny: defined(core, { source: ["*"] }, []),
   AnyShapeCompileModel: defined(ours, { model: ["MODEL"], mode: [["auto"]] }, ["MODEL"]),
   AnyShapeCompileVAE: defined(ours, { vae: ["VAE"] }, ["VAE"]),
@@ -115,11 +116,12 @@ const prompt = () => ({
   10: made("AnyShapeShapeCacheInfo", { after: ["8", 0] }),
   11: made("PreviewAny", { source: ["10", 0] }),
   12: made("PreviewAny", { source: ["5", 2] }),
+  13: made("CheckpointSave", { model: ["3", 0], clip: ["1", 1] }),
 });
 
 test("bypassed nodes hand on what they got, and what only they could feed is left out", () => {
   const left = without(prompt(), (node) => node.class_type.startsWith("AnyShape"), definition);
-  assert.deepEqual(Object.keys(left), ["1", "3", "7", "8", "9"]);
+  assert.deepEqual(Object.keys(left), ["1", "3", "7", "8", "9", "13"]);
   assert.deepEqual([left[3].inputs.model, left[7].inputs.model, left[8].inputs.vae], [["1", 0], ["3", 0], ["1", 2]]);
 });
 
@@ -148,6 +150,14 @@ test("what uses a model runs again each time, and what loads one does not", () =
   assert.equal(new Set(salts.map((salt) => salt[7])).size, 4);
   assert.equal(new Set(salts.map((salt) => salt[8])).size, 4);
   assert.notEqual(salts[2][2], salts[3][2]); // a model in another form, as between the two runs without
+});
+
+test("a workflow without a node of ours runs again too: the server may put some into the prompt", () => {
+  const plain = without(prompt(), (node) => node.class_type.startsWith("AnyShape"), definition);
+  const ids = runs(plain, definition, "salt").map((one) =>
+    Object.keys(one.prompt).filter((id) => one.prompt[id].inputs.anyshape_compare),
+  );
+  assert.deepEqual(ids, [["7", "8"], ["7", "8"], ["7", "8"], ["7", "8"]]);
 });
 
 test("Compile Model is bypassed where its mode is off or comes from another node", () => {

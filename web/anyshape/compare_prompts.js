@@ -7,7 +7,7 @@
 const COMPILE = "AnyShapeCompileModel";
 const LEFT_OUT = new Set(["AnyShapeWarmUp", "AnyShapeShapeCacheInfo"]); // in runs with AnyShape: they make no picture
 const TIMED = ["auto", "exact"]; // modes in which ComfyUI's own forwards can be timed
-const PASSED = new Set(["MODEL", "VAE", "CONTROL_NET", "CLIP"]); // what other nodes change and hand on: LoRA, say
+const MODELS = new Set(["MODEL", "VAE", "CONTROL_NET"]);
 const SALT = "anyshape_compare"; // an input that no node has: ComfyUI leaves it out, and takes nothing from its cache
 
 export const isOurs = (type, definition) => {
@@ -73,36 +73,33 @@ function timed(prompt, ours, definition) {
 
 /**
  * The nodes that must run again: what uses a model, and ours. So each measured run gets its model in another form than
- * the run before had it, and pays as much for that. What loads a model does not run again.
+ * the run before had it, and pays as much for that. What loads a model, or changes one and hands it on, does not run
+ * again for its own sake.
  */
 export function salted(prompt, ours, definition) {
-  const models = new Set(Object.keys(prompt).filter((id) => ours(prompt[id])));
-  const found = new Set(models);
-  for (const id of models) {
-    for (const [other, node] of Object.entries(prompt)) {
-      const taken = Object.values(node.inputs).filter((value) => isLink(value) && value[0] === id);
-      const types = taken.map((value) => definition(prompt[id].class_type)?.output?.[value[1]]);
-      if (!types.length || ours(node)) continue;
-      const outputs = definition(node.class_type)?.output ?? [];
-      if (types.some((type) => PASSED.has(type) && outputs.includes(type))) models.add(other);
-      else found.add(other);
-    }
-  }
-  return found;
+  const again = ([, node]) => ours(node) || [...used(prompt, node, definition)].some((type) => !handsOn(node, type, definition));
+  return new Set(Object.entries(prompt).filter(again).map(([id]) => id));
 }
+
+/** The types of models that a node takes from others. */
+function used(prompt, node, definition) {
+  const links = Object.values(node.inputs).filter((value) => isLink(value) && prompt[value[0]]);
+  const types = links.map(([id, slot]) => definition(prompt[id].class_type)?.output?.[slot]);
+  return new Set(types.filter((type) => MODELS.has(type)));
+}
+
+const handsOn = (node, type, definition) => definition(node.class_type)?.output?.includes(type);
 
 function withSalt(prompt, nodes, salt) {
   const changed = ([id, node]) => [id, nodes.has(id) ? { ...node, inputs: { ...node.inputs, [SALT]: salt } } : node];
   return Object.fromEntries(Object.entries(prompt).map(changed));
 }
 
-/** Pictures are looked at, not saved four times. */
+/** Pictures are looked at, not saved four times, and models are not saved at all. */
 function quiet(prompt, definition) {
-  if (!definition("PreviewImage")) return prompt;
-  const preview = ({ inputs }) => {
-    const { filename_prefix, ...same } = inputs;
-    return { class_type: "PreviewImage", inputs: same };
-  };
-  const changed = ([id, node]) => [id, node.class_type === "SaveImage" ? preview(node) : node];
-  return Object.fromEntries(Object.entries(prompt).map(changed));
+  const saves = (node) => !definition(node.class_type)?.output?.length && used(prompt, node, definition).size;
+  const preview = ({ inputs: { filename_prefix, ...same } }) => ({ class_type: "PreviewImage", inputs: same });
+  const pictures = (node) => node.class_type === "SaveImage" && definition("PreviewImage");
+  const left = Object.entries(prompt).filter(([, node]) => !saves(node));
+  return Object.fromEntries(left.map(([id, node]) => [id, pictures(node) ? preview(node) : node]));
 }
