@@ -93,12 +93,21 @@ export function together(texts) {
 /**
  * The entry of a node, if it has run: of its own workflow, or one that came without the name of its workflow. A node
  * that ComfyUI took from its cache ran in another workflow, a copy of this one: the entry that ran last, because
- * ComfyUI's cache holds no older ones.
+ * ComfyUI's cache holds no older ones. It may have another id there.
  */
 export function entryOf(stats, { id, type, workflow, cached = false }) {
   const mine = stats.nodes?.filter((entry) => entry.id === id && entry.type === type) ?? [];
   const own = mine.find((entry) => entry.workflow === workflow) ?? mine.find((entry) => !entry.workflow);
-  return own ?? (cached ? mine.at(-1) : undefined);
+  return own ?? (cached ? (mine.at(-1) ?? ranLast(stats, type)) : undefined);
+}
+
+/** The entry of a node of this type whose model ran in the latest prompt, if all of those have the same one. */
+function ranLast(stats, type) {
+  const prompts = (model) => model.shapes.map((s) => s.prompt ?? 0);
+  const last = Math.max(...stats.models.flatMap(prompts));
+  const names = new Set(stats.models.filter((model) => prompts(model).includes(last)).map((model) => model.name));
+  const found = (stats.nodes ?? []).filter((entry) => entry.type === type && entry.models.some((name) => names.has(name)));
+  return distinct(found.map((entry) => entry.models.join())).length === 1 ? found.at(-1) : undefined;
 }
 
 /**
