@@ -70,7 +70,7 @@ class Prompts:
         """The kernels compiled until now belong to the prompt before."""
         for prompt in list(self._open.values())[-1:]:
             if prompt.kernels is None:
-                prompt.kernels = self._compiled() - prompt.before
+                prompt.kernels = max(0, self._compiled() - prompt.before)  # models that are long gone count no more
 
     def pending(self) -> list[str]:
         """The ids of prompts that have not been summed up."""
@@ -80,5 +80,5 @@ class Prompts:
         """The prompt, which is over; it is forgotten here."""
         prompt = self._open.pop(prompt_id, None)
         if prompt is not None and prompt.kernels is None:
-            prompt.kernels = self._compiled() - prompt.before
+            prompt.kernels = max(0, self._compiled() - prompt.before)
         return prompt

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ..accel.engine import MODES, Settings
 from ..accel.families import entries
 from ..accel.families.attach import compile_model
+from ..accel.families.compat import is_streamed
 from . import badge
 from .messages import VERIFY, node_id, say
 from .schema import schema
@@ -69,7 +70,7 @@ class CompileModel(io.ComfyNode):
         settings = {"mode": mode, "graph_budget_mb": graph_budget_mb, "verify": verify}
         mode, note = _current(mode)
         if mode in TIMED:
-            return io.NodeOutput(compile_model(model, Settings(TIMED[mode], timed=True))[0])
+            return io.NodeOutput(_timed(model, Settings(TIMED[mode], timed=True)))
         compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
         message = "\n".join(part for part in (note, message) if part)
         say(message, node_id(cls))
@@ -83,3 +84,8 @@ def _current(mode: str) -> tuple[str, str]:
     if mode not in FORMER:
         return mode, ""
     return "auto", f"mode {mode!r} is of an earlier version and now means auto: choose one of {', '.join(MODES)}"
+
+
+def _timed(model: io.Model.Type, settings: Settings) -> io.Model.Type:
+    """On ComfyUI's own forwards, timed. Streamed weights would be loaded twice, and the run that is measured pay."""
+    return model if is_streamed(model) else compile_model(model, settings)[0]
