@@ -26,6 +26,7 @@ from .key import ShapeKey
 from .ops import FusedOps
 from .outputs import Output
 from .preparing import preparing
+from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .tape_tier import TapeTier
 from .tapes import Taped
@@ -71,7 +72,7 @@ class Call:
     weights: int  # weights.WeightWatch.fingerprint, now
     width: int  # image pixels
     height: int
-    batch: int  # images a prompt
+    batch: int  # images per prompt
     frames: int = 1
     taped: Taped | None = None  # how to record it
     forward: Callable[[FusedOps, dict[str, Tensor]], Output] | None = None  # by hand, on kernels; pure, unless
@@ -134,7 +135,7 @@ class Engine:
         started = time.perf_counter()
         out = self._run(call, settings, shape)
         if call.key.device.type == "cuda":
-            torch.cuda.synchronize(call.key.device)  # once a shape: the first call's true cost
+            torch.cuda.synchronize(call.key.device)  # once per shape: the first call's true cost
         shape.first_call_seconds = time.perf_counter() - started
         shape.times.first(shape.first_call_seconds, shape.state != "eager")
         return out
@@ -185,7 +186,7 @@ class Engine:
         return out
 
     def _not_skipped(self, error: Exception) -> str:
-        reason = f"blocks could not be skipped ({named(error)})"
+        reason = say("blocks_not_skipped", error=named(error))
         self._details[reason] = _traceback(error)
         return reason
 
@@ -215,7 +216,7 @@ class Engine:
         if call.key.device.type != "cuda" or not self.uses_graphs:
             return _BY_DESIGN
         if settings.graph_budget_mb == 0:
-            return "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
+            return say("no_graphs")
         return call.graph_obstacle
 
     def _load(self, device: torch.device) -> FusedOps:
@@ -296,9 +297,9 @@ class Engine:
         if is_out_of_memory(error):
             self.drop_graphs()
             torch.cuda.empty_cache()
-            return f"out of memory in the {tier} tier, so its graphs were dropped; lower the image size or the batch"
+            return say("tier_no_memory", tier=tier)
         ours = isinstance(error, AnyShapeError)  # whose text is made for the user
-        reason = str(error) if ours else f"{tier} failed: {named(error)}"
+        reason = str(error) if ours else say("tier_failed", tier=tier, error=named(error))
         self._retired[tier] = reason
         self.drop_graphs()  # what it captured is no better than what it computes
         self._details[reason] = "" if isinstance(error, Unavailable) else _traceback(error)
@@ -336,9 +337,7 @@ def _traceback(error: Exception) -> str:
     return "\n" + "".join(traceback.format_exception(error))
 
 
-NOT_COMPARED = (
-    "eager's own result could not be compared with (it is not finite, or eager had no memory), so there is no graph yet"
-)
+NOT_COMPARED = say("not_compared")
 _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed
 
 

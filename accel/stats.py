@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import fleet, gain, preparing
+from . import fleet, gain, preparing, reasons
 from .bounded import bounded
 from .prompts import Prompts
 from .skip_stats import SkipStats
@@ -267,7 +267,7 @@ class Stats:
             nodes = [node.as_dict() for node in self._nodes.values()]
         shared = fleet.snapshot()
         everything = [shape for model in models for shape in model["shapes"]]
-        return {
+        found = {
             "version": VERSION,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
@@ -281,6 +281,7 @@ class Stats:
             "artifacts": self.artifacts.as_dict(),
             "fleet": shared,
         }
+        return found | {"reasons": reasons.told_in(found)}
 
 
 STATS = Stats()

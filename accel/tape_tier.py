@@ -15,11 +15,13 @@ from torch import Tensor
 from . import devices, graphs, kernels, verify
 from .artifacts import KEEPER
 from .attempt import attempt, named
-from .block_tier import NO_GAIN, BlockTier, Visit
+from .block_tier import BlockTier, told
 from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
+from .halves import Halves
 from .outputs import Output, odd_form
 from .preparing import preparing
+from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
 from .tape.program import NotBound, Program
@@ -34,11 +36,9 @@ log = logging.getLogger(__name__)
 
 LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
-NOT_COMPARED = (
-    "ComfyUI's own result is not finite at this size, so nothing could be compared with it. If the picture is black, "
-    "load the model in bf16 or fp32"
-)
-NO_GRAPHS = "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
+NOT_COMPARED = say("not_finite")
+GONE = say("skipped_gone")
+NO_GRAPHS = say("no_graphs")
 
 
 class NotCompared(AnyShapeError):
@@ -55,13 +55,14 @@ class TapeTier:
         self._told = False  # why nothing is fused
         self._rules = True  # whether tapes are rewritten by rules
         self._blocks = BlockTier(stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count)
+        self._halves = Halves(stats, self._tapes, passthrough, self._made, self._count)
 
     def run(self, call: "Call", settings: "Settings", shape: ShapeStats) -> Any:
         """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
         take = self._tapes.find(call.key, fuse, call.taped)
         if take is None:
-            if reason := self._tapes.in_vain(call.key, fuse, call.taped):
+            if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(call.key, fuse, call.taped):
                 self._note(shape, "eager", reason)
                 return call.eager()
             return self._first(call, settings, shape, fuse)
@@ -73,15 +74,15 @@ class TapeTier:
             if out is not None:
                 shape.state, shape.reason = "graph", ""
                 shape.replays += 1
-                return take.form(out)
+                return take.result(out)
         try:
             program = bound(take, call.taped.module, call.weights)
         except NotBound:  # other weights altogether
             self._tapes.drop(take)
-            return self._first(call, settings, shape, fuse)
+            return self.run(call, settings, shape)
         out = _flat(program.run(list(inputs.values())))
         self._settle(call, settings, shape, take, inputs, out)
-        return take.form(out)
+        return take.result(out)
 
     def _can_fuse(self, device: torch.device) -> bool:
         """``can_fuse``; where an NVIDIA GPU cannot, the reason is counted once."""
@@ -104,19 +105,10 @@ class TapeTier:
             return call.eager()
         with self._blocks.visit(call, settings, self._is_first(call)) as visit:
             out = call.eager()
-        self._note_blocks(shape, take, visit)
+        state, reason, note = told(visit, take.reason)
+        shape.note = note or shape.note
+        self._note(shape, state, reason)
         return out
-
-    def _note_blocks(self, shape: ShapeStats, take: Take, visit: Visit) -> None:
-        if not visit.ran:
-            shape.note = NO_GAIN if NO_GAIN in visit.reasons else shape.note
-            self._note(shape, "eager", take.reason)
-            return
-        place = take.reason[take.reason.rfind("(") :]
-        shape.note = f"blocks recorded one by one: a value of the whole forward comes back to the host {place}"
-        if visit.slower:
-            shape.note += f"; {visit.slower} of {visit.ran} are no faster at this size"
-        self._note(shape, "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN))
 
     def _is_first(self, call: "Call") -> bool:
         """Whether no size of this dtype has had its first forward."""
@@ -138,7 +130,10 @@ class TapeTier:
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
-        operations, known = len(tape.operations), set(self._dtypes)
+        operations, first, known = len(tape.operations), self._is_first(call), set(self._dtypes)
+        own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
+        take.form = own
+        halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
         try:
             out, _ = attempt(
                 lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
@@ -149,29 +144,30 @@ class TapeTier:
             self._tapes.drop(take)
             self._dtypes = known
             raise
+        if halves is not None and out is not None:
+            self._halves.finish(call, settings, take, halves, out, _flat(recorded), fuse, first)
         shape.eager.note(take.clock.eager_ms(operations))
         take.clock = None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
-        return recorded if out is None else take.form(out)
+        return recorded if out is None else take.result(out)
 
     def _programmed(
         self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
     ) -> Output:
         """The result of the new program, checked."""
         device, first = call.key.device, self._is_first(call)
-        take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _same
         program = self._made(tape, fuse, call)
         self._count(program, first, call.key.inputs[0].dtype)
         inputs = take.inputs(call.inputs, call.taped.options)
         take.program = program
         bound(take, call.taped.module, call.weights)
-        if device.type != "cuda" and not first:  # torch's own operations, as in the first size, which was compared
+        if device.type != "cuda" and not (first or take.added):  # torch's operations, as in the first size: compared
             self._settle(call, settings, shape, take, inputs, None)
             return _flat(recorded)
         may = device.type == "cuda" and settings.graph_budget_mb and not take.graph_obstacle
-        if may and not take.clock.is_long(LONG_MS):
+        if may and not (take.added or take.clock.is_long(LONG_MS)):
             out = self._captured_first(call, settings, shape, take, tape, inputs, _flat(recorded))
             if out is not None:
                 return out
@@ -182,7 +178,7 @@ class TapeTier:
         if take.graph and take.graph_obstacle:
             take.graph, shape.note = False, take.graph_obstacle
         elif device.type == "cuda" and not take.graph:
-            shape.note = f"the GPU is the limit at this size ({elapsed:.0f} ms, launching {host:.0f} ms): no graph"
+            shape.note = say("gpu_limit", elapsed=f"{elapsed:.0f}", host=f"{host:.0f}")
         self._settle(call, settings, shape, take, inputs, out)
         return out
 
@@ -240,7 +236,7 @@ class TapeTier:
         """``out``, if it is ComfyUI's own result but for rounding; else that of a program without what is wrong."""
         what = f"the tape at {call.width}x{call.height}"
         try:
-            if verify.compare(what, out, recorded):
+            if verify.compare(what, take.own(out), recorded):
                 return out
             raise NotCompared(NOT_COMPARED)
         except WrongResult as error:
@@ -251,25 +247,25 @@ class TapeTier:
             program.bind(call.taped.module)
             take.program, out = program, _flat(program.run(inputs))
             try:
-                verify.compare(what, out, recorded)
+                verify.compare(what, take.own(out), recorded)
                 return out
             except WrongResult:
                 continue
         if self._tapes.doubt(take):
-            raise WrongResult(f"{what}, with blocks taken for alike, is wrong: its next call is recorded as a whole")
+            raise WrongResult(say("wrong_copies", what=what))
         if self._rules:  # they have changed the tape itself: the next call records it again, without them
             self._rules = False
             self._tapes.drop(take)
-        raise WrongResult(f"{what} is not what ComfyUI's own forward gives, even unfused; please report it")
+        raise WrongResult(say("wrong_unfused", what=what))
 
     def _failed(self, take: Take, shape: ShapeStats, error: Exception) -> str:
         """What goes wrong with a new program costs nothing: ComfyUI's own result is there."""
         take.program = None
         if is_out_of_memory(error):
             torch.cuda.empty_cache()
-            take.reason = "out of memory for a second run at this size; lower the image size or the batch"
+            take.reason = say("no_memory")
         else:
-            take.reason = str(error) if isinstance(error, AnyShapeError) else f"the tape failed: {named(error)}"
+            take.reason = str(error) if isinstance(error, AnyShapeError) else say("tape_failed", error=named(error))
             text = "".join(traceback.format_exception(error))
             log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, text)
         self._note(shape, "eager", take.reason)
@@ -332,8 +328,8 @@ def _flat(out: Any) -> Output:
     return out if isinstance(out, Tensor) else tuple(out)
 
 
-def _same(out: Any) -> Any:
-    return out
+def _only(out: Output) -> Tensor:
+    return out if isinstance(out, Tensor) else out[0]
 
 
 def _timed(program: Program, inputs: list[Tensor], device: torch.device) -> tuple[Output, float, float]:

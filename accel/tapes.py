@@ -6,16 +6,19 @@ were, and the model's code has not changed since.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
+from .block_calls import BlockCalls
 from .block_copies import BlockCopies
 from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
+from .reasons import say
+from .tape.middle import BlockCall
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Program
 from .tape.record import Recorder, record
@@ -23,8 +26,29 @@ from .tape.values import Tape
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
-PACKS = "another node's attention is called in each forward, so there is no graph"
+PACKS = say("attention_no_graph")
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
+
+
+@dataclass(frozen=True)
+class Skipping:
+    """What a call of a run that skips blocks asks for: the whole forward, with what the blocks in its middle add.
+
+    depth: how many blocks at either end always run; None: as many as are cheap. key: of the call that is given those
+    additions and leaves the blocks out.
+    """
+
+    depth: int | None
+    key: Callable[[Sequence[Tensor]], ShapeKey]
+
+
+@dataclass(frozen=True)
+class Added:
+    """A forward's result, and what the middle of it added to each stream [rows, ...]; or why that is not known."""
+
+    out: Any
+    features: tuple[Tensor, ...] | str
+    depth: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,6 +61,8 @@ class Taped:
     structure: int  # changes with the model's code and with what else decides a result besides inputs and weights
     prepare: Callable[[NotedOptions, Recorder], None]  # puts what a recording needs into its options
     changed: Callable[[], str] = str  # what the forward changed of the model itself; "" if nothing
+    skipping: Skipping | None = None
+    leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
 
 
 @dataclass(eq=False)
@@ -55,11 +81,27 @@ class Take:
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the recorded forward
     copies: int = 0  # blocks that were written down as copies of others
-    form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's
+    calls: list[BlockCall] = field(default_factory=list)  # of blocks, until the tape is cut
+    added: int = 0  # results behind the forward's own: what its middle added
+    depth: int = 0  # blocks at either end of it
+    rest: ShapeKey | None = None  # of the take that leaves the middle out
+    why_whole: str = ""  # why there is none, although one was asked for
+    form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's own part
 
     def inputs(self, given: Mapping[str, Tensor], options: Mapping[Any, Any]) -> dict[str, Tensor]:
         """The call's tensors and those that the forward takes from its options."""
         return dict(given) | {f"option {key}": options[key] for key in self.guards.tensors}
+
+    def own(self, out: Any) -> Any:
+        """The forward's own results among the program's."""
+        return out[: -self.added] if self.added else out
+
+    def result(self, out: Any) -> Any:
+        """The forward's result, with what its middle added where that was asked for."""
+        own = self.form(self.own(out))
+        if self.why_whole:
+            return Added(own, self.why_whole)
+        return Added(own, tuple(out[-self.added :]), self.depth) if self.added else own
 
 
 class Tapes:
@@ -81,6 +123,9 @@ class Tapes:
                 if take.structure != taped.structure:
                     takes.remove(take)  # the model is another one now
                 elif not take.guards.differs(taped.options):
+                    if take.rest is not None and not self._takes.get((take.rest, fuse)):
+                        takes.remove(take)
+                        continue
                     self._takes.move_to_end((key, fuse))
                     take.used = True
                     return take
@@ -93,7 +138,7 @@ class Tapes:
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
             option = last[-1].guards.differs(taped.options)
-            return f"the option {option!r} differs in each call, so no recording fits twice"
+            return say("option_differs", option=repr(option))
 
     def record(
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]
@@ -105,23 +150,26 @@ class Tapes:
         taped.prepare(noted, recorder)
         clock = Clock(key.device)
         copies = BlockCopies(recorder, self._blocks)
+        calls = BlockCalls(recorder) if taped.skipping is not None else None
 
         def forward() -> Any:
-            if self._one_by_one == taped.structure:
+            in_blocks = _own if self._one_by_one == taped.structure else copies.forward
+            if in_blocks is _own and calls is None:
                 return taped.forward(noted)
             recorder.guarded(lambda: self._blocks.look(taped.module, taped.structure))
-            with self._blocks.ours(taped.module, copies.forward):
+            with self._blocks.ours(taped.module, in_blocks if calls is None else calls.noting(in_blocks)):
                 return taped.forward(noted)
 
         out, tape = record(lambda: clock.run(forward), recorder)
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
-            reason = f"the forward changes the model itself, {changed}"
+            reason = say("changes_itself", change=changed)
         with self._lock:
             self._count += 1
             take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
             take.graph_obstacle = PACKS if recorder.calls_packs else ""
             take.clock, take.copies = clock, copies.count
+            take.calls = calls.calls if calls is not None else []
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one = taped.structure
                 return out, take, None
@@ -130,12 +178,28 @@ class Tapes:
             ):  # a table in another dtype, say, which it has from now on
                 self._kept.add((key, fuse))
                 return out, take, None
-            takes = self._takes.setdefault((key, fuse), [])
-            takes.append(take)
-            del takes[:-MAX_OF_A_SIZE]
-            while len(self._takes) > MAX_TAKES:
-                self._takes.popitem(last=False)
+            self._keep(key, fuse, take)
         return out, take, None if reason else tape
+
+    def _keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
+        takes = self._takes.setdefault((key, fuse), [])
+        takes.append(take)
+        del takes[:-MAX_OF_A_SIZE]
+        while len(self._takes) > MAX_TAKES:
+            self._takes.popitem(last=False)
+
+    def like(self, whole: Take) -> Take:
+        """A new take of what ``whole`` recorded. It is not found until it is kept."""
+        with self._lock:
+            self._count += 1
+            take = Take(whole.guards, whole.structure, self._count, graph_obstacle=whole.graph_obstacle)
+            take.weights = whole.weights
+        return take
+
+    def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
+        """From now on ``take`` is found for calls of this key."""
+        with self._lock:
+            self._keep(key, fuse, take)
 
     def doubt(self, take: Take) -> bool:
         """The take's program was wrong. Whether that may be because of blocks that are copies, so they are no more."""
@@ -166,11 +230,16 @@ class Tapes:
             self._takes.clear()
 
 
+def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """In place of a block's forward: that forward."""
+    return own(*args, **kwargs)
+
+
 def obstacle(tape: Tape) -> str:
     """Why a tape may not be replayed; "" if it may."""
     for value in tape.leaves():
         if value.device != tape.device and not (value.is_constant and not value.shape):
-            return "weights or inputs lie on another device (low VRAM, streamed weights)"
+            return say("low_vram")
     return ""
 
 

@@ -16,7 +16,7 @@ class CompileControlNet(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeCompileControlNet",
-            display_name="Compile ControlNet",
+            display_name="Compile ControlNet (AnyShape)",
             category="AnyShape",
             description="Makes a ControlNet of SD1.5, SD2 or SDXL faster, union ones too, at any size and batch, with "
             "Compile Model or without. What cannot run faster runs as without this node; Shape Cache Info says why.",

@@ -21,7 +21,7 @@ class CompileModel(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeCompileModel",
-            display_name="Compile Model",
+            display_name="Compile Model (AnyShape)",
             category="AnyShape",
             description="Makes sampling faster, for any model: image or video. Compiles once, in seconds; a new size, "
             "batch or prompt length never compiles again. What cannot run faster runs as without this node; Shape "

@@ -17,7 +17,7 @@ class CompileVAE(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeCompileVAE",
-            display_name="Compile VAE",
+            display_name="Compile VAE (AnyShape)",
             category="AnyShape",
             description="Makes VAE decode and encode faster, at any size and batch. Other workflows that use the same "
             "VAE are not affected.",

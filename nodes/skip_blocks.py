@@ -1,4 +1,4 @@
-"""Skip Blocks: deep blocks of a UNet run on some steps only, and are forecast on the others."""
+"""Skip Blocks: the blocks in the middle of a model run on some steps only, and are forecast on the others."""
 
 import logging
 from functools import partial
@@ -12,7 +12,7 @@ from . import badge
 from .messages import node_id, say
 from .schema import schema
 
-DEEPEST = 10  # of SD1.5, which has the most blocks
+DEEPEST = 10  # of SD1.5; of a transformer's blocks so many at either end are more than a skipped step should run
 
 
 def _percent(name: str, default: float, tooltip: str) -> io.Float.Input:
@@ -20,7 +20,7 @@ def _percent(name: str, default: float, tooltip: str) -> io.Float.Input:
 
 
 class SkipBlocks(io.ComfyNode):
-    """Returns a clone of the model that skips its deep blocks on most steps."""
+    """Returns a clone of the model that skips the blocks in its middle on most steps."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:  # noqa: D102
@@ -28,9 +28,11 @@ class SkipBlocks(io.ComfyNode):
             node_id="AnyShapeSkipBlocks",
             display_name="Skip Blocks (DeepCache)",
             category="AnyShape",
-            description="Makes sampling much faster for a slightly different picture: on most steps the deep blocks "
-            "of the UNet are not computed but forecast from earlier steps. For SD1.5, SD2 and SDXL, any size; with or "
-            "without Compile Model. Little can be won at 8 steps or fewer: such runs are left as they are.",
+            description="Makes sampling much faster for a slightly different picture: on most steps the blocks in the "
+            "middle of the model are not computed, and what they would add is forecast from earlier steps. For SD1.5, "
+            "SD2, SDXL and transformers of images, video and sound (Flux, Z-Image, Qwen-Image, Wan and others), any "
+            "size; with or without Compile Model. Little can be won at 8 steps or fewer: such runs are left as they "
+            "are.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to speed up; Compile Model may come before or after."),
                 io.Int.Input(
@@ -38,15 +40,16 @@ class SkipBlocks(io.ComfyNode):
                     default=3,
                     min=1,
                     max=MAX_INTERVAL,
-                    tooltip="One step in so many computes every block. Higher: faster, and farther from the original "
+                    tooltip="Runs every block on one step in N. Higher: faster, and farther from the original "
                     "picture. 1: every step in full, exactly as without this node.",
                 ),
                 io.Combo.Input(
                     "depth",
                     options=[AUTO, *map(str, range(DEEPEST + 1))],
                     default=AUTO,
-                    tooltip="How deep a skipped step still goes; 0 runs the first and the last block alone. auto: as "
-                    "deep as a tenth of a full step's work allows. Higher: slower, and closer to the original picture.",
+                    tooltip="How many blocks at either end of the model run on a skipped step, too (of a UNet one "
+                    "more). auto: as many as a tenth of a full step's work allows. Higher: slower, and closer to the "
+                    "original picture.",
                 ),
                 _percent(
                     "start_percent",

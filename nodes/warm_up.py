@@ -19,7 +19,7 @@ class WarmUp(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeWarmUp",
-            display_name="Warm Up",
+            display_name="Warm Up Sizes (AnyShape)",
             category="AnyShape",
             description="Compiles and captures the listed sizes ahead, largest first, so that their first prompt is "
             "as fast as the second. Place it last before the sampler. Other sizes work as without this node.",

@@ -18,7 +18,7 @@ pytest.importorskip("playwright", reason="the Python package playwright is not i
 if front_end() is None:
     pytest.skip("there is no front end to test: make setup", allow_module_level=True)
 
-from tools.web_page import OURS, WebPage, chromium  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, WebPage, chromium, shows  # noqa: E402 - it imports playwright
 
 if not installed.find():
     pytest.skip(installed.MISSING, allow_module_level=True)
@@ -98,7 +98,7 @@ def test_the_panel_opens_by_keyboard(built) -> None:
     page.locator(OURS).focus()
     page.keyboard.press("Enter")
     page.locator(PANEL).wait_for()
-    assert EMPTY in built.panel()
+    shows(built.page.page.locator(PANEL), EMPTY)
     page.locator(f"{PANEL} button").first.focus()
     reached = []
     for _ in range(3):
@@ -123,8 +123,8 @@ def test_a_run_is_shown_without_a_reload(built) -> None:
     sizes, tops = [page.size_of(one) for one in (built.model, built.vae, built.info)], page.page.evaluate(moved)
     page.page.evaluate(SHIFTS)
     page.run(built.server)
-    assert page.wait_for_badge(built.model, SIZE) == f"as ComfyUI: {SIZE} ×2"  # on a CPU
-    assert page.wait_for_badge(built.vae, SIZE) == f"as ComfyUI: {SIZE} ×2"
+    page.wait_for_line(built.model, f"as ComfyUI: {SIZE} ×2")  # on a CPU
+    page.wait_for_line(built.vae, f"as ComfyUI: {SIZE} ×2")
     (unet,) = [model for model in built.stats()["models"] if model["kind"] == "model" and model["shapes"]]
     row = page.page.locator(f"{PANEL} tr[data-state=tape]", has_text=SIZE).nth(0)
     row.wait_for()
@@ -133,7 +133,7 @@ def test_a_run_is_shown_without_a_reload(built) -> None:
         ".some((row) => row.cells[3].textContent === calls)",
         arg=[PANEL, str(unet["shapes"][0]["calls"])],
     )
-    assert SIZE in page.page.locator(".anyshape-info").inner_text()
+    shows(page.page.locator(".anyshape-info"), SIZE)
     assert [page.size_of(one) for one in (built.model, built.vae, built.info)] == sizes
     assert page.page.evaluate(moved) == tops
     assert page.page.evaluate("() => window.shifted") == []
@@ -154,7 +154,7 @@ def test_updates_are_pushed_not_polled(built) -> None:
     times = page.evaluate("() => window.seen")
     assert times and (len(times) - 2) * 500 <= times[-1] - times[0]  # a busy page takes one late, and the next in time
     assert not [url for url in asked if "anyshape" in url]
-    assert built.page.wait_for_badge(built.model, "256") == "as ComfyUI: 256×192"  # of the latest prompt alone
+    built.page.wait_for_line(built.model, "as ComfyUI: 256×192")  # of the latest prompt alone
     built.page.shot("panel")
 
 
@@ -162,7 +162,7 @@ def test_switching_the_vae_off(built) -> None:
     before = sum(s["calls"] for model in built.stats()["models"] if model["kind"] == "vae" for s in model["shapes"])
     built.page.click_widget(built.vae, "enabled")
     built.page.run(built.server)
-    assert built.page.wait_for_badge(built.vae, "off") == "off: as without this node"
+    built.page.wait_for_line(built.vae, "off: as without this node")
     after = sum(s["calls"] for model in built.stats()["models"] if model["kind"] == "vae" for s in model["shapes"])
     assert after == before > 0
     built.page.click_widget(built.vae, "enabled")
@@ -191,11 +191,14 @@ def test_a_step_down_is_shown_with_its_reason(built) -> None:
     link(1, patch)
     link(patch, built.model)
     built.page.run(built.server)
-    reasons = [step["reason"] for step in built.stats()["fallbacks"]]
-    assert any("patch_of_tomorrow" in reason for reason in reasons)
-    built.page.page.locator(f"{PANEL} li").first.wait_for()
-    assert [reason for reason in reasons if reason not in built.panel()] == []
-    assert [built.panel().count(reason) for reason in set(reasons)] == [1] * len(set(reasons))
+    stats = built.stats()
+    shorts = {told["text"]: told["said"][0]["short"] for told in stats["reasons"]}
+    reasons = {step["reason"] for step in stats["fallbacks"]}
+    assert any("patch_of_tomorrow" in shorts[reason] for reason in reasons)
+    for reason in reasons:  # in few words, once; all of it where the mouse rests
+        shows(built.page.page.locator(PANEL), shorts[reason])
+        assert built.panel().count(shorts[reason]) == 1
+        assert built.page.page.locator(f'{PANEL} li[title="{reason}"]', has_text=shorts[reason]).count() == 1
     link(1, built.model)
     built.page.run(built.server)
 
@@ -243,9 +246,10 @@ def test_chinese_and_back(built) -> None:
     built.page.set("Comfy.Locale", "zh")
     page.locator(PANEL, has_text="尺寸缓存").wait_for()
     (model,) = page.evaluate("() => app.graph.nodes.filter((n) => n.type === 'AnyShapeCompileModel').map((n) => n.id)")
-    assert built.page.wait_for_badge(model, "相同") == "与 ComfyUI 相同：256×192"
-    assert SIZE in page.locator(".anyshape-info").inner_text()
-    assert "清空" in built.panel() and EMPTY not in built.panel()
+    built.page.wait_for_line(model, "与 ComfyUI 相同：256×192")
+    shows(page.locator(".anyshape-info"), SIZE)
+    shows(page.locator(PANEL), "清空")
+    assert EMPTY not in built.panel()
     built.page.shot("chinese")
     built.page.set("Comfy.Locale", "en")
     page.locator(PANEL, has_text="Shape cache").wait_for()
@@ -256,7 +260,7 @@ def test_nodes_2_0(built) -> None:
     built.page.set("Comfy.VueNodes.Enabled", True)
     shown = built.page.page.locator(".lg-node .anyshape-badge", has_text="as ComfyUI")
     shown.first.wait_for()
-    assert SIZE in built.page.page.locator(".lg-node .anyshape-info").inner_text()
+    shows(built.page.page.locator(".lg-node .anyshape-info"), SIZE)
     built.page.shot("nodes-2.0")
     built.page.set("Comfy.VueNodes.Enabled", False)
 
@@ -265,7 +269,7 @@ def test_clearing_by_the_keyboard(built) -> None:
     built.page.page.locator("[data-action=clear]").focus()
     built.page.page.keyboard.press("Enter")
     built.page.page.get_by_text("Cleared.").wait_for()
-    assert EMPTY in built.panel()
+    shows(built.page.page.locator(PANEL), EMPTY)
     assert not [model for model in built.stats()["models"] if model["shapes"]]
 
 
@@ -290,7 +294,7 @@ def test_a_silent_server_breaks_nothing(browser, server) -> None:
     page.load_workflow(flow(), PLACES)
     model = page.add_node("Compile Model", 410, 160)
     page.page.locator(OURS).click()
-    assert EMPTY in page.page.locator(PANEL).inner_text()
+    shows(page.page.locator(PANEL), EMPTY)
     page.page.locator("[data-action=clear]").click()
     page.page.get_by_text("That did not work: HTTP 500").wait_for()
     assert page.badge(model) == "not run yet"
@@ -325,9 +329,8 @@ def test_a_video_what_is_less_exact_and_a_step_down_are_shown(browser, server) -
     assert row.locator("td").first.inner_text().replace("\u200b", "") == "1024×1152×121"
     assert row.locator("td").nth(5).get_attribute("title") == "ComfyUI's own forward: 813 ms"
     assert not page.page.evaluate("(row) => row.cells[0].scrollWidth > row.cells[0].clientWidth", row.element_handle())
-    shown = page.page.locator(PANEL).inner_text()
     for text in (VIDEO["note"], f"WAN21: {WAN['inexact'][0]}", "WAN21, 2 times: a patch draws random numbers"):
-        assert text in shown
+        shows(page.page.locator(PANEL), text)
     assert page.errors == []
     page.close()
 
@@ -340,8 +343,10 @@ def test_a_server_without_data_is_no_error(browser, server) -> None:
     page.load_workflow(flow(), PLACES)
     model, info = page.add_node("Compile Model", 410, 160), page.add_node("Shape Cache Info", 1000, 500)
     page.page.locator(OURS).click()
-    assert EMPTY in page.page.locator(PANEL).inner_text() and page.badge(model) == "not run yet"
-    assert EMPTY in page.page.locator(".anyshape-info").inner_text() and page.size_of(info)[1] > 200
+    shows(page.page.locator(PANEL), EMPTY)
+    assert page.badge(model) == "not run yet"
+    shows(page.page.locator(".anyshape-info"), EMPTY)
+    assert page.size_of(info)[1] > 200
     assert page.errors == []
     page.close()
 
@@ -369,7 +374,7 @@ def test_a_frontend_without_a_sidebar(browser, server) -> None:
     assert page.page.locator(OURS).count() == 0
     page.page.evaluate("() => app.extensionManager.command.execute('Workspace.ToggleBottomPanel')")
     page.page.get_by_role("tab", name="Shape cache").click()
-    assert EMPTY in page.page.locator(PANEL).inner_text()
+    shows(page.page.locator(PANEL), EMPTY)
     assert page.errors == []
     page.close()
 
@@ -390,7 +395,7 @@ def test_every_node_is_found_and_warm_up_says_what_it_warmed(page, server) -> No
     for source, output, target, place in ((1, 0, model, 0), (model, 0, warm, 0), (warm, 0, 5, 0)):
         page.connect(source, output, target, place)
     page.run(server)
-    assert page.wait_for_badge(warm, "ready") == "2 of 2 sizes ready"
+    page.wait_for_line(warm, "2 of 2 sizes ready")
     assert [page.badge(one) for one in others] == ["not run yet"] * 2
     page.shot("warm-up")
     assert page.errors == []
@@ -403,17 +408,20 @@ def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(page, server) -
     compiled["5"]["inputs"]["model"] = ["80", 0]
     page.load_workflow(compiled, PLACES | {"80": (410, 160)})
     page.run(server)
-    page.wait_for_badge(80, "as ComfyUI")
+    page.wait_for_line(80, f"as ComfyUI: {SIZE} ×2")
     page.page.evaluate("async () => { const { id, ...same } = app.graph.serialize(); await app.loadGraphData(same); }")
     assert page.badge(80) == "not run yet"
     page.run(server)
-    assert page.wait_for_badge(80, "as ComfyUI") == f"as ComfyUI: {SIZE} ×2"
+    page.wait_for_line(80, f"as ComfyUI: {SIZE} ×2")
     assert page.errors == []
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_help_pages_show_their_picture(page, language) -> None:
-    page.set("Comfy.Locale", language)
+def test_help_pages_show_their_picture(browser, server, language) -> None:
+    """On a page of that language from the start: the front end fetches a page once, in the language of that moment."""
+    page = WebPage(browser, server, Comfy_Locale=language)
+    missing = []
+    page.page.on("response", lambda answer: missing.append(answer.url) if answer.status == 404 else None)
     page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
     page.select(1)
     page.page.locator("[data-testid=info-button]").click()
@@ -423,7 +431,8 @@ def test_help_pages_show_their_picture(page, language) -> None:
     source = page.page.locator(".node-help-content img").get_attribute("src")
     assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
     page.shot(f"help-{language}")
-    page.set("Comfy.Locale", "en")
+    assert [url for url in missing if "/docs/" in url] == []
+    page.close()
 
 
 def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -436,7 +445,7 @@ def test_an_example_opens_from_the_template_browser(page, server) -> None:
     known = server.object_info()
     page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     page.page.get_by_text("AnyShape", exact=True).last.click()
-    card = page.page.locator("[data-testid=template-workflow-eager_vs_compiled]")
+    card = page.page.locator("[data-testid='template-workflow-Comparison SDXL - with and without AnyShape']")
     card.locator("img").first.wait_for()
     page.page.wait_for_function("card => card.querySelector('img').naturalWidth === 640", arg=card.element_handle())
     page.shot("templates")

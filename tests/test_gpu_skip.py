@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tools.driving import compiled, skipping
+from tools.driving import compiled, sample_tiny, skipping
 from tools.on_gpu import SMALL
 from tools.oracles import counted, error, last_run, shapes
 
@@ -73,3 +73,21 @@ def test_features_are_given_back(models):
     gc.collect()
     assert torch.cuda.memory_allocated() == before
     assert last_run()["bytes"] > 0
+
+
+@pytest.mark.parametrize("name", ["Flux", "ZImage", "WAN21_T2V"])
+def test_a_transformer_in_two_programs(name):
+    """Each with a graph of its own, at sizes that follow one another; the latent of the same run without graphs."""
+    from tools.architectures import patchers
+
+    def sample(patcher, height, width):
+        return sample_tiny(patcher, name, height=height, width=width, steps=12)
+
+    patcher = patchers.make(name, torch.bfloat16, "cuda", blocks=6)
+    sizes, fast = [(16, 20), (23, 18), (16, 20)], compiled(skipping(patcher))
+    outs = [sample(fast, *size) for size in sizes]
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    assert {s["state"] for s in shapes()} == {"graph"} and len(shapes()) == 4
+    assert torch.equal(outs[0], outs[2])
+    for out, size in zip(outs, sizes, strict=True):
+        assert error(out, sample(skipping(patcher), *size)) < 0.1, size

@@ -15,7 +15,7 @@ MODES = ["auto", "exact", "off"]
 DEPTHS = ["auto", *(str(depth) for depth in range(11))]
 CONTRACT = {
     "AnyShapeCompileModel": (
-        "Compile Model",
+        "Compile Model (AnyShape)",
         {
             "model": ("MODEL", None, None),
             "mode": (MODES, "auto", None),
@@ -25,12 +25,12 @@ CONTRACT = {
         {"MODEL": "MODEL"},
     ),
     "AnyShapeCompileVAE": (
-        "Compile VAE",
+        "Compile VAE (AnyShape)",
         {"vae": ("VAE", None, None), "enabled": ("BOOLEAN", True, None), "verify": ("BOOLEAN", True, None)},
         {"VAE": "VAE"},
     ),
     "AnyShapeCompileControlNet": (
-        "Compile ControlNet",
+        "Compile ControlNet (AnyShape)",
         {
             "control_net": ("CONTROL_NET", None, None),
             "enabled": ("BOOLEAN", True, None),
@@ -52,7 +52,7 @@ CONTRACT = {
         {"MODEL": "MODEL"},
     ),
     "AnyShapeWarmUp": (
-        "Warm Up",
+        "Warm Up Sizes (AnyShape)",
         {
             "model": ("MODEL", None, None),
             "shapes": ("STRING", "1024x1024", None),
@@ -66,7 +66,7 @@ CONTRACT = {
         {"MODEL": "MODEL", "VAE": "VAE", "report": "STRING"},
     ),
     "AnyShapeShapeCacheInfo": (
-        "Shape Cache Info",
+        "Shape Cache Info (AnyShape)",
         {"after": ("*", None, None)},
         {"report": "STRING", "stats": "STRING", "chart": "IMAGE"},
     ),
@@ -310,7 +310,7 @@ def check_stats(found: dict) -> None:
 
 
 def test_the_route_and_the_node_agree(server, plain) -> None:
-    """After a run: the size in image pixels and the batch in images a prompt, as the user set them."""
+    """After a run: the size in image pixels and the batch in images per prompt, as the user set them."""
     server.run(with_nodes())
     flow = {"info": node("AnyShapeShapeCacheInfo"), "show": node("PreviewAny", source=["info", 1])}
     outputs = server.run(flow)["outputs"]

@@ -26,6 +26,10 @@ ENGINE = (
 )
 SERVER = (
     "test_server.py",
+    "test_locales.py::test_help_pages_are_served",
+    "test_examples.py::test_links_join_what_fits",
+    "test_examples.py::test_only_optional_inputs_are_left_open",
+    "test_examples.py::test_the_server_misses_nothing_but_models",
     "test_nodes.py::test_schema",
     "test_nodes.py::test_with_without_with",
     "test_web.py::test_a_node_names_its_models_entry_from_the_first_forward_on",

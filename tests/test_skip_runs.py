@@ -289,13 +289,13 @@ def test_the_second_node_decides(models, patcher):
 # Models and inputs that it is not for -----------------------------------------------------------------------------
 
 
-def test_a_model_without_a_unet_passes_through(models):
+def test_a_model_without_repeated_blocks_passes_through(models):
     flux = models.flux(
         torch.float32, hidden_size=64, num_heads=2, depth=1, depth_single_blocks=1, context_in_dim=32, vec_in_dim=16,
         axes_dim=[8, 12, 12],
     )  # fmt: skip
     out, message = skip_with_message(flux)
-    assert "Flux is not an SD UNet: no blocks are skipped" in message and "SDXL" in message
+    assert message == "Flux has no repeated blocks: no blocks are skipped, it runs as without this node"
     assert not out.wrappers and fallbacks()[-1]["reason"] == message
 
 

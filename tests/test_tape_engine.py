@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from tools.driving import compiled
+from tools.driving import compiled, sample_tiny
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -21,7 +21,6 @@ WIDTHS = ("context_in_dim", "joint_attention_dim", "text_dim")
 @pytest.fixture(scope="module")
 def tiny(pack):
     """A tiny model by name; made once for this file, as is what eager makes of it."""
-    from tools import architectures
     from tools.architectures import patchers
 
     made = {}
@@ -34,29 +33,15 @@ def tiny(pack):
             made[name] = patcher
         return made[name]
 
-    make.table = architectures.TABLE
     return make
 
 
-def sample(tiny, patcher, name, height=8, width=8, seed=0, steps=2, options=None):
-    """A sampling run, as SamplerCustom does it."""
-    import comfy.sample
-    import comfy.samplers
-
-    kind = tiny.table[name]
-    parts = kind.request(0)["conditions"]
-    prompt = [[parts["context"][:1], {"pooled_output": parts["y"][:1]} if "y" in parts else {}]]
-    shape = (1, kind.channels, height, width) if kind.dimensions == 2 else (1, kind.channels, 3, height, width)
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", steps)
+def sample(patcher, name, height=8, width=8, seed=0, steps=2, options=None):
+    """A sampling run, with more ``options`` for the model."""
     if options:
         patcher = patcher.clone()
         patcher.model_options["transformer_options"].update(options)
-    with torch.inference_mode():
-        return comfy.sample.sample_custom(
-            patcher, noise, 3.0, comfy.samplers.ksampler("euler"), sigmas, prompt, prompt, torch.zeros(shape),
-            disable_pbar=True, seed=seed,
-        )  # fmt: skip
+    return sample_tiny(patcher, name, seed=seed, height=height, width=width, steps=steps)
 
 
 @pytest.fixture
@@ -99,8 +84,8 @@ def test_exact_is_bit_equal_at_every_size_and_recorded_once(tiny, recordings, na
     patcher = tiny(name)
     fast = compiled(patcher, mode="exact")
     for height, width, seed in ((8, 8, 0), (8, 12, 1), (8, 8, 2)):
-        wanted = sample(tiny, patcher, name, height, width, seed)
-        assert torch.equal(sample(tiny, fast, name, height, width, seed), wanted)
+        wanted = sample(patcher, name, height, width, seed)
+        assert torch.equal(sample(fast, name, height, width, seed), wanted)
     assert len(recordings) == 2 and states() == {"tape"} and reasons() == []
 
 
@@ -121,7 +106,7 @@ def test_the_same_seed_queued_twice_is_the_same_picture(tiny, monkeypatch) -> No
         if fuse:
             fused(monkeypatch)
         fast = compiled(tiny("Flux", fresh=True) if fuse else patcher)
-        first, second = (sample(tiny, fast, "Flux", 4, 4) for _ in range(2))
+        first, second = (sample(fast, "Flux", 4, 4) for _ in range(2))
         assert torch.equal(first, second) and reasons() == []
 
 
@@ -168,7 +153,7 @@ def test_weights_that_move_are_bound_again_and_none_is_kept(tiny, recordings) ->
 
     patcher = tiny("SD3", fresh=True)
     fast = compiled(patcher, mode="exact")
-    plain = sample(tiny, fast, "SD3")
+    plain = sample(fast, "SD3")
     assert len(recordings) == 1
     name = "diffusion_model.joint_blocks.0.x_block.attn.proj.weight"
     weight = patcher.model.get_parameter(name)
@@ -176,18 +161,18 @@ def test_weights_that_move_are_bound_again_and_none_is_kept(tiny, recordings) ->
     with_lora, fast_lora = patcher.clone(), fast.clone()
     for each in (with_lora, fast_lora):
         each.add_patches(delta, 0.5)
-    wanted = sample(tiny, with_lora, "SD3")
+    wanted = sample(with_lora, "SD3")
     assert not torch.equal(wanted, plain)
-    assert torch.equal(sample(tiny, fast_lora, "SD3"), wanted)
-    assert torch.equal(sample(tiny, fast, "SD3"), plain) and torch.equal(sample(tiny, fast_lora, "SD3"), wanted)
+    assert torch.equal(sample(fast_lora, "SD3"), wanted)
+    assert torch.equal(sample(fast, "SD3"), plain) and torch.equal(sample(fast_lora, "SD3"), wanted)
     comfy.model_management.unload_all_models()
-    assert torch.equal(sample(tiny, fast, "SD3"), plain)
+    assert torch.equal(sample(fast, "SD3"), plain)
     comfy.model_management.unload_all_models()
     for part in patcher.model.diffusion_model.modules():  # as a load from a file does
         for key, value in part._parameters.items():
             if value is not None:
                 part._parameters[key] = torch.nn.Parameter(value.data.clone(), requires_grad=False)
-    assert torch.equal(sample(tiny, fast, "SD3"), plain)
+    assert torch.equal(sample(fast, "SD3"), plain)
     assert len(recordings) == 1
     comfy.model_management.unload_all_models()
     gone = weakref.ref(patcher.model.get_parameter(name))
@@ -210,7 +195,7 @@ def test_a_changed_model_is_recorded_again(tiny, recordings, monkeypatch) -> Non
     block = model.double_blocks[0]
 
     def check(count) -> None:
-        assert torch.equal(sample(tiny, fast, "Flux"), sample(tiny, patcher, "Flux"))
+        assert torch.equal(sample(fast, "Flux"), sample(patcher, "Flux"))
         assert len(recordings) == count
 
     check(1)
@@ -256,8 +241,8 @@ def test_options_that_a_forward_reads(tiny, recordings) -> None:
     fast = compiled(patcher, mode="exact")
 
     def check(count, **options) -> None:
-        wanted = sample(tiny, patcher, "SD3", options=options)
-        assert torch.equal(sample(tiny, fast, "SD3", options=options), wanted)
+        wanted = sample(patcher, "SD3", options=options)
+        assert torch.equal(sample(fast, "SD3", options=options), wanted)
         assert len(recordings) == count
 
     check(1)
@@ -281,8 +266,8 @@ def test_an_option_that_differs_in_each_step_is_eager_after_a_while(tiny, record
     model.forward = reading(model, read)
     fast = compiled(patcher, mode="exact")
     for number in range(7):
-        calls.append(sample(tiny, fast, "SD3", steps=1, options={"stamp": "x" * (number + 1)}))
-        wanted = sample(tiny, patcher, "SD3", steps=1, options={"stamp": "x" * (number + 1)})
+        calls.append(sample(fast, "SD3", steps=1, options={"stamp": "x" * (number + 1)}))
+        wanted = sample(patcher, "SD3", steps=1, options={"stamp": "x" * (number + 1)})
         assert torch.equal(calls[-1], wanted)
     assert len(recordings) == 4 and any("'stamp'" in reason for reason in reasons())
 
@@ -303,15 +288,15 @@ def test_attention_of_another_node_is_kept_and_called_as_one_step(tiny, recordin
         return attention
 
     half, third = override(0.5), override(0.3)
-    plain = sample(tiny, patcher, "Flux")
+    plain = sample(patcher, "Flux")
     for each, count in ((half, 1), (half, 1), (third, 2), (half, 2)):
         options = {"optimized_attention_override": each}
-        wanted = sample(tiny, patcher, "Flux", options=options)
+        wanted = sample(patcher, "Flux", options=options)
         called = len(seen)
-        assert torch.equal(sample(tiny, fast, "Flux", options=options), wanted) and not torch.equal(wanted, plain)
+        assert torch.equal(sample(fast, "Flux", options=options), wanted) and not torch.equal(wanted, plain)
         assert len(seen) - called > 0 and len(recordings) == count
     assert reasons() == []
-    assert torch.equal(sample(tiny, fast, "Flux"), plain) and len(recordings) == 3
+    assert torch.equal(sample(fast, "Flux"), plain) and len(recordings) == 3
 
 
 # Refusals and faults ----------------------------------------------------------------------------------------------
@@ -330,10 +315,10 @@ def test_what_cannot_be_repeated_runs_in_eager(tiny, recordings, change, word) -
     model.forward = reading(model, lambda out, options: change(out))
     fast = compiled(patcher)
     torch.manual_seed(5)
-    wanted = sample(tiny, patcher, "SD3")
+    wanted = sample(patcher, "SD3")
     state = torch.get_rng_state()
     torch.manual_seed(5)
-    assert torch.equal(sample(tiny, fast, "SD3"), wanted) and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(sample(fast, "SD3"), wanted) and torch.equal(torch.get_rng_state(), state)
     assert len(recordings) == 1 and any(word in reason for reason in reasons()) and states() == {"eager"}
 
 
@@ -364,9 +349,9 @@ def test_a_fault_of_ours_costs_no_image(tiny, monkeypatch, place) -> None:
         raise RuntimeError("injected")
 
     patcher = tiny("SD3", fresh=True)
-    wanted = sample(tiny, patcher, "SD3")
+    wanted = sample(patcher, "SD3")
     monkeypatch.setattr(owner, name, broken)
-    assert torch.equal(sample(tiny, compiled(patcher), "SD3"), wanted)
+    assert torch.equal(sample(compiled(patcher), "SD3"), wanted)
     assert any("injected" in reason for reason in reasons()), reasons()
 
 
@@ -374,14 +359,14 @@ def test_a_fault_at_a_later_run_costs_no_image(tiny, monkeypatch) -> None:
     from anyshape.accel.tape.program import Program
 
     patcher = tiny("SD3", fresh=True)
-    fast, wanted = compiled(patcher), sample(tiny, patcher, "SD3")
-    assert torch.equal(sample(tiny, fast, "SD3"), wanted)
+    fast, wanted = compiled(patcher), sample(patcher, "SD3")
+    assert torch.equal(sample(fast, "SD3"), wanted)
 
     def broken(*_):
         raise RuntimeError("injected")
 
     monkeypatch.setattr(Program, "run", broken)
-    assert torch.equal(sample(tiny, fast, "SD3"), wanted) and any("injected" in reason for reason in reasons())
+    assert torch.equal(sample(fast, "SD3"), wanted) and any("injected" in reason for reason in reasons())
 
 
 def test_a_wrong_kernel_is_named_and_left_out(tiny, monkeypatch) -> None:
@@ -389,7 +374,7 @@ def test_a_wrong_kernel_is_named_and_left_out(tiny, monkeypatch) -> None:
 
     fused(monkeypatch)
     patcher = tiny("SD3", fresh=True)
-    wanted = sample(tiny, patcher, "SD3", 4, 4, steps=1)
+    wanted = sample(patcher, "SD3", 4, 4, steps=1)
     call, found, bad = kernels.Launch.__call__, [], []
 
     def wrong(self, operands, outputs):
@@ -407,7 +392,7 @@ def test_a_wrong_kernel_is_named_and_left_out(tiny, monkeypatch) -> None:
     monkeypatch.setattr(kernels.Launch, "__call__", wrong)
     monkeypatch.setattr(diagnose, "wrong_kernels", told)
     fast = compiled(patcher)
-    out = sample(tiny, fast, "SD3", 4, 4, steps=1)
+    out = sample(fast, "SD3", 4, 4, steps=1)
     assert (out - wanted).norm() / wanted.norm() < 1e-4
     ((named, program),) = found
     assert named == frozenset(bad) and len({launch.source.text for launch in program.launches}) > 1
@@ -429,11 +414,11 @@ def test_what_could_not_be_compared_is_not_used(tiny, recordings, verify) -> Non
     bias = patcher.model.diffusion_model.final_layer.linear.bias
     with torch.inference_mode():
         bias.data[0] = float("inf")
-    wanted = sample(tiny, patcher, "SD3", steps=1)
+    wanted = sample(patcher, "SD3", steps=1)
     assert not torch.isfinite(wanted).all()
     fast = compiled(patcher, verify=verify)
     for _ in range(2):
-        out = sample(tiny, fast, "SD3", steps=1)
+        out = sample(fast, "SD3", steps=1)
         assert torch.equal(out.nan_to_num(), wanted.nan_to_num()) and torch.equal(out.isnan(), wanted.isnan())
     assert len(recordings) == 1
     assert reasons() == ([tape_tier.NOT_COMPARED] if verify else []) and states() == {"eager" if verify else "tape"}

@@ -234,3 +234,32 @@ def as_own(owner: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` as if its code were in the file of ``owner``: a fault of ComfyUI's own, not of another pack."""
     function.__code__ = function.__code__.replace(co_filename=sys.modules[owner.__module__].__file__)
     return function
+
+
+def sample_tiny(
+    patcher: Patcher, name: str, seed: int = 0, height: int = 8, width: int = 8, batch: int = 1, steps: int = 2,
+    cfg: float = 3.0, sampler: str = "euler", tokens: int | None = None, callback: Callable[..., None] | None = None,
+) -> Tensor:  # fmt: skip
+    """A run of the model ``name`` of ``tools.architectures``, as SamplerCustom does it; latents of height x width.
+
+    tokens: of the negative prompt, if not as many as the positive one has. Videos have three latent frames.
+    """
+    import comfy.sample
+    import comfy.samplers
+
+    from tools.architectures import TABLE
+
+    kind = TABLE[name]
+    parts = kind.request(0)["conditions"]
+    context, extra = parts["context"][:1], {"pooled_output": parts["y"][:1]} if "y" in parts else {}
+    if name == "LTXV":
+        extra["attention_mask"] = torch.ones(1, context.shape[1], dtype=torch.int64)
+    prompts = [[[context, extra]], [[context[:, :tokens] * 0.5, extra]]]
+    shape = (batch, kind.channels, *([3] if kind.dimensions > 2 else []), height, width)
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", steps)
+    with torch.inference_mode():
+        return comfy.sample.sample_custom(
+            patcher, noise, cfg, comfy.samplers.ksampler(sampler), sigmas, *prompts, torch.zeros(shape),
+            disable_pbar=True, seed=seed, callback=callback,
+        )  # fmt: skip

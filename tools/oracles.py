@@ -16,7 +16,7 @@ FUSED = "tape"  # the state of a shape that runs on fused operations, without a 
 # The contract of docs/architecture.md: the keys of each part of the stats.
 STATS_KEYS = {
     "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts", "fleet", "gain",
-         "preparing"},
+         "preparing", "reasons"},
     "model": {"name", "kind", "kernels", "recompiles", "compile_seconds", "inexact", "shapes"},
     "shape": {
         "key", "width", "height", "batch", "frames", "state", "calls", "replays", "first_call_seconds", "median_ms",

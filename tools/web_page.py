@@ -14,7 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, TimeoutError, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Locator,
+    Page,
+    TimeoutError,
+    expect,
+    sync_playwright,
+)
 
 from tools import browser as installed
 from tools.comfy_server import ComfyServer, Workflow
@@ -49,6 +58,11 @@ def chromium() -> Iterator[Browser]:
         launched = playwright.chromium.launch(executable_path=str(installed.find()), args=list(installed.FLAGS))
         yield launched
         launched.close()
+
+
+def shows(place: Locator, text: str) -> None:
+    """Waits until the element has the text: what the server sends arrives when it does."""
+    expect(place).to_contain_text(text, use_inner_text=True, timeout=20_000)
 
 
 class WebPage:
@@ -217,15 +231,20 @@ class WebPage:
             "id => app.graph.getNodeById(id).widgets.find((w) => w.name === 'anyshape').element.textContent", node
         )
 
-    def wait_for_badge(self, node: int, part: str, timeout: float = 60) -> str:
-        """The line as soon as it has ``part``; seconds. The front end may make its nodes anew at any time."""
-        found = self.page.wait_for_function(
-            "([id, part]) => { const line = app.graph.getNodeById(id)?.widgets.find((w) => w.name === 'anyshape');"
-            " return line?.element.textContent.includes(part) && line.element.textContent; }",
-            arg=[node, part],
-            timeout=timeout * 1e3,
-        )
-        return found.json_value()
+    def wait_for_line(self, node: int, text: str, timeout: float = 60) -> None:
+        """Waits until the node's line is exactly ``text``; seconds.
+
+        The line of the prompt before stays until the news arrive, and the front end may make its nodes again at any
+        time: so a line is never read once.
+        """
+        read = "(id) => app.graph.getNodeById(id)?.widgets.find((w) => w.name === 'anyshape')?.element.textContent"
+        try:
+            self.page.wait_for_function(
+                f"([id, text]) => ({read})(id) === text", arg=[node, text], timeout=timeout * 1e3
+            )
+        except TimeoutError:
+            shown = self.page.evaluate(read, node)
+            raise AssertionError(f"the line of node {node} is {shown!r}, not {text!r}") from None
 
     def run(self, server: ComfyServer, timeout: float = 120) -> dict[str, Any]:
         """Queues the workflow by the keyboard and gives the history's entry when it has ended."""

@@ -18,6 +18,7 @@ from torch import nn
 from .. import devices
 from ..attempt import attempt, failed
 from ..engine import Engine, Settings
+from ..reasons import say
 from ..stats import STATS
 from . import lazy
 from .compat import static_clone
@@ -28,6 +29,7 @@ from .session import Session
 
 KEY = "anyshape"
 FORWARD = "diffusion_model.forward"
+Forward = Callable[..., Any]
 FAMILIES = ("unet",)  # modules of this package; see ``lazy``
 
 _LOCK = threading.Lock()  # two first calls at once must get one engine
@@ -69,18 +71,26 @@ def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, 
     if obstacle:
         return _plain(patcher, f"this model runs in eager, as without this node: {obstacle}")
     remove(clone)  # of two Compile Model nodes in a row, the last one decides
-    latents = latents_of(patcher.model.latent_format)
-    session = Session(
-        family, settings, type(patcher.model).__name__, engine_of(patcher), latents.size if latents else None
-    )
+    session = Session(family, settings, type(patcher.model).__name__, engine_of(patcher), size_of(patcher))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, session.sampler)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
-    if not _calls_wrappers(type(model)):
-        own = clone.get_model_object(FORWARD)
-        clone.add_object_patch(FORWARD, session.whole_forward(model, own))
+    put_around(clone, session.whole_forward)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
     return clone, _graph_message(settings, clone.load_device)
+
+
+def put_around(patcher: ModelPatcher, around: Callable[[nn.Module, Forward], Forward]) -> None:
+    """Where the model's forward calls no wrappers, what ``around`` makes of it takes its place."""
+    model = patcher.model.diffusion_model
+    if not _calls_wrappers(type(model)):
+        patcher.add_object_patch(FORWARD, around(model, patcher.get_model_object(FORWARD)))
+
+
+def size_of(patcher: ModelPatcher) -> Callable[[tuple[int, ...]], tuple[int, int, int]] | None:
+    """What tells (width, height, frames) of a picture from its latent's shape; None where nobody knows."""
+    latents = latents_of(patcher.model.latent_format)
+    return latents.size if latents else None
 
 
 def _plain(patcher: ModelPatcher, message: str) -> tuple[ModelPatcher, str]:
@@ -115,9 +125,14 @@ def remove(patcher: ModelPatcher) -> ModelPatcher:
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
-    if getattr(patcher.object_patches.get(FORWARD), "__module__", "") == Session.__module__:
-        del patcher.object_patches[FORWARD]
+    remove_forward(patcher, Session.__module__)
     return patcher
+
+
+def remove_forward(patcher: ModelPatcher, module: str) -> None:
+    """Takes a forward that code of ``module`` put around the model's own off ``patcher``."""
+    if getattr(patcher.object_patches.get(FORWARD), "__module__", "") == module:
+        del patcher.object_patches[FORWARD]
 
 
 def _graph_message(settings: Settings, device: torch.device) -> str:
@@ -127,10 +142,7 @@ def _graph_message(settings: Settings, device: torch.device) -> str:
     card = torch.cuda.get_device_properties(device).total_memory
     if settings.graph_budget_bytes <= card:
         return ""
-    return (
-        f"graph_budget_mb is {settings.graph_budget_mb}, more than the {card >> 20} MB of this card: graphs are "
-        f"captured until memory runs out, then sizes run without one. 2048 is enough for most workflows"
-    )
+    return say("large_budget", budget=settings.graph_budget_mb, card=card >> 20)
 
 
 def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:

@@ -25,6 +25,7 @@ from ..engine import Call, Engine, Settings
 from ..key import shape_key
 from ..ops import FusedOps
 from ..outputs import Output
+from ..reasons import say
 from ..stats import STATS
 from ..weights import ChannelsLastWeights
 from . import controlnet_forward as family
@@ -74,14 +75,14 @@ def _compiled(
 def unsupported(control: comfy.controlnet.ControlBase) -> str:
     """Why this control cannot be compiled; "" if it can."""
     if isinstance(control, comfy.controlnet.T2IAdapter):
-        return "a T2I-Adapter runs once a run, not once a step, so there is nothing to speed up"
+        return say("t2i_adapter")
     if isinstance(control, comfy.controlnet.ControlLora):
-        return "a Control-LoRA is built anew for each run out of the model's own weights, which is not supported"
+        return say("control_lora")
     plain = type(control) is comfy.controlnet.ControlNet
     if plain and type(control.control_model) is family.MODEL:
         return family.unsupported(control.control_model)
     name = type(control.control_model if plain else control).__name__
-    return f"{name} is not a ControlNet that AnyShape knows (it knows those of SD1.5, SD2 and SDXL)"
+    return say("unknown_control", name=name)
 
 
 def _shadow_of(model: nn.Module, verify: bool) -> nn.Module:

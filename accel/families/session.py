@@ -4,7 +4,7 @@ A sampling run may skip blocks (``skip.run``): then a forward is one of two prog
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from ..fingerprint import foreign_method
 from ..key import shape_key
 from ..ops import FusedOps
 from ..outputs import Output
-from ..skip.run import FAILED, RUN_KEY, Programs, SkipRun
+from ..reasons import say
+from ..skip.run import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..stats import STATS
+from ..tapes import Added
 from ..weights import ChannelsLastWeights
 from . import conds, taping
 from .compat import outside_memory_plan
@@ -28,10 +30,7 @@ from .layers import INTERRUPTS, is_foreign
 from .run_state import Run, call_obstacle
 
 PATCH_KEYS = ("patches", "patches_replace")
-PASSED_BY = (
-    "another node runs this model past Compile Model (TorchCompileModel compiles it as a whole, say), so nothing of "
-    "it was sped up here: remove one of the two nodes"
-)
+PASSED_BY = say("passed_by")
 
 
 class Session:
@@ -150,11 +149,13 @@ class Session:
             if skip is not None:
                 skip.in_full(obstacle or skip.why_all_full)
             return engine(forward.whole(), self.settings)
-        programs = Programs(
-            full=lambda: engine(forward.full(skip.depth), self.settings),
-            skipped=lambda deep: engine(forward.skipped(skip, deep), self.settings),
-        )
-        return skip.call(_prompts(skip, given), given.tensors["x"], programs)
+
+        def full() -> tuple[Tensor, Features | None]:
+            out, deep = engine(forward.full(skip.depth), self.settings)
+            return out, None if deep is None else (deep,)
+
+        programs = Programs(full, lambda features: engine(forward.skipped(skip, *features), self.settings))
+        return skip.call(_prompts(skip, given.options, given.structure()), given.tensors["x"], programs)
 
     def _is_recorded(self, kwargs: dict[str, Any], args: tuple) -> bool:
         """Whether this call goes on a tape: of every model, but for UNets on kernels by hand or with skipped blocks."""
@@ -175,10 +176,38 @@ class Session:
         first = next(iter(given.tensors.values()), None)
         size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
         try:
-            return self._engine(model)(taping.call_of(model, original, given, run, theirs, size), self.settings)
+            call, skip = taping.call_of(model, original, given, run, theirs, size), given.options.get(RUN_KEY)
+            if skip is None or call.taped is None or not skip.skips:
+                if skip is not None:
+                    skip.in_full(call.obstacle or skip.why_all_full)
+                return self._engine(model)(call, self.settings)
+            return self._skipping(model, call, skip, given)
         finally:
             if not self._depth:  # no sampling run will end this one
                 run.close()
+
+    def _skipping(self, model: nn.Module, call: Call, skip: SkipRun, given: taping.Given) -> Tensor:
+        """A call of a run that skips blocks."""
+        engine, first = self._engine(model), next(iter(call.inputs.values()))
+
+        def full() -> tuple[Tensor, Features | str]:
+            out = engine(taping.in_full(call, skip.depth), self.settings)
+            if not isinstance(out, Added):
+                return out, UNRECORDED
+            skip.stats.depth = max(skip.stats.depth, out.depth)
+            return out.out, out.features
+
+        def instead() -> Tensor:
+            skip.in_full(FAILED)
+            return call.eager()
+
+        def skipped(features: Features) -> Tensor:
+            return engine(taping.without_middle(call, skip.depth, features, instead), self.settings)
+
+        # prompts of one length may be joined to others of another one: their streams are longer then
+        forms = {spec.name: f"{spec.shape[1:]} {spec.dtype}" for spec in call.key.inputs}
+        prompts = _prompts(skip, given.options, dict(call.key.structure) | forms)
+        return skip.call(prompts, first, Programs(full, skipped))
 
     def _tape_run(self, model: nn.Module) -> taping.TapeRun:
         """As ``_run``, for a model that is recorded."""
@@ -273,22 +302,21 @@ class _Forward:
         )
 
 
-def _prompts(skip: SkipRun, given: Arguments) -> list[tuple]:
+def _prompts(skip: SkipRun, options: Mapping[str, Any], structure: Mapping[str, Any]) -> list[tuple]:
     """A key for each prompt's rows: its uuid and side, and everything else that the deep blocks depend on.
 
     The side, because for an area of the positive prompt ComfyUI makes a negative one with the same uuid.
     """
-    options = given.options
     patches = tuple((*where, skip.identity(patch)) for where, patch in _patches(options))
     hooks = getattr(skip.hooks(), "hooks", ())
-    shared = (patches, tuple(given.structure().items()), tuple((hook.hook_ref, hook.strength) for hook in hooks))
+    shared = (patches, tuple(structure.items()), tuple((hook.hook_ref, hook.strength) for hook in hooks))
     sides, uuids = options.get("cond_or_uncond", ()), options.get("uuids", ())
     if len(sides) != len(uuids):  # not ComfyUI's own sampling: nobody says what belongs to whom
         return []
     return [(uuid, side, *shared) for uuid, side in zip(uuids, sides, strict=True)]
 
 
-def _patches(options: dict[str, Any]) -> Iterator[tuple[tuple, Any]]:
+def _patches(options: Mapping[str, Any]) -> Iterator[tuple[tuple, Any]]:
     """((kind, place), patch) for every patch of other packs."""
     for name, patches in options.get("patches", {}).items():
         yield from (((name, index), patch) for index, patch in enumerate(patches))
@@ -305,13 +333,13 @@ def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., T
     if own and not replaced and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
         return ""
     whose = f" ({replaced})" if replaced else ""
-    return f"another node replaced the model's forward{whose}, so the model runs in eager"
+    return say("foreign_forward", whose=whose)
 
 
 def _graph_obstacle(run: Run, options: dict[str, Any]) -> str:
     """Why this forward may have Python side effects or no fixed weights, so that it must not be captured."""
     if patches := _patched(options):
-        return f"patches by another node ({', '.join(patches)}): patched blocks run in eager, without a graph"
+        return say("patched_blocks", patches=", ".join(patches))
     return run.plan.survey.graph_obstacle()
 
 

@@ -15,15 +15,19 @@ from torch import Tensor, nn
 
 from ..attempt import attempt, failed
 from ..engine import Settings
+from ..reasons import say
 from ..skip.run import OWN_STEPS, PLANNED, RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..skip.settings import AUTO, FEW, SkipSettings
 from ..stats import STATS, SkipStats
+from ..tape import blocks
 from . import attach, lazy
+from .family import Family
 from .layers import INTERRUPTS
 from .session import Session
 
 KEY = "anyshape.skip"
+STATE = "anyshape.skip.state"  # what is known of the model during one run
 SELF_PACED = ("dpm_fast_function", "dpm_adaptive_function")  # KSAMPLER's names of samplers that ignore the sigmas
 MAX_SHARE = 0.1  # of a full step's FLOPs that a skipped step may pay under depth auto; see docs/performance.md
 
@@ -33,7 +37,7 @@ Tell = Callable[[str], None]
 def skip_blocks(patcher: ModelPatcher, settings: SkipSettings, tell: Tell) -> tuple[ModelPatcher, str]:
     """(a clone that skips blocks on most steps, what the user should know or "").
 
-    tell: shows a line to the user, after each run. A model without a UNet's blocks comes back as a plain clone.
+    tell: shows a line to the user, after each run. A model without repeated blocks comes back as a plain clone.
     """
     clone, name = patcher.clone(), type(patcher.model).__name__
     remove(clone)  # of two Skip Blocks nodes in a row, the last one decides
@@ -45,24 +49,42 @@ def skip_blocks(patcher: ModelPatcher, settings: SkipSettings, tell: Tell) -> tu
 
 def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) -> str:
     """Puts our wrappers on ``clone``, or says why nothing is skipped; returns what the user should know or ""."""
-    model, unet = getattr(clone.model, "diffusion_model", None), lazy.module("unet")
-    if type(model) is not unet.MODEL or unet.unsupported(model):
-        why = unet.unsupported(model) if type(model) is unet.MODEL else f"{type(model).__name__} is not an SD UNet"
-        message = f"{why}: no blocks are skipped, it runs as without this node. Skip Blocks is for SD1.5, SD2 and SDXL"
+    model, family = getattr(clone.model, "diffusion_model", None), attach.family_of(clone.model.diffusion_model)
+    why, deepest = _blocks_of(model, family)
+    if why:
+        message = say("no_blocks", why=why)
         STATS.fallback(name, message)
         return message
     skipping = _Skipping(settings, name, tell)
-    session = Session(unet, Settings(mode="off"), name, attach.engine_of(clone))
+    # without Compile Model the steps are ComfyUI's own operations, in pieces or recorded
+    own = Settings(mode="off") if family is not None else Settings(mode="exact", graph_budget_mb=0)
+    session = Session(family, own, name, attach.engine_of(clone), attach.size_of(clone))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, skipping.sampling)
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STATE, partial(_sampling, session))
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, partial(_forward, session))
-    return _depth_message(settings, len(model.output_blocks) - 2)
+    if attach.session_of(clone) is None:
+        attach.put_around(clone, partial(_around, session))
+    return _depth_message(settings, deepest)
+
+
+def _blocks_of(model: nn.Module, family: Family | None) -> tuple[str, int]:
+    """(why none of its blocks can be skipped or "", the largest depth)."""
+    unet = lazy.module("unet")
+    if family is not None:
+        return "", len(model.output_blocks) - 2
+    if isinstance(model, unet.MODEL):
+        return unet.unsupported(model) or f"{type(model).__name__} is a UNet of another kind than SD's", 0
+    count = len(blocks.find(model))
+    return ("", (count - 1) // 2) if count else (f"{type(model).__name__} has no repeated blocks", 0)
 
 
 def remove(patcher: ModelPatcher) -> None:
     """Takes our wrappers off ``patcher``."""
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
+    patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, STATE)
+    attach.remove_forward(patcher, __name__)
 
 
 def skips(patcher: ModelPatcher) -> bool:
@@ -74,13 +96,33 @@ def skips(patcher: ModelPatcher) -> bool:
 def _depth_message(settings: SkipSettings, deepest: int) -> str:
     if settings.depth == AUTO or int(settings.depth) <= deepest:
         return ""
-    return f"depth is {settings.depth}, and this model has 0 to {deepest}: auto is used"
+    return say("no_such_depth", depth=settings.depth, deepest=deepest)
 
 
 def _forward(session: Session, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
-    """DIFFUSION_MODEL: forwards in pieces of ComfyUI's layers, unless Compile Model runs them anyway."""
-    compiled = any(isinstance(getattr(wrapper, "__self__", None), Session) for wrapper in executor.wrappers)
-    return executor(*args, **kwargs) if compiled else session.forward(executor, *args, **kwargs)
+    """DIFFUSION_MODEL: forwards without their deep blocks, unless Compile Model runs them anyway."""
+    return (executor if _is_compiled(executor) else partial(session.forward, executor))(*args, **kwargs)
+
+
+def _sampling(session: Session, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+    """OUTER_SAMPLE: what is known of a model that is recorded ends with the run."""
+    keeps = session.family is None and not _is_compiled(executor)
+    return (partial(session.sampling, executor) if keeps else executor)(*args, **kwargs)
+
+
+def _is_compiled(executor: WrapperExecutor) -> bool:
+    return any(isinstance(getattr(wrapper, "__self__", None), Session) for wrapper in executor.wrappers)
+
+
+def _around(session: Session, model: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward for a model whose own calls no wrappers: ours in runs that skip blocks."""
+    ours = session.whole_forward(model, original)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        skips = any(isinstance(item, dict) and RUN_KEY in item for item in (*args, *kwargs.values()))
+        return (ours if skips else original)(*args, **kwargs)
+
+    return forward
 
 
 class _Skipping:
@@ -128,14 +170,14 @@ class _Skipping:
 
     def _run(self, guider: Any, noise: Tensor, sampler: Any, sigmas: Tensor) -> SkipRun:
         settings, patcher = self.settings, guider.model_patcher
-        model, levels = patcher.model.diffusion_model, sigmas.tolist()[:-1]
+        levels = sigmas.tolist()[:-1]
         percent_to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
         window = percent_to_sigma(settings.start_percent), percent_to_sigma(settings.end_percent)
-        depth = depth_of(settings, model, *noise.shape[-2:])
+        depth = depth_of(settings, patcher.model.diffusion_model, *noise.shape[-2:])
         full, why = settings.full_steps(levels, *window), self._why_all_full(sampler, len(levels))
         return SkipRun(
             levels, frozenset(range(len(levels))) if why else full, depth, settings.order,
-            STATS.skip_run(self.name, depth), lambda: patcher.current_hooks, why, settings.axis, settings.damping,
+            STATS.skip_run(self.name, depth or 0), lambda: patcher.current_hooks, why, settings.axis, settings.damping,
         )  # fmt: skip
 
     def _why_all_full(self, sampler: Any, steps: int) -> str:
@@ -146,8 +188,13 @@ class _Skipping:
         return FEW if steps <= FEW_STEPS else OWN_STEPS if function in SELF_PACED else PLANNED
 
 
-def depth_of(settings: SkipSettings, model: nn.Module, height: int, width: int) -> int:
-    """The depth of a run on latents of height x width: the user's, or the deepest of ``MAX_SHARE`` of the work."""
+def depth_of(settings: SkipSettings, model: nn.Module, height: int, width: int) -> int | None:
+    """The depth of a run on latents of height x width: the user's, or the deepest of ``MAX_SHARE`` of the work.
+
+    None where the recording of the first step decides it.
+    """
+    if attach.family_of(model) is None:
+        return None if settings.depth == AUTO else int(settings.depth)
     if settings.depth != AUTO and int(settings.depth) <= len(model.output_blocks) - 2:
         return int(settings.depth)
     shares = lazy.module("unet_cost").shares(model, height, width)

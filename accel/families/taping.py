@@ -6,8 +6,8 @@ some forwards empty the lists that they are given (ControlNet residuals).
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,12 @@ from torch import Tensor, nn
 
 from ..engine import Call
 from ..fingerprint import ModuleFingerprint
-from ..key import shape_key
+from ..key import ShapeKey, shape_key
+from ..reasons import say
+from ..skip.run import RUN_KEY
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
-from ..tapes import Taped
+from ..tapes import Skipping, Taped
 from ..weights import WeightWatch
 from .layers import surroundings
 
@@ -43,9 +45,16 @@ class Given:
     plain: list[tuple[str, Any]] = field(default_factory=list)
     unknown: str = ""  # an argument that is neither
 
+    @property
+    def theirs(self) -> Mapping[Any, Any]:
+        """The options without our own, which is another one in each run."""
+        if RUN_KEY not in self.options:
+            return self.options
+        return {key: value for key, value in self.options.items() if key != RUN_KEY}
+
     def call(self, original: Callable[..., Any], options: Mapping[Any, Any] | None = None) -> Any:
         """``original`` with these arguments, or with other options."""
-        swap = self.options if options is None else options
+        swap = self.theirs if options is None else options
         return original(
             *(_copied(item, self.options, swap) for item in self.args),
             **{name: _copied(item, self.options, swap) for name, item in self.kwargs.items()},
@@ -170,19 +179,19 @@ def pixels(shape: tuple[int, ...]) -> tuple[int, int, int]:
 def obstacle(given: Given) -> str:
     """Why only ComfyUI's own forward is right for this call; "" if it may be recorded."""
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return "gradients are on (training), so the model runs in eager"
+        return say("training", what="model")
     if given.unknown:
-        return f"the model was called with {given.unknown}, which AnyShape does not know"
+        return say("strange_argument", name=given.unknown)
     if not given.tensors:
-        return "the model was called without a tensor"
+        return say("no_tensor")
     first = next(iter(given.tensors.values()))
     if first.dtype not in DTYPES:
-        return f"{first.dtype} activations are not supported; load the model in fp16, bf16 or fp32"
+        return say("dtype", dtype=first.dtype)
     if odd := [name for name, tensor in given.tensors.items() if tensor.device != first.device]:
-        return f"{odd[0]} lies on another device than the latent"
+        return say("other_device", name=odd[0])
     patches = sorted({name for key in PATCH_KEYS for name, value in given.options.get(key, {}).items() if value})
     if patches:
-        return f"patches by another node ({', '.join(patches)}): their model runs in eager"
+        return say("patches", patches=", ".join(patches))
     return ""
 
 
@@ -194,14 +203,8 @@ def call_of(
     why = obstacle(given)
     taped = None
     if run is not None and not why:
-        taped = Taped(
-            model,
-            lambda options: given.call(original, options),
-            given.options,
-            run.structure(model),
-            _prepare,
-            run.changed,
-        )
+        forward = partial(given.call, original)
+        taped = Taped(model, forward, given.theirs, run.structure(model), _prepare, run.changed)
     x = next(iter(given.tensors.values()), None)
     rows = len(x) if x is not None and x.ndim else 1
     return Call(
@@ -216,6 +219,24 @@ def call_of(
         obstacle=why,
         taped=taped,
     )
+
+
+def in_full(call: Call, depth: int | None) -> Call:
+    """``call`` at a full step of a run that skips blocks: its result is a ``tapes.Added``."""
+    skipping = Skipping(depth, lambda added: without_middle(call, depth, added, call.eager).key)
+    taped = replace(call.taped, skipping=skipping)
+    return replace(call, key=_step(call, "full", depth, call.inputs), taped=taped)
+
+
+def without_middle(call: Call, depth: int | None, added: Sequence[Tensor], instead: Callable[[], Any]) -> Call:
+    """``call`` at a skipped step, given what its middle adds. instead: where there is no program of it."""
+    inputs = call.inputs | {f"added.{place}": tensor for place, tensor in enumerate(added)}
+    taped = replace(call.taped, leaves_out=True)
+    return replace(call, key=_step(call, "skipped", depth, inputs), inputs=inputs, taped=taped, eager=instead)
+
+
+def _step(call: Call, step: str, depth: int | None, inputs: dict[str, Tensor]) -> ShapeKey:
+    return shape_key(inputs, dict(call.key.structure) | {"step": step, "depth": "auto" if depth is None else depth})
 
 
 def _structure(given: Given) -> dict[str, str]:
@@ -265,5 +286,5 @@ class _Copied(Reads):
     def note(self, key: Any, value: Any) -> None:
         """As in ``Reads``."""
         if key in COPIED_ALONG:
-            self._recorder.refuse(f"another node's attention reads the option {key!r}")
+            self._recorder.refuse(say("attention_option", option=repr(key)))
         super().note(key, value)

@@ -23,6 +23,7 @@ from torch import Tensor
 from .. import devices, gain, graphs
 from ..attempt import Judge, attempt, failed, named
 from ..errors import is_out_of_memory
+from ..reasons import say
 from ..skip.run import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..stats import STATES, STATS
@@ -42,15 +43,10 @@ CFG_OPTIONS = ("auto", *CFG)
 HOPELESS = 4  # times the device's memory, by ComfyUI's estimate, which is generous: not even tried
 NOT_RUN, FAILED, EVICTED = "not run", "failed", "evicted"
 
-NO_MODEL = (
-    "connect Compile Model before Warm Up: nothing to warm up. This MODEL does not run compiled (no Compile Model "
-    "node, its mode is off, or it could not be compiled), and passes through as it is"
-)
-NO_VAE = "this VAE does not come from Compile VAE: nothing of it was warmed up, and it passes through as it is"
-GONE = "memory ran short at a later size, which took this graph's: list fewer or smaller sizes"
+NO_MODEL, NO_VAE, GONE = say("nothing_compiled"), say("vae_not_compiled"), say("warm_up_no_memory")
 NO_PICTURES = "this model makes neither images nor video, so a size in pixels says nothing of it"
 NO_FRAMES = "{} makes single images: leave the frames out of this line"
-NO_SIZES = "no size to warm up: write one a line"
+NO_SIZES = "no size to warm up: write one per line"
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from triton.errors import TritonError
 from ..allocator import addresses_are_promised
 from ..errors import KernelFailed, is_out_of_memory
 from ..preparing import finished, workers
+from ..reasons import say
 
 # compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
@@ -79,7 +80,7 @@ def launch_compiled(kernel: Any, compiled: Any, grid: tuple[int, int, int], args
 
 def _named(kernel: Any, error: Exception) -> KernelFailed:
     name = getattr(kernel, "__name__", "kernel")
-    return KernelFailed(f"{name} cannot run here ({type(error).__name__}: {_first_line(error)})")
+    return KernelFailed(say("kernel_failed", name=name, error=f"{type(error).__name__}: {_first_line(error)}"))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:

@@ -1,9 +1,10 @@
 """One sampling run with skipped steps: the features it may reuse, and when it must not.
 
-A feature belongs to the rows of one prompt (ComfyUI's cond uuid) under one set of patches, for one latent shape, dtype
-and device. ComfyUI splits, joins and reorders prompts between steps, so features are stored by prompt and joined again
-for each call. A call skips only if *every* prompt in it has a feature from the latest full step; anything else runs in
-full, and if that was not planned, it is counted with its reason.
+Features are what the blocks that are left out would have made: one tensor of a UNet, one for each stream of a
+transformer. They belong to the rows of one prompt (ComfyUI's cond uuid) under one set of patches, for one latent
+shape, dtype and device. ComfyUI splits, joins and reorders prompts between steps, so features are stored by prompt and
+joined again for each call. A call skips only if *every* prompt in it has features from the latest full step; anything
+else runs in full, and if that was not planned, it is counted with its reason.
 
 Nothing here reads a value from the GPU: the schedule and the axis are known before the run starts.
 """
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..reasons import say
 from ..stats import SkipStats
 from .forecast import DAMPING, History
 
@@ -30,19 +32,20 @@ AXIS = "sigma"  # measured, see docs/performance.md
 MAX_EVALUATIONS = 4  # of the model in one step of a sampler; more means that the sampler does not say where it is
 
 PLANNED = ""
-OWN_STEPS = "this sampler chooses its own steps, so every step is full; use euler, dpmpp_2m or another one"
-FAILED = "a skipped step failed, and ran in full instead"
-SILENT_SAMPLER = "this sampler does not report its steps, so every step is full; use euler, dpmpp_2m or another one"
-CALLED_TWICE = (
-    "a prompt is evaluated twice a step on the same patches and size (context windows, say): which feature belongs to "
-    "which call cannot be told, so that prompt is never skipped"
-)
-UNEVEN = "the rows of a call could not be told apart by prompt, so it ran in full"
-NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
+OWN_STEPS = say("own_steps")
+FAILED = say("skip_failed")
+UNRECORDED = say("unrecorded")
+SILENT_SAMPLER = say("silent_sampler")
+CALLED_TWICE = say("called_twice")
+UNEVEN = say("uneven")
+NEWCOMER = say("newcomer")
+
+
+Features = tuple[Tensor, ...]
 
 
 class Part(NamedTuple):
-    """Rows of a call that one feature belongs to."""
+    """Rows of a call that features belong to."""
 
     prompt: Hashable
     shape: tuple[int, ...]  # of the rows of the latent
@@ -52,16 +55,21 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Programs:
-    """One call's two ways. ``full`` gives (output, deep feature, or None where it cannot be had)."""
+    """One call's two ways. ``full`` gives (output, features; why there never are any; or None if just not now)."""
 
-    full: Callable[[], tuple[Tensor, Tensor | None]]
-    skipped: Callable[[Tensor], Tensor]  # takes the deep feature, which it may write into
+    full: Callable[[], tuple[Tensor, Features | str | None]]
+    skipped: Callable[[Features], Tensor]  # which it may write into
 
 
 @dataclass
 class _Entry:
-    history: History
-    step: int = -1  # of the latest feature
+    histories: list[History]  # one for each of the features
+    step: int = -1  # of the latest ones
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        return tuple(history.shape for history in self.histories)
+
     evaluation: int = -1
 
 
@@ -71,7 +79,7 @@ class SkipRun:
 
     sigmas: Sequence[float]  # of every step
     full: frozenset[int]  # steps that run every block
-    depth: int  # input blocks 0..depth and as many output blocks run on every step
+    depth: int | None  # input blocks 0..depth, or as many blocks at either end, run on every step; None: as it fits
     order: int
     stats: SkipStats
     hooks: Callable[[], Any] = lambda: None  # ComfyUI's HookGroup that is applied to the weights now, or None
@@ -83,6 +91,7 @@ class SkipRun:
     _since_step: int = 0
     _entries: dict[Part, _Entry] = field(default_factory=dict)
     _called_twice: set[Part] = field(default_factory=set)
+    _never: dict[Part, str] = field(default_factory=dict)  # why a full step gives no features for these rows
     _kept_alive: dict[int, Any] = field(default_factory=dict)  # objects whose id is part of a prompt's key
     _started: float = field(default_factory=time.perf_counter)
 
@@ -117,8 +126,11 @@ class SkipRun:
             self.stats.count(skipped=True)
             return programs.skipped(self._forecast(parts))
         self.stats.count(skipped=False, reason=reason)
-        out, deep = programs.full()
-        self._store(parts, deep)
+        out, features = programs.full()
+        if isinstance(features, str):
+            self._never |= dict.fromkeys(parts, features)
+        elif features is not None:
+            self._store(parts, features)
         return out
 
     def in_full(self, reason: str) -> None:
@@ -143,13 +155,15 @@ class SkipRun:
             return SILENT_SAMPLER
         if self.step in self.full or self.step >= len(self.sigmas):
             return PLANNED
+        if never := next((self._never[part] for part in parts if part in self._never), ""):
+            return never
         if any(part in self._called_twice for part in parts):
             return CALLED_TWICE
         entries = [self._entries.get(part) for part in parts]
         latest = max((step for step in self.full if step < self.step), default=0)
         if any(entry is None or entry.step < latest for entry in entries):
             return NEWCOMER
-        return None if len({entry.history.shape for entry in entries}) == 1 else NEWCOMER
+        return None if len({entry.shapes for entry in entries}) == 1 else NEWCOMER
 
     def _note_repeated(self, parts: list[Part]) -> None:
         """Finds parts that come twice in one evaluation, and forgets what is known of them."""
@@ -165,25 +179,28 @@ class SkipRun:
         step = min(self.step, len(self.sigmas) - 1)
         return AXES[self.axis](step, self.sigmas[step])
 
-    def _forecast(self, parts: list[Part]) -> Tensor:
-        """The deep feature of the call's rows, as a tensor of its own."""
-        return torch.cat([self._entries[part].history.at(self._position()) for part in parts])
+    def _forecast(self, parts: list[Part]) -> Features:
+        """The features of the call's rows, as tensors of their own."""
+        position, histories = self._position(), [self._entries[part].histories for part in parts]
+        return tuple(torch.cat([history.at(position) for history in of_all]) for of_all in zip(*histories, strict=True))
 
-    def _store(self, parts: list[Part], deep: Tensor | None) -> None:
-        if deep is None:
-            return
-        for part, rows in zip(parts, deep.chunk(len(parts)), strict=True):
+    def _store(self, parts: list[Part], features: Features) -> None:
+        chunks = [feature.chunk(len(parts)) for feature in features]
+        for part, rows in zip(parts, zip(*chunks, strict=True), strict=True):
             if part not in self._called_twice:
-                entry = self._entry(part)
-                entry.history.add(self._position(), rows)
+                entry = self._entry(part, len(features))
+                for history, feature in zip(entry.histories, rows, strict=True):
+                    history.add(self._position(), feature)
                 entry.step, entry.evaluation = self.step, self._evaluation
-        self.stats.bytes = max(self.stats.bytes, sum(entry.history.bytes for entry in self._entries.values()))
+        held = sum(history.bytes for entry in self._entries.values() for history in entry.histories)
+        self.stats.bytes = max(self.stats.bytes, held)
 
-    def _entry(self, part: Part) -> _Entry:
+    def _entry(self, part: Part, count: int) -> _Entry:
         """The part's entry; a new one where the noise has risen again (a restart)."""
         entry = self._entries.get(part)
-        if entry is None or self._has_risen(entry):
-            entry = self._entries[part] = _Entry(History(self.order, self.damping))
+        if entry is None or self._has_risen(entry) or len(entry.histories) != count:
+            histories = [History(self.order, self.damping) for _ in range(count)]
+            entry = self._entries[part] = _Entry(histories)
         return entry
 
     def _has_risen(self, entry: _Entry) -> bool:

@@ -9,15 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .traits import TRUTHS, traits
-from .values import Operation, Value
+from .values import Operation, Value, replaced
 
 aten = torch.ops.aten
 
 
-def settle(operations: Sequence[Operation], outputs: Sequence[Value]) -> None:
-    """Makes each in-place operation functional where that is right; the others keep ``writes`` and share memory."""
+def settle(operations: Sequence[Operation], outputs: Sequence[Value], apart: bool = False) -> None:
+    """Makes each in-place operation functional where that is right; the others keep ``writes`` and share memory.
+
+    apart: what is written through a view becomes a value of its own, too, so that blocks share as little as they can.
+    """
     if not any(operation.writes is not None for operation in operations):
         return
     last_read: dict[Value, int] = {}
@@ -34,11 +38,11 @@ def settle(operations: Sequence[Operation], outputs: Sequence[Value]) -> None:
         if target is None:
             continue
         seen_after = any(
-            value is not target and value.number < operation.outputs[0].number and read > place
+            (value is not target or apart) and value.number < operation.outputs[0].number and read > place
             for value, read in by_root.get(target.root, ())
         )
-        functional = None if target.base is not None or seen_after else _functional(operation)
-        if functional is None:
+        functional = None if seen_after or (target.base is not None and not apart) else _functional(operation)
+        if functional is None or (target.base is not None and not _lies_the_same(functional, operation)):
             _share(operation, target, by_root)
         else:
             operation.func, operation.writes = functional, None
@@ -66,6 +70,18 @@ def _functional(operation: Operation) -> Any:
         return None  # in place the result is rounded to the target's dtype
     packet = getattr(aten, name[:-1], None)
     return getattr(packet, overload, None) if packet is not None else None
+
+
+def _lies_the_same(functional: Any, operation: Operation) -> bool:
+    """Whether a result of its own lies in memory as the view that was written did: later views of it count on that."""
+    target = operation.writes
+
+    def form(value: Value) -> Tensor:
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+
+    args, kwargs = replaced(operation.args, Value, form), replaced(operation.kwargs, Value, form)
+    made = functional(*args, **kwargs)
+    return made.stride() == target.stride and made.dtype == target.dtype
 
 
 def needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:

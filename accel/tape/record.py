@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from ..attempt import named
+from ..reasons import say
 from . import aliasing
 from .kept import kept_tensor
 from .refusals import CAME_BACK, RANDOM, UNWRITTEN, HostReads, Refusal, World, obstacle_to_writing
@@ -47,6 +48,7 @@ class Recorder(TorchDispatchMode):
         self._filled: dict[Value, tuple[Tensor, Any]] = {}  # constants full of one number, until they are written
         self._module, self._world = module, World(device)
         self.keeps = False  # whether the forward left a tensor in its model
+        self.apart = False  # whether its blocks may be left out: see ``aliasing.settle``
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
         self.inputs = [self._tensors.leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
 
@@ -58,7 +60,7 @@ class Recorder(TorchDispatchMode):
     def add_input(self, tensor: Tensor) -> None:
         """One more input: a tensor that the forward took from its options."""
         if tensor in self._tensors:  # which of the two does the forward mean? They may differ in the next call
-            self.refuse("an option is a tensor that the model has by another way too")
+            self.refuse(say("twice"))
         self.inputs.append(self._tensors.leaf(tensor, Input(len(self.inputs))))
 
     @property
@@ -144,7 +146,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _failed(self, error: Exception) -> None:
-        self.refuse(f"recording failed, {named(error)}; please report it")
+        self.refuse(say("recording_failed", error=named(error)))
 
     def _note(
         self, func: Any, known: Traits, args: tuple, kwargs: dict[str, Any], lifted: tuple, inputs: list[Value],
@@ -219,9 +221,9 @@ class Recorder(TorchDispatchMode):
             self.refuse(reason)
         elif type(target.root.leaf) is not Constant and target.root.leaf is not None:
             self.written = target.root.leaf
-            self.refuse("it writes into an input or a weight")
+            self.refuse(say("writes_input"))
         elif target.root in self._tensors.memoised:
-            self.refuse("it writes into a tensor that it keeps")
+            self.refuse(say("writes_kept"))
         elif known.turns is None and target.root.is_constant:
             root = target.root
             if root in self._read_constants or not all(value.is_constant for value in inputs):
@@ -240,7 +242,7 @@ class Recorder(TorchDispatchMode):
                 self._append(operation, [tensor], [root])
             return
         if tensor.shape != target.shape:
-            self.refuse(f"{known.name} changes where a tensor lies")
+            self.refuse(say("moves", name=known.name))
             return
         self._unwritten.discard(root)
         self._filled.pop(root, None)
@@ -286,26 +288,26 @@ class Recorder(TorchDispatchMode):
         """Somebody takes this tensor's values to Python."""
         if not (self._paused or self.refuse.reason or self._tensors.value(tensor).is_constant):
             self.came_back = True
-            self.refuse("a value came back to the host")
+            self.refuse(say("read_back"))
 
     def finish(self, output: Any) -> Tape | None:
         """The tape of a forward that gave ``output``; None, with a ``refusal``, where there is none."""
         found: list[Value] = []
         lifted = self._tensors.lift(output, found)
         if not found:
-            self.refuse("its result is no tensor")
+            self.refuse(say("no_result"))
         elif any(value.root.is_constant for value in found):
-            self.refuse("its result does not depend on what it is given")
+            self.refuse(say("constant"))
         if self._world.was_drawn_from():
             self.refuse(RANDOM)
         if kept := kept_tensor(self._module, self._tensors.depends):
             self.keeps = True
-            self.refuse(f"the model keeps a tensor for its next call ({kept})")
+            self.refuse(say("keeps", tensor=kept))
         if self._filled and not self.refuse.reason and self._was_filled():
             self.refuse(UNWRITTEN)
         if self.refuse.reason:
             return None
-        aliasing.settle(self.operations, found)
+        aliasing.settle(self.operations, found, self.apart)
         for value in self._tensors.constants():
             value.origin = None  # or each constant would keep what it was made of
         return Tape(aliasing.needed(self.operations, found), self.inputs, lifted, self.device)

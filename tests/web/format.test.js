@@ -107,9 +107,10 @@ test("three states: with a reason a size is not all that it could be, and on a C
 test("a reason stands once in a table, with the sizes where it holds for some", () => {
   const widths = [64, 72, 80, 88, 96];
   const shapes = widths.map((width, i) => shape({ width, reason: "for all", note: i ? "for most" : "for one" }));
-  assert.deepEqual(format.reasons(shapes, EN), ["for all", "64×512: for one", "4 sizes: for most"]);
-  assert.deepEqual(format.reasons([shape({ batch: 2, note: "a" }), shape()], EN), ["512×512 ×2: a"]);
-  assert.deepEqual(format.reasons(shapes.slice(0, 3), ZH, "zh")[2], "72×512, 80×512：for most");
+  const reasons = (...given) => format.reasons(...given).map(({ reason, where }) => where + reason);
+  assert.deepEqual(reasons(shapes, EN), ["for all", "64×512: for one", "4 sizes: for most"]);
+  assert.deepEqual(reasons([shape({ batch: 2, note: "a" }), shape()], EN), ["512×512 ×2: a"]);
+  assert.deepEqual(reasons(shapes.slice(0, 3), ZH, "zh")[2], "72×512，80×512：for most");
 });
 
 test("what a table says is not listed once more", () => {
@@ -130,8 +131,8 @@ test("the file of a model is known from the node that had it", () => {
 
 test("what is less exact is listed by model, while that has run", () => {
   const wan = model([shape()], { name: "Wan", inexact: ["one", "two"] });
-  assert.deepEqual(format.inexact([model([shape()]), wan]), ["Wan: one", "Wan: two"]);
-  assert.deepEqual(format.inexact([{ ...wan, shapes: [] }, { shapes: [shape()] }]), []); // cleared; an older server
+  assert.deepEqual(format.inexact([model([shape()]), wan], EN), ["Wan: one", "Wan: two"]);
+  assert.deepEqual(format.inexact([{ ...wan, shapes: [] }, { shapes: [shape()] }], EN), []); // cleared; an older server
 });
 
 test("totals add the models up", () => {

@@ -17,13 +17,22 @@ from tools.architectures.table import Architecture, moved, parts_of
 EMPTY_BUFFERS = ("pos_embed", "y_embedding", "positive_conditioning", "negative_conditioning")
 
 
+# The numbers of blocks among a model's settings.
+BLOCKS = ("depth", "depth_single_blocks", "num_layers", "n_layers", "num_blocks", "num_visual_blocks", "layers")
+
+
 def make(
-    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0
+    name: str, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu", seed: int = 0, blocks: int = 0
 ) -> ModelPatcher:
-    """The model ``name`` with random weights that are the same for the same ``seed``."""
+    """The model ``name`` with random weights that are the same for the same ``seed``.
+
+    blocks: how many each of its lists of blocks has, if not as many as the table says.
+    """
     architecture = TABLE[name]
     kind = getattr(comfy.supported_models, architecture.family_name)
     tiny = dict(architecture.config) | (dict(architecture.newer) if version() > (0, 3, 75) else {})
+    if blocks:
+        tiny |= {key: blocks for key in BLOCKS if isinstance(tiny.get(key), int)}
     config = kind(kind.unet_config | tiny)
     config.unet_config.update(tiny)  # over what the class adds by itself
     config.set_inference_dtype(dtype, None)

@@ -2,12 +2,13 @@
 
 Used by the tests of families and by ``tools.compatibility_table``. Needs the pack: ``tools.embed.load_pack()`` first.
 
-    python -m tools.architectures.taped Flux SD3     # JSON, one line a model
+    python -m tools.architectures.taped Flux SD3     # JSON, one line per model
 """
 
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,17 +42,18 @@ class Found:
 class Studied:
     """One model of the table, and its recordings."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, blocks: int = 0) -> None:
+        """blocks: see ``patchers.make``."""
         from anyshape.accel.tape.reuse import Outlines
 
         from tools.architectures import patchers
 
         self.architecture, self.outlines = architecture, Outlines()
-        self.model = patchers.make(architecture.name).model.diffusion_model
+        self.model = patchers.make(architecture.name, blocks=blocks).model.diffusion_model
 
-    def record(self, k: int) -> "Recording":
-        """Variant ``k``'s forward, recorded the way the product does."""
-        return Recording(self.model, *self.architecture.inputs(k), outlines=self.outlines)
+    def record(self, k: int, skipping: bool = False) -> "Recording":
+        """Variant ``k``'s forward, recorded the way the product does. skipping: so that its middle may be left out."""
+        return Recording(self.model, *self.architecture.inputs(k), outlines=self.outlines, skipping=skipping)
 
     @staticmethod
     def smallest_of(architecture: Architecture) -> int:
@@ -69,20 +71,24 @@ class Studied:
 class Recording:
     """One forward: ``out``, its ``tape`` or the ``refusal``, and the inputs of its program."""
 
-    def __init__(self, model: torch.nn.Module, arguments: tuple, named: dict[str, Any], outlines: Any = None) -> None:
+    def __init__(
+        self, model: torch.nn.Module, arguments: tuple, named: dict[str, Any], outlines: Any = None,
+        skipping: bool = False,
+    ) -> None:  # fmt: skip
         from anyshape.accel.families import taping
         from anyshape.accel.key import shape_key
-        from anyshape.accel.tapes import Taped, Tapes
+        from anyshape.accel.tapes import Skipping, Taped, Tapes
 
         self._given = taping.take(model.forward, arguments, named)
         self._original = model.forward
         taped = Taped(
-            model, lambda options: self._given.call(model.forward, options), self._given.options, 0, taping._prepare
-        )
+            model, lambda options: self._given.call(model.forward, options), self._given.options, 0, taping._prepare,
+            skipping=Skipping(None, lambda added: None) if skipping else None,
+        )  # fmt: skip
         with torch.inference_mode():
             key = shape_key(self._given.tensors, {})
             self.out, take, self.tape = Tapes().record(key, True, taped, self._given.tensors)
-        self.refusal = take.reason
+        self.refusal, self._calls = take.reason, take.calls
         self.inputs = list(take.inputs(self._given.tensors, self._given.options).values())
         self._model, self._outlines = model, outlines
 
@@ -91,17 +97,30 @@ class Recording:
         with torch.inference_mode():
             return self._given.call(self._original)
 
-    def program(self, fuse: bool, alone: bool = False) -> Any:
+    def cut(self, depth: int | None = None) -> Any:
+        """The tape in two. Raises ``NotCut``."""
+        from anyshape.accel.tape.cut import cut
+
+        given = list(self._given.tensors.values())
+        return cut(self.tape, self._calls, depth, len(given[0]), len(given))
+
+    def with_added(self, added: Sequence[Tensor], inputs: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The inputs of the program without the middle, which adds ``added``. inputs: others than were recorded."""
+        inputs, given = self.inputs if inputs is None else inputs, len(self._given.tensors)
+        return [*inputs[:given], *added, *inputs[given:]]
+
+    def program(self, fuse: bool, alone: bool = False, tape: Any = None) -> Any:
         """The program of the tape, on the model's weights; a fused one after all rules.
 
-        alone: planned by itself, not from what earlier sizes had in common with it.
+        alone: planned by itself, not from what earlier sizes had in common with it. tape: another one than the whole.
         """
         from anyshape.accel.tape import rules
         from anyshape.accel.tape.program import Program
 
+        tape = self.tape if tape is None else tape
         if fuse:
-            rules.apply(self.tape)
-        program = Program(self.tape, fuse, outlines=None if alone else self._outlines)
+            rules.apply(tape)
+        program = Program(tape, fuse, outlines=None if alone else self._outlines)
         program.bind(self._model)
         return program
 

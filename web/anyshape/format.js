@@ -122,20 +122,21 @@ export function badge(entry, stats, words, language = "en", mode = 0) {
   if (entry.models.includes(stats.preparing?.model)) return plain("preparing", preparingText(stats.preparing, words));
   if (entry.state === "off") return plain("off", words.badge.off);
   if (entry.sizes) return withMessage(warmed(entry.sizes, words, language), entry.message);
-  if (entry.state === "eager") return asComfyUI(entry.message, words);
-  if (entry.instead) return asComfyUI(entry.instead, words); // whatever ran before
+  if (entry.state === "eager") return asComfyUI(entry.message, stats, words);
+  if (entry.instead) return asComfyUI(entry.instead, stats, words); // whatever ran before
   const models = stats.models.filter((model) => entry.models.includes(model.name));
   const skips = entry.type === "AnyShapeSkipBlocks";
-  const found = skips ? skipped(entry, stats, words) : ran(models, words, language, stats.device);
+  const found = skips ? skipped(entry, stats, words) : ran(models, stats, words, language);
   return withMessage(found ?? plain("none", words.badge.ready), entry.message);
 }
 
 const plain = (level, text, title = text) => ({ level, text, title });
 const withMessage = (shown, message) => (message ? { ...shown, title: `${shown.title}\n${message}` } : shown);
 
-function asComfyUI(reason, words) {
+function asComfyUI(reason, stats, words) {
   const name = words.states.as_comfyui.title;
-  return plain("as_comfyui", reason ? shorten(`${name}: ${reason}`) : name, reason ? `${name}\n${reason}` : name);
+  const text = `${name}${words.colon}${inShort(reason, stats)}`;
+  return plain("as_comfyui", reason ? shorten(text) : name, reason ? `${name}\n${reason}` : name);
 }
 
 /** Of Warm Up: what became of its list. */
@@ -145,17 +146,20 @@ function warmed({ listed, ready, bad }, words, language) {
   return plain(level, parts.join(words.comma));
 }
 
+/** The form of a reason for a node's line or a table's cell: what helps first. The text itself where it has none. */
+export const inShort = (reason, stats) => reason.split("\n").map((line) => stats.shorts?.[line] ?? line).join(" ");
+
 /** What is said of a shape: the reason why it does not run faster, and the note where nothing is missed. */
 export const why = (s) => [s.reason, s.note].filter(Boolean);
 
-/** Each reason of a table once: "sentence" where it holds for all sizes, else "512×512, 768×768: sentence". */
+/** Each reason of a table once: {reason, where}, where `where` is "512×512, 768×768: ", or "" if it holds for all. */
 export function reasons(shapes, words, language = "en") {
   const all = distinct(shapes.map(sized));
   return distinct(shapes.flatMap(why)).map((reason) => {
     const found = distinct(shapes.filter((s) => why(s).includes(reason)).map(sized));
-    if (found.length === all.length) return reason;
-    const named = found.length > NAMED ? count(words.counts.sizes, found.length, language) : found.join(", ");
-    return `${named}${words.colon}${reason}`;
+    if (found.length === all.length) return { reason, where: "" };
+    const named = found.length > NAMED ? count(words.counts.sizes, found.length, language) : found.join(words.comma);
+    return { reason, where: `${named}${words.colon}` };
   });
 }
 
@@ -170,11 +174,12 @@ export const files = (stats) =>
   new Map((stats.nodes ?? []).filter((one) => one.file).flatMap((one) => one.models.map((name) => [name, one.file])));
 
 /** "SDXL: sentence", for each rule in use that is less exact than ComfyUI's own rounding. */
-export const inexact = (models) =>
-  models.filter((model) => model.shapes.length).flatMap((model) => (model.inexact ?? []).map((sentence) => `${model.name}: ${sentence}`));
+export const inexact = (models, words) =>
+  models.filter((model) => model.shapes.length).flatMap((model) => (model.inexact ?? []).map((sentence) => `${model.name}${words.colon}${sentence}`));
 
 /** Of the latest prompt that these models ran in; the tooltip has what came before it. */
-function ran(models, words, language, device) {
+function ran(models, stats, words, language) {
+  const device = stats.device;
   const all = models.flatMap((model) => model.shapes);
   if (!all.length) return null;
   const newest = Math.max(...all.map((s) => s.prompt ?? 0));
@@ -190,7 +195,7 @@ function ran(models, words, language, device) {
   const counted = recompiles ? [count(words.counts.recompiles, recompiles, language)] : [];
   const now = gain(shapes);
   const gained = now ? [gainText({ ...now, saved: gain(all).saved }, words)] : [];
-  const first = `${name}${words.colon}${level === "as_comfyui" && reason ? reason : sized_by}`;
+  const first = `${name}${words.colon}${level === "as_comfyui" && reason ? inShort(reason, stats) : sized_by}`;
   const text = [...gained, first, ...counted].join(words.comma);
   const title = [text, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
   return { ...plain(level, shorten(text), title.join("\n")), loss: now?.factor < 1 };
@@ -207,7 +212,7 @@ function listed(shapes, words, language) {
 /** "graph 2, tape 1": how many sizes ran in which way, for those who know the words. */
 function technical(shapes, words) {
   const states = distinct(shapes.map((s) => s.state)).map((state) => `${state} ${sizes(shapes.filter((s) => s.state === state))}`);
-  return fill(words.badge.latest, { states: states.join(", ") });
+  return fill(words.badge.latest, { states: states.join(words.comma) });
 }
 
 function since(shapes, recompiles, words, language) {

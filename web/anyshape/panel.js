@@ -2,7 +2,7 @@
 
 import { compare, isRunning, status } from "./compare.js";
 import { el, setText, setTitle, sync } from "./dom.js";
-import { budget, count, fallbacks, fill, inexact, together, totals } from "./format.js";
+import { budget, count, fallbacks, fill, inShort, inexact, together, totals } from "./format.js";
 import { gain, gainText } from "./gain.js";
 import { emptyText, makeScope } from "./scope.js";
 import * as store from "./store.js";
@@ -100,11 +100,11 @@ function showPanel(element, parts, buttons, stats) {
     setText(one, texts.buttons[one.dataset.action].title);
     one.title = texts.buttons[one.dataset.action].help;
   });
-  showTables(parts.tables, chosen);
-  showList(parts.inexact, texts.inexact, inexact(chosen.models));
+  showTables(parts.tables, chosen, true);
+  showList(parts.inexact, texts.inexact, inexact(chosen.models, texts));
   showList(parts.skip, texts.skip.title, together(chosen.skip.map((run) => skipLine(run, texts))));
-  const steps = fallbacks(chosen).map((f) => `${f.where}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${f.reason}`);
-  showList(parts.fallbacks, texts.fallbacks, steps);
+  const steps = fallbacks(chosen).map((f) => `${f.where}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${inShort(f.reason, chosen)}`);
+  showList(parts.fallbacks, texts.fallbacks, steps, fallbacks(chosen).map((f) => f.reason));
 }
 
 /** The first line: how much faster than ComfyUI, or how to find out. On a CPU there is nothing to gain. */
@@ -134,12 +134,16 @@ function showBudget(parts, graphs, texts) {
 
 function skipLine(run, texts) {
   const resets = Object.entries(run.resets).map(([reason, n]) => fill(texts.skip.reset, { n, reason }));
-  return [`${run.model}${texts.colon}${fill(texts.badge.skipped, run)}`, ...resets].join("; ");
+  return [`${run.model}${texts.colon}${fill(texts.badge.skipped, run)}`, ...resets].join(texts.semicolon);
 }
 
-function showList(part, title, lines) {
+/** titles: the tooltip of each line, where the lines are short forms. */
+function showList(part, title, lines, titles = []) {
   part.hidden = !lines.length;
   setText(part.children[0], title);
   const items = lines.map((text, index) => ({ text, index }));
-  sync(part.children[1], items, (item) => item.index, () => el("li"), (item, { text }) => setText(item, text));
+  sync(part.children[1], items, (item) => item.index, () => el("li"), (item, { text, index }) => {
+    setText(item, text);
+    setTitle(item, titles[index] ?? "");
+  });
 }

@@ -1,6 +1,8 @@
 /** The stats that every view shows: fetched once, then pushed by the server; nothing polls. */
 
 import { api } from "../../../scripts/api.js";
+import { inWords } from "./reasons.js";
+import { words } from "./texts.js";
 
 const EVENT = "anyshape.stats";
 const EMPTY = {
@@ -20,12 +22,13 @@ let clock = null;
 /** Calls `view(stats)` now and at every change; the result ends that. */
 export function watch(view) {
   views.add(view);
-  view(stats);
+  view(inWords(stats, words()));
   return () => views.delete(view);
 }
 
 export function refresh() {
-  views.forEach((view) => view(stats));
+  const told = inWords(stats, words());
+  views.forEach((view) => view(told));
 }
 
 function take(data) {

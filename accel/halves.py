@@ -1,0 +1,111 @@
+"""The two programs of a run that skips blocks, from one recording: the whole forward, and the one without its middle.
+
+The first call of a size is a full step. Its tape is cut (``tape.cut``). The whole forward's program is checked as any
+other. The other one is given what the middle has just added, and must come to the same result.
+"""
+
+import logging
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import verify
+from .attempt import attempt, named
+from .errors import AnyShapeError, WrongResult
+from .outputs import Output
+from .reasons import say
+from .stats import STATS, ModelStats
+from .tape.cut import Cut, cut
+from .tape.middle import NotCut
+from .tape.program import Program
+from .tape.values import Tape
+from .tapes import Take, Tapes
+
+if TYPE_CHECKING:
+    from .engine import Call, Settings
+
+log = logging.getLogger(__name__)
+
+
+class Halves:
+    """The second programs of one model. make, count: see ``BlockTier``."""
+
+    def __init__(
+        self, stats: ModelStats, tapes: Tapes, passthrough: tuple[type[BaseException], ...],
+        make: Callable[[Tape, bool, "Call"], Program], count: Callable[[Program, bool, torch.dtype], None],
+    ) -> None:  # fmt: skip
+        self._stats, self._tapes, self._passthrough = stats, tapes, passthrough
+        self._make, self._count = make, count
+
+    def cut(self, call: "Call", take: Take, tape: Tape) -> Cut | None:
+        """Cuts the tape; None, and the take says why, where there is nothing to leave out."""
+        calls, take.calls = take.calls, []
+        rows = len(next(iter(call.inputs.values())))
+        found, reason = attempt(
+            lambda: cut(tape, calls, call.taped.skipping.depth, rows, len(call.inputs)),
+            _why_whole,
+            self._passthrough,
+        )
+        if found is None:
+            take.why_whole = reason
+            return None
+        take.added, take.depth = found.added, found.depth
+        return found
+
+    def finish(
+        self, call: "Call", settings: "Settings", take: Take, halves: Cut, out: Output, recorded: Output, fuse: bool,
+        first: bool,
+    ) -> None:  # fmt: skip
+        """Makes the program without the middle. out: what the whole one gave. first: of all sizes."""
+        added = tuple(out[-take.added :])
+        _, reason = attempt(
+            lambda: self._rest(call, settings, take, halves, added, recorded, fuse, first),
+            self._failed,
+            self._passthrough,
+        )
+        halves.skipped.dissolve()
+        if reason:
+            take.why_whole = say("no_middle", why=reason)
+
+    def _rest(
+        self, call: "Call", settings: "Settings", whole: Take, halves: Cut, added: tuple[Tensor, ...],
+        recorded: Output, fuse: bool, first: bool,
+    ) -> None:  # fmt: skip
+        take, tape = self._tapes.like(whole), halves.skipped
+        given = call.inputs | {f"added.{place}": tensor for place, tensor in enumerate(added)}
+        inputs = list(take.inputs(given, call.taped.options).values())
+        program = self._make(tape, fuse, call)
+        self._count(program, first, call.key.inputs[0].dtype)
+        if settings.verify and not self._is_right(call, program, inputs, recorded):
+            program = Program(tape, fuse=False)
+            if not self._is_right(call, program, inputs, recorded):
+                raise WrongResult("without its middle blocks, but with what they add, the forward is another one")
+        program.bind(call.taped.module)
+        program.settled()
+        take.program, take.form = program, whole.form
+        take.graph = call.key.device.type == "cuda" and not take.graph_obstacle
+        whole.rest = call.taped.skipping.key(added)
+        self._tapes.keep(whole.rest, fuse, take)
+
+    def _is_right(self, call: "Call", program: Program, inputs: list[Tensor], recorded: Output) -> bool:
+        program.bind(call.taped.module)
+        out = program.run(inputs)
+        try:
+            verify.compare("a skipped step", out if isinstance(out, Tensor) else tuple(out), recorded)
+            return True
+        except WrongResult as error:
+            STATS.fallback(self._stats.name, str(error))
+            return False
+
+    def _failed(self, error: Exception) -> str:
+        if not isinstance(error, AnyShapeError):
+            text = "".join(traceback.format_exception(error))
+            log.warning("AnyShape: %s: the program of skipped steps failed\n%s", self._stats.name, text)
+        return str(error) if isinstance(error, AnyShapeError) else f"its program failed, {named(error)}"
+
+
+def _why_whole(error: Exception) -> str:
+    return say("no_middle", why=error if isinstance(error, NotCut) else f"cutting failed, {named(error)}")

@@ -1,0 +1,302 @@
+"""Skip Blocks on transformers: the middle of a recorded forward is found, left out, and what it adds is forecast. CPU.
+
+The models are the table's, with five blocks in each list of blocks. The oracle for state is a fresh run, as in
+``test_skip_runs``.
+"""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tools import architectures, embed
+from tools.driving import compiled, sample_tiny, skip_with_message, skipping
+from tools.oracles import counted, error, fallbacks, last_run
+
+embed.bare_pack()
+
+from anyshape.accel.skip.schedule import full_steps  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape import cut, middle  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
+
+BLOCKS = 5
+# What no middle is found in, and why.
+WHOLE = {
+    "SD15": "it has no repeated blocks",
+    "SDXL": "it has no repeated blocks",
+    "SVD_img2vid": "it has no repeated blocks",
+    "Stable_Cascade_B": "it has no repeated blocks",
+    "Stable_Cascade_C": "it has no repeated blocks",
+    "CosmosT2V": "not one part a picture",  # its pictures lie behind their frames
+    # Tiny as they are here, it is other layers that take the time.
+    "WAN21_I2V": "of its work",
+    "WAN21_Camera": "of its work",
+    "WAN22_Animate": "of its work",
+    "WAN22_WanDancer": "of its work",
+    "ACEStep": "of its work",
+    "ACEStep15": "it has no repeated blocks",
+    "PixelDiTT2I": "it has no repeated blocks",
+    "PiD": "it has no repeated blocks",
+}
+# What is not recorded (see test_tape_families), and what cannot be made with other numbers of blocks.
+LEFT_OUT = {
+    "HunyuanDiT", "HiDream", "HiDreamO1", "SeedVR2", "HunyuanVideo15_SR_Distilled", "Hunyuan3Dv2_1", "MiniMaxH3", "SD3",
+    "WAN21_Vace",
+}  # fmt: skip
+NAMES = [
+    entry.name
+    for entry in architectures.present()
+    if not architectures.is_twin(entry) and entry.name not in LEFT_OUT
+]  # fmt: skip
+
+
+# Cutting: every model of the table ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_its_middle_and_with_what_it_adds_a_forward_is_the_same(name: str):
+    """On the input that was recorded and on another one: whole to the bit, without the middle but for rounding."""
+    from tools.architectures.taped import Studied, far
+
+    recording = Studied(architectures.TABLE[name], blocks=BLOCKS).record(3, skipping=True)
+    assert recording.tape is not None, recording.refusal
+    if name in WHOLE:
+        with pytest.raises(middle.NotCut, match=WHOLE[name]):
+            recording.cut()
+        return
+    halves = recording.cut()
+    assert halves.added >= 1 and 0 < halves.share < 1 and halves.depth >= 1
+    whole, rest = (recording.program(fuse=False, tape=tape) for tape in (halves.full, halves.skipped))
+    generator = torch.Generator().manual_seed(1)
+    for inputs in (recording.inputs, [other(tensor, generator) for tensor in recording.inputs]):
+        out = whole.run(inputs)
+        own, added = out[: -halves.added], out[-halves.added :]
+        nothing = [torch.zeros_like(tensor) for tensor in added]
+        assert far(rest.run(recording.with_added(added, inputs)), own) < 1e-5
+        assert far(rest.run(recording.with_added(nothing, inputs)), own) > 0.01
+        assert inputs is not recording.inputs or far(own, recording.out) == 0.0
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ("Flux", "QwenImage", "WAN21_T2V", "CogVideoX_T2V") if name in NAMES]
+)
+def test_fused_halves_share_their_kernels_and_need_none_for_another_size(name: str):
+    """In Triton's interpreter: right, and of both halves at four sizes none but the first needs a kernel."""
+    from tools.architectures.taped import Studied, far, kernels_of
+
+    studied, known, new = Studied(architectures.TABLE[name], blocks=BLOCKS), set(), []
+    small = studied.smallest_of(studied.architecture)
+    for k in (small, 0, 3):
+        recording = studied.record(k, skipping=True)
+        halves = recording.cut()
+        if k == small:
+            plain = [recording.program(fuse=False, tape=tape) for tape in (halves.full, halves.skipped)]
+        fused = [recording.program(fuse=True, tape=tape) for tape in (halves.full, halves.skipped)]
+        for program in fused:
+            new.append(len(kernels_of(program) - known))
+            known |= kernels_of(program)
+        if k == small:
+            whole = plain[0].run(recording.inputs)
+            rest = recording.with_added(whole[-halves.added :])
+            assert far(fused[0].run(recording.inputs), whole) < 1e-5
+            assert far(fused[1].run(rest), plain[1].run(rest)) < 1e-5
+    assert new[0] > 5 and new[1] <= 2 and set(new[2:]) == {0}
+
+
+def other(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    """Fresh numbers of the same kind, in the place of latents and prompts; times and masks stay."""
+    if not tensor.is_floating_point() or tensor.ndim < 3:
+        return tensor
+    return torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * tensor.std()
+
+
+# Sampling, as a workflow does it --------------------------------------------------------------------------------------
+
+STEPS = 12
+# By streams and forwards: two kinds of blocks, padded prompts, frames, a forward that calls no wrappers.
+SAMPLED = ("Flux", "QwenImage", "ZImage", "WAN21_T2V", "LTXV", "AuraFlow")
+
+
+@pytest.fixture(scope="module")
+def tiny(pack):
+    """A tiny model by name, made once for this file."""
+    from tools.architectures import patchers
+
+    made = {}
+
+    def make(name, fresh=False):
+        if fresh or name not in made:
+            patcher = patchers.make(name, blocks=BLOCKS)
+            if fresh:
+                return patcher
+            made[name] = patcher
+        return made[name]
+
+    return make
+
+
+def sample(patcher, name, **run):
+    return sample_tiny(patcher, name, **{"steps": STEPS, "width": 10} | run)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_most_steps_leave_the_middle_out(tiny, name):
+    wanted = sample(tiny(name), name)
+    out = sample(skipping(tiny(name)), name)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    assert last_run()["depth"] >= 1 and last_run()["bytes"] > 0
+    assert 0 < error(out, wanted) < 0.7  # random weights: no smoothness
+    again = sample(skipping(tiny(name)), name)
+    assert torch.equal(again, out)  # another run, with the programs that are there
+
+
+@pytest.mark.parametrize("name", ["Flux", "AuraFlow"])
+def test_every_step_in_full_is_eager_to_the_bit(tiny, name):
+    assert torch.equal(sample(skipping(tiny(name), interval=1), name), sample(tiny(name), name))
+    steps = {"steps": 7}  # too few to skip any
+    assert torch.equal(sample(skipping(tiny(name)), name, **steps), sample(tiny(name), name, **steps))
+
+
+@pytest.mark.parametrize("name", ["Flux", "AuraFlow"])
+@pytest.mark.parametrize("settings", [{}, {"mode": "exact"}], ids=str)
+def test_compile_model_runs_the_steps(tiny, name, settings):
+    """Before or behind Skip Blocks; on a CPU by the same operations."""
+    wanted = sample(skipping(tiny(name)), name)
+    for made in (skipping(compiled(tiny(name), **settings)), compiled(skipping(tiny(name)), **settings)):
+        assert torch.equal(sample(made, name), wanted)
+        assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    assert fallbacks() == []
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_the_middle_is_not_even_read_on_a_skipped_step(tiny, name):
+    """Weights of a block that are no numbers, but on full steps, change nothing."""
+    patcher = tiny(name)
+    skip, full = skipping(patcher), full_steps(range(STEPS), 3)
+    wanted = sample(skip, name)
+    lists = [part for part in patcher.model.diffusion_model.children() if isinstance(part, nn.ModuleList)]
+    weights = list(max(lists, key=len)[BLOCKS // 2].parameters())
+    kept = [weight.clone() for weight in weights]
+
+    def between(step, *_):
+        for weight, own in zip(weights, kept, strict=True):
+            weight.copy_(own if step + 1 in full or step + 1 == STEPS else own * torch.nan)
+
+    assert torch.equal(sample(skip, name, callback=between), wanted)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+
+
+# With everything else: the oracle is a fresh model's run --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "run",
+    [{"cfg": 1.0}, {"tokens": 11}, {"batch": 2, "height": 6}, {"sampler": "heun"}, {"width": 7, "height": 9}],
+    ids=str,
+)
+def test_runs_after_each_other_are_as_fresh_ones(tiny, run):
+    skip = skipping(tiny("Flux"))
+    sample(skip, "Flux")
+    assert torch.equal(sample(skip, "Flux", **run), sample(skipping(tiny("Flux", fresh=True)), "Flux", **run))
+    assert last_run()["skipped"] >= 8 and last_run()["resets"] == {}  # heun looks twice per step
+
+
+def test_a_prompt_that_begins_in_mid_run(tiny):
+    """Its first step has nothing to go on from, so it is full, and counted; the later ones are skipped."""
+    import comfy.sample
+    import comfy.samplers
+
+    patcher, kind = tiny("Flux"), architectures.TABLE["Flux"]
+    parts = kind.request(0)["conditions"]
+    extra = {"pooled_output": parts["y"][:1]}
+    late = extra | {"start_percent": 0.5}
+    positive = [[parts["context"][:1], extra], [parts["context"][:1] * 0.3, late]]
+    sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", STEPS)
+    noise = torch.randn((1, kind.channels, 8, 8), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        comfy.sample.sample_custom(
+            skipping(patcher), noise, 1.0, comfy.samplers.ksampler("euler"), sigmas, positive, positive,
+            torch.zeros_like(noise), disable_pbar=True, seed=0,
+        )  # fmt: skip
+    assert last_run()["skipped"] >= 6 and sum(last_run()["resets"].values()) <= 2
+
+
+def test_a_lora_before_the_next_run(tiny):
+    """On a block of the middle: its own weights are used, and nothing is recorded again."""
+    weight = f"diffusion_model.double_blocks.{BLOCKS // 2}.img_mlp.0.weight"
+    delta = torch.randn(tiny("Flux").get_model_object(weight).shape, generator=torch.Generator().manual_seed(2))
+
+    def with_lora(patcher):
+        patcher = patcher.clone()
+        patcher.add_patches({weight: ("diff", (delta,))}, 0.5)
+        return patcher
+
+    plain = sample(skipping(tiny("Flux")), "Flux")
+    changed = sample(with_lora(skipping(tiny("Flux"))), "Flux")
+    assert torch.equal(changed, sample(with_lora(skipping(tiny("Flux", fresh=True))), "Flux"))
+    assert not torch.equal(changed, plain)
+    assert torch.equal(sample(skipping(tiny("Flux")), "Flux"), plain)
+
+
+def test_a_run_that_is_broken_off(tiny):
+    from comfy.model_management import InterruptProcessingException
+
+    def stop(step, *_):
+        if step == 5:
+            raise InterruptProcessingException
+
+    wanted = sample(skipping(tiny("ZImage")), "ZImage")
+    with pytest.raises(InterruptProcessingException):
+        sample(skipping(tiny("ZImage")), "ZImage", callback=stop)
+    assert torch.equal(sample(skipping(tiny("ZImage")), "ZImage"), wanted)
+    assert fallbacks() == []
+
+
+def test_depths(tiny):
+    """By number, and by the share of work: more blocks at the ends, less is forecast."""
+    wanted, far = sample(tiny("Flux"), "Flux"), []
+    for depth in ("1", "4"):
+        far.append(error(sample(skipping(tiny("Flux"), depth=depth), "Flux"), wanted))
+        assert last_run()["depth"] == int(depth)
+    assert far[1] < far[0]
+    _, message = skip_with_message(tiny("Flux"), depth="5")
+    assert message == "depth is 5, and this model has 0 to 4: auto is used"
+
+
+# Models that it is not for --------------------------------------------------------------------------------------------
+
+
+def check_in_full(patcher, name, reason):
+    """Every step is ComfyUI's, and the reason is said once a step that was to be skipped."""
+    wanted = sample(patcher, name)
+    assert torch.equal(sample(skipping(patcher), name), wanted)
+    (why,) = last_run()["resets"]
+    assert reason in why and (last_run()["full"], last_run()["skipped"]) == (STEPS, 0)
+
+
+def test_a_model_without_a_middle(tiny, monkeypatch):
+    monkeypatch.setattr(cut, "LEAST_SHARE", 1.0)
+    check_in_full(tiny("Flux", fresh=True), "Flux", "no block of this model is skipped: its repeated blocks are only")
+
+
+def test_a_model_that_is_not_recorded(tiny, monkeypatch):
+    patcher = tiny("Flux", fresh=True)
+    kind = type(patcher.model.diffusion_model)
+    own = kind.forward_orig
+
+    def reads(self, *args, **kwargs):
+        assert float(args[4].sum()) >= 0  # the time step, on the host
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward_orig", reads)
+    check_in_full(patcher, "Flux", "could not be recorded")
+
+
+def test_patches_of_other_nodes_run_in_full(tiny):
+    """A patch is called in the middle, too."""
+    patcher = tiny("Flux").clone()
+    patcher.set_model_patch_replace(lambda args, extra: extra["original_block"](args), "dit", "double_block", 1)
+    wanted = sample(patcher, "Flux")
+    assert torch.equal(sample(skipping(patcher), "Flux"), wanted)
+    (why,) = last_run()["resets"]
+    assert "patches by another node" in why
