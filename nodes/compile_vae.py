@@ -39,5 +39,5 @@ class CompileVAE(io.ComfyNode):
             return io.NodeOutput(vae)
         compiled, message = compile_vae(vae, verify)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_vae(compiled), message, verify=verify)
+        badge.note(cls, entries.of_vae(compiled), message, patcher=getattr(vae, "patcher", None), verify=verify)
         return io.NodeOutput(compiled)

@@ -71,6 +71,13 @@ class WarmUp(io.ComfyNode):
                     tooltip="Sizes besides those of the list. SDXL: the nine that it was trained at. portrait and "
                     "landscape: 832x1216 and 1216x832. SD1.5: 512x512, 512x768 and 768x512. none: the list alone.",
                 ),
+                io.Boolean.Input(
+                    "measure",
+                    default=False,
+                    optional=True,
+                    tooltip="Runs each size of the model on ComfyUI's own forwards as well, a few times, so that panel "
+                    "and nodes can say how much faster it is. Not with Skip Blocks: use Compare in the panel there.",
+                ),
             ],
             outputs=[
                 io.Model.Output(tooltip="The same MODEL, unchanged."),
@@ -86,11 +93,11 @@ class WarmUp(io.ComfyNode):
     def execute(  # noqa: D102
         cls, model: io.Model.Type, shapes: str, vae: io.Vae.Type | None = None,
         positive: io.Conditioning.Type | None = None, negative: io.Conditioning.Type | None = None, cfg: str = "auto",
-        preset: str = "none",
+        preset: str = "none", measure: bool = False,
     ) -> io.NodeOutput:  # fmt: skip
-        done = warm_up(model, with_preset(shapes, preset), vae, positive, negative, cfg)
+        done = warm_up(model, with_preset(shapes, preset), vae, positive, negative, cfg, measure)
         say(done.line, node_id(cls), logging.WARNING if done.warnings else logging.INFO)
         counted = {"listed": done.listed, "ready": done.ready, "bad": done.bad}
-        settings = {"shapes": shapes, "cfg": cfg, "preset": preset}
+        settings = {"shapes": shapes, "cfg": cfg, "preset": preset, "measure": measure}
         badge.note(cls, entries.of_warm_up(model, vae), "\n".join(done.warnings), sizes=counted, **settings)
         return io.NodeOutput(model, vae, done.report)

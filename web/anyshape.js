@@ -2,6 +2,7 @@
 
 import { app } from "../../scripts/app.js";
 import * as badges from "./anyshape/badges.js";
+import { compare, learn } from "./anyshape/compare.js";
 import * as info from "./anyshape/info.js";
 import * as names from "./anyshape/names.js";
 import { makePanel } from "./anyshape/panel.js";
@@ -9,6 +10,7 @@ import * as store from "./anyshape/store.js";
 import * as texts from "./anyshape/texts.js";
 
 const ID = "anyshape";
+const COMPARE = "AnyShape.Compare";
 
 /** A tab that the frontend may mount, and mount again, anywhere. */
 function tab() {
@@ -41,6 +43,13 @@ function rename(manager) {
   if (added) added.title = added.tooltip = texts.words().title;
 }
 
+/** From ComfyUI's menu: the panel says how it goes. */
+function compareInPanel() {
+  const manager = app.extensionManager;
+  if (manager?.sidebarTab && manager.sidebarTab.activeSidebarTabId !== ID) manager.sidebarTab.activeSidebarTabId = ID;
+  return compare();
+}
+
 function addStyle() {
   const href = new URL("./anyshape/style.css", import.meta.url).href;
   document.head.append(Object.assign(document.createElement("link"), { rel: "stylesheet", href }));
@@ -66,7 +75,13 @@ function register() {
       await store.connect();
     },
 
-    beforeRegisterNodeDef: (type, definition) => names.describe(definition),
+    commands: [{ id: COMPARE, label: () => texts.words().compare.title, icon: "pi pi-clock", function: compareInPanel }],
+    menuCommands: [{ path: ["AnyShape"], commands: [COMPARE] }],
+
+    beforeRegisterNodeDef(type, definition) {
+      names.describe(definition);
+      learn(definition);
+    },
 
     nodeCreated(node) {
       names.label(node);
