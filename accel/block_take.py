@@ -54,6 +54,11 @@ class Visit:
         self.slower = 0  # of these, on one that was no faster than eager
         self.reasons: dict[str, None] = {}  # why others did not
 
+    @property
+    def size(self) -> str:
+        """Of the forward, in image pixels."""
+        return f"{self.call.width}x{self.call.height}"
+
     def note(self, take: BlockTake) -> None:
         """A call of a block ran on the program of ``take``."""
         self.ran += 1

@@ -26,6 +26,7 @@ from .block_call import Given, NotUsed, swapped, take_apart, tensors_in
 from .block_forwards import Blocks
 from .block_take import BlockTake, Recorded, Visit, record_block
 from .errors import AnyShapeError, WrongResult, is_out_of_memory
+from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats
 from .tape import diagnose
@@ -106,7 +107,8 @@ class BlockTier:
             visit.reasons[reason] = None
             return own(*args, **kwargs)
         if isinstance(done, Given):
-            return self._first(visit, path, block, own, done)
+            with preparing(self.stats.name, visit.size):
+                return self._first(visit, path, block, own, done)
         return done[0]
 
     def _fast(
@@ -174,11 +176,15 @@ class BlockTier:
         take, done = recorded.take, None
         takes.append(take)
         if not take.reason:
-            done, _ = attempt(
-                lambda: self._programmed(visit, path, block, own, given, before, recorded),
-                lambda error: self._failed(take, error),
-                self._passthrough,
-            )
+            try:
+                done, _ = attempt(
+                    lambda: self._programmed(visit, path, block, own, given, before, recorded),
+                    lambda error: self._failed(take, error),
+                    self._passthrough,
+                )
+            except BaseException:  # the user's interrupt: the next call begins again
+                takes.remove(take)
+                raise
         if done is None:
             visit.reasons[take.reason] = None
             return _written_back(recorded.out, recorded.copies, take, given)

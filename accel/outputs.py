@@ -1,8 +1,11 @@
 """What a forward gives: a tensor, or several (a ControlNet's residuals, a full step with its deep feature)."""
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
+
+from .reasons import say
 
 Output = Tensor | tuple[Tensor, ...]
 
@@ -17,3 +20,10 @@ def each(fn: Callable[..., Tensor], *outputs: Output) -> Output:
     if isinstance(outputs[0], Tensor):
         return fn(*outputs)
     return tuple(fn(*tensors) for tensors in zip(*outputs, strict=True))
+
+
+def odd_form(out: Any) -> str:
+    """Why a forward's result is no output; "" if it is one."""
+    if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
+        return ""
+    return say("odd_result")

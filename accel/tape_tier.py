@@ -19,7 +19,8 @@ from .block_tier import BlockTier, told
 from .capture import collector_off
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
 from .halves import Halves
-from .outputs import Output
+from .outputs import Output, odd_form
+from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
@@ -116,19 +117,20 @@ class TapeTier:
     # The first call of a size ---------------------------------------------------------------------------------------
 
     def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
-        with collector_off():  # so many small objects at once would set it off several times
+        # so many small objects at once would set the collector off several times
+        with preparing(self.stats.name, shape.size), collector_off():
             return self._recorded(call, settings, shape, fuse)
 
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
         if tape is not None:
-            take.reason = obstacle(tape) or _odd_form(recorded)
+            take.reason = obstacle(tape) or odd_form(recorded)
         if take.reason:
             if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
-        operations, first = len(tape.operations), self._is_first(call)
+        operations, first, known = len(tape.operations), self._is_first(call), set(self._dtypes)
         own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
         take.form = own
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
@@ -140,10 +142,12 @@ class TapeTier:
             )
         except BaseException:  # the user's interrupt: the next call begins again
             self._tapes.drop(take)
+            self._dtypes = known
             raise
         if halves is not None and out is not None:
             self._halves.finish(call, settings, take, halves, out, _flat(recorded), fuse, first)
-        shape.eager_ms, take.clock = take.clock.eager_ms(operations), None
+        shape.eager.note(take.clock.eager_ms(operations))
+        take.clock = None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
@@ -296,7 +300,8 @@ class TapeTier:
             tuple(program.constants()), out, False, self.stats.name, wanted,
         )  # fmt: skip
         cache = graphs.cache(call.key.device)
-        shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
+        with preparing(self.stats.name, shape.size):
+            shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
         shape.state, shape.reason = "graph", ""
 
     def _name(self, call: "Call", take: Take) -> graphs.Name:
@@ -325,12 +330,6 @@ def _flat(out: Any) -> Output:
 
 def _only(out: Output) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
-
-
-def _odd_form(out: Any) -> str:
-    if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
-        return ""
-    return say("odd_result")
 
 
 def _timed(program: Program, inputs: list[Tensor], device: torch.device) -> tuple[Output, float, float]:

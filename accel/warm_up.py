@@ -142,19 +142,20 @@ class Row:
     seconds: float = 0.0
     bytes: int = 0  # of its graphs
     why: str = ""
+    factor: float | None = None  # eager's time by this one's, where both were measured
     keys: frozenset[tuple[str, str]] = frozenset()  # of its graphs: the model's name in the stats, and the shape's key
 
 
 def table(rows: Iterable[Row]) -> str:
     """Plain text, a line each."""
-    head = f"{'size':>14} {'batch':>5} {'part':<12} {'state':<10} {'s':>7} {'MB':>6}  why"
+    head = f"{'size':>14} {'batch':>5} {'part':<12} {'state':<10} {'s':>7} {'x':>5} {'MB':>6}  why"
     return "\n".join([head, *map(_line, rows)])
 
 
 def _line(row: Row) -> str:
     return (
         f"{row.shape.size:>14} {row.shape.batch:>5} {row.part:<12} {row.state:<10} {row.seconds:>7.2f} "
-        f"{row.bytes / MIB:>6.0f}  {row.why}"
+        f"{f'{row.factor:.2f}' if row.factor else '-':>5} {row.bytes / MIB:>6.0f}  {row.why}"
     ).rstrip()
 
 

@@ -45,6 +45,6 @@ def vae_part(vae: comfy.sd.VAE, enabled: bool, verify: bool) -> Part:
 
     def made() -> Part:
         compiled, message = compile_vae(vae, verify)
-        return Part(compiled, entries.of_vae(compiled), message)
+        return Part(compiled, entries.of_vae(compiled), message, patcher=getattr(vae, "patcher", None))
 
     return part_of(vae, "Compile VAE", made)

@@ -22,6 +22,7 @@ class Part:
     message: str = ""  # what the user should know; "" if nothing
     enabled: bool = True  # False: it passes through because the user said so
     instead: Callable[[], str] = str  # as ``NodeStats`` has it
+    patcher: Any = None  # of the model that the node got
 
 
 def part_of(value: Any, what: str, make: Callable[[], Part]) -> Part:
@@ -40,6 +41,6 @@ def give(node: type[io.ComfyNode], *parts: Part | None, **settings: Any) -> io.N
     say(message, node_id(node))
     badge.note(
         node, (lambda: [name for names in found for name in names()]) if found else None, message,
-        any(part.enabled for part in given), instead=given[0].instead, **settings,
+        any(part.enabled for part in given), instead=given[0].instead, patcher=given[0].patcher, **settings,
     )  # fmt: skip
     return io.NodeOutput(*(part.value if part else None for part in parts))

@@ -8,10 +8,13 @@ MIB = 1 << 20
 
 def report(snapshot: dict[str, Any]) -> str:
     """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
+    # the model that ran last comes first
+    ran = sorted(reversed(snapshot["models"]), key=_latest, reverse=True)
     files = {name: node["file"] for node in snapshot["nodes"] if "file" in node for name in node["models"]}
     shorts = {told["text"]: "; ".join(one["short"] for one in told["said"]) for told in snapshot["reasons"]}
-    models = [_model(model, files.get(model["name"], ""), shorts) for model in snapshot["models"] if model["shapes"]]
+    models = [_model(model, files.get(model["name"], ""), shorts) for model in ran if model["shapes"]]
     parts = [
+        _gain(snapshot["gain"]),
         *(models or ["Nothing has run through a compile node yet."]),
         _graphs(snapshot["graphs"]),
         _fleet(snapshot["fleet"]),
@@ -22,6 +25,19 @@ def report(snapshot: dict[str, Any]) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def _latest(model: dict[str, Any]) -> int:
+    """The number of the latest prompt that it ran in."""
+    return max((s["prompt"] for s in model["shapes"]), default=0)
+
+
+def _gain(gain: dict[str, float]) -> str:
+    if not gain:
+        return ""
+    saved = gain["saved_seconds"]
+    what = f"{saved:.1f} s saved" if saved >= 0 else f"{-saved:.1f} s lost so far"
+    return f"Beside ComfyUI's own forwards, at the sizes where both were measured: {gain['factor']:.2f}x, {what}"
+
+
 def _model(model: dict[str, Any], file: str, shorts: dict[str, str]) -> str:
     """A line for each size, with short forms of its reasons; the sentences stand below, each once."""
     what = f"{model['kind']}, {file}" if file else model["kind"]
@@ -30,7 +46,8 @@ def _model(model: dict[str, Any], file: str, shorts: dict[str, str]) -> str:
         f"{model['recompiles']} recompiles, {model['compile_seconds']:.1f} s compiling"
     )
     columns = (
-        f"{'size':>14} {'batch':>5} {'state':>6} {'calls':>6} {'first s':>8} {'ms':>8} {'eager ms':>8} {'MB':>6}  why"
+        f"{'size':>14} {'batch':>5} {'state':>6} {'calls':>6} {'first s':>8} {'ms':>8} {'eager ms':>8} {'x':>5} "
+        f"{'MB':>6}  why"
     )
     texts = dict.fromkeys(text for shape in model["shapes"] for text in _texts(shape) if text in shorts)
     inexact = [f"  less exact than eager: {sentence}" for sentence in model["inexact"]]
@@ -44,10 +61,11 @@ def _count(items: list[Any], noun: str) -> str:
 
 def _shape(s: dict[str, Any], shorts: dict[str, str]) -> str:
     now, eager = (f"{ms:.1f}" if ms else "-" for ms in (s["median_ms"], s["eager_ms"]))
+    factor = f"{s['factor']:.2f}" if s["factor"] else "-"
     why = "; ".join(shorts.get(text, text) for text in _texts(s))
     return (
         f"{_size(s):>14} {s['batch']:>5} {s['state']:>6} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
-        f"{now:>8} {eager:>8} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{why}"
+        f"{now:>8} {eager:>8} {factor:>5} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{why}"
     ).rstrip()
 
 

@@ -91,5 +91,5 @@ class SkipBlocks(io.ComfyNode):
         tell = partial(say, node_id=node_id(cls), level=logging.INFO)
         skipping, message = skip_blocks(model, SkipSettings(**chosen), tell)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_skipping(skipping), message, **chosen)
+        badge.note(cls, entries.of_skipping(skipping), message, patcher=model, **chosen)
         return io.NodeOutput(skipping)

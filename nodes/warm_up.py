@@ -80,6 +80,13 @@ class WarmUp(io.ComfyNode):
                     "landscape: 832x1216 and 1216x832. SD1.5: 512x512, 512x768 and 768x512. sizes of the last "
                     "session: those at which this model ran before ComfyUI was started. none: the list alone.",
                 ),
+                io.Boolean.Input(
+                    "measure",
+                    default=False,
+                    optional=True,
+                    tooltip="Runs each size of the model on ComfyUI's own forwards as well, a few times, so that panel "
+                    "and nodes can say how much faster it is. Not with Skip Blocks: use Compare in the panel there.",
+                ),
             ],
             outputs=[
                 io.Model.Output(tooltip="The same MODEL, unchanged."),
@@ -95,19 +102,19 @@ class WarmUp(io.ComfyNode):
     def execute(  # noqa: D102
         cls, model: io.Model.Type, shapes: str, vae: io.Vae.Type | None = None,
         positive: io.Conditioning.Type | None = None, negative: io.Conditioning.Type | None = None, cfg: str = "auto",
-        preset: str = "none",
+        preset: str = "none", measure: bool = False,
     ) -> io.NodeOutput:  # fmt: skip
         id = node_id(cls)
         listed, unknown = with_preset(shapes, preset), ""
         if preset == LAST:
             last = sizes.KEPT.last(badge.file_of(cls.hidden.prompt, id) if id else "")
             listed, unknown = "\n".join([listed, *map(str, last)]), "" if last else NONE_KEPT
-        done = warm_up(model, listed, vae, positive, negative, cfg, partial(AHEAD.gives_way, id))
+        done = warm_up(model, listed, vae, positive, negative, cfg, measure, partial(AHEAD.gives_way, id))
         if unknown:
             done = replace(done, report=f"{unknown}\n{done.report}", warnings=[unknown, *done.warnings])
         AHEAD.ended(id, done)
         say(done.line, id, logging.WARNING if done.warnings else logging.INFO)
         counted = {"listed": done.listed, "ready": done.ready, "bad": done.bad}
-        settings = {"shapes": shapes, "cfg": cfg, "preset": preset}
+        settings = {"shapes": shapes, "cfg": cfg, "preset": preset, "measure": measure}
         badge.note(cls, entries.of_warm_up(model, vae), "\n".join(done.warnings), sizes=counted, **settings)
         return io.NodeOutput(model, vae, done.report)

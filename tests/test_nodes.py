@@ -73,6 +73,7 @@ CONTRACT = {
             "negative": ("CONDITIONING", None, None),
             "cfg": (["auto", "on", "off", "both"], "auto", None),
             "preset": (["none", "SDXL", "portrait and landscape", "SD1.5", "sizes of the last session"], "none", None),
+            "measure": ("BOOLEAN", False, None),
         },
         {"MODEL": "MODEL", "VAE": "VAE", "report": "STRING"},
     ),
@@ -437,3 +438,19 @@ def test_every_node_runs_without_a_server(pack, models, patcher) -> None:
 def test_a_mode_that_never_was_is_refused_in_scripts_too(pack, patcher) -> None:
     with pytest.raises(ValueError, match="mode is 'fast'; choose one of auto, exact, off"):
         pack.nodes.CompileModel.execute(patcher, "fast", 0)
+
+
+def test_what_compare_queues_times_comfyuis_own_forwards(pack, models, fresh, clean_stats, monkeypatch) -> None:
+    """The picture is ComfyUI's to the bit; streamed weights are left where they are, untimed."""
+    from tools.oracles import shapes
+
+    node, settings = pack.nodes.CompileModel, {"width": 64, "height": 64, "steps": 3}
+    wanted = models.sample(fresh, **settings)
+    (timed,) = node.execute(fresh, "time auto").args
+    assert (models.sample(timed, **settings) == wanted).all() and shapes() == []
+    models.sample(node.execute(fresh, "auto").args[0], **settings)
+    (shape,) = shapes()
+    assert shape["eager_ms"] > 0 and shape["calls"] == 3
+    assert node.validate_inputs("time exact") is True and "not in the list" in node.validate_inputs("time off")
+    monkeypatch.setattr(fresh, "is_dynamic", lambda: True, raising=False)
+    assert node.execute(fresh, "time auto").args[0] is fresh

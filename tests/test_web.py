@@ -252,7 +252,7 @@ def test_a_node_that_is_off_or_has_a_model_that_cannot_be_compiled(pack, fresh) 
 
 
 def test_a_models_file_is_the_one_that_its_loader_names(pack) -> None:
-    from anyshape.nodes.badge import file_of
+    from anyshape.nodes.badge import file_of, loaded_from
 
     prompt = {
         "1": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": "xl\\sub/sd_xl_base_1.0.safetensors"}},
@@ -264,6 +264,10 @@ def test_a_models_file_is_the_one_that_its_loader_names(pack) -> None:
     }
     named = {node_id: file_of(prompt, node_id) for node_id in ("3:4", "5", "6", "7", "8")}
     assert named == {"3:4": "sd_xl_base_1.0", "5": "sd_xl_base_1.0", "6": "", "7": "", "8": ""}
+    # where no loader names it, ComfyUI's patcher may know what it would load again
+    known = types.SimpleNamespace(cached_patcher_init=(print, ("/models/some folder/sd_xl.v1.safetensors", None), 0))
+    unknown = types.SimpleNamespace(cached_patcher_init=None), types.SimpleNamespace(), None
+    assert [loaded_from(one) for one in (known, *unknown)] == ["sd_xl.v1", "", "", ""]
     assert [file_of(other, "1") for other in (None, [], {"1": None}, {"1": {"inputs": {"model": []}}})] == [""] * 4
 
 

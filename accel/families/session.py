@@ -77,7 +77,7 @@ class Session:
     def sampler(self, executor: WrapperExecutor, guider: Any, *args: Any, **kwargs: Any) -> Tensor:
         """SAMPLER_SAMPLE: the guider's conds lie where the model is, before the first step asks for them."""
         tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-        if self.settings.mode != "off" and tensors:
+        if self.settings.mode != "off" and not self.settings.timed and tensors:
             judge = failed(self.name, "copying the prompts to the GPU")
             attempt(lambda: conds.to_device(guider.conds, tensors[0].device), judge, INTERRUPTS)
         return executor(guider, *args, **kwargs)
@@ -139,7 +139,8 @@ class Session:
         given = self.family.arguments(*args, **kwargs)
         skip: SkipRun | None = given.options.get(RUN_KEY)
         obstacle = _foreign_forward(self.family, model, original) or call_obstacle(given) or self.family.obstacle(given)
-        run = None if obstacle or self.settings.mode == "off" else self._run(model, given.tensors["x"].device)
+        idle = self.settings.mode == "off" or self.settings.timed
+        run = None if obstacle or idle else self._run(model, given.tensors["x"].device)
         obstacle = obstacle or (run.plan.survey.obstacle() if run else "")
         theirs.run = lambda: original(*given.original(), **given.known, **given.extra)
         forward = _Forward(self.family, model, theirs, given, run, obstacle)

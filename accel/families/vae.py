@@ -138,6 +138,7 @@ class _Forward:
             height=x.shape[-2] * self._pixels,
             batch=x.shape[0],
             obstacle=_obstacle(self._part, x, options),
+            plain_eager=True,
         )
         with outside_memory_plan():
             return self._engine(call, self._settings)

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,19 +21,21 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from .. import devices, graphs
+from .. import devices, gain, graphs
 from ..attempt import Judge, attempt, failed, named
 from ..errors import is_out_of_memory
 from ..reasons import say
 from ..skip.run import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..stats import STATES, STATS, ShapeStats
+from ..times import rehearsal
 from ..warm_up import MIB, Outcome, Row, Shape, in_short, parse, table
 from . import lazy
-from .attach import session_of
+from .attach import compile_model, session_of
 from .latents import Latents, latents_of
 from .layers import INTERRUPTS
 from .plain_prompt import noise, plain_prompt
+from .session import Session
 from .skipping import skips
 
 STEPS = 30  # of the noise schedule; few of them are evaluated
@@ -64,21 +66,23 @@ class _Job:
     run: Callable[[], Any]
     obstacle: str = ""  # why it cannot be run at all
     note: str = ""  # what the user should know of it
+    eager: Callable[[], Any] | None = None  # the same on ComfyUI's own forwards, whose times are noted
 
 
 def warm_up(
     model: ModelPatcher, text: str, vae: comfy.sd.VAE | None = None, positive: list | None = None,
-    negative: list | None = None, cfg: str = "auto", gives_way: Callable[[], bool] = bool,
+    negative: list | None = None, cfg: str = "auto", measure: bool = False, gives_way: Callable[[], bool] = bool,
 ) -> Outcome:  # fmt: skip
     """Runs the sizes that ``text`` lists; nothing else is changed.
 
-    gives_way: whether something else waits, so that no further size is begun.
+    measure: also on ComfyUI's own forwards, timed. gives_way: whether something else waits, so that no further size
+    is begun.
     """
     shapes, problems = parse(text)
     bad = len(problems)
     problems = in_short(problems, "more entries are no sizes") if shapes or problems else [NO_SIZES]
     outcome, failure = attempt(
-        lambda: _warmed(model, shapes, vae, (positive, negative), cfg, gives_way),
+        lambda: _warmed(model, shapes, vae, (positive, negative), cfg, measure, gives_way),
         failed("Warm Up", "Warm Up"),
         INTERRUPTS,
     )
@@ -92,7 +96,7 @@ def warm_up(
 
 
 def _warmed(
-    model: ModelPatcher, shapes: list[Shape], vae: comfy.sd.VAE | None, prompts: tuple, cfg: str,
+    model: ModelPatcher, shapes: list[Shape], vae: comfy.sd.VAE | None, prompts: tuple, cfg: str, measure: bool,
     gives_way: Callable[[], bool],
 ) -> tuple[list[Shape], list[Row], list[str]]:  # fmt: skip
     """(the sizes, a row a job, what to do). The VAE first: loading it later might unload the model's graphs."""
@@ -108,14 +112,21 @@ def _warmed(
     if session is None:
         warnings.append(NO_MODEL)
     else:
-        jobs += _model_jobs(model, shapes, prompts, cfg)
+        timed = _timed(model, session) if measure else None
+        jobs += _model_jobs(model, shapes, prompts, cfg, timed)
     limit = session.settings.graph_budget_bytes if session else 0
     with ExitStack() as stack:
+        stack.enter_context(rehearsal())
         pins = stack.enter_context(graphs.cache(model.load_device).pinning())
         stack.enter_context(torch.random.fork_rng(devices=_random_devices(model.load_device)))
         stack.enter_context(torch.inference_mode())
         budget = _Budget(model.load_device, limit, pins)
         return shapes, _in_order(jobs, budget, gives_way), warnings
+
+
+def _timed(model: ModelPatcher, session: Session) -> ModelPatcher | None:
+    """The model on ComfyUI's own forwards, timed. None with Skip Blocks, without which eager does other work."""
+    return None if skips(model) else compile_model(model, replace(session.settings, timed=True))[0]
 
 
 def _random_devices(device: torch.device) -> list[torch.device]:
@@ -147,6 +158,8 @@ def _run(job: _Job) -> Row:
     finally:
         _WARMED.update({name: count - before.get(name, 0) for name, count in _calls().items()})
     seconds = time.perf_counter() - started
+    if job.eager and not failure:  # without memory for it there is no factor, and all else is as it was
+        attempt(job.eager, _unmeasured(job), INTERRUPTS)
     if failure:
         mm.soft_empty_cache()
         return Row(job.shape, job.part, FAILED, seconds, why=failure)
@@ -161,6 +174,16 @@ def _judge(job: _Job) -> Judge:
         if is_out_of_memory(error):
             reason = f"out of memory in {job.part} at {job.shape}; lower the size or the batch"
         STATS.fallback("Warm Up", reason)
+        return reason
+
+    return judge
+
+
+def _unmeasured(job: _Job) -> Judge:
+    def judge(error: Exception) -> str:
+        reason = f"ComfyUI's own forward at {job.shape} could not be timed ({named(error)})"
+        STATS.fallback("Warm Up", reason)
+        mm.soft_empty_cache()
         return reason
 
     return judge
@@ -182,11 +205,13 @@ def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> R
     ran = [(m["name"], s) for m in models for s in m["shapes"] if s["calls"] > before.get((m["name"], s["key"]), 0)]
     states = [s["state"] for _, s in ran]
     several = len({name for name, _ in ran}) > 1
+    gained = gain.total([s for _, s in ran]).get("factor")
     told = [(name, text) for name, s in ran for text in (s["reason"], s["note"]) if text]
     reasons = [job.note] * bool(job.note) + [f"{name}: {text}" if several else text for name, text in told]
+    captured = frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph")
     return Row(
         job.shape, job.part, max(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
-        "; ".join(dict.fromkeys(reasons)), frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph"),
+        "; ".join(dict.fromkeys(reasons)), gained, captured,
     )  # fmt: skip
 
 
@@ -213,8 +238,9 @@ class _Budget:
 
 
 def _model_jobs(
-    model: ModelPatcher, shapes: Iterable[Shape], prompts: tuple[list | None, list | None], cfg: str
-) -> list[_Job]:
+    model: ModelPatcher, shapes: Iterable[Shape], prompts: tuple[list | None, list | None], cfg: str,
+    timed: ModelPatcher | None = None,
+) -> list[_Job]:  # fmt: skip
     latents, jobs = latents_of(model.get_model_object("latent_format")), []
     positive, negative, obstacle = _prompts(model, latents, *prompts) if latents else ([], [], NO_PICTURES)
     for scale in CFG.get(cfg, CFG["off" if _guides_itself(model) else "on"]):
@@ -224,8 +250,9 @@ def _model_jobs(
             size = () if why else latents.shape(shape.width, shape.height, shape.batch, shape.frames)
             needs = 0 if why else model.memory_required([*size])
             run = partial(_sample, model, size, scale, positive, negative)
+            eager = partial(_sample, timed, size, scale, positive, negative) if timed else None
             note = "" if why else _rounded(shape, latents)
-            jobs.append(_Job(shape, part, rows * shape.pixels, needs, model.load_device, run, why, note))
+            jobs.append(_Job(shape, part, rows * shape.pixels, needs, model.load_device, run, why, note, eager))
     return _largest_first(jobs)
 
 

@@ -15,7 +15,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from triton.errors import TritonError
 
 from ..allocator import addresses_are_promised
 from ..errors import KernelFailed, is_out_of_memory
+from ..preparing import finished, workers
 from ..reasons import say
 
 # compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
@@ -101,8 +102,7 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
     """Within the body nothing is launched: kernels are compiled, all of them by its end. What it computes is void."""
-    workers = min(MAX_WORKERS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+    with workers(min(MAX_WORKERS, os.cpu_count() or 1), torch.cuda.set_device, device) as pool:
         ahead = _dry_run.ahead = _Ahead(pool)
         try:
             yield
@@ -142,8 +142,8 @@ class _Ahead:
 
     def finish(self) -> None:
         """Waits for all of them. What fails will fail again, and be handled, where it is launched."""
-        wait(self._first)
-        wait([self._pool.submit(other) for other in self._others])
+        finished(self._first)
+        finished([self._pool.submit(other) for other in self._others])
 
 
 def _stand_in(value: Any) -> Any:

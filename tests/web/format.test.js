@@ -173,7 +173,19 @@ test("an entry belongs to the node of its id, class and workflow", () => {
   assert.equal(format.entryOf({}, where), undefined); // an older server
   const cached = { ...where, cached: true }; // the node ran in a copy of the workflow
   assert.equal(format.entryOf(stats([], { nodes: [foreign] }), cached), foreign);
-  assert.equal(format.entryOf(stats([], { nodes: [foreign, entry({ workflow: "a third" })] }), cached), undefined);
+  const latest = entry({ workflow: "a third" });
+  assert.equal(format.entryOf(stats([], { nodes: [foreign, latest] }), cached), latest);
+});
+
+test("a node from the cache may have run under another id: the one whose model the latest prompt ran", () => {
+  const shapes = (prompt) => [shape({ prompt })];
+  const models = [model(shapes(7), { name: "SDXL" }), model(shapes(6), { name: "Flux" })];
+  const nodes = [entry({ id: "8" }), entry({ id: "7", models: ["Flux"] }), entry({ id: "6", type: "AnyShapeSkipBlocks" })];
+  const where = { id: "4", type: "AnyShapeCompileModel", workflow: "v", cached: true };
+  assert.equal(format.entryOf(stats(models, { nodes }), where), nodes[0]);
+  assert.equal(format.entryOf(stats(models, { nodes }), { ...where, cached: false }), undefined);
+  const two = [...nodes, entry({ id: "9", models: ["SDXL", "Flux"] })];
+  assert.equal(format.entryOf(stats(models, { nodes: two }), where), undefined);
 });
 
 test("a node that has not run, is off, cannot be compiled, or has not sampled", () => {

@@ -4,6 +4,8 @@
  * The stats are those of docs/architecture.md; `words` are the texts of locales/<language>/main.json.
  */
 
+import { gain, gainText, preparingText } from "./gain.js";
+
 const MIB = 1 << 20;
 const LONGEST = 60; // characters of a reason on a node; the tooltip has all of it
 const SHORTEST_BAR = 0.12; // of the longest; what is not 0 must be seen
@@ -44,7 +46,7 @@ export const listedSizes = (models) =>
       .map((s) => size(s).replaceAll("×", "x") + (s.batch > 1 ? ` batch ${s.batch}` : "")),
   );
 
-const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
+export const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
 const distinct = (items) => [...new Set(items)];
 
 /** How a size runs, in the words of users: "fast" | "partly" | "as_comfyui". On a CPU nothing is gained. */
@@ -99,22 +101,34 @@ export function together(texts) {
 
 /**
  * The entry of a node, if it has run: of its own workflow, or one that came without the name of its workflow. A node
- * that ComfyUI took from its cache ran in another workflow, a copy of this one: its entry, if there is but one.
+ * that ComfyUI took from its cache ran in another workflow, a copy of this one: the entry that ran last, because
+ * ComfyUI's cache holds no older ones. It may have another id there.
  */
 export function entryOf(stats, { id, type, workflow, cached = false }) {
   const mine = stats.nodes?.filter((entry) => entry.id === id && entry.type === type) ?? [];
   const own = mine.find((entry) => entry.workflow === workflow) ?? mine.find((entry) => !entry.workflow);
-  return own ?? (cached && mine.length === 1 ? mine[0] : undefined);
+  return own ?? (cached ? (mine.at(-1) ?? ranLast(stats, type)) : undefined);
+}
+
+/** The entry of a node of this type whose model ran in the latest prompt, if all of those have the same one. */
+function ranLast(stats, type) {
+  const prompts = (model) => model.shapes.map((s) => s.prompt ?? 0);
+  const last = Math.max(...stats.models.flatMap(prompts));
+  const names = new Set(stats.models.filter((model) => prompts(model).includes(last)).map((model) => model.name));
+  const found = (stats.nodes ?? []).filter((entry) => entry.type === type && entry.models.some((name) => names.has(name)));
+  return distinct(found.map((entry) => entry.models.join())).length === 1 ? found.at(-1) : undefined;
 }
 
 /**
- * What a node shows of itself: {level: "none" | "off" | "fast" | "partly" | "as_comfyui", text, title}.
+ * What a node shows of itself: {level: "none" | "off" | "preparing" | "fast" | "partly" | "as_comfyui", text, title,
+ * loss: whether it is slower than ComfyUI}.
  * entry: of entryOf; undefined before the node's first run. mode: the node's, as the graph has it.
  */
 export function badge(entry, stats, words, language = "en", mode = 0) {
   if (mode === MUTED) return plain("as_comfyui", words.badge.muted);
   if (mode === BYPASSED) return plain("off", words.badge.bypassed);
   if (!entry) return plain("none", words.badge.not_run);
+  if (entry.models.includes(stats.preparing?.model)) return plain("preparing", preparingText(stats.preparing, words));
   if (entry.state === "off") return plain("off", words.badge.off);
   if (entry.sizes) return withMessage(warmed(entry.sizes, words, language), entry.message);
   if (entry.state === "eager") return asComfyUI(entry.message, stats, words);
@@ -188,9 +202,12 @@ function ran(models, stats, words, language) {
   const fast = shapes.filter((s) => speed(s, device) === "fast");
   const sized_by = levels.length === 1 ? listed(shapes, words, language) : ratio(fast, shapes, words);
   const counted = recompiles ? [count(words.counts.recompiles, recompiles, language)] : [];
-  const text = [`${name}${words.colon}${level === "as_comfyui" && reason ? inShort(reason, stats) : sized_by}`, ...counted].join(words.comma);
+  const now = gain(shapes);
+  const gained = now ? [gainText({ ...now, saved: gain(all).saved }, words)] : [];
+  const first = `${name}${words.colon}${level === "as_comfyui" && reason ? inShort(reason, stats) : sized_by}`;
+  const text = [...gained, first, ...counted].join(words.comma);
   const title = [text, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
-  return plain(level, shorten(text), title.join("\n"));
+  return { ...plain(level, shorten(text), title.join("\n")), loss: now?.factor < 1 };
 }
 
 const ratio = (fast, shapes, words) => fill(words.badge.of, { fast: sizes(fast), all: sizes(shapes) });

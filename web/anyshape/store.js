@@ -11,10 +11,13 @@ const EMPTY = {
   fallbacks: [],
   skip: [],
   nodes: [],
+  preparing: {},
 };
+const TICK = 500; // milliseconds, of the clock while something is prepared
 
 const views = new Set();
 export let stats = EMPTY;
+let clock = null;
 
 /** Calls `view(stats)` now and at every change; the result ends that. */
 export function watch(view) {
@@ -30,7 +33,20 @@ export function refresh() {
 
 function take(data) {
   stats = { ...EMPTY, ...data }; // what another version of the server does not send is empty, not an error
+  runClock();
   refresh();
+}
+
+/** The server says once that it prepares something, and since when; the seconds go on here. */
+function runClock() {
+  clearInterval(clock);
+  const { preparing } = stats;
+  if (!preparing.number) return;
+  const began = performance.now() - 1000 * preparing.seconds;
+  clock = setInterval(() => {
+    stats = { ...stats, preparing: { ...preparing, seconds: (performance.now() - began) / 1000 } };
+    refresh();
+  }, TICK);
 }
 
 /** Begins to listen; after a lost connection the server may be another one. */

@@ -6,6 +6,7 @@ or "" where results stay as eager's.
 
 from collections.abc import Callable
 
+from ...preparing import look
 from ..values import Tape
 from . import attention, by_tokens, copies, epilogue, kitchen, once
 
@@ -19,4 +20,8 @@ RULES: tuple[Rule, ...] = (
 
 def apply(tape: Tape) -> list[str]:
     """Applies every rule; the sentences of those that are less exact than eager."""
-    return [sentence for rule in RULES if (sentence := rule(tape))]
+    sentences = []
+    for rule in RULES:
+        look()
+        sentences.append(rule(tape))
+    return [sentence for sentence in sentences if sentence]
