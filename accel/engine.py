@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 TAPE, KERNELS = "tape", "kernels"
 MODES = ("auto", "exact", "off")
-MAX_BUDGET_MB = 1 << 20
+BUDGET_MB, MAX_BUDGET_MB = 2048, 1 << 20  # for graphs: unless the user says otherwise, and at most
 MAX_TRIES = 3  # to compare a shape: eager may overflow, or have no memory, in one call and not in the next
 
 
@@ -44,7 +44,7 @@ class Settings:
     """What the user chose on the node. Raises ValueError naming the input, the value and the accepted ones."""
 
     mode: str = "auto"
-    graph_budget_mb: int = 2048  # 0: no graphs
+    graph_budget_mb: int = BUDGET_MB  # 0: no graphs
     verify: bool = True  # compare each new shape's first result with eager
     timed: bool = False  # only ComfyUI's own forwards run, and how long they take is noted
 

@@ -217,6 +217,11 @@ class Stats:
             self._models.append(entry)
             return entry
 
+    def models(self) -> list[ModelStats]:
+        """The entries, the oldest first."""
+        with self._lock:
+            return list(self._models)
+
     def skip_run(self, model: str, depth: int) -> SkipStats:
         """A new entry for a sampling run with skipped blocks."""
         with self._lock:

@@ -2,16 +2,30 @@
 
 from comfy_api.latest import io
 
-from ..accel.engine import MODES, Settings
+from ..accel.engine import BUDGET_MB, MAX_BUDGET_MB, MODES, Settings
 from ..accel.families import entries
 from ..accel.families.attach import compile_model
 from ..accel.families.compat import is_streamed
 from . import badge
-from .messages import VERIFY, node_id, say
+from .giving import Part, give, part_of
+from .messages import VERIFY
 from .schema import schema
 
 FORMER = ("kernels", "regions")  # modes of versions before the tape; saved workflows still name them
 TIMED = {f"time {mode}": mode for mode in ("auto", "exact")}  # what Compare queues: ComfyUI's own forwards are timed
+
+
+def budget_input() -> io.Int.Input:
+    """The input ``graph_budget_mb``."""
+    return io.Int.Input(
+        "graph_budget_mb",
+        default=BUDGET_MB,
+        min=0,
+        max=MAX_BUDGET_MB,
+        step=64,
+        tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
+        "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
+    )
 
 
 class CompileModel(io.ComfyNode):
@@ -36,15 +50,7 @@ class CompileModel(io.ComfyNode):
                     "a CUDA graph where that pays; the picture is bit-equal to ComfyUI's. off: exactly as without this "
                     "node.",
                 ),
-                io.Int.Input(
-                    "graph_budget_mb",
-                    default=2048,
-                    min=0,
-                    max=1 << 20,
-                    step=64,
-                    tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
-                    "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
-                ),
+                budget_input(),
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[
@@ -65,18 +71,25 @@ class CompileModel(io.ComfyNode):
 
     @classmethod
     def execute(  # noqa: D102
-        cls, model: io.Model.Type, mode: str = "auto", graph_budget_mb: int = 2048, verify: bool = True
+        cls, model: io.Model.Type, mode: str = "auto", graph_budget_mb: int = BUDGET_MB, verify: bool = True
     ) -> io.NodeOutput:
         settings = {"mode": mode, "graph_budget_mb": graph_budget_mb, "verify": verify}
-        mode, note = _current(mode)
         if mode in TIMED:
             return io.NodeOutput(_timed(model, Settings(TIMED[mode], timed=True)))
-        compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
-        message = "\n".join(part for part in (note, message) if part)
-        say(message, node_id(cls))
-        past = entries.passed_by(compiled)
-        badge.note(cls, entries.of_model(compiled), message, mode != "off", instead=past, patcher=model, **settings)
-        return io.NodeOutput(compiled)
+        return give(cls, model_part(model, **settings), **settings)
+
+
+def model_part(model: io.Model.Type, mode: str, graph_budget_mb: int, verify: bool) -> Part:
+    """What Compile Model makes of a MODEL."""
+    mode, note = _current(mode)
+    settings = Settings(mode, graph_budget_mb, verify)
+
+    def made() -> Part:
+        compiled, message = compile_model(model, settings)
+        message = "\n".join(text for text in (note, message) if text)
+        return Part(compiled, entries.of_model(compiled), message, mode != "off", entries.passed_by(compiled), model)
+
+    return part_of(model, "Compile Model", made)
 
 
 def _current(mode: str) -> tuple[str, str]:

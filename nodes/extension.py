@@ -6,7 +6,7 @@ from comfy_api.latest import ComfyExtension, io
 from ..accel import kernels, preparing
 from ..accel.artifacts import KEEPER, places
 from ..accel.stats import STATS
-from . import NODES, prompts, routes
+from . import NODES, prompts, queued, routes
 
 
 class AnyShape(ComfyExtension):
@@ -24,5 +24,6 @@ async def comfy_entrypoint() -> AnyShape:
 STATS.prompts.follow(prompts.running, prompts.workflow)
 preparing.follow(comfy.model_management.throw_exception_if_processing_interrupted)
 routes.register()
+queued.register()
 KEEPER.use(places.store())
 kernels.prepare(comfy.model_management.get_torch_device())

@@ -6,7 +6,8 @@ from server import PromptServer
 
 from ..accel import gain, preparing, stats
 from ..accel.attempt import attempt, failed
-from . import prompts
+from . import prompts, sizes
+from .ahead import AHEAD
 
 EVENT = "anyshape.stats"
 SECONDS = 0.5  # between two looks
@@ -35,9 +36,19 @@ class Live:
         attempt(lambda: prompts.conclude(queue), failed("server", "summing a prompt up"))
         attempt(self._tell, failed("server", "a node's message"))
         attempt(self.push, failed("server", "sending the stats to the browser"))
+        if not busy:
+            self._keep_sizes()
+            busy = AHEAD.in_a_quiet_moment()
         self._watching = busy
         if busy:
             self._server.loop.call_later(SECONDS, self._look)
+
+    def _keep_sizes(self) -> None:
+        """Before anything is warmed up; the disk is for another thread."""
+        judge = failed("server", "keeping the sizes of this session")
+        news, _ = attempt(sizes.collect, judge)
+        if news:
+            self._server.loop.run_in_executor(None, attempt, sizes.KEPT.save, judge)
 
     def push(self) -> None:
         """Sends the stats if anybody listens and they are not what was sent before; the browser's clock runs on."""

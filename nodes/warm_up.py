@@ -1,15 +1,23 @@
 """Warm Up: a list of sizes, made fast before the first prompt that uses them."""
 
 import logging
+from dataclasses import replace
+from functools import partial
 
 from comfy_api.latest import io
 
 from ..accel.families import entries
 from ..accel.families.warm_up import CFG_OPTIONS, warm_up
-from ..accel.warm_up import PRESETS, with_preset
-from . import badge
+from ..accel.warm_up import LAST, PRESETS, with_preset
+from . import badge, sizes
+from .ahead import AHEAD
 from .messages import node_id, say
 from .schema import schema
+
+NONE_KEPT = (
+    "no sizes of an earlier session are known for this model: they are kept when it runs, by the name of its file. "
+    "List them, or choose another preset"
+)
 
 
 class WarmUp(io.ComfyNode):
@@ -69,7 +77,8 @@ class WarmUp(io.ComfyNode):
                     default=next(iter(PRESETS)),
                     optional=True,
                     tooltip="Sizes besides those of the list. SDXL: the nine that it was trained at. portrait and "
-                    "landscape: 832x1216 and 1216x832. SD1.5: 512x512, 512x768 and 768x512. none: the list alone.",
+                    "landscape: 832x1216 and 1216x832. SD1.5: 512x512, 512x768 and 768x512. sizes of the last "
+                    "session: those at which this model ran before ComfyUI was started. none: the list alone.",
                 ),
                 io.Boolean.Input(
                     "measure",
@@ -95,8 +104,16 @@ class WarmUp(io.ComfyNode):
         positive: io.Conditioning.Type | None = None, negative: io.Conditioning.Type | None = None, cfg: str = "auto",
         preset: str = "none", measure: bool = False,
     ) -> io.NodeOutput:  # fmt: skip
-        done = warm_up(model, with_preset(shapes, preset), vae, positive, negative, cfg, measure)
-        say(done.line, node_id(cls), logging.WARNING if done.warnings else logging.INFO)
+        id = node_id(cls)
+        listed, unknown = with_preset(shapes, preset), ""
+        if preset == LAST:
+            last = sizes.KEPT.last(badge.file_of(cls.hidden.prompt, id) if id else "")
+            listed, unknown = "\n".join([listed, *map(str, last)]), "" if last else NONE_KEPT
+        done = warm_up(model, listed, vae, positive, negative, cfg, measure, partial(AHEAD.gives_way, id))
+        if unknown:
+            done = replace(done, report=f"{unknown}\n{done.report}", warnings=[unknown, *done.warnings])
+        AHEAD.ended(id, done)
+        say(done.line, id, logging.WARNING if done.warnings else logging.INFO)
         counted = {"listed": done.listed, "ready": done.ready, "bad": done.bad}
         settings = {"shapes": shapes, "cfg": cfg, "preset": preset, "measure": measure}
         badge.note(cls, entries.of_warm_up(model, vae), "\n".join(done.warnings), sizes=counted, **settings)

@@ -42,8 +42,8 @@ gc.set_threshold(5000, 20, 50)
 
 # Files that drive the server: all in one process, where it starts once.
 SERVER = {
-    "test_browser", "test_compare", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_report",
-    "test_screen", "test_server", "test_web",
+    "test_automatic", "test_browser", "test_compare", "test_demo_run", "test_examples", "test_locales", "test_nodes",
+    "test_report", "test_screen", "test_server", "test_settings", "test_web",
 }  # fmt: skip
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
@@ -57,6 +57,7 @@ LONGEST = (
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {
     "test_fleet": "fleet", "test_browser": "browser", "test_compare": "browser", "test_screen": "browser",
+    "test_settings": "browser",
     "test_package": "package", "test_soak": "soak",
 }  # fmt: skip
 

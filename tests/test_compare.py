@@ -174,10 +174,16 @@ def test_compare_tells_eagers_time_of_each_size(compared, server) -> None:
     assert shape["eager_ms"] > 0 and shape["calls"] == 8  # of the two runs with AnyShape
 
 
-def without_ours(changed: dict[str, Any]) -> None:
-    for one in ("4", "5", "9", "10", "11"):
-        del changed[one]
-    changed["6"]["inputs"]["model"], changed["7"]["inputs"]["vae"] = ["1", 0], ["1", 1]
+def test_a_workflow_without_our_nodes_is_compared_with_them_put_in(page, server) -> None:
+    plain = {number: one for number, one in flow(12).items() if number not in ("4", "5", "9", "10", "11")}
+    plain["6"]["inputs"]["model"], plain["7"]["inputs"]["vae"] = ["1", 0], ["1", 1]
+    opened(page, plain)
+    known = history(server)
+    page.page.locator("[data-action=compare]").click()
+    await_text(page, COMPARE, "Without AnyShape")
+    prompts = [entry["prompt"][2] for prompt_id, entry in history(server).items() if prompt_id not in known]
+    ours = [{one["class_type"] for one in prompt.values() if one["class_type"] in OURS} for prompt in prompts]
+    assert ours[:2] == [set(), set()] and ours[2] == ours[3] == {"AnyShapeCompileModel", "AnyShapeCompileVAE"}
 
 
 def only_ours(changed: dict[str, Any]) -> None:
@@ -197,15 +203,13 @@ def failing(changed: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (without_ours, "this workflow has no node of AnyShape"), (only_ours, "Prompt has no outputs"),
-        (refused, "LoadImage: "), (failing, "AnyShapeTestFailing: it fails on purpose"),
+        (only_ours, "Prompt has no outputs"), (refused, "LoadImage: "),
+        (failing, "AnyShapeTestFailing: it fails on purpose"),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_in_compare_is_said(page, server, change, wanted) -> None:
     changed = flow(12)
     change(changed)
-    if change is without_ours and "AnyShapeAccelerate" in server.object_info():
-        pytest.skip("nodes are put into the queued prompt")
     opened(page, changed)
     page.page.locator("[data-action=compare]").click()
     assert await_text(page, COMPARE, wanted, 30).startswith("That did not work: ")
@@ -244,12 +248,12 @@ def test_tables_are_about_a_prompt_a_workflow_or_everything(page, server) -> Non
     opened(page, short(14, 88, 64))
     page.run(server)
     opened(page, short(15, 104, 64))
-    page.wait_for_badge(4, "not run yet")
+    page.wait_for_line(4, "not run yet")
     await_text(page, ".anyshape-info", "Nothing of this has run.")
     page.run(server)
     page.set_widgets(3, {"width": 120})
     page.run(server)
-    page.wait_for_badge(4, "120×64")
+    page.wait_for_line(4, "as ComfyUI: 120×64")
     info, panel = ".anyshape-info", PANEL
     await_text(page, f"{info} td", "120×64")
     assert sizes(page, info) == {"104×64", "120×64"}  # this workflow, from the start
@@ -297,7 +301,7 @@ def test_preparing_is_shown_with_a_clock_and_cancel_ends_it(page, server) -> Non
         "() => { window.told = []; app.api.addEventListener('progress_text', ({ detail }) => told.push(detail)); }"
     )
     page.page.keyboard.press("Control+Enter")
-    first = seconds(page.wait_for_badge(4, "preparing 152×144… "))
+    first = seconds(page.wait_for_line(4, "preparing 152×144… ", begins=True))
     assert await_text(page, f"{PANEL} .anyshape-work", "preparing 152×144")
     row = page.page.locator(f"{PANEL} tr[data-level=preparing]")
     assert [row.locator("td").nth(i).inner_text() for i in (0, 2, 4)] == ["152×144", "preparing", "–"]

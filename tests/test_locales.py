@@ -12,6 +12,7 @@ from tools.paths import ROOT
 LANGUAGES = ("en", "zh")
 FORMATTING = re.compile(r"[@{}|]")  # the frontend's translator gives these a meaning of their own
 NODE_IDS = (
+    "AnyShapeAccelerate",
     "AnyShapeCompileModel",
     "AnyShapeCompileVAE",
     "AnyShapeCompileControlNet",

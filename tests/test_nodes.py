@@ -14,6 +14,18 @@ from tools.oracles import STATS_KEYS
 MODES = ["auto", "exact", "off"]
 DEPTHS = ["auto", *(str(depth) for depth in range(11))]
 CONTRACT = {
+    "AnyShapeAccelerate": (
+        "Accelerate (AnyShape)",
+        {
+            "model": ("MODEL", None, None),
+            "mode": (MODES, "auto", None),
+            "graph_budget_mb": ("INT", 2048, 0),
+            "verify": ("BOOLEAN", True, None),
+            "vae": ("VAE", None, None),
+            "control_net": ("CONTROL_NET", None, None),
+        },
+        {"MODEL": "MODEL", "VAE": "VAE", "CONTROL_NET": "CONTROL_NET"},
+    ),
     "AnyShapeCompileModel": (
         "Compile Model (AnyShape)",
         {
@@ -60,7 +72,7 @@ CONTRACT = {
             "positive": ("CONDITIONING", None, None),
             "negative": ("CONDITIONING", None, None),
             "cfg": (["auto", "on", "off", "both"], "auto", None),
-            "preset": (["none", "SDXL", "portrait and landscape", "SD1.5"], "none", None),
+            "preset": (["none", "SDXL", "portrait and landscape", "SD1.5", "sizes of the last session"], "none", None),
             "measure": ("BOOLEAN", False, None),
         },
         {"MODEL": "MODEL", "VAE": "VAE", "report": "STRING"},
@@ -103,6 +115,7 @@ def test_schema(described, node_id) -> None:
 
 def test_only_the_info_node_is_an_end(described) -> None:
     assert {name: described[name]["output_node"] for name in CONTRACT} == {
+        "AnyShapeAccelerate": False,
         "AnyShapeCompileModel": False, "AnyShapeCompileVAE": False, "AnyShapeCompileControlNet": False,
         "AnyShapeSkipBlocks": False, "AnyShapeWarmUp": False, "AnyShapeShapeCacheInfo": True,
     }  # fmt: skip
@@ -407,6 +420,10 @@ def test_every_node_runs_without_a_server(pack, models, patcher) -> None:
     assert execute(nodes.CompileVAE, vae, True)[0] is not vae
     assert execute(nodes.CompileVAE, vae, False)[0] is vae
     assert execute(nodes.CompileControlNet, control, True)[0] is not control
+    faster = execute(nodes.Accelerate, patcher, "auto", 0, vae=vae, control_net=control)
+    assert [one is not given for one, given in zip(faster, (patcher, vae, control), strict=True)] == [True] * 3
+    assert execute(nodes.Accelerate, patcher)[1:] == (None, None)
+    assert execute(nodes.Accelerate, patcher, "off", vae=vae, control_net=control)[1:] == (vae, control)
     (skipping,) = execute(nodes.SkipBlocks, patcher, 3, "99", 0.0, 1.0, "order1")
     models.sample(skipping, width=64, height=64, steps=1)  # the line at the end of a run is told to no node
     assert execute(nodes.SkipBlocks, patcher, 0, "99", 0.0, 1.0, "order1", preset="fast")[0] is not patcher

@@ -1,11 +1,13 @@
 /** What AnyShape shows in the browser: the panel, the nodes' badges, the tables on Shape Cache Info. */
 
 import { app } from "../../scripts/app.js";
+import * as ahead from "./anyshape/ahead.js";
 import * as badges from "./anyshape/badges.js";
 import { compare, learn } from "./anyshape/compare.js";
 import * as info from "./anyshape/info.js";
 import * as names from "./anyshape/names.js";
 import { makePanel } from "./anyshape/panel.js";
+import * as settings from "./anyshape/settings.js";
 import * as store from "./anyshape/store.js";
 import * as texts from "./anyshape/texts.js";
 
@@ -60,6 +62,7 @@ function register() {
   const sidebar = typeof manager?.registerSidebarTab === "function";
   app.registerExtension({
     name: "AnyShape",
+    settings: settings.page(),
     ...(sidebar ? {} : { bottomPanelTabs: [tab()] }),
 
     async setup() {
@@ -69,6 +72,7 @@ function register() {
         if (sidebar) rename(manager);
         store.refresh();
       });
+      ahead.listen();
       badges.listen();
       store.watch(badges.show);
       store.watch(info.show);
@@ -85,6 +89,7 @@ function register() {
 
     nodeCreated(node) {
       names.label(node);
+      settings.useBudget(node);
       badges.addBadge(node);
       info.addInfo(node);
     },

@@ -5,6 +5,7 @@ prompts are joined, what a ControlNet adds, where the weights lie. Nothing is ke
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from ..errors import is_out_of_memory
 from ..reasons import say
 from ..skip.run import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
-from ..stats import STATES, STATS
+from ..stats import STATES, STATS, ShapeStats
 from ..times import rehearsal
 from ..warm_up import MIB, Outcome, Row, Shape, in_short, parse, table
 from . import lazy
@@ -46,7 +47,11 @@ NOT_RUN, FAILED, EVICTED = "not run", "failed", "evicted"
 NO_MODEL, NO_VAE, GONE = say("nothing_compiled"), say("vae_not_compiled"), say("warm_up_no_memory")
 NO_PICTURES = "this model makes neither images nor video, so a size in pixels says nothing of it"
 NO_FRAMES = "{} makes single images: leave the frames out of this line"
+GAVE_WAY = "another prompt waits"
 NO_SIZES = "no size to warm up: write one per line"
+
+
+_WARMED: Counter[tuple[str, str]] = Counter()  # calls that warm-ups made, by the model's name and the shape's key
 
 
 @dataclass(frozen=True)
@@ -66,14 +71,18 @@ class _Job:
 
 def warm_up(
     model: ModelPatcher, text: str, vae: comfy.sd.VAE | None = None, positive: list | None = None,
-    negative: list | None = None, cfg: str = "auto", measure: bool = False,
+    negative: list | None = None, cfg: str = "auto", measure: bool = False, gives_way: Callable[[], bool] = bool,
 ) -> Outcome:  # fmt: skip
-    """Runs the sizes that ``text`` lists; nothing else is changed. measure: also on ComfyUI's own forwards, timed."""
+    """Runs the sizes that ``text`` lists; nothing else is changed.
+
+    measure: also on ComfyUI's own forwards, timed. gives_way: whether something else waits, so that no further size
+    is begun.
+    """
     shapes, problems = parse(text)
     bad = len(problems)
     problems = in_short(problems, "more entries are no sizes") if shapes or problems else [NO_SIZES]
     outcome, failure = attempt(
-        lambda: _warmed(model, shapes, vae, (positive, negative), cfg, measure),
+        lambda: _warmed(model, shapes, vae, (positive, negative), cfg, measure, gives_way),
         failed("Warm Up", "Warm Up"),
         INTERRUPTS,
     )
@@ -82,12 +91,14 @@ def warm_up(
     notes = in_short([shape.note for shape in shapes if shape.note], "more sizes were rounded")
     report = "\n".join([*warnings, *notes, *([table(rows)] if rows else [])])
     ready = {row.shape for row in rows} - {row.shape for row in rows if row.state in (NOT_RUN, FAILED, EVICTED)}
-    return Outcome(report, warnings, len(shapes), len(ready), bad)
+    left = tuple(dict.fromkeys(row.shape for row in rows if row.why == GAVE_WAY))
+    return Outcome(report, warnings, len(shapes), len(ready), bad, left)
 
 
 def _warmed(
-    model: ModelPatcher, shapes: list[Shape], vae: comfy.sd.VAE | None, prompts: tuple, cfg: str, measure: bool
-) -> tuple[list[Shape], list[Row], list[str]]:
+    model: ModelPatcher, shapes: list[Shape], vae: comfy.sd.VAE | None, prompts: tuple, cfg: str, measure: bool,
+    gives_way: Callable[[], bool],
+) -> tuple[list[Shape], list[Row], list[str]]:  # fmt: skip
     """(the sizes, a row a job, what to do). The VAE first: loading it later might unload the model's graphs."""
     session, jobs, warnings = session_of(model), [], []
     latents = latents_of(model.get_model_object("latent_format"))
@@ -109,7 +120,8 @@ def _warmed(
         pins = stack.enter_context(graphs.cache(model.load_device).pinning())
         stack.enter_context(torch.random.fork_rng(devices=_random_devices(model.load_device)))
         stack.enter_context(torch.inference_mode())
-        return shapes, _in_order(jobs, _Budget(model.load_device, limit, pins)), warnings
+        budget = _Budget(model.load_device, limit, pins)
+        return shapes, _in_order(jobs, budget, gives_way), warnings
 
 
 def _timed(model: ModelPatcher, session: Session) -> ModelPatcher | None:
@@ -122,11 +134,11 @@ def _random_devices(device: torch.device) -> list[torch.device]:
     return [device] if devices.is_nvidia(device) else []
 
 
-def _in_order(jobs: Sequence[_Job], budget: "_Budget") -> list[Row]:
+def _in_order(jobs: Sequence[_Job], budget: "_Budget", gives_way: Callable[[], bool]) -> list[Row]:
     progress, rows = comfy.utils.ProgressBar(len(jobs)), []
     for job in jobs:
         mm.throw_exception_if_processing_interrupted()
-        reason = budget.is_spent()
+        reason = GAVE_WAY if gives_way() else budget.is_spent()
         rows.append(Row(job.shape, job.part, NOT_RUN, why=reason) if reason else _run(job))
         progress.update(1)
     return budget.settled(rows)
@@ -141,7 +153,10 @@ def _run(job: _Job) -> Row:
         why = f"needs about {job.needs / MIB:.0f} MB, and the device has {total / MIB:.0f}: make it smaller"
         return Row(job.shape, job.part, NOT_RUN, why=why)
     before, started = _calls(), time.perf_counter()
-    _, failure = attempt(job.run, _judge(job), INTERRUPTS)
+    try:
+        _, failure = attempt(job.run, _judge(job), INTERRUPTS)
+    finally:
+        _WARMED.update({name: count - before.get(name, 0) for name, count in _calls().items()})
     seconds = time.perf_counter() - started
     if job.eager and not failure:  # without memory for it there is no factor, and all else is as it was
         attempt(job.eager, _unmeasured(job), INTERRUPTS)
@@ -172,6 +187,11 @@ def _unmeasured(job: _Job) -> Judge:
         return reason
 
     return judge
+
+
+def was_asked_for(model: str, shape: ShapeStats) -> bool:
+    """Whether anything but a warm-up has run this size of the stats' entry ``model``. Not to be asked during one."""
+    return shape.calls > _WARMED[model, shape.key]
 
 
 def _calls() -> dict[tuple[str, str], int]:

@@ -262,3 +262,12 @@ test("Skip Blocks shows its model's latest run", () => {
   assert.match(shown.title, /8 calls in full: few steps/);
   assert.equal(format.badge(mine, stats([]), EN).text, "ready, nothing sampled yet");
 });
+
+test("sizes as Warm Up's list has them: of models, each once", () => {
+  const models = [
+    model([shape(), shape({ key: "k", batch: 4 }), shape({ key: "full" }), shape({ key: "v", width: 832, height: 480, frames: 33 })]),
+    model([shape({ width: 64, height: 64 })], { kind: "vae" }),
+  ];
+  assert.deepEqual(format.listedSizes(models), ["512x512", "512x512 batch 4", "832x480x33"]);
+  assert.deepEqual(format.listedSizes([]), []);
+});

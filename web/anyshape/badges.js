@@ -10,6 +10,7 @@ import { language, words } from "./texts.js";
 const HEIGHT = 28; // pixels; fixed, so that a node never changes its size
 const MARGIN = 4; // of the element within its line
 const TYPES = new Set([
+  "AnyShapeAccelerate",
   "AnyShapeCompileModel",
   "AnyShapeCompileVAE",
   "AnyShapeCompileControlNet",

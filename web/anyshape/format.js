@@ -37,6 +37,15 @@ export const sizes = (shapes) => new Set(shapes.map((s) => `${size(s)} ${s.batch
 /** A size as one names it: "512×768", "512×768 ×4" for four a prompt. */
 const sized = (s) => size(s) + (s.batch > 1 ? ` ×${s.batch}` : "");
 
+/** The sizes that models ran at, as Warm Up's list has them: "512x768 batch 4", "832x480x33" for a video. */
+export const listedSizes = (models) =>
+  distinct(
+    models
+      .filter((model) => model.kind === "model")
+      .flatMap((model) => model.shapes)
+      .map((s) => size(s).replaceAll("×", "x") + (s.batch > 1 ? ` batch ${s.batch}` : "")),
+  );
+
 export const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
 const distinct = (items) => [...new Set(items)];
 

@@ -8,6 +8,7 @@ import { emptyText, makeScope } from "./scope.js";
 import * as store from "./store.js";
 import { showTables } from "./tables.js";
 import { language, words } from "./texts.js";
+import { warmUpThese, warmUps } from "./warm_up.js";
 
 const SAID_FOR = 4000; // milliseconds
 
@@ -30,7 +31,7 @@ export function makePanel() {
   };
   const line = el("p", { className: "anyshape-said" }, parts.work, parts.said);
   parts.scope = makeScope("panel", "all", parts.work);
-  const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport, compare };
+  const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport, compare, warm: warmUpThese };
   const buttons = Object.entries(actions).map(([name, action]) => button(name, action, parts.said));
   const element = el(
     "section",
@@ -94,12 +95,14 @@ function showPanel(element, parts, buttons, stats) {
   setText(parts.totals, fill(texts.totals, totals(chosen, texts, language())));
   showBudget(parts, budget(stats.graphs), texts);
   parts.bar.hidden = parts.budget.hidden = !stats.graphs.budget_bytes && stats.device === "cpu"; // there can be none
-  parts.empty.hidden = chosen.models.some((model) => model.shapes.length);
+  const hasRun = (one) => one.models.some((model) => model.shapes.length);
+  parts.empty.hidden = hasRun(chosen);
   setText(parts.empty, emptyText(stats));
   buttons.forEach((one) => {
     setText(one, texts.buttons[one.dataset.action].title);
     one.title = texts.buttons[one.dataset.action].help;
   });
+  showWarm(buttons, hasRun(stats) && warmUps().length > 0);
   showTables(parts.tables, chosen, true);
   showList(parts.inexact, texts.inexact, inexact(chosen.models, texts));
   showList(parts.skip, texts.skip.title, together(chosen.skip.map((run) => skipLine(run, texts))));
@@ -122,6 +125,13 @@ function showCompare(line, buttons) {
   line.hidden = !text;
   line.classList.toggle("anyshape-loss", loss);
   buttons.find((one) => one.dataset.action === "compare").disabled = isRunning();
+}
+
+/** The button is there only where a Warm Up is. */
+function showWarm(buttons, wanted) {
+  const warm = buttons.find((one) => one.dataset.action === "warm");
+  if (!wanted) warm.remove();
+  else if (!warm.parentElement) buttons[0].parentElement.append(warm);
 }
 
 function showBudget(parts, graphs, texts) {
