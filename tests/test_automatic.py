@@ -313,8 +313,8 @@ def flow(seed: int = 5, **loader: Any) -> dict[str, Any]:
 def by_hand(mode: str = "auto") -> dict[str, Any]:
     """The same with a node of ours in it."""
     made = flow()
-    made["8"] = node("AnyShapeAccelerate", model=["1", 0], vae=["1", 1], mode=mode, graph_budget_mb=2048)
-    made["4"]["inputs"]["model"], made["5"]["inputs"]["vae"] = ["8", 0], ["8", 1]
+    made["18"] = node("AnyShapeAccelerate", model=["1", 0], vae=["1", 1], mode=mode, graph_budget_mb=2048)
+    made["4"]["inputs"]["model"], made["5"]["inputs"]["vae"] = ["18", 0], ["18", 1]
     return made
 
 
@@ -414,9 +414,9 @@ def test_what_the_page_never_writes_means_off(server, settings, value) -> None:
 @pytest.mark.parametrize("mode", ["auto", "exact", "off"])
 def test_accelerate_does_what_the_three_nodes_do(server, mode) -> None:
     three = flow()
-    three["8"] = node("AnyShapeCompileModel", model=["1", 0], mode=mode, graph_budget_mb=2048)
-    three["9"] = node("AnyShapeCompileVAE", vae=["1", 1], enabled=mode == "auto")
-    three["4"]["inputs"]["model"], three["5"]["inputs"]["vae"] = ["8", 0], ["9", 0]
+    three["18"] = node("AnyShapeCompileModel", model=["1", 0], mode=mode, graph_budget_mb=2048)
+    three["19"] = node("AnyShapeCompileVAE", vae=["1", 1], enabled=mode == "auto")
+    three["4"]["inputs"]["model"], three["5"]["inputs"]["vae"] = ["18", 0], ["19", 0]
     one = post(server, by_hand(mode=mode))
     (noted,) = [n for n in server.get("/anyshape/stats").json()["nodes"] if n["type"] == "AnyShapeAccelerate"]
     kinds = {model["name"]: model["kind"] for model in server.get("/anyshape/stats").json()["models"]}
@@ -503,10 +503,10 @@ def test_the_sizes_of_the_last_session(of_several) -> None:
 
 def test_warm_up_knows_the_sizes_of_the_last_session(of_several) -> None:
     made = flow(seed=9, **NAMED)
-    made["8"] = node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=0)
-    made["9"] = node("AnyShapeWarmUp", model=["8", 0], shapes="", preset="sizes of the last session")
-    made["4"]["inputs"]["model"] = ["9", 0]
-    made["10"] = node("PreviewAny", source=["9", 2])
+    made["18"] = node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=0)
+    made["19"] = node("AnyShapeWarmUp", model=["18", 0], shapes="", preset="sizes of the last session")
+    made["4"]["inputs"]["model"] = ["19", 0]
+    made["10"] = node("PreviewAny", source=["19", 2])
     (report,) = post(of_several, made)["outputs"]["10"]["text"]
     assert "64x64" in report and "72x64" in report and "no size" not in report
     made["1"]["inputs"]["file"] = "unknown.safetensors"

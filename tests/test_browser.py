@@ -457,6 +457,8 @@ def test_an_example_opens_from_the_template_browser(page, server) -> None:
     page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     page.page.get_by_text("AnyShape", exact=True).last.click()
     card = page.page.locator("[data-testid='template-workflow-Comparison SDXL - with and without AnyShape']")
+    card.wait_for(state="attached")
+    card.scroll_into_view_if_needed()  # its picture is loaded where it can be seen
     card.locator("img").first.wait_for()
     page.page.wait_for_function("card => card.querySelector('img').naturalWidth === 640", arg=card.element_handle())
     page.shot("templates")

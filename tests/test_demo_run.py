@@ -21,6 +21,7 @@ PROMPT_KEYS = {"width", "height", "batch", "first_seconds", "seconds", "eager_se
 @pytest.fixture(scope="module")
 def finished(server, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder that the demo wrote, and what it found wrong."""
+    server.http.post(f"{server.url}/anyshape/clear").raise_for_status()  # of other tests' models
     out = tmp_path_factory.mktemp("demo") / "out"
     allowed = run.ALLOWED_CUDA if embed.has_cuda() else run.ALLOWED_CPU
     return out, run.main_job(server, workflows.QUICK, out, allowed)

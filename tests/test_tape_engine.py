@@ -128,7 +128,7 @@ def test_cancelling_while_a_size_is_prepared_leaves_nothing_half_made(tiny, reco
 
     monkeypatch.setattr(preparing, "_ASK", [ask])
     patcher = tiny("Flux", fresh=True)
-    wanted = sample(tiny, compiled(tiny("Flux", fresh=True)), "Flux", 4, 4)
+    wanted = sample(compiled(tiny("Flux", fresh=True)), "Flux", 4, 4)
     whole = len(asked)
     assert whole > 20
     fast = compiled(patcher)
@@ -136,11 +136,11 @@ def test_cancelling_while_a_size_is_prepared_leaves_nothing_half_made(tiny, reco
         asked.clear()
         at[0] = place
         with pytest.raises(InterruptProcessingException):
-            sample(tiny, fast, "Flux", 4, 4)
+            sample(fast, "Flux", 4, 4)
         assert len(recordings) == number + 1 and preparing.snapshot() == {} and reasons() == []
         assert sum(len(model["shapes"]) for model in stats.snapshot()["models"]) == 1  # of the other model
     at[0] = 0
-    assert torch.equal(sample(tiny, fast, "Flux", 4, 4), wanted) and states() == {"tape"} and reasons() == []
+    assert torch.equal(sample(fast, "Flux", 4, 4), wanted) and states() == {"tape"} and reasons() == []
     assert len(recordings) == 5
 
 
