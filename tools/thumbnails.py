@@ -169,11 +169,11 @@ def main() -> int:
         return 1
     os.environ.update(project_env())
     ASSETS.mkdir(exist_ok=True)
+    with ComfyServer() as server:  # without a browser, whose loop would be in the way of the server's client
+        thumbnails(server)
     for language in LANGUAGES:
         with ComfyServer() as server, chromium() as browser:  # a new one each: its figures are of one run
             canvas = Canvas(browser, server, language)
-            if language == "en":
-                thumbnails(server)
             canvas.run()
             nodes(canvas, language)
     return 0
