@@ -7,6 +7,7 @@ web/docs/assets a picture of each node in each language, for its help page, take
 """
 
 import io
+import itertools
 import json
 import os
 import sys
@@ -48,6 +49,7 @@ class Canvas:
     def __init__(self, browser: Any, server: ComfyServer, language: str = "en") -> None:
         self.web, self.server = WebPage(browser, server, Comfy_Locale=language, **SHARP), server
         self.web.page.set_viewport_size(VIEW)
+        self._ids = itertools.count(1000)
 
     def open(self, path: Path) -> None:
         """A workflow as the template browser opens it."""
@@ -91,13 +93,14 @@ class Canvas:
     def add(self, kind: str) -> None:
         """A new node, in a workflow of its own."""
         self.web.page.evaluate(
-            """([kind, place]) => {
+            """([kind, place, id]) => {
                 app.graph.clear();
                 const node = LiteGraph.createNode(kind);
-                node.pos = place;
+                // the front end gives a node the values of the last one of its id
+                Object.assign(node, { pos: place, id });
                 app.graph.add(node);
             }""",
-            [kind, NODE_PLACE],
+            [kind, NODE_PLACE, next(self._ids)],
         )
         self.web.page.wait_for_timeout(300)
 
