@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from ..accel.engine import BUDGET_MB
+from ..accel.reasons import say
 from .prompt_graph import Link, Prompt, PromptGraph, title
 
 PREFIX = "anyshape-"  # of the ids of our nodes in a prompt; no colon, by which the front end finds subgraphs
@@ -24,10 +25,6 @@ OURS = {  # type -> our node for it, and the name of its input
 ALL_IN_ONE, WARM_UP = "AnyShapeAccelerate", "AnyShapeWarmUp"
 NOTHING_RUN = {"SIGMAS", "STRING", "INT", "FLOAT", "BOOLEAN"}  # a node that gives only these does not run a model
 COMPILERS = re.compile(r"^(?!AnyShape).*compile", re.IGNORECASE)  # node types: on a model's path they compile it
-TAKEN_OVER = (
-    "{name} (node {id}) compiles the model itself, so it was left alone: bypass that node to have AnyShape accelerate "
-    "this model"
-)
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ def accelerate(prompt: Prompt, choice: Choice) -> Result:
             continue
         taken = next((id for id in use.path if COMPILERS.match(graph.type(id))), None)
         if taken is not None:
-            result.reasons.append(TAKEN_OVER.format(name=title(graph.type(taken)), id=taken))
+            result.reasons.append(say("taken_over", name=title(graph.type(taken)), id=taken))
             continue
         node = result.prompt[use.user]
         inputs = node["inputs"] | {use.name: [_added(result, use, choice), 0]}

@@ -6,6 +6,7 @@ from functools import partial
 
 from comfy_api.latest import io
 
+from ..accel import reasons
 from ..accel.families import entries
 from ..accel.families.warm_up import CFG_OPTIONS, warm_up
 from ..accel.warm_up import LAST, PRESETS, with_preset
@@ -13,11 +14,6 @@ from . import badge, sizes
 from .ahead import AHEAD
 from .messages import node_id, say
 from .schema import schema
-
-NONE_KEPT = (
-    "no sizes of an earlier session are known for this model: they are kept when it runs, by the name of its file. "
-    "List them, or choose another preset"
-)
 
 
 class WarmUp(io.ComfyNode):
@@ -108,7 +104,7 @@ class WarmUp(io.ComfyNode):
         listed, unknown = with_preset(shapes, preset), ""
         if preset == LAST:
             last = sizes.KEPT.last(badge.file_of(cls.hidden.prompt, id) if id else "")
-            listed, unknown = "\n".join([listed, *map(str, last)]), "" if last else NONE_KEPT
+            listed, unknown = "\n".join([listed, *map(str, last)]), "" if last else reasons.say("no_last_sizes")
         done = warm_up(model, listed, vae, positive, negative, cfg, measure, partial(AHEAD.gives_way, id))
         if unknown:
             done = replace(done, report=f"{unknown}\n{done.report}", warnings=[unknown, *done.warnings])

@@ -47,7 +47,7 @@ NOT_RUN, FAILED, EVICTED = "not run", "failed", "evicted"
 NO_MODEL, NO_VAE, GONE = say("nothing_compiled"), say("vae_not_compiled"), say("warm_up_no_memory")
 NO_PICTURES = "this model makes neither images nor video, so a size in pixels says nothing of it"
 NO_FRAMES = "{} makes single images: leave the frames out of this line"
-GAVE_WAY = "another prompt waits"
+GAVE_WAY = say("gave_way")
 NO_SIZES = "no size to warm up: write one per line"
 
 
@@ -181,7 +181,7 @@ def _judge(job: _Job) -> Judge:
 
 def _unmeasured(job: _Job) -> Judge:
     def judge(error: Exception) -> str:
-        reason = f"ComfyUI's own forward at {job.shape} could not be timed ({named(error)})"
+        reason = say("not_timed", shape=job.shape, error=named(error))
         STATS.fallback("Warm Up", reason)
         mm.soft_empty_cache()
         return reason

@@ -233,6 +233,21 @@ REASONS = dict(
         "Connect Compile VAE before Warm Up",
         "this VAE does not come from Compile VAE: nothing of it was warmed up, and it passes through as it is",
     ),
+    not_timed=(
+        "ComfyUI's own time is not known",
+        "ComfyUI's own forward at {shape} could not be timed ({error})",
+    ),
+    gave_way=("another prompt waits", "another prompt waits, so this size is left for a quiet moment"),
+    no_last_sizes=(
+        "List the sizes: none of an earlier session are known",
+        "no sizes of an earlier session are known for this model: they are kept when it runs, by the name of its file. "
+        "List them, or choose another preset",
+    ),
+    taken_over=(
+        "Bypass node {id}: it compiles the model itself",
+        "node {id} ({name}) compiles the model itself, so it was left alone: bypass that node to have AnyShape "
+        "accelerate this model",
+    ),
     # What rounds otherwise than ComfyUI's own forward
     gelu_rounds_less=(
         "GELU rounds once less",
