@@ -126,6 +126,7 @@ class TapeTier:
         if tape is not None:
             take.reason = obstacle(tape) or odd_form(recorded)
         if take.reason:
+            take.calls = []
             if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)

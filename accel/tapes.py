@@ -96,6 +96,10 @@ class Take:
         """The forward's own results among the program's."""
         return out[: -self.added] if self.added else out
 
+    def lacks_rest(self, there: list["Take"] | None) -> bool:
+        """Whether there is no take without the middle: it is forgotten, or was broken off. there: those of its key."""
+        return bool(self.added) and not (self.why_whole or there)
+
     def result(self, out: Any) -> Any:
         """The forward's result, with what its middle added where that was asked for."""
         own = self.form(self.own(out))
@@ -123,7 +127,7 @@ class Tapes:
                 if take.structure != taped.structure:
                     takes.remove(take)  # the model is another one now
                 elif not take.guards.differs(taped.options):
-                    if take.rest is not None and not self._takes.get((take.rest, fuse)):
+                    if take.lacks_rest(self._takes.get((take.rest, fuse))):
                         takes.remove(take)
                         continue
                     self._takes.move_to_end((key, fuse))
@@ -169,7 +173,7 @@ class Tapes:
             take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
             take.graph_obstacle = PACKS if recorder.calls_packs else ""
             take.clock, take.copies = clock, copies.count
-            take.calls = calls.calls if calls is not None else []
+            take.calls = calls.calls if calls is not None and tape is not None else []
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one = taped.structure
                 return out, take, None

@@ -252,6 +252,30 @@ def test_a_run_that_is_broken_off(tiny):
     assert fallbacks() == []
 
 
+@pytest.mark.parametrize("what", ["broken off", "gone"])
+def test_the_program_of_skipped_steps_is_made_again(tiny, monkeypatch, what):
+    """It was not made because the user cancelled, or its size is one of those that were forgotten."""
+    from anyshape.accel.halves import Halves
+    from anyshape.accel.tapes import Tapes
+    from comfy.model_management import InterruptProcessingException
+
+    def cancelled(*_):
+        raise InterruptProcessingException
+
+    patcher = tiny("ZImage", fresh=True)
+    wanted = sample(skipping(tiny("ZImage")), "ZImage")
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Halves, "_rest", cancelled) if what == "broken off" else (Tapes, "keep", lambda *_: None)))
+        if what == "broken off":
+            with pytest.raises(InterruptProcessingException):
+                sample(skipping(patcher), "ZImage")
+        else:
+            sample(skipping(patcher), "ZImage")
+            assert last_run()["resets"]
+    assert torch.equal(sample(skipping(patcher), "ZImage"), wanted)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+
+
 def test_depths(tiny):
     """By number, and by the share of work: more blocks at the ends, less is forecast."""
     wanted, far = sample(tiny("Flux"), "Flux"), []
