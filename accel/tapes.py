@@ -98,7 +98,7 @@ class Take:
 
     def lacks_rest(self, there: list["Take"] | None) -> bool:
         """Whether there is no take without the middle: it is forgotten, or was broken off. there: those of its key."""
-        return bool(self.added) and not (self.why_whole or there)
+        return bool(self.added and self.program) and not (self.why_whole or there)
 
     def result(self, out: Any) -> Any:
         """The forward's result, with what its middle added where that was asked for."""
@@ -182,15 +182,8 @@ class Tapes:
             ):  # a table in another dtype, say, which it has from now on
                 self._kept.add((key, fuse))
                 return out, take, None
-            self._keep(key, fuse, take)
+            self.keep(key, fuse, take)
         return out, take, None if reason else tape
-
-    def _keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
-        takes = self._takes.setdefault((key, fuse), [])
-        takes.append(take)
-        del takes[:-MAX_OF_A_SIZE]
-        while len(self._takes) > MAX_TAKES:
-            self._takes.popitem(last=False)
 
     def like(self, whole: Take) -> Take:
         """A new take of what ``whole`` recorded. It is not found until it is kept."""
@@ -203,7 +196,11 @@ class Tapes:
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
         """From now on ``take`` is found for calls of this key."""
         with self._lock:
-            self._keep(key, fuse, take)
+            takes = self._takes.setdefault((key, fuse), [])
+            takes.append(take)
+            del takes[:-MAX_OF_A_SIZE]
+            while len(self._takes) > MAX_TAKES:
+                self._takes.popitem(last=False)
 
     def doubt(self, take: Take) -> bool:
         """The take's program was wrong. Whether that may be because of blocks that are copies, so they are no more."""

@@ -27,7 +27,7 @@ WHOLE = {
     "SVD_img2vid": "it has no repeated blocks",
     "Stable_Cascade_B": "it has no repeated blocks",
     "Stable_Cascade_C": "it has no repeated blocks",
-    "CosmosT2V": "not one part a picture",  # its pictures lie behind their frames
+    "CosmosT2V": "not one part per picture",  # its pictures lie behind their frames
     # Tiny as they are here, it is other layers that take the time.
     "WAN21_I2V": "of its work",
     "WAN21_Camera": "of its work",
@@ -40,7 +40,7 @@ WHOLE = {
 }
 # What is not recorded (see test_tape_families), and what cannot be made with other numbers of blocks.
 LEFT_OUT = {
-    "HunyuanDiT", "HiDream", "HiDreamO1", "SeedVR2", "HunyuanVideo15_SR_Distilled", "Hunyuan3Dv2_1", "MiniMaxH3", "SD3",
+    "HunyuanDiT", "HiDream", "HiDreamO1", "SeedVR2", "HunyuanVideo15_SR_Distilled", "Hunyuan3Dv2_1", "MiniMaxH3",
     "WAN21_Vace",
 }  # fmt: skip
 NAMES = [
@@ -301,6 +301,21 @@ def check_in_full(patcher, name, reason):
 def test_a_model_without_a_middle(tiny, monkeypatch):
     monkeypatch.setattr(cut, "LEAST_SHARE", 1.0)
     check_in_full(tiny("Flux", fresh=True), "Flux", "no block of this model is skipped: its repeated blocks are only")
+
+
+def test_a_program_that_fails_costs_one_recording(tiny, monkeypatch):
+    """Every step is ComfyUI's then, and none is recorded again."""
+    from anyshape.accel.tape_tier import TapeTier
+    from anyshape.accel.tapes import Tapes
+
+    def broken(*_):
+        raise RuntimeError("broken on purpose")
+
+    recorded, own = [], Tapes.record
+    monkeypatch.setattr(TapeTier, "_made", broken)
+    monkeypatch.setattr(Tapes, "record", lambda *args: recorded.append(1) or own(*args))
+    check_in_full(tiny("Flux", fresh=True), "Flux", "could not be recorded")
+    assert len(recorded) == 1
 
 
 def test_a_model_that_is_not_recorded(tiny, monkeypatch):
