@@ -12,16 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tools.api_format import node
 from tools.comfy_nodes import extras
 from tools.comfy_server import ComfyServer
 
 AUTOMATIC, EXCEPTIONS, BUDGET, AT_START = (
     "AnyShape.Automatic", "AnyShape.Exceptions", "AnyShape.GraphBudget", "AnyShape.SizesAtStart",
 )  # fmt: skip
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 # What becomes of a prompt -------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools import browser as installed
-from tools.api_format import inputs, to_api
+from tools.api_format import inputs, node, to_api
 from tools.comfy_server import ComfyServer, front_end
 from tools.paths import ROOT
 
@@ -28,10 +28,6 @@ if not installed.find():
 PANEL = ".anyshape-panel"
 EMPTY = "Nothing has run through a compile node yet."
 SIZE = "136×120"  # image pixels; an odd latent
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def flow() -> dict[str, dict[str, Any]]:

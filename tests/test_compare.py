@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tools import browser as installed
+from tools.api_format import node
 from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
@@ -23,10 +24,6 @@ if not installed.find():
 PANEL = ".anyshape-panel"
 OURS = {f"AnyShape{name}" for name in ("CompileModel", "CompileVAE", "WarmUp", "ShapeCacheInfo")}
 COMPARE = f"{PANEL} .anyshape-compare"
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def flow(seed: int = 11, width: int = 72, height: int = 64) -> dict[str, dict[str, Any]]:

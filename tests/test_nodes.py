@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tools.api_format import node
 from tools.comfy_server import ComfyServer, PromptError
 from tools.oracles import STATS_KEYS
 
@@ -124,16 +125,16 @@ def test_only_the_info_node_is_an_end(described) -> None:
 
 def test_tooltips_everywhere(pack) -> None:
     """On every input and every output, long enough to say something."""
-    for node in pack.nodes.NODES:
-        schema = node.define_schema()
+    for each in pack.nodes.NODES:
+        schema = each.define_schema()
         for slot in [*schema.inputs, *schema.outputs]:
             assert slot.tooltip and len(slot.tooltip) > 10, (schema.node_id, slot)
         assert len(schema.description) > 40
 
 
 def test_words_that_people_type_are_in_the_schema_where_it_knows_them(pack) -> None:
-    for node in pack.nodes.NODES:
-        schema = node.define_schema()
+    for each in pack.nodes.NODES:
+        schema = each.define_schema()
         assert len(getattr(schema, "search_aliases", ["not", "known", "here"])) >= 3
 
 
@@ -143,10 +144,6 @@ def test_the_ids_are_the_packs_own(pack) -> None:
 
 
 # Workflows --------------------------------------------------------------------------------------------------------
-
-
-def node(class_type: str, **inputs: object) -> dict:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def demo(sampled: list, decoded: list, seed: int = 5, **more: dict) -> dict:

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tools.api_format import node
 from tools.comfy_server import ComfyServer, PromptError
 from tools.paths import ROOT
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def flow() -> dict[str, dict[str, Any]]:

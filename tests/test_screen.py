@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tools import browser as installed
+from tools.api_format import node
 from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
@@ -23,10 +24,6 @@ if not installed.find():
 
 PANEL = ".anyshape-panel"
 MUTED, BYPASSED = 2, 4  # of a node's `mode`, in every front end
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def flow() -> dict[str, dict[str, Any]]:

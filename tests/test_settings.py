@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tools import browser as installed
+from tools.api_format import node
 from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
@@ -31,10 +32,6 @@ NAMES = {
         "状态行、面板和原因的语言",
     ],
 }  # fmt: skip
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def flow() -> dict[str, dict[str, Any]]:

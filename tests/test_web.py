@@ -16,6 +16,7 @@ import pytest
 import requests
 import torch
 
+from tools.api_format import node
 from tools.comfy_server import ComfyServer
 from tools.driving import SHORT_RUN, compiled
 from tools.on_gpu import SMALL, forward
@@ -311,10 +312,6 @@ async def _events(server: ComfyServer, flow: dict[str, Any]) -> list[dict[str, A
                     return found
             else:
                 found += [message["data"]] if message["type"] == "anyshape.stats" else []
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def test_what_changes_is_pushed_and_nothing_twice(server) -> None:
