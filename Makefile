@@ -13,11 +13,11 @@ ENV := eval "$$($(PYTHON) -m tools.paths)" &&
 help:
 	@echo "make demo       the real ComfyUI server, many sizes and batches: a table, pictures and demo/out/report.json"
 	@echo "make test       all tests (those that need a GPU are skipped where there is none)"
-	@echo "make lint       ruff check and ruff format --check"
+	@echo "make lint       ruff check, ruff format --check, and words to avoid (tools/words)"
 	@echo "make format     ruff's fixes and its formatting"
-	@echo "make package    what the registry would get: checked and packed by comfy-cli, into .cache/package"
+	@echo "make package    what the registry would get: checked and packed by comfy-cli, and the demo; into .cache/package"
 	@echo "make bench      what the README quotes, on full-size models, into RESULTS=.cache/bench; needs a GPU, 10 minutes"
-	@echo "make figures    plots, and the tables of README and docs, from bench/results"
+	@echo "make figures    plots, cards of templates, and the tables of README and docs, from bench/results"
 	@echo "make setup      only what the others do first: .venv and ComfyUI"
 	@echo "make clean      remove caches and outputs;  make distclean removes .venv too"
 
@@ -33,6 +33,7 @@ test: setup
 lint: setup
 	@$(VENV_PYTHON) -m ruff check .
 	@$(VENV_PYTHON) -m ruff format --check .
+	@$(VENV_PYTHON) -m tools.words
 
 format: setup
 	@$(VENV_PYTHON) -m ruff check --fix .
@@ -40,6 +41,7 @@ format: setup
 
 package:
 	@$(PYTHON) -m tools.comfy_cli
+	@$(PYTHON) -m tools.demo_pack
 
 bench: setup
 	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sdxl --starts --json $(RESULTS)/sdxl-forward.json
@@ -52,6 +54,8 @@ bench: setup
 figures: setup
 	@$(ENV) $(VENV_PYTHON) -m bench.plot
 	@$(ENV) $(VENV_PYTHON) -m bench.frontier
+	@$(ENV) $(VENV_PYTHON) -m bench.race
+	@$(ENV) $(VENV_PYTHON) -m bench.cards
 	@$(ENV) $(VENV_PYTHON) -m bench.tables --write
 
 clean:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+from .reasons import say
 from .stats import STATS
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def attempt(ours: Callable[[], T], judge: Judge, passthrough: Passthrough = ()) 
 
 @dataclass
 class Theirs(Generic[T]):
-    """ComfyUI's own way of one call. Its errors are the user's to see, so they are remembered to be told from ours."""
+    """ComfyUI's own way of one call. Its errors must reach the user, so it remembers them."""
 
     run: Callable[[], T]  # may be replaced by one that can be called repeatedly
     error: BaseException | None = field(default=None, init=False)
@@ -69,7 +70,7 @@ def failed(where: str, what: str) -> Judge:
     """A judge for what is no tier's: counts the failure, and logs it the first time."""
 
     def judge(error: Exception) -> str:
-        reason = f"{what} of AnyShape failed, so ComfyUI's own took its place ({named(error)}). Please report it"
+        reason = say("failed", what=what, error=named(error))
         if STATS.fallback(where, reason) == 1:
             log.warning("AnyShape: %s: %s\n%s", where, reason, "".join(traceback.format_exception(error)))
         return reason

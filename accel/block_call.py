@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import AnyShapeError
+from .reasons import say
 from .tape.blocks import NUMBERS
 
 OPTIONS = "transformer_options"
@@ -95,7 +96,7 @@ def _walk(item: Any, given: Given, places: dict[int, int]) -> None:
         for each in item.values():
             _walk(each, given, places)
     else:
-        raise NotUsed(f"a block was called with a {kind.__name__}, which AnyShape does not know: it runs in eager")
+        raise NotUsed(say("block_argument", kind=kind.__name__))
 
 
 def swapped(item: Any, swap: Mapping[int, Any]) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from .block_call import Given, is_plain
+from .reasons import say
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Bound, Program
 from .tape.record import Recorder, record
@@ -53,6 +54,11 @@ class Visit:
         self.slower = 0  # of these, on one that was no faster than eager
         self.reasons: dict[str, None] = {}  # why others did not
 
+    @property
+    def size(self) -> str:
+        """Of the forward, in image pixels."""
+        return f"{self.call.width}x{self.call.height}"
+
     def note(self, take: BlockTake) -> None:
         """A call of a block ran on the program of ``take``."""
         self.ran += 1
@@ -78,9 +84,9 @@ def record_block(
     take = BlockTake(Guards(reads), reason=recorder.refusal, writes=writes)
     for key in noted._own - prepared:
         given.passed[key] = dict.get(noted, key)
-        take.reason = take.reason or "a block changes the options that it is given"
+        take.reason = take.reason or say("block_changes_options")
     if given.was_changed(type(block)):
-        take.reason = take.reason or "a block changes a list or dict that it is given"
+        take.reason = take.reason or say("block_changes_list")
     if tape is not None:
         take.reason = take.reason or _odd(given, take, tape, out)
     return Recorded(take, tape, recorder.written, out, copies)
@@ -89,10 +95,10 @@ def record_block(
 def _odd(given: Given, take: BlockTake, tape: Tape, out: Any) -> str:
     """Why this tape may not be replayed for other calls; "" if it may."""
     if len(tape.inputs) != len(given.tensors) + len(take.guards.tensors):
-        return "a block takes the same tensor as an argument and from its options"
+        return say("block_same_tensor")
     memory = [tensor.untyped_storage().data_ptr() for tensor in given.tensors]
     if any(memory.count(memory[place]) > 1 for place in take.writes):
-        return "a block writes into an input that shares its memory with another one"
+        return say("block_shared")
     if not is_plain(out) or any(isinstance(value.root.leaf, (Constant, Weight)) for value in tape.outputs):
-        return "a block's result is not made of tensors of its own"
+        return say("block_result")
     return obstacle(tape)

@@ -26,6 +26,8 @@ from .block_call import Given, NotUsed, swapped, take_apart, tensors_in
 from .block_forwards import Blocks
 from .block_take import BlockTake, Recorded, Visit, record_block
 from .errors import AnyShapeError, WrongResult, is_out_of_memory
+from .preparing import preparing
+from .reasons import say
 from .stats import STATS, ModelStats
 from .tape import diagnose
 from .tape.program import NotBound, Program
@@ -40,8 +42,8 @@ MAX_KEYS = 96  # of block calls, per model; the least recently used goes
 MAX_TAKES = 6  # of one key: a block that reads its own number of the options would make one each
 ROUNDS = 3
 LONG_MS = 30.0  # a block that takes longer is timed once
-NO_GAIN = "nothing in its blocks fuses"
-PASSING = "what a block reads of its options is no longer there after its call: it runs in eager"
+NO_GAIN = say("blocks_no_gain")
+PASSING = say("block_passing")
 
 
 class BlockTier:
@@ -105,7 +107,8 @@ class BlockTier:
             visit.reasons[reason] = None
             return own(*args, **kwargs)
         if isinstance(done, Given):
-            return self._first(visit, path, block, own, done)
+            with preparing(self.stats.name, visit.size):
+                return self._first(visit, path, block, own, done)
         return done[0]
 
     def _fast(
@@ -113,9 +116,7 @@ class BlockTier:
     ) -> tuple[Any] | Given:
         """The result of the block's program; its arguments if it has not been recorded. Raises why it runs in eager."""
         if self._blocks.likeness(path, block) is None:
-            raise NotUsed(
-                "another node replaced or hooked a block, or its weights change at each call: it runs in eager"
-            )
+            raise NotUsed(say("foreign_block"))
         given = take_apart(type(block), args, kwargs)
         take = self._find(path, block, given)
         if take is None:
@@ -152,7 +153,7 @@ class BlockTier:
         while len(self._takes) > MAX_KEYS:
             self._takes.popitem(last=False)
         if len(takes) >= MAX_TAKES:
-            visit.reasons["blocks read options that differ from block to block: those run in eager"] = None
+            visit.reasons[say("block_options")] = None
             return given.call(own)
         before, writes = [tensor.clone() for tensor in given.tensors], self._writes.setdefault(alike, set())
         while True:
@@ -175,11 +176,15 @@ class BlockTier:
         take, done = recorded.take, None
         takes.append(take)
         if not take.reason:
-            done, _ = attempt(
-                lambda: self._programmed(visit, path, block, own, given, before, recorded),
-                lambda error: self._failed(take, error),
-                self._passthrough,
-            )
+            try:
+                done, _ = attempt(
+                    lambda: self._programmed(visit, path, block, own, given, before, recorded),
+                    lambda error: self._failed(take, error),
+                    self._passthrough,
+                )
+            except BaseException:  # the user's interrupt: the next call begins again
+                takes.remove(take)
+                raise
         if done is None:
             visit.reasons[take.reason] = None
             return _written_back(recorded.out, recorded.copies, take, given)
@@ -271,16 +276,14 @@ def told(visit: Visit, whole: str) -> tuple[str, str, str]:
     """(the state, the reason, the note) of a forward whose blocks ran. whole: why all of it could not be recorded."""
     if not visit.ran:
         return "eager", whole, NO_GAIN if NO_GAIN in visit.reasons else ""
-    note = (
-        f"blocks recorded one by one: a value of the whole forward comes back to the host {whole[whole.rfind('(') :]}"
-    )
+    note = f"{say('blocks')} {whole[whole.rfind('(') :]}"
     if visit.slower:
         note += f"; {visit.slower} of {visit.ran} are no faster at this size"
     return "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN), note
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if isinstance(error, AnyShapeError) else f"a block's program failed: {named(error)}"
+    return str(error) if isinstance(error, AnyShapeError) else say("block_failed", error=named(error))
 
 
 def _written_back(out: Any, written: Sequence[Tensor], take: BlockTake, given: Given) -> Any:

@@ -4,6 +4,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from .reasons import say
+
 OTHERS = {
     "cuda": "AMD GPUs (ROCm)",
     "mps": "Apple GPUs (MPS)",
@@ -27,4 +29,4 @@ def obstacle(device: torch.device) -> str:
     if device.type == "cpu" or is_nvidia(device):
         return ""
     kind = OTHERS.get(device.type, f"{device.type} devices")
-    return f"{kind} are not supported yet, only NVIDIA GPUs and CPUs: everything runs in eager, as without AnyShape"
+    return say("no_such_device", kind=kind)

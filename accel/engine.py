@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +19,14 @@ from torch import Tensor
 from . import devices, graphs, kernels, verify
 from .artifacts import KEEPER
 from .attempt import attempt, named
+from .clock import Clock
 from .compilations import compilations
 from .errors import AnyShapeError, CaptureFailed, Unavailable, is_out_of_memory
 from .key import ShapeKey
 from .ops import FusedOps
 from .outputs import Output
+from .preparing import preparing
+from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .tape_tier import TapeTier
 from .tapes import Taped
@@ -31,7 +35,7 @@ log = logging.getLogger(__name__)
 
 TAPE, KERNELS = "tape", "kernels"
 MODES = ("auto", "exact", "off")
-MAX_BUDGET_MB = 1 << 20
+BUDGET_MB, MAX_BUDGET_MB = 2048, 1 << 20  # for graphs: unless the user says otherwise, and at most
 MAX_TRIES = 3  # to compare a shape: eager may overflow, or have no memory, in one call and not in the next
 
 
@@ -40,8 +44,9 @@ class Settings:
     """What the user chose on the node. Raises ValueError naming the input, the value and the accepted ones."""
 
     mode: str = "auto"
-    graph_budget_mb: int = 2048  # 0: no graphs
+    graph_budget_mb: int = BUDGET_MB  # 0: no graphs
     verify: bool = True  # compare each new shape's first result with eager
+    timed: bool = False  # only ComfyUI's own forwards run, and how long they take is noted
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -67,7 +72,7 @@ class Call:
     weights: int  # weights.WeightWatch.fingerprint, now
     width: int  # image pixels
     height: int
-    batch: int  # images a prompt
+    batch: int  # images per prompt
     frames: int = 1
     taped: Taped | None = None  # how to record it
     forward: Callable[[FusedOps, dict[str, Tensor]], Output] | None = None  # by hand, on kernels; pure, unless
@@ -78,6 +83,7 @@ class Call:
     eager_parts: str = ""  # why some parts of the forward run in eager on any tier; "" if none does
     last_resort: Callable[[], Output] | None = None  # ComfyUI's own forward, where ``eager`` is not
     repeatable: bool = True  # False: it runs code of other packs, which may count its calls
+    plain_eager: bool = False  # ``eager`` is what runs without the pack, and as fast: no weights lie in another order
 
 
 @dataclass
@@ -104,20 +110,34 @@ class Engine:
     def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, from the fastest tier that is safe."""
         with devices.current(call.key.device):  # another one may be: kernels and graphs start on the current one
+            if settings.timed:
+                with self.stats.eager_at(str(call.key)).measure(call.key.device):
+                    return call.eager()
             return self._counted(call, settings)
 
     def _counted(self, call: Call, settings: Settings) -> Output:
         shape = self.stats.shape(str(call.key), call.width, call.height, call.batch, call.frames)
         shape.calls += 1
-        shape.prompt = STATS.prompt()
+        STATS.prompts.called(shape)
+        try:
+            return self._timed(call, settings, shape)
+        except self.passthrough:
+            if shape.calls == 1:  # the next call is this size's first
+                self.stats.shapes.pop(shape.key, None)
+            raise
+
+    def _timed(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         if shape.calls > 1:
-            with shape.times.measure(call.key.device):
-                return self._run(call, settings, shape)
+            with shape.times.measure(call.key.device) as timed:
+                out = self._run(call, settings, shape)
+                timed.fast = shape.state != "eager"
+            return out
         started = time.perf_counter()
         out = self._run(call, settings, shape)
         if call.key.device.type == "cuda":
-            torch.cuda.synchronize(call.key.device)  # once a shape: the first call's true cost
+            torch.cuda.synchronize(call.key.device)  # once per shape: the first call's true cost
         shape.first_call_seconds = time.perf_counter() - started
+        shape.times.first(shape.first_call_seconds, shape.state != "eager")
         return out
 
     def _run(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
@@ -166,7 +186,7 @@ class Engine:
         return out
 
     def _not_skipped(self, error: Exception) -> str:
-        reason = f"blocks could not be skipped ({named(error)})"
+        reason = say("blocks_not_skipped", error=named(error))
         self._details[reason] = _traceback(error)
         return reason
 
@@ -183,19 +203,20 @@ class Engine:
         ops = self._load(call.key.device)
         if obstacle:
             self._note(shape, tier, call.eager_parts if obstacle == _BY_DESIGN else obstacle)
-            return self._forward(ops, call, settings)
-        out = self._forward(ops, call, settings)
-        if settings.verify and not self._is_checked(ops, call):  # its graph would never be compared
-            self._note(shape, ops.name, NOT_COMPARED)
-        else:
-            self._capture(ops, call, settings, shape, out)
+            return self._forward(ops, call, settings, shape)
+        with preparing(self.stats.name, shape.size):
+            out = self._forward(ops, call, settings, shape)
+            if settings.verify and not self._is_checked(ops, call):  # its graph would never be compared
+                self._note(shape, ops.name, NOT_COMPARED)
+            else:
+                self._capture(ops, call, settings, shape, out)
         return out
 
     def _graph_obstacle(self, call: Call, settings: Settings) -> str:
         if call.key.device.type != "cuda" or not self.uses_graphs:
             return _BY_DESIGN
         if settings.graph_budget_mb == 0:
-            return "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
+            return say("no_graphs")
         return call.graph_obstacle
 
     def _load(self, device: torch.device) -> FusedOps:
@@ -203,12 +224,15 @@ class Engine:
             raise Unavailable(obstacle)
         return kernels.load(device)
 
-    def _forward(self, ops: FusedOps, call: Call, settings: Settings) -> Output:
+    def _forward(self, ops: FusedOps, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         """Runs the fused forward; compilations in its first call are expected, later ones are recompiles."""
         # with patches, and with weights that are cast at each call, other operations run
         name = ops.name, call.key.inputs[0].dtype, call.repeatable, bool(call.graph_obstacle)
         first = name not in self._started
-        with compilations(ops, first) as compiled:
+        with (
+            preparing(self.stats.name, shape.size) if first else nullcontext(),
+            compilations(ops, first) as compiled,
+        ):
             once = call.graph_obstacle or call.eager_parts  # it may have effects that must happen once
             if first and not once:
                 ops.compile_ahead(lambda: call.forward(ops, call.inputs))
@@ -220,7 +244,8 @@ class Engine:
         if first or compiled.seconds:
             KEEPER.save_soon()
         if settings.verify and not self._is_checked(ops, call):
-            self._verify(ops, call, out)
+            with preparing(self.stats.name, shape.size):
+                self._verify(ops, call, out)
         return out
 
     def _is_checked(self, ops: FusedOps, call: Call) -> bool:
@@ -231,8 +256,11 @@ class Engine:
         """Compares a shape's first result with eager, by one forward more. Raises ``WrongResult``."""
         what, name, compared = f"the {ops.name} tier at {call.width}x{call.height}", (ops.name, call.key), True
         if call.repeatable:
-            reference, _ = attempt(call.eager, self._no_reference, self.passthrough)
+            clock = Clock(call.key.device)
+            reference, _ = attempt(lambda: clock.run(call.eager), self._no_reference, self.passthrough)
             compared = reference is not None and verify.compare(what, out, reference)
+            if compared and call.plain_eager:
+                self.stats.eager_at(str(call.key)).note(clock.eager_ms(0))
         else:
             verify.check_finite(what, out)
         if compared:
@@ -269,9 +297,9 @@ class Engine:
         if is_out_of_memory(error):
             self.drop_graphs()
             torch.cuda.empty_cache()
-            return f"out of memory in the {tier} tier, so its graphs were dropped; lower the image size or the batch"
+            return say("tier_no_memory", tier=tier)
         ours = isinstance(error, AnyShapeError)  # whose text is made for the user
-        reason = str(error) if ours else f"{tier} failed: {named(error)}"
+        reason = str(error) if ours else say("tier_failed", tier=tier, error=named(error))
         self._retired[tier] = reason
         self.drop_graphs()  # what it captured is no better than what it computes
         self._details[reason] = "" if isinstance(error, Unavailable) else _traceback(error)
@@ -292,7 +320,7 @@ class Engine:
 
     def wants_channels_last(self, settings: Settings, device: torch.device) -> bool:
         """Whether convolution weights should be in channels_last: for kernels, and for nothing slower."""
-        usable = settings.mode == "auto" and KERNELS not in self._retired
+        usable = settings.mode == "auto" and not settings.timed and KERNELS not in self._retired
         return usable and kernels.available(device)
 
     def drop_graphs(self) -> None:
@@ -313,9 +341,7 @@ def _traceback(error: Exception) -> str:
     return "\n" + "".join(traceback.format_exception(error))
 
 
-NOT_COMPARED = (
-    "eager's own result could not be compared with (it is not finite, or eager had no memory), so there is no graph yet"
-)
+NOT_COMPARED = say("not_compared")
 _BY_DESIGN = "graphs are not for this device or model"  # not a fallback: nothing is missed
 
 

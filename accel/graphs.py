@@ -24,6 +24,7 @@ from .capture import CapturedGraph, Capturer, Recording
 from .errors import CaptureFailed, NoRoom, WrongResult, is_out_of_memory
 from .key import ShapeKey
 from .outputs import Output, each, tensors_of
+from .reasons import say
 from .stats import STATS
 
 MIB = 1 << 20
@@ -179,8 +180,7 @@ class GraphCache:
             need = self.used_bytes
             self._drop(name)
             raise CaptureFailed(
-                f"this size needs {need // MIB} MB for its graph, graph_budget_mb is {self._budget // MIB}: it runs "
-                f"without a graph. Raise graph_budget_mb to {need // MIB + 64} for more speed at this size"
+                say("budget_small", need=need // MIB, budget=self._budget // MIB, wanted=need // MIB + 64)
             )
         self._pin(name)
         self._report()
@@ -209,11 +209,8 @@ class GraphCache:
         if self._capturer.broken:
             return CaptureFailed(_broken(self._capturer.broken))
         if _memory_was_short(error):
-            return NoRoom(
-                f"no graph could be captured for this size ({error}): it runs without one. Memory is short: lower "
-                f"graph_budget_mb or the image size, or close other programs that use the GPU"
-            )
-        return CaptureFailed(f"no graph could be captured for this size ({error}): it runs without one")
+            return NoRoom(say("capture_no_memory", error=error))
+        return CaptureFailed(say("capture_failed", error=error))
 
     def _record(self, name: Name, recording: Recording) -> CapturedGraph:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.
@@ -305,10 +302,7 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 
 def budget_is_full(budget: int) -> str:
     """Why a size has no graph yet. ``budget``: bytes."""
-    return (
-        f"graph_budget_mb ({budget // MIB}) is full: raise it in Compile Model to keep this size too. Without that it "
-        f"is captured at its first prompt, and the least recently used size gives way"
-    )
+    return say("budget_full", budget=budget // MIB)
 
 
 def _memory_was_short(error: BaseException | None) -> bool:
@@ -319,7 +313,4 @@ def _memory_was_short(error: BaseException | None) -> bool:
 
 
 def _broken(why: str) -> str:
-    return (
-        f"a capture failed ({why}), and under cudaMallocAsync none can begin after that: no new graphs "
-        f"until ComfyUI is restarted. If memory is short, lower graph_budget_mb or the image size"
-    )
+    return say("capture_broken", error=why)

@@ -16,6 +16,7 @@ from . import verify
 from .attempt import attempt, named
 from .errors import AnyShapeError, WrongResult
 from .outputs import Output
+from .reasons import say
 from .stats import STATS, ModelStats
 from .tape.cut import Cut, cut
 from .tape.middle import NotCut
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from .engine import Call, Settings
 
 log = logging.getLogger(__name__)
-
-NO_MIDDLE = "no block of this model is skipped: {}"
 
 
 class Halves:
@@ -47,7 +46,7 @@ class Halves:
         rows = len(next(iter(call.inputs.values())))
         found, reason = attempt(
             lambda: cut(tape, calls, call.taped.skipping.depth, rows, len(call.inputs)),
-            lambda error: NO_MIDDLE.format(error if isinstance(error, NotCut) else f"cutting failed, {named(error)}"),
+            _why_whole,
             self._passthrough,
         )
         if found is None:
@@ -69,7 +68,7 @@ class Halves:
         )
         halves.skipped.dissolve()
         if reason:
-            take.why_whole = NO_MIDDLE.format(reason)
+            take.why_whole = say("no_middle", why=reason)
 
     def _rest(
         self, call: "Call", settings: "Settings", whole: Take, halves: Cut, added: tuple[Tensor, ...],
@@ -106,3 +105,7 @@ class Halves:
             text = "".join(traceback.format_exception(error))
             log.warning("AnyShape: %s: the program of skipped steps failed\n%s", self._stats.name, text)
         return str(error) if isinstance(error, AnyShapeError) else f"its program failed, {named(error)}"
+
+
+def _why_whole(error: Exception) -> str:
+    return say("no_middle", why=error if isinstance(error, NotCut) else f"cutting failed, {named(error)}")

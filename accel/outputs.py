@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .reasons import say
+
 Output = Tensor | tuple[Tensor, ...]
 
 
@@ -12,7 +14,7 @@ def odd_form(out: Any) -> str:
     """Why a forward's result is no ``Output``; "" if it is one, or a list of tensors."""
     if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
         return ""
-    return "its result is neither a tensor nor a list of tensors"
+    return say("odd_result")
 
 
 def flat(out: Any) -> Output:

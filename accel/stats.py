@@ -3,18 +3,20 @@
 ``snapshot()`` gives the contract's dict. Nothing here holds a model, a graph or a tensor alive.
 """
 
-import statistics
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from . import fleet
+from . import fleet, gain, preparing, reasons
+from .bounded import bounded
+from .prompts import Prompts
+from .skip_stats import SkipStats
+from .times import CallTimes, Eager
 
 VERSION = 2
 STATES = ("graph", "tape", "eager")  # of a shape, fastest first
@@ -24,46 +26,9 @@ MAX_RUNS = 32  # sampling runs with skipped blocks
 MAX_NODES = 256
 MAX_REJECTED = 256
 MAX_FALLBACKS = 256  # places and reasons; the one that was new longest ago is forgotten first
-MAX_TEXT = 1000  # characters of one text: every open browser gets all of them, again and again
-TIMES_KEPT = 64
+MAX_WORKFLOWS = 8  # that used one size; the one that used it longest ago is forgotten first
 
-
-def bounded(text: str) -> str:
-    """``text``, or its beginning with how much was left out."""
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}... ({len(text) - MAX_TEXT:,} more characters)"
-
-
-class CallTimes:
-    """The durations of recent calls. On CUDA by events, read when they are done: measuring never waits."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # the report is read by another thread than the one that samples
-        self._done: deque[float] = deque(maxlen=TIMES_KEPT)
-        self._pending: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=TIMES_KEPT)
-
-    @contextmanager
-    def measure(self, device: torch.device) -> Iterator[None]:
-        """Times the body, which runs on ``device``."""
-        if device.type != "cuda":
-            started = time.perf_counter()
-            yield
-            with self._lock:
-                self._done.append((time.perf_counter() - started) * 1e3)
-            return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        yield
-        end.record()
-        with self._lock:
-            self._pending.append((start, end))
-
-    def median_ms(self) -> float:
-        """Median of the recent calls that have ended, milliseconds; 0.0 before the second call."""
-        with self._lock:
-            while self._pending and self._pending[0][1].query():
-                start, end = self._pending.popleft()
-                self._done.append(start.elapsed_time(end))
-            return statistics.median(self._done) if self._done else 0.0
+T = TypeVar("T")
 
 
 @dataclass
@@ -79,12 +44,24 @@ class ShapeStats:
     calls: int = 0
     replays: int = 0
     first_call_seconds: float = 0.0
-    eager_ms: float | None = None  # of ComfyUI's own forward, where it was measured
     bytes: int = 0
     reason: str = ""  # why it does not run faster, where something is missed
     note: str = ""  # why it runs as it does, where nothing is missed: a graph would not help, say
     prompt: int = 0  # of the latest call: the latest prompt has the highest number; 0 outside of prompts
+    workflows: list[str] = field(default_factory=list)  # the browser's ids of those whose prompts used it
     times: CallTimes = field(default_factory=CallTimes, repr=False)
+    eager: Eager = field(default_factory=Eager, repr=False)
+
+    @property
+    def size(self) -> str:
+        """Of an image 1024x1152, of a video 832x480x33."""
+        return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
+
+    def used_by(self, prompt: int, workflow: str) -> None:
+        """Notes the prompt of a call, and the workflow it came from."""
+        self.prompt = prompt
+        if workflow and self.workflows[-1:] != [workflow]:
+            self.workflows = [*(one for one in self.workflows if one != workflow), workflow][-MAX_WORKFLOWS:]
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
@@ -93,13 +70,28 @@ class ShapeStats:
             "prompt",
         )  # fmt: skip
         entry = {name: getattr(self, name) for name in names}
+        median, eager = self.times.median_ms(), self.eager.ms
+        factor = gain.factor(self.state, eager, median)
         return entry | {
             "reason": bounded(self.reason),
             "note": bounded(self.note),
             "first_call_seconds": round(self.first_call_seconds, 4),
-            "median_ms": round(self.times.median_ms(), 3),
-            "eager_ms": None if self.eager_ms is None else round(self.eager_ms, 3),
+            "median_ms": round(median, 3),
+            "eager_ms": None if eager is None else round(eager, 3),
+            "factor": factor,
+            "saved_seconds": None if factor is None else round(self.times.saved_seconds(eager), 3),
+            "workflows": list(self.workflows),
         }
+
+
+def _kept(entries: dict[str, T], key: str, make: Callable[[], T]) -> T:
+    """The entry for ``key``, made when new; the one that was made first is forgotten beyond ``MAX_SHAPES``."""
+    entry = entries.get(key)  # one look: the browser's thread may clear the entries at any moment
+    if entry is None:
+        for oldest in list(entries)[: max(0, len(entries) + 1 - MAX_SHAPES)]:
+            entries.pop(oldest, None)
+        entry = entries.setdefault(key, make())
+    return entry
 
 
 @dataclass
@@ -113,15 +105,16 @@ class ModelStats:
     compile_seconds: float = 0.0
     inexact: list[str] = field(default_factory=list)  # what is in use that rounds more than eager, and by how much
     shapes: dict[str, ShapeStats] = field(default_factory=dict)
+    eager: dict[str, Eager] = field(default_factory=dict)  # by shape; they stay when the shapes are forgotten
+
+    def eager_at(self, key: str) -> Eager:
+        """What is known of ComfyUI's own forward at ``key``."""
+        return _kept(self.eager, key, Eager)
 
     def shape(self, key: str, width: int, height: int, batch: int, frames: int = 1) -> ShapeStats:
-        """The entry for ``key``, made when new; the least recently made is forgotten beyond ``MAX_SHAPES``."""
-        entry = self.shapes.get(key)  # one look: the browser's thread may clear the entries at any moment
-        if entry is None:
-            for oldest in list(self.shapes)[: max(0, len(self.shapes) + 1 - MAX_SHAPES)]:
-                self.shapes.pop(oldest, None)
-            entry = self.shapes.setdefault(key, ShapeStats(key, width, height, batch, frames))
-        return entry
+        """The entry for ``key``, made when new."""
+        eager = self.eager_at(key)
+        return _kept(self.shapes, key, lambda: ShapeStats(key, width, height, batch, frames, eager=eager))
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
@@ -168,44 +161,6 @@ class ArtifactStats:
 
 
 @dataclass
-class SkipStats:
-    """One sampling run with skipped blocks, in evaluations of the sampler (Heun makes two a step).
-
-    An evaluation is skipped if every call of the model in it was.
-    """
-
-    model: str
-    depth: int = 0
-    full: int = 0
-    skipped: int = 0
-    resets: Counter[str] = field(default_factory=Counter)  # calls in full that were not planned, by reason
-    seconds: float = 0.0
-    bytes: int = 0  # of stored features, at most
-    _current: bool | None = field(default=None, repr=False)  # whether the step has been skipped so far
-
-    def begin_evaluation(self) -> None:
-        """What is counted from now on belongs to another prediction of the sampler."""
-        self._current = None
-
-    def count(self, skipped: bool, reason: str = "") -> None:
-        """Counts one call of the model."""
-        if reason:
-            self.resets[reason] += 1
-        if self._current is None or (self._current and not skipped):
-            self.skipped += skipped - bool(self._current)
-            self.full += not skipped
-            self._current = skipped
-
-    def as_dict(self) -> dict[str, Any]:
-        """The contract's entry."""
-        names = ("model", "depth", "full", "skipped", "bytes")
-        return {name: getattr(self, name) for name in names} | {
-            "resets": {bounded(reason): count for reason, count in list(self.resets.items())},
-            "seconds": round(self.seconds, 3),
-        }
-
-
-@dataclass
 class NodeStats:
     """What a node of a workflow gave when it last ran, so that the browser finds the entries of its model."""
 
@@ -249,21 +204,9 @@ class Stats:
         self._fallbacks: Counter[tuple[str, str]] = Counter()
         self._skip: deque[SkipStats] = deque(maxlen=MAX_RUNS)
         self._nodes: dict[tuple[str, str], NodeStats] = {}
-        self._running: Callable[[], str] = str
-        self._prompt = ("", 0)
+        self.prompts = Prompts(lambda: sum(model.kernels for model in list(self._models)))
         self.graphs = GraphStats()
         self.artifacts = ArtifactStats()
-
-    def follow(self, running: Callable[[], str]) -> None:
-        """``running`` gives the id of the prompt that runs in this thread; "" outside of prompts."""
-        self._running = running
-
-    def prompt(self) -> int:
-        """The number of the prompt that runs in this thread, from 1 on; 0 outside of prompts."""
-        running = self._running()
-        if running and running != self._prompt[0]:
-            self._prompt = running, self._prompt[1] + 1
-        return self._prompt[1] if running else 0
 
     def model(self, name: str, kind: str) -> ModelStats:
         """A new entry; a second model of the same name gets a number."""
@@ -273,6 +216,11 @@ class Stats:
             entry = ModelStats(f"{name} #{number}" if number > 1 else name, kind)
             self._models.append(entry)
             return entry
+
+    def models(self) -> list[ModelStats]:
+        """The entries, the oldest first."""
+        with self._lock:
+            return list(self._models)
 
     def skip_run(self, model: str, depth: int) -> SkipStats:
         """A new entry for a sampling run with skipped blocks."""
@@ -323,11 +271,14 @@ class Stats:
             skip = [run.as_dict() for run in self._skip]
             nodes = [node.as_dict() for node in self._nodes.values()]
         shared = fleet.snapshot()
-        return {
+        everything = [shape for model in models for shape in model["shapes"]]
+        found = {
             "version": VERSION,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "models": models,
+            "gain": gain.total(everything),
+            "preparing": preparing.snapshot(),
             "graphs": vars(self.graphs).copy(),
             "fallbacks": fallbacks + fleet.fallbacks(shared),
             "skip": skip,
@@ -335,6 +286,7 @@ class Stats:
             "artifacts": self.artifacts.as_dict(),
             "fleet": shared,
         }
+        return found | {"reasons": reasons.told_in(found)}
 
 
 STATS = Stats()

@@ -21,6 +21,8 @@ from .clock import timed
 from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
 from .halves import Halves
 from .outputs import Output, flat, odd_form
+from .preparing import preparing
+from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .tape import diagnose, rules
 from .tape.program import NotBound, Program
@@ -35,12 +37,9 @@ log = logging.getLogger(__name__)
 
 LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
-NOT_COMPARED = (
-    "ComfyUI's own result is not finite at this size, so nothing could be compared with it. If the picture is black, "
-    "load the model in bf16 or fp32"
-)
-GONE = "the program of skipped steps is no longer there, so this step runs in full; the next full step makes it again"
-NO_GRAPHS = "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes"
+NOT_COMPARED = say("not_finite")
+GONE = say("skipped_gone")
+NO_GRAPHS = say("no_graphs")
 
 
 class NotCompared(AnyShapeError):
@@ -125,7 +124,8 @@ class TapeTier:
     # The first call of a size ---------------------------------------------------------------------------------------
 
     def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
-        with collector_off():  # so many small objects at once would set it off several times
+        # so many small objects at once would set the collector off several times
+        with preparing(self.stats.name, shape.size), collector_off():
             return self._recorded(call, settings, shape, fuse)
 
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
@@ -134,11 +134,12 @@ class TapeTier:
         if tape is not None:
             take.reason = obstacle(tape) or odd_form(recorded)
         if take.reason:
+            take.calls = []
             if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
-        operations, first = len(tape.operations), self._is_first(call)
+        operations, first, known = len(tape.operations), self._is_first(call), set(self._dtypes)
         own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
         take.form = own
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
@@ -150,10 +151,12 @@ class TapeTier:
             )
         except BaseException:  # the user's interrupt: the next call begins again
             self._tapes.drop(take)
+            self._dtypes = known
             raise
         if halves is not None and out is not None:
             self._halves.finish(call, settings, take, halves, out, flat(recorded), fuse, first)
-        shape.eager_ms, take.clock = take.clock.eager_ms(operations), None
+        shape.eager.note(take.clock.eager_ms(operations))
+        take.clock = None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
@@ -186,7 +189,7 @@ class TapeTier:
         if take.graph and take.graph_obstacle:
             take.graph, shape.note = False, take.graph_obstacle
         elif graphic and not take.graph:
-            shape.note = f"the GPU is the limit at this size ({elapsed:.0f} ms, launching {host:.0f} ms): no graph"
+            shape.note = say("gpu_limit", elapsed=f"{elapsed:.0f}", host=f"{host:.0f}")
         self._settle(call, settings, shape, take, inputs, out)
         return out
 
@@ -260,20 +263,20 @@ class TapeTier:
             except WrongResult:
                 continue
         if self._tapes.doubt(take):
-            raise WrongResult(f"{what}, with blocks taken for alike, is wrong: its next call is recorded as a whole")
+            raise WrongResult(say("wrong_copies", what=what))
         if self._rules:  # they have changed the tape itself: the next call records it again, without them
             self._rules = False
             self._tapes.drop(take)
-        raise WrongResult(f"{what} is not what ComfyUI's own forward gives, even unfused; please report it")
+        raise WrongResult(say("wrong_unfused", what=what))
 
     def _failed(self, take: Take, shape: ShapeStats, error: Exception) -> str:
         """What goes wrong with a new program costs nothing: ComfyUI's own result is there."""
         take.program = None
         if is_out_of_memory(error):
             torch.cuda.empty_cache()
-            take.reason = "out of memory for a second run at this size; lower the image size or the batch"
+            take.reason = say("no_memory")
         else:
-            take.reason = str(error) if isinstance(error, AnyShapeError) else f"the tape failed: {named(error)}"
+            take.reason = str(error) if isinstance(error, AnyShapeError) else say("tape_failed", error=named(error))
             text = "".join(traceback.format_exception(error))
             log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, text)
         self._note(shape, "eager", take.reason)
@@ -308,7 +311,8 @@ class TapeTier:
             tuple(program.constants()), out, False, self.stats.name, wanted,
         )  # fmt: skip
         cache = graphs.cache(call.key.device)
-        shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
+        with preparing(self.stats.name, shape.size):
+            shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
         shape.state, shape.reason = "graph", ""
 
     def _name(self, call: "Call", take: Take) -> graphs.Name:

@@ -17,6 +17,7 @@ from .block_copies import NONE, BlockCopies
 from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
+from .reasons import say
 from .tape.middle import BlockCall
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.program import Program
@@ -25,7 +26,7 @@ from .tape.values import Tape, Weight
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
-PACKS = "another node's attention is called in each forward, so there is no graph"
+PACKS = say("attention_no_graph")
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
 
 
@@ -99,6 +100,10 @@ class Take:
         """The forward's own results among the program's."""
         return out[: -self.added] if self.added else out
 
+    def lacks_rest(self, there: list["Take"] | None) -> bool:
+        """Whether there is no take without the middle: it is forgotten, or was broken off. there: those of its key."""
+        return bool(self.added and self.program) and not (self.why_whole or there)
+
     def result(self, out: Any) -> Any:
         """The forward's result, with what its middle added where that was asked for."""
         own = self.form(self.own(out))
@@ -126,7 +131,7 @@ class Tapes:
                 if take.structure != taped.structure:
                     takes.remove(take)  # the model is another one now
                 elif not take.guards.differs(taped.options):
-                    if take.rest is not None and not self._takes.get((take.rest, fuse)):
+                    if take.lacks_rest(self._takes.get((take.rest, fuse))):
                         takes.remove(take)
                         continue
                     self._takes.move_to_end((key, fuse))
@@ -141,7 +146,7 @@ class Tapes:
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
             option = last[-1].guards.differs(taped.options)
-            return f"the option {option!r} differs in each call, so no recording fits twice"
+            return say("option_differs", option=repr(option))
 
     def record(
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]
@@ -167,13 +172,13 @@ class Tapes:
         out, tape = record(lambda: clock.run(forward), recorder)
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
-            reason = f"the forward changes the model itself, {changed}"
+            reason = say("changes_itself", change=changed)
         with self._lock:
             self._count += 1
             take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
             take.graph_obstacle = PACKS if recorder.calls_packs else ""
             take.clock, take.copies = clock, copies.count
-            take.calls = calls.calls if calls is not None else []
+            take.calls = calls.calls if calls is not None and tape is not None else []
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one = taped.structure
                 return out, take, None
@@ -182,15 +187,8 @@ class Tapes:
             ):  # a table in another dtype, say, which it has from now on
                 self._kept.add((key, fuse))
                 return out, take, None
-            self._keep(key, fuse, take)
+            self.keep(key, fuse, take)
         return out, take, None if reason else tape
-
-    def _keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
-        takes = self._takes.setdefault((key, fuse), [])
-        takes.append(take)
-        del takes[:-MAX_OF_A_SIZE]
-        while len(self._takes) > MAX_TAKES:
-            self._takes.popitem(last=False)
 
     def like(self, whole: Take) -> Take:
         """A new take of what ``whole`` recorded. It is not found until it is kept."""
@@ -203,7 +201,11 @@ class Tapes:
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
         """From now on ``take`` is found for calls of this key."""
         with self._lock:
-            self._keep(key, fuse, take)
+            takes = self._takes.setdefault((key, fuse), [])
+            takes.append(take)
+            del takes[:-MAX_OF_A_SIZE]
+            while len(self._takes) > MAX_TAKES:
+                self._takes.popitem(last=False)
 
     def doubt(self, take: Take) -> bool:
         """The take's program was wrong. Whether that may be because of blocks that are copies, so they are no more."""
@@ -243,7 +245,7 @@ def obstacle(tape: Tape) -> str:
     """Why a tape may not be replayed; "" if it may."""
     for value in tape.leaves():
         if value.device != tape.device and not (value.is_constant and not value.shape):
-            return "weights or inputs lie on another device (low VRAM, streamed weights)"
+            return say("low_vram")
     return ""
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .errors import WrongResult
 from .outputs import Output, tensors_of
+from .reasons import say
 
 SIDE = 8  # of a tile, in latent positions
 PIXELS = 8  # of a latent position
@@ -90,17 +91,11 @@ def check_finite(what: str, out: Output) -> None:
 
 
 def _wrong(what: str, how: str) -> WrongResult:
-    return WrongResult(
-        f"{what} gave a wrong result ({how}) and is not used any more. "
-        f"Update torch, Triton and the GPU's driver, and please report it with their versions"
-    )
+    return WrongResult(say("wrong", what=what, how=how))
 
 
 def _not_finite(what: str) -> WrongResult:
-    return WrongResult(
-        f"{what} gave values that are not finite (a black image) and is not used any more. If eager gives a black "
-        f"image too, load the model in bf16 or fp32"
-    )
+    return WrongResult(say("black", what=what))
 
 
 def _measured(out: Tensor, reference: Tensor) -> Tensor:

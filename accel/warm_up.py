@@ -6,11 +6,13 @@ from dataclasses import dataclass, field
 
 FORMS = "1024x1152, 896x768 batch 2, or 832x480x33 for 33 frames"
 MIN_SIDE, MAX_SIDE, MAX_BATCH, MAX_FRAMES = 16, 16384, 4096, 16384  # of ComfyUI's nodes for empty latents
+LAST = "sizes of the last session"
 PRESETS = {  # sizes that are listed without writing them
     "none": "",
     "SDXL": "1024x1024, 1152x896, 896x1152, 1216x832, 832x1216, 1344x768, 768x1344, 1536x640, 640x1536",
     "portrait and landscape": "832x1216, 1216x832",
     "SD1.5": "512x512, 512x768, 768x512",
+    LAST: "",  # another list for each model: what gives the list knows it
 }
 STEP = 8  # image pixels along each side of one latent element; Empty Latent Image leaves the rest out
 MIB = 1 << 20
@@ -140,19 +142,20 @@ class Row:
     seconds: float = 0.0
     bytes: int = 0  # of its graphs
     why: str = ""
+    factor: float | None = None  # eager's time by this one's, where both were measured
     keys: frozenset[tuple[str, str]] = frozenset()  # of its graphs: the model's name in the stats, and the shape's key
 
 
 def table(rows: Iterable[Row]) -> str:
     """Plain text, a line each."""
-    head = f"{'size':>14} {'batch':>5} {'part':<12} {'state':<10} {'s':>7} {'MB':>6}  why"
+    head = f"{'size':>14} {'batch':>5} {'part':<12} {'state':<10} {'s':>7} {'x':>5} {'MB':>6}  why"
     return "\n".join([head, *map(_line, rows)])
 
 
 def _line(row: Row) -> str:
     return (
         f"{row.shape.size:>14} {row.shape.batch:>5} {row.part:<12} {row.state:<10} {row.seconds:>7.2f} "
-        f"{row.bytes / MIB:>6.0f}  {row.why}"
+        f"{f'{row.factor:.2f}' if row.factor else '-':>5} {row.bytes / MIB:>6.0f}  {row.why}"
     ).rstrip()
 
 
@@ -165,6 +168,7 @@ class Outcome:
     listed: int  # sizes
     ready: int  # those of them that every part of the workflow has run
     bad: int  # entries that are no sizes
+    left: tuple[Shape, ...] = ()  # what it gave way before
 
     @property
     def line(self) -> str:

@@ -45,7 +45,7 @@ def run(way: Way, size: tuple[int, int], steps: int, **more: Any) -> Tensor:
 
 
 def steady_ms(way: Way, size: tuple[int, int]) -> float:
-    """Milliseconds a step inside a run, on the device's clock: the median, which the run's start does not touch."""
+    """Milliseconds per step inside a run, on the device's clock: the median, which the run's start does not touch."""
     ticks = measure.Ticks()
     run(way, size, STEADY_STEPS, callback=lambda *args: ticks.mark())
     return statistics.median(ticks.intervals_ms())

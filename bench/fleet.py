@@ -20,7 +20,7 @@ from tools.redis_server import RedisServer, find, free_port
 
 SIZE = (1024, 1024)
 STEPS = 20
-LIMIT = 300.0  # seconds a run
+LIMIT = 300.0  # seconds per run
 KEY = "for this machine only"
 
 

@@ -5,7 +5,7 @@ python -m bench.forward [--model flux,zimage,...] [--sizes 1024x1024,832x480x33,
 
 A forward is one call of the model inside a sampling run, as ComfyUI's sampler makes it (``bench.step``), in one
 process, which begins with empty compiler caches: for each size eager's first call, its later ones, ours, and eager's
-again. ``rows`` is the batch that the model sees: CFG makes 2 rows an image. A size is width x height (x frames)
+again. ``rows`` is the batch that the model sees: CFG makes 2 rows per image. A size is width x height (x frames)
 (* images).
 
 The error is that of the model's output, on inputs that neither has seen before. ``first_call_extra_seconds`` is our

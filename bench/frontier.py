@@ -47,7 +47,7 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 def panel(axes: Axes, rows: list[dict[str, Any]], name: str) -> None:
-    """A line a method over the figure ``name``; each point with its steps, interval or threshold."""
+    """A line per method over the figure ``name``; each point with its steps, interval or threshold."""
     for method, style in STYLES.items():
         points = sorted((row[name], row["psnr"], row["setting"]) for row in skip_tables.of_method(rows, method))
         axes.plot(

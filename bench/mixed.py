@@ -40,7 +40,7 @@ def prompts(model: str) -> list[tuple[int, int, int]]:
 
 
 def worker(model: str, how: str, steps: int) -> None:
-    """Runs the prompts in this process; prints the conditions when the model is loaded, then a JSON line a prompt."""
+    """Runs the prompts in this process; prints the conditions when the model is loaded, then a JSON line per prompt."""
     from tools import embed
 
     embed.use_comfyui()

@@ -76,7 +76,7 @@ def draw(result: dict[str, Any]) -> Figure:
 
 
 def first_prompt(axes: Axes, every: list[Line]) -> None:
-    """A bar a run: seconds of the first prompt, and what that is beyond eager's."""
+    """A bar per run: seconds of the first prompt, and what that is beyond eager's."""
     eager = every[0].seconds[1]
     for place, line in enumerate(every):
         if len(line.seconds) > 1:
@@ -96,7 +96,7 @@ def first_prompt(axes: Axes, every: list[Line]) -> None:
 
 
 def together(axes: Axes, every: list[Line], prompts: list[dict[str, Any]]) -> None:
-    """A line a run: seconds since the first prompt began, at the end of each prompt."""
+    """A line per run: seconds since the first prompt began, at the end of each prompt."""
     top = min(max(line.seconds[-1] for line in every), TALLEST * every[0].seconds[-1]) * 1.05
     for line in every:
         axes.plot(range(len(line.seconds)), line.seconds, linewidth=1.8, **line.style)

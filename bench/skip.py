@@ -52,7 +52,7 @@ def row(ways: dict[str, ModelPatcher], width: int, height: int) -> dict[str, Any
 
 
 def main() -> None:
-    """Prints a line a size and writes the JSON."""
+    """Prints a line per size and writes the JSON."""
     parser = measure.options(__doc__.splitlines()[0])
     parser.add_argument("--model", choices=list(SIZES), default="sdxl")
     parser.add_argument("--interval", type=int, default=3)

@@ -42,7 +42,7 @@ class Tally:
     """What came of one setting, over the batches."""
 
     seconds: list[float] = field(default_factory=list)  # a picture, by batch
-    full: float = 0.0  # forwards a picture, as in Sampled: the mean of the batches
+    full: float = 0.0  # forwards per picture, as in Sampled: the mean of the batches
     skipped: float = 0.0
     psnr: list[float] = field(default_factory=list)  # dB, by picture
     ssim: list[float] = field(default_factory=list)

@@ -12,7 +12,7 @@ QUALITY, ABLATION = figures.RESULTS / "skip-quality.json", figures.RESULTS / "sk
 EQUAL = 100.0  # dB that equal pictures get, whose PSNR is infinite
 OURS, PLAIN, FEWER, CACHE = "Skip Blocks", "DeepCache", "fewer steps", "EasyCache"
 VERSUS = (OURS, PLAIN, FEWER, CACHE, f"{OURS}, depth 1")  # columns of the comparison at equal cost
-PICTURE = "PSNR against seconds a picture and against cost, one line a method"
+PICTURE = "PSNR against seconds per picture and against cost, one line per method"
 Row = dict[str, Any]
 
 
@@ -56,20 +56,6 @@ def speed_row(row: Row) -> list[str]:
     return [*cells, str(row["depth"]), steps, f"{row['feature_mb']:.0f} MB"]
 
 
-def sentence(words: dict[str, Any]) -> str:
-    """What skipping saves, at the first size of each model."""
-    found = [figures.load(speed_path(model)) for model in figures.MODELS if speed_path(model).exists()]
-    phrases = [words["skip_of"].format(name=figures.MODELS[r["model"]], **_savings(r["rows"][0])) for r in found]
-    first, runs = found[0], words["between"].join(phrases)
-    return words["skip"].format(steps=first["steps"], interval=first["interval"], runs=runs)
-
-
-def _savings(row: Row) -> dict[str, str]:
-    took = row["seconds"]
-    runs = {way: f"{took[way]:.2f} → {took[f'{way}_skip']:.2f}" for way in ("eager", "compiled")}
-    return {"size": size(row), **runs}
-
-
 # Quality ----------------------------------------------------------------------------------------------------------
 
 
@@ -101,7 +87,7 @@ def at_cost(points: list[Point], cost: float) -> float | None:
 def quality_part(result: dict[str, Any]) -> str:
     """The plot, the comparison at equal cost, and every row."""
     rows = result["rows"]
-    head = "Size | Method | Setting | Full | Skipped | Cost | Seconds a picture | PSNR, dB | SSIM"
+    head = "Size | Method | Setting | Full | Skipped | Cost | Seconds per picture | PSNR, dB | SSIM"
     return headed(
         "Skip Blocks: quality",
         result,

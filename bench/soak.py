@@ -5,7 +5,7 @@ python -m bench.soak [--model demo|small|sd15|sdxl] [--prompts 500] [--seed 0] [
 
 A prompt draws its size (odd latents too), batch, sampler, steps, CFG, prompts by area and time, LoRAs, a ControlNet,
 another pack's patch, Skip Blocks, Compile Model's settings and Compile VAE; whether it is broken off first by the user
-or by a patch that fails; whether models are unloaded or built anew. It is sampled in eager as well, with the same
+or by a patch that fails; whether models are unloaded or built again. It is sampled in eager as well, with the same
 skipping on plain eager pieces. What must hold: the latent and the picture are eager's (``soak_checks`` says how near),
 nothing compiles again, nothing falls back unexpectedly, every call is counted, nothing is left on the shared models;
 every so many prompts memory is where it was, and a picture in eager is what it was to the bit.

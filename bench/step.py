@@ -20,7 +20,7 @@ FEWEST = 3  # repeats, however long a call takes
 
 
 class Case(NamedTuple):
-    """A size in image pixels, images a prompt, frames of a video, and whether the negative prompt is left out."""
+    """A size in image pixels, images per prompt, frames of a video, and whether the negative prompt is left out."""
 
     width: int
     height: int

@@ -51,46 +51,53 @@ def even(row: dict[str, Any], result: dict[str, Any], name: str) -> str:
     return "–" if count is None else str(count)
 
 
+SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
+SIZES = ("1024x1024", "512x512")
+
+
 # README -----------------------------------------------------------------------------------------------------------
 
 
 def readme(words: dict[str, Any], wrap: bool) -> str:
-    """The block of a README."""
-    unet, vae = figures.load(figures.forward_path("sdxl")), figures.load(figures.RESULTS / "vae.json")
-    above = said(words, [words["conditions"].format(**conditions(unet)), words["legend"]], wrap)
-    below = said(words, [starts(words, unet), memory(words, unet), vae_sentence(words, vae)], wrap)
-    picture = f"![{words['plot']}](docs/images/{figures.mixed_path('sdxl').stem}.png)"
+    """The block of a README: six models at two sizes, and the mixed run."""
+    results = [figures.load(figures.forward_path(model)) for model in SIX]
+    rows = [[figures.MODELS[result["model"]], *map(str, readme_cells(result))] for result in results]
+    dates = sorted({result["date"] for result in results})
+    where = words["conditions"].format(**conditions(results[0]), dates=words["to"].join([dates[0], *dates[1:][-1:]]))
+    legend = said(words, [where, words["legend"]], wrap)
     mixed = said(words, [mixed_sentence(words, figures.load(figures.mixed_path("sdxl")))], wrap)
-    restart = said(words, [restart_sentence(words, figures.load(workflow_tables.restart_path("sdxl")))], wrap)
-    skip = said(words, [skip_tables.sentence(words)], wrap)
-    return "\n\n".join([above, table(words["head"], readme_rows(unet, vae)), below, picture, mixed, restart, skip])
+    picture = f"![{words['plot']}](docs/images/{figures.mixed_path('sdxl').stem}.png)"
+    head = [words["model"], *(cell for name in SIZES for cell in (name, words["faster"]))]
+    return "\n\n".join([table(head, rows), legend, said(words, [others(words)], wrap), picture, mixed])
 
 
-def readme_rows(unet: dict[str, Any], vae: dict[str, Any]) -> list[list[str]]:
-    """A line a case of the UNet with the VAE's figures of that size; then the sizes that only the VAE has."""
-    decodes = {(row["width"], row["height"], row["images"]): row for row in vae["rows"]}
-    lines = [readme_row(row, unet, decodes) for row in unet["rows"]]
-    alone = [[size(row), str(row["images"]), "", "", "", "", decode(row)] for row in decodes.values()]
-    return lines + alone
+def readme_cells(result: dict[str, Any]) -> list[str]:
+    """Times and factor at both sizes, of one image as it is sampled: with CFG where the model has it."""
+    most = max(row["rows"] for row in result["rows"] if row["images"] == 1)
+    cells: list[str] = []
+    for name in SIZES:
+        (row,) = [r for r in result["rows"] if (size(r), r["images"], r["rows"]) == (name, 1, most)]
+        cells += [pair(row["eager_ms"], row["compiled_ms"]), factor(row)]
+    return cells
 
 
-def readme_row(row: dict[str, Any], unet: dict[str, Any], decodes: dict[tuple, dict[str, Any]]) -> list[str]:
-    """One case; takes its size out of ``decodes``."""
-    both = [even(row, unet, "cold"), even(row, unet, "warm")]
-    return [
-        size(row),
-        str(row["images"]),
-        str(row["rows"]),
-        pair(row["eager_ms"], row["compiled_ms"]),
-        two(row["first_call_extra_seconds"]),
-        " / ".join(both) if all(both) else "",
-        decode(decodes.pop((row["width"], row["height"], row["images"]), None)),
-    ]
+def factor(row: dict[str, Any]) -> str:
+    """How many times as fast as eager."""
+    return f"{row['eager_ms'] / row['compiled_ms']:.2f}x"
 
 
-def decode(row: dict[str, Any] | None) -> str:
-    """Milliseconds of a decode, if measured."""
-    return pair(row["eager_ms"], row["compiled_ms"]) if row else ""
+def others(words: dict[str, Any]) -> str:
+    """What is no line of the table: a video, SD1.5, the VAE, a ControlNet, Skip Blocks."""
+    wan, sd15 = (figures.load(figures.forward_path(model))["rows"] for model in ("wan", "sd15"))
+    video = next(row for row in wan if row["frames"] > 1)
+    vae, control = (figures.load(figures.RESULTS / f"{name}.json")["rows"][0] for name in ("vae", "controlnet"))
+    both = {"eager_ms": control["neither_ms"], "compiled_ms": control["both_ms"]}
+    skip = figures.load(skip_tables.speed_path("sdxl"))
+    skipped = f"{skip['rows'][0]['compiled_speedup']:.2f}x"
+    return words["others"].format(
+        video=size(video), wan=factor(video), sd15=factor(sd15[0]), sd15_size=size(sd15[0]), vae=factor(vae),
+        size=size(vae), control=factor(both), interval=skip["interval"], skip=skipped,
+    )  # fmt: skip
 
 
 def starts(words: dict[str, Any], unet: dict[str, Any]) -> str:
@@ -100,29 +107,6 @@ def starts(words: dict[str, Any], unet: dict[str, Any]) -> str:
         return ""
     seconds = {name: f"{found[f'{name}_seconds']:.2f}" for name in ("cold", "warm")}
     return words["starts"].format(size=size(found), **seconds)
-
-
-def memory(words: dict[str, Any], unet: dict[str, Any]) -> str:
-    """Device memory of all graphs together."""
-    return words["memory"].format(count=len(unet["rows"]), memory=f"{unet['memory_mib']:,.0f}")
-
-
-def vae_sentence(words: dict[str, Any], vae: dict[str, Any]) -> str:
-    """The VAE's first decode, its encoder and its error, all at its first size."""
-    first = vae["rows"][0]
-    return words["vae"].format(
-        first=f"{first['first_seconds']:.2f}",
-        size=size(first),
-        encode=pair(first["encode_eager_ms"], first["encode_compiled_ms"]),
-        error=scientific(first["error_to_float32"]),
-        eager_error=scientific(first["eager_error_to_float32"]),
-    )
-
-
-def restart_sentence(words: dict[str, Any], result: dict[str, Any]) -> str:
-    """The first picture of a process, by how it starts."""
-    seconds = {start: two(workflow_tables.fastest(runs)["seconds"]) for start, runs in result["starts"].items()}
-    return words["restart"].format(size="x".join(map(str, result["size"])), steps=result["steps"], **seconds)
 
 
 def mixed_sentence(words: dict[str, Any], result: dict[str, Any]) -> str:
@@ -178,7 +162,7 @@ def forward_row(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
         str(row["rows"]),
         three(row["eager_ms"]),
         three(row["compiled_ms"]),
-        f"{row['eager_ms'] / row['compiled_ms']:.2f}x",
+        factor(row),
         two(row["first_call_extra_seconds"]),
         even(row, result, "cold"),
         even(row, result, "warm"),
@@ -198,7 +182,7 @@ def vae_row(row: dict[str, Any]) -> list[str]:
     return [
         size(row),
         str(row["images"]),
-        decode(row),
+        pair(row["eager_ms"], row["compiled_ms"]),
         pair(row["encode_eager_ms"], row["encode_compiled_ms"]),
         two(row["first_seconds"]),
         scientific(row["error_to_float32"]),
@@ -207,23 +191,23 @@ def vae_row(row: dict[str, Any]) -> list[str]:
 
 
 def mixed_part(model: str) -> str:
-    """The mixed run of ``model``: a line a prompt, a column a run, and the plot."""
+    """The mixed run of ``model``: a line per prompt, a column per run, and the plot."""
     path = figures.mixed_path(model)
     picture = f"![{texts.ENGLISH['plot']}](images/{path.stem}.png)"
     result = figures.load(path)
     title = f"{figures.MODELS[model]}, the mixed run"
-    return headed(title, result, picture, "Seconds a prompt, everything included:", mixed_table(result))
+    return headed(title, result, picture, "Seconds per prompt, everything included:", mixed_table(result))
 
 
 def verify_part(result: dict[str, Any]) -> str:
     """The mixed run with and without the check of each new size."""
     title = f"{figures.MODELS[result['model']]}, the mixed run: what verify costs"
-    said = "Seconds a prompt, all on one host. *unverified*: `verify` off."
+    said = "Seconds per prompt, all on one host. *unverified*: `verify` off."
     return headed(title, result, said, mixed_table(result))
 
 
 def mixed_table(result: dict[str, Any]) -> str:
-    """A line a prompt, a column a run, and the sums."""
+    """A line per prompt, a column per run, and the sums."""
     every = [(how if how == "eager" else f"{how}, {name}", run) for how, name, run in figures.runs(result)]
     prompts = result["runs"]["eager"]["cold"]["prompts"]
     lines = [[size(p), str(p["images"]), *(at(run, i) for _, run in every)] for i, p in enumerate(prompts)]

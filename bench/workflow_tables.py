@@ -19,7 +19,7 @@ def parts() -> list[str]:
 
 
 def controlnet_part(result: Result) -> str:
-    """Milliseconds a step of SDXL with a ControlNet."""
+    """Milliseconds per step of SDXL with a ControlNet."""
     head = ["Size", "Eager, ms", "Compile ControlNet", "Compile Model", "Both", "Faster", "Error of both"]
     return headed("SDXL with a ControlNet, one step", result, table(head, map(controlnet_row, result["rows"])))
 

@@ -1,4 +1,4 @@
-"""The demo: the real ComfyUI server, many sizes and batches, compiled against eager, and proof that nothing recompiles.
+"""The demo: the real ComfyUI server, many sizes and batches, beside ComfyUI alone, and proof that nothing recompiles.
 
     make demo                      or, once that has set up .venv:
     .venv/bin/python demo/run.py [--quick] [--out FOLDER]
@@ -28,7 +28,7 @@ if __package__ != "anyshape_demo":  # started by its path: the pack's folder lea
 
     embed.bare_demo()
 
-from anyshape_demo.report import Difference, Row, contact_sheet, difference, fallbacks, problems, table
+from anyshape_demo.report import AS_COMFYUI, Difference, Row, contact_sheet, difference, fallbacks, problems, table
 from anyshape_demo.workflows import CASES, QUICK, SAMPLER, Case, cache_info, picture
 
 from tools.comfy_server import ComfyServer, PromptError, ServerError, prompt_seconds
@@ -43,7 +43,7 @@ FIRST_SEED, STEADY_SEED = 1, 2
 
 
 class Progress:
-    """A bar over all prompts on a terminal, a line a prompt elsewhere; a long prompt shows its step or its seconds."""
+    """A bar over all prompts on a terminal, a line per prompt elsewhere; a long one shows its step or seconds."""
 
     def __init__(self, total: int) -> None:
         self.terminal = sys.stderr.isatty()
@@ -157,7 +157,7 @@ def write(out: Path, rows: list[Row], stats: dict[str, Any], chart: Image.Image)
             for index, image in enumerate(images):
                 size = f"{row.case.width}x{row.case.height}"
                 image.save(out / "pictures" / f"{number:02}_{size}_b{row.case.batch}_{kind}_{index}.png")
-    contact_sheet(rows).save(out / "contact_sheet.png")
+    contact_sheet(rows, has_cuda()).save(out / "contact_sheet.png")
     chart.save(out / "shape_cache.png")
     report = {**stats, "prompts": [row.entry() for row in rows]}
     (out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
@@ -168,10 +168,14 @@ def main_job(server: ComfyServer, cases: tuple[Case, ...], out: Path, allowed: D
     rows = Demo(server, cases).run()
     stats, chart = info_node(server)
     write(out, rows, stats, chart)
-    print(f"\n{table(rows)}\n")
+    print(f"\n{table(rows, has_cuda())}\n")
     steps = f"{SAMPLER['steps']} steps and decode"
-    print(f"Times are seconds a prompt ({steps}). Differences are steps of 8-bit colour; {allowed} is allowed.")
-    if stats["fallbacks"]:
+    if has_cuda():
+        print(f"Times are seconds per prompt ({steps}): first and later with AnyShape, and with ComfyUI alone.")
+    else:
+        print(f"{AS_COMFYUI}: on a CPU AnyShape repeats ComfyUI's own operations. The speed is for NVIDIA GPUs.")
+    print(f"Differences are steps of 8-bit colour; {allowed} is allowed.")
+    if stats["fallbacks"] and has_cuda():
         print(fallbacks(stats))
     return problems(rows, allowed)
 

@@ -69,7 +69,7 @@ def resume_text(text: TextTables, weights: dict, old: dict[str, int], new: dict[
 def encode_bank(
     vae: nn.Module, bank: Bank, sizes: list[tuple[int, int]], copies: int, scale: float, pixels: int
 ) -> list[torch.Tensor]:
-    """For each size, scaled latents [copies, N, 4, h, w] bf16 of every emoji, each copy placed anew."""
+    """For each size, scaled latents [copies, N, 4, h, w] bf16 of every emoji, each copy placed elsewhere."""
     vae.bfloat16()
     out = []
     for height, width in sizes:

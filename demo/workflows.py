@@ -8,7 +8,7 @@ Workflow = dict[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: a size in image pixels, images a prompt, and whether the VAE is compiled too."""
+    """One row of the table: a size in image pixels, images per prompt, and whether the VAE is compiled too."""
 
     width: int
     height: int

@@ -20,22 +20,23 @@ MOST_NODES = 256  # between a node and its model's loader
 
 def note(
     node: type[io.ComfyNode], names: Names | None, message: str = "", enabled: bool = True,
-    sizes: dict[str, int] | None = None, instead: Callable[[], str] = str, **settings: Any,
+    sizes: dict[str, int] | None = None, instead: Callable[[], str] = str, patcher: Any = None, **settings: Any,
 ) -> None:  # fmt: skip
     """Notes what ``node``, which is being executed, gave: see ``accel.families.entries`` for ``names``.
 
-    sizes, instead: as ``NodeStats`` has them. settings: the node's inputs that are no links.
+    sizes, instead: as ``NodeStats`` has them. patcher: of the model that the node got. settings: its inputs that are
+    no links.
     """
     state = "off" if not enabled else "eager" if names is None else "ready"
     more = {"settings": settings, "sizes": sizes or {}, "instead": instead}
-    attempt(lambda: _note(node, state, message, names or list, more), failed("server", "a node's badge"))
+    attempt(lambda: _note(node, state, message, names or list, patcher, more), failed("server", "a node's badge"))
 
 
-def _note(node: type[io.ComfyNode], state: str, message: str, names: Names, more: dict[str, Any]) -> None:
+def _note(node: type[io.ComfyNode], state: str, message: str, names: Names, patcher: Any, more: dict[str, Any]) -> None:
     if (found := node_id(node)) is None:
         return
-    kind, workflow = node.define_schema().node_id, _workflow(node.hidden.extra_pnginfo)
-    file = file_of(node.hidden.prompt, str(found))
+    kind, workflow = node.define_schema().node_id, workflow_of(node.hidden.extra_pnginfo)
+    file = file_of(node.hidden.prompt, str(found)) or loaded_from(patcher)
     STATS.node(NodeStats(str(found), workflow, kind, state, message, names, file=file, **more))
 
 
@@ -52,7 +53,14 @@ def file_of(prompt: object, node_id: str) -> str:
     return ""
 
 
-def _workflow(extra: object) -> str:
+def loaded_from(patcher: Any) -> str:
+    """The name of the file that ComfyUI would load this model from again; "" where it does not know."""
+    _, args, *_ = getattr(patcher, "cached_patcher_init", None) or (None, ())
+    named = (FILE.search(value) for value in args if isinstance(value, str))
+    return next((match[1] for match in named if match), "")
+
+
+def workflow_of(extra: object) -> str:
     """The id of the workflow that the browser sent along; scripts may send none, or anything."""
     workflow = extra.get("workflow") if isinstance(extra, dict) else None
     return str(workflow.get("id") or "") if isinstance(workflow, dict) else ""

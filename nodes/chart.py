@@ -9,6 +9,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor
 
 COLOURS = {"fast": "#2a9d8f", "partly fast": "#4c78a8", "as ComfyUI": "#c44e52"}  # as in web/anyshape/style.css
+EAGER = "#444444"  # ComfyUI's own time
 MAX_BARS = 40
 
 
@@ -26,6 +27,8 @@ def draw(snapshot: dict[str, Any]) -> Tensor:
     colours = [COLOURS[speed(s, snapshot["device"])] for _, s in shapes]
     _bars(left, shapes, colours, "first_call_seconds", "first call, seconds")
     _bars(right, shapes, colours, "median_ms", "now, milliseconds a forward")
+    if any(s["eager_ms"] for _, s in shapes):
+        _marks(right, shapes)
     figure.legend(handles=[_patch(name) for name in COLOURS], loc="outside upper center", ncols=len(COLOURS))
     return _to_image(figure)
 
@@ -44,6 +47,16 @@ def _bars(axes: Any, shapes: list[tuple[str, dict[str, Any]]], colours: list[str
     axes.set_yticks(places, labels, fontsize=8)
     axes.set_title(title, fontsize=10)
     axes.invert_yaxis()
+
+
+def _marks(axes: Any, shapes: list[tuple[str, dict[str, Any]]]) -> None:
+    """A line for each size where ComfyUI's own forward was measured, and by how much it is slower."""
+    for place, (_, s) in enumerate(shapes):
+        if s["eager_ms"]:
+            axes.plot([s["eager_ms"]] * 2, [place - 0.4, place + 0.4], color=EAGER, linewidth=2)
+        if s["factor"]:
+            axes.text(s["median_ms"], place, f" {s['factor']:.2f}x", va="center", fontsize=8)
+    axes.set_title("now, milliseconds a forward (line: ComfyUI's own)", fontsize=10)
 
 
 def _label(name: str, s: dict[str, Any]) -> str:

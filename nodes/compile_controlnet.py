@@ -5,7 +5,8 @@ from comfy_api.latest import io
 from ..accel.families import entries
 from ..accel.families.lazy import compile_controlnet
 from . import badge
-from .messages import VERIFY, node_id, say
+from .giving import Part, give, part_of
+from .messages import VERIFY
 from .schema import schema
 
 
@@ -16,7 +17,7 @@ class CompileControlNet(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeCompileControlNet",
-            display_name="Compile ControlNet",
+            display_name="Compile ControlNet (AnyShape)",
             category="AnyShape",
             description="Makes a ControlNet faster, of SD1.5, SD2, SDXL, Flux and others, at any size and batch, with "
             "Compile Model or without. What cannot run faster runs as without this node; Shape Cache Info "
@@ -43,10 +44,16 @@ class CompileControlNet(io.ComfyNode):
     def execute(  # noqa: D102
         cls, control_net: io.ControlNet.Type, enabled: bool, verify: bool = True
     ) -> io.NodeOutput:
-        if not enabled:
-            badge.note(cls, None, enabled=False, verify=verify)
-            return io.NodeOutput(control_net)
+        return give(cls, controlnet_part(control_net, enabled, verify), verify=verify)
+
+
+def controlnet_part(control_net: io.ControlNet.Type, enabled: bool, verify: bool) -> Part:
+    """What Compile ControlNet makes of a CONTROL_NET."""
+    if not enabled:
+        return Part(control_net, None, enabled=False)
+
+    def made() -> Part:
         compiled, message = compile_controlnet(control_net, verify)
-        say(message, node_id(cls))
-        badge.note(cls, entries.of_controlnet(compiled), message, verify=verify)
-        return io.NodeOutput(compiled)
+        return Part(compiled, entries.of_controlnet(compiled), message)
+
+    return part_of(control_net, "Compile ControlNet", made)

@@ -2,14 +2,30 @@
 
 from comfy_api.latest import io
 
-from ..accel.engine import MODES, Settings
+from ..accel.engine import BUDGET_MB, MAX_BUDGET_MB, MODES, Settings
 from ..accel.families import entries
 from ..accel.families.attach import compile_model
+from ..accel.families.compat import is_streamed
 from . import badge
-from .messages import VERIFY, node_id, say
+from .giving import Part, give, part_of
+from .messages import VERIFY
 from .schema import schema
 
 FORMER = ("kernels", "regions")  # modes of versions before the tape; saved workflows still name them
+TIMED = {f"time {mode}": mode for mode in ("auto", "exact")}  # what Compare queues: ComfyUI's own forwards are timed
+
+
+def budget_input() -> io.Int.Input:
+    """The input ``graph_budget_mb``."""
+    return io.Int.Input(
+        "graph_budget_mb",
+        default=BUDGET_MB,
+        min=0,
+        max=MAX_BUDGET_MB,
+        step=64,
+        tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
+        "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
+    )
 
 
 class CompileModel(io.ComfyNode):
@@ -19,7 +35,7 @@ class CompileModel(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeCompileModel",
-            display_name="Compile Model",
+            display_name="Compile Model (AnyShape)",
             category="AnyShape",
             description="Makes sampling faster, for any model: image or video. Compiles once, in seconds; a new size, "
             "batch or prompt length never compiles again. What cannot run faster runs as without this node; Shape "
@@ -34,15 +50,7 @@ class CompileModel(io.ComfyNode):
                     "a CUDA graph where that pays; the picture is bit-equal to ComfyUI's. off: exactly as without this "
                     "node.",
                 ),
-                io.Int.Input(
-                    "graph_budget_mb",
-                    default=2048,
-                    min=0,
-                    max=1 << 20,
-                    step=64,
-                    tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
-                    "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
-                ),
+                budget_input(),
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[
@@ -57,22 +65,31 @@ class CompileModel(io.ComfyNode):
 
         None: the value comes from another node, and is not known yet.
         """
-        if mode is None or mode in MODES or mode in FORMER:
+        if mode is None or mode in (*MODES, *FORMER, *TIMED):
             return True
         return f"{mode!r} is not in the list; choose one of {', '.join(MODES)}"
 
     @classmethod
     def execute(  # noqa: D102
-        cls, model: io.Model.Type, mode: str = "auto", graph_budget_mb: int = 2048, verify: bool = True
+        cls, model: io.Model.Type, mode: str = "auto", graph_budget_mb: int = BUDGET_MB, verify: bool = True
     ) -> io.NodeOutput:
         settings = {"mode": mode, "graph_budget_mb": graph_budget_mb, "verify": verify}
-        mode, note = _current(mode)
-        compiled, message = compile_model(model, Settings(mode, graph_budget_mb, verify))
-        message = "\n".join(part for part in (note, message) if part)
-        say(message, node_id(cls))
-        past = entries.passed_by(compiled)
-        badge.note(cls, entries.of_model(compiled), message, mode != "off", instead=past, **settings)
-        return io.NodeOutput(compiled)
+        if mode in TIMED:
+            return io.NodeOutput(_timed(model, Settings(TIMED[mode], timed=True)))
+        return give(cls, model_part(model, **settings), **settings)
+
+
+def model_part(model: io.Model.Type, mode: str, graph_budget_mb: int, verify: bool) -> Part:
+    """What Compile Model makes of a MODEL."""
+    mode, note = _current(mode)
+    settings = Settings(mode, graph_budget_mb, verify)
+
+    def made() -> Part:
+        compiled, message = compile_model(model, settings)
+        message = "\n".join(text for text in (note, message) if text)
+        return Part(compiled, entries.of_model(compiled), message, mode != "off", entries.passed_by(compiled), model)
+
+    return part_of(model, "Compile Model", made)
 
 
 def _current(mode: str) -> tuple[str, str]:
@@ -80,3 +97,8 @@ def _current(mode: str) -> tuple[str, str]:
     if mode not in FORMER:
         return mode, ""
     return "auto", f"mode {mode!r} is of an earlier version and now means auto: choose one of {', '.join(MODES)}"
+
+
+def _timed(model: io.Model.Type, settings: Settings) -> io.Model.Type:
+    """On ComfyUI's own forwards, timed. Streamed weights would be loaded twice, and the run that is measured pay."""
+    return model if is_streamed(model) else compile_model(model, settings)[0]

@@ -6,7 +6,8 @@ from comfy_api.latest import io
 from ..accel.families import entries
 from ..accel.families.lazy import compile_vae
 from . import badge
-from .messages import VERIFY, node_id, say
+from .giving import Part, give, part_of
+from .messages import VERIFY
 from .schema import schema
 
 
@@ -17,7 +18,7 @@ class CompileVAE(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeCompileVAE",
-            display_name="Compile VAE",
+            display_name="Compile VAE (AnyShape)",
             category="AnyShape",
             description="Makes VAE decode and encode faster, at any size and batch. Other workflows that use the same "
             "VAE are not affected.",
@@ -34,10 +35,16 @@ class CompileVAE(io.ComfyNode):
 
     @classmethod
     def execute(cls, vae: comfy.sd.VAE, enabled: bool, verify: bool = True) -> io.NodeOutput:  # noqa: D102
-        if not enabled:
-            badge.note(cls, None, enabled=False, verify=verify)
-            return io.NodeOutput(vae)
+        return give(cls, vae_part(vae, enabled, verify), verify=verify)
+
+
+def vae_part(vae: comfy.sd.VAE, enabled: bool, verify: bool) -> Part:
+    """What Compile VAE makes of a VAE."""
+    if not enabled:
+        return Part(vae, None, enabled=False)
+
+    def made() -> Part:
         compiled, message = compile_vae(vae, verify)
-        say(message, node_id(cls))
-        badge.note(cls, entries.of_vae(compiled), message, verify=verify)
-        return io.NodeOutput(compiled)
+        return Part(compiled, entries.of_vae(compiled), message, patcher=getattr(vae, "patcher", None))
+
+    return part_of(vae, "Compile VAE", made)

@@ -2,12 +2,11 @@
 
 import comfy.model_management
 from comfy_api.latest import ComfyExtension, io
-from comfy_execution.utils import get_executing_context
 
-from ..accel import kernels
+from ..accel import kernels, preparing
 from ..accel.artifacts import KEEPER, places
 from ..accel.stats import STATS
-from . import NODES, routes
+from . import NODES, prompts, queued, routes
 
 
 class AnyShape(ComfyExtension):
@@ -22,13 +21,9 @@ async def comfy_entrypoint() -> AnyShape:
     return AnyShape()
 
 
-def _running() -> str:
-    """The id of the prompt that runs in this thread."""
-    context = get_executing_context()
-    return context.prompt_id if context else ""
-
-
-STATS.follow(_running)
+STATS.prompts.follow(prompts.running, prompts.workflow)
+preparing.follow(comfy.model_management.throw_exception_if_processing_interrupted)
 routes.register()
+queued.register()
 KEEPER.use(places.store())
 kernels.prepare(comfy.model_management.get_torch_device())

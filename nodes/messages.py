@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 VERIFY = (  # the tooltip of an input that several nodes have
     "Compares the first result of each new size with ComfyUI's own, to find a faulty driver or card before it spoils "
-    "pictures. Costs at most one forward more at a new size."
+    "pictures. Costs at most one more forward at a new size."
 )
 
 

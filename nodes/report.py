@@ -8,41 +8,64 @@ MIB = 1 << 20
 
 def report(snapshot: dict[str, Any]) -> str:
     """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
+    # the model that ran last comes first
+    ran = sorted(reversed(snapshot["models"]), key=_latest, reverse=True)
     files = {name: node["file"] for node in snapshot["nodes"] if "file" in node for name in node["models"]}
-    models = [_model(model, files.get(model["name"], "")) for model in snapshot["models"] if model["shapes"]]
+    shorts = {told["text"]: "; ".join(one["short"] for one in told["said"]) for told in snapshot["reasons"]}
+    models = [_model(model, files.get(model["name"], ""), shorts) for model in ran if model["shapes"]]
     parts = [
+        _gain(snapshot["gain"]),
         *(models or ["Nothing has run through a compile node yet."]),
         _graphs(snapshot["graphs"]),
         _fleet(snapshot["fleet"]),
         _skip(snapshot["skip"]),
-        _fallbacks(snapshot["fallbacks"]),
+        _fallbacks(snapshot),
         _artifacts(snapshot["artifacts"]),
     ]
     return "\n\n".join(part for part in parts if part)
 
 
-def _model(model: dict[str, Any], file: str) -> str:
+def _latest(model: dict[str, Any]) -> int:
+    """The number of the latest prompt that it ran in."""
+    return max((s["prompt"] for s in model["shapes"]), default=0)
+
+
+def _gain(gain: dict[str, float]) -> str:
+    if not gain:
+        return ""
+    saved = gain["saved_seconds"]
+    what = f"{saved:.1f} s saved" if saved >= 0 else f"{-saved:.1f} s lost so far"
+    return f"Beside ComfyUI's own forwards, at the sizes where both were measured: {gain['factor']:.2f}x, {what}"
+
+
+def _model(model: dict[str, Any], file: str, shorts: dict[str, str]) -> str:
+    """A line for each size, with short forms of its reasons; the sentences stand below, each once."""
     what = f"{model['kind']}, {file}" if file else model["kind"]
     head = (
         f"{model['name']} ({what}): {_count(model['shapes'], 'size')}, {model['kernels']} kernels, "
         f"{model['recompiles']} recompiles, {model['compile_seconds']:.1f} s compiling"
     )
     columns = (
-        f"{'size':>14} {'batch':>5} {'state':>6} {'calls':>6} {'first s':>8} {'ms':>8} {'eager ms':>8} {'MB':>6}  why"
+        f"{'size':>14} {'batch':>5} {'state':>6} {'calls':>6} {'first s':>8} {'ms':>8} {'eager ms':>8} {'x':>5} "
+        f"{'MB':>6}  why"
     )
+    texts = dict.fromkeys(text for shape in model["shapes"] for text in _texts(shape) if text in shorts)
     inexact = [f"  less exact than eager: {sentence}" for sentence in model["inexact"]]
-    return "\n".join([head, columns, *map(_shape, model["shapes"]), *inexact])
+    lines = [_shape(shape, shorts) for shape in model["shapes"]]
+    return "\n".join([head, columns, *lines, *(f"  {text}" for text in texts), *inexact])
 
 
 def _count(items: list[Any], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
-def _shape(s: dict[str, Any]) -> str:
+def _shape(s: dict[str, Any], shorts: dict[str, str]) -> str:
     now, eager = (f"{ms:.1f}" if ms else "-" for ms in (s["median_ms"], s["eager_ms"]))
+    factor = f"{s['factor']:.2f}" if s["factor"] else "-"
+    why = "; ".join(shorts.get(text, text) for text in _texts(s))
     return (
         f"{_size(s):>14} {s['batch']:>5} {s['state']:>6} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
-        f"{now:>8} {eager:>8} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{_why(s)}"
+        f"{now:>8} {eager:>8} {factor:>5} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{why}"
     ).rstrip()
 
 
@@ -51,8 +74,9 @@ def _size(s: dict[str, Any]) -> str:
     return f"{s['width']}x{s['height']}" + (f"x{s['frames']}" if s["frames"] > 1 else "")
 
 
-def _why(s: dict[str, Any]) -> str:
-    return "; ".join(text for text in (s["reason"], s["note"]) if text)
+def _texts(s: dict[str, Any]) -> list[str]:
+    """What is said of a size, in full."""
+    return [text for text in (s["reason"], s["note"]) if text]
 
 
 def _step(key: str) -> str:
@@ -95,7 +119,10 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _fallbacks(fallbacks: list[dict[str, Any]]) -> str:
+def _fallbacks(snapshot: dict[str, Any]) -> str:
+    """What a table has said of its sizes is not said again."""
+    said = {(model["name"], shape["reason"]) for model in snapshot["models"] for shape in model["shapes"]}
+    fallbacks = [f for f in snapshot["fallbacks"] if (f["where"], f["reason"]) not in said]
     lines = [f"- {f['where']}, {_times(f['count'])}: {f['reason']}" for f in fallbacks]
     return "\n".join(["Not accelerated, because:", *lines]) if lines else ""
 

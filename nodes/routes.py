@@ -12,6 +12,7 @@ from server import PromptServer
 
 from ..accel import graphs, stats
 from ..accel.attempt import attempt, named
+from . import help_pages
 from .live import Live
 from .machine import particulars
 from .report import report
@@ -35,6 +36,7 @@ def register() -> None:
         return response
 
     server.routes.get("/anyshape/stats")(_stats)
+    help_pages.register(server)
     server.routes.post("/anyshape/clear")(cleared)
 
 

@@ -10,6 +10,10 @@ ALIASES = {
         "torch.compile", "torch compile", "speed up", "faster", "accelerate", "optimize", "triton", "cuda graph",
         "加速", "编译",
     ),
+    "AnyShapeAccelerate": (
+        "speed up", "faster", "accelerate", "optimize", "all in one", "torch.compile", "compile all", "加速",
+        "一键加速",
+    ),
     "AnyShapeCompileVAE": ("speed up vae", "faster vae", "accelerate vae", "torch.compile vae", "加速 VAE", "编译 VAE"),
     "AnyShapeCompileControlNet": (
         "speed up controlnet", "faster controlnet", "accelerate controlnet", "torch.compile controlnet",

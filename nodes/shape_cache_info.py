@@ -18,7 +18,7 @@ class ShapeCacheInfo(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeShapeCacheInfo",
-            display_name="Shape Cache Info",
+            display_name="Shape Cache Info (AnyShape)",
             category="AnyShape",
             description="Shows every size that has run: how (graph, tape or eager), what its first call cost, how fast "
             "it is now, and the reason wherever something could not run faster.",

@@ -40,7 +40,7 @@ class SkipBlocks(io.ComfyNode):
                     default=3,
                     min=1,
                     max=MAX_INTERVAL,
-                    tooltip="One step in so many computes every block. Higher: faster, and farther from the original "
+                    tooltip="Runs every block on one step in N. Higher: faster, and farther from the original "
                     "picture. 1: every step in full, exactly as without this node.",
                 ),
                 io.Combo.Input(
@@ -91,5 +91,5 @@ class SkipBlocks(io.ComfyNode):
         tell = partial(say, node_id=node_id(cls), level=logging.INFO)
         skipping, message = skip_blocks(model, SkipSettings(**chosen), tell)
         say(message, node_id(cls))
-        badge.note(cls, entries.of_skipping(skipping), message, **chosen)
+        badge.note(cls, entries.of_skipping(skipping), message, patcher=model, **chosen)
         return io.NodeOutput(skipping)

@@ -1,13 +1,17 @@
 """Warm Up: a list of sizes, made fast before the first prompt that uses them."""
 
 import logging
+from dataclasses import replace
+from functools import partial
 
 from comfy_api.latest import io
 
+from ..accel import reasons
 from ..accel.families import entries
 from ..accel.families.warm_up import CFG_OPTIONS, warm_up
-from ..accel.warm_up import PRESETS, with_preset
-from . import badge
+from ..accel.warm_up import LAST, PRESETS, with_preset
+from . import badge, sizes
+from .ahead import AHEAD
 from .messages import node_id, say
 from .schema import schema
 
@@ -19,7 +23,7 @@ class WarmUp(io.ComfyNode):
     def define_schema(cls) -> io.Schema:  # noqa: D102
         return schema(
             node_id="AnyShapeWarmUp",
-            display_name="Warm Up",
+            display_name="Warm Up Sizes (AnyShape)",
             category="AnyShape",
             description="Compiles and captures the listed sizes ahead, largest first, so that their first prompt is "
             "as fast as the second. Place it last before the sampler. Other sizes work as without this node.",
@@ -69,7 +73,15 @@ class WarmUp(io.ComfyNode):
                     default=next(iter(PRESETS)),
                     optional=True,
                     tooltip="Sizes besides those of the list. SDXL: the nine that it was trained at. portrait and "
-                    "landscape: 832x1216 and 1216x832. SD1.5: 512x512, 512x768 and 768x512. none: the list alone.",
+                    "landscape: 832x1216 and 1216x832. SD1.5: 512x512, 512x768 and 768x512. sizes of the last "
+                    "session: those at which this model ran before ComfyUI was started. none: the list alone.",
+                ),
+                io.Boolean.Input(
+                    "measure",
+                    default=False,
+                    optional=True,
+                    tooltip="Runs each size of the model on ComfyUI's own forwards as well, a few times, so that panel "
+                    "and nodes can say how much faster it is. Not with Skip Blocks: use Compare in the panel there.",
                 ),
             ],
             outputs=[
@@ -86,11 +98,19 @@ class WarmUp(io.ComfyNode):
     def execute(  # noqa: D102
         cls, model: io.Model.Type, shapes: str, vae: io.Vae.Type | None = None,
         positive: io.Conditioning.Type | None = None, negative: io.Conditioning.Type | None = None, cfg: str = "auto",
-        preset: str = "none",
+        preset: str = "none", measure: bool = False,
     ) -> io.NodeOutput:  # fmt: skip
-        done = warm_up(model, with_preset(shapes, preset), vae, positive, negative, cfg)
-        say(done.line, node_id(cls), logging.WARNING if done.warnings else logging.INFO)
+        id = node_id(cls)
+        listed, unknown = with_preset(shapes, preset), ""
+        if preset == LAST:
+            last = sizes.KEPT.last(badge.file_of(cls.hidden.prompt, id) if id else "")
+            listed, unknown = "\n".join([listed, *map(str, last)]), "" if last else reasons.say("no_last_sizes")
+        done = warm_up(model, listed, vae, positive, negative, cfg, measure, partial(AHEAD.gives_way, id))
+        if unknown:
+            done = replace(done, report=f"{unknown}\n{done.report}", warnings=[unknown, *done.warnings])
+        AHEAD.ended(id, done)
+        say(done.line, id, logging.WARNING if done.warnings else logging.INFO)
         counted = {"listed": done.listed, "ready": done.ready, "bad": done.bad}
-        settings = {"shapes": shapes, "cfg": cfg, "preset": preset}
+        settings = {"shapes": shapes, "cfg": cfg, "preset": preset, "measure": measure}
         badge.note(cls, entries.of_warm_up(model, vae), "\n".join(done.warnings), sizes=counted, **settings)
         return io.NodeOutput(model, vae, done.report)

@@ -42,23 +42,24 @@ gc.set_threshold(5000, 20, 50)
 
 # Files that drive the server: all in one process, where it starts once.
 SERVER = {
-    "test_browser", "test_demo_run", "test_examples", "test_locales", "test_nodes", "test_report", "test_screen",
-    "test_server", "test_web",
+    "test_automatic", "test_browser", "test_compare", "test_demo_run", "test_examples", "test_locales", "test_nodes",
+    "test_report", "test_screen", "test_server", "test_settings", "test_web",
 }  # fmt: skip
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
     "server", "test_tape_families", "test_tape_vaes", "test_older_comfyui", "test_soak", "test_faults",
     "test_controlnet_cpu",
     "test_architectures", "test_workflows_weights", "test_quantised", "test_tape_blocks",
-    "test_skip_runs", "test_unet_cpu", "test_workflows_vae", "test_kernels", "test_workflows_nodes",
+    "test_skip_middle", "test_skip_runs", "test_unet_cpu", "test_workflows_vae", "test_kernels", "test_workflows_nodes",
     "test_workflows_batches", "test_vae_cpu", "test_tape_rounding", "test_skip_pieces", "test_skip_packs",
     "test_bench", "test_warm_up", "test_fleet", "test_demo_model", "test_package", "test_tape_reuse",
     "test_unet_packs", "test_artifacts_kernels", "test_tape_engine", "test_lazy",
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {
-    "test_fleet": "fleet", "test_browser": "browser", "test_screen": "browser", "test_package": "package",
-    "test_soak": "soak",
+    "test_fleet": "fleet", "test_browser": "browser", "test_compare": "browser", "test_screen": "browser",
+    "test_settings": "browser",
+    "test_package": "package", "test_soak": "soak",
 }  # fmt: skip
 
 

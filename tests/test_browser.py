@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools import browser as installed
-from tools.api_format import inputs, to_api
+from tools.api_format import inputs, node, to_api
 from tools.comfy_server import ComfyServer, front_end
 from tools.paths import ROOT
 
@@ -18,7 +18,9 @@ pytest.importorskip("playwright", reason="the Python package playwright is not i
 if front_end() is None:
     pytest.skip("there is no front end to test: make setup", allow_module_level=True)
 
-from tools.web_page import OURS, WebPage, chromium, shows  # noqa: E402 - it imports playwright
+from playwright.sync_api import TimeoutError  # noqa: E402
+
+from tools.web_page import OURS, TRIES, WebPage, chromium, shows  # noqa: E402 - it imports playwright
 
 if not installed.find():
     pytest.skip(installed.MISSING, allow_module_level=True)
@@ -26,10 +28,6 @@ if not installed.find():
 PANEL = ".anyshape-panel"
 EMPTY = "Nothing has run through a compile node yet."
 SIZE = "136×120"  # image pixels; an odd latent
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def flow() -> dict[str, dict[str, Any]]:
@@ -191,11 +189,14 @@ def test_a_step_down_is_shown_with_its_reason(built) -> None:
     link(1, patch)
     link(patch, built.model)
     built.page.run(built.server)
-    reasons = [step["reason"] for step in built.stats()["fallbacks"]]
-    assert any("patch_of_tomorrow" in reason for reason in reasons)
-    for reason in reasons:
-        shows(built.page.page.locator(PANEL), reason)
-    assert [built.panel().count(reason) for reason in set(reasons)] == [1] * len(set(reasons))
+    stats = built.stats()
+    shorts = {told["text"]: told["said"][0]["short"] for told in stats["reasons"]}
+    reasons = {step["reason"] for step in stats["fallbacks"]}
+    assert any("patch_of_tomorrow" in shorts[reason] for reason in reasons)
+    for reason in reasons:  # in few words, once; all of it where the mouse rests
+        shows(built.page.page.locator(PANEL), shorts[reason])
+        assert built.panel().count(shorts[reason]) == 1
+        assert built.page.page.locator(f'{PANEL} li[title="{reason}"]', has_text=shorts[reason]).count() == 1
     link(1, built.model)
     built.page.run(built.server)
 
@@ -414,18 +415,31 @@ def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(page, server) -
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_help_pages_show_their_picture(page, language) -> None:
-    page.set("Comfy.Locale", language)
+def test_help_pages_show_their_picture(browser, server, language) -> None:
+    """On a page of that language from the start: the front end fetches a page once, in the language of that moment."""
+    page = WebPage(browser, server, Comfy_Locale=language)
+    missing = []
+    page.page.on("response", lambda answer: missing.append(answer.url) if answer.status == 404 else None)
     page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
-    page.select(1)
-    page.page.locator("[data-testid=info-button]").click()
+    texts = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
+    title = texts["AnyShapeCompileVAE"]["display_name"]
+    page.page.wait_for_function("title => app.graph.getNodeById(1)?.title === title", arg=title)
+    info = page.page.locator("[data-testid=info-button]")
+    for _ in range(TRIES):  # in a new language the front end makes its nodes again, and none is selected then
+        page.select(1)
+        try:
+            info.click(timeout=4_000)
+            break
+        except TimeoutError:
+            continue
     heading = {"en": "When to use it", "zh": "适合的情况"}[language]
     page.page.locator(".node-help-content").get_by_role("heading", name=heading, exact=True).wait_for()
     page.page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 100")
     source = page.page.locator(".node-help-content img").get_attribute("src")
     assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
     page.shot(f"help-{language}")
-    page.set("Comfy.Locale", "en")
+    assert [url for url in missing if "/docs/" in url] == []
+    page.close()
 
 
 def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -438,7 +452,9 @@ def test_an_example_opens_from_the_template_browser(page, server) -> None:
     known = server.object_info()
     page.page.evaluate("() => { app.extensionManager.command.execute('Comfy.BrowseTemplates') }")
     page.page.get_by_text("AnyShape", exact=True).last.click()
-    card = page.page.locator("[data-testid=template-workflow-eager_vs_compiled]")
+    card = page.page.locator("[data-testid='template-workflow-Comparison SDXL - with and without AnyShape']")
+    card.wait_for(state="attached")
+    card.scroll_into_view_if_needed()  # its picture is loaded where it can be seen
     card.locator("img").first.wait_for()
     page.page.wait_for_function("card => card.querySelector('img').naturalWidth === 640", arg=card.element_handle())
     page.shot("templates")

@@ -47,7 +47,7 @@ def test_where_one_lies_on_a_device_all_stay(parts) -> None:
 
 
 def test_a_sampling_run_passes_its_conds(pack, models, patcher, monkeypatch) -> None:
-    """Through ComfyUI's sampler: once a run, all its conds, to the model's device."""
+    """Through ComfyUI's sampler: once per run, all its conds, to the model's device."""
     from anyshape.accel.families import conds
 
     from tools.driving import compiled

@@ -255,7 +255,7 @@ PARTS = ["", "input_blocks.1", "input_blocks.1.1", "input_blocks.3.0.in_layers.2
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_hook_takes_effect(control, part):
-    """Wherever it hangs, once a call, as in eager; ``zero_convs.2`` is called as a module, unlike a UNet's stages."""
+    """Wherever it hangs, once per call, as in eager; ``zero_convs.2`` is called as a module, unlike a UNet's stages."""
     network, fast, calls = control.control_model, compiled_control(control).control_model, []
     with torch.inference_mode():
         plain = network(**inputs())
@@ -405,7 +405,7 @@ def video_layers(models, control):
 @pytest.mark.parametrize(
     ("made", "words"),
     [(control_lora, "Control-LoRA"), (subclass, "SomeonesControlNet"),
-     (t2i_adapter, "once a run"), (video_layers, "SpatialVideoTransformer")],
+     (t2i_adapter, "once per sampling run"), (video_layers, "SpatialVideoTransformer")],
 )  # fmt: skip
 def test_others_pass_through(models, control, made, words):
     from anyshape.accel.families.controlnet import compile_controlnet

@@ -21,6 +21,7 @@ PROMPT_KEYS = {"width", "height", "batch", "first_seconds", "seconds", "eager_se
 @pytest.fixture(scope="module")
 def finished(server, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder that the demo wrote, and what it found wrong."""
+    server.http.post(f"{server.url}/anyshape/clear").raise_for_status()  # of other tests' models
     out = tmp_path_factory.mktemp("demo") / "out"
     allowed = run.ALLOWED_CUDA if embed.has_cuda() else run.ALLOWED_CPU
     return out, run.main_job(server, workflows.QUICK, out, allowed)
@@ -121,9 +122,16 @@ def test_states_are_those_of_the_shapes_that_ran() -> None:
 
 
 def test_the_table_lines_up() -> None:
-    lines = report.table([row(), row(batch=4, difference=report.Difference(200, 9.0))]).splitlines()
-    assert len(lines) == 4
-    assert lines[0].index("eager s") == lines[2].index("nan", lines[0].index("eager s"))
+    rows = [row(), row(batch=4, difference=report.Difference(200, 9.0), seconds=2.0, eager_seconds=3.0)]
+    lines = report.table(rows, gpu=True).splitlines()
+    assert len(lines) == 4 and "1.50x" in lines[3]
+    assert lines[0].index("ComfyUI s") == lines[2].index("nan", lines[0].index("ComfyUI s"))
+
+
+def test_on_a_cpu_no_time_is_shown() -> None:
+    """There the same operations run either way: what times differ by says nothing of AnyShape."""
+    text = report.table([row(seconds=2.0, eager_seconds=3.0, states={"model": FUSED})], gpu=False)
+    assert report.AS_COMFYUI in text and " s " not in text and FUSED not in text
 
 
 def skipping(flow: workflows.Workflow) -> workflows.Workflow:

@@ -9,13 +9,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bench import cards, plot
 from tools.api_format import NOTES, inputs, is_widget, to_api
 from tools.comfy_server import ComfyServer
 from tools.paths import ROOT
 
 PACKED, DEMO = "example_workflows", "demo/example_workflows"
+EMOJI, WARM_UP = "Emoji - three sizes, nothing to download", "Warm Up SDXL - image to image with LCM"
 EXAMPLES = sorted(path for folder in (PACKED, DEMO) for path in (ROOT / folder).glob("*.json"))
-MODEL_FILES = {"ckpt_name", "lora_name", "control_net_name"}  # inputs that name what only a user has
+# Inputs that name what only a user has, and the folder of ComfyUI's models that it lies in.
+MODEL_FILES = {
+    "ckpt_name": "checkpoints", "lora_name": "loras", "control_net_name": "controlnet", "unet_name": "diffusion_models",
+    "clip_name": "text_encoders", "clip_name1": "text_encoders", "clip_name2": "text_encoders", "vae_name": "vae",
+}  # fmt: skip
+NO_ADDRESS = {"lcm-lora-sdxl.safetensors"}  # ComfyUI's own templates have none for it; the note says what is needed
+KINDS = ("SDXL", "Flux", "Z-Image", "Qwen-Image", "Wan", "ControlNet", "Skip Blocks", "Comparison", "Warm Up", "Emoji")
 THUMBNAIL, MOST_BYTES = (640, 360), 60_000
 TITLE = 30  # pixels above a node's place
 CLOSE = 4 / 255  # of a pixel's range; what the demo allows
@@ -78,6 +86,37 @@ def test_the_server_misses_nothing_but_models(server, known, path) -> None:
     assert found and not wrong
 
 
+@each_example
+def test_comfyui_can_offer_what_is_missing(known, path) -> None:
+    """Each loader says where its file comes from and which folder it belongs into, as ComfyUI's own templates do."""
+    workflow = read(path)
+    nodes = {str(node["id"]): node for node in workflow["nodes"]}
+    for name, made in to_api(workflow, known).items():
+        wanted = {
+            (made["inputs"][key], folder) for key, folder in MODEL_FILES.items()
+            if key in made["inputs"] and made["inputs"][key] not in NO_ADDRESS
+        }  # fmt: skip
+        offered = nodes[name]["properties"].get("models", [])
+        assert {(one["name"], one["directory"]) for one in offered} == wanted, made["class_type"]
+        for one in offered:
+            assert set(one) == {"name", "url", "directory"}
+            assert one["url"].startswith("https://huggingface.co/") and one["url"].endswith(f"/{one['name']}")
+
+
+def test_each_kind_has_a_template_whose_name_is_a_sentence() -> None:
+    for kind in KINDS:
+        assert [path for path in EXAMPLES if path.stem.startswith(kind)], kind
+    for path in EXAMPLES:
+        assert " - " in path.stem and len(path.stem.split()) > 4, path.stem
+
+
+@each_example
+def test_its_note_is_in_both_languages(path) -> None:
+    (note,) = [node for node in read(path)["nodes"] if node["type"] in NOTES]
+    english, chinese = note["widgets_values"][0].split("\n\n---\n\n")
+    assert "**Look at**" in english and "**看这里**" in chinese
+
+
 def box(node: dict[str, Any]) -> tuple[float, float, float, float]:
     """(left, top, right, bottom) with the title."""
     (x, y), (width, height) = node["pos"], node["size"]
@@ -103,7 +142,7 @@ def test_the_layout_is_tidy(path) -> None:
 def test_only_the_demos_own_example_needs_the_demo() -> None:
     """The registry's archive has no demo/, so nothing in example_workflows may ask for its nodes."""
     needs = {path.stem for path in EXAMPLES if "AnyShapeDemo" in path.read_text(encoding="utf-8")}
-    assert needs == {path.stem for path in EXAMPLES if path.is_relative_to(ROOT / DEMO)} == {"emoji_sizes"}
+    assert needs == {path.stem for path in EXAMPLES if path.is_relative_to(ROOT / DEMO)} == {EMOJI}
     assert "/demo/" in (ROOT / ".comfyignore").read_text(encoding="utf-8").splitlines()
 
 
@@ -126,6 +165,12 @@ def test_each_has_a_picture(server, path) -> None:
     assert path.stem in server.get("/workflow_templates").json()[pack]
     for file in (path, picture):
         assert server.get(f"/api/workflow_templates/{pack}/{file.name}").content == file.read_bytes()
+
+
+@pytest.mark.parametrize("card", cards.cards(), ids=lambda card: card.template)
+def test_cards_are_drawn_from_the_results(card) -> None:
+    with Image.open(ROOT / PACKED / f"{card.template}.jpg") as opened:
+        assert opened.info["comment"].decode() == plot.digest(card.result), "run: make figures"
 
 
 # Run --------------------------------------------------------------------------------------------------------------
@@ -186,7 +231,7 @@ def sizes(stats: dict[str, Any], kind: str = "model") -> set[tuple[int, int, int
 
 
 def test_several_sizes(server, known) -> None:
-    shown, stats = run(server, known, "compile_sdxl")
+    shown, stats = run(server, known, "SDXL - three sizes, one compilation")
     assert sizes(stats) == sizes(stats, "vae") == {(128, 128, 1), (120, 88, 1), (112, 96, 2)}
     assert len(shown["SaveImage"]) == 4 and not any(model["recompiles"] for model in stats["models"])
 
@@ -194,7 +239,7 @@ def test_several_sizes(server, known) -> None:
 def test_the_demo_as_it_is(server, known) -> None:
     """The one that runs at once: not changed for the test."""
     server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
-    outputs = server.run(to_api(example("emoji_sizes"), known))["outputs"]
+    outputs = server.run(to_api(example(EMOJI), known))["outputs"]
     pictures = [server.view(image) for out in outputs.values() for image in out.get("images", [])]
     assert sorted(picture.size for picture in pictures) == [(200, 264), (200, 264), (256, 256), (320, 192)]
     assert all(len(picture.convert("RGB").getcolors(1 << 20)) > 100 for picture in pictures)
@@ -203,14 +248,14 @@ def test_the_demo_as_it_is(server, known) -> None:
 
 
 def test_eager_and_compiled_are_one_picture(server, known) -> None:
-    shown, stats = run(server, known, "eager_vs_compiled")
+    shown, stats = run(server, known, "Comparison SDXL - with and without AnyShape")
     (eager,), (fast,), (chart,) = shown["Eager"], shown["Compiled"], shown["Chart"]
     assert np.abs(eager - fast).max() <= CLOSE and eager.std() > 0.01
     assert sizes(stats) == {(128, 128, 1)} and chart.shape[1] > 500
 
 
 def test_skip_blocks_skips(server, known) -> None:
-    shown, stats = run(server, known, "skip_blocks_sd15")
+    shown, stats = run(server, known, "Skip Blocks SD1.5 - every step beside one in three")
     (skip,) = stats["skip"]
     assert (skip["full"], skip["skipped"]) == (4, 8) and not skip["resets"]
     (full,), (skipped,) = shown["Every step in full"], shown["With Skip Blocks"]
@@ -219,9 +264,9 @@ def test_skip_blocks_skips(server, known) -> None:
 
 def test_warmed_up_sizes_are_known_to_the_sampler(server, known) -> None:
     """The picture is scaled to a size of the list: without that the example would show nothing."""
-    _, stats = run(server, known, "warm_up_img2img_lcm")
+    _, stats = run(server, known, WARM_UP)
     assert sizes(stats) == {(128, 128, 1), (64, 96, 1)}
-    listed = example("warm_up_img2img_lcm")["nodes"]
+    listed = example(WARM_UP)["nodes"]
     (scale,) = [node for node in listed if node["type"] == "ImageScale"]
     (warm,) = [node for node in listed if node["type"] == "AnyShapeWarmUp"]
     assert "{}x{}".format(*scale["widgets_values"][1:3]) in warm["widgets_values"][0].splitlines()

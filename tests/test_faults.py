@@ -24,7 +24,7 @@ FORWARD = [
     "families.layers.Survey.eager_parts", "families.family.Arguments.flat", "families.family.Arguments.structure",
     "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
     "engine._tiers", "engine.Engine._fast", "engine.Engine._load", "engine.Engine._forward", "engine.compilations",
-    "engine.kernels.load", "engine.verify.compare", "stats.ModelStats.shape", "stats.CallTimes.measure",
+    "engine.kernels.load", "engine.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
     "ops.FusedOps.query_key_value", "ops.FusedOps.feed_forward",
 ]  # fmt: skip
 

@@ -75,7 +75,7 @@ def test_one_renamed_name_costs_what_needs_it():
     nodes, found, reasons = json.loads(done.stdout.split("RESULT", 1)[1])
     assert any("a family of AnyShape failed" in reason and "SpatialTransformer" in reason for reason in reasons)
     assert any("a forward by hand of AnyShape failed" in reason and "AttnBlock" in reason for reason in reasons)
-    assert len(nodes) == 6 and "AnyShapeShapeCacheInfo" in nodes
+    assert len(nodes) == 7 and "AnyShapeShapeCacheInfo" in nodes
     for messages, missing in zip(found, MISSING, strict=True):
         for node, (message, plain) in messages.items():
             assert plain == (node in missing), (node, message)

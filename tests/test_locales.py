@@ -12,6 +12,7 @@ from tools.paths import ROOT
 LANGUAGES = ("en", "zh")
 FORMATTING = re.compile(r"[@{}|]")  # the frontend's translator gives these a meaning of their own
 NODE_IDS = (
+    "AnyShapeAccelerate",
     "AnyShapeCompileModel",
     "AnyShapeCompileVAE",
     "AnyShapeCompileControlNet",
@@ -114,17 +115,26 @@ def test_help_pages_have_every_section_and_a_picture(node_id, language) -> None:
     assert 0 < (ROOT / "web" / "docs" / named).stat().st_size < MOST_BYTES
 
 
-def complaints() -> list[tuple[str, list[str], list[str]]]:
-    """(complaint, the ids of the nodes whose help page has more, what is quoted of it by language)."""
-    lines = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")][2:]
-    return [(row[0], re.findall(r"/(AnyShape\w+)\.md", row[2]), re.findall(r"\*\*(.+?)\*\*", row[3])) for row in rows]
+# How a row of docs/troubleshooting.md begins, and what begins the answer on the help pages that it names, by language.
+COMPLAINTS = {
+    "Everything compiles again": ("It compiles again", "换了尺寸、提示词或批量就重新编译"),
+    "`recompile_limit`": ('"recompile_limit", "cache_size_limit"', "日志里出现 “recompile_limit”"),
+    "A LoRA has no effect": ("A LoRA has no effect", "LoRA 不起作用"),
+    "Triton is missing": ('"Triton cannot be imported"', "“无法导入 Triton”"),
+    "Out of memory": ("Out of memory", "显存不足"),
+    "Black, noisy": ("The picture is black", "图像发黑"),
+    "A VAE is compiled": ("Workflow A with the node", "工作流 A 用此节点"),
+    "DeepCache or another step cache": ("An error or a wrong picture at an odd size", "奇数尺寸"),
+    "A step cache (TeaCache": ("Together with TeaCache", "与 TeaCache"),
+    "*Its weights are streamed": ('"its weights are streamed while it runs (DynamicVRAM)"', "“权重在运行时随用随载"),
+}
 
 
 def test_help_pages_answer_what_users_complain_about() -> None:
-    assert len(complaints()) >= 10
-    for complaint, node_ids, quoted in complaints():
-        assert node_ids and len(quoted) == len(LANGUAGES), complaint
+    lines = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8").splitlines()
+    for complaint, quoted in COMPLAINTS.items():
+        (row,) = [line for line in lines if line.startswith(f"| {complaint}")]
+        assert row.count(" | ") == 2 and (node_ids := re.findall(r"/(AnyShape\w+)\.md", row)), row
         for node_id in node_ids:
             for language, words in zip(LANGUAGES, quoted, strict=True):
                 _, answers = help_page(node_id, language).split(f"\n## {SECTIONS[language][-1]}")
@@ -133,10 +143,17 @@ def test_help_pages_answer_what_users_complain_about() -> None:
 
 @pytest.mark.parametrize("node_id", NODE_IDS)
 def test_help_pages_are_served(server, node_id) -> None:
-    """At the addresses where the frontend asks for them: the language first, then the page without one."""
-    for page in (f"{node_id}.md", f"{node_id}/zh.md"):
-        served = server.get(f"/extensions/AnyShape/docs/{page}")
+    """Where the frontend asks for them first, in every language: without a 404, which a browser's console shows."""
+    pages = {"en": f"{node_id}.md", "fr": f"{node_id}.md", "zh": f"{node_id}/zh.md", "zh-TW": f"{node_id}/zh.md"}
+    for language, page in pages.items():
+        served = server.get(f"/extensions/AnyShape/docs/{node_id}/{language}.md")
         assert served.content == (ROOT / "web" / "docs" / page).read_bytes()
+        assert served.headers["Content-Type"].startswith("text/markdown")
+
+
+def test_only_help_pages_are_served_so(server) -> None:
+    for address in ("AnyShapeNothing/en.md", "AnyShapeWarmUp/..%2F..%2F..%2FREADME.md", "AnyShapeWarmUp/%2E%2E.md"):
+        assert server.http.get(f"{server.url}/extensions/AnyShape/docs/{address}").status_code == 404
 
 
 def test_translations_are_served(server) -> None:

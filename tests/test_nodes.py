@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tools.api_format import node
 from tools.comfy_server import ComfyServer, PromptError
 from tools.oracles import STATS_KEYS
 
@@ -14,8 +15,20 @@ from tools.oracles import STATS_KEYS
 MODES = ["auto", "exact", "off"]
 DEPTHS = ["auto", *(str(depth) for depth in range(11))]
 CONTRACT = {
+    "AnyShapeAccelerate": (
+        "Accelerate (AnyShape)",
+        {
+            "model": ("MODEL", None, None),
+            "mode": (MODES, "auto", None),
+            "graph_budget_mb": ("INT", 2048, 0),
+            "verify": ("BOOLEAN", True, None),
+            "vae": ("VAE", None, None),
+            "control_net": ("CONTROL_NET", None, None),
+        },
+        {"MODEL": "MODEL", "VAE": "VAE", "CONTROL_NET": "CONTROL_NET"},
+    ),
     "AnyShapeCompileModel": (
-        "Compile Model",
+        "Compile Model (AnyShape)",
         {
             "model": ("MODEL", None, None),
             "mode": (MODES, "auto", None),
@@ -25,12 +38,12 @@ CONTRACT = {
         {"MODEL": "MODEL"},
     ),
     "AnyShapeCompileVAE": (
-        "Compile VAE",
+        "Compile VAE (AnyShape)",
         {"vae": ("VAE", None, None), "enabled": ("BOOLEAN", True, None), "verify": ("BOOLEAN", True, None)},
         {"VAE": "VAE"},
     ),
     "AnyShapeCompileControlNet": (
-        "Compile ControlNet",
+        "Compile ControlNet (AnyShape)",
         {
             "control_net": ("CONTROL_NET", None, None),
             "enabled": ("BOOLEAN", True, None),
@@ -52,7 +65,7 @@ CONTRACT = {
         {"MODEL": "MODEL"},
     ),
     "AnyShapeWarmUp": (
-        "Warm Up",
+        "Warm Up Sizes (AnyShape)",
         {
             "model": ("MODEL", None, None),
             "shapes": ("STRING", "1024x1024", None),
@@ -60,12 +73,13 @@ CONTRACT = {
             "positive": ("CONDITIONING", None, None),
             "negative": ("CONDITIONING", None, None),
             "cfg": (["auto", "on", "off", "both"], "auto", None),
-            "preset": (["none", "SDXL", "portrait and landscape", "SD1.5"], "none", None),
+            "preset": (["none", "SDXL", "portrait and landscape", "SD1.5", "sizes of the last session"], "none", None),
+            "measure": ("BOOLEAN", False, None),
         },
         {"MODEL": "MODEL", "VAE": "VAE", "report": "STRING"},
     ),
     "AnyShapeShapeCacheInfo": (
-        "Shape Cache Info",
+        "Shape Cache Info (AnyShape)",
         {"after": ("*", None, None)},
         {"report": "STRING", "stats": "STRING", "chart": "IMAGE"},
     ),
@@ -102,6 +116,7 @@ def test_schema(described, node_id) -> None:
 
 def test_only_the_info_node_is_an_end(described) -> None:
     assert {name: described[name]["output_node"] for name in CONTRACT} == {
+        "AnyShapeAccelerate": False,
         "AnyShapeCompileModel": False, "AnyShapeCompileVAE": False, "AnyShapeCompileControlNet": False,
         "AnyShapeSkipBlocks": False, "AnyShapeWarmUp": False, "AnyShapeShapeCacheInfo": True,
     }  # fmt: skip
@@ -110,16 +125,16 @@ def test_only_the_info_node_is_an_end(described) -> None:
 
 def test_tooltips_everywhere(pack) -> None:
     """On every input and every output, long enough to say something."""
-    for node in pack.nodes.NODES:
-        schema = node.define_schema()
+    for each in pack.nodes.NODES:
+        schema = each.define_schema()
         for slot in [*schema.inputs, *schema.outputs]:
             assert slot.tooltip and len(slot.tooltip) > 10, (schema.node_id, slot)
         assert len(schema.description) > 40
 
 
 def test_words_that_people_type_are_in_the_schema_where_it_knows_them(pack) -> None:
-    for node in pack.nodes.NODES:
-        schema = node.define_schema()
+    for each in pack.nodes.NODES:
+        schema = each.define_schema()
         assert len(getattr(schema, "search_aliases", ["not", "known", "here"])) >= 3
 
 
@@ -129,10 +144,6 @@ def test_the_ids_are_the_packs_own(pack) -> None:
 
 
 # Workflows --------------------------------------------------------------------------------------------------------
-
-
-def node(class_type: str, **inputs: object) -> dict:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def demo(sampled: list, decoded: list, seed: int = 5, **more: dict) -> dict:
@@ -309,7 +320,7 @@ def check_stats(found: dict) -> None:
 
 
 def test_the_route_and_the_node_agree(server, plain) -> None:
-    """After a run: the size in image pixels and the batch in images a prompt, as the user set them."""
+    """After a run: the size in image pixels and the batch in images per prompt, as the user set them."""
     server.run(with_nodes())
     flow = {"info": node("AnyShapeShapeCacheInfo"), "show": node("PreviewAny", source=["info", 1])}
     outputs = server.run(flow)["outputs"]
@@ -406,6 +417,10 @@ def test_every_node_runs_without_a_server(pack, models, patcher) -> None:
     assert execute(nodes.CompileVAE, vae, True)[0] is not vae
     assert execute(nodes.CompileVAE, vae, False)[0] is vae
     assert execute(nodes.CompileControlNet, control, True)[0] is not control
+    faster = execute(nodes.Accelerate, patcher, "auto", 0, vae=vae, control_net=control)
+    assert [one is not given for one, given in zip(faster, (patcher, vae, control), strict=True)] == [True] * 3
+    assert execute(nodes.Accelerate, patcher)[1:] == (None, None)
+    assert execute(nodes.Accelerate, patcher, "off", vae=vae, control_net=control)[1:] == (vae, control)
     (skipping,) = execute(nodes.SkipBlocks, patcher, 3, "99", 0.0, 1.0, "order1")
     models.sample(skipping, width=64, height=64, steps=1)  # the line at the end of a run is told to no node
     assert execute(nodes.SkipBlocks, patcher, 0, "99", 0.0, 1.0, "order1", preset="fast")[0] is not patcher
@@ -420,3 +435,19 @@ def test_every_node_runs_without_a_server(pack, models, patcher) -> None:
 def test_a_mode_that_never_was_is_refused_in_scripts_too(pack, patcher) -> None:
     with pytest.raises(ValueError, match="mode is 'fast'; choose one of auto, exact, off"):
         pack.nodes.CompileModel.execute(patcher, "fast", 0)
+
+
+def test_what_compare_queues_times_comfyuis_own_forwards(pack, models, fresh, clean_stats, monkeypatch) -> None:
+    """The picture is ComfyUI's to the bit; streamed weights are left where they are, untimed."""
+    from tools.oracles import shapes
+
+    node, settings = pack.nodes.CompileModel, {"width": 64, "height": 64, "steps": 3}
+    wanted = models.sample(fresh, **settings)
+    (timed,) = node.execute(fresh, "time auto").args
+    assert (models.sample(timed, **settings) == wanted).all() and shapes() == []
+    models.sample(node.execute(fresh, "auto").args[0], **settings)
+    (shape,) = shapes()
+    assert shape["eager_ms"] > 0 and shape["calls"] == 3
+    assert node.validate_inputs("time exact") is True and "not in the list" in node.validate_inputs("time off")
+    monkeypatch.setattr(fresh, "is_dynamic", lambda: True, raising=False)
+    assert node.execute(fresh, "time auto").args[0] is fresh

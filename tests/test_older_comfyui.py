@@ -26,8 +26,13 @@ ENGINE = (
 )
 SERVER = (
     "test_server.py",
+    "test_locales.py::test_help_pages_are_served",
+    "test_examples.py::test_links_join_what_fits",
+    "test_examples.py::test_only_optional_inputs_are_left_open",
+    "test_examples.py::test_the_server_misses_nothing_but_models",
     "test_nodes.py::test_schema",
     "test_nodes.py::test_with_without_with",
+    "test_automatic.py::test_the_picture_is_that_of_the_nodes",
     "test_web.py::test_a_node_names_its_models_entry_from_the_first_forward_on",
 )
 # Where there is a Chromium, a session on one page: the nodes appear, the panel opens, lines and tables follow a run.
@@ -38,7 +43,11 @@ PAGE = (
     "test_browser.py::test_our_scripts_complain_of_nothing",
     "test_screen.py::test_nodes_are_chinese_and_change_with_the_setting",
     "test_screen.py::test_a_bypassed_node_gives_comfyuis_own_picture",
+    "test_compare.py::test_compare_shows_both_times_and_the_difference",
+    "test_compare.py::test_compare_runs_what_it_says",
+    "test_compare.py::test_preparing_is_shown_with_a_clock_and_cancel_ends_it",
     "test_screen.py::test_nothing_that_matters_is_hidden_on_a_small_screen",
+    "test_settings.py",
 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tools import comfy_cli, embed
+from tools import comfy_cli, demo_pack, embed
 from tools.comfy_server import ComfyServer
 from tools.paths import ROOT, comfyui_path
 
@@ -130,7 +130,8 @@ def installed(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     embed.make_base(home)
     with zipfile.ZipFile(archive) as packed:
         packed.extractall(home / "custom_nodes" / "anyshape")
-    shutil.copytree(ROOT / "demo", home / "custom_nodes" / "anyshape_demo", ignore=lambda *_: {"out", "__pycache__"})
+    with zipfile.ZipFile(demo_pack.pack()) as packed:
+        packed.extractall(home / "custom_nodes")
     yield home
     shutil.rmtree(home)
 
@@ -170,6 +171,11 @@ def test_the_pack_is_the_archive(started, installed) -> None:
     assert found == "custom_nodes.anyshape"
     assert "registerExtension" in started.get("/extensions/anyshape/anyshape.js").text
     assert not (installed / "custom_nodes" / "anyshape" / "tools").exists()
+
+
+def test_the_demos_template_comes_with_its_archive(started) -> None:
+    (name,) = started.get("/workflow_templates").json()["anyshape_demo"]
+    assert started.get(f"/api/workflow_templates/anyshape_demo/{name}.jpg").status_code == 200
 
 
 def test_comfy_run_makes_the_pictures(started) -> None:

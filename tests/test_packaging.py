@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tools import paths, setup_env
+from tools import demo_pack, paths, setup_env
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -212,3 +212,16 @@ def test_the_repo_is_never_on_the_path(comfy) -> None:
 
     assert Path(nodes.__file__).parent == comfy
     assert not [entry for entry in sys.path if Path(entry or os.getcwd()).resolve() == ROOT]
+
+
+def test_the_demos_archive_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One folder for custom_nodes, whose modules ask for nothing of the repository; a template with its picture."""
+    monkeypatch.setattr(demo_pack, "ARCHIVE", tmp_path / "demo.zip")
+    with zipfile.ZipFile(demo_pack.pack()) as packed:
+        names = set(packed.namelist())
+        sources = "".join(packed.read(name).decode() for name in names if name.endswith(".py"))
+    assert {name.split("/")[0] for name in names} == {demo_pack.FOLDER}
+    assert not re.search(r"^\s*(?:from|import) (?:tools|bench|anyshape)", sources, re.MULTILINE)
+    for module in re.findall(r"^\s*from \.(\w+) import", sources, re.MULTILINE):
+        assert f"{demo_pack.FOLDER}/{module}.py" in names
+    assert {Path(name).suffix for name in names if "example_workflows" in name} == {".json", ".jpg"}

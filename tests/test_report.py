@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from tools.api_format import node
 from tools.comfy_server import ComfyServer, PromptError
 from tools.paths import ROOT
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def flow() -> dict[str, dict[str, Any]]:
@@ -52,7 +49,10 @@ def test_it_begins_with_what_a_maintainer_asks_for(server) -> None:
     assert "- CompileModel 3 (mode auto, graph_budget_mb 1024, verify True), ready" in nodes
     assert "- CompileVAE 7 (verify True), off" in nodes
     (warm,) = [line for line in nodes if line.startswith("- WarmUp 6 (")]
-    assert "(shapes 64x64 no size, cfg off, preset none), ready: line 2: 'no size' - write 1024x1152" in warm
+    assert (
+        "(shapes 64x64 no size, cfg off, preset none, measure False), ready: line 2: 'no size' - write 1024x1152"
+        in warm
+    )
 
 
 def test_it_has_the_latest_prompts_that_failed(server) -> None:

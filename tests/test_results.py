@@ -6,14 +6,22 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from bench import figures, frontier, plot, skip_tables, tables
+from bench import figures, frontier, plot, race, skip_tables, tables
 from tools.paths import ROOT
 
 RESULTS = sorted(figures.RESULTS.glob("*.json"))
 MIXED = [path for path in RESULTS if path.stem.startswith("mixed-")]
 FORWARD = [path for path in RESULTS if path.stem.endswith("-forward")]
 READMES = ["README.md", "README.zh-CN.md"]
-QUOTED = ["sdxl-forward", "vae", "mixed-sdxl"]  # what the READMEs quote
+QUOTED = [
+    *(f"{model}-forward" for model in tables.SIX),
+    "sd15-forward",
+    "wan-forward",
+    "vae",
+    "controlnet",
+    "skip-sdxl",
+    "mixed-sdxl",
+]  # what the READMEs quote
 
 
 def by_name(path: Any) -> str:
@@ -88,22 +96,19 @@ def test_the_text_is_what_the_results_say(path):
 
 @pytest.mark.parametrize("readme", READMES)
 def test_every_figure_of_the_table(readme):
-    """Read back cell by cell, with no help from what wrote them."""
-    unet = figures.load(figures.forward_path("sdxl"))
-    decodes = {(r["width"], r["height"], r["images"]): r for r in figures.load(figures.RESULTS / "vae.json")["rows"]}
+    """Read back cell by cell, with no help from what wrote them: one image as it is sampled, at both sizes."""
+    names = {name: model for model, name in figures.MODELS.items()}
     rows = table_of(readme)
-    assert [row[:3] for row in rows if row[3]] == [
-        [f"{r['width']}x{r['height']}", str(r["images"]), str(r["rows"])] for r in unet["rows"]
-    ]
-    seen = set()
-    for cells, row in zip(rows, unet["rows"] + [None] * len(rows), strict=False):
-        if row is not None:
-            assert_unet(cells, row, unet["starts"])
-        if cells[6]:
-            size = (*map(int, cells[0].split("x")), int(cells[1]))
-            assert_pair(cells[6], decodes[size])
-            seen.add(size)
-    assert seen == set(decodes)
+    assert len(rows) == 6 and len({row[0] for row in rows}) == 6
+    for model, *cells in rows:
+        result = figures.load(figures.forward_path(names[model]))
+        most = max(row["rows"] for row in result["rows"] if row["images"] == 1)
+        for side, cell, faster in ((1024, *cells[:2]), (512, *cells[2:])):
+            (row,) = [
+                r for r in result["rows"] if (r["width"], r["height"], r["images"], r["rows"]) == (side, side, 1, most)
+            ]
+            assert_pair(cell, row)
+            assert faster.endswith("x") and agree(faster[:-1], row["eager_ms"] / row["compiled_ms"])
 
 
 def assert_pair(cell: str, row: dict[str, Any]) -> None:
@@ -111,12 +116,22 @@ def assert_pair(cell: str, row: dict[str, Any]) -> None:
     assert agree(eager, row["eager_ms"]) and agree(compiled, row["compiled_ms"])
 
 
-def assert_unet(cells: list[str], row: dict[str, Any], starts: dict[str, Any] | None) -> None:
-    assert_pair(cells[3], row)
-    assert agree(cells[4], row["first_call_extra_seconds"])
-    counts = [row["break_even_images"][name] for name in ("cold", "warm")]
-    expected = " / ".join("–" if count is None else str(count) for count in counts)
-    assert cells[5] in ([expected] if starts and None not in starts.values() else [""])
+@pytest.mark.parametrize("readme", READMES)
+def test_the_headline_is_measured(readme):
+    """The factors of the first screen are those of SDXL's table, and of its day and version."""
+    head = (ROOT / readme).read_text().partition(tables.BEGIN)[0]
+    result = figures.load(figures.forward_path("sdxl"))
+    (sdxl,) = [row for row in table_of(readme) if row[0] == "SDXL"]
+    assert re.findall(r"\d+\.\d+x", head) == [sdxl[2], sdxl[4]]
+    assert f"{result['date']}" in head and f"ComfyUI {result['versions']['comfyui']}" in head
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_the_readme_is_short_and_its_links_lead_somewhere(readme):
+    text = (ROOT / readme).read_text()
+    assert len(text.splitlines()) <= 120
+    for target in re.findall(r"\]\(([^)#]+)", text):
+        assert (ROOT / target).exists(), target
 
 
 def test_markers_are_needed():
@@ -183,6 +198,27 @@ def test_the_plot_is_drawn_from_the_result(path):
 @pytest.mark.parametrize("readme", READMES)
 def test_the_readme_shows_a_plot(readme):
     assert "(docs/images/mixed-sdxl.png)" in (ROOT / readme).read_text()
+
+
+def test_the_race_is_drawn_from_the_result():
+    drawn = race.PATH.read_text(encoding="utf-8")
+    assert drawn == race.draw(figures.load(race.RESULT), plot.digest(race.RESULT)), "run: make figures"
+    for readme in READMES:
+        assert f"(docs/images/{race.PATH.name})" in (ROOT / readme).read_text()
+
+
+def test_the_race_is_run_as_it_was_measured():
+    """A lane is full when its steps are done, at half speed; eager's beside ours."""
+    result = figures.load(race.RESULT)
+    lanes = race.lanes(result)
+    assert [lane.label for lane in lanes[::2]] == list(race.SIZES) and len(race.SIZES) == 4
+    whole = 2 * max(lane.seconds for lane in lanes) + race.REST
+    moved = re.findall(
+        r'attributeName="width" values="0;560;560" keyTimes="0;([\d.]+);1" dur="([\d.]+)s"', race.PATH.read_text()
+    )
+    for lane, (done, seconds) in zip(lanes, moved, strict=True):
+        assert float(seconds) == pytest.approx(whole, abs=0.01)
+        assert float(done) * whole == pytest.approx(2 * lane.seconds, abs=0.01)
 
 
 def test_the_frontier_is_drawn_from_the_result():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tools import browser as installed
+from tools.api_format import node
 from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
@@ -23,10 +24,6 @@ if not installed.find():
 
 PANEL = ".anyshape-panel"
 MUTED, BYPASSED = 2, 4  # of a node's `mode`, in every front end
-
-
-def node(class_type: str, **inputs: Any) -> dict[str, Any]:
-    return {"class_type": class_type, "inputs": inputs}
 
 
 def flow() -> dict[str, dict[str, Any]]:
@@ -112,13 +109,13 @@ SHOWN = """id => {
              widgets: names(node.widgets.filter((one) => one.name !== 'anyshape')) };
 }"""
 CHINESE = {
-    "title": "编译模型",
+    "title": "编译模型（AnyShape）",
     "inputs": ["模型", "模式", "CUDA 图显存上限（MB）", "核对"],
     "outputs": ["模型"],
     "widgets": ["模式", "CUDA 图显存上限（MB）", "核对"],
 }
 ENGLISH = {
-    "title": "Compile Model",
+    "title": "Compile Model (AnyShape)",
     "inputs": ["model", "mode", "graph_budget_mb", "verify"],
     "outputs": ["MODEL"],
     "widgets": ["mode", "graph_budget_mb", "verify"],
@@ -176,7 +173,7 @@ def test_what_the_user_named_keeps_its_name(browser, server) -> None:
 @pytest.mark.parametrize(
     ("typed", "title"),
     [
-        ("faster", "Compile Model"), ("torch compile", "Compile Model"), ("cuda graph", "Compile Model"),
+        ("faster", "Compile Model (AnyShape)"), ("torch compile", "Compile Model"), ("cuda graph", "Compile Model"),
         ("teacache", "Skip Blocks (DeepCache)"), ("speed up vae", "Compile VAE"), ("预热", "Warm Up"),
     ],
 )  # fmt: skip
@@ -236,8 +233,8 @@ def test_a_muted_node_leaves_the_sampler_without_a_model(page, server) -> None:
 def size(width: int, **more: Any) -> dict[str, Any]:
     return {
         "key": f"x {width}", "width": width, "height": 1152, "batch": 1, "frames": 1, "state": "graph", "calls": 1220,
-        "replays": 0, "first_call_seconds": 0.25, "median_ms": 104.3, "eager_ms": 150.0, "bytes": 130 << 20,
-        "reason": "", "note": "", "prompt": 1,
+        "replays": 0, "first_call_seconds": 0.25, "median_ms": 104.3, "eager_ms": 150.0, "factor": 1.438,
+        "saved_seconds": 55.75, "bytes": 130 << 20, "reason": "", "note": "", "prompt": 1, "workflows": [],
     } | more  # fmt: skip
 
 
@@ -245,8 +242,8 @@ COMPILER = "no C++ compiler was found: install g++, or the build tools of your s
 SIZES = [
     size(1024, first_call_seconds=37.7),
     size(896, reason=COMPILER),
-    size(1152, reason=COMPILER, state="tape", median_ms=1204.0),
-    size(1216, reason="a patch of another node", state="eager"),
+    size(1152, reason=COMPILER, state="tape", median_ms=1204.0, eager_ms=1000.0, factor=0.831, saved_seconds=-249.0),
+    size(1216, reason="a patch of another node", state="eager", eager_ms=None, factor=None, saved_seconds=None),
 ]
 FIGURES = {
     "version": 2, "torch": "2.11", "device": "NVIDIA H200", "graphs": {"budget_bytes": 1 << 31, "used_bytes": 1 << 30,
@@ -306,6 +303,12 @@ def test_nothing_that_matters_is_hidden_on_a_small_screen(browser, server) -> No
         "() => new Set([...document.querySelectorAll('.anyshape-button')].map((b) => b.offsetTop)).size"
     )
     assert tops <= 2
-    page.wait_for_line(4, "partly fast: 1 of 4 sizes")
+    gained = "0.92x, 2 min lost so far"  # red, as the size is that is slower
+    page.wait_for_line(4, f"{gained}, partly fast: 1 of 4 sizes")
+    assert page.page.locator(".anyshape-gain").inner_text() == gained
+    assert [rows.nth(i).locator("td").nth(6).inner_text() for i in range(4)] == ["1.4x", "1.4x", "0.8x", "–"]
+    for red in (".anyshape-gain", ".anyshape-badge", ".anyshape-table tr:nth-child(3) td:nth-child(7)"):
+        assert page.page.locator(f"{red}.anyshape-loss").count() == 1, red
+    assert page.page.locator(".anyshape-table td.anyshape-loss").count() == 1
     assert page.errors == []
     page.close()

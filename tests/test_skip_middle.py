@@ -27,7 +27,7 @@ WHOLE = {
     "SVD_img2vid": "of its work",
     "Stable_Cascade_B": "it has no repeated blocks",
     "Stable_Cascade_C": "it has no repeated blocks",
-    "CosmosT2V": "not one part a picture",  # its pictures lie behind their frames
+    "CosmosT2V": "not one part per picture",  # its pictures lie behind their frames
     # Tiny as they are here, it is other layers that take the time.
     "WAN21_I2V": "of its work",
     "WAN21_Camera": "of its work",
@@ -39,7 +39,7 @@ WHOLE = {
 }
 # What is not recorded (see test_tape_families), and what cannot be made with other numbers of blocks.
 LEFT_OUT = {
-    "HunyuanDiT", "HiDream", "HiDreamO1", "SeedVR2", "HunyuanVideo15_SR_Distilled", "Hunyuan3Dv2_1", "MiniMaxH3", "SD3",
+    "HunyuanDiT", "HiDream", "HiDreamO1", "SeedVR2", "HunyuanVideo15_SR_Distilled", "Hunyuan3Dv2_1", "MiniMaxH3",
     "WAN21_Vace",
 }  # fmt: skip
 NAMES = [
@@ -198,7 +198,7 @@ def test_runs_after_each_other_are_as_fresh_ones(tiny, run):
     skip = skipping(tiny("Flux"))
     sample(skip, "Flux")
     assert torch.equal(sample(skip, "Flux", **run), sample(skipping(tiny("Flux", fresh=True)), "Flux", **run))
-    assert last_run()["skipped"] >= 8 and last_run()["resets"] == {}  # heun looks twice a step
+    assert last_run()["skipped"] >= 8 and last_run()["resets"] == {}  # heun looks twice per step
 
 
 def test_a_prompt_that_begins_in_mid_run(tiny):
@@ -252,6 +252,30 @@ def test_a_run_that_is_broken_off(tiny):
     assert fallbacks() == []
 
 
+@pytest.mark.parametrize("what", ["broken off", "gone"])
+def test_the_program_of_skipped_steps_is_made_again(tiny, monkeypatch, what):
+    """It was not made because the user cancelled, or its size is one of those that were forgotten."""
+    from anyshape.accel.halves import Halves
+    from anyshape.accel.tapes import Tapes
+    from comfy.model_management import InterruptProcessingException
+
+    def cancelled(*_):
+        raise InterruptProcessingException
+
+    patcher = tiny("ZImage", fresh=True)
+    wanted = sample(skipping(tiny("ZImage")), "ZImage")
+    with monkeypatch.context() as patch:
+        patch.setattr(*((Halves, "_rest", cancelled) if what == "broken off" else (Tapes, "keep", lambda *_: None)))
+        if what == "broken off":
+            with pytest.raises(InterruptProcessingException):
+                sample(skipping(patcher), "ZImage")
+        else:
+            sample(skipping(patcher), "ZImage")
+            assert last_run()["resets"]
+    assert torch.equal(sample(skipping(patcher), "ZImage"), wanted)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+
+
 def test_depths(tiny):
     """By number, and by the share of work: more blocks at the ends, less is forecast."""
     wanted, far = sample(tiny("Flux"), "Flux"), []
@@ -277,6 +301,21 @@ def check_in_full(patcher, name, reason):
 def test_a_model_without_a_middle(tiny, monkeypatch):
     monkeypatch.setattr(cut, "LEAST_SHARE", 1.0)
     check_in_full(tiny("Flux", fresh=True), "Flux", "no block of this model is skipped: its repeated blocks are only")
+
+
+def test_a_program_that_fails_costs_one_recording(tiny, monkeypatch):
+    """Every step is ComfyUI's then, and none is recorded again."""
+    from anyshape.accel.tape_tier import TapeTier
+    from anyshape.accel.tapes import Tapes
+
+    def broken(*_):
+        raise RuntimeError("broken on purpose")
+
+    recorded, own = [], Tapes.record
+    monkeypatch.setattr(TapeTier, "_made", broken)
+    monkeypatch.setattr(Tapes, "record", lambda *args: recorded.append(1) or own(*args))
+    check_in_full(tiny("Flux", fresh=True), "Flux", "could not be recorded")
+    assert len(recorded) == 1
 
 
 def test_a_model_that_is_not_recorded(tiny, monkeypatch):

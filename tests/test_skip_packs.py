@@ -53,7 +53,7 @@ def test_freeu_never_touches_a_stored_feature(models, version):
 
 
 def test_a_patch_that_comes_anew_each_step(models, patcher):
-    """A closure a step cannot be told from another patch: right, and counted."""
+    """A closure a step cannot be distinguished from another patch: right, and counted."""
     from comfy.patcher_extension import WrappersMP
 
     def renewed(executor, *args, **kwargs):
@@ -139,7 +139,7 @@ def test_the_same_call_twice_a_step(models, patcher):
     patched.set_model_sampler_post_cfg_function(again)
     out = models.sample(skipping(patched), **RUN)
     (reason,) = last_run()["resets"]
-    assert "evaluated twice a step" in reason and last_run()["skipped"] == 0
+    assert "evaluated twice per step" in reason and last_run()["skipped"] == 0
     assert error(out, models.sample(patched, **RUN)) < 1e-5
 
 
@@ -189,7 +189,7 @@ def test_controlnet(models, patcher):
 
 
 def test_a_controlnet_that_ends_in_mid_run(models, patcher):
-    """A feature that was steered is not for a step that is not: computed anew, and counted."""
+    """A feature that was steered is not for a step that is not: computed again, and counted."""
     sample(models, skipping(patcher), controlled(models, patcher, end=0.5))
     assert counted() == {"full": 5, "skipped": 7, "resets": {NEWCOMER: 1}}
 

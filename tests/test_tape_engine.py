@@ -110,6 +110,40 @@ def test_the_same_seed_queued_twice_is_the_same_picture(tiny, monkeypatch) -> No
         assert torch.equal(first, second) and reasons() == []
 
 
+@pytest.mark.parametrize("fuse", [False, True])
+def test_cancelling_while_a_size_is_prepared_leaves_nothing_half_made(tiny, recordings, monkeypatch, fuse) -> None:
+    """Wherever it is broken off, the next run prepares the size as if nothing had been."""
+    from anyshape.accel import preparing, stats
+    from comfy.model_management import InterruptProcessingException
+
+    if fuse:
+        fused(monkeypatch)
+    asked, at = [], [0]
+
+    def ask() -> None:
+        if preparing.snapshot():
+            asked.append(True)
+            if len(asked) == at[0]:
+                raise InterruptProcessingException
+
+    monkeypatch.setattr(preparing, "_ASK", [ask])
+    patcher = tiny("Flux", fresh=True)
+    wanted = sample(compiled(tiny("Flux", fresh=True)), "Flux", 4, 4)
+    whole = len(asked)
+    assert whole > 20
+    fast = compiled(patcher)
+    for number, place in enumerate((1, whole // 4, whole // 2), 1):
+        asked.clear()
+        at[0] = place
+        with pytest.raises(InterruptProcessingException):
+            sample(fast, "Flux", 4, 4)
+        assert len(recordings) == number + 1 and preparing.snapshot() == {} and reasons() == []
+        assert sum(len(model["shapes"]) for model in stats.snapshot()["models"]) == 1  # of the other model
+    at[0] = 0
+    assert torch.equal(sample(fast, "Flux", 4, 4), wanted) and states() == {"tape"} and reasons() == []
+    assert len(recordings) == 5
+
+
 # Weights ----------------------------------------------------------------------------------------------------------
 
 

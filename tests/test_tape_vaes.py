@@ -228,7 +228,8 @@ def test_unloaded_and_loaded_again_nothing_is_recorded_again():
 @pytest.mark.usefixtures("clean_stats")
 def test_warm_up_of_a_video_vae(patcher):
     """Without a compiled model: the VAE's sizes and frames alone. Sound has none."""
-    from anyshape.accel.families.warm_up import NO_PICTURES_OF_VAE, warm_up
+    from anyshape.accel.families.warm_up import warm_up
+    from anyshape.accel.reasons import say
 
     from tools.driving import compiled_vae
 
@@ -240,4 +241,4 @@ def test_warm_up_of_a_video_vae(patcher):
         fast.decode(torch.randn(1, 16, 3, 4, 6)), fast.encode(torch.rand(9, 32, 48, 3))
     assert len(shapes()) == 4  # it was warm
     report, _ = warm_up(patcher, "64x64", compiled_vae(autoencoders.make("Stable Audio")))
-    assert NO_PICTURES_OF_VAE in report
+    assert say("no_pictures") in report

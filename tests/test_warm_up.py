@@ -286,6 +286,55 @@ def test_a_long_list_of_bad_lines_is_told_in_short(pack, patcher, clean) -> None
     assert len(done.warnings) == 6 and len(done.line) < 1000 and len(done.report) < 1200
 
 
+@pytest.mark.parametrize("mode", ["auto", "exact"])
+def test_eager_is_measured_beside_ours(pack, models, fresh, clean, monkeypatch, mode) -> None:
+    """On another clone of the same model: nothing is recorded for it, counted as a call, or left in place."""
+    from anyshape.accel import gain
+    from anyshape.accel.families.warm_up import warm_up
+
+    monkeypatch.setattr(gain, "can_gain", lambda: True)
+    fast = compiled(fresh, mode=mode)
+    wanted = models.sample(fresh, width=64, height=64, seed=1, steps=2)
+    done = warm_up(fast, "64x64\n72x64", measure=True)
+    head, *rows = done.report.splitlines()
+    x = head.split().index("x")
+    for shape, row in zip(shapes(), rows, strict=True):
+        assert shape["calls"] == 3 and shape["eager_ms"] > 0
+        assert shape["factor"] == pytest.approx(shape["eager_ms"] / shape["median_ms"], rel=0.01)
+        assert shape["saved_seconds"] < 0  # what is made ahead only costs, so far
+        assert row.split()[x] == f"{shape['factor']:.2f}"
+    assert fallbacks() == [] and error(models.sample(fast, width=64, height=64, seed=1, steps=2), wanted) < 1e-4
+    assert sum(shape["calls"] for shape in shapes()) == 3 + 3 + 2
+    monkeypatch.undo()
+    assert all(shape["factor"] is None for shape in shapes())  # on a CPU nothing is gained
+
+
+@pytest.mark.gpu
+def test_the_gain_is_measured_on_a_gpu(pack, models, clean) -> None:
+    """A model for which the host is the limit: its graph is faster, by what a clock around both says as well."""
+    import time
+
+    from anyshape.accel.families.warm_up import warm_up
+
+    from tools.driving import SMALL_UNET
+
+    patcher = models.unet("sd15", torch.float16, **SMALL_UNET)
+    fast = compiled(patcher)
+    warm_up(fast, "256x256", measure=True)
+    (shape,) = shapes()
+
+    def seconds(model) -> float:
+        settings = {"width": 256, "height": 256, "seed": 1, "steps": 20}
+        models.sample(model, **settings)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        models.sample(model, **settings)
+        torch.cuda.synchronize()
+        return time.perf_counter() - started
+
+    assert shape["factor"] > 1.2 and seconds(patcher) > seconds(fast)
+
+
 def test_what_is_ready_is_counted(pack, models, patcher, clean) -> None:
     from anyshape.accel.families.warm_up import warm_up
 

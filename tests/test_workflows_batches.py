@@ -165,7 +165,7 @@ def test_unequal_prompts_in_one_batch(models, patchers, warm, name):
 
 
 def test_guiders(models, patchers, warm):
-    """Three predictions a step: DualCFGGuider and PerpNegGuider, on custom samplers."""
+    """Three predictions per step: DualCFGGuider and PerpNegGuider, on custom samplers."""
     from comfy_extras.nodes_custom_sampler import DualCFGGuider, KSamplerSelect, RandomNoise, SamplerCustomAdvanced
     from comfy_extras.nodes_perpneg import PerpNegGuider
 
@@ -283,7 +283,7 @@ def test_unclip(models):
 
 
 def test_pooled_embeddings_of_several_prompts(models, patchers, warm):
-    """SDXL's y: another one a prompt, with sizes and crops."""
+    """SDXL's y: another one per prompt, with sizes and crops."""
     conds = [prompt(models, patchers["sdxl"], "sdxl", seed) for seed in (1, 2, 3)]
     for index, cond in enumerate(conds):
         cond[0][1] |= {"width": 64 * index, "height": 128, "crop_w": 8 * index, "crop_h": 0, "target_width": 96}

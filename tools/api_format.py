@@ -15,6 +15,11 @@ NOTES = {"Note", "MarkdownNote"}  # the front end's own, which the server does n
 Described = dict[str, Any]  # one node of /object_info
 
 
+def node(class_type: str, **inputs: Any) -> dict[str, Any]:
+    """A node of a prompt; a link is [id, output]."""
+    return {"class_type": class_type, "inputs": inputs}
+
+
 def inputs(described: Described) -> dict[str, list]:
     """All inputs of a node by name, in their order: [type or choices, options]."""
     return {**described["input"].get("required", {}), **described["input"].get("optional", {})}

@@ -60,7 +60,7 @@ def compile_for(kernel: triton.JITFunction, capability: int) -> CompiledKernel:
 
 
 def main() -> None:
-    """Prints a line a kernel and card; raises what the compiler raises."""
+    """Prints a line per kernel and card; raises what the compiler raises."""
     for capability in map(int, sys.argv[1:] or CAPABILITIES):
         for kernel in KERNELS:
             if kernel in HOPPER_ONLY and capability != 90:

@@ -15,11 +15,12 @@ FUSED = "tape"  # the state of a shape that runs on fused operations, without a 
 
 # The contract of docs/architecture.md: the keys of each part of the stats.
 STATS_KEYS = {
-    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts", "fleet"},
+    "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts", "fleet", "gain",
+         "preparing", "reasons"},
     "model": {"name", "kind", "kernels", "recompiles", "compile_seconds", "inexact", "shapes"},
     "shape": {
         "key", "width", "height", "batch", "frames", "state", "calls", "replays", "first_call_seconds", "median_ms",
-        "eager_ms", "bytes", "reason", "note", "prompt",
+        "eager_ms", "bytes", "reason", "note", "prompt", "factor", "saved_seconds", "workflows",
     },
     "graphs": {"budget_bytes", "used_bytes", "evictions"},
     "fallback": {"where", "reason", "count"},

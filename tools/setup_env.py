@@ -123,7 +123,7 @@ def fingerprint() -> str:
 
 
 def packages_ready() -> bool:
-    """Whether `.venv` has the right packages, told from its stamp (no import, no pip: milliseconds)."""
+    """Whether `.venv` has the right packages, by its stamp (no import, no pip: milliseconds)."""
     return PYTHON.exists() and STAMP.is_file() and STAMP.read_text() == fingerprint()
 
 

@@ -1,34 +1,41 @@
-"""The pictures of workflows and nodes, made in the real front end before the real server, on the demo model.
+"""The pictures of templates and nodes, made with the real server on the demo model.
 
-    python -m tools.thumbnails           # all of them anew; needs a Chromium, about a minute
+    python -m tools.thumbnails           # all of them; needs a Chromium, about a minute
 
-Beside each example workflow a thumbnail, which ComfyUI's template browser shows; in web/docs/assets a picture of each
-node in each language, for its help page.
+Beside the templates that have no card of their own figures (bench/cards), pictures that the demo model has drawn; in
+web/docs/assets a picture of each node in each language, for its help page, taken in the real front end.
 """
 
 import io
+import itertools
 import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 
 from tools import browser as installed
+from tools import embed
 from tools.comfy_server import ComfyServer
 from tools.paths import ROOT, project_env
 from tools.web_page import WebPage, chromium
 
-EXAMPLES = sorted(
-    path for folder in ("example_workflows", "demo/example_workflows") for path in ROOT.glob(f"{folder}/*.json")
-)
-RUN = ROOT / "demo/example_workflows/emoji_sizes.json"  # needs no model that is not here
+embed.bare_demo()
+
+from anyshape_demo.workflows import Case, picture  # noqa: E402 - the package exists from the line above on
+
+RUN = ROOT / "demo/example_workflows/Emoji - three sizes, nothing to download.json"  # needs no model that is not here
+COMPARISON = ROOT / "example_workflows/Comparison SDXL - with and without AnyShape.jpg"
+WARMED = ROOT / "example_workflows/Warm Up SDXL - image to image with LCM.jpg"
+FORMS = ((256, 256), (320, 192), (200, 264))  # square, wide and tall
 ASSETS = ROOT / "web/docs/assets"
 LANGUAGES = ("en", "zh")
 VIEW = {"width": 1600, "height": 1100}
 CLEAR = {"x": 80, "y": 150, "width": 1440, "height": 810}  # pixels of the page over which nothing of ComfyUI's lies
-THUMBNAIL, QUALITY = (640, 360), 80
+THUMBNAIL, QUALITY = (640, 360), 85
+PAPER, INK, CAPTION, SPACE = "#E4E4E8", "#222222", 34, 14  # of a thumbnail; pixels below and between its pictures
 NODE_SCALE, MARGIN, BADGE = 1.5, 10, 24  # BADGE: the pack's name above a node, pixels of the canvas
 SHARP = {"LiteGraph_Canvas_MinFontSizeForLOD": 0}  # texts are drawn however small
 TITLE = 30
@@ -42,6 +49,7 @@ class Canvas:
     def __init__(self, browser: Any, server: ComfyServer, language: str = "en") -> None:
         self.web, self.server = WebPage(browser, server, Comfy_Locale=language, **SHARP), server
         self.web.page.set_viewport_size(VIEW)
+        self._ids = itertools.count(1000)
 
     def open(self, path: Path) -> None:
         """A workflow as the template browser opens it."""
@@ -85,13 +93,14 @@ class Canvas:
     def add(self, kind: str) -> None:
         """A new node, in a workflow of its own."""
         self.web.page.evaluate(
-            """([kind, place]) => {
+            """([kind, place, id]) => {
                 app.graph.clear();
                 const node = LiteGraph.createNode(kind);
-                node.pos = place;
+                // the front end gives a node the values of the last one of its id
+                Object.assign(node, { pos: place, id });
                 app.graph.add(node);
             }""",
-            [kind, NODE_PLACE],
+            [kind, NODE_PLACE, next(self._ids)],
         )
         self.web.page.wait_for_timeout(300)
 
@@ -103,13 +112,44 @@ class Canvas:
         )
 
 
-def thumbnails(canvas: Canvas) -> None:
-    """Beside each example. The one for the demo model is run, and the last, so that no other shows its figures."""
-    for path in sorted(EXAMPLES, key=lambda path: path == RUN):
-        canvas.run() if path == RUN else canvas.open(path)
-        picture = canvas.shot(canvas.bounds()).resize(THUMBNAIL, Image.Resampling.LANCZOS)
-        picture.save(path.with_suffix(".jpg"), quality=QUALITY, optimize=True)
-        print(path.with_suffix(".jpg").relative_to(ROOT))
+def thumbnails(server: ComfyServer) -> None:
+    """What the demo model draws, with what the picture shows below it."""
+
+    def drawn(text: str, width: int, height: int, compiled: bool = True) -> Image.Image:
+        flow = picture(Case(width, height, 1, True, text), 2, compiled)
+        (image,) = server.run(flow)["outputs"]["save"]["images"]
+        return server.view(image).convert("RGB")
+
+    sizes = [f"{width}x{height}" for width, height in FORMS]
+    _thumbnail(
+        COMPARISON,
+        [drawn("rocket", 256, 256, compiled=False), drawn("rocket", 256, 256)],
+        ["ComfyUI", "AnyShape, the same seed"],
+    )
+    _thumbnail(WARMED, [drawn("cactus", *form) for form in FORMS], sizes)
+    _thumbnail(RUN.with_suffix(".jpg"), [drawn("octopus", *form) for form in FORMS], sizes)
+
+
+def _thumbnail(path: Path, pictures: list[Image.Image], captions: list[str]) -> None:
+    """The pictures beside one another, as large as they fit, each with its caption."""
+    wide = THUMBNAIL[0] - SPACE * (len(pictures) + 1)
+    scale = min(
+        wide / sum(one.width for one in pictures),
+        (THUMBNAIL[1] - CAPTION - SPACE) / max(one.height for one in pictures),
+    )
+    pictures = [
+        one.resize((int(one.width * scale), int(one.height * scale)), Image.Resampling.LANCZOS) for one in pictures
+    ]
+    sheet, font = Image.new("RGB", THUMBNAIL, PAPER), ImageFont.load_default(18)
+    pen, room = ImageDraw.Draw(sheet), (wide - sum(one.width for one in pictures)) // 2
+    left = SPACE + room
+    for one, caption in zip(pictures, captions, strict=True):
+        top = (THUMBNAIL[1] - CAPTION - one.height) // 2
+        sheet.paste(one, (left, top))
+        pen.text((left + one.width // 2, top + one.height + 8), caption, fill=INK, font=font, anchor="mt")
+        left += one.width + SPACE
+    sheet.save(path, quality=QUALITY, optimize=True)
+    print(path.relative_to(ROOT))
 
 
 def nodes(canvas: Canvas, language: str) -> None:
@@ -132,10 +172,12 @@ def main() -> int:
         return 1
     os.environ.update(project_env())
     ASSETS.mkdir(exist_ok=True)
+    with ComfyServer() as server:  # without a browser, whose loop would be in the way of the server's client
+        thumbnails(server)
     for language in LANGUAGES:
         with ComfyServer() as server, chromium() as browser:  # a new one each: its figures are of one run
             canvas = Canvas(browser, server, language)
-            thumbnails(canvas) if language == "en" else canvas.run()
+            canvas.run()
             nodes(canvas, language)
     return 0
 

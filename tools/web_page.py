@@ -231,17 +231,17 @@ class WebPage:
             "id => app.graph.getNodeById(id).widgets.find((w) => w.name === 'anyshape').element.textContent", node
         )
 
-    def wait_for_line(self, node: int, text: str, timeout: float = 60) -> None:
-        """Waits until the node's line is exactly ``text``; seconds.
+    def wait_for_line(self, node: int, text: str, timeout: float = 60, begins: bool = False) -> str:
+        """The node's line as soon as it is exactly ``text``, or begins with it; seconds.
 
         The line of the prompt before stays until the news arrive, and the front end may make its nodes again at any
         time: so a line is never read once.
         """
         read = "(id) => app.graph.getNodeById(id)?.widgets.find((w) => w.name === 'anyshape')?.element.textContent"
         try:
-            self.page.wait_for_function(
-                f"([id, text]) => ({read})(id) === text", arg=[node, text], timeout=timeout * 1e3
-            )
+            is_it = "line?.startsWith(text)" if begins else "line === text"
+            same = f"([id, text]) => {{ const line = ({read})(id); return {is_it} && line; }}"
+            return self.page.wait_for_function(same, arg=[node, text], timeout=timeout * 1e3).json_value()
         except TimeoutError:
             shown = self.page.evaluate(read, node)
             raise AssertionError(f"the line of node {node} is {shown!r}, not {text!r}") from None

@@ -1,14 +1,18 @@
 /** What AnyShape shows in the browser: the panel, the nodes' badges, the tables on Shape Cache Info. */
 
 import { app } from "../../scripts/app.js";
+import * as ahead from "./anyshape/ahead.js";
 import * as badges from "./anyshape/badges.js";
+import { compare, learn } from "./anyshape/compare.js";
 import * as info from "./anyshape/info.js";
 import * as names from "./anyshape/names.js";
 import { makePanel } from "./anyshape/panel.js";
+import * as settings from "./anyshape/settings.js";
 import * as store from "./anyshape/store.js";
 import * as texts from "./anyshape/texts.js";
 
 const ID = "anyshape";
+const COMPARE = "AnyShape.Compare";
 
 /** A tab that the frontend may mount, and mount again, anywhere. */
 function tab() {
@@ -41,6 +45,13 @@ function rename(manager) {
   if (added) added.title = added.tooltip = texts.words().title;
 }
 
+/** From ComfyUI's menu: the panel says how it goes. */
+function compareInPanel() {
+  const manager = app.extensionManager;
+  if (manager?.sidebarTab && manager.sidebarTab.activeSidebarTabId !== ID) manager.sidebarTab.activeSidebarTabId = ID;
+  return compare();
+}
+
 function addStyle() {
   const href = new URL("./anyshape/style.css", import.meta.url).href;
   document.head.append(Object.assign(document.createElement("link"), { rel: "stylesheet", href }));
@@ -51,6 +62,7 @@ function register() {
   const sidebar = typeof manager?.registerSidebarTab === "function";
   app.registerExtension({
     name: "AnyShape",
+    settings: settings.page(),
     ...(sidebar ? {} : { bottomPanelTabs: [tab()] }),
 
     async setup() {
@@ -60,16 +72,24 @@ function register() {
         if (sidebar) rename(manager);
         store.refresh();
       });
+      ahead.listen();
       badges.listen();
       store.watch(badges.show);
       store.watch(info.show);
       await store.connect();
     },
 
-    beforeRegisterNodeDef: (type, definition) => names.describe(definition),
+    commands: [{ id: COMPARE, label: () => texts.words().compare.title, icon: "pi pi-clock", function: compareInPanel }],
+    menuCommands: [{ path: ["AnyShape"], commands: [COMPARE] }],
+
+    beforeRegisterNodeDef(type, definition) {
+      names.describe(definition);
+      learn(definition);
+    },
 
     nodeCreated(node) {
       names.label(node);
+      settings.useBudget(node);
       badges.addBadge(node);
       info.addInfo(node);
     },

@@ -68,7 +68,7 @@ class Keeper:
     def watch(self, device: torch.device, kernels: Kernels) -> None:
         """``kernels`` gives Triton kernels of ours that run on ``device``; to be called before the first is compiled.
 
-        What the store has for the device goes into Triton's cache, once a process. At each ``save_soon`` what
+        What the store has for the device goes into Triton's cache, once per process. At each ``save_soon`` what
         ``kernels`` gives by then is looked through for variants that are new. It is called from another thread, so it
         gives a copy of what may grow. What it gives are ``JITFunction``s, or variants as ``triton.compile`` makes them.
 

@@ -18,6 +18,7 @@ from torch import nn
 from .. import devices
 from ..attempt import attempt, failed
 from ..engine import Engine, Settings
+from ..reasons import say
 from ..stats import STATS
 from . import lazy
 from .compat import static_clone
@@ -141,10 +142,7 @@ def _graph_message(settings: Settings, device: torch.device) -> str:
     card = torch.cuda.get_device_properties(device).total_memory
     if settings.graph_budget_bytes <= card:
         return ""
-    return (
-        f"graph_budget_mb is {settings.graph_budget_mb}, more than the {card >> 20} MB of this card: graphs are "
-        f"captured until memory runs out, then sizes run without one. 2048 is enough for most workflows"
-    )
+    return say("large_budget", budget=settings.graph_budget_mb, card=card >> 20)
 
 
 def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:

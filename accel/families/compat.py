@@ -12,6 +12,8 @@ from typing import Any
 from comfy.model_patcher import ModelPatcher
 from torch import nn
 
+from ..reasons import say
+
 try:
     import comfy.model_prefetch as prefetch
 except ImportError:  # ComfyUI before its prefetch queues
@@ -22,11 +24,6 @@ HAS_MIDDLE_PATCH = hasattr(ModelPatcher, "set_model_middle_block_after_patch")
 
 # The weights of models that ComfyUI streams, loaded once more to stay in place: as ``clone`` takes them.
 _STATIC: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
-
-STREAMED = (
-    "its weights are streamed while it runs (DynamicVRAM), and cannot be loaded to stay in place{}. Load it with "
-    "ComfyUI's own loader nodes, or start ComfyUI with --disable-dynamic-vram"
-)
 
 
 def static_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str]:
@@ -42,7 +39,7 @@ def static_clone(patcher: ModelPatcher) -> tuple[ModelPatcher, str]:
     try:
         clone = patcher.clone(disable_dynamic=True, **known)
     except (RuntimeError, TypeError, OSError) as error:  # a loader that keeps no way to load again; a file that is gone
-        return patcher.clone(), STREAMED.format(f" ({error})")
+        return patcher.clone(), say("streamed", error=f" ({error})")
     if known:
         _STATIC[patcher.model] = clone.get_clone_model_override()
     return clone, ""

@@ -27,6 +27,7 @@ from ..engine import Call, Engine, Settings
 from ..key import ShapeKey, shape_key
 from ..ops import FusedOps
 from ..outputs import Output
+from ..reasons import say
 from ..stats import STATS
 from ..tape.values import replaced
 from ..weights import ChannelsLastWeights
@@ -79,11 +80,11 @@ def _compiled(
 def unsupported(control: comfy.controlnet.ControlBase) -> str:
     """Why this control cannot be compiled; "" if it can."""
     if isinstance(control, comfy.controlnet.T2IAdapter):
-        return "a T2I-Adapter runs once a run, not once a step, so there is nothing to speed up"
+        return say("t2i_adapter")
     if isinstance(control, comfy.controlnet.ControlLora):
-        return "a Control-LoRA is built anew for each run out of the model's own weights, which is not supported"
+        return say("control_lora")
     if type(control) is not comfy.controlnet.ControlNet:
-        return f"{type(control).__name__} is not a kind of ControlNet that AnyShape knows"
+        return say("unknown_control", name=type(control).__name__)
     return family.unsupported(control.control_model) if _is_by_hand(control.control_model) else ""
 
 

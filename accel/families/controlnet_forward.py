@@ -14,6 +14,7 @@ from comfy.ldm.modules.diffusionmodules.util import timestep_embedding
 from torch import Tensor
 
 from ..ops import FusedOps
+from ..reasons import say
 from .family import Arguments
 from .layers import is_altered
 from .run_state import call_obstacle
@@ -32,7 +33,7 @@ TYPE = "control_type"  # which of a union ControlNet's kinds of hint this is; a 
 def unsupported(model: ControlNet) -> str:
     """Why this ControlNet is not one that ``forward`` mirrors; "" if it is."""
     foreign = unknown_layers([*model.input_blocks, model.middle_block])
-    return f"the ControlNet has layers that AnyShape does not know: {foreign}" if foreign else ""
+    return say("control_layers", names=foreign) if foreign else ""
 
 
 def arguments(
@@ -55,21 +56,21 @@ def arguments(
 def obstacle(model: ControlNet, given: Arguments) -> str:
     """Why only ComfyUI's own forward is right for this call of this ControlNet; "" if ours is."""
     if is_altered(model):
-        return "another node replaced or hooked the ControlNet, so it runs in eager"
+        return say("foreign_control")
     if not isinstance(given.tensors["hint"], Tensor) or given.tensors["hint"].ndim != 4:
-        return "the hint is not a batch of images, so the ControlNet runs in eager"
+        return say("control_hint")
     if model.num_classes is not None and given.tensors["y"] is None:
-        return "the ControlNet needs a pooled embedding and got none: it is for SDXL"
+        return say("control_pooled")
     types = given.known.get(TYPE, ())
     if model.control_add_embedding is not None and (len(types) > 1 or max(types, default=0) >= model.num_control_type):
-        return "the control type is not one that this union ControlNet knows"
+        return say("control_type")
     return call_obstacle(given)
 
 
 def graph_obstacle(model: ControlNet, plan: Plan, x: Tensor) -> str:
     """Why the forward must not be captured; "" if it may."""
     if any(parameter.device != x.device for parameter in model.parameters(recurse=False)):
-        return "a part of the ControlNet is streamed at each call (low VRAM): no graph; free VRAM"
+        return say("control_streamed")
     return plan.survey.graph_obstacle()
 
 

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from ..ops import FusedOps
+from ..reasons import say
 
 CONTROL = "control."  # what names of lists of ControlNet residuals begin with
 
@@ -60,13 +61,11 @@ def unknown_patches(given: Arguments, known: frozenset[str], where: str) -> str:
     A newer ComfyUI may call patches that ours would pass over.
     """
     names = sorted(name for name, patches in given.options.get("patches", {}).items() if patches and name not in known)
-    return (
-        f"patches that AnyShape does not know in {where} ({', '.join(names)}): the model runs in eager" if names else ""
-    )
+    return say("unknown_patches", where=where, patches=", ".join(names)) if names else ""
 
 
 class Plan(Protocol):
-    """Which parts of one model may run on fused operations, decided once a sampling run."""
+    """Which parts of one model may run on fused operations, decided once per sampling run."""
 
     survey: Any  # layers.Survey
 

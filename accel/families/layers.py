@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..fingerprint import Watch, foreign_method
 from ..ops import FusedOps, Norm, Weights
+from ..reasons import say
 from .compat import is_streamed_layer
 
 
@@ -92,7 +93,7 @@ def autocast(device: torch.device) -> str:
     """Why fused operations are not right under torch's autocast; "" if it is off."""
     if not torch.is_autocast_enabled(device.type):
         return ""
-    return "torch.autocast is on (another node switched it on), and fused operations do not follow it: it runs in eager"
+    return say("autocast")
 
 
 def surroundings() -> int:
@@ -182,15 +183,15 @@ class Survey:
     def obstacle(self) -> str:
         """Why nothing of this model may run fused; "" if something may."""
         if self.streamed:
-            return "weights are streamed while the model runs (DynamicVRAM), so it runs in eager"
+            return say("streamed_now")
         return ""
 
     def eager_parts(self) -> str:
         """Why some parts run their own forward; "" if none does."""
         if self.altered:
-            return f"another node replaced or hooked a part of the model{self.whose()}: that part runs in eager"
+            return say("foreign_part", whose=self.whose())
         if self.unknown:
-            return f"layers of a kind that AnyShape does not know run in eager: {', '.join(sorted(self.unknown))}"
+            return say("unknown_layers", names=", ".join(sorted(self.unknown)))
         return ""
 
     def graph_obstacle(self) -> str:
@@ -198,7 +199,7 @@ class Survey:
         if self.odd:
             return f"{self.eager_parts()}; without a graph"
         if self.cast:
-            return "weights are cast or streamed at each call (low VRAM, fp8): no graph; free VRAM or use an fp16 model"
+            return say("cast")
         return ""
 
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from ..attempt import attempt, named
 from ..errors import Unavailable
+from ..reasons import say
 from ..stats import STATS
 
 T = TypeVar("T")
@@ -20,9 +21,7 @@ def module(name: str) -> ModuleType:
     """The module ``name`` of this package. Raises ``Unavailable`` if this ComfyUI lacks what it needs."""
     found, failure = attempt(lambda: importlib.import_module(f".{name}", __package__), named)
     if failure:
-        raise Unavailable(
-            f"this version of ComfyUI is not one that AnyShape's {name} fits ({failure}): update AnyShape, or report it"
-        )
+        raise Unavailable(say("old_comfyui", part=name, error=failure))
     return found
 
 

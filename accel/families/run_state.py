@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..reasons import say
 from ..weights import ChannelsLastWeights, WeightWatch
 from .family import Arguments, Family, Plan
 from .layers import autocast, surroundings
@@ -54,17 +55,17 @@ class Run:
 def call_obstacle(given: Arguments) -> str:
     """Why only ComfyUI's own forward is right for this call; "" if ours is."""
     if torch.is_grad_enabled():
-        return "gradients are on (training), so the model runs in eager"
+        return say("training", what="model")
     if not isinstance(given.tensors["context"], Tensor):
-        return "the model was called without a prompt's tensor, so it runs in eager"
+        return say("no_prompt")
     unknown = sorted(name for name, value in given.extra.items() if value is not None)
     if unknown:
-        return f"the model was called with {', '.join(unknown)}, which only ComfyUI's own forward understands"
+        return say("unknown_argument", what="model", names=", ".join(unknown))
     if strange := sorted(name for name in given.options if name.endswith("_options") and name not in OPTIONS):
-        return f"the model was called with {', '.join(strange)}, which only ComfyUI's own forward understands"
+        return say("unknown_argument", what="model", names=", ".join(strange))
     device, dtype = given.tensors["x"].device, given.tensors["x"].dtype
     if autocast(device):
         return autocast(device)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"{dtype} activations are not supported; load the model in fp16, bf16 or fp32"
+        return say("dtype", dtype=dtype)
     return ""

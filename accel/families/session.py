@@ -18,6 +18,7 @@ from ..fingerprint import foreign_method
 from ..key import shape_key
 from ..ops import FusedOps
 from ..outputs import Output
+from ..reasons import say
 from ..skip.run import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..stats import STATS
 from ..tapes import Added
@@ -29,10 +30,7 @@ from .layers import INTERRUPTS, Survey, is_foreign
 from .run_state import Run, call_obstacle
 
 PATCH_KEYS = ("patches", "patches_replace")
-PASSED_BY = (
-    "another node runs this model past Compile Model (TorchCompileModel compiles it as a whole, say), so nothing of "
-    "it was sped up here: remove one of the two nodes"
-)
+PASSED_BY = say("passed_by")
 
 
 class Session:
@@ -80,7 +78,7 @@ class Session:
     def sampler(self, executor: WrapperExecutor, guider: Any, *args: Any, **kwargs: Any) -> Tensor:
         """SAMPLER_SAMPLE: the guider's conds lie where the model is, before the first step asks for them."""
         tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
-        if self.settings.mode != "off" and tensors:
+        if self.settings.mode != "off" and not self.settings.timed and tensors:
             judge = failed(self.name, "copying the prompts to the GPU")
             attempt(lambda: conds.to_device(guider.conds, tensors[0].device), judge, INTERRUPTS)
         return executor(guider, *args, **kwargs)
@@ -143,7 +141,8 @@ class Session:
         given = self.family.arguments(*args, **kwargs)
         skip: SkipRun | None = given.options.get(RUN_KEY)
         obstacle = _foreign_forward(self.family, model, original) or call_obstacle(given) or self.family.obstacle(given)
-        run = None if obstacle or self.settings.mode == "off" else self._run(model, given.tensors["x"].device)
+        idle = self.settings.mode == "off" or self.settings.timed
+        run = None if obstacle or idle else self._run(model, given.tensors["x"].device)
         obstacle = obstacle or (run.plan.survey.obstacle() if run else "")
         theirs.run = lambda: original(*given.original(), **given.known, **given.extra)
         forward = _Forward(self.family, model, theirs, given, run, obstacle)
@@ -359,13 +358,13 @@ def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., T
     if own and not replaced and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
         return ""
     whose = f" ({replaced})" if replaced else ""
-    return f"another node replaced the model's forward{whose}, so the model runs in eager"
+    return say("foreign_forward", whose=whose)
 
 
 def _graph_obstacle(run: Run, options: dict[str, Any]) -> str:
     """Why this forward may have Python side effects or no fixed weights, so that it must not be captured."""
     if patches := _patched(options):
-        return f"patches by another node ({', '.join(patches)}): patched blocks run in eager, without a graph"
+        return say("patched_blocks", patches=", ".join(patches))
     return run.plan.survey.graph_obstacle()
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..attempt import attempt, failed
 from ..engine import Settings
+from ..reasons import say
 from ..skip.run import OWN_STEPS, PLANNED, RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..skip.settings import AUTO, FEW, SkipSettings
@@ -51,7 +52,7 @@ def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
     model, family = getattr(clone.model, "diffusion_model", None), attach.family_of(clone.model.diffusion_model)
     why, deepest = _blocks_of(model, family)
     if why:
-        message = f"{why}: no blocks are skipped, it runs as without this node"
+        message = say("no_blocks", why=why)
         STATS.fallback(name, message)
         return message
     skipping = _Skipping(settings, name, tell)
@@ -95,7 +96,7 @@ def skips(patcher: ModelPatcher) -> bool:
 def _depth_message(settings: SkipSettings, deepest: int) -> str:
     if settings.depth == AUTO or int(settings.depth) <= deepest:
         return ""
-    return f"depth is {settings.depth}, and this model has 0 to {deepest}: auto is used"
+    return say("no_such_depth", depth=settings.depth, deepest=deepest)
 
 
 def _forward(session: Session, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..engine import Call
 from ..fingerprint import ModuleFingerprint, foreign_method
 from ..key import ShapeKey, shape_key
+from ..reasons import say
 from ..skip.run import RUN_KEY
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
@@ -204,19 +205,19 @@ def pixels(shape: tuple[int, ...]) -> tuple[int, int, int]:
 def obstacle(given: Given) -> str:
     """Why only ComfyUI's own forward is right for this call; "" if it may be recorded."""
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-        return "gradients are on (training), so the model runs in eager"
+        return say("training", what="model")
     if given.unknown:
-        return f"the model was called with {given.unknown}, which AnyShape does not know"
+        return say("strange_argument", name=given.unknown)
     if not given.tensors:
-        return "the model was called without a tensor"
+        return say("no_tensor")
     first = next(iter(given.tensors.values()))
     if first.dtype not in DTYPES:
-        return f"{first.dtype} activations are not supported; load the model in fp16, bf16 or fp32"
+        return say("dtype", dtype=first.dtype)
     if odd := [name for name, tensor in given.tensors.items() if tensor.device != first.device]:
-        return f"{odd[0]} lies on another device than the latent"
+        return say("other_device", name=odd[0])
     patches = sorted({name for key in PATCH_KEYS for name, value in given.options.get(key, {}).items() if value})
     if patches:
-        return f"patches by another node ({', '.join(patches)}): their model runs in eager"
+        return say("patches", patches=", ".join(patches))
     return ""
 
 
@@ -322,5 +323,5 @@ class _Copied(Reads):
     def note(self, key: Any, value: Any) -> None:
         """As in ``Reads``."""
         if key in COPIED_ALONG:
-            self._recorder.refuse(f"another node's attention reads the option {key!r}")
+            self._recorder.refuse(say("attention_option", option=repr(key)))
         super().note(key, value)

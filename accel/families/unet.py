@@ -6,6 +6,7 @@ from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor, nn
 
 from ..ops import FusedOps
+from ..reasons import say
 from .family import Arguments, residuals, unconsumed, unknown_patches
 from .unet_forward import Control, Inputs, UNetForward
 from .unet_plan import Plan, unknown_layers
@@ -28,9 +29,9 @@ PATCHES = frozenset(  # that ``forward`` calls, or that its blocks do
 def unsupported(model: UNetModel) -> str:
     """Why this UNet is not one that ``forward`` mirrors; "" if it is."""
     if model.predict_codebook_ids:
-        return "UNets that predict codebook ids are not supported"
+        return say("unet_codebook")
     foreign = unknown_layers([*model.input_blocks, *model.output_blocks, model.middle_block or []])
-    return f"the UNet has layers that AnyShape does not know: {foreign}" if foreign else ""
+    return say("unet_layers", names=foreign) if foreign else ""
 
 
 def arguments(

@@ -1,4 +1,4 @@
-"""Which parts of a UNet or of its ControlNet run on fused operations, decided once a sampling run."""
+"""Which parts of a UNet or of its ControlNet run on fused operations, decided once per sampling run."""
 
 from collections.abc import Callable, Iterable
 

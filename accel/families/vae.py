@@ -20,6 +20,7 @@ from torch import nn
 from .. import devices
 from ..attempt import Theirs, attempt, failed
 from ..engine import Engine, Settings
+from ..reasons import say
 from ..stats import STATS
 from . import entries, lazy, taping
 from .compat import is_streamed, outside_memory_plan, static_clone
@@ -27,11 +28,6 @@ from .latents import Latents
 from .layers import INTERRUPTS
 
 WAYS = {"decode": "VAE decoder", "encode": "VAE encoder"}  # and what the stats call them
-IN_PIECES = (
-    "the pictures of this VAE lie in main memory and go to the GPU piece by piece, which is ComfyUI's own way to "
-    "save memory: it runs in eager"
-)
-NOTHING = "no VAE was found in this file, so there is nothing to speed up"
 
 _LOCK = threading.Lock()  # two first calls at once must get one engine
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, dict[str, Engine]]" = weakref.WeakKeyDictionary()
@@ -54,7 +50,7 @@ def _compiled(vae: comfy.sd.VAE, name: str, settings: Settings) -> tuple[comfy.s
     model = vae.first_stage_model
     if is_compiled(vae):
         return vae, ""
-    compiled, obstacle = copy.copy(vae), "" if model is not None else NOTHING
+    compiled, obstacle = copy.copy(vae), "" if model is not None else say("no_vae")
     obstacle = obstacle or devices.obstacle(vae.device)
     if not obstacle:
         compiled.patcher, obstacle = static_clone(vae.patcher)
@@ -128,7 +124,7 @@ class _Way:
             size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
             call = taping.call_of(self._model, original, given, run, theirs, size, lean=True)
             if not call.obstacle and any(weight.device != first.device for weight in self._model.parameters()):
-                call = replace(call, obstacle=IN_PIECES, taped=None)
+                call = replace(call, obstacle=say("vae_in_pieces"), taped=None)
             with outside_memory_plan():
                 return self._engine(call, self._settings)
         finally:

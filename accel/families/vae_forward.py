@@ -21,6 +21,7 @@ from ..attempt import Theirs, failed
 from ..engine import Call, Engine, Settings
 from ..key import shape_key
 from ..ops import FusedOps
+from ..reasons import say
 from ..weights import ChannelsLastWeights
 from .attach import engine_for
 from .compat import outside_memory_plan
@@ -35,11 +36,11 @@ _KNOWN = (
 def unsupported(model: nn.Module) -> str:
     """Why this autoencoder is not one whose forward is mirrored here; "" if it is."""
     if not isinstance(model, AutoencodingEngine):
-        return f"{type(model).__name__} is no KL VAE"
+        return say("unknown_vae", name=type(model).__name__)
     for part, wanted in ((model.decoder, blocks.Decoder), (model.encoder, blocks.Encoder)):
         foreign = {type(m).__name__ for m in part.modules() if type(m) not in _KNOWN and not _is_layer(m)}
         if type(part) is not wanted or foreign:
-            return f"the VAE has parts that AnyShape does not know: {', '.join(sorted(foreign)) or type(part).__name__}"
+            return say("vae_parts", names=", ".join(sorted(foreign)) or type(part).__name__)
     return ""
 
 
@@ -97,6 +98,7 @@ class _Forward:
             height=x.shape[-2] * self._pixels,
             batch=x.shape[0],
             obstacle=_obstacle(self._part, x, options),
+            plain_eager=True,
         )
         with outside_memory_plan():
             return self._engine(call, self._settings)
@@ -113,22 +115,20 @@ class _Forward:
 
 def _obstacle(part: nn.Module, x: Tensor, options: dict[str, Any]) -> str:
     if torch.is_grad_enabled():
-        return "gradients are on (training), so the VAE runs in eager"
+        return say("training", what="VAE")
     if autocast(x.device):
         return autocast(x.device)
     if options:
-        return f"the VAE was called with {', '.join(sorted(options))}, which only ComfyUI's own forward understands"
+        return say("unknown_argument", what="VAE", names=", ".join(sorted(options)))
     if x.ndim != 4 or getattr(part, "give_pre_end", False):
-        return "only images [N, C, H, W] are compiled, not video or audio latents"
+        return say("vae_images")
     survey = Survey(part)
     if is_altered(part) or survey.altered:
-        return f"another node replaced or hooked a part of the VAE{survey.whose()}, so it runs in eager"
+        return say("foreign_vae", whose=survey.whose())
     if survey.obstacle():
         return survey.obstacle()
     if survey.unknown:
-        return (
-            f"layers of a kind that AnyShape does not know ({', '.join(sorted(survey.unknown))}): the VAE runs in eager"
-        )
+        return say("vae_layers", names=", ".join(sorted(survey.unknown)))
     return ""
 
 

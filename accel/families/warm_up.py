@@ -5,9 +5,10 @@ prompts are joined, what a ControlNet adds, where the weights lie. Nothing is ke
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,18 +21,21 @@ import torch
 from comfy.model_patcher import ModelPatcher
 from torch import Tensor
 
-from .. import devices, graphs
+from .. import devices, gain, graphs
 from ..attempt import Judge, attempt, failed, named
 from ..errors import is_out_of_memory
+from ..reasons import say
 from ..skip.run import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
-from ..stats import STATES, STATS
+from ..stats import STATES, STATS, ShapeStats
+from ..times import rehearsal
 from ..warm_up import MIB, Outcome, Row, Shape, in_short, parse, table
 from . import lazy
-from .attach import session_of
+from .attach import compile_model, session_of
 from .latents import Latents, latents_of
 from .layers import INTERRUPTS
 from .plain_prompt import noise, plain_prompt
+from .session import Session
 from .skipping import skips
 
 STEPS = 30  # of the noise schedule; few of them are evaluated
@@ -40,16 +44,14 @@ CFG_OPTIONS = ("auto", *CFG)
 HOPELESS = 4  # times the device's memory, by ComfyUI's estimate, which is generous: not even tried
 NOT_RUN, FAILED, EVICTED = "not run", "failed", "evicted"
 
-NO_MODEL = (
-    "connect Compile Model before Warm Up: nothing to warm up. This MODEL does not run compiled (no Compile Model "
-    "node, its mode is off, or it could not be compiled), and passes through as it is"
-)
-NO_VAE = "this VAE does not come from Compile VAE: nothing of it was warmed up, and it passes through as it is"
-GONE = "memory ran short at a later size, which took this graph's: list fewer or smaller sizes"
+NO_MODEL, NO_VAE, GONE = say("nothing_compiled"), say("vae_not_compiled"), say("warm_up_no_memory")
 NO_PICTURES = "this model makes neither images nor video, so a size in pixels says nothing of it"
-NO_PICTURES_OF_VAE = "this VAE makes neither images nor video, so a size in pixels says nothing of it"
 NO_FRAMES = "{} makes single images: leave the frames out of this line"
-NO_SIZES = "no size to warm up: write one a line"
+GAVE_WAY = say("gave_way")
+NO_SIZES = "no size to warm up: write one per line"
+
+
+_WARMED: Counter[tuple[str, str]] = Counter()  # calls that warm-ups made, by the model's name and the shape's key
 
 
 @dataclass(frozen=True)
@@ -64,30 +66,39 @@ class _Job:
     run: Callable[[], Any]
     obstacle: str = ""  # why it cannot be run at all
     note: str = ""  # what the user should know of it
+    eager: Callable[[], Any] | None = None  # the same on ComfyUI's own forwards, whose times are noted
 
 
 def warm_up(
     model: ModelPatcher, text: str, vae: comfy.sd.VAE | None = None, positive: list | None = None,
-    negative: list | None = None, cfg: str = "auto",
+    negative: list | None = None, cfg: str = "auto", measure: bool = False, gives_way: Callable[[], bool] = bool,
 ) -> Outcome:  # fmt: skip
-    """Runs the sizes that ``text`` lists; nothing else is changed."""
+    """Runs the sizes that ``text`` lists; nothing else is changed.
+
+    measure: also on ComfyUI's own forwards, timed. gives_way: whether something else waits, so that no further size
+    is begun.
+    """
     shapes, problems = parse(text)
     bad = len(problems)
     problems = in_short(problems, "more entries are no sizes") if shapes or problems else [NO_SIZES]
     outcome, failure = attempt(
-        lambda: _warmed(model, shapes, vae, (positive, negative), cfg), failed("Warm Up", "Warm Up"), INTERRUPTS
+        lambda: _warmed(model, shapes, vae, (positive, negative), cfg, measure, gives_way),
+        failed("Warm Up", "Warm Up"),
+        INTERRUPTS,
     )
     shapes, rows, warnings = outcome or (shapes, [], [failure])
     warnings = [*problems, *warnings]
     notes = in_short([shape.note for shape in shapes if shape.note], "more sizes were rounded")
     report = "\n".join([*warnings, *notes, *([table(rows)] if rows else [])])
     ready = {row.shape for row in rows} - {row.shape for row in rows if row.state in (NOT_RUN, FAILED, EVICTED)}
-    return Outcome(report, warnings, len(shapes), len(ready), bad)
+    left = tuple(dict.fromkeys(row.shape for row in rows if row.why == GAVE_WAY))
+    return Outcome(report, warnings, len(shapes), len(ready), bad, left)
 
 
 def _warmed(
-    model: ModelPatcher, shapes: list[Shape], vae: comfy.sd.VAE | None, prompts: tuple, cfg: str
-) -> tuple[list[Shape], list[Row], list[str]]:
+    model: ModelPatcher, shapes: list[Shape], vae: comfy.sd.VAE | None, prompts: tuple, cfg: str, measure: bool,
+    gives_way: Callable[[], bool],
+) -> tuple[list[Shape], list[Row], list[str]]:  # fmt: skip
     """(the sizes, a row a job, what to do). The VAE first: loading it later might unload the model's graphs."""
     session, jobs, warnings = session_of(model), [], []
     latents = latents_of(model.get_model_object("latent_format"))
@@ -101,13 +112,21 @@ def _warmed(
     if session is None:
         warnings.append(NO_MODEL)
     else:
-        jobs += _model_jobs(model, shapes, prompts, cfg)
+        timed = _timed(model, session) if measure else None
+        jobs += _model_jobs(model, shapes, prompts, cfg, timed)
     limit = session.settings.graph_budget_bytes if session else 0
     with ExitStack() as stack:
+        stack.enter_context(rehearsal())
         pins = stack.enter_context(graphs.cache(model.load_device).pinning())
         stack.enter_context(torch.random.fork_rng(devices=_random_devices(model.load_device)))
         stack.enter_context(torch.inference_mode())
-        return shapes, _in_order(jobs, _Budget(model.load_device, limit, pins)), warnings
+        budget = _Budget(model.load_device, limit, pins)
+        return shapes, _in_order(jobs, budget, gives_way), warnings
+
+
+def _timed(model: ModelPatcher, session: Session) -> ModelPatcher | None:
+    """The model on ComfyUI's own forwards, timed. None with Skip Blocks, without which eager does other work."""
+    return None if skips(model) else compile_model(model, replace(session.settings, timed=True))[0]
 
 
 def _random_devices(device: torch.device) -> list[torch.device]:
@@ -115,11 +134,11 @@ def _random_devices(device: torch.device) -> list[torch.device]:
     return [device] if devices.is_nvidia(device) else []
 
 
-def _in_order(jobs: Sequence[_Job], budget: "_Budget") -> list[Row]:
+def _in_order(jobs: Sequence[_Job], budget: "_Budget", gives_way: Callable[[], bool]) -> list[Row]:
     progress, rows = comfy.utils.ProgressBar(len(jobs)), []
     for job in jobs:
         mm.throw_exception_if_processing_interrupted()
-        reason = budget.is_spent()
+        reason = GAVE_WAY if gives_way() else budget.is_spent()
         rows.append(Row(job.shape, job.part, NOT_RUN, why=reason) if reason else _run(job))
         progress.update(1)
     return budget.settled(rows)
@@ -134,8 +153,13 @@ def _run(job: _Job) -> Row:
         why = f"needs about {job.needs / MIB:.0f} MB, and the device has {total / MIB:.0f}: make it smaller"
         return Row(job.shape, job.part, NOT_RUN, why=why)
     before, started = _calls(), time.perf_counter()
-    _, failure = attempt(job.run, _judge(job), INTERRUPTS)
+    try:
+        _, failure = attempt(job.run, _judge(job), INTERRUPTS)
+    finally:
+        _WARMED.update({name: count - before.get(name, 0) for name, count in _calls().items()})
     seconds = time.perf_counter() - started
+    if job.eager and not failure:  # without memory for it there is no factor, and all else is as it was
+        attempt(job.eager, _unmeasured(job), INTERRUPTS)
     if failure:
         mm.soft_empty_cache()
         return Row(job.shape, job.part, FAILED, seconds, why=failure)
@@ -155,6 +179,21 @@ def _judge(job: _Job) -> Judge:
     return judge
 
 
+def _unmeasured(job: _Job) -> Judge:
+    def judge(error: Exception) -> str:
+        reason = say("not_timed", shape=job.shape, error=named(error))
+        STATS.fallback("Warm Up", reason)
+        mm.soft_empty_cache()
+        return reason
+
+    return judge
+
+
+def was_asked_for(model: str, shape: ShapeStats) -> bool:
+    """Whether anything but a warm-up has run this size of the stats' entry ``model``. Not to be asked during one."""
+    return shape.calls > _WARMED[model, shape.key]
+
+
 def _calls() -> dict[tuple[str, str], int]:
     """How often each shape of each model has run."""
     return {(m["name"], s["key"]): s["calls"] for m in STATS.snapshot()["models"] for s in m["shapes"]}
@@ -166,11 +205,13 @@ def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> R
     ran = [(m["name"], s) for m in models for s in m["shapes"] if s["calls"] > before.get((m["name"], s["key"]), 0)]
     states = [s["state"] for _, s in ran]
     several = len({name for name, _ in ran}) > 1
+    gained = gain.total([s for _, s in ran]).get("factor")
     told = [(name, text) for name, s in ran for text in (s["reason"], s["note"]) if text]
     reasons = [job.note] * bool(job.note) + [f"{name}: {text}" if several else text for name, text in told]
+    captured = frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph")
     return Row(
         job.shape, job.part, max(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
-        "; ".join(dict.fromkeys(reasons)), frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph"),
+        "; ".join(dict.fromkeys(reasons)), gained, captured,
     )  # fmt: skip
 
 
@@ -197,8 +238,9 @@ class _Budget:
 
 
 def _model_jobs(
-    model: ModelPatcher, shapes: Iterable[Shape], prompts: tuple[list | None, list | None], cfg: str
-) -> list[_Job]:
+    model: ModelPatcher, shapes: Iterable[Shape], prompts: tuple[list | None, list | None], cfg: str,
+    timed: ModelPatcher | None = None,
+) -> list[_Job]:  # fmt: skip
     latents, jobs = latents_of(model.get_model_object("latent_format")), []
     positive, negative, obstacle = _prompts(model, latents, *prompts) if latents else ([], [], NO_PICTURES)
     for scale in CFG.get(cfg, CFG["off" if _guides_itself(model) else "on"]):
@@ -208,8 +250,9 @@ def _model_jobs(
             size = () if why else latents.shape(shape.width, shape.height, shape.batch, shape.frames)
             needs = 0 if why else model.memory_required([*size])
             run = partial(_sample, model, size, scale, positive, negative)
+            eager = partial(_sample, timed, size, scale, positive, negative) if timed else None
             note = "" if why else _rounded(shape, latents)
-            jobs.append(_Job(shape, part, rows * shape.pixels, needs, model.load_device, run, why, note))
+            jobs.append(_Job(shape, part, rows * shape.pixels, needs, model.load_device, run, why, note, eager))
     return _largest_first(jobs)
 
 
@@ -235,7 +278,7 @@ def _vae_jobs(vae: comfy.sd.VAE, shapes: Iterable[Shape]) -> list[_Job]:
     latents, jobs = lazy.module("vae").latents_of(vae), []
     for shape in shapes:
         if latents is None:
-            jobs.append(_Job(shape, "VAE", shape.pixels, 0, vae.device, tuple, NO_PICTURES_OF_VAE))
+            jobs.append(_Job(shape, "VAE", shape.pixels, 0, vae.device, tuple, say("no_pictures")))
             continue
         size = latents.shape(shape.width, shape.height, shape.batch, shape.frames)
         pictures = latents.size(size)[2] if latents.frames else shape.batch

@@ -14,6 +14,7 @@ from .. import devices
 from ..artifacts import KEEPER
 from ..attempt import without_folders
 from ..errors import AnyShapeError, Unavailable
+from ..reasons import say
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +24,7 @@ OLDEST_TRITON = (3, 2)  # that of torch 2.6
 
 def _obstacle(device: torch.device) -> str | None:
     if device.type == "cpu":
-        return "kernels need an NVIDIA GPU and this model is on the CPU, so it runs in eager"
+        return say("no_kernels_on_cpu")
     return devices.obstacle(device) or too_old(device) or None
 
 
@@ -34,10 +35,7 @@ def too_old(device: torch.device) -> str:
     capability = torch.cuda.get_device_capability(device)
     if capability >= OLDEST:
         return ""
-    return (
-        f"this card has compute capability {capability[0]}.{capability[1]}, and Triton needs {OLDEST[0]}.{OLDEST[1]}: "
-        f"no kernels, so the model runs in eager"
-    )
+    return say("old_card", has=".".join(map(str, capability)), needs=".".join(map(str, OLDEST)))
 
 
 @functools.cache
@@ -51,9 +49,9 @@ def load(device: torch.device) -> "FusedOps":  # noqa: F821  (imported below, wi
 
         from .triton_ops import KERNELS, TritonOps
     except ImportError as error:
-        raise Unavailable(f"Triton cannot be imported ({without_folders(str(error))}): {_advice()}") from error
+        raise Unavailable(say("no_triton", error=without_folders(str(error)), advice=_advice())) from error
     if tuple(map(int, triton.__version__.split(".")[:2])) < OLDEST_TRITON:
-        raise Unavailable(f"Triton {triton.__version__} is too old: {_advice()}")
+        raise Unavailable(say("old_triton", version=triton.__version__, advice=_advice()))
     KEEPER.watch(device, lambda: KERNELS)
     return TritonOps(device)
 

@@ -15,7 +15,7 @@ import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,8 @@ from triton.errors import TritonError
 
 from ..allocator import addresses_are_promised
 from ..errors import KernelFailed, is_out_of_memory
+from ..preparing import finished, workers
+from ..reasons import say
 
 # compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
@@ -78,7 +80,7 @@ def launch_compiled(kernel: Any, compiled: Any, grid: tuple[int, int, int], args
 
 def _named(kernel: Any, error: Exception) -> KernelFailed:
     name = getattr(kernel, "__name__", "kernel")
-    return KernelFailed(f"{name} cannot run here ({type(error).__name__}: {_first_line(error)})")
+    return KernelFailed(say("kernel_failed", name=name, error=f"{type(error).__name__}: {_first_line(error)}"))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
@@ -100,8 +102,7 @@ def _first_line(error: BaseException) -> str:
 @contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
     """Within the body nothing is launched: kernels are compiled, all of them by its end. What it computes is void."""
-    workers = min(MAX_WORKERS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
+    with workers(min(MAX_WORKERS, os.cpu_count() or 1), torch.cuda.set_device, device) as pool:
         ahead = _dry_run.ahead = _Ahead(pool)
         try:
             yield
@@ -141,8 +142,8 @@ class _Ahead:
 
     def finish(self) -> None:
         """Waits for all of them. What fails will fail again, and be handled, where it is launched."""
-        wait(self._first)
-        wait([self._pool.submit(other) for other in self._others])
+        finished(self._first)
+        finished([self._pool.submit(other) for other in self._others])
 
 
 def _stand_in(value: Any) -> Any:

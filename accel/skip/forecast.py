@@ -27,7 +27,8 @@ class History:
     def add(self, position: float, feature: Tensor) -> None:
         """Appends a feature; at an equal position it takes the last one's place (a sampler's second evaluation).
 
-        A feature of another shape or dtype than the ones before begins anew: patches such as Deep Shrink change it.
+        A feature of another shape or dtype than the ones before begins from scratch: patches such as Deep Shrink
+        change it.
         """
         if self._points and _differ(self._points[-1][1], feature):
             self._points.clear()

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..reasons import say
 from ..stats import SkipStats
 from .forecast import DAMPING, History
 
@@ -31,16 +32,13 @@ AXIS = "sigma"  # measured, see docs/performance.md
 MAX_EVALUATIONS = 4  # of the model in one step of a sampler; more means that the sampler does not say where it is
 
 PLANNED = ""
-OWN_STEPS = "this sampler chooses its own steps, so every step is full; use euler, dpmpp_2m or another one"
-FAILED = "a skipped step failed, and ran in full instead"
-UNRECORDED = "this model's forward could not be recorded (Shape Cache Info says why), so none of its blocks is skipped"
-SILENT_SAMPLER = "this sampler does not report its steps, so every step is full; use euler, dpmpp_2m or another one"
-CALLED_TWICE = (
-    "a prompt is evaluated twice a step on the same patches and size (context windows, say): which feature belongs to "
-    "which call cannot be told, so that prompt is never skipped"
-)
-UNEVEN = "the rows of a call could not be told apart by prompt, so it ran in full"
-NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
+OWN_STEPS = say("own_steps")
+FAILED = say("skip_failed")
+UNRECORDED = say("unrecorded")
+SILENT_SAMPLER = say("silent_sampler")
+CALLED_TWICE = say("called_twice")
+UNEVEN = say("uneven")
+NEWCOMER = say("newcomer")
 
 
 Features = tuple[Tensor, ...]

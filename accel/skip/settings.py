@@ -30,7 +30,7 @@ def with_preset(preset: str, interval: int, depth: str) -> dict[str, Any]:
 class SkipSettings:
     """Raises ValueError naming the input, the value and the accepted ones."""
 
-    interval: int = 3  # one full step in so many
+    interval: int = 3  # one full step in N
     depth: str = AUTO  # or a number: input blocks 0..depth and as many output blocks run on every step
     start_percent: float = 0.0  # of the noise schedule; outside this window every step is full
     end_percent: float = 1.0

@@ -47,7 +47,7 @@ def cut(tape: Tape, calls: Sequence[BlockCall], depth: int | None, rows: int, gi
     identity = _Identity(tape, passing)
     streams = identity.streams()
     if odd := [stream for stream in streams if not stream.shape or stream.shape[0] != rows or len(stream.shape) < 2]:
-        raise NotCut(f"a stream of it has the form {list(odd[0].shape)}, which is not one part a picture")
+        raise NotCut(f"a stream of it has the form {list(odd[0].shape)}, which is not one part per picture")
     skipped = _skipped(tape, identity, streams, given)
     _full(tape, identity, streams)
     return Cut(tape, skipped, len(streams), first, share)

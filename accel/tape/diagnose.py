@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..preparing import look
 from .kernels import Launch
 from .program import Program
 from .values import Tape, Value
@@ -14,6 +15,7 @@ def wrong_kernels(tape: Tape, program: Program, inputs: list[Tensor], module: nn
     """The sources of those kernels of ``program`` whose results are not what the tape's operations give."""
     wrong: set[str] = set()
     for launch, operands, expected in eager_values(tape, program, inputs, module):
+        look()
         outputs = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=tape.device) for v in launch.outputs]
         launch([laid_out(tensor, v) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
         if any(_error(out, reference) > TOLERANCE for out, reference in zip(outputs, expected, strict=True)):

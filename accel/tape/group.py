@@ -34,12 +34,20 @@ def classify(operation: Operation) -> str:
         return like.kind
     if operation.opaque or operation.writes is not None or not operation.inputs:
         return CALL
-    known, first = traits(operation.func), operation.outputs[0]
+    first = operation.outputs[0]
     if first is None or any(value is not None and value.numel == 0 for value in operation.outputs):
         return CALL
     if all(value is None or value.base is not None for value in operation.outputs):
-        return VIEW if known.view or known.maybe_view else CALL
-    return FUSE if _fusible(operation, known.name) else CALL
+        return VIEW if is_view(operation) else CALL
+    return FUSE if _fusible(operation, traits(operation.func).name) else CALL
+
+
+def is_view(operation: Operation) -> bool:
+    """Whether all that an operation gives is memory of its input."""
+    if operation.opaque or operation.writes is not None or any(v is not None and not v.base for v in operation.outputs):
+        return False
+    known = traits(operation.func)
+    return known.view or known.maybe_view
 
 
 def _bases(operation: Operation) -> list[bool]:

@@ -8,7 +8,6 @@ import math
 import tempfile
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..preparing import finished, workers
 from .codegen import Source
 from .pointwise import HEADER, INTERPRETED
 from .values import Value
@@ -188,11 +188,13 @@ def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
             launch.compile()
     elif new:
         first, *others = new.values()
-        with ThreadPoolExecutor(MAX_WORKERS, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-            begun = pool.submit(first.compile)
+        with workers(MAX_WORKERS, torch.cuda.set_device, device) as pool:
+            begun = [pool.submit(first.compile)]
             if not _STARTED.is_set():  # Triton hashes its own sources for the first kernel of a process
-                begun.result()
-            for done in [begun, *[pool.submit(other.compile) for other in others]]:
+                finished(begun)
+            begun += [pool.submit(other.compile) for other in others]
+            finished(begun)
+            for done in begun:
                 done.result()
     for launch in launches if new else ():
         launch.find()

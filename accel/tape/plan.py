@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..preparing import look
 from . import group, joins, repeats, singles, sizes, views
 from .group import FUSE, Group
 from .index import number
@@ -79,6 +80,7 @@ class Plan(Schedule):
         asking = [op for op in tape.operations if getattr(op.func, "by_strides", False)]
         self._viewed |= {value.root for op in asking for value in op.inputs}
         for step in found:
+            look()
             self.steps += self._fused(step) if isinstance(step, Group) else [step]
         self.report.calls = sum(isinstance(step, Operation) and step.kind != group.VIEW for step in self.steps)
         self.report.kernels = len(self.launches)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..preparing import look
 from .ahead import compile_operations
 from .kernels import Launch, compile_all
 from .plan import Plan, unfused
@@ -199,7 +200,10 @@ class Program:
         values = list(self._bound if bound is None else bound)
         for slot, index in self._inputs:
             values[slot] = inputs[index]
+        waits = self.device.type == "cpu"  # each step is done when it returns, and one may take seconds
         for step in self._steps:
+            if waits:
+                look()
             run = step.run
             if type(run) is Launch:
                 outputs = [

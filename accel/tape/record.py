@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from ..attempt import named
+from ..reasons import say
 from . import aliasing
 from .blanks import Blanks, blank
 from .kept import kept_tensor
@@ -61,7 +62,7 @@ class Recorder(TorchDispatchMode):
     def add_input(self, tensor: Tensor) -> None:
         """One more input: a tensor that the forward took from its options."""
         if tensor in self._tensors:  # which of the two does the forward mean? They may differ in the next call
-            self.refuse("an option is a tensor that the model has by another way too")
+            self.refuse(say("twice"))
         self.inputs.append(self._tensors.leaf(tensor, Input(len(self.inputs))))
 
     @property
@@ -147,7 +148,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _failed(self, error: Exception) -> None:
-        self.refuse(f"recording failed, {named(error)}; please report it")
+        self.refuse(say("recording_failed", error=named(error)))
 
     def _note(
         self, func: Any, known: Traits, args: tuple, kwargs: dict[str, Any], lifted: tuple, inputs: list[Value],
@@ -228,9 +229,9 @@ class Recorder(TorchDispatchMode):
             self.refuse(reason)
         elif type(target.root.leaf) is not Constant and target.root.leaf is not None:
             self.written = target.root.leaf
-            self.refuse("it writes into an input or a weight")
+            self.refuse(say("writes_input"))
         elif target.root in self._tensors.memoised:
-            self.refuse("it writes into a tensor that it keeps")
+            self.refuse(say("writes_kept"))
         elif known.turns is None and target.root.is_constant:
             root = target.root
             if root in self._read_constants or not all(value.is_constant for value in inputs):
@@ -249,7 +250,7 @@ class Recorder(TorchDispatchMode):
                 self._append(operation, [tensor], [root])
             return
         if tensor.shape != target.shape:
-            self.refuse(f"{known.name} changes where a tensor lies")
+            self.refuse(say("moves", name=known.name))
             return
         self._unwritten.discard(root)
         self._blanks.written(root)
@@ -300,21 +301,21 @@ class Recorder(TorchDispatchMode):
         """Somebody takes this tensor's values to Python."""
         if not (self._paused or self.refuse.reason or self._tensors.value(tensor).is_constant):
             self.came_back = True
-            self.refuse("a value came back to the host")
+            self.refuse(say("read_back"))
 
     def finish(self, output: Any) -> Tape | None:
         """The tape of a forward that gave ``output``; None, with a ``refusal``, where there is none."""
         found: list[Value] = []
         lifted = self._tensors.lift(output, found)
         if not found:
-            self.refuse("its result is no tensor")
+            self.refuse(say("no_result"))
         elif any(value.root.is_constant for value in found):
-            self.refuse("its result does not depend on what it is given")
+            self.refuse(say("constant"))
         if self._world.was_drawn_from():
             self.refuse(RANDOM)
         if kept := kept_tensor(self._module, self._tensors.depends):
             self.keeps = True
-            self.refuse(f"the model keeps a tensor for its next call ({kept})")
+            self.refuse(say("keeps", tensor=kept))
         if not self.refuse.reason and self._blanks.were_filled():
             self.refuse(UNWRITTEN)
         if self.refuse.reason:

@@ -12,17 +12,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ..reasons import say
 from .traits import Traits, draws
 from .values import Value
 
-RANDOM = "it draws random numbers"
-UNWRITTEN = "an operation went past torch's dispatcher: memory was read that nothing recorded has written"
-STREAMS = "it works on several CUDA streams"
-CAME_BACK = (
-    "the size of a result depends on values",
-    "a value came back from the GPU to the host",
-    "a tensor came back from the GPU to the host",
-)
+RANDOM = say("draws")
+UNWRITTEN = say("unwritten")
+STREAMS = say("streams")
+CAME_BACK = say("size_of_values"), say("value_came_back"), say("tensor_came_back")
 OURS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patcher_extension.py")
 
@@ -65,9 +62,9 @@ def obstacle_to_writing(func: Any, known: Traits, args: tuple, kwargs: dict[str,
     """Why an operation in place cannot be repeated, whatever it writes into; "" if it can."""
     target = known.written(lifted[0], lifted[1])
     if not isinstance(target, Value) or (known.writes_several and not _writes_one_memory(func, lifted)):
-        return f"{known.name} writes into several tensors"
+        return say("writes_several", name=known.name)
     if known.moves:
-        return f"{known.name} changes where a tensor lies"
+        return say("moves", name=known.name)
     return RANDOM if known.may_draw and draws(known, args, kwargs) else ""
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..reasons import say
 from .kept import tensors_in
 from .memo import is_memoised
 from .refusals import Refusal
@@ -123,10 +124,7 @@ class Tensors:
             value = self.constant(tensor, None, None)
             self.memoised.add(value)
             return value
-        self._refuse(
-            f"it reads a tensor {list(tensor.shape)} that is no input, no weight and not made of sizes (a cache of the "
-            f"model's own, or another node's)"
-        )
+        self._refuse(say("no_origin", shape=list(tensor.shape)))
         return self.leaf(tensor, Weight("", ""))
 
     def known(self, tensor: Tensor) -> Value | None:

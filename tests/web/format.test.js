@@ -107,9 +107,10 @@ test("three states: with a reason a size is not all that it could be, and on a C
 test("a reason stands once in a table, with the sizes where it holds for some", () => {
   const widths = [64, 72, 80, 88, 96];
   const shapes = widths.map((width, i) => shape({ width, reason: "for all", note: i ? "for most" : "for one" }));
-  assert.deepEqual(format.reasons(shapes, EN), ["for all", "64×512: for one", "4 sizes: for most"]);
-  assert.deepEqual(format.reasons([shape({ batch: 2, note: "a" }), shape()], EN), ["512×512 ×2: a"]);
-  assert.deepEqual(format.reasons(shapes.slice(0, 3), ZH, "zh")[2], "72×512, 80×512：for most");
+  const reasons = (...given) => format.reasons(...given).map(({ reason, where }) => where + reason);
+  assert.deepEqual(reasons(shapes, EN), ["for all", "64×512: for one", "4 sizes: for most"]);
+  assert.deepEqual(reasons([shape({ batch: 2, note: "a" }), shape()], EN), ["512×512 ×2: a"]);
+  assert.deepEqual(reasons(shapes.slice(0, 3), ZH, "zh")[2], "72×512，80×512：for most");
 });
 
 test("what a table says is not listed once more", () => {
@@ -130,8 +131,8 @@ test("the file of a model is known from the node that had it", () => {
 
 test("what is less exact is listed by model, while that has run", () => {
   const wan = model([shape()], { name: "Wan", inexact: ["one", "two"] });
-  assert.deepEqual(format.inexact([model([shape()]), wan]), ["Wan: one", "Wan: two"]);
-  assert.deepEqual(format.inexact([{ ...wan, shapes: [] }, { shapes: [shape()] }]), []); // cleared; an older server
+  assert.deepEqual(format.inexact([model([shape()]), wan], EN), ["Wan: one", "Wan: two"]);
+  assert.deepEqual(format.inexact([{ ...wan, shapes: [] }, { shapes: [shape()] }], EN), []); // cleared; an older server
 });
 
 test("totals add the models up", () => {
@@ -172,7 +173,19 @@ test("an entry belongs to the node of its id, class and workflow", () => {
   assert.equal(format.entryOf({}, where), undefined); // an older server
   const cached = { ...where, cached: true }; // the node ran in a copy of the workflow
   assert.equal(format.entryOf(stats([], { nodes: [foreign] }), cached), foreign);
-  assert.equal(format.entryOf(stats([], { nodes: [foreign, entry({ workflow: "a third" })] }), cached), undefined);
+  const latest = entry({ workflow: "a third" });
+  assert.equal(format.entryOf(stats([], { nodes: [foreign, latest] }), cached), latest);
+});
+
+test("a node from the cache may have run under another id: the one whose model the latest prompt ran", () => {
+  const shapes = (prompt) => [shape({ prompt })];
+  const models = [model(shapes(7), { name: "SDXL" }), model(shapes(6), { name: "Flux" })];
+  const nodes = [entry({ id: "8" }), entry({ id: "7", models: ["Flux"] }), entry({ id: "6", type: "AnyShapeSkipBlocks" })];
+  const where = { id: "4", type: "AnyShapeCompileModel", workflow: "v", cached: true };
+  assert.equal(format.entryOf(stats(models, { nodes }), where), nodes[0]);
+  assert.equal(format.entryOf(stats(models, { nodes }), { ...where, cached: false }), undefined);
+  const two = [...nodes, entry({ id: "9", models: ["SDXL", "Flux"] })];
+  assert.equal(format.entryOf(stats(models, { nodes: two }), where), undefined);
 });
 
 test("a node that has not run, is off, cannot be compiled, or has not sampled", () => {
@@ -248,4 +261,13 @@ test("Skip Blocks shows its model's latest run", () => {
   assert.equal(shown.level, "as_comfyui");
   assert.match(shown.title, /8 calls in full: few steps/);
   assert.equal(format.badge(mine, stats([]), EN).text, "ready, nothing sampled yet");
+});
+
+test("sizes as Warm Up's list has them: of models, each once", () => {
+  const models = [
+    model([shape(), shape({ key: "k", batch: 4 }), shape({ key: "full" }), shape({ key: "v", width: 832, height: 480, frames: 33 })]),
+    model([shape({ width: 64, height: 64 })], { kind: "vae" }),
+  ];
+  assert.deepEqual(format.listedSizes(models), ["512x512", "512x512 batch 4", "832x480x33"]);
+  assert.deepEqual(format.listedSizes([]), []);
 });

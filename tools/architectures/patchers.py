@@ -33,6 +33,10 @@ def make(
     tiny = dict(architecture.config) | (dict(architecture.newer) if version() > (0, 3, 75) else {})
     if blocks:
         tiny |= {key: blocks for key in BLOCKS if isinstance(tiny.get(key), int)}
+        if "context_embedder_config" in tiny:  # SD3 has 64 channels for each of its blocks
+            embedder = tiny["context_embedder_config"]
+            params = embedder["params"] | {"out_features": 64 * blocks}
+            tiny["context_embedder_config"] = embedder | {"params": params}
     config = kind(kind.unet_config | tiny)
     config.unet_config.update(tiny)  # over what the class adds by itself
     config.set_inference_dtype(dtype, None)

@@ -2,7 +2,7 @@
 
 Used by the tests of families and by ``tools.compatibility_table``. Needs the pack: ``tools.embed.load_pack()`` first.
 
-    python -m tools.architectures.taped Flux SD3     # JSON, one line a model
+    python -m tools.architectures.taped Flux SD3     # JSON, one line per model
 """
 
 import argparse

@@ -7,6 +7,7 @@ compiler; the kernels themselves are tested in ``test_kernels.py`` and on a GPU.
 
 import functools
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
@@ -82,7 +83,40 @@ class UnknownPatch:
         return (patched,)
 
 
-NODE_CLASS_MAPPINGS = {"AnyShapeTestUnknownPatch": UnknownPatch}
+class Failing:
+    """A node that fails when it runs."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"images": ("IMAGE",)}})
+    RETURN_TYPES, FUNCTION, CATEGORY = ("IMAGE",), "fail", "AnyShape tests"
+
+    def fail(self, images: Any) -> tuple[Any]:
+        raise RuntimeError("it fails on purpose")
+
+
+class Slow:
+    """A model with a layer that takes its time, as a slow machine does; it may be cancelled like ComfyUI's own."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",), "seconds": ("FLOAT", {})}})
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "slow_down", "AnyShape tests"
+
+    def slow_down(self, model: Any, seconds: float) -> tuple[Any]:
+        import comfy.model_management
+
+        slow, layer = model.clone(), "diffusion_model.time_embed.forward"
+        own = model.get_model_object(layer)
+
+        def forward(*args: Any) -> Any:
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                comfy.model_management.throw_exception_if_processing_interrupted()
+                time.sleep(0.05)
+            return own(*args)
+
+        slow.add_object_patch(layer, forward)
+        return (slow,)
+
+
+NODE_CLASS_MAPPINGS = {f"AnyShapeTest{one.__name__}": one for one in (UnknownPatch, Failing, Slow)}
 NODE_DISPLAY_NAME_MAPPINGS = {"AnyShapeTestUnknownPatch": "Unknown Patch"}
 
 if __name__ != "tools.stand_in_pack":

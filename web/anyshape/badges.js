@@ -10,6 +10,7 @@ import { language, words } from "./texts.js";
 const HEIGHT = 28; // pixels; fixed, so that a node never changes its size
 const MARGIN = 4; // of the element within its line
 const TYPES = new Set([
+  "AnyShapeAccelerate",
   "AnyShapeCompileModel",
   "AnyShapeCompileVAE",
   "AnyShapeCompileControlNet",
@@ -64,12 +65,13 @@ export function show(stats) {
     const where = { id, type: node.comfyClass, workflow: root?.id, cached: cached.has(`${root?.id} ${id}`) };
     const shown = badge(entryOf(stats, where), stats, words(), language(), mode);
     element.dataset.level = shown.level;
+    element.classList.toggle("anyshape-loss", Boolean(shown.loss));
     setText(element, shown.text);
     setTitle(element, shown.title);
   }
 }
 
-const rootGraph = () => app.rootGraph ?? app.graph?.rootGraph ?? app.graph;
+export const rootGraph = () => app.rootGraph ?? app.graph?.rootGraph ?? app.graph;
 
 /** node -> {id: "4", or "7:4" within the subgraph of node 7, as the server knows it; mode: that of node 7 first}. */
 function idsOf(graph, prefix = "", outer = 0, found = new Map()) {

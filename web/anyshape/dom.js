@@ -1,4 +1,4 @@
-/** Elements: made, and kept in step with a list without being made anew, so that focus, selection and scrolling stay. */
+/** Elements: made, and kept in step with a list without being made again, so that focus, selection and scrolling stay. */
 
 /** A new element; `props` are its properties, or attributes where a name has a dash or is "role". */
 export function el(tag, props = {}, ...children) {

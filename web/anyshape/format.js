@@ -4,6 +4,8 @@
  * The stats are those of docs/architecture.md; `words` are the texts of locales/<language>/main.json.
  */
 
+import { gain, gainText, preparingText } from "./gain.js";
+
 const MIB = 1 << 20;
 const LONGEST = 60; // characters of a reason on a node; the tooltip has all of it
 const SHORTEST_BAR = 0.12; // of the longest; what is not 0 must be seen
@@ -35,7 +37,16 @@ export const sizes = (shapes) => new Set(shapes.map((s) => `${size(s)} ${s.batch
 /** A size as one names it: "512×768", "512×768 ×4" for four a prompt. */
 const sized = (s) => size(s) + (s.batch > 1 ? ` ×${s.batch}` : "");
 
-const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
+/** The sizes that models ran at, as Warm Up's list has them: "512x768 batch 4", "832x480x33" for a video. */
+export const listedSizes = (models) =>
+  distinct(
+    models
+      .filter((model) => model.kind === "model")
+      .flatMap((model) => model.shapes)
+      .map((s) => size(s).replaceAll("×", "x") + (s.batch > 1 ? ` batch ${s.batch}` : "")),
+  );
+
+export const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
 const distinct = (items) => [...new Set(items)];
 
 /** How a size runs, in the words of users: "fast" | "partly" | "as_comfyui". On a CPU nothing is gained. */
@@ -90,38 +101,51 @@ export function together(texts) {
 
 /**
  * The entry of a node, if it has run: of its own workflow, or one that came without the name of its workflow. A node
- * that ComfyUI took from its cache ran in another workflow, a copy of this one: its entry, if there is but one.
+ * that ComfyUI took from its cache ran in another workflow, a copy of this one: the entry that ran last, because
+ * ComfyUI's cache holds no older ones. It may have another id there.
  */
 export function entryOf(stats, { id, type, workflow, cached = false }) {
   const mine = stats.nodes?.filter((entry) => entry.id === id && entry.type === type) ?? [];
   const own = mine.find((entry) => entry.workflow === workflow) ?? mine.find((entry) => !entry.workflow);
-  return own ?? (cached && mine.length === 1 ? mine[0] : undefined);
+  return own ?? (cached ? (mine.at(-1) ?? ranLast(stats, type)) : undefined);
+}
+
+/** The entry of a node of this type whose model ran in the latest prompt, if all of those have the same one. */
+function ranLast(stats, type) {
+  const prompts = (model) => model.shapes.map((s) => s.prompt ?? 0);
+  const last = Math.max(...stats.models.flatMap(prompts));
+  const names = new Set(stats.models.filter((model) => prompts(model).includes(last)).map((model) => model.name));
+  const found = (stats.nodes ?? []).filter((entry) => entry.type === type && entry.models.some((name) => names.has(name)));
+  return distinct(found.map((entry) => entry.models.join())).length === 1 ? found.at(-1) : undefined;
 }
 
 /**
- * What a node shows of itself: {level: "none" | "off" | "fast" | "partly" | "as_comfyui", text, title}.
+ * What a node shows of itself: {level: "none" | "off" | "preparing" | "fast" | "partly" | "as_comfyui", text, title,
+ * loss: whether it is slower than ComfyUI}.
  * entry: of entryOf; undefined before the node's first run. mode: the node's, as the graph has it.
  */
 export function badge(entry, stats, words, language = "en", mode = 0) {
   if (mode === MUTED) return plain("as_comfyui", words.badge.muted);
   if (mode === BYPASSED) return plain("off", words.badge.bypassed);
   if (!entry) return plain("none", words.badge.not_run);
+  if (entry.models.includes(stats.preparing?.model)) return plain("preparing", preparingText(stats.preparing, words));
   if (entry.state === "off") return plain("off", words.badge.off);
   if (entry.sizes) return withMessage(warmed(entry.sizes, words, language), entry.message);
-  if (entry.state === "eager") return asComfyUI(entry.message, words);
-  if (entry.instead) return asComfyUI(entry.instead, words); // whatever ran before
+  if (entry.state === "eager") return asComfyUI(entry.message, stats, words);
+  if (entry.instead) return asComfyUI(entry.instead, stats, words); // whatever ran before
   const models = stats.models.filter((model) => entry.models.includes(model.name));
   const skips = entry.type === "AnyShapeSkipBlocks";
-  const found = skips ? skipped(entry, stats, words) : ran(models, words, language, stats.device);
+  const found = skips ? skipped(entry, stats, words) : ran(models, stats, words, language);
   return withMessage(found ?? plain("none", words.badge.ready), entry.message);
 }
 
 const plain = (level, text, title = text) => ({ level, text, title });
 const withMessage = (shown, message) => (message ? { ...shown, title: `${shown.title}\n${message}` } : shown);
 
-function asComfyUI(reason, words) {
+function asComfyUI(reason, stats, words) {
   const name = words.states.as_comfyui.title;
-  return plain("as_comfyui", reason ? shorten(`${name}: ${reason}`) : name, reason ? `${name}\n${reason}` : name);
+  const text = `${name}${words.colon}${inShort(reason, stats)}`;
+  return plain("as_comfyui", reason ? shorten(text) : name, reason ? `${name}\n${reason}` : name);
 }
 
 /** Of Warm Up: what became of its list. */
@@ -131,17 +155,20 @@ function warmed({ listed, ready, bad }, words, language) {
   return plain(level, parts.join(words.comma));
 }
 
+/** The form of a reason for a node's line or a table's cell: what helps first. The text itself where it has none. */
+export const inShort = (reason, stats) => reason.split("\n").map((line) => stats.shorts?.[line] ?? line).join(" ");
+
 /** What is said of a shape: the reason why it does not run faster, and the note where nothing is missed. */
 export const why = (s) => [s.reason, s.note].filter(Boolean);
 
-/** Each reason of a table once: "sentence" where it holds for all sizes, else "512×512, 768×768: sentence". */
+/** Each reason of a table once: {reason, where}, where `where` is "512×512, 768×768: ", or "" if it holds for all. */
 export function reasons(shapes, words, language = "en") {
   const all = distinct(shapes.map(sized));
   return distinct(shapes.flatMap(why)).map((reason) => {
     const found = distinct(shapes.filter((s) => why(s).includes(reason)).map(sized));
-    if (found.length === all.length) return reason;
-    const named = found.length > NAMED ? count(words.counts.sizes, found.length, language) : found.join(", ");
-    return `${named}${words.colon}${reason}`;
+    if (found.length === all.length) return { reason, where: "" };
+    const named = found.length > NAMED ? count(words.counts.sizes, found.length, language) : found.join(words.comma);
+    return { reason, where: `${named}${words.colon}` };
   });
 }
 
@@ -156,11 +183,12 @@ export const files = (stats) =>
   new Map((stats.nodes ?? []).filter((one) => one.file).flatMap((one) => one.models.map((name) => [name, one.file])));
 
 /** "SDXL: sentence", for each rule in use that is less exact than ComfyUI's own rounding. */
-export const inexact = (models) =>
-  models.filter((model) => model.shapes.length).flatMap((model) => (model.inexact ?? []).map((sentence) => `${model.name}: ${sentence}`));
+export const inexact = (models, words) =>
+  models.filter((model) => model.shapes.length).flatMap((model) => (model.inexact ?? []).map((sentence) => `${model.name}${words.colon}${sentence}`));
 
 /** Of the latest prompt that these models ran in; the tooltip has what came before it. */
-function ran(models, words, language, device) {
+function ran(models, stats, words, language) {
+  const device = stats.device;
   const all = models.flatMap((model) => model.shapes);
   if (!all.length) return null;
   const newest = Math.max(...all.map((s) => s.prompt ?? 0));
@@ -174,9 +202,12 @@ function ran(models, words, language, device) {
   const fast = shapes.filter((s) => speed(s, device) === "fast");
   const sized_by = levels.length === 1 ? listed(shapes, words, language) : ratio(fast, shapes, words);
   const counted = recompiles ? [count(words.counts.recompiles, recompiles, language)] : [];
-  const text = [`${name}${words.colon}${level === "as_comfyui" && reason ? reason : sized_by}`, ...counted].join(words.comma);
+  const now = gain(shapes);
+  const gained = now ? [gainText({ ...now, saved: gain(all).saved }, words)] : [];
+  const first = `${name}${words.colon}${level === "as_comfyui" && reason ? inShort(reason, stats) : sized_by}`;
+  const text = [...gained, first, ...counted].join(words.comma);
   const title = [text, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
-  return plain(level, shorten(text), title.join("\n"));
+  return { ...plain(level, shorten(text), title.join("\n")), loss: now?.factor < 1 };
 }
 
 const ratio = (fast, shapes, words) => fill(words.badge.of, { fast: sizes(fast), all: sizes(shapes) });
@@ -190,7 +221,7 @@ function listed(shapes, words, language) {
 /** "graph 2, tape 1": how many sizes ran in which way, for those who know the words. */
 function technical(shapes, words) {
   const states = distinct(shapes.map((s) => s.state)).map((state) => `${state} ${sizes(shapes.filter((s) => s.state === state))}`);
-  return fill(words.badge.latest, { states: states.join(", ") });
+  return fill(words.badge.latest, { states: states.join(words.comma) });
 }
 
 function since(shapes, recompiles, words, language) {

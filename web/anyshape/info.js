@@ -2,6 +2,7 @@
 
 import { addLine } from "./badges.js";
 import { el, setText } from "./dom.js";
+import { emptyText, makeScope } from "./scope.js";
 import { showTables } from "./tables.js";
 import { words } from "./texts.js";
 
@@ -15,8 +16,13 @@ const shown = new Map(); // node -> its element's parts
 /** For the extension's `nodeCreated`. */
 export function addInfo(node) {
   if (node.comfyClass !== TYPE || !node.addDOMWidget) return;
-  const parts = { empty: el("p", { className: "anyshape-note" }), tables: el("div", { className: "anyshape-tables" }) };
-  const element = el("div", { className: "anyshape-info", role: "region", tabIndex: 0 }, parts.empty, parts.tables);
+  const parts = {
+    scope: makeScope("info", "workflow"),
+    empty: el("p", { className: "anyshape-note" }),
+    tables: el("div", { className: "anyshape-tables" }),
+  };
+  const children = [parts.scope.element, parts.empty, parts.tables];
+  const element = el("div", { className: "anyshape-info", role: "region", tabIndex: 0 }, ...children);
   addLine(node, element, { map: shown, value: { element, ...parts }, height: HEIGHT, most: MOST });
   node.setSize?.([Math.max(node.size[0], SIZE[0]), Math.max(node.size[1], SIZE[1])]);
 }
@@ -24,11 +30,11 @@ export function addInfo(node) {
 /** Shows `stats` on every such node. */
 export function show(stats) {
   const texts = words();
-  const none = !stats.models.some((model) => model.shapes.length);
-  for (const { element, empty, tables } of shown.values()) {
+  for (const { element, scope, empty, tables } of shown.values()) {
     element.setAttribute("aria-label", texts.title);
-    empty.hidden = !none;
-    setText(empty, texts.empty);
-    showTables(tables, stats);
+    const chosen = scope.apply(stats);
+    empty.hidden = chosen.models.some((model) => model.shapes.length);
+    setText(empty, emptyText(stats));
+    showTables(tables, chosen);
   }
 }

@@ -1,10 +1,14 @@
 /** The panel "Shape cache": every size that has run, the graphs' budget, what ran slower and why. */
 
-import { el, setText, sync } from "./dom.js";
-import { budget, count, fallbacks, fill, inexact, together, totals } from "./format.js";
+import { compare, isRunning, status } from "./compare.js";
+import { el, setText, setTitle, sync } from "./dom.js";
+import { budget, count, fallbacks, fill, inShort, inexact, together, totals } from "./format.js";
+import { gain, gainText } from "./gain.js";
+import { emptyText, makeScope } from "./scope.js";
 import * as store from "./store.js";
 import { showTables } from "./tables.js";
 import { language, words } from "./texts.js";
+import { warmUpThese, warmUps } from "./warm_up.js";
 
 const SAID_FOR = 4000; // milliseconds
 
@@ -12,17 +16,22 @@ const SAID_FOR = 4000; // milliseconds
 export function makePanel() {
   const parts = {
     title: el("h2"),
+    gain: el("p", { className: "anyshape-gain" }),
     totals: el("p", { className: "anyshape-totals" }),
     bar: el("div", { className: "anyshape-budget", role: "meter", "aria-valuemin": "0", "aria-valuemax": "100" }),
     budget: el("p", { className: "anyshape-note" }),
+    compare: el("p", { className: "anyshape-compare", role: "status" }),
     empty: el("p", { className: "anyshape-note" }),
     tables: el("div", { className: "anyshape-tables", role: "region", tabIndex: 0 }),
     inexact: list(),
     skip: list(),
     fallbacks: list(),
-    said: el("p", { className: "anyshape-said", role: "status" }),
+    said: el("span", { role: "status" }),
+    work: el("span", { className: "anyshape-work", role: "status" }),
   };
-  const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport };
+  const line = el("p", { className: "anyshape-said" }, parts.work, parts.said);
+  parts.scope = makeScope("panel", "all", parts.work);
+  const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport, compare, warm: warmUpThese };
   const buttons = Object.entries(actions).map(([name, action]) => button(name, action, parts.said));
   const element = el(
     "section",
@@ -30,10 +39,12 @@ export function makePanel() {
     el(
       "header",
       {},
-      ...[parts.title, parts.totals, parts.bar, parts.budget],
+      ...[parts.title, parts.gain, parts.totals, parts.bar, parts.budget],
       el("div", { className: "anyshape-buttons" }, ...buttons),
     ),
-    parts.said,
+    parts.compare,
+    line,
+    parts.scope.element,
     el("div", { className: "anyshape-scroll" }, ...lists(parts)),
   );
   return { element, show: (stats) => showPanel(element, parts, buttons, stats) };
@@ -53,7 +64,7 @@ function button(name, action, said) {
   made.addEventListener("click", async () => {
     try {
       await action();
-      say(words().done[name]);
+      say(words().done[name] ?? "");
     } catch (error) {
       say(fill(words().failed, { error: error.message }));
     }
@@ -78,21 +89,49 @@ function showPanel(element, parts, buttons, stats) {
   element.setAttribute("aria-label", texts.title);
   parts.tables.setAttribute("aria-label", texts.title);
   setText(parts.title, texts.title);
-  setText(parts.totals, fill(texts.totals, totals(stats, texts, language())));
+  const chosen = parts.scope.apply(stats);
+  showGain(parts.gain, chosen, texts);
+  showCompare(parts.compare, buttons);
+  setText(parts.totals, fill(texts.totals, totals(chosen, texts, language())));
   showBudget(parts, budget(stats.graphs), texts);
   parts.bar.hidden = parts.budget.hidden = !stats.graphs.budget_bytes && stats.device === "cpu"; // there can be none
-  const none = !stats.models.some((model) => model.shapes.length);
-  parts.empty.hidden = !none;
-  setText(parts.empty, texts.empty);
+  const hasRun = (one) => one.models.some((model) => model.shapes.length);
+  parts.empty.hidden = hasRun(chosen);
+  setText(parts.empty, emptyText(stats));
   buttons.forEach((one) => {
     setText(one, texts.buttons[one.dataset.action].title);
     one.title = texts.buttons[one.dataset.action].help;
   });
-  showTables(parts.tables, stats);
-  showList(parts.inexact, texts.inexact, inexact(stats.models));
-  showList(parts.skip, texts.skip.title, together(stats.skip.map((run) => skipLine(run, texts))));
-  const steps = fallbacks(stats).map((f) => `${f.where}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${f.reason}`);
-  showList(parts.fallbacks, texts.fallbacks, steps);
+  showWarm(buttons, hasRun(stats) && warmUps().length > 0);
+  showTables(parts.tables, chosen, true);
+  showList(parts.inexact, texts.inexact, inexact(chosen.models, texts));
+  showList(parts.skip, texts.skip.title, together(chosen.skip.map((run) => skipLine(run, texts))));
+  const steps = fallbacks(chosen).map((f) => `${f.where}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${inShort(f.reason, chosen)}`);
+  showList(parts.fallbacks, texts.fallbacks, steps, fallbacks(chosen).map((f) => f.reason));
+}
+
+/** The first line: how much faster than ComfyUI, or how to find out. On a CPU there is nothing to gain. */
+function showGain(line, stats, texts) {
+  const found = gain(stats.models.flatMap((model) => model.shapes));
+  line.hidden = stats.device === "cpu";
+  line.classList.toggle("anyshape-loss", found?.factor < 1);
+  setText(line, found ? gainText(found, texts) : texts.gain.unknown);
+  setTitle(line, texts.gain.help);
+}
+
+function showCompare(line, buttons) {
+  const { text, loss } = status();
+  setText(line, text);
+  line.hidden = !text;
+  line.classList.toggle("anyshape-loss", loss);
+  buttons.find((one) => one.dataset.action === "compare").disabled = isRunning();
+}
+
+/** The button is there only where a Warm Up is. */
+function showWarm(buttons, wanted) {
+  const warm = buttons.find((one) => one.dataset.action === "warm");
+  if (!wanted) warm.remove();
+  else if (!warm.parentElement) buttons[0].parentElement.append(warm);
 }
 
 function showBudget(parts, graphs, texts) {
@@ -105,12 +144,16 @@ function showBudget(parts, graphs, texts) {
 
 function skipLine(run, texts) {
   const resets = Object.entries(run.resets).map(([reason, n]) => fill(texts.skip.reset, { n, reason }));
-  return [`${run.model}${texts.colon}${fill(texts.badge.skipped, run)}`, ...resets].join("; ");
+  return [`${run.model}${texts.colon}${fill(texts.badge.skipped, run)}`, ...resets].join(texts.semicolon);
 }
 
-function showList(part, title, lines) {
+/** titles: the tooltip of each line, where the lines are short forms. */
+function showList(part, title, lines, titles = []) {
   part.hidden = !lines.length;
   setText(part.children[0], title);
   const items = lines.map((text, index) => ({ text, index }));
-  sync(part.children[1], items, (item) => item.index, () => el("li"), (item, { text }) => setText(item, text));
+  sync(part.children[1], items, (item) => item.index, () => el("li"), (item, { text, index }) => {
+    setText(item, text);
+    setTitle(item, titles[index] ?? "");
+  });
 }

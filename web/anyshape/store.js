@@ -1,6 +1,8 @@
 /** The stats that every view shows: fetched once, then pushed by the server; nothing polls. */
 
 import { api } from "../../../scripts/api.js";
+import { inWords } from "./reasons.js";
+import { words } from "./texts.js";
 
 const EVENT = "anyshape.stats";
 const EMPTY = {
@@ -9,25 +11,42 @@ const EMPTY = {
   fallbacks: [],
   skip: [],
   nodes: [],
+  preparing: {},
 };
+const TICK = 500; // milliseconds, of the clock while something is prepared
 
 const views = new Set();
 export let stats = EMPTY;
+let clock = null;
 
 /** Calls `view(stats)` now and at every change; the result ends that. */
 export function watch(view) {
   views.add(view);
-  view(stats);
+  view(inWords(stats, words()));
   return () => views.delete(view);
 }
 
 export function refresh() {
-  views.forEach((view) => view(stats));
+  const told = inWords(stats, words());
+  views.forEach((view) => view(told));
 }
 
 function take(data) {
   stats = { ...EMPTY, ...data }; // what another version of the server does not send is empty, not an error
+  runClock();
   refresh();
+}
+
+/** The server says once that it prepares something, and since when; the seconds go on here. */
+function runClock() {
+  clearInterval(clock);
+  const { preparing } = stats;
+  if (!preparing.number) return;
+  const began = performance.now() - 1000 * preparing.seconds;
+  clock = setInterval(() => {
+    stats = { ...stats, preparing: { ...preparing, seconds: (performance.now() - began) / 1000 } };
+    refresh();
+  }, TICK);
 }
 
 /** Begins to listen; after a lost connection the server may be another one. */

@@ -1,17 +1,21 @@
 /** A table for each model with a line for each size, and its two costs as bars: for the panel and Shape Cache Info. */
 
 import { el, setText, setTitle, sync } from "./dom.js";
-import { count, files, fill, megabytes, milliseconds, reasons, seconds, shares, size, sizes, speed, step } from "./format.js";
+import { count, files, fill, inShort, megabytes, milliseconds, reasons, seconds, shares, size, sizes, speed, step } from "./format.js";
+import { times } from "./gain.js";
 import { language, words } from "./texts.js";
 
 const BREAK = "\u200b"; // where a line may break that is too long for its column: a video's frames go below its size
-const COLUMNS = ["size", "batch", "state", "calls", "first", "median", "memory"];
+const COLUMNS = ["size", "batch", "state", "calls", "first", "median", "factor", "memory"];
 
-/** Puts the tables of `stats` into `parent`; those of models without a call since the last clear are left out. */
-export function showTables(parent, stats) {
+/**
+ * Puts the tables of `stats` into `parent`; those of models without a call since the last clear are left out.
+ * brief: reasons in their short form, with the long one as a tooltip.
+ */
+export function showTables(parent, stats, brief = false) {
   const named = files(stats);
   const models = stats.models.filter((model) => model.shapes.length);
-  const show = (part, model) => showModel(part, model, named.get(model.name), stats.device);
+  const show = (part, model) => showModel(part, model, named.get(model.name), stats, brief);
   sync(parent, models, (model) => model.name, makeModel, show);
 }
 
@@ -21,7 +25,7 @@ function makeModel() {
   return el("div", { className: "anyshape-model" }, table, el("ul", { className: "anyshape-reasons" }));
 }
 
-function showModel(part, model, file, device) {
+function showModel(part, model, file, stats, brief) {
   const texts = words();
   const [table, list] = part.children;
   const head = table.tHead.rows[0];
@@ -30,11 +34,16 @@ function showModel(part, model, file, device) {
     setText(head.cells[index], texts.columns[name].title);
     setTitle(head.cells[index], texts.columns[name].help);
   });
+  const work = stats.preparing?.model === model.name;
+  const levelOf = (s) => (s.first_call_seconds > 0 || !work ? speed(s, stats.device) : "preparing"); // its first call goes on
   const first = shares(model.shapes.map((s) => s.first_call_seconds));
   const now = shares(model.shapes.map((s) => s.median_ms));
-  const lines = model.shapes.map((s, i) => ({ shape: s, level: speed(s, device), bars: [first[i], now[i]] }));
+  const lines = model.shapes.map((s, i) => ({ shape: s, level: levelOf(s), bars: [first[i], now[i]] }));
   sync(table.tBodies[0], lines, (line) => line.shape.key, () => el("tr"), showShape);
-  sync(list, reasons(model.shapes, texts, language()), (text) => text, () => el("li"), setText);
+  sync(list, reasons(model.shapes, texts, language()), (one) => one.where + one.reason, () => el("li"), (item, { where, reason }) => {
+    setText(item, where + (brief ? inShort(reason, stats) : reason));
+    setTitle(item, brief ? reason : "");
+  });
 }
 
 function caption(model, file, texts) {
@@ -42,7 +51,7 @@ function caption(model, file, texts) {
     count(texts.counts.sizes, sizes(model.shapes), language()),
     count(texts.counts.recompiles, model.recompiles, language()),
   ];
-  const name = file ? `${file} (${model.name})` : `${model.name} (${model.kind})`;
+  const name = fill(texts.brackets, file ? { text: file, more: model.name } : { text: model.name, more: texts.kinds[model.kind] });
   return `${name}${texts.colon}${counted.join(texts.comma)}`;
 }
 
@@ -57,15 +66,17 @@ function showShape(row, { shape, level, bars }) {
   const cells = [
     shape.frames > 1 ? size(shape).replace(/×(?=\d+$)/, `${BREAK}×`) : size(shape),
     shape.batch,
-    kind ? `${state.title} (${texts.steps[kind]})` : state.title,
+    kind ? fill(texts.brackets, { text: state.title, more: texts.steps[kind] }) : state.title,
     shape.calls,
-    seconds(shape.first_call_seconds),
+    shape.first_call_seconds > 0 ? seconds(shape.first_call_seconds) : "–",
     milliseconds(shape.median_ms),
+    times(shape.factor),
     megabytes(shape.bytes),
   ];
   cells.forEach((text, index) => setText(row.cells[index], String(text)));
-  setTitle(row.cells[2], `${shape.state}: ${texts.technical[shape.state]}`);
+  setTitle(row.cells[2], `${shape.state}${texts.colon}${texts.technical[shape.state]}`);
   setTitle(row.cells[5], shape.eager_ms > 0 ? fill(texts.eager_ms, { ms: milliseconds(shape.eager_ms) }) : "");
+  row.cells[6].classList.toggle("anyshape-loss", shape.factor > 0 && shape.factor < 1);
   bars.forEach((share, index) => {
     row.cells[4 + index].className = "anyshape-bar";
     row.cells[4 + index].style.setProperty("--share", `${(100 * share).toFixed(1)}%`);

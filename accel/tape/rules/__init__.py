@@ -6,6 +6,7 @@ or "" where results stay as eager's.
 
 from collections.abc import Callable
 
+from ...preparing import look
 from ..values import Tape
 from . import (
     attention,
@@ -35,6 +36,9 @@ RULES: tuple[Rule, ...] = (
 
 def apply(tape: Tape) -> list[str]:
     """Applies every rule; the sentences of those that are less exact than eager."""
-    sentences = [sentence for rule in RULES if (sentence := rule(tape))]
+    sentences = []
+    for rule in RULES:
+        look()
+        sentences.append(rule(tape))
     edits.settle(tape)
-    return sentences
+    return [sentence for sentence in sentences if sentence]

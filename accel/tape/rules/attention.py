@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from ...errors import is_out_of_memory
+from ...reasons import say
 from .. import sizes
 from ..attention import LENGTHS, ROWS, Case, coarse, fastest, run, supports
 from ..traits import ATTENTIONS, traits
 from ..values import Operation, Tape, Value
 
-LESS_EXACT = (
-    "Attention runs on the one of PyTorch's exact backends that was measured fastest on this card, which is not the "
-    "one that ComfyUI asks for: its sums are in another order, and as exact"
-)
+LESS_EXACT = say("other_attention")
 TRUSTED = "cudnn"  # the fastest where torch takes it by itself (Hopper); measuring would cost most of a second
 NAMES = {name: name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in ATTENTIONS}
 

@@ -5,13 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...reasons import say
 from ..sizes import linear
 from ..traits import aten, traits
 from ..values import Operation, Tape, Value
 
-LESS_EXACT = (
-    "GELU behind a linear layer is computed on the layer's float32 sums: one rounding to 16 bits less than in eager"
-)
+LESS_EXACT = say("gelu_rounds_less")
 HALVES = (torch.float16, torch.bfloat16)
 
 

@@ -109,9 +109,11 @@ def decompose(tape: Tape) -> str:
     Those compute in float32 and round once, as plain torch does. With a table in 16 bits they may not: such a call
     stays as it is.
     """
-    if not any(map(_meaning, tape.operations)):
+    ours = [operation for operation in tape.operations if _meaning(operation)]
+    if not ours:
         return ""
-    sizes.annotate(tape)
+    if any(map(_is_normed, ours)):
+        sizes.annotate(tape)
     makers = {value: operation for operation in tape.operations for value in operation.outputs}
     readers: dict[Value, list[Operation]] = {}
     for operation in tape.operations:
@@ -119,9 +121,10 @@ def decompose(tape: Tape) -> str:
             readers.setdefault(value, []).append(operation)
     found: list[Operation] = []
     known: dict[tuple, Tape | None] = {}  # by form: a model's blocks are alike
+    left = set(map(id, ours))
     for operation in tape.operations:
         plain = None
-        if _meaning(operation) and _pays(operation, makers, readers):
+        if id(operation) in left and _pays(operation, makers, readers):
             form = _form(operation)
             if form not in known:
                 known[form] = _written(operation)
@@ -138,10 +141,11 @@ def decompose(tape: Tape) -> str:
 
 def _meaning(operation: Operation) -> Callable[..., Any] | None:
     """What an operation computes; None if it is not for this rule."""
-    if operation.opaque or not operation.func._schema.name.startswith("comfy_kitchen::"):
+    meaning = None if operation.opaque else TABLE.get(traits(operation.func).name)
+    if meaning is None or not operation.func._schema.name.startswith("comfy_kitchen::"):
         return None
-    meaning, arguments = TABLE.get(traits(operation.func).name), operation.func._schema.arguments
-    if meaning is None or [argument.name for argument in arguments] != list(inspect.signature(meaning).parameters):
+    arguments = operation.func._schema.arguments
+    if [argument.name for argument in arguments] != list(inspect.signature(meaning).parameters):
         return None  # another version of the library may mean something else
     table = _table(operation)
     return meaning if table is not None and table.dtype == torch.float32 else None
@@ -153,17 +157,21 @@ def _table(operation: Operation) -> Value | None:
 
 def _pays(operation: Operation, makers: dict[Value, Operation], readers: dict[Value, list[Operation]]) -> bool:
     """Whether it has a neighbour that fuses. A norm must also know its rows, which a table given from outside hides."""
-    if traits(operation.func).name.startswith("rms") and not _table(operation).sizes[-1].static:
+    if _is_normed(operation) and not _table(operation).sizes[-1].static:
         return False
     return _fuses_before(operation, makers) or _fuses_after(operation, readers)
+
+
+def _is_normed(operation: Operation) -> bool:
+    return traits(operation.func).name.startswith("rms")
 
 
 def _fuses_before(operation: Operation, makers: dict[Value, Operation]) -> bool:
     """Whether a kernel may make what this operation turns, views between them or not."""
     for value in operation.inputs[: operation.inputs.index(_table(operation))]:
-        while (maker := makers.get(value)) is not None and group.classify(maker) == group.VIEW:
+        while (maker := makers.get(value)) is not None and group.is_view(maker):
             value = maker.inputs[0]
-        if maker is not None and group.classify(maker) == group.FUSE:
+        if maker is not None and group.probably_fuses(maker):
             return True
     return False
 
@@ -173,11 +181,10 @@ def _fuses_after(operation: Operation, readers: dict[Value, list[Operation]]) ->
     left = [reader for value in operation.outputs for reader in readers.get(value, ())]
     while left:
         reader = left.pop()
-        kind = group.classify(reader)
-        if kind == group.FUSE:
-            return True
-        if kind == group.VIEW:
+        if group.is_view(reader):
             left += [each for value in reader.outputs for each in readers.get(value, ())]
+        elif group.probably_fuses(reader):
+            return True
     return False
 
 

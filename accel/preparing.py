@@ -1,0 +1,80 @@
+"""What is being made ready at this moment: a size that is recorded, compiled or captured takes longer than others.
+
+And the user's cancelling meanwhile: whoever takes long asks for it by ``look``, between two parts of the work.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from typing import Any
+
+SECONDS = 0.2  # between two looks while other threads work
+
+_LOCK = threading.Lock()
+_NUMBERS = itertools.count(1)
+_NOW: dict[int, dict[str, Any]] = {}  # thread -> its work
+_ASK: list[Callable[[], None]] = []
+
+
+def follow(ask: Callable[[], None]) -> None:
+    """``ask`` raises where the user has cancelled what runs."""
+    _ASK[:] = [ask]
+
+
+def look() -> None:
+    """Raises what says that the user has cancelled, if so. For the thread that runs the prompt alone."""
+    for ask in _ASK:
+        ask()
+
+
+@contextmanager
+def preparing(model: str, size: str) -> Iterator[None]:
+    """The body makes ``size`` of ``model`` ready. Within another one it is a part of that."""
+    thread = threading.get_ident()
+    with _LOCK:
+        mine = thread not in _NOW
+        if mine:
+            _NOW[thread] = {"number": next(_NUMBERS), "model": model, "size": size, "since": time.monotonic()}
+    try:
+        yield
+    finally:
+        if mine:
+            with _LOCK:
+                del _NOW[thread]
+
+
+def snapshot() -> dict[str, Any]:
+    """{"number", "model", "size", "seconds"} of the work that began first; {} if there is none."""
+    with _LOCK:
+        works = sorted(_NOW.values(), key=lambda work: work["number"])[:1]
+    return {} if not works else _shown(**works[0])
+
+
+def _shown(since: float, **work: Any) -> dict[str, Any]:
+    return work | {"seconds": round(time.monotonic() - since, 1)}
+
+
+@contextmanager
+def workers(count: int, begin: Callable[..., None], *args: Any) -> Iterator[ThreadPoolExecutor]:
+    """Threads for the body, each after ``begin(*args)``. If the body is broken off, nobody waits for them.
+
+    What has begun ends in its thread, what has not is dropped.
+    """
+    pool = ThreadPoolExecutor(count, initializer=begin, initargs=args)
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+
+
+def finished(futures: Iterable[Future]) -> None:
+    """Waits for all of them, and raises as soon as the user cancels."""
+    left = set(futures)
+    while left:
+        look()
+        _, left = wait(left, timeout=SECONDS)

@@ -1,0 +1,266 @@
+"""Reasons of a model, of a call and of other nodes: (short form, long form), as ``Reason`` has them."""
+
+REASONS = dict(
+    # Other nodes
+    passed_by=(
+        "Remove the other compile node",
+        "another node runs this model past Compile Model (TorchCompileModel compiles it as a whole, say), so "
+        "nothing of it was sped up here: remove one of the two nodes",
+    ),
+    patches=(
+        "another node patches this model ({patches})",
+        "patches by another node ({patches}): their model runs in eager",
+    ),
+    patched_blocks=(
+        "another node patches some blocks ({patches})",
+        "patches by another node ({patches}): patched blocks run in eager, without a graph",
+    ),
+    unknown_patches=(
+        "another node's patches are too new ({patches})",
+        "patches that AnyShape does not know in {where} ({patches}): the model runs in eager",
+    ),
+    foreign_forward=(
+        "another node replaced the model's code",
+        "another node replaced the model's forward{whose}, so the model runs in eager",
+    ),
+    foreign_part=(
+        "another node changed a part of the model",
+        "another node replaced or hooked a part of the model{whose}: that part runs in eager",
+    ),
+    foreign_vae=(
+        "another node changed a part of the VAE",
+        "another node replaced or hooked a part of the VAE{whose}, so it runs in eager",
+    ),
+    foreign_control=(
+        "another node changed the ControlNet",
+        "another node replaced or hooked the ControlNet, so it runs in eager",
+    ),
+    foreign_block=(
+        "another node changed a block",
+        "another node replaced or hooked a block, or its weights change at each call: it runs in eager",
+    ),
+    attention_no_graph=(
+        "another node's attention: no CUDA graph",
+        "another node's attention is called in each forward, so there is no graph",
+    ),
+    attention_option=(
+        "another node's attention reads the option {option}",
+        "another node's attention reads the option {option}",
+    ),
+    autocast=(
+        "Remove the node that switches autocast on",
+        "torch.autocast is on (another node switched it on), and fused operations do not follow it: it runs in eager",
+    ),
+    option_differs=(
+        "another node changes an option at each step ({option})",
+        "the option {option} differs in each call, so no recording fits twice",
+    ),
+    # What the call or the model is
+    training=("training is on", "gradients are on (training), so the {what} runs in eager"),
+    unknown_argument=(
+        "called with {names}, which is not supported",
+        "the {what} was called with {names}, which only ComfyUI's own forward understands",
+    ),
+    strange_argument=(
+        "called with {name}, which is not supported",
+        "the model was called with {name}, which AnyShape does not know",
+    ),
+    no_tensor=("called without a tensor", "the model was called without a tensor"),
+    no_prompt=("called without a prompt", "the model was called without a prompt's tensor, so it runs in eager"),
+    dtype=(
+        "Load the model in fp16, bf16 or fp32",
+        "{dtype} activations are not supported; load the model in fp16, bf16 or fp32",
+    ),
+    other_device=("Free VRAM: {name} is not on the GPU", "{name} lies on another device than the latent"),
+    no_vae=("no VAE in this file", "no VAE was found in this file, so there is nothing to speed up"),
+    vae_in_pieces=(
+        "this VAE saves memory by working in pieces",
+        "the pictures of this VAE lie in main memory and go to the GPU piece by piece, which is ComfyUI's own way to "
+        "save memory: it runs in eager",
+    ),
+    no_pictures=(
+        "this VAE makes neither images nor video",
+        "this VAE makes neither images nor video, so a size in pixels says nothing of it",
+    ),
+    unknown_vae=("{name} is no KL VAE", "{name} is no KL VAE of pictures"),
+    vae_parts=("not supported: a VAE with {names}", "the VAE has parts that AnyShape does not know: {names}"),
+    vae_layers=(
+        "not supported: a VAE with {names}",
+        "layers of a kind that AnyShape does not know ({names}): the VAE runs in eager",
+    ),
+    vae_images=("images only, no video or audio", "only images [N, C, H, W] are compiled, not video or audio latents"),
+    unknown_layers=(
+        "some layers are not supported ({names})",
+        "layers of a kind that AnyShape does not know run in eager: {names}",
+    ),
+    unet_layers=("not supported: {names}", "the UNet has layers that AnyShape does not know: {names}"),
+    unet_codebook=("not supported: this kind of UNet", "UNets that predict codebook ids are not supported"),
+    t2i_adapter=(
+        "nothing to gain: it runs once per picture",
+        "a T2I-Adapter runs only once per sampling run, not at each step, so there is nothing to speed up",
+    ),
+    control_lora=(
+        "not supported: Control-LoRA",
+        "a Control-LoRA is rebuilt for each run out of the model's own weights, which is not supported",
+    ),
+    unknown_control=("not supported: {name}", "{name} is not a kind of ControlNet that AnyShape knows"),
+    control_layers=(
+        "not supported: a ControlNet with {names}",
+        "the ControlNet has layers that AnyShape does not know: {names}",
+    ),
+    control_hint=(
+        "the hint is not a batch of images",
+        "the hint is not a batch of images, so the ControlNet runs in eager",
+    ),
+    control_pooled=(
+        "Use a ControlNet for this model: this one is for SDXL",
+        "the ControlNet needs a pooled embedding and got none: it is for SDXL",
+    ),
+    control_type=("Choose another control type", "the control type is not one that this union ControlNet knows"),
+    not_finite=(
+        "Load the model in bf16 or fp32: ComfyUI's fails too",
+        "ComfyUI's own result is not finite at this size, so nothing could be compared with it. If the picture is "
+        "black, load the model in bf16 or fp32",
+    ),
+    not_compared=(
+        "ComfyUI's own result could not be compared with",
+        "eager's own result could not be compared with (it is not finite, or eager had no memory), so there is no "
+        "graph yet",
+    ),
+    # The forward cannot be repeated
+    draws=("the model draws random numbers", "it draws random numbers"),
+    unwritten=(
+        "the model uses code that cannot be repeated",
+        "an operation went past torch's dispatcher: memory was read that nothing recorded has written",
+    ),
+    streams=("the model works on several CUDA streams", "it works on several CUDA streams"),
+    size_of_values=("the model decides by values", "the size of a result depends on values"),
+    value_came_back=("the model reads a value back from the GPU", "a value came back from the GPU to the host"),
+    tensor_came_back=("the model reads a tensor back from the GPU", "a tensor came back from the GPU to the host"),
+    read_back=("the model reads a value back", "a value came back to the host"),
+    writes_several=("the model uses {name}, which is not supported", "{name} writes into several tensors"),
+    moves=("the model uses {name}, which is not supported", "{name} changes where a tensor lies"),
+    writes_input=("the model changes its input or a weight", "it writes into an input or a weight"),
+    writes_kept=("the model changes a tensor that it keeps", "it writes into a tensor that it keeps"),
+    keeps=("the model keeps a tensor for its next call", "the model keeps a tensor for its next call ({tensor})"),
+    no_origin=(
+        "the model reads a tensor of its own",
+        "it reads a tensor {shape} that is no input, no weight and not made of sizes (a cache of the model's own, "
+        "or another node's)",
+    ),
+    twice=("an option is a tensor of the model's too", "an option is a tensor that the model has by another way too"),
+    no_result=("its result is no tensor", "its result is no tensor"),
+    odd_result=("its result is no tensor", "its result is neither a tensor nor a list of tensors"),
+    constant=("its result does not depend on its input", "its result does not depend on what it is given"),
+    changes_itself=("the model changes itself while it runs", "the forward changes the model itself, {change}"),
+    recording_failed=("Please report it: recording failed", "recording failed, {error}; please report it"),
+    # Blocks recorded one by one
+    block_passing=(
+        "some blocks run as ComfyUI's",
+        "what a block reads of its options is no longer there after its call: it runs in eager",
+    ),
+    block_options=(
+        "some blocks run as ComfyUI's: their options differ",
+        "blocks read options that differ from block to block: those run in eager",
+    ),
+    block_changes_options=("some blocks run as ComfyUI's", "a block changes the options that it is given"),
+    block_changes_list=("some blocks run as ComfyUI's", "a block changes a list or dict that it is given"),
+    block_argument=(
+        "some blocks run as ComfyUI's",
+        "a block was called with a {kind}, which AnyShape does not know: it runs in eager",
+    ),
+    block_same_tensor=(
+        "some blocks run as ComfyUI's",
+        "a block takes the same tensor as an argument and from its options",
+    ),
+    block_shared=(
+        "some blocks run as ComfyUI's",
+        "a block writes into an input that shares its memory with another one",
+    ),
+    block_result=("some blocks run as ComfyUI's", "a block's result is not made of tensors of its own"),
+    blocks=(
+        "its blocks run fast, one by one",
+        "blocks recorded one by one: a value of the whole forward comes back to the host",
+    ),
+    blocks_no_gain=("its blocks are no faster than ComfyUI's", "nothing in its blocks fuses"),
+    gpu_limit=(
+        "no CUDA graph needed: the GPU is busy all the time",
+        "the GPU is the limit at this size ({elapsed} ms, launching {host} ms): no graph",
+    ),
+    # Skip Blocks and Warm Up
+    no_blocks=(
+        "Remove Skip Blocks: it does not fit this model",
+        "{why}: no blocks are skipped, it runs as without this node",
+    ),
+    no_such_depth=(
+        "Lower depth: 0 to {deepest} here",
+        "depth is {depth}, and this model has 0 to {deepest}: auto is used",
+    ),
+    own_steps=(
+        "Use euler or dpmpp_2m: this sampler chooses its own steps",
+        "this sampler chooses its own steps, so every step is full; use euler, dpmpp_2m or another one",
+    ),
+    silent_sampler=(
+        "Use euler or dpmpp_2m: this sampler hides its steps",
+        "this sampler does not report its steps, so every step is full; use euler, dpmpp_2m or another one",
+    ),
+    blocks_not_skipped=("Please report it: no blocks were skipped", "blocks could not be skipped ({error})"),
+    unrecorded=(
+        "no block is skipped: the model cannot be recorded",
+        "this model's forward could not be recorded (Shape Cache Info says why), so none of its blocks is skipped",
+    ),
+    no_middle=("Remove Skip Blocks: it does not fit this model", "no block of this model is skipped: {why}"),
+    skipped_gone=(
+        "this step ran in full",
+        "the program of skipped steps is no longer there, so this step runs in full; the next full step makes it again",
+    ),
+    skip_failed=("a skipped step failed and ran in full", "a skipped step failed, and ran in full instead"),
+    called_twice=(
+        "a prompt is evaluated twice per step",
+        "a prompt is evaluated twice per step on the same patches and size (context windows, say): which feature "
+        "belongs to which call cannot be known, so that prompt is never skipped",
+    ),
+    uneven=(
+        "a batch could not be split by prompt",
+        "the rows of a call could not be told apart by prompt, so it ran in full",
+    ),
+    newcomer=(
+        "a prompt, a patch or a size is new",
+        "a prompt, a patch or a latent size was not there at the last full step",
+    ),
+    nothing_compiled=(
+        "Connect Compile Model before Warm Up",
+        "connect Compile Model before Warm Up: nothing to warm up. This MODEL does not run compiled (no Compile "
+        "Model node, its mode is off, or it could not be compiled), and passes through as it is",
+    ),
+    vae_not_compiled=(
+        "Connect Compile VAE before Warm Up",
+        "this VAE does not come from Compile VAE: nothing of it was warmed up, and it passes through as it is",
+    ),
+    not_timed=(
+        "ComfyUI's own time is not known",
+        "ComfyUI's own forward at {shape} could not be timed ({error})",
+    ),
+    gave_way=("another prompt waits", "another prompt waits, so this size is left for a quiet moment"),
+    no_last_sizes=(
+        "List the sizes: none of an earlier session are known",
+        "no sizes of an earlier session are known for this model: they are kept when it runs, by the name of its file. "
+        "List them, or choose another preset",
+    ),
+    taken_over=(
+        "Bypass node {id}: it compiles the model itself",
+        "node {id} ({name}) compiles the model itself, so it was left alone: bypass that node to have AnyShape "
+        "accelerate this model",
+    ),
+    # What rounds otherwise than ComfyUI's own forward
+    gelu_rounds_less=(
+        "GELU rounds once less",
+        "GELU behind a linear layer is computed on the layer's float32 sums: one rounding to 16 bits less than in "
+        "eager",
+    ),
+    other_attention=(
+        "attention sums in another order",
+        "Attention runs on the one of PyTorch's exact backends that was measured fastest on this card, which is not "
+        "the one that ComfyUI asks for: its sums are in another order, and as exact",
+    ),
+)

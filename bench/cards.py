@@ -1,0 +1,131 @@
+"""Draws the cards of the templates from bench/results: a model's times, eager and AnyShape, beside its workflow.
+
+python -m bench.cards
+
+Templates without a figure of their own have pictures of the demo model: tools/thumbnails.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from PIL import Image, ImageDraw, ImageFont
+
+from bench import figures
+from bench.markdown import conditions, size
+from bench.plot import COLOURS, digest
+from bench.tables import three
+from tools.paths import ROOT
+
+FOLDER = ROOT / "example_workflows"
+CARD, QUALITY = (640, 360), 88
+PAPER, INK, PALE, FAINT = "#FFFFFF", "#222222", "#666666", "#E6E6E6"
+LEFT, TRACK, TOP, ROW, BAR = 150, 330, 96, 74, 22  # pixels
+
+
+class Bar(NamedTuple):
+    """A size, and two times in one unit."""
+
+    label: str
+    before: float
+    after: float
+
+
+class Card(NamedTuple):
+    """What a card shows."""
+
+    template: str
+    title: str
+    what: str  # is measured
+    names: tuple[str, str]
+    result: Path
+    bars: list[Bar]
+
+
+def forward(template: str, model: str, sizes: tuple[str, ...], with_cfg: bool = False) -> Card:
+    """One model call."""
+    path = figures.forward_path(model)
+    rows = {(size(r), r["rows"]): r for r in figures.load(path)["rows"] if r["images"] == 1}
+    bars = [Bar(name, rows[name, 1 + with_cfg]["eager_ms"], rows[name, 1 + with_cfg]["compiled_ms"]) for name in sizes]
+    what = "ms for one model call" + (" with CFG" if with_cfg else "")
+    return Card(template, figures.MODELS[model], what, ("ComfyUI", "AnyShape"), path, bars)
+
+
+def control() -> Card:
+    """A model call with its ControlNet."""
+    path = figures.RESULTS / "controlnet.json"
+    rows = figures.load(path)["rows"]
+    bars = [Bar(size(r), r["neither_ms"], r["both_ms"]) for r in rows if size(r) in ("1024x1024", "960x720", "512x512")]
+    title, what = "ControlNet (SDXL)", "ms for one model call with its ControlNet"
+    return Card("ControlNet SD1.5 - one image, then four", title, what, ("ComfyUI", "AnyShape"), path, bars)
+
+
+def skipping() -> Card:
+    """A picture's sampling with every step in full, and with two of three skipped, both compiled."""
+    path = figures.RESULTS / "skip-sd15.json"
+    found = figures.load(path)
+    bars = [Bar(size(r), r["seconds"]["compiled"], r["seconds"]["compiled_skip"]) for r in found["rows"]]
+    what = f"seconds for {found['steps']} steps on Compile Model"
+    names = ("every step", f"interval {found['interval']}")
+    return Card("Skip Blocks SD1.5 - every step beside one in three", "Skip Blocks (SD1.5)", what, names, path, bars)
+
+
+def cards() -> list[Card]:
+    """All of them."""
+    three = ("1024x1024", "840x968", "512x512")
+    return [
+        forward("SDXL - three sizes, one compilation", "sdxl", ("1024x1024", "896x768", "512x512"), with_cfg=True),
+        forward("Flux - three sizes, one compilation", "flux", three),
+        forward("Z-Image Turbo - three sizes, eight steps each", "zimage", three),
+        forward("Qwen-Image - square, portrait and landscape", "qwen", three),
+        forward("Wan 2.1 - videos of two sizes and lengths", "wan", ("1024x1024", "832x480x33")),
+        control(),
+        skipping(),
+    ]
+
+
+def draw(card: Card) -> Image.Image:
+    """The picture."""
+    image = Image.new("RGB", CARD, PAPER)
+    pen = ImageDraw.Draw(image)
+    pen.text((24, 18), card.title, fill=INK, font=_font(28))
+    pen.text((24, 56), card.what, fill=PALE, font=_font(17))
+    for place, name in enumerate(card.names):
+        pen.text((LEFT + TRACK + 12, 20 + 26 * place), name, fill=_colour(place), font=_font(18))
+    longest = max(bar.before for bar in card.bars)
+    for number, bar in enumerate(card.bars):
+        _bars(pen, bar, TOP + ROW * number, longest)
+    pen.text((24, CARD[1] - 30), _where(figures.load(card.result)), fill=PALE, font=_font(14))
+    return image
+
+
+def _bars(pen: ImageDraw.ImageDraw, bar: Bar, top: int, longest: float) -> None:
+    pen.text((24, top + BAR - 10), bar.label, fill=INK, font=_font(18))
+    for place, value in enumerate((bar.before, bar.after)):
+        y, length = top + place * (BAR + 3), round(TRACK * value / longest)
+        pen.rectangle((LEFT, y, LEFT + length, y + BAR), fill=_colour(place))
+        pen.text((LEFT + length + 8, y + 1), three(value), fill=_colour(place), font=_font(16))
+    pen.text((LEFT + TRACK + 66, top + BAR - 16), f"{bar.before / bar.after:.2f}x", fill=_colour(1), font=_font(30))
+
+
+def _colour(place: int) -> str:
+    return COLOURS[("eager", "anyshape")[place]]
+
+
+def _font(pixels: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
+    return ImageFont.load_default(pixels)
+
+
+def _where(result: dict[str, Any]) -> str:
+    return "{gpu}, torch {torch}, ComfyUI {comfyui}, ".format(**conditions(result)) + result["date"]
+
+
+def main() -> None:
+    """Draws them beside their workflows; the hash of the result lies in each as a comment."""
+    for card in cards():
+        path = FOLDER / f"{card.template}.jpg"
+        draw(card).save(path, quality=QUALITY, optimize=True, comment=digest(card.result))
+        print(path.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()

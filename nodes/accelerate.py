@@ -1,0 +1,67 @@
+"""Accelerate: Compile Model, Compile VAE and Compile ControlNet in one node."""
+
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..accel.engine import BUDGET_MB, MODES
+from . import badge
+from .compile_controlnet import controlnet_part
+from .compile_model import budget_input, model_part
+from .compile_vae import vae_part
+from .giving import give
+from .messages import VERIFY
+from .schema import schema
+
+
+class Accelerate(io.ComfyNode):
+    """Does what the three compile nodes do, by their own code."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:  # noqa: D102
+        return schema(
+            node_id="AnyShapeAccelerate",
+            display_name="Accelerate (AnyShape)",
+            category="AnyShape",
+            description="Makes a workflow faster with one node: Compile Model, Compile VAE and Compile ControlNet in "
+            "one. Connect what there is, and take it from here on. What cannot run faster runs as without this node; "
+            "Shape Cache Info says why.",
+            inputs=[
+                io.Model.Input("model", tooltip="The model to speed up. LoRA nodes may come before or after."),
+                io.Combo.Input(
+                    "mode",
+                    options=list(MODES),
+                    default="auto",
+                    tooltip="auto: joins small operations into fewer, faster ones. exact: ComfyUI's own operations, in "
+                    "a CUDA graph where that pays; the picture is bit-equal to ComfyUI's, and VAE and ControlNet pass "
+                    "through. off: exactly as without this node.",
+                ),
+                budget_input(),
+                io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
+                io.Vae.Input("vae", optional=True, tooltip="The VAE to speed up, if there is one."),
+                io.ControlNet.Input(
+                    "control_net", optional=True, tooltip="The ControlNet to speed up, if there is one."
+                ),
+            ],
+            outputs=[
+                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original."),
+                io.Vae.Output(tooltip="The same VAE, faster; nothing if none is connected."),
+                io.ControlNet.Output(tooltip="The same ControlNet, faster; nothing if none is connected."),
+            ],
+            hidden=badge.HIDDEN,
+        )
+
+    @classmethod
+    def execute(  # noqa: D102
+        cls, model: io.Model.Type, mode: str = "auto", graph_budget_mb: int = BUDGET_MB, verify: bool = True,
+        vae: Any = None, control_net: Any = None,
+    ) -> io.NodeOutput:  # fmt: skip
+        settings = {"mode": mode, "graph_budget_mb": graph_budget_mb, "verify": verify}
+        fused = mode == "auto"  # of the three only a MODEL can run unfused
+        return give(
+            cls,
+            model_part(model, **settings),
+            None if vae is None else vae_part(vae, fused, verify),
+            None if control_net is None else controlnet_part(control_net, fused, verify),
+            **settings,
+        )

@@ -1,0 +1,46 @@
+"""What a compile node gives: said to the user, noted for its line in the browser, and passed on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from comfy_api.latest import io
+
+from ..accel.attempt import attempt, failed
+from ..accel.families.entries import Names
+from ..accel.families.layers import INTERRUPTS
+from . import badge
+from .messages import node_id, say
+
+
+@dataclass(frozen=True)
+class Part:
+    """What became of a MODEL, a VAE or a CONTROL_NET."""
+
+    value: Any  # what goes out
+    names: Names | None  # of its entries in the stats; None: it is not compiled
+    message: str = ""  # what the user should know; "" if nothing
+    enabled: bool = True  # False: it passes through because the user said so
+    instead: Callable[[], str] = str  # as ``NodeStats`` has it
+    patcher: Any = None  # of the model that the node got
+
+
+def part_of(value: Any, what: str, make: Callable[[], Part]) -> Part:
+    """What ``make`` makes of ``value``; as it is where that fails: another pack's MODEL may be something else."""
+    if value is None:
+        return Part(value, None)
+    made, failure = attempt(make, failed(type(value).__name__, what), INTERRUPTS)
+    return made or Part(value, None, failure)
+
+
+def give(node: type[io.ComfyNode], *parts: Part | None, **settings: Any) -> io.NodeOutput:
+    """The outputs of ``node``, one of each part; None where nothing is connected. settings: of ``badge.note``."""
+    given = [part for part in parts if part is not None]
+    found = [part.names for part in given if part.names]
+    message = "\n".join(part.message for part in given if part.message)
+    say(message, node_id(node))
+    badge.note(
+        node, (lambda: [name for names in found for name in names()]) if found else None, message,
+        any(part.enabled for part in given), instead=given[0].instead, patcher=given[0].patcher, **settings,
+    )  # fmt: skip
+    return io.NodeOutput(*(part.value if part else None for part in parts))

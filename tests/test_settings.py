@@ -1,0 +1,178 @@
+"""The pack's page in ComfyUI's settings, as a person uses it, and what it changes.
+
+``test_older_comfyui`` runs what depends on the front end on the older one, too.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tools import browser as installed
+from tools.api_format import node
+from tools.comfy_server import ComfyServer
+
+pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
+
+from tools.web_page import OURS, WebPage, chromium  # noqa: E402 - it imports playwright
+
+if not installed.find():
+    pytest.skip(installed.MISSING, allow_module_level=True)
+
+PANEL = ".anyshape-panel"
+IDS = [f"AnyShape.{name}" for name in ("Automatic", "Exceptions", "GraphBudget", "SizesAtStart", "Language")]
+DEFAULTS = dict(zip(IDS, (False, "", 2048, False, "ComfyUI"), strict=True))
+NAMES = {
+    "en": [
+        "Accelerate every model in every workflow", "Except", "GPU memory for CUDA graphs, MB",
+        "Warm up the sizes of the last session", "Language of lines, panel and reasons",
+    ],
+    "zh": [
+        "加速所有工作流中的所有模型", "例外", "CUDA 图可用的显存（MB）", "预热上次会话的尺寸",
+        "状态行、面板和原因的语言",
+    ],
+}  # fmt: skip
+
+
+def flow() -> dict[str, dict[str, Any]]:
+    """Text to image on the demo model, without a node of ours."""
+    return {
+        "1": node("AnyShapeDemoLoader", dtype="fp32"),
+        "2": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text="rocket"),
+        "3": node("EmptyLatentImage", width=64, height=72, batch_size=1),
+        "4": node(
+            "KSampler", model=["1", 0], positive=["2", 0], negative=["2", 0], latent_image=["3", 0], seed=5, steps=2,
+            cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0,
+        ),
+        "5": node("VAEDecode", samples=["4", 0], vae=["1", 1]),
+        "6": node("PreviewImage", images=["5", 0]),
+    }  # fmt: skip
+
+
+PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (740, 160), "5": (1070, 160), "6": (1260, 160)}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as launched:
+        yield launched
+
+
+@pytest.fixture
+def opened(browser: Any, server: ComfyServer) -> Iterator[Any]:
+    """Opens the workflow in a language; afterwards the settings are as a new user's."""
+    pages: list[WebPage] = []
+
+    def run(language: str = "en", prepare: Any = None) -> WebPage:
+        pages.append(WebPage(browser, server, prepare, Comfy_Locale=language))
+        pages[-1].load_workflow(flow(), PLACES)
+        return pages[-1]
+
+    yield run
+    for page in pages:
+        page.close()
+    server.http.post(f"{server.url}/api/settings", json=DEFAULTS | {"Comfy.Locale": "en"}).raise_for_status()
+
+
+def open_settings(page: WebPage) -> None:
+    """The dialog, at our page."""
+    page.page.keyboard.press("Control+,")
+    page.page.locator("[role=dialog]").get_by_text("AnyShape", exact=True).first.click()
+    field(page, IDS[0]).wait_for()
+
+
+def field(page: WebPage, name: str) -> Any:
+    return page.page.locator(f'[id="{name}"]').first
+
+
+def wait_for_names(page: WebPage, wanted: list[str]) -> None:
+    page.page.wait_for_function(
+        "([ids, names]) => ids.every((id, i) => document.getElementById(`${id}-label`)?.innerText.trim() === names[i])",
+        arg=[IDS, wanted],
+    )
+
+
+def stored(server: ComfyServer) -> dict[str, Any]:
+    return {name: server.get("/settings").json().get(name) for name in IDS}
+
+
+def test_every_model_is_accelerated_and_the_page_stays_calm(opened, server) -> None:
+    """By a click in the settings; the graph stays as it is, and no message of the page is about our nodes."""
+    said: list[str] = []
+    page = opened(prepare=lambda page: page.on("console", lambda one: said.append(f"{one.type}: {one.text}")))
+    before = page.ids()
+    page.run(server)
+    open_settings(page)
+    wait_for_names(page, NAMES["en"])
+    page.shot(f"settings-{server.comfyui.name}")
+    with page.page.expect_response(lambda answer: "/settings/AnyShape.Automatic" in answer.url):
+        field(page, IDS[0]).locator("input").first.click(force=True)
+    assert stored(server)[IDS[0]] is True
+    page.page.keyboard.press("Escape")
+    page.page.locator("[role=dialog]").first.wait_for(state="hidden")
+    page.page.evaluate("() => { app.graph.getNodeById(4).widgets.find((one) => one.name === 'seed').value = 6; }")
+    server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
+    said.clear()
+    entry = page.run(server)
+    assert {id for id in entry["prompt"][2] if id.startswith("anyshape-")} == {"anyshape-model-1-0", "anyshape-vae-1-1"}
+    saved = entry["prompt"][3]["extra_pnginfo"]["workflow"]["nodes"]
+    assert page.ids() == before and {str(one["id"]) for one in saved} == {str(id) for id in before}
+    page.page.locator(OURS).click()
+    page.page.locator(f"{PANEL} tr[data-state=tape]", has_text="64×72").first.wait_for()
+    assert [one for one in said if not one.startswith(("log", "info", "debug"))] == []
+    assert page.errors == [] and page.page.locator(".p-toast-message-error").count() == 0
+
+
+def test_the_page_is_chinese(opened) -> None:
+    page = opened("zh")
+    open_settings(page)
+    wait_for_names(page, NAMES["zh"])
+
+
+def test_new_nodes_take_the_budget_and_saved_ones_keep_theirs(opened) -> None:
+    page = opened()
+    page.set(IDS[2], 512)
+    budget = "id => app.graph.getNodeById(id).widgets.find((one) => one.name === 'graph_budget_mb').value"
+    added = page.add_node("Accelerate", 410, 400)
+    assert page.page.evaluate(budget, added) == 512
+    page.set_widgets(added, {"graph_budget_mb": 64})
+    page.page.evaluate("async () => { await app.loadGraphData(app.graph.serialize()); }")
+    assert page.page.evaluate(budget, added) == 64
+
+
+def test_the_language_of_what_we_say(opened) -> None:
+    """Of the panel and the lines; titles follow ComfyUI's. At once, and back again."""
+    page = opened()
+    added = page.add_node("Accelerate", 410, 400)
+    page.wait_for_line(added, "not run yet")
+    page.page.locator(OURS).click()
+    page.set(IDS[4], "zh")
+    page.wait_for_line(added, "尚未运行")
+    begun = {"file": "rockets", "sizes": 2}
+    page.page.evaluate("detail => app.api.dispatchEvent(new CustomEvent('anyshape.ahead', { detail }))", begun)
+    page.page.get_by_text("正在预热上次会话的 2 个尺寸（rockets）").wait_for()
+    page.page.locator(PANEL, has_text="尺寸缓存").wait_for()
+    assert page.page.evaluate("id => app.graph.getNodeById(id).title", added) == "Accelerate (AnyShape)"
+    page.set(IDS[4], DEFAULTS[IDS[4]])
+    page.wait_for_line(added, "not run yet")
+    assert page.errors == []
+
+
+def test_warm_up_these(opened, server) -> None:
+    """The panel's button, there if the workflow has a Warm Up: its list is what the panel shows, and runs."""
+    page = opened()
+    server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
+    page.set(IDS[0], True)
+    page.run(server)
+    page.page.locator(OURS).click()
+    page.page.locator(f"{PANEL} tr[data-state=tape]", has_text="64×72").first.wait_for()
+    button = page.page.locator("[data-action=warm]")
+    assert not button.is_visible()
+    page.page.locator(OURS).click()  # or it covers the canvas
+    added = page.add_node("Warm Up", 410, 400)
+    page.page.locator(OURS).click()
+    button.click()
+    page.page.get_by_text("Written into Warm Up's list.").wait_for()
+    listed = "id => app.graph.getNodeById(id).widgets.find((one) => one.name === 'shapes').value"
+    assert page.page.evaluate(listed, added) == "64x72"
+    assert page.errors == []

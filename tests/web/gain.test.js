@@ -1,0 +1,169 @@
+/** How much faster, of which sizes, and what a comparison queues: pure, in Node.js; tests/test_web.py starts it. */
+
+import assert from "node:assert/strict";
+import { readFileSync } from "node:fs";
+import { test } from "node:test";
+
+import { runs, without } from "../../web/anyshape/compare_prompts.js";
+import * as format from "../../web/anyshape/format.js";
+import { duration, gain, gainText, preparingText, scoped, times } from "../../web/anyshape/gain.js";
+
+const read = (language) =>
+  JSON.parse(readFileSync(new URL(`../../locales/${language}/main.json`, import.meta.url))).anyshape;
+const EN = read("en");
+const ZH = read("zh");
+
+const shape = (more = {}) => ({
+  key: "k", width: 512, height: 512, batch: 1, frames: 1, state: "graph", calls: 10, median_ms: 20, eager_ms: 30,
+  factor: 1.5, saved_seconds: 0.1, reason: "", note: "", prompt: 1, workflows: ["w"], ...more,
+});
+const unknown = (more = {}) => shape({ eager_ms: null, factor: null, saved_seconds: null, ...more });
+const model = (name, shapes) => ({ name, kind: "model", recompiles: 0, compile_seconds: 1, inexact: [], shapes });
+const stats = (models, more = {}) => ({ models, fallbacks: [], skip: [], device: "a GPU", ...more });
+
+test("the gain is of the sizes where both were measured, by their calls", () => {
+  const slow = shape({ calls: 30, eager_ms: 10, median_ms: 20, factor: 0.5, saved_seconds: -0.3 });
+  const found = gain([shape(), slow, unknown({ calls: 1000 })]);
+  assert.ok(Math.abs(found.factor - 600 / 800) < 1e-9 && Math.abs(found.saved + 0.2) < 1e-9);
+  assert.equal(gain([unknown()]), null);
+  assert.equal(gain([{ median_ms: 3 }]), null); // an older server
+});
+
+test("the gain in words", () => {
+  assert.equal(gainText({ factor: 1.44, saved: 12.3 }, EN), "1.4x, 12 s saved");
+  assert.equal(gainText({ factor: 0.96, saved: -3 }, EN), "0.96x, 3.0 s lost so far");
+  assert.equal(gainText({ factor: 2, saved: 600 }, ZH), "2.0x，节省 10 分钟");
+  assert.equal(duration(9000, EN), "2.5 h");
+  assert.deepEqual([1.04, 1.5, 0.5, null].map(times), ["1.04x", "1.5x", "0.5x", "–"]);
+});
+
+const entry = { id: "4", workflow: "w", type: "AnyShapeCompileModel", state: "ready", message: "", models: ["SDXL"] };
+const badge = (shapes, more = {}, words = EN, language = "en") =>
+  format.badge(entry, stats([model("SDXL", shapes)], more), words, language);
+
+test("a node says how much faster it is: the latest prompt's factor, and all that was saved", () => {
+  const old = shape({ width: 64, prompt: 1, factor: 3, eager_ms: 60, saved_seconds: 11.9 });
+  const shown = badge([old, shape({ prompt: 2 })]);
+  assert.deepEqual([shown.text, shown.loss], ["1.5x, 12 s saved, fast: 512×512", false]);
+  const slower = badge([shape({ factor: 0.8, eager_ms: 16, saved_seconds: -2 })]);
+  assert.deepEqual([slower.text, slower.loss], ["0.8x, 2.0 s lost so far, fast: 512×512", true]);
+  assert.equal(badge([unknown()]).text, "fast: 512×512");
+  assert.equal(badge([unknown({ state: "eager", reason: "a patch" })]).text, "as ComfyUI: a patch");
+  assert.equal(badge([shape()], {}, ZH, "zh").text, "1.5x，节省 0.1 秒，加速：512×512");
+});
+
+test("what is being prepared is on the line of its model's nodes, with a clock", () => {
+  const preparing = { number: 3, model: "SDXL", size: "832x480x33", seconds: 12.7 };
+  const shown = badge([shape()], { preparing });
+  assert.deepEqual([shown.level, shown.text], ["preparing", "preparing 832×480×33… 12 s"]);
+  assert.equal(badge([shape()], { preparing: { ...preparing, model: "Flux" } }).level, "fast");
+  assert.equal(badge([shape()], { preparing: {} }).level, "fast");
+  assert.equal(preparingText(preparing, ZH), "正在准备 832×480×33… 12 秒");
+});
+
+test("a view is about the last prompt, a workflow or everything, the model that ran last first", () => {
+  const sdxl = model("SDXL", [shape({ prompt: 4 }), shape({ width: 64, prompt: 2, workflows: ["v", "w"] })]);
+  const flux = model("Flux #2", [shape({ width: 8, prompt: 5, workflows: ["v"] })]);
+  const all = stats([model("old", []), flux, sdxl, model("new", [])], {
+    fallbacks: [{ where: "SDXL" }, { where: "Warm Up" }],
+    skip: [{ model: "Flux" }, { model: "SDXL" }],
+  });
+  const widths = (found) => found.models.map((one) => [one.name, ...one.shapes.map((s) => s.width)]);
+  assert.deepEqual(widths(scoped(all, "all")).slice(0, 2), [["Flux #2", 8], ["SDXL", 512, 64]]);
+  assert.deepEqual(widths(scoped(all, "prompt")), [["Flux #2", 8]]);
+  assert.deepEqual(widths(scoped(all, "workflow", "w")), [["SDXL", 512, 64]]);
+  assert.deepEqual(widths(scoped(all, "workflow", "v")), [["Flux #2", 8], ["SDXL", 64]]);
+  assert.deepEqual(widths(scoped(all, "workflow", undefined)), []);
+  assert.deepEqual(scoped(all, "workflow", "w").fallbacks, [{ where: "SDXL" }]);
+  assert.deepEqual(scoped(all, "prompt").skip, [{ model: "Flux" }]);
+  assert.equal(scoped(all, "all").fallbacks.length, 2);
+  const scripts = stats([model("SDXL", [shape({ prompt: 0, workflows: [] })])]);
+  assert.deepEqual(widths(scoped(scripts, "prompt")), []);
+});
+
+// What a comparison queues ------------------------------------------------------------------------------------------
+
+const defined = (python_module, input, output) => ({ python_module, input: { required: input }, output });
+const core = "nodes";
+const ours = "custom_nodes.AnyShape";
+const DEFINITIONS = {
+  Loader: defined(core, {}, ["MODEL", "CLIP", "VAE"]),
+  Lora: defined(core, { model: ["MODEL"], strength: ["FLOAT"] }, ["MODEL"]),
+  KSampler: defined(core, { model: ["MODEL"], seed: ["INT"] }, ["LATENT"]),
+  VAEDecode: defined(core, { samples: ["LATENT"], vae: ["VAE"] }, ["IMAGE"]),
+  SaveImage: defined(core, { images: ["IMAGE"] }, []),
+  PreviewImage: defined(core, { images: ["IMAGE"] }, []),
+  CheckpointSave: defined(core, { model: ["MODEL"], clip: ["CLIP"] }, []),
+  PreviewAny: defined(core, { source: ["*"] }, []),
+  AnyShapeCompileModel: defined(ours, { model: ["MODEL"], mode: [["auto"]] }, ["MODEL"]),
+  AnyShapeCompileVAE: defined(ours, { vae: ["VAE"] }, ["VAE"]),
+  AnyShapeSkipBlocks: defined(ours, { model: ["MODEL"] }, ["MODEL"]),
+  AnyShapeWarmUp: defined(ours, { model: ["MODEL"], vae: ["VAE"] }, ["MODEL", "VAE", "STRING"]),
+  AnyShapeShapeCacheInfo: defined(ours, { after: ["*"] }, ["STRING", "STRING", "IMAGE"]),
+};
+const definition = (type) => DEFINITIONS[type];
+const made = (class_type, inputs) => ({ class_type, inputs });
+const prompt = () => ({
+  1: made("Loader", {}),
+  2: made("AnyShapeCompileModel", { model: ["1", 0], mode: "exact" }),
+  3: made("Lora", { model: ["2", 0], strength: 1 }),
+  4: made("AnyShapeSkipBlocks", { model: ["3", 0] }),
+  5: made("AnyShapeWarmUp", { model: ["4", 0], vae: ["6", 0] }),
+  6: made("AnyShapeCompileVAE", { vae: ["1", 2] }),
+  7: made("KSampler", { model: ["5", 0], seed: 7 }),
+  8: made("VAEDecode", { samples: ["7", 0], vae: ["5", 1] }),
+  9: made("SaveImage", { images: ["8", 0], filename_prefix: "x" }),
+  10: made("AnyShapeShapeCacheInfo", { after: ["8", 0] }),
+  11: made("PreviewAny", { source: ["10", 0] }),
+  12: made("PreviewAny", { source: ["5", 2] }),
+  13: made("CheckpointSave", { model: ["3", 0], clip: ["1", 1] }),
+});
+
+test("bypassed nodes hand on what they got, and what only they could feed is left out", () => {
+  const left = without(prompt(), (node) => node.class_type.startsWith("AnyShape"), definition);
+  assert.deepEqual(Object.keys(left), ["1", "3", "7", "8", "9", "13"]);
+  assert.deepEqual([left[3].inputs.model, left[7].inputs.model, left[8].inputs.vae], [["1", 0], ["3", 0], ["1", 2]]);
+});
+
+test("a comparison queues four prompts and leaves the given one as it is", () => {
+  const given = prompt();
+  const queue = runs(given, definition, "salt");
+  assert.deepEqual(given, prompt());
+  assert.deepEqual(queue.map((one) => one.way), ["without", "without", "with", "with"]);
+  const [timed, plain, first, fast] = queue.map((one) => one.prompt);
+  assert.deepEqual(Object.keys(timed), ["1", "2", "3", "7", "8", "9"]);
+  assert.equal(timed[2].inputs.mode, "time exact");
+  assert.deepEqual(Object.keys(plain), ["1", "3", "7", "8", "9"]);
+  assert.deepEqual(Object.keys(first), ["1", "2", "3", "4", "6", "7", "8", "9"]);
+  assert.deepEqual([fast[7].inputs.model, fast[8].inputs.vae], [["4", 0], ["6", 0]]);
+  for (const one of [timed, plain, first, fast]) {
+    assert.equal(one[7].inputs.seed, 7);
+    assert.deepEqual(one[9], made("PreviewImage", { images: ["8", 0] })); // not saved
+  }
+});
+
+test("what uses a model runs again each time, and what loads one does not", () => {
+  const salts = runs(prompt(), definition, "salt").map((one) =>
+    Object.fromEntries(Object.entries(one.prompt).map(([id, node]) => [id, node.inputs.anyshape_compare])),
+  );
+  for (const salt of salts) assert.deepEqual([salt[1], salt[9]], [undefined, undefined]);
+  assert.equal(new Set(salts.map((salt) => salt[7])).size, 4);
+  assert.equal(new Set(salts.map((salt) => salt[8])).size, 4);
+  assert.notEqual(salts[2][2], salts[3][2]); // a model in another form, as between the two runs without
+});
+
+test("a workflow without a node of ours runs again too: the server may put some into the prompt", () => {
+  const plain = without(prompt(), (node) => node.class_type.startsWith("AnyShape"), definition);
+  const ids = runs(plain, definition, "salt").map((one) =>
+    Object.keys(one.prompt).filter((id) => one.prompt[id].inputs.anyshape_compare),
+  );
+  assert.deepEqual(ids, [["7", "8"], ["7", "8"], ["7", "8"], ["7", "8"]]);
+});
+
+test("Compile Model is bypassed where its mode is off or comes from another node", () => {
+  for (const mode of ["off", ["1", 0], "regions"]) {
+    const changed = prompt();
+    changed[2].inputs.mode = mode;
+    assert.equal(runs(changed, definition, "salt")[0].prompt[2], undefined);
+  }
+});

@@ -1,0 +1,105 @@
+/**
+ * The prompts of a comparison: without AnyShape and with it. Pure, as format.js.
+ *
+ * prompt: in ComfyUI's API format. definition(class): of a node, as /object_info has it; undefined if there is none.
+ */
+
+const COMPILE = "AnyShapeCompileModel";
+const LEFT_OUT = new Set(["AnyShapeWarmUp", "AnyShapeShapeCacheInfo"]); // in runs with AnyShape: they make no picture
+const TIMED = ["auto", "exact"]; // modes in which ComfyUI's own forwards can be timed
+const MODELS = new Set(["MODEL", "VAE", "CONTROL_NET"]);
+const SALT = "anyshape_compare"; // an input that no node has: ComfyUI leaves it out, and takes nothing from its cache
+
+export const isOurs = (type, definition) => {
+  const module = definition(type)?.python_module;
+  return module !== undefined && module === definition(COMPILE)?.python_module;
+};
+
+/**
+ * What is queued, in order: {way: "without" | "with", prompt}. The first of each pair pays for what runs once, the
+ * second is measured. While the first runs, ComfyUI's own forwards are timed, for the factors of its sizes.
+ */
+export function runs(prompt, definition, salt) {
+  const ours = (node) => isOurs(node.class_type, definition);
+  const nodes = salted(prompt, ours, definition);
+  const made = [timed(prompt, ours, definition), without(prompt, ours, definition)].map((one) => ["without", one]);
+  const fast = without(prompt, (node) => LEFT_OUT.has(node.class_type), definition);
+  made.push(["with", fast], ["with", fast]);
+  return made.map(([way, one], index) => ({ way, prompt: quiet(withSalt(one, nodes, `${salt} ${index}`), definition) }));
+}
+
+/** The prompt as if the nodes were bypassed; what only they could feed goes too. */
+export function without(prompt, bypassed, definition) {
+  const link = (from) => {
+    let [id, slot] = from;
+    while (prompt[id] && bypassed(prompt[id])) {
+      const through = inputOf(prompt[id], definition(prompt[id].class_type).output?.[slot], definition);
+      if (!through) return null;
+      [id, slot] = through;
+    }
+    return [id, slot];
+  };
+  const left = Object.entries(prompt).filter(([, node]) => !bypassed(node));
+  const made = new Map(left.map(([id, node]) => [id, { ...node, inputs: mapped(node.inputs, link) }]));
+  for (let gone = true; gone; ) {
+    gone = false;
+    for (const [id, node] of made) {
+      if (Object.values(node.inputs).every((value) => value !== null && (!isLink(value) || made.has(value[0])))) continue;
+      made.delete(id);
+      gone = true;
+    }
+  }
+  return Object.fromEntries(made);
+}
+
+const isLink = (value) => Array.isArray(value) && value.length === 2 && typeof value[1] === "number";
+const mapped = (inputs, link) =>
+  Object.fromEntries(Object.entries(inputs).map(([name, value]) => [name, isLink(value) ? link(value) : value]));
+
+/** The link into a node that its output of this type passes on. */
+function inputOf(node, type, definition) {
+  const { required, optional } = definition(node.class_type).input ?? {};
+  const names = Object.entries({ ...required, ...optional }).filter(([, spec]) => spec[0] === type);
+  return names.map(([name]) => node.inputs[name]).find(isLink);
+}
+
+/** Without our nodes, but for Compile Model, which times ComfyUI's own forwards. */
+function timed(prompt, ours, definition) {
+  const times = (node) => node.class_type === COMPILE && TIMED.includes(node.inputs.mode);
+  const made = without(prompt, (node) => ours(node) && !times(node), definition);
+  const changed = (node) => (times(node) ? { ...node, inputs: { ...node.inputs, mode: `time ${node.inputs.mode}` } } : node);
+  return Object.fromEntries(Object.entries(made).map(([id, node]) => [id, changed(node)]));
+}
+
+/**
+ * The nodes that must run again: what uses a model, and ours. So each measured run gets its model in another form than
+ * the run before had it, and pays as much for that. What loads a model, or changes one and hands it on, does not run
+ * again for its own sake.
+ */
+export function salted(prompt, ours, definition) {
+  const again = ([, node]) => ours(node) || [...used(prompt, node, definition)].some((type) => !handsOn(node, type, definition));
+  return new Set(Object.entries(prompt).filter(again).map(([id]) => id));
+}
+
+/** The types of models that a node takes from others. */
+function used(prompt, node, definition) {
+  const links = Object.values(node.inputs).filter((value) => isLink(value) && prompt[value[0]]);
+  const types = links.map(([id, slot]) => definition(prompt[id].class_type)?.output?.[slot]);
+  return new Set(types.filter((type) => MODELS.has(type)));
+}
+
+const handsOn = (node, type, definition) => definition(node.class_type)?.output?.includes(type);
+
+function withSalt(prompt, nodes, salt) {
+  const changed = ([id, node]) => [id, nodes.has(id) ? { ...node, inputs: { ...node.inputs, [SALT]: salt } } : node];
+  return Object.fromEntries(Object.entries(prompt).map(changed));
+}
+
+/** Pictures are looked at, not saved four times, and models are not saved at all. */
+function quiet(prompt, definition) {
+  const saves = (node) => !definition(node.class_type)?.output?.length && used(prompt, node, definition).size;
+  const preview = ({ inputs: { filename_prefix, ...same } }) => ({ class_type: "PreviewImage", inputs: same });
+  const pictures = (node) => node.class_type === "SaveImage" && definition("PreviewImage");
+  const left = Object.entries(prompt).filter(([, node]) => !saves(node));
+  return Object.fromEntries(left.map(([id, node]) => [id, pictures(node) ? preview(node) : node]));
+}
