@@ -23,10 +23,11 @@ REFUSED = {
 }
 # How many kernels the variants after the first may add: the second has two videos, the third other sides and another
 # number of frames, the fourth one frame. What is one lies in memory as it likes: the attention of two pictures gives
-# channels last, where that of a single one may not, and what comes after reads it so.
+# channels last, where that of a single one may not, and what comes after reads it so. Newer versions of ComfyUI work
+# on a video in pieces: a third piece brings operations that two do not have.
 LATER = {
-    "HunyuanImage 2.1 refiner": (0, 0, 3), "HunyuanVideo 1.5": (11, 3, 2), "Wan 2.1, Qwen-Image": (13, 1, 1),
-    "Wan 2.2": (13, 1, 1), "Mochi": (7, 0, 3), "LTX": (0, 0, 12), "Cosmos": (4, 0, 2),
+    "HunyuanImage 2.1 refiner": (0, 0, 3), "HunyuanVideo": (7, 1, 0), "HunyuanVideo 1.5": (11, 3, 2), "Wan 2.1, Qwen-Image": (13, 1, 1),
+    "Wan 2.2": (14, 1, 1), "Mochi": (7, 0, 3), "LTX": (0, 0, 12), "LTX 0.9.5": (1, 0, 1), "MiniMax H3": (1, 0, 2), "Cosmos": (4, 0, 2),
     "TAEHV": (0, 0, 1), "CogVideoX": (3, 3, 2), "SeedVR2": (8, 0, 1),
 }  # fmt: skip
 OTHERS = (1, 0, 0)
