@@ -18,6 +18,7 @@ from anyshape.accel.kernels import operations  # noqa: E402 - the package exists
 from anyshape.accel.tape import ahead, diagnose, kernels, rules  # noqa: E402
 from anyshape.accel.tape.program import NotBound, Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
+from anyshape.accel.tape.reuse import Outlines  # noqa: E402
 from anyshape.accel.tape.rules import (  # noqa: E402
     channels_last,
     conv_bias,
@@ -284,7 +285,8 @@ MINDING = {
     "halves": lambda x: torch.cat(x.chunk(2, dim=1)[::-1], dim=1).contiguous(),
     "another order": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) * 2,
     "pooling": lambda x: F.interpolate(F.avg_pool2d(x, 2), size=x.shape[2:], mode="nearest"),
-    "padding": lambda x: F.pad(x, (1, 0, 1, 0))[:, :, 1:, 1:],
+    "padding": lambda x: F.pad(x, (1, 0, 1, 0))[:, :, 1:, 1:] + x,
+    "mirrored padding": lambda x: F.pad(x, (1, 0, 1, 0), mode="reflect")[:, :, 1:, 1:] + x,
     "another dtype": lambda x: x.to(torch.float64).mul(2).to(x.dtype),
     "a norm of rows": lambda x: F.layer_norm(x.movedim(1, 3), (8,)).movedim(3, 1),
     "in place": lambda x: x.mul_(2).add_(1),
@@ -306,6 +308,16 @@ def test_whoever_minds_gets_what_was_recorded(name):
         assert error(model, program, (torch.randn(size),)) < 1e-5
         lies_as_said(program, given)
         assert bool(calls(tape, operations.conv2d_last)) == (name != "a part in place")
+
+
+def test_a_padded_picture_is_not_turned():
+    """As in front of a convolution that halves the sides of a VAE's picture."""
+    model, given = Stack(lambda x: F.pad(x, (0, 1, 0, 1))), (torch.randn(2, 8, 6, 5),)
+    tape, program = programmed(model, given)
+    copies = [op for op in tape.operations if "clone" in str(op.func)]
+    assert [op.outputs[0] for op in copies] == tape.outputs
+    assert error(model, program, (torch.randn(2, 8, 6, 5),)) < 1e-5
+    lies_as_said(program, given)
 
 
 def test_a_few_convolutions_stay_as_they_are():
@@ -578,6 +590,16 @@ def test_kernels_by_hand_are_compiled_on_one_small_call_of_each_form():
         forms.append(sorted(str(ahead._form(operation)) for operation in found))
     assert forms[0] == forms[1] == forms[2] == forms[3]
     assert 8 < len(forms[0]) < 20
+
+
+def test_a_plan_that_serves_again_compiles_no_kernel_by_hand():
+    """Its operations know none of the model's own sizes, and their kernels are those of the first plan."""
+    model, outlines, called = Pictures(torch.float16), Outlines(), []
+    for size in (SIZES[0], (2, 12, 10, 7)):
+        tape = taped(model, inputs(size, torch.float16))
+        rules.apply(tape)
+        called.append(len(ahead.distinct(outlines.plan(tape).called)))
+    assert outlines.reused == 1 and called[0] > 8 and called[1] == 0
 
 
 # The check ----------------------------------------------------------------------------------------------------------

@@ -34,12 +34,16 @@ class Report:
 
 @dataclass
 class Schedule:
-    """What a program runs. parts: parts of joins, where a kernel stores them, and what they are."""
+    """What a program runs. parts: parts of joins, where a kernel stores them, and what they are.
+
+    called: operations whose kernels by hand are to be compiled; none where those of an earlier plan serve again.
+    """
 
     report: Report = field(default_factory=Report)
     steps: Steps = field(default_factory=list)
     launches: list[Launch] = field(default_factory=list)
     parts: dict[Value, Value] = field(default_factory=dict)
+    called: list[Operation] = field(default_factory=list)
 
 
 def unfused(tape: Tape) -> Schedule:
@@ -82,6 +86,7 @@ class Plan(Schedule):
         for step in found:
             look()
             self.steps += self._fused(step) if isinstance(step, Group) else [step]
+        self.called = [*(step for step in self.steps if isinstance(step, Operation)), *tape.ahead]
         self.report.calls = sum(isinstance(step, Operation) and step.kind != group.VIEW for step in self.steps)
         self.report.kernels = len(self.launches)
 

@@ -80,9 +80,7 @@ class Program:
         self.report, self.launches, self.parts = plan.report, plan.launches, plan.parts
         started = time.perf_counter()
         self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0
-        if fuse:
-            called = [step for step in plan.steps if isinstance(step, Operation)]
-            self.report.compiled += compile_operations([*called, *tape.ahead], tape.device)
+        self.report.compiled += compile_operations(plan.called, tape.device)
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         steps = plan.steps
         self._steps = [self._step(step) for step in steps]

@@ -30,6 +30,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # They keep their arguments' layout, or are made to.
 ALIKE = sizes.ELEMENTWISE | {"cat", "clone", "to", "_to_copy", "float", "type_as"}
 RESAMPLED = frozenset("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d avg_pool2d max_pool2d".split())
+PADS = frozenset(("pad", "constant_pad_nd"))
 # Their results lie the same way wherever their arguments lie.
 STEADY = frozenset("linear addmm mm bmm matmul layer_norm rms_norm native_layer_norm".split())
 
@@ -142,7 +143,7 @@ class _Pass:
             self._view(operation)
         elif name in ALIKE and len(operation.outputs) == 1:
             self._alike(operation, operation.outputs[0])
-        elif name in RESAMPLED and len(operation.outputs) == 1 and operation.inputs[0] in self._last:
+        elif _keeps_layout(operation, name) and len(operation.outputs) == 1 and operation.inputs[0] in self._last:
             self._lies_last(operation.outputs[0])
         elif name not in STEADY:
             self._as_recorded(operation)
@@ -239,6 +240,12 @@ def _turns_rows(operation: Operation, name: str) -> bool:
         return False
     wanted = operation.kwargs.get("memory_format", torch.contiguous_format if name == "contiguous" else None)
     return wanted is torch.contiguous_format and len(operation.args) == 1 and len(operation.inputs[0].shape) == 4
+
+
+def _keeps_layout(operation: Operation, name: str) -> bool:
+    """Whether torch's kernel gives what lies as its argument does, though of other sides."""
+    mode = operation.kwargs.get("mode", operation.args[2] if name == "pad" and len(operation.args) > 2 else "constant")
+    return name in RESAMPLED or (name in PADS and mode == "constant")
 
 
 def _dense(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
