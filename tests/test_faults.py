@@ -146,9 +146,9 @@ def test_an_interrupt_passes_at_once(models, fresh, wanted, inject, monkeypatch,
 # The VAE ----------------------------------------------------------------------------------------------------------
 
 VAE = [
-    "families.vae_forward.shape_key", "families.vae_forward.Call", "families.vae_forward._obstacle",
-    "families.vae_forward.Survey", "families.vae_forward.decode", "families.vae_forward.ChannelsLastWeights",
-    "engine.Engine._fast", "engine.verify.compare", "kernels.reference.bias_add", "stats.ModelStats.shape",
+    "families.taping.take", "families.taping.call_of", "families.taping.TapeRun", "families.vae._Way._size",
+    "engine.Engine._fast", "tapes.Tapes.find", "tapes.Tapes.record", "tape.program.Program.bind",
+    "tape.program.Program.run", "stats.ModelStats.shape",
 ]  # fmt: skip
 
 
@@ -161,11 +161,12 @@ def test_a_fault_in_the_vae(models, pack, inject, target):
     fast, message = compile_vae(vae)
     assert message == ""
     with torch.inference_mode():
-        assert error(fast.decode(latent), vae.decode(latent)) < CLOSE
+        for _ in range(2):  # recorded, then ours
+            assert torch.equal(fast.decode(latent), vae.decode(latent))
     assert any("injected" in reason for reason in reasons())
 
 
-@pytest.mark.parametrize("target", ["families.vae_forward.unsupported", "families.vae_forward._fused_part"])
+@pytest.mark.parametrize("target", ["families.vae._with_our_ways", "families.vae._engine_of"])
 def test_a_fault_in_compile_vae(models, inject, target):
     from anyshape.accel.families.vae import compile_vae
 

@@ -91,10 +91,15 @@ def _more(stream):
 
 
 def test_a_picture_that_is_not_eagers(attempt, monkeypatch):
-    from anyshape.accel.families import vae_forward
+    from anyshape.accel.tape.program import Program
 
-    own = vae_forward.res_block
-    monkeypatch.setattr(vae_forward, "res_block", lambda *args: own(*args) * 1.001)
+    own = Program.run
+
+    def off(self, *args):
+        out = own(self, *args)
+        return out * 1.001 if out.shape[1] == 3 else out  # a picture
+
+    monkeypatch.setattr(Program, "run", off)
     (problem,) = attempt(vae=True)
     assert problem.startswith("the VAE's result is")
 

@@ -26,9 +26,10 @@ REFUSED = {
 # channels last, where that of a single one may not, and what comes after reads it so. Newer versions of ComfyUI work
 # on a video in pieces: a third piece brings operations that two do not have.
 LATER = {
-    "HunyuanImage 2.1 refiner": (0, 0, 3), "HunyuanVideo": (7, 1, 0), "HunyuanVideo 1.5": (11, 3, 2), "Wan 2.1, Qwen-Image": (13, 1, 1),
-    "Wan 2.2": (14, 1, 1), "Mochi": (7, 0, 3), "LTX": (0, 0, 12), "LTX 0.9.5": (1, 0, 1), "MiniMax H3": (1, 0, 2), "Cosmos": (4, 0, 2),
-    "TAEHV": (0, 0, 1), "CogVideoX": (3, 3, 2), "SeedVR2": (8, 0, 1),
+    "HunyuanImage 2.1 refiner": (0, 0, 3), "HunyuanVideo": (7, 1, 0), "HunyuanVideo 1.5": (11, 3, 2),
+    "Wan 2.1, Qwen-Image": (13, 1, 1), "Wan 2.2": (14, 1, 1), "Mochi": (7, 0, 3), "LTX": (0, 0, 12),
+    "LTX 0.9.5": (1, 0, 1), "MiniMax H3": (1, 0, 2), "Cosmos": (4, 0, 2), "TAEHV": (0, 0, 1), "CogVideoX": (3, 3, 2),
+    "SeedVR2": (8, 0, 1),
 }  # fmt: skip
 OTHERS = (1, 0, 0)
 TOLERANCE = 1e-4  # of fused programs in float32

@@ -406,15 +406,16 @@ def test_an_interrupt_between_tiles(vae, monkeypatch, way):
 def test_an_interrupt_inside_the_vae(vae, monkeypatch):
     """In the midst of a forward: a message, so no tier is retired and nothing is tried again."""
     import comfy.model_management as mm
-    from anyshape.accel.families import vae_forward as family
+    from anyshape.accel.tape.program import Program
 
     fast, before, wanted = compiled_vae(vae), footprint(vae), node("VAEDecode", vae, latent())
+    node("VAEDecode", fast, latent())
 
     def interrupted(*args):
         raise mm.InterruptProcessingException
 
     with monkeypatch.context() as patched:
-        patched.setattr(family, "res_block", interrupted)
+        patched.setattr(Program, "run", interrupted)
         with pytest.raises(mm.InterruptProcessingException):
             node("VAEDecode", fast, latent())
     assert footprint(vae) == before and fallbacks() == []

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 from typing import Any
 
 import comfy.sd
@@ -22,7 +21,7 @@ from ..attempt import Theirs, attempt, failed
 from ..engine import Engine, Settings
 from ..reasons import say
 from ..stats import STATS
-from . import entries, lazy, taping
+from . import entries, taping
 from .compat import is_streamed, outside_memory_plan, static_clone
 from .latents import Latents
 from .layers import INTERRUPTS
@@ -60,11 +59,7 @@ def _compiled(vae: comfy.sd.VAE, name: str, settings: Settings) -> tuple[comfy.s
         return vae, message
     # of streamed weights there is a second copy, which stays in place
     original = compiled.patcher.model if is_streamed(vae.patcher) else model
-    by_hand = _by_hand(original)
-    if by_hand is not None:
-        compiled.first_stage_model = by_hand.with_fused_parts(original, settings)
-    else:
-        compiled.first_stage_model = _recorded(original, latents_of(vae), settings)
+    compiled.first_stage_model = _with_our_ways(original, latents_of(vae), settings)
     return compiled, ""
 
 
@@ -81,16 +76,7 @@ def latents_of(vae: comfy.sd.VAE) -> Latents | None:
     return Latents(vae.latent_channels, int(vae.spacial_compression_decode()), frames or 0)
 
 
-def _by_hand(model: nn.Module) -> ModuleType | None:
-    """What has a forward by hand for this VAE, on kernels; None: it is recorded, as all others."""
-    found, _ = attempt(lambda: lazy.module("vae_forward"), failed(type(model).__name__, "a forward by hand"))
-    return None if found is None or found.unsupported(model) else found
-
-
-# A VAE that is recorded --------------------------------------------------------------------------------------------
-
-
-def _recorded(model: nn.Module, latents: Latents | None, settings: Settings) -> nn.Module:
+def _with_our_ways(model: nn.Module, latents: Latents | None, settings: Settings) -> nn.Module:
     """A shallow copy of the first-stage model: the same layers, weights and code, but our ``decode`` and ``encode``."""
     shadow = copy.copy(model)
     for way in WAYS:

@@ -31,6 +31,7 @@ from ..reasons import say
 # compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 MAX_WORKERS = 16
+STARTED = threading.Event()  # a kernel of this process is compiled, for which Triton has hashed its own sources
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -60,6 +61,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any)
         _ = compiled.run  # builds and loads the launcher, else left to the first launch
     except FAILURES as error:
         raise _named(kernel, error) from error
+    STARTED.set()
     return compiled
 
 
@@ -117,14 +119,14 @@ _dry_run = threading.local()  # ``ahead``: the _Ahead of the dry run that this t
 class _Ahead:
     """The compilations of a dry run, each variant once.
 
-    The first begins at once, the others when it is done: Triton hashes its own sources for the first, which takes
-    longer than the rest of a warm start and would be done by each of several that begin together.
+    They begin at once, but for the first ones of a process: Triton hashes its own sources for the very first, which
+    takes longer than the rest of a warm start and would be done by each of several that begin together.
     """
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         self._pool = pool
         self._seen: set[tuple] = set()
-        self._first: list[Future] = []
+        self._begun: list[Future] = []
         self._others: list[Callable[[], None]] = []
 
     def add(self, kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
@@ -135,14 +137,14 @@ class _Ahead:
             return
         self._seen.add(name)
         job = functools.partial(compile_only, kernel, grid, *map(_stand_in, args), **options)
-        if self._first:
+        if self._begun and not STARTED.is_set():
             self._others.append(job)
         else:
-            self._first.append(self._pool.submit(job))
+            self._begun.append(self._pool.submit(job))
 
     def finish(self) -> None:
         """Waits for all of them. What fails will fail again, and be handled, where it is launched."""
-        finished(self._first)
+        finished(self._begun)
         finished([self._pool.submit(other) for other in self._others])
 
 

@@ -27,10 +27,6 @@ REASONS = dict(
         "another node changed a part of the model",
         "another node replaced or hooked a part of the model{whose}: that part runs in eager",
     ),
-    foreign_vae=(
-        "another node changed a part of the VAE",
-        "another node replaced or hooked a part of the VAE{whose}, so it runs in eager",
-    ),
     foreign_control=(
         "another node changed the ControlNet",
         "another node replaced or hooked the ControlNet, so it runs in eager",
@@ -82,13 +78,6 @@ REASONS = dict(
         "this VAE makes neither images nor video",
         "this VAE makes neither images nor video, so a size in pixels says nothing of it",
     ),
-    unknown_vae=("{name} is no KL VAE", "{name} is no KL VAE of pictures"),
-    vae_parts=("not supported: a VAE with {names}", "the VAE has parts that AnyShape does not know: {names}"),
-    vae_layers=(
-        "not supported: a VAE with {names}",
-        "layers of a kind that AnyShape does not know ({names}): the VAE runs in eager",
-    ),
-    vae_images=("images only, no video or audio", "only images [N, C, H, W] are compiled, not video or audio latents"),
     unknown_layers=(
         "some layers are not supported ({names})",
         "layers of a kind that AnyShape does not know run in eager: {names}",

@@ -5,7 +5,9 @@ kernels by size compiles both, and so do operations that only another size of th
 """
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -19,25 +21,33 @@ _LOCK = threading.Lock()
 _KNOWN: set[tuple] = set()  # what was compiled in this process
 
 
-def compile_operations(operations: Iterable[Operation], device: torch.device) -> int:
-    """Compiles what is new, and says how many kernels that were. Triton's interpreter has nothing to compile."""
-    if device.type != "cuda":
-        return 0
-    with _LOCK:
-        forms = [operation for operation in distinct(operations) if (device, _form(operation)) not in _KNOWN]
-        _KNOWN.update((device, _form(operation)) for operation in forms)
+@dataclass
+class Compiled:
+    """How many kernels were compiled."""
+
+    count: int = 0
+
+
+@contextmanager
+def compiling(operations: Iterable[Operation], device: torch.device) -> Iterator[Compiled]:
+    """Compiles what is new beside the body, all of it by its end. Triton's interpreter has nothing to compile."""
+    done, forms = Compiled(), []
+    if device.type == "cuda":
+        with _LOCK:
+            forms = [operation for operation in distinct(operations) if (device, _form(operation)) not in _KNOWN]
+            _KNOWN.update((device, _form(operation)) for operation in forms)
     if not forms:
-        return 0
+        yield done
+        return
+    from ..kernels.launch import compiling_ahead  # Triton
+
     ops = ours.fused_ops(device)
     before = ops.compiled_variants()
-
-    def dry() -> None:
+    with torch.inference_mode(), compiling_ahead(device):
         for operation in forms:
             operation.func(*small(operation, device))
-
-    with torch.inference_mode():
-        ops.compile_ahead(dry)
-    return ops.compiled_variants() - before
+        yield done
+    done.count = ops.compiled_variants() - before
 
 
 def distinct(operations: Iterable[Operation]) -> list[Operation]:

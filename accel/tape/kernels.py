@@ -25,7 +25,6 @@ ALIGNED = 16  # bytes; Triton would compile another variant for a pointer that i
 _LOCK = threading.Lock()
 _FUNCTIONS: dict[str, Any] = {}  # by source text
 _COMPILED: dict[tuple, Any] = {}  # variants by what they are for
-_STARTED = threading.Event()
 # Of each kind that kernels are made of: functions of libdevice and of the card, sums, neighbours.
 START = """@triton.jit
 def anyshape_start(p0, o0, BC: tl.constexpr):
@@ -171,12 +170,11 @@ def start(device: torch.device) -> None:
     torch.cuda.set_device(device)  # of this thread
     function = _function(START, "anyshape_start")  # kept on disk like the others
     compile_only(function, (1,), torch.bfloat16, torch.bfloat16, 1024, num_warps=4, enable_fp_fusion=False)
-    _STARTED.set()
 
 
 def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
     """Compiles what is new among ``launches`` side by side, and says how many that were. Raises ``KernelFailed``."""
-    from ..kernels.launch import MAX_WORKERS
+    from ..kernels.launch import MAX_WORKERS, STARTED
 
     launches = list({id(launch._compiled): launch for launch in launches}.values())
     new: dict[tuple, Launch] = {}
@@ -190,7 +188,7 @@ def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
         first, *others = new.values()
         with workers(MAX_WORKERS, torch.cuda.set_device, device) as pool:
             begun = [pool.submit(first.compile)]
-            if not _STARTED.is_set():  # Triton hashes its own sources for the first kernel of a process
+            if not STARTED.is_set():  # Triton hashes its own sources for the first kernel of a process
                 finished(begun)
             begun += [pool.submit(other.compile) for other in others]
             finished(begun)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..preparing import look
-from .ahead import compile_operations
+from .ahead import compiling
 from .kernels import Launch, compile_all
 from .plan import Plan, unfused
 from .reuse import Outlines
@@ -79,8 +79,9 @@ class Program:
             plan = outlines.plan(tape)
         self.report, self.launches, self.parts = plan.report, plan.launches, plan.parts
         started = time.perf_counter()
-        self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0
-        self.report.compiled += compile_operations(plan.called, tape.device)
+        with compiling(plan.called, tape.device) as by_hand:
+            self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0
+        self.report.compiled += by_hand.count
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         steps = plan.steps
         self._steps = [self._step(step) for step in steps]
