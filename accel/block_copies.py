@@ -75,6 +75,7 @@ class BlockCopies:
         self.count = 0  # blocks that were copied
         self._recorder, self._blocks, self._places = recorder, blocks, places
         self._examples: dict[Hashable, Example | None] = {}  # None: it must not be copied
+        self._turned = [weight.module for weight in recorder.turned]
 
     def forward(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """A block's own result; recorded, or written down as a copy."""
@@ -96,6 +97,8 @@ class BlockCopies:
 
     def _found(self, path: str, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> "_First | _Copy | None":
         """What this call is; None for one that has nothing to do with others."""
+        if any(module.startswith(f"{path}.") for module in self._turned):  # it gives what lies otherwise
+            return None
         likeness = self._blocks.likeness(path, block)
         try:
             given = take_apart(type(block), args, kwargs) if likeness is not None else None

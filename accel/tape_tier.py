@@ -40,6 +40,7 @@ HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a
 NOT_COMPARED = say("not_finite")
 GONE = say("skipped_gone")
 NO_GRAPHS = say("no_graphs")
+NONE: frozenset[Weight] = frozenset()
 
 
 class NotCompared(AnyShapeError):
@@ -58,6 +59,7 @@ class TapeTier:
         self.stats, self._owner, self._passthrough, self._uses_graphs = stats, owner, passthrough, uses_graphs
         self._tapes, self._outlines = Tapes(), Outlines()
         self._dtypes: set[torch.dtype] = set()  # whose first size is over
+        self._turned: dict[int, frozenset[Weight]] = {}  # what lies channels last in programs, by the model's structure
         self._told = False  # why nothing is fused
         self._rules = True  # whether tapes are rewritten by rules
         self._blocks = BlockTier(stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count)
@@ -129,8 +131,10 @@ class TapeTier:
             return self._recorded(call, settings, shape, fuse)
 
     def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
-        call = _laid_out(call, frozenset())  # what is recorded is ComfyUI's own
-        recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
+        # The library of convolutions plans them once for each layout of the weights, which takes longer than they do.
+        turned = NONE if not fuse or call.taped.lean else self._turned.get(call.taped.structure, NONE)
+        call = _laid_out(call, turned)
+        recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs, turned)
         if tape is not None:
             take.reason = obstacle(tape) or odd_form(recorded)
         if take.reason:
@@ -155,11 +159,13 @@ class TapeTier:
             raise
         if halves is not None and out is not None:
             self._halves.finish(call, settings, take, halves, out, flat(recorded), fuse, first)
-        shape.eager.note(take.clock.eager_ms(operations))
+        if not turned:  # eager has other convolutions
+            shape.eager.note(take.clock.eager_ms(operations))
         take.clock = None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
+            self._turned = {call.taped.structure: take.program.permuted}
         return recorded if out is None else take.result(out)
 
     def _programmed(

@@ -149,10 +149,13 @@ class Tapes:
             return say("option_differs", option=repr(option))
 
     def record(
-        self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]
+        self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor], turned: frozenset[Weight] = NONE
     ) -> tuple[Any, Take, Tape | None]:
-        """(ComfyUI's own result, the new take, its tape). Errors are those of ComfyUI's own forward."""
-        recorder = Recorder(list(inputs.values()), taped.module, key.device)
+        """(ComfyUI's own result, the new take, its tape). Errors are those of ComfyUI's own forward.
+
+        turned: see ``Recorder``.
+        """
+        recorder = Recorder(list(inputs.values()), taped.module, key.device, turned)
         recorder.lean = taped.lean
         reads = Reads(recorder.add_input)
         noted = NotedOptions(taped.options, reads)

@@ -242,6 +242,34 @@ def test_weights_may_lie_either_way(model, dtype):
         program.bind(stack)
 
 
+def test_a_size_recorded_while_weights_lie_channels_last_has_the_same_tape(dtype):
+    """Then a library plans each convolution once, for ComfyUI's forward and for the program."""
+    model, outlines = Pictures(dtype), Outlines()
+    sizes = (SIZES[0], (2, 12, 10, 7))
+    plain = [taped(model, inputs(size, dtype)) for size in sizes]
+    rules.apply(plain[0])
+    outlines.plan(plain[0])
+    program = Program(plain[0], fuse=True)
+    for part in model.modules():
+        if isinstance(part, nn.Conv2d):
+            part.weight.data = part.weight.data.contiguous(memory_format=LAST)
+    given = inputs(sizes[1], dtype)
+    recorder = Recorder(list(given), model, CPU, program.permuted)
+    out, tape = record(lambda: model(*given), recorder)
+    assert [(op.func, [v.stride for v in op.outputs]) for op in tape.operations] == [
+        (op.func, [v.stride for v in op.outputs]) for op in plain[1].operations
+    ]
+    assert torch.allclose(out, model(*given), atol=BOUND[dtype])
+    rules.apply(tape)
+    again = Program(tape, fuse=True, outlines=outlines)
+    again.bind(model)
+    fresh = inputs(sizes[1], dtype, seed=1)
+    with torch.inference_mode():
+        result = again.run(list(fresh))
+    assert outlines.reused == 1 and result.is_contiguous()
+    assert torch.allclose(result, model(*fresh), atol=BOUND[dtype])
+
+
 def test_a_weight_that_others_read_stays_as_it_was():
     class Shared(nn.Module):
         def __init__(self) -> None:

@@ -26,15 +26,22 @@ from .traits import DROPOUTS, Traits, draws, traits
 from .values import Constant, Input, Operation, Tape, Value, Weight
 
 aten = torch.ops.aten
+CONVOLUTION = aten.conv2d.default
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 # Of our own mode that changes nothing that a tape could hold.
 IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy", "_has_compatible_shallow_copy_type"))
 
 
 class Recorder(TorchDispatchMode):
-    """Records between ``__enter__`` and ``__exit__``. ``refuse`` gives up."""
+    """Records between ``__enter__`` and ``__exit__``. ``refuse`` gives up.
 
-    def __init__(self, inputs: Sequence[Tensor], module: nn.Module, device: torch.device) -> None:
+    turned: weights of convolutions that lie channels last, for programs that read them so. On the tape they, and what
+    the convolutions give, lie as ComfyUI has them: the tapes of all sizes are alike.
+    """
+
+    def __init__(
+        self, inputs: Sequence[Tensor], module: nn.Module, device: torch.device, turned: frozenset[Weight] = frozenset()
+    ) -> None:
         super().__init__()
         self.refuse = Refusal()
         self.came_back = False  # it is refused because a value came back to the host: its blocks may be recordable
@@ -42,6 +49,7 @@ class Recorder(TorchDispatchMode):
         self.operations: list[Operation] = []
         self.device, self._paused = device, False
         self._tensors = Tensors(module, self.refuse)
+        self.turned = self._tensors.turned = turned
         self.value, self.known, self.mark = self._tensors.value, self._tensors.known, self._tensors.mark
         self.number, self.promoted = self._tensors.next, 0  # constants that turned out to be written
         self._unwritten: set[Value] = set()
@@ -142,6 +150,8 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         if not self.refuse.reason:
             try:
+                if self.turned and func is CONVOLUTION and lifted[0][1].leaf in self.turned:
+                    out = out.contiguous(memory_format=_format(args[0]))
                 self._note(func, known, args, kwargs, lifted, inputs, out)
             except Exception as error:  # noqa: BLE001
                 self._failed(error)
@@ -331,6 +341,12 @@ class Recorder(TorchDispatchMode):
         self._blanks.clear()
         self.operations = []
         self._module = None
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    """How a convolution's result lies if its weight lies as torch makes it: as its argument."""
+    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:

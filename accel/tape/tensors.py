@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..reasons import say
 from .kept import tensors_in
+from .layout import contiguous
 from .memo import is_memoised
 from .refusals import Refusal
 from .values import Constant, Input, Operation, Value, Weight
@@ -39,6 +40,7 @@ class Tensors:
         self._refuse, self._count, self._token = refuse, 0, object()
         self._known: dict[int, tuple[Value, Tensor]] = {}  # leaves by the tensor's id, which keeping it makes safe
         self._weights = NamedTensors(module)
+        self.turned: frozenset[Weight] = frozenset()  # lie channels last, and not so on the tape
         self._earlier = _CONSTANTS.setdefault(module, {})
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -111,7 +113,10 @@ class Tensors:
         if mark is not None and mark[0] is self._token:  # another recording may have marked a tensor that lived on
             return mark[1]
         if weight := self._weights.find(tensor):
-            return self.leaf(tensor, weight)
+            value = self.leaf(tensor, weight)
+            if weight in self.turned:
+                value.stride = contiguous(value.shape)
+            return value
         earlier = self._earlier.get(id(tensor))
         if earlier is not None and earlier() is tensor:
             return self.constant(tensor, None, None)
