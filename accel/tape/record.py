@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ..attempt import named
 from ..reasons import say
 from . import aliasing
+from .attention import Unplanned, unplanned
 from .blanks import Blanks, blank
 from .kept import kept_tensor
 from .refusals import CAME_BACK, RANDOM, UNWRITTEN, HostReads, Refusal, World, obstacle_to_writing
@@ -26,7 +27,7 @@ from .traits import DROPOUTS, Traits, draws, traits
 from .values import Constant, Input, Operation, Tape, Value, Weight
 
 aten = torch.ops.aten
-CONVOLUTION = aten.conv2d.default
+CONVOLUTION, PLANNED = aten.conv2d.default, aten._scaled_dot_product_cudnn_attention.default
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 # Of our own mode that changes nothing that a tape could hold.
 IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy", "_has_compatible_shallow_copy_type"))
@@ -36,7 +37,8 @@ class Recorder(TorchDispatchMode):
     """Records between ``__enter__`` and ``__exit__``. ``refuse`` gives up.
 
     turned: weights of convolutions that lie channels last, for programs that read them so. On the tape they, and what
-    the convolutions give, lie as ComfyUI has them: the tapes of all sizes are alike.
+    the convolutions give, lie as ComfyUI has them: the tapes of all sizes are alike. With any, libraries plan as little
+    as they can for this one forward, whose time says nothing.
     """
 
     def __init__(
@@ -147,7 +149,9 @@ class Recorder(TorchDispatchMode):
                 self._before_write(func, known, args, kwargs, lifted, inputs)
         except Exception as error:  # noqa: BLE001  ours costs the tape, never the forward
             self._failed(error)
-        out = func(*args, **kwargs)
+        out = unplanned(func, args, kwargs) if self.turned and func is PLANNED else None
+        if out is None:
+            out = func(*args, **kwargs)
         if not self.refuse.reason:
             try:
                 if self.turned and func is CONVOLUTION and lifted[0][1].leaf in self.turned:
@@ -355,6 +359,8 @@ def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | 
     with torch.inference_mode(), ExitStack() as stack:
         if recorder.device.type == "cpu":
             stack.enter_context(HostReads(recorder.read_back))
+        if recorder.turned:  # what the recorder hears is written down as it is, and what it does not is a copy
+            stack.enter_context(Unplanned(lambda: recorder.is_deaf))
         gc.disable()  # a tape is many small objects, which it would go through again and again
         try:
             with recorder:
