@@ -5,12 +5,13 @@ import gc
 import pytest
 import torch
 
-from tools.driving import compiled_vae, short_of_memory
+from tools.driving import compiled_vae, programs_short_of_memory, short_of_memory
 from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "exact_float32")]
 
 TOLERANCE = {torch.float16: 5e-3, torch.bfloat16: 2.5e-2, torch.float32: 1e-4}
+MORE = 1.5  # one draw of rounding noise against another
 SIZES = [(512, 512, 1), (544, 408, 2), (728, 720, 1), (203, 67, 3), (256, 256, 4)]  # width, height in pixels, batch
 
 
@@ -48,23 +49,32 @@ def vae(models):
 def test_nodes(models, kind, dtype):
     """Full size, odd pictures, tiles: eager's, on kernels, with the weights laid out as ComfyUI had them."""
     make = models.flux_vae if kind == "flux" else models.vae
-    vae, truth = make(dtype), make(torch.float32)
+    vae = make(dtype)
     fast, layout = compiled_vae(vae), strides(vae)
     uses = [("VAEDecode", latent(*size, channels=vae.latent_channels)) for size in SIZES]
     uses += [("VAEEncode", picture(*size)) for size in SIZES]
     uses += [("VAEDecodeTiled", latent(728, 360, channels=vae.latent_channels), 256, 64)]
     uses += [("VAEEncodeTiled", picture(731, 363), 256, 64)]
-    uses += [("VAEEncodeForInpaint", picture(544, 408), torch.ones(1, 408, 544))]
+    uses += [("VAEEncodeForInpaint", picture(544, 408), (picture(544, 408)[..., 0] > 0.8).float())]
     for name, *args in uses:
         out, wanted = node(name, fast, *args), node(name, vae, *args)
         found = error(out, wanted)
         print(kind, dtype, name, tuple(getattr(args[0], "shape", ())), found)
-        if found >= TOLERANCE[dtype]:  # a flat picture, whose norms bf16 rounds: then ours must be the nearer one
-            exact = node(name, truth, *args)
-            assert error(out, exact) <= error(wanted, exact), (name, found)
+        assert found < TOLERANCE[dtype], (name, found)
     assert strides(vae) == layout
     assert fallbacks() == []  # the reason, if some of it ran in eager
     assert {s["state"] for s in shapes()} == {FUSED}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_flat_picture(models, dtype):
+    """An empty image, or one under a mask. Its norms divide by next to nothing, so its latent is much of rounding: ours
+    has no more of that than eager's, or eager's is taken.
+    """
+    vae, truth, blank = models.flux_vae(dtype), models.flux_vae(torch.float32), torch.full((1, 408, 544, 3), 0.5)
+    out, wanted, exact = (node("VAEEncode", each, blank) for each in (compiled_vae(vae), vae, truth))
+    assert error(out, exact) <= MORE * error(wanted, exact)
+    assert not fallbacks() or torch.equal(out, wanted)
 
 
 def test_nothing_compiles_after_the_first_calls(vae):
@@ -119,13 +129,12 @@ def test_two_vaes_in_turn(models, vae):
 
 @pytest.mark.parametrize("where", ["ours", "both"])
 def test_out_of_memory(models, monkeypatch, where):
-    """Injected in the kernels' forward: ComfyUI's whole picture, or its tiles, and the layout given back."""
+    """Injected: ComfyUI's whole picture, or its tiles, and the weights as they lay."""
     import comfy.ldm.modules.diffusionmodules.model as blocks
-    from anyshape.accel.kernels.triton_ops import TritonOps
 
     vae = models.vae(torch.bfloat16)
     fast, layout, z = compiled_vae(vae), strides(vae), latent(512, 1032)
-    short_of_memory(monkeypatch, TritonOps, "bias_add", 1024)
+    programs_short_of_memory(monkeypatch, 128)
     if where == "both":
         short_of_memory(monkeypatch, blocks.Decoder, "forward", 128)
     assert error(node("VAEDecode", fast, z), node("VAEDecode", vae, z)) < TOLERANCE[torch.bfloat16]
@@ -155,25 +164,21 @@ def test_memory_that_really_runs_out(models):
 
 
 def test_an_interrupt_leaves_the_layout(vae, monkeypatch):
-    """In the midst of a forward, whose weights are in channels_last."""
+    """Of the weights, which others use as well."""
     import comfy.model_management as mm
     from anyshape.accel.tape.program import Program
 
     fast, layout = compiled_vae(vae), strides(vae)
-    own, found = Program.run, []
+    node("VAEDecode", fast, latent(512, 512))
 
     def interrupted(*args):
-        found.append(strides(vae))
-        if len(found) == 2:
-            raise mm.InterruptProcessingException
-        return own(*args)
+        raise mm.InterruptProcessingException
 
     with monkeypatch.context() as patched:
         patched.setattr(Program, "run", interrupted)
-        node("VAEDecode", fast, latent(512, 512))
         with pytest.raises(mm.InterruptProcessingException):
             node("VAEDecode", fast, latent(512, 512))
-    assert strides(vae) == layout != found[-1]
+    assert strides(vae) == layout
     node("VAEDecode", fast, latent(512, 512))
     assert {s["state"] for s in shapes()} == {FUSED} and fallbacks() == []
 

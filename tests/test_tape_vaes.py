@@ -236,7 +236,7 @@ def test_warm_up_of_a_video_vae(patcher):
     from tools.driving import compiled_vae
 
     fast = compiled_vae(autoencoders.make("Wan 2.1, Qwen-Image"))
-    report, _ = warm_up(patcher, "48x32x9\n32x32", fast)
+    report = warm_up(patcher, "48x32x9\n32x32", fast).report
     assert {(s["width"], s["height"], s["frames"]) for s in shapes()} == {(48, 32, 9), (32, 32, 1)}
     assert {s["state"] for s in shapes()} == {FUSED} and report.count("VAE decode") == report.count("VAE encode") == 2
     with torch.inference_mode():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools.driving import as_own, compiled_vae
+from tools.driving import as_own, compiled_vae, programs_short_of_memory
 from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("pack", "clean_stats")
@@ -174,7 +174,7 @@ def test_flux_vae_is_compiled(models):
 
 def test_out_of_memory_in_our_decode(fresh, monkeypatch):
     """ComfyUI's own decoder makes the picture, and a smaller one is fast again."""
-    limit_ours(monkeypatch, 64)
+    programs_short_of_memory(monkeypatch, 8)
     fast = compiled_vae(fresh)
     for _ in range(2):  # recorded, then ours
         assert torch.equal(decode(fast, 128, 128), decode(fresh, 128, 128))
@@ -187,7 +187,7 @@ def test_out_of_memory_everywhere(fresh, monkeypatch):
     """ComfyUI falls back to its tiles, whose decoding is ours again."""
     import comfy.ldm.modules.diffusionmodules.model as blocks
 
-    limit_ours(monkeypatch, 1024)  # the tallest tile
+    programs_short_of_memory(monkeypatch, 128)  # the tallest tile
     own = blocks.Decoder.forward
 
     def tight(self, z, **kwargs):
@@ -200,20 +200,6 @@ def test_out_of_memory_everywhere(fresh, monkeypatch):
     assert error(out, wanted) < CLOSE
     tiles = [s for s in shapes() if s["height"] <= 1024]
     assert tiles and {s["state"] for s in tiles} == {FUSED}
-
-
-def limit_ours(monkeypatch, height):
-    """Memory for pictures of that height, no more."""
-    from anyshape.accel.tape.program import Program
-
-    own = Program.run
-
-    def tight(self, inputs, *args):
-        if 8 * inputs[0].shape[2] > height:
-            raise torch.OutOfMemoryError("injected")
-        return own(self, inputs, *args)
-
-    monkeypatch.setattr(Program, "run", tight)
 
 
 def test_a_failing_tier_gives_the_eager_picture(fresh, monkeypatch):

@@ -230,6 +230,20 @@ def short_of_memory(monkeypatch: Any, owner: type, name: str, limit: int) -> Non
     monkeypatch.setattr(owner, name, as_own(owner, limited))
 
 
+def programs_short_of_memory(monkeypatch: Any, limit: int) -> None:
+    """A tape's program runs out of memory for an input [N, C, H, W] that is higher than ``limit``."""
+    from anyshape.accel.tape.program import Program
+
+    own = Program.run
+
+    def limited(self: Any, inputs: Any, *args: Any) -> Any:
+        if inputs[0].shape[2] > limit:
+            raise torch.OutOfMemoryError("injected")
+        return own(self, inputs, *args)
+
+    monkeypatch.setattr(Program, "run", limited)
+
+
 def as_own(owner: type, function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` as if its code were in the file of ``owner``: a fault of ComfyUI's own, not of another pack."""
     function.__code__ = function.__code__.replace(co_filename=sys.modules[owner.__module__].__file__)

@@ -102,7 +102,7 @@ def _warmed(
     """(the sizes, a row a job, what to do). The VAE first: loading it later might unload the model's graphs."""
     session, jobs, warnings = session_of(model), [], []
     latents = latents_of(model.get_model_object("latent_format"))
-    if latents and not latents.frames:
+    if session is not None and latents and not latents.frames:
         shapes = list(dict.fromkeys(shape.as_images() for shape in shapes))
     if vae is not None:
         if lazy.module("vae").is_compiled(vae):
