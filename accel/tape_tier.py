@@ -24,7 +24,9 @@ from .outputs import Output, flat, odd_form
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
-from .tape import diagnose, rules
+from .tape import diagnose, live, rules
+from .tape.options import at
+from .tape.patches import code_of
 from .tape.program import NotBound, Program
 from .tape.reuse import Outlines
 from .tape.values import Tape, Weight
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
+MAX_FORMS = 4  # recordings of one size for patches that give results of several forms
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
 NOT_COMPARED = say("not_finite")
 GONE = say("skipped_gone")
@@ -60,18 +63,42 @@ class TapeTier:
         self._dtypes: set[torch.dtype] = set()  # whose first size is over
         self._told = False  # why nothing is fused
         self._rules = True  # whether tapes are rewritten by rules
-        self._blocks = BlockTier(stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count)
+        self._blocks = BlockTier(
+            stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count, self._tapes.patches
+        )
         self._halves = Halves(stats, self._tapes, passthrough, self._made, self._count)
 
     def run(self, call: "Call", settings: "Settings", shape: ShapeStats) -> Any:
         """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
+        tried: list[Take] = []
+        with live.forward(call.taped.options) as forward:
+            while True:
+                try:
+                    return self._run(call, settings, shape, forward, tried)
+                except live.FormChanged as error:
+                    if len(tried) < MAX_FORMS and forward.log is None:
+                        continue  # it was in vain, and changed nothing: another recording may fit
+                    self._tapes.patches.odd(error.who)
+                    self._tapes.drop(tried[-1])
+                    self._note(shape, "eager", say("patch_form", patch=getattr(error.who, "co_name", "a patch")))
+                    if not forward.log or call.taped.leaves_out:
+                        return call.eager()
+                    return call.taped.forward(live.replaying(call.taped.options, forward.log))
+
+    def _run(
+        self, call: "Call", settings: "Settings", shape: ShapeStats, forward: live.Forward, tried: list[Take]
+    ) -> Any:
+        """As ``run``. Raises ``FormChanged``, with the take at the end of ``tried``."""
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
-        take = self._tapes.find(call.key, fuse, call.taped)
+        take = self._tapes.find(call.key, fuse, call.taped, tried)
         if take is None:
             if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(call.key, fuse, call.taped):
                 self._note(shape, "eager", reason)
                 return call.eager()
-            return self._first(call, settings, shape, fuse)
+            out = self._first(call, settings, shape, fuse, forward)
+            if tried and (new := self._tapes.find(call.key, fuse, call.taped, tried)) is not None:
+                self._tapes.first(new)
+            return out
         if take.program is None:
             return self._in_blocks(call, settings, shape, take, fuse)
         call = _laid_out(call, take.program.permuted)
@@ -86,10 +113,29 @@ class TapeTier:
             program = bound(take, call.taped.module, call.weights)
         except NotBound:  # other weights altogether
             self._tapes.drop(take)
-            return self.run(call, settings, shape)
-        out = flat(program.run(list(inputs.values())))
+            return self._run(call, settings, shape, forward, tried)
+        if take.live:
+            out = self._with_patches(call, take, program, inputs, forward, tried)
+        else:
+            out = flat(program.run(list(inputs.values())))
         self._settle(call, settings, shape, take, inputs, out)
         return take.result(out)
+
+    def _with_patches(
+        self, call: "Call", take: Take, program: Program, inputs: dict[str, Tensor], forward: live.Forward,
+        tried: list[Take],
+    ) -> Output:  # fmt: skip
+        """The result of a program that calls patches. Raises ``FormChanged``."""
+        again = bool(tried)
+        tried.append(take)
+        forward.log = [] if take.holds else None
+        out = flat(program.run(list(inputs.values())))
+        place = take.guards.changed_state(call.taped.options, call.taped.module) if take.holds else None
+        if place is not None:  # a patch that is called has changed what one that is written down reads
+            raise live.FormChanged(code_of(at(call.taped.options, place)))
+        if again:
+            self._tapes.first(take)
+        return out
 
     def _can_fuse(self, device: torch.device) -> bool:
         """``can_fuse``; where an NVIDIA GPU cannot, the reason is counted once."""
@@ -107,7 +153,7 @@ class TapeTier:
 
     def _in_blocks(self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, fuse: bool) -> Any:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
-        if not (fuse and take.came_back):
+        if not (fuse and take.in_blocks):
             self._note(shape, "eager", take.reason)
             return call.eager()
         with self._blocks.visit(call, settings, self._is_first(call)) as visit:
@@ -123,19 +169,29 @@ class TapeTier:
 
     # The first call of a size ---------------------------------------------------------------------------------------
 
-    def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
+    def _first(
+        self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool, forward: live.Forward
+    ) -> Any:
         # so many small objects at once would set the collector off several times
         with preparing(self.stats.name, shape.size), collector_off():
-            return self._recorded(call, settings, shape, fuse)
+            return self._recorded(call, settings, shape, fuse, forward)
 
-    def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
+    def _recorded(
+        self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool, forward: live.Forward
+    ) -> Any:
         call = _laid_out(call, frozenset())  # what is recorded is ComfyUI's own
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
+        forward.playing = True  # patches were called in this forward, so what runs from here on must not call them
         if tape is not None:
             take.reason = obstacle(tape) or odd_form(recorded)
+            take.in_blocks = take.twice = bool(take.reason)
+        if take.again:
+            shape.state, shape.reason = "eager", take.reason
+            return recorded
         if take.reason:
-            take.calls = []
-            if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
+            take.calls, take.live = [], []
+            # once more, as later calls will run: the same seed, the same picture
+            if fuse and take.twice and not call.taped.calls_others:
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
@@ -157,6 +213,8 @@ class TapeTier:
             self._halves.finish(call, settings, take, halves, out, flat(recorded), fuse, first)
         shape.eager.note(take.clock.eager_ms(operations))
         take.clock = None
+        for each in take.live:
+            each.recorded = None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()

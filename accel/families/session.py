@@ -11,7 +11,6 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
-from .. import kernels, tape_tier
 from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
 from ..fingerprint import foreign_method
@@ -26,7 +25,7 @@ from ..weights import ChannelsLastWeights
 from . import conds, taping
 from .compat import outside_memory_plan
 from .family import Arguments, Family, Plan
-from .layers import INTERRUPTS, Survey, is_foreign
+from .layers import INTERRUPTS, is_foreign
 from .run_state import Run, call_obstacle
 
 PATCH_KEYS = ("patches", "patches_replace")
@@ -47,7 +46,6 @@ class Session:
         # by id of the diffusion model; several threads sample several models
         self._runs: dict[int, Run] = {}
         self._tape_runs: dict[int, taping.TapeRun] = {}
-        self._surveys: dict[int, Survey] = {}
         self._depth = 0
         self.passed_by = ""  # why nothing of the latest sampling run came through here
         self._calls = 0  # that came through here; code that someone else compiled does not
@@ -85,7 +83,6 @@ class Session:
 
     def _close_runs(self) -> None:
         runs, self._runs, self._tape_runs = [*self._runs.values(), *self._tape_runs.values()], {}, {}
-        self._surveys = {}
         for run in runs:
             run.close()
 
@@ -164,31 +161,14 @@ class Session:
     ) -> bool:
         """Whether this call goes on a tape.
 
-        Every model's does, but for UNets where kernels by hand serve more of a call: with skipped blocks, patches,
-        parts that other packs changed, and weights that are fetched at each call.
+        Every model's does, but for UNets with skipped blocks.
         """
         if self.family is None:
             return True
         options = [item for item in (*args, *kwargs.values()) if isinstance(item, dict) and RUN_KEY in item]
         if options or self.settings.mode == "off":
             return False
-        device = next(item.device for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
-        if self.settings.mode == "exact" or not kernels.available(device):
-            return True
-        given = self.family.arguments(*args, **kwargs)
-        if not tape_tier.can_fuse(device) or _patched(given.options):
-            return False
-        return not _foreign_forward(self.family, model, original) and self._survey(model).is_plain(device)
-
-    def _survey(self, model: nn.Module) -> Survey:
-        """What was found in the model's parts, in this run."""
-        with self._lock:
-            found = self._surveys.get(id(model))
-            if found is None or found.is_stale():
-                found = Survey(model)
-                if self._depth:
-                    self._surveys[id(model)] = found
-            return found
+        return True
 
     def _recorded(
         self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]

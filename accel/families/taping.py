@@ -20,6 +20,7 @@ from ..fingerprint import ModuleFingerprint, foreign_method
 from ..key import ShapeKey, shape_key
 from ..reasons import say
 from ..skip.run import RUN_KEY
+from ..tape.live import OVERRIDE, Played
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
 from ..tape.values import Weight
@@ -29,8 +30,7 @@ from ..weights import ChannelsLastWeights, WeightWatch
 from .layers import surroundings
 
 OPTIONS = "transformer_options"
-OVERRIDE = "optimized_attention_override"
-PATCH_KEYS = ("patches", "patches_replace")
+PATCHED, REPLACED = PATCH_KEYS = ("patches", "patches_replace")
 PLACES = frozenset(("block", "block_index", "transformer_index"))
 OWN = ("comfy.", "torch.")  # where classes are from that nobody else has written
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -215,9 +215,6 @@ def obstacle(given: Given) -> str:
         return say("dtype", dtype=first.dtype)
     if odd := [name for name, tensor in given.tensors.items() if tensor.device != first.device]:
         return say("other_device", name=odd[0])
-    patches = sorted({name for key in PATCH_KEYS for name, value in given.options.get(key, {}).items() if value})
-    if patches:
-        return say("patches", patches=", ".join(patches))
     return ""
 
 
@@ -232,6 +229,7 @@ def call_of(
         taped = Taped(
             model, partial(given.call, original), given.theirs, run.structure(model), _prepare, run.changed,
             run.lay_out, lean, partial(_places, given.theirs),
+            any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
         )  # fmt: skip
     x = next(iter(given.tensors.values()), None)
     rows = len(x) if x is not None and x.ndim else 1
@@ -279,9 +277,12 @@ def _structure(given: Given) -> dict[str, str]:
     return found
 
 
-def _places(options: Mapping[Any, Any], block: nn.Module) -> frozenset[str]:
-    """The options in which ComfyUI's own blocks note for patches which of them runs, where there is no patch."""
-    if OVERRIDE in options or any(options.get(key) for key in PATCH_KEYS):
+def _places(options: Mapping[Any, Any], block: nn.Module, uncalled: bool = False) -> frozenset[str]:
+    """The options in which ComfyUI's own blocks note for patches which of them runs, where there is no patch.
+
+    uncalled: it is known that the block calls none of the patches that are for all blocks.
+    """
+    if OVERRIDE in options or options.get(REPLACED) or (options.get(PATCHED) and not uncalled):
         return frozenset()
     kinds = {type(part) for part in block.modules()}
     own = all(kind.__module__.startswith(OWN) and not foreign_method(kind) for kind in kinds)
@@ -300,15 +301,22 @@ def _prepare(options: NotedOptions, recorder: Recorder) -> None:
         called, given = function if theirs is None else partial(theirs, function), kwargs.get(OPTIONS)
         if not isinstance(given, NotedOptions):  # a plain copy, whose every key was noted when it was made
             given = NotedOptions(given, _Copied(recorder)) if isinstance(given, dict) else None
+        play = called
+        if theirs is not None:
+            play = Played(called)
+            recorder.played.append(play)
+        keep = play.keep if isinstance(play, Played) else lambda out: out
         if given is None:
-            return recorder.call(called, args, kwargs, lambda: called(*args, **kwargs))
+            return recorder.call(play, args, kwargs, lambda: keep(called(*args, **kwargs)))
         given = given.copy()
         given.hide(OVERRIDE)
         # what it read of the options, it gets at each replay; nothing else of them is kept
         later = {name: item for name, item in kwargs.items() if name != OPTIONS}
         seen: dict[Any, Any] = {}
         given.heard = seen
-        return recorder.call(called, args, later | {OPTIONS: seen}, lambda: called(*args, **later, **{OPTIONS: given}))
+        return recorder.call(
+            play, args, later | {OPTIONS: seen}, lambda: keep(called(*args, **later, **{OPTIONS: given}))
+        )
 
     options.hide(OVERRIDE, override)
 

@@ -7,9 +7,34 @@ REASONS = dict(
         "another node runs this model past Compile Model (TorchCompileModel compiles it as a whole, say), so "
         "nothing of it was sped up here: remove one of the two nodes",
     ),
-    patches=(
-        "another node patches this model ({patches})",
-        "patches by another node ({patches}): their model runs in eager",
+    patch_no_graph=(
+        "another node's patch: no CUDA graph",
+        "another node's patch is called in each forward, so there is no graph",
+    ),
+    patch_again=(
+        "another node's patch is called from now on",
+        "a patch of another node changed in this forward: it is called in each forward from now on",
+    ),
+    patch_form=(
+        "another node's patch changes sizes ({patch})",
+        "a patch of another node gives results of several forms ({patch}), so the forward is not recorded as a whole",
+    ),
+    patched_block=(
+        "another node patches some blocks ({patch})",
+        "a patch of another node is called in a block ({patch}): that block runs in eager",
+    ),
+    patch_argument=(
+        "another node's patch replaces a block ({patch})",
+        "a patch of another node is called in each forward and takes a {kind} ({patch}), so the forward is not "
+        "recorded as a whole",
+    ),
+    patch_writes_options=(
+        "another node's patch changes options ({patch})",
+        "a patch of another node writes into the options of the forward ({patch})",
+    ),
+    patch_writes_input=(
+        "another node's patch changes an input ({patch})",
+        "a patch of another node writes into an input or a part of a tensor ({patch})",
     ),
     patched_blocks=(
         "another node patches some blocks ({patches})",
@@ -180,7 +205,7 @@ REASONS = dict(
     block_result=("some blocks run as ComfyUI's", "a block's result is not made of tensors of its own"),
     blocks=(
         "its blocks run fast, one by one",
-        "blocks recorded one by one: a value of the whole forward comes back to the host",
+        "blocks recorded one by one, not the whole forward: {why}",
     ),
     blocks_no_gain=("its blocks are no faster than ComfyUI's", "nothing in its blocks fuses"),
     gpu_limit=(

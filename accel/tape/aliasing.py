@@ -85,14 +85,17 @@ def _lies_the_same(functional: Any, operation: Operation) -> bool:
 
 
 def needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
-    """The operations whose results reach ``outputs``, in order; writes count if their memory does."""
+    """The operations whose results reach ``outputs``, in order; writes count if their memory does.
+
+    A call of another pack's code stays whether its results are read or not.
+    """
     wanted = {value for value in outputs} | {value.root for value in outputs}
     kept: list[Operation] = []
     for operation in reversed(operations):
-        for value in operation.outputs:
-            if value is not None and (value in wanted or (value.base is not None and value.base in wanted)):
-                break
-        else:
+        if not getattr(operation.func, "lives", False) and not any(
+            value is not None and (value in wanted or (value.base is not None and value.base in wanted))
+            for value in operation.outputs
+        ):
             continue
         kept.append(operation)
         for value in operation.inputs:

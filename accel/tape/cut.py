@@ -195,6 +195,8 @@ def _sum_of(a: Value, b: Value) -> tuple[int, ...]:
 
 def _full(tape: Tape, identity: _Identity, streams: Sequence[Value]) -> None:
     """Gives back what the middle added, too."""
+    if any(getattr(operation.func, "lives", False) for operation in identity.between):
+        raise NotCut("another node's patch is called between its blocks")
     copies = _Copies(identity, lambda value: value)
     for operation in identity.between:
         copies.copy(operation)
