@@ -32,6 +32,7 @@ GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 OF_TORCH = (*FORWARDS, "__call__", "_call_impl")  # methods of torch's own classes that matter
 PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 TUPLES = frozenset({tuple, torch.Size})  # of plain values
+KNOWN = frozenset(("torch", "comfy", "comfy_kitchen", "builtins", "einops"))  # packages whose code keeps nothing
 STANDARD = frozenset(nn.Module().__dict__) - {"training"}  # attributes that every module has, and torch looks after
 
 
@@ -153,6 +154,34 @@ def _is_own(kind: type, method: Any) -> bool:
     return code is not None and code.co_filename == file
 
 
+def foreign_code(module: nn.Module) -> list[tuple[str, Any]]:
+    """(where it is and whose, the code) of all that other packs hung on a module's parts or put into their classes."""
+    found = [
+        (f"{_shown(module, key)} of {origin(value)}", value)
+        for key, value in _objects(module)
+        if key[1] not in ("", "class") and not isinstance(key[0], str) and not _is_known(value)
+    ]
+    found += [(f"{_shown(module, key)} of {origin(value)}", value) for key, value in _of_every_module()]
+    for kind in _classes(module.modules()):
+        for name in FORWARDS:
+            method = vars(kind).get(name)
+            if method is not None and not _is_own(kind, method):
+                found.append((f"{kind.__name__}.{name} of {origin(method)}", method))
+    return found
+
+
+def _is_known(value: Any) -> bool:
+    """Whether code is torch's, ComfyUI's own, Python's or ours."""
+    whose = origin(value)
+    top = whose.partition(".")[0]
+    ours = whose.startswith(f"{__package__}.")
+    return isinstance(value, type) or ours or top in KNOWN or top in sys.stdlib_module_names
+
+
+def _of_every_module() -> Iterator[tuple["Key", Any]]:
+    return ((("every module", f"hook {index}"), hook) for index, hook in enumerate(_global_hooks()))
+
+
 Key = tuple[str | int, str]  # (the number of a part in ``modules()`` or a class, its attribute)
 
 
@@ -175,7 +204,7 @@ def _objects(module: nn.Module) -> Iterator[tuple[Key, Any]]:
     for kind in _classes(modules):
         shown = f"{kind.__module__}.{kind.__qualname__}"
         yield from (((shown, name), vars(kind)[name]) for name in _methods(kind))
-    yield from ((("every module", f"hook {index}"), hook) for index, hook in enumerate(_global_hooks()))
+    yield from _of_every_module()
 
 
 def _plain(module: nn.Module) -> list[list[tuple[str, type, Any]]]:

@@ -184,14 +184,15 @@ class TapeTier:
         forward.playing = True  # patches were called in this forward, so what runs from here on must not call them
         if tape is not None:
             take.reason = obstacle(tape) or odd_form(recorded)
-            take.in_blocks = take.twice = bool(take.reason)
+            take.in_blocks = bool(take.reason)
+            take.twice = take.in_blocks and not take.live
         if take.again:
             shape.state, shape.reason = "eager", take.reason
             return recorded
         if take.reason:
             take.calls, take.live = [], []
             # once more, as later calls will run: the same seed, the same picture
-            if fuse and take.twice and not call.taped.calls_others:
+            if fuse and take.twice:
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded

@@ -25,6 +25,7 @@ from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
 from .tape.refusals import HARMLESS
+from .tape.state import look
 from .tape.values import Tape, Weight
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
@@ -69,7 +70,8 @@ class Taped:
     lay_out: Callable[[frozenset[Weight], int], int] = lambda wanted, known: known
     lean: bool = False  # see ``Tape.lean``
     places: Callable[..., frozenset[str]] = lambda block, uncalled=False: NONE  # see ``BlockCopies``
-    calls_others: bool = False  # it calls patches or hooks of other packs, which may count their calls
+    calls_others: bool = False  # it calls patches of other packs, which may count their calls
+    foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
     skipping: Skipping | None = None
     leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
 
@@ -90,6 +92,7 @@ class Take:
     holds: bool = False  # what those give is kept in a replay: they must not be called twice
     weights: int | None = None  # fingerprint of the weights that the program is bound to
     graph: bool = False  # whether a graph pays
+    code: tuple = ()  # the state of other packs' code in the model, see ``tape.state``
     graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the recorded forward
@@ -140,7 +143,7 @@ class Tapes:
             for take in takes[:]:
                 if take.structure != taped.structure:
                     takes.remove(take)  # the model is another one now
-                elif take not in but and not take.guards.differs(taped.options, taped.module):
+                elif take not in but and not self._differs(take, taped):
                     if take.lacks_rest(self._takes.get((take.rest, fuse))):
                         takes.remove(take)
                         continue
@@ -149,18 +152,32 @@ class Tapes:
                     return take
             return None
 
+    def _differs(self, take: Take, taped: Taped) -> str:
+        """What a call would read that the take has read otherwise; "" if it fits."""
+        if take.code:
+            for (name, code), state in zip(taped.foreign, take.code, strict=False):
+                if look(code, taped.module) != state:
+                    return name
+        return take.guards.differs(taped.options, taped.module)
+
     def in_vain(self, key: ShapeKey, fuse: bool, taped: Taped) -> str:
         """Why one more recording of this size would be of no use; "" if it may be."""
         with self._lock:
             last = self._takes.get((key, fuse), [])[-MAX_IN_VAIN:]
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
-            option = last[-1].guards.differs(taped.options, taped.module)
+            option = self._differs(last[-1], taped)
             place = last[-1].guards.changed_state(taped.options, taped.module)
             if place is not None:  # what a patch reads differs in each call: from now on it is called
                 self.patches.live(code_of(at(taped.options, place)))
                 return ""
-            return say("option_differs", option=repr(option))
+            if option not in taped.options and option in dict(taped.foreign):
+                reason = say("foreign_state", name=option)
+            else:
+                reason = say("option_differs", option=repr(option))
+            blocks = Take(Guards(Reads(lambda tensor: None)), taped.structure, 0, reason=reason, in_blocks=True)
+            self.keep(key, fuse, blocks)
+            return reason
 
     def record(
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]
@@ -172,7 +189,7 @@ class Tapes:
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
         patches = Patches(noted, recorder, self.patches)
-        clock = Clock(key.device)
+        clock, states = Clock(key.device), _states(taped)
         copies = BlockCopies(recorder, self._blocks, taped.places)
         calls = BlockCalls(recorder) if taped.skipping is not None else None
 
@@ -189,11 +206,15 @@ class Tapes:
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
             reason = say("changes_itself", change=changed)
+        kept = _first_kept(taped, states)
+        if kept and not reason:
+            reason = say("foreign_state", name=kept)
         with self._lock:
             self._count += 1
             take = Take(Guards(reads), taped.structure, self._count, reason=reason)
             take.in_blocks = bool(reason) and not changed and not recorder.keeps
-            take.twice = take.in_blocks and reason.startswith(HARMLESS)
+            take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
+            take.code = () if reason else states
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
             take.graph_obstacle = PATCHES if recorder.calls_patches else PACKS if recorder.calls_packs else ""
             take.clock, take.copies = clock, copies.count
@@ -264,6 +285,18 @@ class Tapes:
         """Drops every take."""
         with self._lock:
             self._takes.clear()
+
+
+def _states(taped: Taped) -> tuple:
+    return tuple([look(code, taped.module) for _, code in taped.foreign])
+
+
+def _first_kept(taped: Taped, before: tuple) -> str:
+    """Other packs' code that keeps something from one call to the next, or may; "" if there is none."""
+    for (name, _), old, new in zip(taped.foreign, before, _states(taped), strict=True):
+        if old is None or old != new:
+            return name
+    return ""
 
 
 def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

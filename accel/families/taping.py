@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import Call
-from ..fingerprint import ModuleFingerprint, foreign_method
+from ..fingerprint import ModuleFingerprint, foreign_code, foreign_method
 from ..key import ShapeKey, shape_key
 from ..reasons import say
 from ..skip.run import RUN_KEY
@@ -124,6 +124,12 @@ class TapeRun:
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self._watch = fingerprints, WeightWatch(model)
         self._structure = fingerprints.of(model)
+        self._foreign = fingerprints.foreign(model)
+
+    @property
+    def foreign(self) -> list[tuple[str, Any]]:
+        """See ``fingerprint.foreign_code``."""
+        return self._foreign
 
     def weights(self) -> int:
         """Where the weights lie, now."""
@@ -146,6 +152,7 @@ class TapeRun:
         """The model's code, now, and what else decides its result besides inputs and weights."""
         if self._fingerprints.changed(model):
             self._structure, self._watch = self._fingerprints.of(model), WeightWatch(model)
+            self._foreign = self._fingerprints.foreign(model)
         return hash((self._structure, surroundings(), torch.is_autocast_enabled()))
 
     def changed(self) -> str:
@@ -165,13 +172,19 @@ class Fingerprints:
     def __init__(self) -> None:
         self._current: ModuleFingerprint | None = None
         self._number = 0
+        self._has_foreign = False
 
     def of(self, model: nn.Module) -> int:
         """The number of the model as it is now; a new one if it changed since the last look."""
         if self._current is None or self._current.look():
             self._current = ModuleFingerprint(model)
             self._number += 1
+            self._has_foreign = bool(foreign_code(model))
         return self._number
+
+    def foreign(self, model: nn.Module) -> list[tuple[str, Any]]:
+        """Other packs' code in the model. Not kept: it may hold the model."""
+        return foreign_code(model) if self._has_foreign else []
 
     def changed(self, model: nn.Module) -> bool:
         """A quick look."""
@@ -226,10 +239,11 @@ def call_of(
     why = obstacle(given)
     taped = None
     if run is not None and not why:
+        structure = run.structure(model)
         taped = Taped(
-            model, partial(given.call, original), given.theirs, run.structure(model), _prepare, run.changed,
-            run.lay_out, lean, partial(_places, given.theirs),
-            any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
+            model, partial(given.call, original), given.theirs, structure, _prepare, run.changed, run.lay_out, lean,
+            partial(_places, given.theirs), any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
+            run.foreign,
         )  # fmt: skip
     x = next(iter(given.tensors.values()), None)
     rows = len(x) if x is not None and x.ndim else 1

@@ -52,6 +52,11 @@ REASONS = dict(
         "another node changed a part of the model",
         "another node replaced or hooked a part of the model{whose}: that part runs in eager",
     ),
+    foreign_state=(
+        "another node's code keeps something ({name})",
+        "another node hooked or replaced a part of the model, and its code may keep something from one call to the "
+        "next ({name}), so the forward is not recorded as a whole",
+    ),
     foreign_vae=(
         "another node changed a part of the VAE",
         "another node replaced or hooked a part of the VAE{whose}, so it runs in eager",
