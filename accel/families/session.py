@@ -16,16 +16,14 @@ from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
 from ..fingerprint import foreign_method
 from ..key import shape_key
-from ..ops import FusedOps
-from ..outputs import Output
 from ..reasons import say
 from ..skip.run import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..stats import STATS
-from ..tapes import Added
+from ..tapes import FullStep
 from ..weights import ChannelsLastWeights
 from . import conds, taping
 from .compat import outside_memory_plan
-from .family import Arguments, Family, Plan
+from .family import Arguments, Family
 from .layers import INTERRUPTS, Survey, is_foreign
 from .run_state import Run, call_obstacle
 
@@ -139,38 +137,46 @@ class Session:
         if self._is_recorded(model, original, args, kwargs):
             return self._recorded(model, original, theirs, args, kwargs)
         given = self.family.arguments(*args, **kwargs)
-        skip: SkipRun | None = given.options.get(RUN_KEY)
         obstacle = _foreign_forward(self.family, model, original) or call_obstacle(given) or self.family.obstacle(given)
         idle = self.settings.mode == "off" or self.settings.timed
         run = None if obstacle or idle else self._run(model, given.tensors["x"].device)
         obstacle = obstacle or (run.plan.survey.obstacle() if run else "")
         theirs.run = lambda: original(*given.original(), **given.known, **given.extra)
-        forward = _Forward(self.family, model, theirs, given, run, obstacle)
-        engine = self._engine(model)
-        if skip is None or obstacle or not skip.skips:
-            if skip is not None:
-                skip.in_full(obstacle or skip.why_all_full)
-            return engine(forward.whole(), self.settings)
+        return self._engine(model)(self._by_hand(model, theirs, given, run, obstacle), self.settings)
 
-        def full() -> tuple[Tensor, Features | None]:
-            out, deep = engine(forward.full(skip.depth), self.settings)
-            return out, None if deep is None else (deep,)
-
-        programs = Programs(full, lambda features: engine(forward.skipped(skip, *features), self.settings))
-        return skip.call(_prompts(skip, given.options, given.structure()), given.tensors["x"], programs)
+    def _by_hand(self, model: nn.Module, own: Theirs, given: Arguments, run: Run | None, obstacle: str) -> Call:
+        """A call with a forward by hand; own: ComfyUI's own forward of this call."""
+        family, plan, inputs, x = self.family, run.plan if run else None, given.flat(), given.tensors["x"]
+        return Call(
+            key=shape_key(inputs, given.structure()),
+            inputs=inputs,
+            forward=lambda ops, tensors: family.forward(ops, model, plan, given, tensors),
+            eager=own,
+            weights=run.fingerprint() if run else 0,
+            constants=lambda: plan.constants(),
+            width=x.shape[-1] * family.LATENT_TO_PIXELS,
+            height=x.shape[-2] * family.LATENT_TO_PIXELS,
+            batch=max(1, x.shape[0] // max(1, len(given.options.get("cond_or_uncond", (0,))))),
+            obstacle=obstacle,
+            graph_obstacle=_graph_obstacle(run, given.options) if run else "",
+            eager_parts=plan.survey.eager_parts() if plan else "",
+            repeatable=not (_patched(given.options) or (plan and plan.survey.altered)),
+        )
 
     def _is_recorded(
         self, model: nn.Module, original: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
     ) -> bool:
         """Whether this call goes on a tape.
 
-        Every model's does, but for UNets where kernels by hand serve more of a call: with skipped blocks, patches,
-        parts that other packs changed, and weights that are fetched at each call.
+        Every model's does, but for UNets where kernels by hand serve more of a call: with patches, parts that other
+        packs changed, and weights that are fetched at each call. They skip nothing.
         """
         if self.family is None:
             return True
-        options = [item for item in (*args, *kwargs.values()) if isinstance(item, dict) and RUN_KEY in item]
-        if options or self.settings.mode == "off":
+        options = [item for item in (*args, *kwargs.values()) if isinstance(item, dict)]
+        if any(RUN_KEY in item for item in options):
+            return True
+        if self.settings.mode == "off":
             return False
         device = next(item.device for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
         if self.settings.mode == "exact" or not kernels.available(device):
@@ -215,7 +221,7 @@ class Session:
 
         def full() -> tuple[Tensor, Features | str]:
             out = engine(taping.in_full(call, skip.depth), self.settings)
-            if not isinstance(out, Added):
+            if not isinstance(out, FullStep):
                 return out, UNRECORDED
             skip.stats.depth = max(skip.stats.depth, out.depth)
             return out.out, out.features
@@ -225,7 +231,7 @@ class Session:
             return call.eager()
 
         def skipped(features: Features) -> Tensor:
-            return engine(taping.without_middle(call, skip.depth, features, instead), self.settings)
+            return engine(taping.skipped(call, skip.depth, features, instead), self.settings)
 
         # prompts of one length may be joined to others of another one: their streams are longer then
         forms = {spec.name: f"{spec.shape[1:]} {spec.dtype}" for spec in call.key.inputs}
@@ -248,83 +254,6 @@ class Session:
 def _sigmas(args: tuple, kwargs: dict[str, Any]) -> Sequence:
     """The noise levels among CFGGuider.outer_sample's arguments; none if they are not where they were."""
     return kwargs.get("sigmas", args[3] if len(args) > 3 and isinstance(args[3], Tensor) else ())
-
-
-class _Forward:
-    """One forward of a model, as the ``Call`` that it may be: whole, or in the two ways of a run that skips blocks.
-
-    own: ComfyUI's own forward of this call.
-    """
-
-    def __init__(
-        self, family: Family, model: nn.Module, own: Callable[[], Tensor], given: Arguments, run: Run | None,
-        obstacle: str,
-    ) -> None:  # fmt: skip
-        self.family, self.model, self.given, self.run, self.obstacle = family, model, given, run, obstacle
-        self._own = own
-
-    def whole(self) -> Call:
-        """The model's own forward."""
-        plan = self.run.plan if self.run else None
-        return self._call(lambda ops, t: self.family.forward(ops, self.model, plan, self.given, t), self._own, plan)
-
-    def full(self, depth: int) -> Call:
-        """(output, deep feature); the last resort gives no feature."""
-        plan = self.run.plan if self.run else None
-
-        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: Plan = plan) -> Output:
-            return self.family.full(ops, self.model, plan, self.given, tensors, depth)
-
-        return self._in_pieces(forward, plan, "full", depth, {}, lambda: (self._own(), None))
-
-    def skipped(self, skip: SkipRun, deep: Tensor) -> Call:
-        """The output, from a deep feature."""
-        depth = skip.depth
-        plan = self.run.shallow_plan(depth) if self.run else None
-
-        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: Plan = plan) -> Output:
-            return self.family.skipped(ops, self.model, plan, self.given, tensors, depth)
-
-        def last_resort() -> Tensor:
-            skip.in_full(FAILED)
-            return self._own()
-
-        return self._in_pieces(forward, plan, "skipped", depth, {self.family.DEEP: deep}, last_resort)
-
-    def _in_pieces(
-        self, forward: Callable[..., Output], plan: Plan | None, way: str, depth: int, extra: dict[str, Tensor],
-        last_resort: Callable[[], Output],
-    ) -> Call:  # fmt: skip
-        """A call whose eager way is our pieces of ComfyUI's layers, and the model's own forward the last resort."""
-
-        def eager() -> Output:
-            return forward(FusedOps(), self.given.flat() | extra, self.family.EAGER)
-
-        return self._call(forward, eager, plan, extra, {"step": way, "depth": depth}, last_resort)
-
-    def _call(
-        self, forward: Callable[[FusedOps, dict[str, Tensor]], Output], eager: Callable[[], Output], plan: Any,
-        extra: dict[str, Tensor] | None = None, structure: dict[str, int | str] | None = None,
-        last_resort: Callable[[], Output] | None = None,
-    ) -> Call:  # fmt: skip
-        family, given, x = self.family, self.given, self.given.tensors["x"]
-        inputs = given.flat() | (extra or {})
-        return Call(
-            key=shape_key(inputs, given.structure() | (structure or {})),
-            inputs=inputs,
-            forward=forward,
-            eager=eager,
-            weights=self.run.fingerprint() if self.run else 0,
-            constants=lambda: plan.constants(),
-            width=x.shape[-1] * family.LATENT_TO_PIXELS,
-            height=x.shape[-2] * family.LATENT_TO_PIXELS,
-            batch=max(1, x.shape[0] // max(1, len(given.options.get("cond_or_uncond", (0,))))),
-            obstacle=self.obstacle,
-            graph_obstacle=_graph_obstacle(self.run, given.options) if self.run else "",
-            eager_parts=plan.survey.eager_parts() if plan else "",
-            last_resort=last_resort,
-            repeatable=not (_patched(given.options) or (plan and plan.survey.altered)),
-        )
 
 
 def _prompts(skip: SkipRun, options: Mapping[str, Any], structure: Mapping[str, Any]) -> list[tuple]:

@@ -3,19 +3,16 @@
 from typing import Any
 
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops import FusedOps
 from ..reasons import say
 from .family import Arguments, residuals, unconsumed, unknown_patches
 from .unet_forward import Control, Inputs, UNetForward
 from .unet_plan import Plan, unknown_layers
-from .unet_stages import ending
 
 __all__ = ["Plan"]  # a name of the family's protocol
 
-DEEP = "deep"  # the name of the deep feature among a call's tensors
-EAGER = Plan(nn.Module(), ())  # nothing is fused
 KIND = "model"
 MODEL = UNetModel
 MIRRORED = ("_forward",)
@@ -56,29 +53,6 @@ def obstacle(given: Arguments) -> str:
 
 def forward(ops: FusedOps, model: UNetModel, plan: Plan, given: Arguments, tensors: dict[str, Tensor]) -> Tensor:
     """The fused forward on flattened tensors."""
-    return _made(ops, model, plan, given, tensors).whole()
-
-
-def full(
-    ops: FusedOps, model: UNetModel, plan: Plan, given: Arguments, tensors: dict[str, Tensor], depth: int
-) -> tuple[Tensor, Tensor]:
-    """(``forward``, the deep feature that ``skipped`` takes)."""
-    return _made(ops, model, plan, given, tensors).full(depth)
-
-
-def skipped(
-    ops: FusedOps, model: UNetModel, plan: Plan, given: Arguments, tensors: dict[str, Tensor], depth: int
-) -> Tensor:
-    """``forward`` with ``tensors["deep"]`` in place of the deep blocks, which do not run."""
-    return _made(ops, model, plan, given, tensors).skipped(depth, tensors[DEEP])
-
-
-def shallow_parts(model: UNetModel, depth: int) -> list[nn.Module]:
-    """The parts that ``skipped`` runs."""
-    upsampling = ending(model.output_blocks[-depth - 2])
-    return [*model.input_blocks[: depth + 1], *upsampling, *model.output_blocks[-depth - 1 :], model.out]
-
-
-def _made(ops: FusedOps, model: UNetModel, plan: Plan, given: Arguments, tensors: dict[str, Tensor]) -> UNetForward:
     x, timesteps, context, y = (tensors.get(name) for name in ("x", "timesteps", "context", "y"))
-    return UNetForward(ops, model, plan, given.options, Inputs(x, timesteps, context, y, given.control(tensors)))
+    inputs = Inputs(x, timesteps, context, y, given.control(tensors))
+    return UNetForward(ops, model, plan, given.options, inputs).whole()

@@ -1,4 +1,4 @@
-"""One forward of ComfyUI's ``UNetModel`` in fused operations, whole or in three pieces.
+"""One forward of ComfyUI's ``UNetModel`` in fused operations.
 
 It mirrors ``UNetModel._forward`` (comfy/ldm/modules/diffusionmodules/openaimodel.py) step by step, so that ControlNet
 residuals, FreeU, IPAdapter-style attention patches and the rest meet the same points; only the inside of the blocks
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from comfy.ldm.modules.attention import SpatialTransformer
 from comfy.ldm.modules.diffusionmodules import openaimodel
 from comfy.ldm.modules.diffusionmodules.openaimodel import UNetModel
 from torch import Tensor
@@ -18,7 +17,7 @@ from ..ops import FusedOps
 from .compat import HAS_MIDDLE_PATCH
 from .layers import norm_of
 from .unet_plan import Plan
-from .unet_stages import Stages, ending
+from .unet_stages import Stages
 
 Control = dict[str, list[Tensor | None]] | None
 
@@ -35,12 +34,7 @@ class Inputs:
 
 
 class UNetForward(Stages):
-    """One forward, made for a call and dropped after it.
-
-    In pieces, cut at a depth k: the *head* is input blocks 0..k, the *deep* piece the other input blocks, the middle
-    and the output blocks that belong to them, the *tail* the last k + 1 output blocks. Where the deep piece would end
-    in an upsampling, the tail begins with it instead: before it the deep feature has a quarter of the pixels.
-    """
+    """One forward, made for a call and dropped after it."""
 
     def __init__(self, ops: FusedOps, model: UNetModel, plan: Plan, options: dict[str, Any], inputs: Inputs) -> None:
         super().__init__(ops, model, plan, options, inputs.context)
@@ -51,42 +45,7 @@ class UNetForward(Stages):
 
     def whole(self) -> Tensor:
         """UNetModel._forward: [N, C', H, W]."""
-        ends = len(self.model.input_blocks), len(self.model.output_blocks)
-        h = self._middle(self._down(self.laid_out(self.x), range(ends[0])))
-        return self._out(self._up(h, range(ends[1])))
-
-    def full(self, depth: int) -> tuple[Tensor, Tensor]:
-        """(``whole``, the deep feature at the cut [N, C_k, H_k, W_k])."""
-        h = self._down(self.laid_out(self.x), range(depth + 1))
-        h = self._middle(self._down(h, range(depth + 1, len(self.model.input_blocks))))
-        deep = self._up(h, range(self._cut(depth)), complete=False)
-        # patches of the tail may write into their input (FreeU does)
-        h = deep.clone() if "output_block_patch" in self.patches else deep
-        return self._tail(depth, h), deep
-
-    def skipped(self, depth: int, deep: Tensor) -> Tensor:
-        """``whole`` with a deep feature from elsewhere in place of the deep piece; it may be written into."""
-        self._down(self.laid_out(self.x), range(depth + 1))
-        self._pass_over(depth)
-        return self._tail(depth, deep)
-
-    def _tail(self, depth: int, h: Tensor) -> Tensor:
-        cut = self._cut(depth)
-        upsampling = ending(self.model.output_blocks[cut - 1])
-        self.options["block"] = ("output", cut - 1)
-        h = self.run(upsampling, h, self.skips[-1].shape)
-        return self._out(self._up(h, range(cut, len(self.model.output_blocks))))
-
-    def _cut(self, depth: int) -> int:
-        """The first output block of the tail."""
-        return len(self.model.output_blocks) - depth - 1
-
-    def _pass_over(self, depth: int) -> None:
-        """Leaves control and counters as the deep piece would: each residual belongs to one output block."""
-        cut, residuals = self._cut(depth), (self.control or {}).get("output", [])
-        del residuals[max(0, len(residuals) - cut) :]
-        stages = [*self.model.input_blocks[depth + 1 :], self.model.middle_block or [], *self.model.output_blocks[:cut]]
-        self.options["transformer_index"] += sum(isinstance(m, SpatialTransformer) for stage in stages for m in stage)
+        return self._out(self._up(self._middle(self._down(self.laid_out(self.x)))))
 
     def _out(self, h: Tensor) -> Tensor:
         h, out = h.type(self.x.dtype), self.model.out
@@ -103,11 +62,11 @@ class UNetForward(Stages):
             emb = patch(emb, model.model_channels, self.options)
         return emb if y is None else emb + model.label_emb(y)
 
-    def _down(self, h: Tensor, blocks: range) -> Tensor:
+    def _down(self, h: Tensor) -> Tensor:
         """Input blocks; what they give to the output blocks is appended to ``skips``."""
-        for index in blocks:
+        for index, layers in enumerate(self.model.input_blocks):
             self.options["block"] = ("input", index)
-            h = openaimodel.apply_control(self.run(self.model.input_blocks[index], h), self.control, "input")
+            h = openaimodel.apply_control(self.run(layers, h), self.control, "input")
             for patch in self.patches.get("input_block_patch", ()):
                 h = patch(h, self.options)
             self.skips.append(h)
@@ -126,9 +85,9 @@ class UNetForward(Stages):
             h = patch(given | {name: getattr(self.inputs, name) for name in names})["h"]
         return h
 
-    def _up(self, h: Tensor, blocks: range, complete: bool = True) -> Tensor:
-        """Output blocks; each takes the last of ``skips``. Not ``complete``: without the last one's ``ending``."""
-        for index in blocks:
+    def _up(self, h: Tensor) -> Tensor:
+        """Output blocks; each takes the last of ``skips``."""
+        for index, layers in enumerate(self.model.output_blocks):
             self.options["block"] = ("output", index)
             skip = openaimodel.apply_control(self.skips.pop(), self.control, "output")
             for patch in self.patches.get("output_block_patch", ()):
@@ -136,8 +95,5 @@ class UNetForward(Stages):
             if skip is not None:  # a patch may have joined them
                 h = torch.cat([h, skip], dim=1)  # in channels_last if both are
             del skip  # not held while the stage runs, as in eager
-            layers = list(self.model.output_blocks[index])
-            if not complete and index == blocks[-1]:
-                layers = layers[: len(layers) - len(ending(layers))]
             h = self.run(layers, h, self.skips[-1].shape if self.skips else None)
         return h
