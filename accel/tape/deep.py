@@ -14,9 +14,6 @@ from .traits import traits
 from .values import Operation, Tape, Value
 
 PICTURE = 1  # the bit of the call's first input; the others are of operations, in order
-# Operations before a join that belong to the outer part if they make a smaller value larger.
-ENLARGE = cost.CONVOLUTIONS | frozenset("clone to _to_copy".split())
-RESIZES = ("upsample_", "_upsample_")
 
 
 @dataclass(frozen=True)
@@ -97,27 +94,29 @@ class _Work:
         return [_Join(place, skip, whole, deep)] if skip & PICTURE and deep and not skip & ~whole else []
 
     def last_of(self, join: _Join) -> Value | None:
-        """The value that is all that is read of the join's deep part at some moment; None if there are always more."""
+        """The value that is all that is read of the join's deep part at some moment; None if there are always more.
+
+        Of several such moments it is the first one after all deep work, but for a convolution that follows a resizing.
+        """
         alive = {
             value
             for value, last in self._read.items()
             if last >= join.place > self._made.get(value, last) and self._made_of[value] & join.deep
         }
-        found = None
+        found, convolved = None, False
         for operation in reversed(self._operations[: join.place]):
             if len(alive) == 1:
                 (value,) = alive
-                if value.base is None and (found is None or value.numel < found.numel):
-                    found = value
+                gains = found is None or value.numel < found.numel or (value.numel == found.numel and not convolved)
+                found = value if gains and value.base is None else found
             made = alive.intersection(operation.outputs)
-            if found is not None and made and not _may_enlarge(operation):
-                break
+            if found is not None and made:
+                name = "" if operation.opaque else traits(operation.func).name
+                works = operation.opaque or cost.multiplications(operation) > 0
+                if name == "cat" or (works and (convolved or name not in cost.CONVOLUTIONS or len(alive) > 1)):
+                    break
+                convolved = convolved or works
             if made:
                 alive -= made
                 alive.update(value for value in operation.inputs if self._made_of.get(value, 0) & join.deep)
         return found
-
-
-def _may_enlarge(operation: Operation) -> bool:
-    name = "" if operation.opaque else traits(operation.func).name
-    return name in ENLARGE or name.startswith(RESIZES)
