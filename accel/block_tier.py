@@ -162,7 +162,8 @@ class BlockTier:
         while True:
             recorded, reason = attempt(
                 lambda: record_block(visit, self._patches, block, own, given, tuple(sorted(writes))),
-                _reason, self._passthrough,
+                _reason,
+                self._passthrough,
             )
             new = getattr(recorded, "written", None)
             again = isinstance(new, Input) and new.index < len(before) and new.index not in writes

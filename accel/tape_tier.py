@@ -169,9 +169,7 @@ class TapeTier:
 
     # The first call of a size ---------------------------------------------------------------------------------------
 
-    def _first(
-        self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool, forward: live.Forward
-    ) -> Any:
+    def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool, forward: live.Forward) -> Any:
         # so many small objects at once would set the collector off several times
         with preparing(self.stats.name, shape.size), collector_off():
             return self._recorded(call, settings, shape, fuse, forward)
@@ -232,12 +230,12 @@ class TapeTier:
         take.program = program
         call = _laid_out(call, program.permuted)
         bound(take, call.taped.module, call.weights)
-        if device.type != "cuda" and not (first or take.added):  # torch's operations, as in the first size: compared
+        if device.type != "cuda" and not (first or take.features):  # torch's operations, as in the first size: compared
             self._settle(call, settings, shape, take, inputs, None)
             return flat(recorded)
         graphic = device.type == "cuda" and self._uses_graphs
         may = graphic and settings.graph_budget_mb and not take.graph_obstacle
-        if may and not (take.added or take.clock.is_long(LONG_MS)):
+        if may and not (take.features or take.clock.is_long(LONG_MS)):
             out = self._captured_first(call, settings, shape, take, tape, inputs, flat(recorded))
             if out is not None:
                 return out

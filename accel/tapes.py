@@ -37,10 +37,10 @@ MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an optio
 
 @dataclass(frozen=True)
 class Skipping:
-    """What a call of a run that skips blocks asks for: the whole forward, with what the blocks in its middle add.
+    """What a call of a run that skips blocks asks for: the whole forward, with the features of what may be left out.
 
-    depth: how many blocks at either end always run; None: as many as are cheap. key: of the call that is given those
-    additions and leaves the blocks out.
+    depth: how many blocks at either end always run; None: as many as are cheap. key: of the call that is given the
+    features and leaves the blocks out.
     """
 
     depth: int | None
@@ -48,8 +48,8 @@ class Skipping:
 
 
 @dataclass(frozen=True)
-class Added:
-    """A forward's result, and what the middle of it added to each stream [rows, ...]; or why that is not known."""
+class FullStep:
+    """A forward's result, and its features [rows, ...] (see ``tape.cut``); or why they are not known."""
 
     out: Any
     features: tuple[Tensor, ...] | str
@@ -98,9 +98,9 @@ class Take:
     clock: Clock | None = None  # of the recorded forward
     copies: int = 0  # blocks that were written down as copies of others
     calls: list[BlockCall] = field(default_factory=list)  # of blocks, until the tape is cut
-    added: int = 0  # results behind the forward's own: what its middle added
-    depth: int = 0  # blocks at either end of it
-    rest: ShapeKey | None = None  # of the take that leaves the middle out
+    features: int = 0  # results behind the forward's own
+    depth: int = 0  # blocks at either end that always run
+    rest: ShapeKey | None = None  # of the take that is given the features
     why_whole: str = ""  # why there is none, although one was asked for
     form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's own part
 
@@ -110,18 +110,18 @@ class Take:
 
     def own(self, out: Any) -> Any:
         """The forward's own results among the program's."""
-        return out[: -self.added] if self.added else out
+        return out[: -self.features] if self.features else out
 
     def lacks_rest(self, there: list["Take"] | None) -> bool:
-        """Whether there is no take without the middle: it is forgotten, or was broken off. there: those of its key."""
-        return bool(self.added and self.program) and not (self.why_whole or there)
+        """Whether there is no take of skipped steps: it is forgotten, or was broken off. there: those of its key."""
+        return bool(self.features and self.program) and not (self.why_whole or there)
 
     def result(self, out: Any) -> Any:
-        """The forward's result, with what its middle added where that was asked for."""
+        """The forward's result, with its features where they were asked for."""
         own = self.form(self.own(out))
         if self.why_whole:
-            return Added(own, self.why_whole)
-        return Added(own, tuple(out[-self.added :]), self.depth) if self.added else own
+            return FullStep(own, self.why_whole)
+        return FullStep(own, tuple(out[-self.features :]), self.depth) if self.features else own
 
 
 class Tapes:
@@ -297,6 +297,11 @@ def _first_kept(taped: Taped, before: tuple) -> str:
         if old is None or old != new:
             return name
     return ""
+
+
+def named_features(features: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The inputs of a skipped step besides the call's."""
+    return {f"feature.{place}": tensor for place, tensor in enumerate(features)}
 
 
 def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

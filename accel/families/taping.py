@@ -25,9 +25,9 @@ from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
 from ..tape.values import Weight
 from ..tape.weights import resolve
-from ..tapes import Skipping, Taped
+from ..tapes import Skipping, Taped, named_features
 from ..weights import ChannelsLastWeights, WeightWatch
-from .layers import surroundings
+from .layers import autocast, surroundings
 
 OPTIONS = "transformer_options"
 PATCHED, REPLACED = PATCH_KEYS = ("patches", "patches_replace")
@@ -224,6 +224,8 @@ def obstacle(given: Given) -> str:
     if not given.tensors:
         return say("no_tensor")
     first = next(iter(given.tensors.values()))
+    if why := autocast(first.device):
+        return why
     if first.dtype not in DTYPES:
         return say("dtype", dtype=first.dtype)
     if odd := [name for name, tensor in given.tensors.items() if tensor.device != first.device]:
@@ -262,15 +264,15 @@ def call_of(
 
 
 def in_full(call: Call, depth: int | None) -> Call:
-    """``call`` at a full step of a run that skips blocks: its result is a ``tapes.Added``."""
-    skipping = Skipping(depth, lambda added: without_middle(call, depth, added, call.eager).key)
+    """``call`` at a full step of a run that skips blocks: its result is a ``tapes.FullStep``."""
+    skipping = Skipping(depth, lambda features: skipped(call, depth, features, call.eager).key)
     taped = replace(call.taped, skipping=skipping)
     return replace(call, key=_step(call, "full", depth, call.inputs), taped=taped)
 
 
-def without_middle(call: Call, depth: int | None, added: Sequence[Tensor], instead: Callable[[], Any]) -> Call:
-    """``call`` at a skipped step, given what its middle adds. instead: where there is no program of it."""
-    inputs = call.inputs | {f"added.{place}": tensor for place, tensor in enumerate(added)}
+def skipped(call: Call, depth: int | None, features: Sequence[Tensor], instead: Callable[[], Any]) -> Call:
+    """``call`` at a skipped step, given its features. instead: where there is no program of it."""
+    inputs = call.inputs | named_features(features)
     taped = replace(call.taped, leaves_out=True)
     return replace(call, key=_step(call, "skipped", depth, inputs), inputs=inputs, taped=taped, eager=instead)
 

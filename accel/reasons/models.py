@@ -234,7 +234,6 @@ REASONS = dict(
         "Use euler or dpmpp_2m: this sampler hides its steps",
         "this sampler does not report its steps, so every step is full; use euler, dpmpp_2m or another one",
     ),
-    blocks_not_skipped=("Please report it: no blocks were skipped", "blocks could not be skipped ({error})"),
     unrecorded=(
         "no block is skipped: the model cannot be recorded",
         "this model's forward could not be recorded (Shape Cache Info says why), so none of its blocks is skipped",

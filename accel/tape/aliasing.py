@@ -84,15 +84,15 @@ def _lies_the_same(functional: Any, operation: Operation) -> bool:
     return made.stride() == target.stride and made.dtype == target.dtype
 
 
-def needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
+def needed(operations: Sequence[Operation], outputs: Sequence[Value], calls: bool = True) -> list[Operation]:
     """The operations whose results reach ``outputs``, in order; writes count if their memory does.
 
-    A call of another pack's code stays whether its results are read or not.
+    calls: calls of other packs' code stay whether their results are read or not.
     """
     wanted = {value for value in outputs} | {value.root for value in outputs}
     kept: list[Operation] = []
     for operation in reversed(operations):
-        if not getattr(operation.func, "lives", False) and not any(
+        if not (calls and getattr(operation.func, "lives", False)) and not any(
             value is not None and (value in wanted or (value.base is not None and value.base in wanted))
             for value in operation.outputs
         ):

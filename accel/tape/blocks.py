@@ -60,6 +60,23 @@ def _holds_blocks(module: nn.Module) -> bool:
     return any(isinstance(part, nn.ModuleList) for part in module.modules())
 
 
+def deepest(model: nn.Module) -> int | None:
+    """The largest depth of Skip Blocks: how many blocks at either end may run on every step. None: it has no blocks.
+
+    A network that is shaped like a U has two lists of stages of equal length, down and up.
+    """
+    lengths = [len(part) for part in model.children() if isinstance(part, nn.ModuleList) and _are_stages(part)]
+    if stages := max((length for length in lengths if lengths.count(length) > 1), default=0):
+        return stages - 2
+    count = len(find(model))
+    return (count - 1) // 2 if count else None
+
+
+def _are_stages(members: nn.ModuleList) -> bool:
+    """Whether the members of a list are layers or blocks in a row."""
+    return len(members) > 1 and all(isinstance(member, (nn.Sequential, nn.ModuleList)) for member in members)
+
+
 def _repeats(members: nn.ModuleList) -> bool:
     """Whether the members of a list are blocks: few kinds of them, and more than layers."""
     kinds = {type(member) for member in members}

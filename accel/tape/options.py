@@ -199,7 +199,10 @@ class Guards:
     def differs(
         self, options: Mapping[Any, Any], module: nn.Module | None = None, free: frozenset[str] = frozenset()
     ) -> str:
-        """The first option that is not as it was; "" if all are. module: the model. free: options that do not matter."""
+        """The first option that is not as it was; "" if all are.
+
+        module: the model. free: options that do not matter.
+        """
         for key, spec in self._specs.items():
             if _spec(options.get(key)) != spec:
                 return str(key)

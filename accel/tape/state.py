@@ -28,6 +28,7 @@ CONTAINERS = (list, tuple, collections.deque)
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType)
 FIXED = (type(Ellipsis), type(NotImplemented), range, slice, torch.finfo, torch.iinfo)
 BY_IDENTITY = (logging.Logger, enum.Enum, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
+DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 OF_CLASSES = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl"))
 OF_MODULES = frozenset(nn.Module().__dict__)
 State = tuple
@@ -168,7 +169,7 @@ class _Look:
             self._places.setdefault(id(base), len(self._places))
             self._kept.append(base)
             for name, value in list(vars(base).items()):
-                if name not in OF_CLASSES and not isinstance(value, (types.MemberDescriptorType, types.GetSetDescriptorType)):
+                if name not in OF_CLASSES and not isinstance(value, DESCRIPTORS):
                     found.append((name, self.of(value)))
         return "class", Same(kind), tuple(found)
 
