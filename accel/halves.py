@@ -52,7 +52,7 @@ class Halves:
         if found is None:
             take.why_whole = reason
             return None
-        take.features, take.depth = found.features, found.depth
+        take.features, take.depth, take.share = found.features, found.depth, found.share
         return found
 
     def finish(
