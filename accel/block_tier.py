@@ -55,7 +55,7 @@ class BlockTier:
 
     def __init__(
         self, stats: ModelStats, passthrough: tuple[type[BaseException], ...],
-        make: Callable[[Tape, "Call"], Program], count: Callable[[Program, bool, torch.dtype], None],
+        make: Callable[[Tape, "Call"], Program], count: Callable[[Program, bool, "Call"], None],
         patches: PatchBook,
     ) -> None:  # fmt: skip
         self.stats, self._passthrough, self._make, self._count = stats, passthrough, make, count
@@ -211,7 +211,7 @@ class BlockTier:
     ) -> tuple[Any, list[Tensor]]:  # fmt: skip
         take = recorded.take
         program = self._make(recorded.tape, visit.call)
-        self._count(program, visit.first, visit.call.key.inputs[0].dtype)
+        self._count(program, visit.first, visit.call)
         if not program.report.kernels:
             raise NotUsed(NO_GAIN)
         inputs = take.inputs(given)

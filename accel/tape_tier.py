@@ -60,7 +60,7 @@ class TapeTier:
     ) -> None:
         self.stats, self._owner, self._passthrough, self._uses_graphs = stats, owner, passthrough, uses_graphs
         self._tapes, self._outlines = Tapes(), Outlines()
-        self._dtypes: set[torch.dtype] = set()  # whose first size is over
+        self._begun: set[tuple[torch.dtype, bool]] = set()  # kinds of calls whose first size is over
         self._told = False  # why nothing is fused
         self._rules = True  # whether tapes are rewritten by rules
         self._blocks = BlockTier(
@@ -164,8 +164,8 @@ class TapeTier:
         return out
 
     def _is_first(self, call: "Call") -> bool:
-        """Whether no size of this dtype has had its first forward."""
-        return call.key.inputs[0].dtype not in self._dtypes
+        """Whether no size of this kind has had its first forward: with other packs' code, other kernels are needed."""
+        return _kind(call) not in self._begun
 
     # The first call of a size ---------------------------------------------------------------------------------------
 
@@ -194,7 +194,7 @@ class TapeTier:
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
-        operations, first, known = len(tape.operations), self._is_first(call), set(self._dtypes)
+        operations, first, known = len(tape.operations), self._is_first(call), set(self._begun)
         own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
         take.form = own
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
@@ -206,7 +206,7 @@ class TapeTier:
             )
         except BaseException:  # the user's interrupt: the next call begins again
             self._tapes.drop(take)
-            self._dtypes = known
+            self._begun = known
             raise
         if halves is not None and out is not None:
             self._halves.finish(call, settings, take, halves, out, flat(recorded), fuse, first)
@@ -225,7 +225,7 @@ class TapeTier:
         """The result of the new program, checked."""
         device, first = call.key.device, self._is_first(call)
         program = self._made(tape, fuse, call)
-        self._count(program, first, call.key.inputs[0].dtype)
+        self._count(program, first, call)
         inputs = take.inputs(call.inputs, call.taped.options)
         take.program = program
         call = _laid_out(call, program.permuted)
@@ -290,11 +290,11 @@ class TapeTier:
             STATS.fallback(self.stats.name, f"{error}: operations run unfused")
             return Program(tape, fuse=False)
 
-    def _count(self, program: Program, first: bool, dtype: torch.dtype) -> None:
+    def _count(self, program: Program, first: bool, call: "Call") -> None:
         self.stats.kernels += program.report.compiled
         self.stats.compile_seconds += program.report.compile_seconds
         self.stats.recompiles += 0 if first else program.report.compiled
-        self._dtypes.add(dtype)
+        self._begun.add(_kind(call))
         if program.report.compiled:
             KEEPER.save_soon()
 
@@ -390,6 +390,10 @@ def _laid_out(call: "Call", wanted: frozenset[Weight]) -> "Call":
 def can_fuse(device: torch.device) -> bool:
     """Whether generated kernels run on this device."""
     return devices.is_nvidia(device) and kernels.available(device)
+
+
+def _kind(call: "Call") -> tuple[torch.dtype, bool]:
+    return call.key.inputs[0].dtype, call.taped.calls_others or bool(call.taped.foreign)
 
 
 def _functions() -> list[Any]:

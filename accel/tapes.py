@@ -49,11 +49,15 @@ class Skipping:
 
 @dataclass(frozen=True)
 class FullStep:
-    """A forward's result, and its features [rows, ...] (see ``tape.cut``); or why they are not known."""
+    """A forward's result, and its features [rows, ...] (see ``tape.cut``); or why they are not known.
+
+    depth, share: those of the cut.
+    """
 
     out: Any
     features: tuple[Tensor, ...] | str
     depth: int = 0
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Take:
     calls: list[BlockCall] = field(default_factory=list)  # of blocks, until the tape is cut
     features: int = 0  # results behind the forward's own
     depth: int = 0  # blocks at either end that always run
+    share: float = 0.0  # of the work that is left on a skipped step
     rest: ShapeKey | None = None  # of the take that is given the features
     why_whole: str = ""  # why there is none, although one was asked for
     form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's own part
@@ -121,7 +126,7 @@ class Take:
         own = self.form(self.own(out))
         if self.why_whole:
             return FullStep(own, self.why_whole)
-        return FullStep(own, tuple(out[-self.features :]), self.depth) if self.features else own
+        return FullStep(own, tuple(out[-self.features :]), self.depth, self.share) if self.features else own
 
 
 class Tapes:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.driving import SHORT_RUN, compile_with_message, compiled, skip_with_message, skipping
-from tools.oracles import FUSED, error, fallbacks, shapes
+from tools.oracles import FUSED, error, fallbacks, last_run, shapes
 
 pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
@@ -29,10 +29,10 @@ FORWARD = [
 ]  # fmt: skip
 
 SKIPPING = [
-    "families.session._prompts", "families.unet.full", "families.unet.skipped", "families.unet.shallow_parts",
-    "families.unet_forward.UNetForward.skipped", "skip.run.SkipRun.call", "skip.run.SkipRun.close",
+    "families.session._prompts", "families.taping.in_full", "families.taping.skipped", "skip.run.SkipRun.call",
+    "skip.run.SkipRun.close", "tape_tier.TapeTier.run", "tapes.Take.result",
     "skip.run.SkipRun._why_full", "skip.run.SkipRun._store", "skip.run.SkipRun._forecast", "skip.run.History.at",
-    "families.skipping.depth_of", "families.skipping.SkipRun", "families.skipping.summary",
+    "families.skipping._depth", "families.skipping.SkipRun", "families.skipping.summary",
     "skip.settings.SkipSettings.full_steps",
 ]  # fmt: skip
 
@@ -86,7 +86,7 @@ def test_once_mended_it_is_fast_again(models, fresh, wanted, inject, monkeypatch
     assert shapes()[-1]["state"] == ("eager" if tier_failed else FUSED)
 
 
-EAGER_TOO = ["families.session._prompts", "families.unet.skipped", "skip.run.SkipRun.close"]  # without Compile Model
+EAGER_TOO = ["families.session._prompts", "families.taping.skipped", "skip.run.SkipRun.close"]  # without Compile Model
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +110,19 @@ def test_a_fault_in_skip_blocks(models, fresh, wanted, skipped, inject, target, 
 
 
 @pytest.mark.parametrize(
+    "target", ["tape.deep.find", "tape.cut._kept", "tape.rest.Rest.tape", "tape.cost.multiplications"]
+)
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_fault_in_cutting(models, fresh, wanted, inject, target, fast):
+    """Every step is in full, and the run says why."""
+    model = skipping(compiled(fresh) if fast else fresh, interval=3)
+    inject(target)
+    assert torch.equal(models.sample(model, **LONG_RUN), wanted["long"])
+    (reason,) = last_run()["resets"]
+    assert "cutting failed, Injected" in reason and last_run()["skipped"] == 0
+
+
+@pytest.mark.parametrize(
     "target", ["families.attach.family_of", "families.attach.Session", "families.unet.unsupported"]
 )
 def test_a_fault_in_compile_model(models, fresh, wanted, inject, target):
@@ -120,7 +133,7 @@ def test_a_fault_in_compile_model(models, fresh, wanted, inject, target):
     assert torch.equal(models.sample(out, **RUN), wanted["short"])
 
 
-@pytest.mark.parametrize("target", ["families.skipping._Skipping", "families.unet.unsupported"])
+@pytest.mark.parametrize("target", ["families.skipping._Skipping", "families.skipping.blocks.deepest"])
 def test_a_fault_in_the_skip_blocks_node(models, fresh, wanted, inject, target):
     inject(target)
     out, message = skip_with_message(fresh)

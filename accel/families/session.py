@@ -137,7 +137,7 @@ class Session:
             out = engine(taping.in_full(call, skip.depth), self.settings)
             if not isinstance(out, FullStep):
                 return out, UNRECORDED
-            skip.stats.depth = max(skip.stats.depth, out.depth)
+            skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (out.depth, out.share))
             return out.out, out.features
 
         def instead() -> Tensor:

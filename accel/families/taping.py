@@ -30,6 +30,7 @@ from ..weights import ChannelsLastWeights, WeightWatch
 from .layers import autocast, surroundings
 
 OPTIONS = "transformer_options"
+SAMPLED = "cond_or_uncond"  # among the options, from the sampler
 PATCHED, REPLACED = PATCH_KEYS = ("patches", "patches_replace")
 PLACES = frozenset(("block", "block_index", "transformer_index"))
 OWN = ("comfy.", "torch.")  # where classes are from that nobody else has written
@@ -70,12 +71,17 @@ def take(original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> G
     names = _names(original)
     named = [(names[index] if index < len(names) else str(index), item) for index, item in enumerate(args)]
     named += kwargs.items()
-    options = next((item for name, item in named if name == OPTIONS and isinstance(item, dict)), {})
+    options = next((item for name, item in named if _are_options(name, item)), {})
     given = Given(args, kwargs, options)
     for name, item in named:
         if item is not options or not isinstance(item, dict):
             _walk(given, name, item)
     return given
+
+
+def _are_options(name: str, item: Any) -> bool:
+    """A forward that somebody replaced may not name its arguments, but the sampler's notes are in its options."""
+    return isinstance(item, dict) and (name == OPTIONS or SAMPLED in item)
 
 
 def _names(original: Callable[..., Any]) -> list[str]:

@@ -87,9 +87,7 @@ def template(item: Any, raw: Mapping[Any, Any], parts: Callable[[nn.Module], boo
     if isinstance(item, (Tensor, *EQUAL)):
         return item
     if is_options(item, raw):
-        theirs = [
-            name for name in dict.keys(item) if name in raw and (name in RAW or dict.get(item, name) is raw[name])
-        ]
+        theirs = [n for n in dict.keys(item) if n in raw and (n in RAW or dict.get(item, n) is raw[n])]
         own = {name: value for name, value in dict.items(item) if name not in theirs and name not in RAW}
         own = {name: template(value, {}, parts) for name, value in own.items()}
         return {OPTIONS: Options(tuple(theirs))} | own
