@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tools.driving import compiled, randn, sample_tiny, unet_forward
+from tools.driving import compiled, randn
 from tools.oracles import error, fallbacks, shapes
 from tools.patching import PATCHES
 
@@ -145,7 +145,8 @@ def test_the_same_object_with_another_setting(models, fresh, recordings, change)
         with_patch(each, lambda p: p.set_model_attn2_output_patch(patch)) for each in (fresh, compiled(fresh))
     )
     # older ComfyUI copies an object with the options, so that each clone has its own
-    patches = {id(p): p for m in (patched, fast) for p in m.model_options["transformer_options"]["patches"]["attn2_output_patch"]}
+    set_ = [each.model_options["transformer_options"]["patches"]["attn2_output_patch"] for each in (patched, fast)]
+    patches = {id(one): one for each in set_ for one in each}
     before = assert_equal(models, patched, fast)
     assert_equal(models, patched, fast)
     assert len(recordings) == 1
@@ -417,7 +418,7 @@ def test_results_of_several_forms(models, fresh, recordings):
 
 
 def test_forms_and_a_count(models, fresh, recordings, fusing, blocks):
-    """A forward that is broken off must not call it twice. It is not recorded as a whole any more, but its blocks are."""
+    """A forward that is broken off must not call it twice. Then only its blocks are recorded."""
 
     def set_patches(patcher):
         calls, log = [0], []

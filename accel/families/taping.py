@@ -27,6 +27,7 @@ from ..tape.values import Weight
 from ..tape.weights import resolve
 from ..tapes import Skipping, Taped, named_features
 from ..weights import ChannelsLastWeights, WeightWatch
+from .compat import is_streamed_layer
 from .layers import autocast, surroundings
 
 OPTIONS = "transformer_options"
@@ -129,8 +130,15 @@ class TapeRun:
         self._model, self._layout = model, layout
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self._watch = fingerprints, WeightWatch(model)
-        self._structure = fingerprints.of(model)
-        self._foreign = fingerprints.foreign(model)
+        self._look()
+
+    def _look(self) -> None:
+        self._structure, self._foreign = self._fingerprints.of(self._model), self._fingerprints.foreign(self._model)
+        self._is_streamed = any(map(is_streamed_layer, self._model.modules()))
+
+    def obstacle(self) -> str:
+        """Why nothing of this model may be recorded, now."""
+        return say("streamed_now") if self._is_streamed else ""
 
     @property
     def foreign(self) -> list[tuple[str, Any]]:
@@ -157,8 +165,8 @@ class TapeRun:
     def structure(self, model: nn.Module) -> int:
         """The model's code, now, and what else decides its result besides inputs and weights."""
         if self._fingerprints.changed(model):
-            self._structure, self._watch = self._fingerprints.of(model), WeightWatch(model)
-            self._foreign = self._fingerprints.foreign(model)
+            self._watch = WeightWatch(model)
+            self._look()
         return hash((self._structure, surroundings(), torch.is_autocast_enabled()))
 
     def changed(self) -> str:
@@ -246,8 +254,10 @@ def call_of(
     """The engine's call. size: (width, height, frames) in image pixels; lean: see ``Tape.lean``."""
     why = obstacle(given)
     taped = None
+    structure = run.structure(model) if run is not None and not why else 0
     if run is not None and not why:
-        structure = run.structure(model)
+        why = run.obstacle()
+    if run is not None and not why:
         taped = Taped(
             model, partial(given.call, original), given.theirs, structure, _prepare, run.changed, run.lay_out, lean,
             partial(_places, given.theirs), any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
