@@ -93,6 +93,8 @@ def record_block(
     recorder.guarded(patches.finish)
     take = BlockTake(Guards(reads), reason=recorder.refusal, writes=writes)
     take.played = recorder.played
+    if patches.again:  # it has to be called in each forward, so it is no part of a block's program
+        take.reason = take.reason or say("patch_again")
     if not patches.called:
         take.free = visit.call.taped.places(block, True)
     for key in noted._own - prepared:

@@ -29,7 +29,7 @@ FORWARD = [
 # The same of a patch of another node, which is called in each forward.
 PATCHED = [
     "tape.patches.look", "tape.patches.code_of", "tape.live.template", "tape.live.perform", "tape.live.LiveCall.record",
-    "tape.live.LiveCall.__call__", "tape.live._form", "tape.record.Recorder.step", "tape.options.at",
+    "tape.live.LiveCall.__call__", "tape.live._form", "tape.record.Recorder.step", "tape.live.at",
 ]  # fmt: skip
 
 SKIPPING = [

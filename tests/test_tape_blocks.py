@@ -29,21 +29,6 @@ LISTS = {"ZImage": {"layers": 4}, "Flux": {"double_blocks": 3, "single_blocks": 
 
 
 @pytest.fixture
-def fusing(pack, monkeypatch):
-    """As on a GPU, but that programs run unfused."""
-    from anyshape.accel import tape_tier
-    from anyshape.accel.tape.program import Program
-
-    def made(self, tape, fuse, call):
-        report, program = Program(tape, fuse=True).report, Program(tape, fuse=False)
-        program.report = report
-        return program
-
-    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
-    monkeypatch.setattr(tape_tier.TapeTier, "_made", made)
-
-
-@pytest.fixture
 def counted(pack, monkeypatch):
     """How many blocks were recorded, and how many ran on a program."""
     from anyshape.accel import block_tier

@@ -21,51 +21,6 @@ CHANGED = 1e-3  # by how much a patch must show, so that a test can tell
 SIZE = {"width": 136, "height": 128}
 
 
-@pytest.fixture
-def fusing(pack, monkeypatch):
-    """As on a GPU, but that programs run unfused; blocks run one by one where the whole cannot be recorded."""
-    from anyshape.accel import tape_tier
-    from anyshape.accel.tape.program import Program
-
-    def made(self, tape, fuse, call):
-        report, program = Program(tape, fuse=True).report, Program(tape, fuse=False)
-        program.report = report
-        return program
-
-    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
-    monkeypatch.setattr(tape_tier.TapeTier, "_made", made)
-
-
-@pytest.fixture
-def recordings(pack, monkeypatch):
-    """The keys that were recorded as a whole."""
-    from anyshape.accel import tapes
-
-    seen, record = [], tapes.Tapes.record
-
-    def counted(self, key, *args):
-        seen.append(str(key))
-        return record(self, key, *args)
-
-    monkeypatch.setattr(tapes.Tapes, "record", counted)
-    return seen
-
-
-@pytest.fixture
-def blocks(pack, monkeypatch):
-    """How many blocks ran on a program of their own."""
-    from anyshape.accel.block_tier import BlockTier
-
-    seen, replay = [], BlockTier._replay
-
-    def counted(self, take, path, *args):
-        seen.append(path)
-        return replay(self, take, path, *args)
-
-    monkeypatch.setattr(BlockTier, "_replay", counted)
-    return seen
-
-
 def takes_of(patcher):
     from anyshape.accel.families.attach import engine_of
 
@@ -417,7 +372,7 @@ def test_results_of_several_forms(models, fresh, recordings):
     assert len(recordings) == 3 and not fallbacks()
 
 
-def test_forms_and_a_count(models, fresh, recordings, fusing, blocks):
+def test_forms_and_a_count(models, fresh, recordings, fusing, block_programs):
     """A forward that is broken off must not call it twice. Then only its blocks are recorded."""
 
     def set_patches(patcher):
@@ -443,7 +398,7 @@ def test_forms_and_a_count(models, fresh, recordings, fusing, blocks):
     assert all(error(out, wanted) < CLOSE for wanted, out in zip(*outs, strict=True))
     assert logs[0] == logs[1]
     assert len(recordings) <= 4 and any("several forms" in each["reason"] for each in fallbacks())
-    assert any("transformer_blocks" in path for path in blocks) and any(path.endswith(".0") for path in blocks)
+    assert any("transformer_blocks" in path for path in block_programs) and any(path.endswith(".0") for path in block_programs)
 
 
 def test_a_patch_that_writes_options(models, fresh):
