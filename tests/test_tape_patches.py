@@ -398,7 +398,9 @@ def test_forms_and_a_count(models, fresh, recordings, fusing, block_programs):
     assert all(error(out, wanted) < CLOSE for wanted, out in zip(*outs, strict=True))
     assert logs[0] == logs[1]
     assert len(recordings) <= 4 and any("several forms" in each["reason"] for each in fallbacks())
-    assert any("transformer_blocks" in path for path in block_programs) and any(path.endswith(".0") for path in block_programs)
+    assert any("transformer_blocks" in path for path in block_programs) and any(
+        path.endswith(".0") for path in block_programs
+    )
 
 
 def test_a_patch_that_writes_options(models, fresh):
