@@ -245,7 +245,6 @@ def test_a_streamed_layer_keeps_the_model_in_eager(models, fresh):
 def test_what_we_allocate_stays_out_of_a_recorded_memory_plan(models, fresh, monkeypatch):
     from anyshape.accel.families import compat
     from anyshape.accel.families import vae as vae_family
-
     from anyshape.accel.tape.program import Program
 
     from tools.stand_in import StandIn
