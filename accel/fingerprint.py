@@ -16,6 +16,7 @@ import functools
 import operator
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, repeat
 from typing import Any
@@ -201,8 +202,12 @@ def _objects(module: nn.Module) -> Iterator[tuple[Key, Any]]:
         for name in HOOKS:
             if hooks := part.__dict__[name]:
                 yield from (((number, f"{name}[{index}]"), hook) for index, hook in enumerate(hooks.values()))
+    named: Counter[str] = Counter()
     for kind in _classes(modules):
         shown = f"{kind.__module__}.{kind.__qualname__}"
+        named[shown] += 1
+        if named[shown] > 1:  # a function makes a class each time it is called
+            shown += f" {named[shown]}"
         yield from (((shown, name), vars(kind)[name]) for name in _methods(kind))
     yield from _of_every_module()
 

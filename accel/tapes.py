@@ -49,13 +49,13 @@ class Skipping:
 
 @dataclass(frozen=True)
 class FullStep:
-    """A forward's result, and its features [rows, ...] (see ``tape.cut``); or why they are not known.
+    """A forward's result, and its features [rows, ...] (see ``tape.cut``); depth, share: those of the cut.
 
-    depth, share: those of the cut.
+    In place of features: why there never are any; None if there are none just now.
     """
 
     out: Any
-    features: tuple[Tensor, ...] | str
+    features: tuple[Tensor, ...] | str | None
     depth: int = 0
     share: float = 0.0
 

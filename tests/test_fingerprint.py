@@ -228,3 +228,20 @@ def test_a_method_from_elsewhere(monkeypatch, kind, base) -> None:
 def test_a_method_that_is_no_function(monkeypatch) -> None:
     monkeypatch.setattr(nn.GroupNorm, "forward", partial(other))
     assert "GroupNorm.forward" in foreign_method(nn.GroupNorm)
+
+
+def test_classes_of_one_name_are_not_taken_for_one_another():
+    """ComfyUI makes one for each kind of layer that it is asked for (Stable Cascade's norms)."""
+
+    def made():
+        class Norm(nn.LayerNorm):
+            def forward(self, x):
+                return super().forward(x)
+
+        return Norm(4)
+
+    model = nn.Sequential(made(), made())
+    seen = ModuleFingerprint(model)
+    assert seen.full() == ""
+    type(model[1]).forward = other
+    assert "Norm 2.forward" in seen.full()

@@ -1,6 +1,6 @@
-"""UNets whose weights are fetched, cast or patched at each call, on the CPU: recorded where that is right, else in parts.
+"""UNets whose weights are fetched, cast or patched at each call: recorded where that is right, else in parts. CPU.
 
-A model that does not fit is loaded in part: the other layers get their weights at each call, with the LoRA applied then.
+A model that does not fit is loaded in part: other layers get their weights at each call, with the LoRA applied then.
 """
 
 import pytest

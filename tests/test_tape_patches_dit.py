@@ -1,4 +1,4 @@
-"""Patches of other nodes on transformers, whose patches take dicts of arguments and may stand in for whole blocks. CPU."""
+"""Patches of other nodes on transformers: they take dicts of arguments, and may stand in for whole blocks. CPU."""
 
 import pytest
 import torch

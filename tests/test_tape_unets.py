@@ -151,45 +151,6 @@ def test_a_controlnet_that_begins_or_ends_in_mid_run_records_nothing_twice(model
     assert not [shape for shape in entry["shapes"] if "strides" in shape["key"]]
 
 
-def test_which_calls_go_on_a_tape(models, monkeypatch):
-    """With patches, changed parts and weights that are fetched as without; but not with skipped blocks."""
-    from anyshape.accel.families import session
-
-    taped = []
-
-    def note(self, model, original, theirs, args, kwargs):
-        taped.append(True)
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(session.Session, "_recorded", note)
-    patcher = models.unet("sd15", torch.float32, **NARROW)
-    model = driving.compiled(patcher)
-
-    def goes(each=model, **named):
-        taped.clear()
-        driving.unet_forward(each, 64, 64, **named)
-        return bool(taped)
-
-    assert goes()
-    patched = model.clone()
-    patched.set_model_attn1_patch(lambda q, k, v, options: (q, k, v))
-    assert goes(patched)
-    assert goes(control=driving.residuals(patcher, (2, 4, 8, 8), "controlnet"))
-    block = patcher.model.diffusion_model.input_blocks[1][0]
-    hook = block.register_forward_hook(lambda *args: None)
-    assert goes()
-    hook.remove()
-    layer = patcher.model.diffusion_model.time_embed[0]
-    layer.weight_function = [lambda weight: weight]
-    assert goes()
-    layer.weight_function = []
-    taped.clear()
-    models.sample(driving.skipping(model, interval=2), width=64, height=64, steps=2)
-    assert not taped
-    models.sample(model, width=64, height=64, steps=2)
-    assert len(taped) == 2
-
-
 def test_transformer_blocks_of_all_stages_are_found(models):
     """Stages are of one class, and hardly two are alike; lists of one block count together."""
     from anyshape.accel.tape import blocks

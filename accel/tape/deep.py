@@ -85,13 +85,17 @@ class _Work:
         return sum(work for bit, work in enumerate(self._costs) if bits >> bit & 1)
 
     def joins(self, place: int) -> list[_Join]:
-        """The operation as a join with a skip connection, if it is one."""
+        """The operation as a join with a skip connection, if it is one.
+
+        Another pack's function may be: it gets both, and nobody knows what it makes of them.
+        """
         operation = self._operations[place]
-        if operation.opaque or len(operation.inputs) != 2 or traits(operation.func).name != "cat":
+        if not operation.opaque and traits(operation.func).name != "cat":
             return []
-        skip, whole = sorted((self._made_of.get(value, 0) for value in operation.inputs), key=int.bit_count)
+        parts = {bits for value in operation.inputs if (bits := self._made_of.get(value, 0)) & PICTURE}
+        *_, skip, whole = 0, 0, *sorted(parts, key=int.bit_count)
         deep = whole & ~skip & self._of_picture
-        return [_Join(place, skip, whole, deep)] if skip & PICTURE and deep and not skip & ~whole else []
+        return [_Join(place, skip, whole, deep)] if skip and deep and not skip & ~whole else []
 
     def last_of(self, join: _Join) -> Value | None:
         """The value that is all that is read of the join's deep part at some moment; None if there are always more.
