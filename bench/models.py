@@ -129,6 +129,24 @@ def _controlnet(
     return comfy.controlnet.ControlNet(model, load_device=device, manual_cast_dtype=cast_to)
 
 
+def control_lora(patcher: ModelPatcher, rank: int = 4, seed: int = 0) -> comfy.controlnet.ControlLora:
+    """A Control-LoRA of random weights for the UNet of ``patcher``, through ComfyUI's loader.
+
+    It has small matrices for each product and convolution that the UNet has too, and weights for all others.
+    """
+    network, theirs = controlnet_for(patcher).control_model, patcher.model.diffusion_model.state_dict()
+    generator = torch.Generator().manual_seed(seed)
+    weights = {"lora_controlnet": torch.zeros(0)}
+    for name, weight in network.state_dict().items():
+        if name not in theirs:
+            weights[name] = weight.cpu()
+        elif weight.ndim > 1:
+            layer, rows = name.removesuffix(".weight"), weight.flatten(1)
+            weights[f"{layer}.up"] = torch.randn(len(rows), rank, generator=generator) * 0.1
+            weights[f"{layer}.down"] = torch.randn(rank, rows.shape[1], generator=generator) * rows.shape[1] ** -0.5
+    return comfy.controlnet.load_controlnet_state_dict(weights)
+
+
 def t2i_adapter(name: str, **changes: object) -> comfy.controlnet.T2IAdapter:
     """A T2I-Adapter for the UNet ``name`` in float32, through ComfyUI's loader; ``changes`` to the UNet's config."""
     channels = (UNETS[name][1] | changes)["model_channels"]
