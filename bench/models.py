@@ -123,7 +123,12 @@ def _controlnet(
 ) -> comfy.controlnet.ControlNet:
     device = mm.get_torch_device()
     operations = comfy.ops.disable_weight_init if cast_to is None else comfy.ops.manual_cast
-    layers = {"hint_channels": 3, "dtype": dtype, "device": device, "operations": operations}
+    layers = {
+        "hint_channels": config.get("hint_channels", 3),
+        "dtype": dtype,
+        "device": device,
+        "operations": operations,
+    }
     model = ControlNet(**config | layers).eval()
     randomise(model)  # zero convolutions too: a trained ControlNet's are not zero
     return comfy.controlnet.ControlNet(model, load_device=device, manual_cast_dtype=cast_to)
