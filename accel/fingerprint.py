@@ -27,6 +27,7 @@ from torch.nn.modules import module as torch_module
 
 FORWARDS = ("forward", "_forward")
 FUNCTIONS = ("weight_function", "bias_function")  # lists of what ComfyUI does to a weight at each call
+RECORDING = f"{__package__}.block_forwards"  # whose methods replace those of blocks while another thread records
 WATCHED = (*FORWARDS, *FUNCTIONS, "comfy_cast_weights")  # attributes of an instance that quick looks see
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -115,6 +116,18 @@ class ModuleFingerprint:
             return _first_difference(module, self._plain, plain)
         return f"{_shown(module, next(iter(left)))} is gone" if left else ""
 
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it is this very module's."""
+        return self._module() is module
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether another module is of the same code, built again: its parts are others, and all else is the same."""
+        left = {key: kept for key, kept in self._seen.items() if key[1]}
+        for key, value in _objects(module):
+            if key[1] and (key not in left or left.pop(key)() is not value):
+                return False
+        return not left and _plain(module) == self._plain
+
     def changed(self) -> str:
         """``full`` where a cheap look sees a change, else ""."""
         if not self.quick():
@@ -127,6 +140,25 @@ class ModuleFingerprint:
     def release(self) -> None:
         """Lets go of the modules, at the end of a sampling run."""
         self._watch = None
+
+
+def changed_part(module: nn.Module) -> str:
+    """The first part with a hook or with a ``forward`` of its own, and in brackets whose that is; "" if none has."""
+    if hooks := _global_hooks():
+        return f"every module, {origin(hooks[0])}"
+    for number, part in enumerate(module.modules()):
+        own = [part.__dict__[name] for name in FORWARDS if name in part.__dict__ and _is_replaced(part, name)]
+        for found in (*own, *(hook for name in HOOKS for hook in part.__dict__[name].values())):
+            return f"{_shown(module, (number, ''))}, {origin(found)}"
+    return ""
+
+
+def _is_replaced(module: nn.Module, name: str) -> bool:
+    """Whether the instance's method is another one than its class's, which ComfyUI leaves behind as an attribute."""
+    method = module.__dict__[name]
+    if origin(method) == RECORDING:
+        return False
+    return getattr(method, "__func__", None) is not getattr(type(module), name, None)
 
 
 def foreign_method(kind: type) -> str:

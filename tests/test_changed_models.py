@@ -118,11 +118,16 @@ def test_a_class_of_a_controlnet(models, fresh, monkeypatch):
             return net(**call)["middle"][0]
 
     plain = middle(control.control_model)
-    assert error(middle(fast), plain) < CLOSE and shapes()[-1]["reason"] == ""
+    for _ in range(2):
+        assert error(middle(fast), plain) < CLOSE
     louder(monkeypatch, attention.BasicTransformerBlock)
     wanted = middle(control.control_model)
-    assert error(wanted, plain) > CHANGED and error(middle(fast), wanted) < CLOSE
-    assert "BasicTransformerBlock.forward of tests.test_changed_models" in shapes()[-1]["reason"]
+    assert error(wanted, plain) > CHANGED
+    for _ in range(2):  # recorded with what replaces it, then replayed
+        assert error(middle(fast), wanted) < CLOSE
+    monkeypatch.undo()
+    assert error(middle(fast), plain) < CLOSE
+    assert shapes()[-1]["state"] == FUSED and not fallbacks()
 
 
 def survey(patcher):

@@ -104,6 +104,18 @@ def test_sampling_lays_weights_out_and_back(models, monkeypatch):
     assert len(entry["inexact"]) == 5
 
 
+def test_weights_that_a_control_lora_shares_stay_as_they_are(models, monkeypatch):
+    """ComfyUI makes its network of the model's own memory, before the model's first step lays anything out."""
+    from anyshape.accel import tape_tier
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    patcher = models.unet("sd15", HALF, **NARROW)
+    steer, run = driving.steering(models.control_lora(patcher)), {"width": 64, "height": 64, "steps": 3, "cfg": 1.0}
+    eager, out = (models.sample(each, **run, steer=steer) for each in (patcher, driving.compiled(patcher)))
+    assert (out - eager).float().norm() / eager.float().norm() < 5e-3
+    assert (models.sample(patcher, **run) - eager).float().norm() / eager.float().norm() > 1e-2
+
+
 def test_recording_sees_weights_as_comfyui_has_them(models, monkeypatch):
     """Also the second size of a run, when they lie otherwise already."""
     from anyshape.accel import tape_tier, tapes

@@ -127,7 +127,7 @@ class TapeRun:
     def __init__(
         self, model: nn.Module, fingerprints: "Fingerprints", layout: ChannelsLastWeights | None = None
     ) -> None:
-        self._model, self._layout = model, layout
+        self.model, self._layout = model, layout
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self._watch = fingerprints, WeightWatch(model)
         self._look()
@@ -155,7 +155,7 @@ class TapeRun:
         if self._layout is None or (wanted <= laid and known == since if wanted else not laid):
             return known
         if wanted:
-            modules = dict(self._model.named_modules())
+            modules = dict(self.model.named_modules())
             self._layout.permute(resolve(modules, weight) for weight in wanted)
         else:
             self._layout.restore()

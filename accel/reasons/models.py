@@ -63,7 +63,7 @@ REASONS = dict(
     ),
     foreign_control=(
         "another node changed the ControlNet",
-        "another node replaced or hooked the ControlNet, so it runs in eager",
+        "another node replaced or hooked a part of the ControlNet{whose}, so it runs in eager",
     ),
     foreign_block=(
         "another node changed a block",
@@ -129,24 +129,7 @@ REASONS = dict(
         "nothing to gain: it runs once per picture",
         "a T2I-Adapter runs only once per sampling run, not at each step, so there is nothing to speed up",
     ),
-    control_lora=(
-        "not supported: Control-LoRA",
-        "a Control-LoRA is rebuilt for each run out of the model's own weights, which is not supported",
-    ),
     unknown_control=("not supported: {name}", "{name} is not a kind of ControlNet that AnyShape knows"),
-    control_layers=(
-        "not supported: a ControlNet with {names}",
-        "the ControlNet has layers that AnyShape does not know: {names}",
-    ),
-    control_hint=(
-        "the hint is not a batch of images",
-        "the hint is not a batch of images, so the ControlNet runs in eager",
-    ),
-    control_pooled=(
-        "Use a ControlNet for this model: this one is for SDXL",
-        "the ControlNet needs a pooled embedding and got none: it is for SDXL",
-    ),
-    control_type=("Choose another control type", "the control type is not one that this union ControlNet knows"),
     not_finite=(
         "Load the model in bf16 or fp32: ComfyUI's fails too",
         "ComfyUI's own result is not finite at this size, so nothing could be compared with it. If the picture is "
