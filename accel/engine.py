@@ -1,7 +1,7 @@
 """The one decision per call: replay | tape or kernels | eager.
 
-A model's forward comes as a ``Call``. Most are recorded (``tape_tier``); UNets, ControlNets and VAEs on a GPU bring a
-forward of their own on kernels. The engine runs a call in the fastest way that is safe, counts what it did, and turns
+A model's forward comes as a ``Call``. Most are recorded (``tape_tier``); UNets and VAEs on a GPU bring a forward of
+their own on kernels. The engine runs a call in the fastest way that is safe, counts what it did, and turns
 every failure of ours into ComfyUI's own forward. Eager is the last resort, and we never change it.
 """
 
@@ -81,7 +81,6 @@ class Call:
     obstacle: str = ""  # why only eager is right; "" if fused forwards are
     graph_obstacle: str = ""  # why the forward may not be captured; "" if it may
     eager_parts: str = ""  # why some parts of the forward run in eager on any tier; "" if none does
-    last_resort: Callable[[], Output] | None = None  # ComfyUI's own forward, where ``eager`` is not
     repeatable: bool = True  # False: it runs code of other packs, which may count its calls
     plain_eager: bool = False  # ``eager`` is what runs without the pack, and as fast: no weights lie in another order
 
@@ -160,7 +159,7 @@ class Engine:
             obstacle = "; ".join(dict.fromkeys([*missing, *failures]))
         self._note(shape, "eager", obstacle)
         try:
-            out = self._eager(call, shape)
+            out = call.eager()
         except BaseException:
             self._retired = retired  # the call itself is wrong (another node's patch, its input), not our tiers
             self._details.clear()
@@ -175,20 +174,6 @@ class Engine:
             lambda error: self._step_down(tier, error),
             self.passthrough,
         )
-
-    def _eager(self, call: Call, shape: ShapeStats) -> Output:
-        if call.last_resort is None:
-            return call.eager()
-        out, failure = attempt(call.eager, self._not_skipped, self.passthrough)
-        if failure:
-            self._note(shape, "eager", failure)
-            return call.last_resort()
-        return out
-
-    def _not_skipped(self, error: Exception) -> str:
-        reason = say("blocks_not_skipped", error=named(error))
-        self._details[reason] = _traceback(error)
-        return reason
 
     def _fast(self, tier: str, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         if tier == TAPE:

@@ -1,7 +1,7 @@
-"""The two programs of a run that skips blocks, from one recording: the whole forward, and the one without its middle.
+"""The two programs of a run that skips blocks, from one recording: the whole forward, and the one that leaves most out.
 
 The first call of a size is a full step. Its tape is cut (``tape.cut``). The whole forward's program is checked as any
-other. The other one is given what the middle has just added, and must come to the same result.
+other. The other one is given the features that this one has just made, and must come to the same result.
 """
 
 import logging
@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from . import verify
@@ -22,7 +21,7 @@ from .tape.cut import Cut, cut
 from .tape.middle import NotCut
 from .tape.program import Program
 from .tape.values import Tape
-from .tapes import Take, Tapes
+from .tapes import Take, Tapes, named_features
 
 if TYPE_CHECKING:
     from .engine import Call, Settings
@@ -35,7 +34,7 @@ class Halves:
 
     def __init__(
         self, stats: ModelStats, tapes: Tapes, passthrough: tuple[type[BaseException], ...],
-        make: Callable[[Tape, bool, "Call"], Program], count: Callable[[Program, bool, torch.dtype], None],
+        make: Callable[[Tape, bool, "Call"], Program], count: Callable[[Program, bool, "Call"], None],
     ) -> None:  # fmt: skip
         self._stats, self._tapes, self._passthrough = stats, tapes, passthrough
         self._make, self._count = make, count
@@ -52,17 +51,17 @@ class Halves:
         if found is None:
             take.why_whole = reason
             return None
-        take.added, take.depth = found.added, found.depth
+        take.features, take.depth, take.share = found.features, found.depth, found.share
         return found
 
     def finish(
         self, call: "Call", settings: "Settings", take: Take, halves: Cut, out: Output, recorded: Output, fuse: bool,
         first: bool,
     ) -> None:  # fmt: skip
-        """Makes the program without the middle. out: what the whole one gave. first: of all sizes."""
-        added = tuple(out[-take.added :])
+        """Makes the program of skipped steps. out: what the whole one gave. first: of all sizes."""
+        features = tuple(out[-take.features :])
         _, reason = attempt(
-            lambda: self._rest(call, settings, take, halves, added, recorded, fuse, first),
+            lambda: self._rest(call, settings, take, halves, features, recorded, fuse, first),
             self._failed,
             self._passthrough,
         )
@@ -71,23 +70,23 @@ class Halves:
             take.why_whole = say("no_middle", why=reason)
 
     def _rest(
-        self, call: "Call", settings: "Settings", whole: Take, halves: Cut, added: tuple[Tensor, ...],
+        self, call: "Call", settings: "Settings", whole: Take, halves: Cut, features: tuple[Tensor, ...],
         recorded: Output, fuse: bool, first: bool,
     ) -> None:  # fmt: skip
         take, tape = self._tapes.like(whole), halves.skipped
-        given = call.inputs | {f"added.{place}": tensor for place, tensor in enumerate(added)}
+        given = call.inputs | named_features(features)
         inputs = list(take.inputs(given, call.taped.options).values())
         program = self._make(tape, fuse, call)
-        self._count(program, first, call.key.inputs[0].dtype)
+        self._count(program, first, call)
         if settings.verify and not self._is_right(call, program, inputs, recorded):
             program = Program(tape, fuse=False)
             if not self._is_right(call, program, inputs, recorded):
-                raise WrongResult("without its middle blocks, but with what they add, the forward is another one")
+                raise WrongResult("without what is left out, but with its features, the forward is another one")
         program.bind(call.taped.module)
         program.settled()
         take.program, take.form = program, whole.form
         take.graph = call.key.device.type == "cuda" and not take.graph_obstacle
-        whole.rest = call.taped.skipping.key(added)
+        whole.rest = call.taped.skipping.key(features)
         self._tapes.keep(whole.rest, fuse, take)
 
     def _is_right(self, call: "Call", program: Program, inputs: list[Tensor], recorded: Output) -> bool:

@@ -16,6 +16,7 @@ class SkipStats:
 
     model: str
     depth: int = 0
+    share: float = 0.0  # of a full step's work that a skipped one does
     full: int = 0
     skipped: int = 0
     resets: Counter[str] = field(default_factory=Counter)  # calls in full that were not planned, by reason
@@ -42,4 +43,5 @@ class SkipStats:
         return {name: getattr(self, name) for name in names} | {
             "resets": {bounded(reason): count for reason, count in list(self.resets.items())},
             "seconds": round(self.seconds, 3),
+            "share": round(self.share, 4),
         }

@@ -18,24 +18,29 @@ from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
 from .reasons import say
+from .tape.live import LiveCall, Played
 from .tape.middle import BlockCall
-from .tape.options import Guards, NotedOptions, Reads
+from .tape.options import Guards, NotedOptions, Reads, at
+from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
+from .tape.refusals import HARMLESS
+from .tape.state import look
 from .tape.values import Tape, Weight
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
 PACKS = say("attention_no_graph")
+PATCHES = say("patch_no_graph")
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
 
 
 @dataclass(frozen=True)
 class Skipping:
-    """What a call of a run that skips blocks asks for: the whole forward, with what the blocks in its middle add.
+    """What a call of a run that skips blocks asks for: the whole forward, with the features of what may be left out.
 
-    depth: how many blocks at either end always run; None: as many as are cheap. key: of the call that is given those
-    additions and leaves the blocks out.
+    depth: how many blocks at either end always run; None: as many as are cheap. key: of the call that is given the
+    features and leaves the blocks out.
     """
 
     depth: int | None
@@ -43,12 +48,16 @@ class Skipping:
 
 
 @dataclass(frozen=True)
-class Added:
-    """A forward's result, and what the middle of it added to each stream [rows, ...]; or why that is not known."""
+class FullStep:
+    """A forward's result, and its features [rows, ...] (see ``tape.cut``); depth, share: those of the cut.
+
+    In place of features: why there never are any; None if there are none just now.
+    """
 
     out: Any
-    features: tuple[Tensor, ...] | str
+    features: tuple[Tensor, ...] | str | None
     depth: int = 0
+    share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,9 @@ class Taped:
     # has just these weights lie channels last, if they may; gives the weights' fingerprint from the one that is known
     lay_out: Callable[[frozenset[Weight], int], int] = lambda wanted, known: known
     lean: bool = False  # see ``Tape.lean``
-    places: Callable[[nn.Module], frozenset[str]] = lambda block: NONE  # see ``BlockCopies``
+    places: Callable[..., frozenset[str]] = lambda block, uncalled=False: NONE  # see ``BlockCopies``
+    calls_others: bool = False  # it calls patches of other packs, which may count their calls
+    foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
     skipping: Skipping | None = None
     leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
 
@@ -78,17 +89,23 @@ class Take:
     number: int
     program: Program | None = None
     reason: str = ""  # why there is no program
-    came_back: bool = False  # it is that a value came back to the host, so that blocks may have programs of their own
+    in_blocks: bool = False  # it is about the whole alone, so blocks may have programs of their own
+    twice: bool = False  # and its forward may run twice
+    again: bool = False  # the reason is mended: the next call is recorded once more
+    live: list[LiveCall | Played] = field(default_factory=list)  # patches that are called at each replay
+    holds: bool = False  # what those give is kept in a replay: they must not be called twice
     weights: int | None = None  # fingerprint of the weights that the program is bound to
     graph: bool = False  # whether a graph pays
+    code: tuple = ()  # the state of other packs' code in the model, see ``tape.state``
     graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the recorded forward
     copies: int = 0  # blocks that were written down as copies of others
     calls: list[BlockCall] = field(default_factory=list)  # of blocks, until the tape is cut
-    added: int = 0  # results behind the forward's own: what its middle added
-    depth: int = 0  # blocks at either end of it
-    rest: ShapeKey | None = None  # of the take that leaves the middle out
+    features: int = 0  # results behind the forward's own
+    depth: int = 0  # blocks at either end that always run
+    share: float = 0.0  # of the work that is left on a skipped step
+    rest: ShapeKey | None = None  # of the take that is given the features
     why_whole: str = ""  # why there is none, although one was asked for
     form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's own part
 
@@ -98,18 +115,18 @@ class Take:
 
     def own(self, out: Any) -> Any:
         """The forward's own results among the program's."""
-        return out[: -self.added] if self.added else out
+        return out[: -self.features] if self.features else out
 
     def lacks_rest(self, there: list["Take"] | None) -> bool:
-        """Whether there is no take without the middle: it is forgotten, or was broken off. there: those of its key."""
-        return bool(self.added and self.program) and not (self.why_whole or there)
+        """Whether there is no take of skipped steps: it is forgotten, or was broken off. there: those of its key."""
+        return bool(self.features and self.program) and not (self.why_whole or there)
 
     def result(self, out: Any) -> Any:
-        """The forward's result, with what its middle added where that was asked for."""
+        """The forward's result, with its features where they were asked for."""
         own = self.form(self.own(out))
         if self.why_whole:
-            return Added(own, self.why_whole)
-        return Added(own, tuple(out[-self.added :]), self.depth) if self.added else own
+            return FullStep(own, self.why_whole)
+        return FullStep(own, tuple(out[-self.features :]), self.depth, self.share) if self.features else own
 
 
 class Tapes:
@@ -121,16 +138,17 @@ class Tapes:
         self._blocks = Blocks()
         self._one_by_one: int | None = None  # a structure whose blocks are not alike, as it turned out
         self._kept: set[tuple[ShapeKey, bool]] = set()  # sizes whose first forward left a tensor in its model
+        self.patches = PatchBook()
         self._lock = threading.RLock()
 
-    def find(self, key: ShapeKey, fuse: bool, taped: Taped) -> Take | None:
-        """The take that fits this call, or None."""
+    def find(self, key: ShapeKey, fuse: bool, taped: Taped, but: Sequence[Take] = ()) -> Take | None:
+        """The take that fits this call, or None. but: takes that turned out not to."""
         with self._lock:
             takes = self._takes.get((key, fuse), [])
             for take in takes[:]:
                 if take.structure != taped.structure:
                     takes.remove(take)  # the model is another one now
-                elif not take.guards.differs(taped.options):
+                elif take not in but and not self._differs(take, taped):
                     if take.lacks_rest(self._takes.get((take.rest, fuse))):
                         takes.remove(take)
                         continue
@@ -139,14 +157,32 @@ class Tapes:
                     return take
             return None
 
+    def _differs(self, take: Take, taped: Taped) -> str:
+        """What a call would read that the take has read otherwise; "" if it fits."""
+        if take.code:
+            for (name, code), state in zip(taped.foreign, take.code, strict=False):
+                if look(code, taped.module) != state:
+                    return name
+        return take.guards.differs(taped.options, taped.module)
+
     def in_vain(self, key: ShapeKey, fuse: bool, taped: Taped) -> str:
         """Why one more recording of this size would be of no use; "" if it may be."""
         with self._lock:
             last = self._takes.get((key, fuse), [])[-MAX_IN_VAIN:]
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
-            option = last[-1].guards.differs(taped.options)
-            return say("option_differs", option=repr(option))
+            option = self._differs(last[-1], taped)
+            place = last[-1].guards.changed_state(taped.options, taped.module)
+            if place is not None:  # what a patch reads differs in each call: from now on it is called
+                self.patches.live(code_of(at(taped.options, place)))
+                return ""
+            if option not in taped.options and option in dict(taped.foreign):
+                reason = say("foreign_state", name=option)
+            else:
+                reason = say("option_differs", option=repr(option))
+            blocks = Take(Guards(Reads(lambda tensor: None)), taped.structure, 0, reason=reason, in_blocks=True)
+            self.keep(key, fuse, blocks)
+            return reason
 
     def record(
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor], turned: frozenset[Weight] = NONE
@@ -160,7 +196,8 @@ class Tapes:
         reads = Reads(recorder.add_input)
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
-        clock = Clock(key.device)
+        patches = Patches(noted, recorder, self.patches)
+        clock, states = Clock(key.device), _states(taped)
         copies = BlockCopies(recorder, self._blocks, taped.places)
         calls = BlockCalls(recorder) if taped.skipping is not None else None
 
@@ -173,15 +210,26 @@ class Tapes:
                 return taped.forward(noted)
 
         out, tape = record(lambda: clock.run(forward), recorder)
+        recorder.guarded(patches.finish)
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
             reason = say("changes_itself", change=changed)
+        kept = _first_kept(taped, states)
+        if kept and not reason:
+            reason = say("foreign_state", name=kept)
         with self._lock:
             self._count += 1
-            take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
-            take.graph_obstacle = PACKS if recorder.calls_packs else ""
+            take = Take(Guards(reads), taped.structure, self._count, reason=reason)
+            take.in_blocks = bool(reason) and not changed and not recorder.keeps
+            take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
+            take.code = () if reason else states
+            take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
+            take.graph_obstacle = PATCHES if recorder.calls_patches else PACKS if recorder.calls_packs else ""
             take.clock, take.copies = clock, copies.count
             take.calls = calls.calls if calls is not None and tape is not None else []
+            if patches.again:
+                take.again, take.reason = True, take.reason or say("patch_again")
+                return out, take, None
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one = taped.structure
                 return out, take, None
@@ -198,7 +246,7 @@ class Tapes:
         with self._lock:
             self._count += 1
             take = Take(whole.guards, whole.structure, self._count, graph_obstacle=whole.graph_obstacle)
-            take.weights = whole.weights
+            take.weights, take.live, take.holds = whole.weights, whole.live, whole.holds
         return take
 
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
@@ -209,6 +257,14 @@ class Tapes:
             del takes[:-MAX_OF_A_SIZE]
             while len(self._takes) > MAX_TAKES:
                 self._takes.popitem(last=False)
+
+    def first(self, take: Take) -> None:
+        """Of several takes that fit, this one is tried first from now on."""
+        with self._lock:
+            for takes in self._takes.values():
+                if take in takes:
+                    takes.remove(take)
+                    takes.insert(0, take)
 
     def doubt(self, take: Take) -> bool:
         """The take's program was wrong. Whether that may be because of blocks that are copies, so they are no more."""
@@ -237,6 +293,23 @@ class Tapes:
         """Drops every take."""
         with self._lock:
             self._takes.clear()
+
+
+def _states(taped: Taped) -> tuple:
+    return tuple([look(code, taped.module) for _, code in taped.foreign])
+
+
+def _first_kept(taped: Taped, before: tuple) -> str:
+    """Other packs' code that keeps something from one call to the next, or may; "" if there is none."""
+    for (name, _), old, new in zip(taped.foreign, before, _states(taped), strict=True):
+        if old is None or old != new:
+            return name
+    return ""
+
+
+def named_features(features: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The inputs of a skipped step besides the call's."""
+    return {f"feature.{place}": tensor for place, tensor in enumerate(features)}
 
 
 def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -5,11 +5,9 @@ from anyshape.accel.families import skipping
 from anyshape.accel.families.attach import compile_model
 from anyshape.accel.families.controlnet import compile_controlnet
 from anyshape.accel.families.skipping import skip_blocks
-from anyshape.accel.families.unet_cost import shares
 from anyshape.accel.families.vae import compile_vae
 from anyshape.accel.skip.settings import AUTO, SkipSettings
 
 __all__ = [
-    "AUTO", "Settings", "SkipSettings", "compile_controlnet", "compile_model", "compile_vae", "shares", "skip_blocks",
-    "skipping",
+    "AUTO", "Settings", "SkipSettings", "compile_controlnet", "compile_model", "compile_vae", "skip_blocks", "skipping",
 ]  # fmt: skip

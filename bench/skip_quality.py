@@ -43,7 +43,6 @@ class Way(NamedTuple):
     setting: float  # steps, interval or threshold
     patcher: ModelPatcher
     steps: int
-    skips: SkipSettings | None = None
 
 
 def whole(demo: Demo, steps: int) -> Way:
@@ -62,14 +61,14 @@ def skipping(demo: Demo, steps: int, intervals: tuple[int, ...]) -> Iterator[Way
     for method, kind in (("DeepCache", PlainDeepCache), ("Skip Blocks", SkipSettings)):
         for interval in intervals:
             settings = kind(interval)
-            yield Way(method, interval, demo.skipping(settings), steps, settings)
+            yield Way(method, interval, demo.skipping(settings), steps)
 
 
 def deeper(demo: Demo, steps: int) -> Iterator[Way]:
     """Ours with more blocks in a skipped step."""
     for interval in INTERVALS:
         settings = SkipSettings(interval, SHALLOW)
-        yield Way(f"Skip Blocks, depth {SHALLOW}", interval, demo.skipping(settings), steps, settings)
+        yield Way(f"Skip Blocks, depth {SHALLOW}", interval, demo.skipping(settings), steps)
 
 
 def cached(demo: Demo, steps: int) -> Iterator[Way]:
@@ -94,19 +93,18 @@ def few_ways(demo: Demo, steps: int) -> list[Way]:
     return [whole(demo, steps), *fewer_steps(demo, steps, (0.5,)), *skipping(demo, steps, FEW_INTERVALS)]
 
 
-def row(demo: Demo, way: Way, size: tuple[int, int], tally: Tally) -> dict[str, Any]:
+def row(way: Way, size: tuple[int, int], tally: Tally) -> dict[str, Any]:
     """A setting in the JSON."""
-    share = demo.share(way.skips, size) if way.skips else 0.0
     return {
         "width": size[0],
         "height": size[1],
         "prompts": len(tally.psnr),
         "method": way.method,
         "setting": way.setting,
-        "depth": demo.depth(way.skips, size) if way.skips else None,
+        "depth": tally.depth,
         "full": round(tally.full, 2),
         "skipped": round(tally.skipped, 2),
-        "cost": round(tally.full + tally.skipped * share, 2),
+        "cost": round(tally.full + tally.skipped * tally.share, 2),
         "seconds": round(min(tally.seconds), 4),
     } | ({} if way.method == WHOLE else tally.quality())
 
@@ -123,7 +121,7 @@ def measured(demo: Demo, chosen: list[Way], size: tuple[int, int]) -> Iterator[l
             sampled = demo.run(way.patcher, way.steps, size, batch)
             reference = reference or sampled
             tally.add(sampled, reference)
-        yield [row(demo, way, size, tally) for way, tally in zip(chosen, tallies, strict=True)]
+        yield [row(way, size, tally) for way, tally in zip(chosen, tallies, strict=True)]
 
 
 def arguments() -> argparse.Namespace:

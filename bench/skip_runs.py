@@ -6,25 +6,25 @@ Needs ComfyUI, the pack and the demo loaded (``tools.embed``).
 import statistics
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import skimage
 import torch
+from anyshape.accel import stats
 from anyshape_demo import evaluate, model
 from comfy.model_patcher import ModelPatcher
 from skimage.metrics import structural_similarity
 from torch import Tensor, nn
 
 from bench import measure
-from bench.product import SkipSettings, shares, skipping
+from bench.product import SkipSettings, skipping
 from bench.skip_tables import EQUAL
 
 BATCH = 16
 ROWS = 2  # that the model sees for a picture: with CFG, the prompt and the empty one
-LATENT = 8  # pixels of a picture for one of the latent, each way
 FIRST_SEED = 1000
 
 
@@ -35,6 +35,8 @@ class Sampled(NamedTuple):
     seconds: float  # of sampling, for a picture
     full: float  # forwards for a picture in which every block ran
     skipped: float  # in which the deep ones did not
+    depth: int | None = None  # of Skip Blocks
+    share: float = 0.0  # of a full forward's work that a skipped one does
 
 
 @dataclass
@@ -44,6 +46,8 @@ class Tally:
     seconds: list[float] = field(default_factory=list)  # a picture, by batch
     full: float = 0.0  # forwards per picture, as in Sampled: the mean of the batches
     skipped: float = 0.0
+    depth: int | None = None
+    share: float = 0.0
     psnr: list[float] = field(default_factory=list)  # dB, by picture
     ssim: list[float] = field(default_factory=list)
 
@@ -53,6 +57,7 @@ class Tally:
         self.full = (before * self.full + sampled.full) / (before + 1)
         self.skipped = (before * self.skipped + sampled.skipped) / (before + 1)
         self.seconds.append(sampled.seconds)
+        self.depth, self.share = sampled.depth, sampled.share
         self.psnr += psnr(sampled.pictures, reference.pictures)
         self.ssim += ssim(sampled.pictures, reference.pictures)
 
@@ -85,22 +90,20 @@ class Demo:
         """A picture of size (width, height) for each prompt of a batch."""
         took: dict[str, float] = {}
         prompts, seeds, setting = self.prompts[batch], self.seeds[batch], evaluate.Setting(steps=steps)
-        with counting(self.unet) as rows, measure.seconds(took, "sampling"):
+        skips = skipping.skips(patcher)
+        # where blocks are skipped, programs run and no hook of a layer is called, but each run says what it did
+        with nullcontext() if skips else counting(self.unet) as rows, measure.seconds(took, "sampling"):
             latents = evaluate.sample(patcher, self.text, prompts, seeds, size, setting)
+        pictures, seconds = evaluate.decode(self.vae, latents), took["sampling"] / len(prompts)
+        if skips:
+            run = stats.snapshot()["skip"][-1]
+            return Sampled(pictures, seconds, *(run[name] for name in ("full", "skipped", "depth", "share")))
         full, every = (rows[name] / ROWS / len(prompts) for name in ("deep", "every"))
-        return Sampled(evaluate.decode(self.vae, latents), took["sampling"] / len(prompts), full, every - full)
+        return Sampled(pictures, seconds, full, every - full)
 
     def skipping(self, settings: SkipSettings) -> ModelPatcher:
         """A clone through our node's function."""
         return skipping.skip_blocks(self.patcher, settings, lambda line: None)[0]
-
-    def share(self, settings: SkipSettings, size: tuple[int, int]) -> float:
-        """Of a forward's FLOPs, what a skipped step pays."""
-        return shares(self.unet, size[1] // LATENT, size[0] // LATENT)[self.depth(settings, size)]
-
-    def depth(self, settings: SkipSettings, size: tuple[int, int]) -> int:
-        """The depth that the run has."""
-        return skipping.depth_of(settings, self.unet, size[1] // LATENT, size[0] // LATENT)
 
     def conditions(self) -> dict[str, Any]:
         """What the JSON says of the runs."""

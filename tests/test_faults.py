@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.driving import SHORT_RUN, compile_with_message, compiled, skip_with_message, skipping
-from tools.oracles import FUSED, error, fallbacks, shapes
+from tools.oracles import FUSED, error, fallbacks, last_run, shapes
 
 pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
@@ -17,22 +17,26 @@ LONG_RUN = SHORT_RUN | {"steps": 10}  # long enough for blocks to be skipped
 
 # Everything that a forward of a compiled model goes through, by module of the pack.
 FORWARD = [
-    "families.unet.arguments", "families.unet.obstacle", "families.unet.forward", "families.unet.Plan",
-    "families.session._foreign_forward", "families.session.call_obstacle", "families.session._graph_obstacle",
-    "families.session.shape_key", "families.session.Call", "families.session.Run.refresh",
-    "families.unet_plan.Survey", "families.unet_stages.Stages.run", "families.unet_stages.Stream",
-    "families.layers.Survey.eager_parts", "families.family.Arguments.flat", "families.family.Arguments.structure",
+    "families.taping.take", "families.taping.call_of", "families.taping.obstacle", "families.taping.shape_key",
+    "families.taping.Fingerprints.of", "families.taping.TapeRun.structure", "families.taping.TapeRun.weights",
+    "families.taping.foreign_code", "families.taping._structure", "families.session.taping.TapeRun",
     "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
-    "engine._tiers", "engine.Engine._fast", "engine.Engine._load", "engine.Engine._forward", "engine.compilations",
-    "engine.kernels.load", "engine.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
-    "ops.FusedOps.query_key_value", "ops.FusedOps.feed_forward",
+    "engine._tiers", "engine.Engine._fast", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded",
+    "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish",
+    "tapes._states", "tape.live.forward", "tape.record.traits", "tape_tier.Program", "tape_tier.bound",
+    "tape.program.Program.run", "tape_tier.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
+]  # fmt: skip
+# The same of a patch of another node, which is called in each forward.
+PATCHED = [
+    "tape.patches.look", "tape.patches.code_of", "tape.live.template", "tape.live.perform", "tape.live.LiveCall.record",
+    "tape.live.LiveCall.__call__", "tape.live._form", "tape.record.Recorder.step", "tape.live.at",
 ]  # fmt: skip
 
 SKIPPING = [
-    "families.session._prompts", "families.unet.full", "families.unet.skipped", "families.unet.shallow_parts",
-    "families.unet_forward.UNetForward.skipped", "skip.run.SkipRun.call", "skip.run.SkipRun.close",
+    "families.session._prompts", "families.taping.in_full", "families.taping.skipped", "skip.run.SkipRun.call",
+    "skip.run.SkipRun.close", "tape_tier.TapeTier.run", "tapes.Take.result",
     "skip.run.SkipRun._why_full", "skip.run.SkipRun._store", "skip.run.SkipRun._forecast", "skip.run.History.at",
-    "families.skipping.depth_of", "families.skipping.SkipRun", "families.skipping.summary",
+    "families.skipping._depth", "families.skipping.SkipRun", "families.skipping.summary",
     "skip.settings.SkipSettings.full_steps",
 ]  # fmt: skip
 
@@ -74,7 +78,29 @@ def test_a_fault_in_a_forward(models, fresh, wanted, inject, target):
     assert any("injected" in reason for reason in reasons()), reasons()
 
 
-@pytest.mark.parametrize("target", [FORWARD[0], "engine.Engine._load", "ops.FusedOps.feed_forward"])
+@pytest.mark.parametrize("target", PATCHED)
+def test_a_fault_in_a_forward_with_a_patch(models, fresh, inject, target):
+    """The patch is called once in each forward all the same, before the fault, with it and after it."""
+    outs, logs = [], []
+    for each in (fresh, compiled(fresh)):
+        log, patched = [], each.clone()
+
+        def patch(h, options, log=log):
+            log.append(options["block"])
+            return h * (1.1 if float(options["sigmas"][0]) > 1.0 else 0.9)
+
+        patched.set_model_input_block_patch(patch)
+        outs.append([models.sample(patched, **RUN | {"seed": 0})])
+        if each is not fresh:
+            inject(target)
+        outs[-1].append(models.sample(patched, **RUN | {"seed": 1, "width": 136}))
+        outs[-1].append(models.sample(patched, **RUN | {"seed": 1}))
+        logs.append(log)
+    assert all(error(out, plain) < CLOSE for plain, out in zip(*outs, strict=True))
+    assert any("injected" in reason for reason in reasons()), reasons()
+
+
+@pytest.mark.parametrize("target", [FORWARD[0], "tape_tier.Program", "tape.program.Program.run"])
 def test_once_mended_it_is_fast_again(models, fresh, wanted, inject, monkeypatch, target):
     """A fault leaves nothing behind but, where it was a tier's, the tier's retirement."""
     fast = compiled(fresh)
@@ -86,7 +112,7 @@ def test_once_mended_it_is_fast_again(models, fresh, wanted, inject, monkeypatch
     assert shapes()[-1]["state"] == ("eager" if tier_failed else FUSED)
 
 
-EAGER_TOO = ["families.session._prompts", "families.unet.skipped", "skip.run.SkipRun.close"]  # without Compile Model
+EAGER_TOO = ["families.session._prompts", "families.taping.skipped", "skip.run.SkipRun.close"]  # without Compile Model
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +136,19 @@ def test_a_fault_in_skip_blocks(models, fresh, wanted, skipped, inject, target, 
 
 
 @pytest.mark.parametrize(
-    "target", ["families.attach.family_of", "families.attach.Session", "families.unet.unsupported"]
+    "target", ["tape.deep.find", "tape.cut._kept", "tape.rest.Rest.tape", "tape.cost.multiplications"]
 )
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_fault_in_cutting(models, fresh, wanted, inject, target, fast):
+    """Every step is in full, and the run says why."""
+    model = skipping(compiled(fresh) if fast else fresh, interval=3)
+    inject(target)
+    assert torch.equal(models.sample(model, **LONG_RUN), wanted["long"])
+    (reason,) = last_run()["resets"]
+    assert "cutting failed, Injected" in reason and last_run()["skipped"] == 0
+
+
+@pytest.mark.parametrize("target", ["families.attach.Session", "families.attach.put_around"])
 def test_a_fault_in_compile_model(models, fresh, wanted, inject, target):
     """The node hands a model on that runs as without it, and says why."""
     inject(target)
@@ -120,7 +157,7 @@ def test_a_fault_in_compile_model(models, fresh, wanted, inject, target):
     assert torch.equal(models.sample(out, **RUN), wanted["short"])
 
 
-@pytest.mark.parametrize("target", ["families.skipping._Skipping", "families.unet.unsupported"])
+@pytest.mark.parametrize("target", ["families.skipping._Skipping", "families.skipping.blocks.deepest"])
 def test_a_fault_in_the_skip_blocks_node(models, fresh, wanted, inject, target):
     inject(target)
     out, message = skip_with_message(fresh)

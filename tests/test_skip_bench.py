@@ -42,7 +42,7 @@ def quality_bench(runs, monkeypatch) -> ModuleType:
 
 
 def test_the_table(quality_bench, demo):
-    """The forwards are counted at the layers, not taken from what the methods say of themselves."""
+    """The forwards of others are counted at the layers; those of programs, which call no layer, by their runs."""
     with torch.inference_mode():
         rows = [
             *list(quality_bench.measured(demo, quality_bench.ways(demo, STEPS), SIZE))[-1],

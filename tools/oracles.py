@@ -24,7 +24,7 @@ STATS_KEYS = {
     },
     "graphs": {"budget_bytes", "used_bytes", "evictions"},
     "fallback": {"where", "reason", "count"},
-    "skip": {"model", "depth", "full", "skipped", "resets", "seconds", "bytes"},
+    "skip": {"model", "depth", "share", "full", "skipped", "resets", "seconds", "bytes"},
     "node": {"id", "workflow", "type", "state", "message", "models"},
     "artifacts": {"dir", "loaded", "saved", "rejected"},
 }  # fmt: skip

@@ -74,10 +74,7 @@ class Plan(Protocol):
 
 
 class Family(Protocol):
-    """One module of this package. ``forward`` is pure, unless patches of other packs are not.
-
-    The UNets' has besides what Skip Blocks asks of a forward in pieces: see ``unet``.
-    """
+    """One module of this package. ``forward`` is pure, unless patches of other packs are not."""
 
     KIND: str  # in the stats
     MODEL: type  # the class whose ``_forward`` is mirrored; subclasses have others

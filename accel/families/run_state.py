@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ..reasons import say
 from ..weights import ChannelsLastWeights, WeightWatch
-from .family import Arguments, Family, Plan
+from .family import Arguments, Family
 from .layers import autocast, surroundings
 
 OPTIONS = frozenset({"rope_options"})  # keys of transformer_options that end so, and that a UNet does without
@@ -24,18 +24,11 @@ class Run:
             if self._layout is not None:
                 self._layout.apply(self.model)
             self.plan = self._family.Plan(self.model)
-            self._shallow: dict[int, Plan] = {}
             self._watch = WeightWatch(self.model)
             self._weights = self._watch.fingerprint()
         except BaseException:
             self.close()  # nobody else knows of this run yet, and the model is shared
             raise
-
-    def shallow_plan(self, depth: int) -> Plan:
-        """The plan of what a skipped step runs."""
-        if depth not in self._shallow:
-            self._shallow[depth] = self._family.Plan(self.model, self._family.shallow_parts(self.model, depth))
-        return self._shallow[depth]
 
     def refresh(self) -> None:
         """Looks again if weights moved or parts were hooked: ComfyUI and other packs may do either in mid-run."""

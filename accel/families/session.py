@@ -11,25 +11,17 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
-from .. import kernels, tape_tier
 from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
-from ..fingerprint import foreign_method
-from ..key import shape_key
-from ..ops import FusedOps
-from ..outputs import Output
 from ..reasons import say
 from ..skip.run import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..stats import STATS
-from ..tapes import Added
+from ..tapes import FullStep
 from ..weights import ChannelsLastWeights
 from . import conds, taping
 from .compat import outside_memory_plan
-from .family import Arguments, Family, Plan
-from .layers import INTERRUPTS, Survey, is_foreign
-from .run_state import Run, call_obstacle
+from .layers import INTERRUPTS
 
-PATCH_KEYS = ("patches", "patches_replace")
 PASSED_BY = say("passed_by")
 
 
@@ -37,17 +29,15 @@ class Session:
     """The wrappers of one compiled patcher (and of its clones), and the runs in progress."""
 
     def __init__(
-        self, family: Family | None, settings: Settings, name: str, engine: Callable[[nn.Module], Engine],
+        self, settings: Settings, name: str, engine: Callable[[nn.Module], Engine],
         size: Callable[[tuple[int, ...]], tuple[int, int, int]] | None = None,
     ) -> None:  # fmt: skip
-        self.family, self.name = family, name
+        self.name = name
         self.settings = settings
         self._size = size or taping.pixels
         self._engine = engine
         # by id of the diffusion model; several threads sample several models
-        self._runs: dict[int, Run] = {}
-        self._tape_runs: dict[int, taping.TapeRun] = {}
-        self._surveys: dict[int, Survey] = {}
+        self._runs: dict[int, taping.TapeRun] = {}
         self._depth = 0
         self.passed_by = ""  # why nothing of the latest sampling run came through here
         self._calls = 0  # that came through here; code that someone else compiled does not
@@ -84,22 +74,9 @@ class Session:
         return executor(guider, *args, **kwargs)
 
     def _close_runs(self) -> None:
-        runs, self._runs, self._tape_runs = [*self._runs.values(), *self._tape_runs.values()], {}, {}
-        self._surveys = {}
+        runs, self._runs = list(self._runs.values()), {}
         for run in runs:
             run.close()
-
-    def _run(self, model: nn.Module, device: torch.device) -> Run:
-        """The run's state; outside a sampling run a fresh one that leaves the weights alone."""
-        with self._lock:
-            if self._depth == 0:
-                return Run(self.family, model, None)
-            if id(model) not in self._runs:
-                wanted = self._engine(model).wants_channels_last(self.settings, device)
-                self._runs[id(model)] = Run(self.family, model, ChannelsLastWeights() if wanted else None)
-            run = self._runs[id(model)]
-            run.refresh()
-            return run
 
     def forward(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
         """DIFFUSION_MODEL: our forward takes the place of the innermost one; other packs' wrappers stay around it."""
@@ -122,7 +99,7 @@ class Session:
         return forward
 
     def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The ``_forward`` of the model's family, through the engine; ComfyUI's own if anything of ours fails."""
+        """The model's forward, through the engine; ComfyUI's own if anything of ours fails."""
         theirs = Theirs(lambda: original(*args, **kwargs))
         if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
             return theirs()
@@ -136,66 +113,9 @@ class Session:
         self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
         self._calls += 1
-        if self._is_recorded(model, original, args, kwargs):
-            return self._recorded(model, original, theirs, args, kwargs)
-        given = self.family.arguments(*args, **kwargs)
-        skip: SkipRun | None = given.options.get(RUN_KEY)
-        obstacle = _foreign_forward(self.family, model, original) or call_obstacle(given) or self.family.obstacle(given)
-        idle = self.settings.mode == "off" or self.settings.timed
-        run = None if obstacle or idle else self._run(model, given.tensors["x"].device)
-        obstacle = obstacle or (run.plan.survey.obstacle() if run else "")
-        theirs.run = lambda: original(*given.original(), **given.known, **given.extra)
-        forward = _Forward(self.family, model, theirs, given, run, obstacle)
-        engine = self._engine(model)
-        if skip is None or obstacle or not skip.skips:
-            if skip is not None:
-                skip.in_full(obstacle or skip.why_all_full)
-            return engine(forward.whole(), self.settings)
-
-        def full() -> tuple[Tensor, Features | None]:
-            out, deep = engine(forward.full(skip.depth), self.settings)
-            return out, None if deep is None else (deep,)
-
-        programs = Programs(full, lambda features: engine(forward.skipped(skip, *features), self.settings))
-        return skip.call(_prompts(skip, given.options, given.structure()), given.tensors["x"], programs)
-
-    def _is_recorded(
-        self, model: nn.Module, original: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether this call goes on a tape.
-
-        Every model's does, but for UNets where kernels by hand serve more of a call: with skipped blocks, patches,
-        parts that other packs changed, and weights that are fetched at each call.
-        """
-        if self.family is None:
-            return True
-        options = [item for item in (*args, *kwargs.values()) if isinstance(item, dict) and RUN_KEY in item]
-        if options or self.settings.mode == "off":
-            return False
-        device = next(item.device for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
-        if self.settings.mode == "exact" or not kernels.available(device):
-            return True
-        given = self.family.arguments(*args, **kwargs)
-        if not tape_tier.can_fuse(device) or _patched(given.options):
-            return False
-        return not _foreign_forward(self.family, model, original) and self._survey(model).is_plain(device)
-
-    def _survey(self, model: nn.Module) -> Survey:
-        """What was found in the model's parts, in this run."""
-        with self._lock:
-            found = self._surveys.get(id(model))
-            if found is None or found.is_stale():
-                found = Survey(model)
-                if self._depth:
-                    self._surveys[id(model)] = found
-            return found
-
-    def _recorded(
-        self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
-    ) -> Tensor:
         given = taping.take(original, args, kwargs)
         theirs.run = lambda: given.call(original)
-        run = self._tape_run(model)
+        run = self._run(model)
         first = next(iter(given.tensors.values()), None)
         size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
         try:
@@ -215,9 +135,9 @@ class Session:
 
         def full() -> tuple[Tensor, Features | str]:
             out = engine(taping.in_full(call, skip.depth), self.settings)
-            if not isinstance(out, Added):
+            if not isinstance(out, FullStep):
                 return out, UNRECORDED
-            skip.stats.depth = max(skip.stats.depth, out.depth)
+            skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (out.depth, out.share))
             return out.out, out.features
 
         def instead() -> Tensor:
@@ -225,106 +145,29 @@ class Session:
             return call.eager()
 
         def skipped(features: Features) -> Tensor:
-            return engine(taping.without_middle(call, skip.depth, features, instead), self.settings)
+            return engine(taping.skipped(call, skip.depth, features, instead), self.settings)
 
         # prompts of one length may be joined to others of another one: their streams are longer then
         forms = {spec.name: f"{spec.shape[1:]} {spec.dtype}" for spec in call.key.inputs}
         prompts = _prompts(skip, given.options, dict(call.key.structure) | forms)
         return skip.call(prompts, first, Programs(full, skipped))
 
-    def _tape_run(self, model: nn.Module) -> taping.TapeRun:
-        """As ``_run``, for a model that is recorded."""
+    def _run(self, model: nn.Module) -> taping.TapeRun:
+        """What is known of the model in this run; outside a sampling run, for this call."""
         with self._lock:
-            found = self._tape_runs.get(id(model))
+            found = self._runs.get(id(model))
             if found is None:
                 found = taping.TapeRun(
                     model, taping.fingerprints(model), ChannelsLastWeights() if self._depth else None
                 )
                 if self._depth:
-                    self._tape_runs[id(model)] = found
+                    self._runs[id(model)] = found
             return found
 
 
 def _sigmas(args: tuple, kwargs: dict[str, Any]) -> Sequence:
     """The noise levels among CFGGuider.outer_sample's arguments; none if they are not where they were."""
     return kwargs.get("sigmas", args[3] if len(args) > 3 and isinstance(args[3], Tensor) else ())
-
-
-class _Forward:
-    """One forward of a model, as the ``Call`` that it may be: whole, or in the two ways of a run that skips blocks.
-
-    own: ComfyUI's own forward of this call.
-    """
-
-    def __init__(
-        self, family: Family, model: nn.Module, own: Callable[[], Tensor], given: Arguments, run: Run | None,
-        obstacle: str,
-    ) -> None:  # fmt: skip
-        self.family, self.model, self.given, self.run, self.obstacle = family, model, given, run, obstacle
-        self._own = own
-
-    def whole(self) -> Call:
-        """The model's own forward."""
-        plan = self.run.plan if self.run else None
-        return self._call(lambda ops, t: self.family.forward(ops, self.model, plan, self.given, t), self._own, plan)
-
-    def full(self, depth: int) -> Call:
-        """(output, deep feature); the last resort gives no feature."""
-        plan = self.run.plan if self.run else None
-
-        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: Plan = plan) -> Output:
-            return self.family.full(ops, self.model, plan, self.given, tensors, depth)
-
-        return self._in_pieces(forward, plan, "full", depth, {}, lambda: (self._own(), None))
-
-    def skipped(self, skip: SkipRun, deep: Tensor) -> Call:
-        """The output, from a deep feature."""
-        depth = skip.depth
-        plan = self.run.shallow_plan(depth) if self.run else None
-
-        def forward(ops: FusedOps, tensors: dict[str, Tensor], plan: Plan = plan) -> Output:
-            return self.family.skipped(ops, self.model, plan, self.given, tensors, depth)
-
-        def last_resort() -> Tensor:
-            skip.in_full(FAILED)
-            return self._own()
-
-        return self._in_pieces(forward, plan, "skipped", depth, {self.family.DEEP: deep}, last_resort)
-
-    def _in_pieces(
-        self, forward: Callable[..., Output], plan: Plan | None, way: str, depth: int, extra: dict[str, Tensor],
-        last_resort: Callable[[], Output],
-    ) -> Call:  # fmt: skip
-        """A call whose eager way is our pieces of ComfyUI's layers, and the model's own forward the last resort."""
-
-        def eager() -> Output:
-            return forward(FusedOps(), self.given.flat() | extra, self.family.EAGER)
-
-        return self._call(forward, eager, plan, extra, {"step": way, "depth": depth}, last_resort)
-
-    def _call(
-        self, forward: Callable[[FusedOps, dict[str, Tensor]], Output], eager: Callable[[], Output], plan: Any,
-        extra: dict[str, Tensor] | None = None, structure: dict[str, int | str] | None = None,
-        last_resort: Callable[[], Output] | None = None,
-    ) -> Call:  # fmt: skip
-        family, given, x = self.family, self.given, self.given.tensors["x"]
-        inputs = given.flat() | (extra or {})
-        return Call(
-            key=shape_key(inputs, given.structure() | (structure or {})),
-            inputs=inputs,
-            forward=forward,
-            eager=eager,
-            weights=self.run.fingerprint() if self.run else 0,
-            constants=lambda: plan.constants(),
-            width=x.shape[-1] * family.LATENT_TO_PIXELS,
-            height=x.shape[-2] * family.LATENT_TO_PIXELS,
-            batch=max(1, x.shape[0] // max(1, len(given.options.get("cond_or_uncond", (0,))))),
-            obstacle=self.obstacle,
-            graph_obstacle=_graph_obstacle(self.run, given.options) if self.run else "",
-            eager_parts=plan.survey.eager_parts() if plan else "",
-            last_resort=last_resort,
-            repeatable=not (_patched(given.options) or (plan and plan.survey.altered)),
-        )
 
 
 def _prompts(skip: SkipRun, options: Mapping[str, Any], structure: Mapping[str, Any]) -> list[tuple]:
@@ -349,26 +192,3 @@ def _patches(options: Mapping[str, Any]) -> Iterator[tuple[tuple, Any]]:
         yield from (((name, place), patch) for place, patch in places.items())
     if "optimized_attention_override" in options:
         yield ("optimized_attention_override",), options["optimized_attention_override"]
-
-
-def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., Tensor]) -> str:
-    """Why the model's forward is not the one that the family mirrors; "" if it is."""
-    own = getattr(original, "__func__", None) is type(model)._forward
-    replaced = foreign_method(type(model))
-    if own and not replaced and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
-        return ""
-    whose = f" ({replaced})" if replaced else ""
-    return say("foreign_forward", whose=whose)
-
-
-def _graph_obstacle(run: Run, options: dict[str, Any]) -> str:
-    """Why this forward may have Python side effects or no fixed weights, so that it must not be captured."""
-    if patches := _patched(options):
-        return say("patched_blocks", patches=", ".join(patches))
-    return run.plan.survey.graph_obstacle()
-
-
-def _patched(options: dict[str, Any]) -> list[str]:
-    """The kinds of other packs' patches that this call meets."""
-    patches = sorted({name for key in PATCH_KEYS for name, value in options.get(key, {}).items() if value})
-    return [*patches, *(name for name in ("optimized_attention_override",) if name in options)]

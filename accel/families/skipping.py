@@ -21,15 +21,13 @@ from ..skip.schedule import FEW_STEPS
 from ..skip.settings import AUTO, FEW, SkipSettings
 from ..stats import STATS, SkipStats
 from ..tape import blocks
-from . import attach, lazy
-from .family import Family
+from . import attach
 from .layers import INTERRUPTS
 from .session import Session
 
 KEY = "anyshape.skip"
 STATE = "anyshape.skip.state"  # what is known of the model during one run
 SELF_PACED = ("dpm_fast_function", "dpm_adaptive_function")  # KSAMPLER's names of samplers that ignore the sigmas
-MAX_SHARE = 0.1  # of a full step's FLOPs that a skipped step may pay under depth auto; see docs/performance.md
 
 Tell = Callable[[str], None]
 
@@ -49,16 +47,15 @@ def skip_blocks(patcher: ModelPatcher, settings: SkipSettings, tell: Tell) -> tu
 
 def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) -> str:
     """Puts our wrappers on ``clone``, or says why nothing is skipped; returns what the user should know or ""."""
-    model, family = getattr(clone.model, "diffusion_model", None), attach.family_of(clone.model.diffusion_model)
-    why, deepest = _blocks_of(model, family)
-    if why:
-        message = say("no_blocks", why=why)
+    deepest = blocks.deepest(clone.model.diffusion_model)
+    if deepest is None:
+        message = say("no_blocks", why=f"{type(clone.model.diffusion_model).__name__} has no repeated blocks")
         STATS.fallback(name, message)
         return message
     skipping = _Skipping(settings, name, tell)
-    # without Compile Model the steps are ComfyUI's own operations, in pieces or recorded
-    own = Settings(mode="off") if family is not None else Settings(mode="exact", graph_budget_mb=0)
-    session = Session(family, own, name, attach.engine_of(clone), attach.size_of(clone))
+    # without Compile Model the steps are ComfyUI's own operations, recorded
+    own = Settings(mode="exact", graph_budget_mb=0)
+    session = Session(own, name, attach.engine_of(clone), attach.size_of(clone))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, skipping.sampling)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STATE, partial(_sampling, session))
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
@@ -66,17 +63,6 @@ def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
     if attach.session_of(clone) is None:
         attach.put_around(clone, partial(_around, session))
     return _depth_message(settings, deepest)
-
-
-def _blocks_of(model: nn.Module, family: Family | None) -> tuple[str, int]:
-    """(why none of its blocks can be skipped or "", the largest depth)."""
-    unet = lazy.module("unet")
-    if family is not None:
-        return "", len(model.output_blocks) - 2
-    if isinstance(model, unet.MODEL):
-        return unet.unsupported(model) or f"{type(model).__name__} is a UNet of another kind than SD's", 0
-    count = len(blocks.find(model))
-    return ("", (count - 1) // 2) if count else (f"{type(model).__name__} has no repeated blocks", 0)
 
 
 def remove(patcher: ModelPatcher) -> None:
@@ -94,7 +80,7 @@ def skips(patcher: ModelPatcher) -> bool:
 
 
 def _depth_message(settings: SkipSettings, deepest: int) -> str:
-    if settings.depth == AUTO or int(settings.depth) <= deepest:
+    if settings.depth == AUTO or _has_depth(settings, deepest):
         return ""
     return say("no_such_depth", depth=settings.depth, deepest=deepest)
 
@@ -105,9 +91,8 @@ def _forward(session: Session, executor: WrapperExecutor, *args: Any, **kwargs: 
 
 
 def _sampling(session: Session, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-    """OUTER_SAMPLE: what is known of a model that is recorded ends with the run."""
-    keeps = session.family is None and not _is_compiled(executor)
-    return (partial(session.sampling, executor) if keeps else executor)(*args, **kwargs)
+    """OUTER_SAMPLE: what is known of the model ends with the run."""
+    return (executor if _is_compiled(executor) else partial(session.sampling, executor))(*args, **kwargs)
 
 
 def _is_compiled(executor: WrapperExecutor) -> bool:
@@ -173,7 +158,7 @@ class _Skipping:
         levels = sigmas.tolist()[:-1]
         percent_to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
         window = percent_to_sigma(settings.start_percent), percent_to_sigma(settings.end_percent)
-        depth = depth_of(settings, patcher.model.diffusion_model, *noise.shape[-2:])
+        depth = _depth(settings, patcher.model.diffusion_model)
         full, why = settings.full_steps(levels, *window), self._why_all_full(sampler, len(levels))
         return SkipRun(
             levels, frozenset(range(len(levels))) if why else full, depth, settings.order,
@@ -188,18 +173,13 @@ class _Skipping:
         return FEW if steps <= FEW_STEPS else OWN_STEPS if function in SELF_PACED else PLANNED
 
 
-def depth_of(settings: SkipSettings, model: nn.Module, height: int, width: int) -> int | None:
-    """The depth of a run on latents of height x width: the user's, or the deepest of ``MAX_SHARE`` of the work.
+def _depth(settings: SkipSettings, model: nn.Module) -> int | None:
+    """The user's; None where the recording of the first step decides it."""
+    return int(settings.depth) if _has_depth(settings, blocks.deepest(model) or 0) else None
 
-    None where the recording of the first step decides it.
-    """
-    if attach.family_of(model) is None:
-        return None if settings.depth == AUTO else int(settings.depth)
-    if settings.depth != AUTO and int(settings.depth) <= len(model.output_blocks) - 2:
-        return int(settings.depth)
-    shares = lazy.module("unet_cost").shares(model, height, width)
-    cheap = [depth for depth, share in enumerate(shares) if share <= MAX_SHARE]
-    return max(cheap, default=0)
+
+def _has_depth(settings: SkipSettings, deepest: int) -> bool:
+    return settings.depth != AUTO and int(settings.depth) <= deepest
 
 
 def summary(stats: SkipStats) -> str:

@@ -13,17 +13,15 @@ from .layers import Survey, is_altered, is_cast
 
 
 class Plan:
-    """Which of some parts of one model may run on fused operations: of all its parts, or of those that a forward needs.
+    """Which parts of one model may run on fused operations.
 
     A part runs its own forward if another pack hooked or replaced anything in it, if it has layers of an unknown kind,
-    or if it is of a form that no model in use has (scale-shift norm, an ungated feed-forward, ...). Without any parts
-    everything does: that is eager, of any model.
+    or if it is of a form that no model in use has (scale-shift norm, an ungated feed-forward, ...).
     """
 
-    def __init__(self, model: nn.Module, parts: Iterable[nn.Module] | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.survey = Survey(model)
-        modules = list(model.modules() if parts is None else (m for part in parts for m in part.modules()))
-        self._fuses = bool(modules)
+        modules = list(model.modules())
         self.res_blocks = {id(m): m for m in modules if self._fits(m, ResBlock, _plain_res_block)}
         projections = {key: m.emb_layers[1] for key, m in self.res_blocks.items() if not is_cast(m.emb_layers[1])}
         self.embedded = list(projections)
@@ -37,7 +35,7 @@ class Plan:
 
     def fuses(self, part: nn.Module) -> bool:
         """Whether a part that is no block (the model's end) may run on fused operations."""
-        return self._fuses and id(part) not in self.survey.odd
+        return id(part) not in self.survey.odd
 
     def constants(self) -> tuple[Tensor | None, ...]:
         """The tables of the weights that are multiplied together."""

@@ -77,11 +77,6 @@ def upsample(ops: FusedOps, m: Upsample, x: Tensor, output_shape: torch.Size | N
     return m.conv(x) if m.use_conv else x
 
 
-def ending(stage: Iterable[nn.Module]) -> list[nn.Module]:
-    """The upsampling at the end of an output block, if it has one."""
-    return [layer for layer in list(stage)[-1:] if isinstance(layer, Upsample)]
-
-
 class Stages:
     """What the stages of one forward run on, a UNet's or a ControlNet's; made for a call and dropped after it.
 

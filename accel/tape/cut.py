@@ -1,36 +1,45 @@
-"""A tape in two: the forward that also gives what its middle added, and the one that is told so and leaves it out.
+"""A tape in two: the forward that also gives features, and the one that is given them and leaves their making out.
 
-Without its middle blocks each stream passes through as it is. What lies between the blocks still happens to it: two
-streams are joined, a ControlNet's residual is added. The difference to the real stream behind the middle is what the
-middle has added. It takes the place of the blocks at steps that are skipped, as an input of that tape.
+What is left out is all that only the features needed. There are two forms, because there are two kinds of model.
+
+In a network that is shaped like a U one *value* is all that the deep part gives the outer one (``deep``). It is the
+feature, and takes the place of itself.
+
+In a row of blocks each adds to streams that go on through all of them (``middle``), so what comes out of the last block
+is mostly what went into the first. There the feature is what the middle *added*: without its blocks each stream passes
+through as it is, and what lies between them still happens to it (two streams are joined, a ControlNet's residual is
+added). The difference to the real stream behind the middle is an input of the other tape, which adds it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
-from . import aliasing, cost, middle
+from . import aliasing, cost, deep, middle
 from .middle import BlockCall, NotCut, Passing
-from .values import Input, Operation, Tape, Value, replaced
+from .rest import Copies, Rest, straight
+from .values import Operation, Tape, Value
 
 aten = torch.ops.aten
 
 MAX_SHARE = 0.1  # of the forward's work that a skipped step may have under depth auto
-LEAST_SHARE = 0.2  # of the work that the middle must have, or leaving it out gains nothing
+LEAST_SHARE = 0.2  # of the work that must be left out, or leaving it out gains nothing
 MANY = 4  # blocks: of so many, one at either end always runs
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a tape was cut. full: its outputs are the forward's and then ``added`` ones. skipped: takes those.
+    """Where a tape was cut. full: its outputs are the forward's and then ``features``. skipped: takes those.
 
-    depth: how many blocks at either end always run. share: of the work that is left on a skipped step.
+    depth: how many blocks at either end always run, or, in a U, beside the outermost ones. share: of the work that is
+    left on a skipped step.
     """
 
     full: Tape
     skipped: Tape
-    added: int
+    features: int
     depth: int
     share: float
 
@@ -38,16 +47,84 @@ class Cut:
 def cut(tape: Tape, calls: Sequence[BlockCall], depth: int | None, rows: int, given: int) -> Cut:
     """The two tapes; ``tape`` becomes the full one. Raises ``NotCut``, and the tape is as it was.
 
-    depth: how many blocks at either end always run; None chooses by ``MAX_SHARE``. rows: of the batch, by which
-    features are kept. given: the inputs that the call is given; the others are options that are tensors.
+    depth: see ``Cut``; None chooses by ``MAX_SHARE``. rows: of the batch, by which features are kept. given: the inputs
+    that the call is given; the others are options that are tensors.
     """
+    values = deep.find(tape)
+    if values and 1 - _share_without(tape, values[0]) >= LEAST_SHARE:
+        return _at_a_value(tape, values, depth, rows, given)
+    return _around_blocks(tape, calls, depth, rows, given)
+
+
+def _check(features: Sequence[Value], rows: int) -> None:
+    for value in features:
+        if len(value.shape) < 2 or value.shape[0] != rows:
+            raise NotCut(f"a stream of it has the form {list(value.shape)}, which is not one part per picture")
+
+
+# At a value -----------------------------------------------------------------------------------------------------------
+
+
+def _at_a_value(tape: Tape, values: Sequence[Value], depth: int | None, rows: int, given: int) -> Cut:
+    if depth is None or depth >= len(values):
+        depth = len(list(takewhile(lambda value: _share_without(tape, value) <= MAX_SHARE, values[1:])))
+    value = values[depth]
+    _check([value], rows)
+    behind, share = _without(tape, value), _share_without(tape, value)
+    rest = Rest(tape, given, 1)
+    rest.copies.values[value] = _laid_out(rest.copies, rest.feature(value), value, behind)
+    for operation in behind:
+        rest.copies.copy(operation)
+    skipped = rest.tape()
+    tape.output = [*tape.outputs, _kept(tape, value, behind)]
+    return Cut(tape, skipped, 1, depth, share)
+
+
+def _without(tape: Tape, value: Value) -> list[Operation]:
+    """What runs where ``value`` is given."""
+    left = [operation for operation in tape.operations if operation is not value.origin]
+    return aliasing.needed(left, tape.outputs, calls=False)
+
+
+def _share_without(tape: Tape, value: Value) -> float:
+    return cost.of_all(_without(tape, value)) / (cost.of_all(tape.operations) or 1.0)
+
+
+def _is_written(value: Value, operations: Sequence[Operation]) -> bool:
+    return any(operation.writes is not None and operation.writes.root is value for operation in operations)
+
+
+def _laid_out(copies: Copies, feature: Value, value: Value, behind: Sequence[Operation]) -> Value:
+    """``feature`` as ``value`` lies in memory; in memory of its own where something is written into it."""
+    if value.stride == feature.stride:
+        return copies.add(aten.clone.default, (feature,), value) if _is_written(value, behind) else feature
+    form = torch.empty(value.shape, device="meta")
+    if len(value.shape) != 4 or value.stride != form.to(memory_format=torch.channels_last).stride():
+        raise NotCut("its deep feature lies in memory in an order of its own")
+    return copies.add(aten.clone.default, (feature,), value, memory_format=torch.channels_last)
+
+
+def _kept(tape: Tape, value: Value, behind: Sequence[Operation]) -> Value:
+    """``value`` as it is given back: as it was when it was made, and straight in memory."""
+    if value.stride == straight(value) and not _is_written(value, behind):
+        return value
+    copies = Copies(lambda value: value)
+    kept = copies.add(aten.clone.default, (value,), value, memory_format=torch.contiguous_format)
+    kept.stride = straight(value)
+    place = next(place for place, operation in enumerate(tape.operations) if operation is value.origin)
+    tape.operations[place + 1 : place + 1] = copies.operations
+    return kept
+
+
+# Around blocks --------------------------------------------------------------------------------------------------------
+
+
+def _around_blocks(tape: Tape, calls: Sequence[BlockCall], depth: int | None, rows: int, given: int) -> Cut:
     run = middle.find(tape, calls)
     first, last, share = _ends(tape, run, depth)
-    passing = run[first : last + 1]
-    identity = _Identity(tape, passing)
+    identity = _Identity(tape, run[first : last + 1])
     streams = identity.streams()
-    if odd := [stream for stream in streams if not stream.shape or stream.shape[0] != rows or len(stream.shape) < 2]:
-        raise NotCut(f"a stream of it has the form {list(odd[0].shape)}, which is not one part per picture")
+    _check(streams, rows)
     skipped = _skipped(tape, identity, streams, given)
     _full(tape, identity, streams)
     return Cut(tape, skipped, len(streams), first, share)
@@ -106,85 +183,21 @@ class _Identity:
         return found
 
 
-class _Copies:
-    """Operations on other values. leaf: what stands for a value that no copied operation makes."""
-
-    def __init__(self, identity: _Identity, leaf: Callable[[Value], Value]) -> None:
-        self.operations: list[Operation] = []
-        self.values: dict[Value, Value] = {}
-        self._identity, self._leaf = identity, leaf
-        self._made: dict[int, Operation] = {}
-
-    def own(self, value: Value) -> Value:
-        """What stands for ``value``."""
-        found = self.values.get(value)
-        if found is None:
-            start = self._identity.continues.get(value)
-            found = self._leaf(value) if start is None else self.own(start)
-            if value in self._identity.copied:
-                found = self.add(aten.clone.default, (found,), found)
-            self.values[value] = found
-        return found
-
-    def add(self, func: object, args: tuple[Value, ...], like: Value) -> Value:
-        """The result, of the form of ``like``, of one more operation."""
-        made = like.again(like.number, None)
-        made.origin = operation = Operation(func, args, {}, list(args), [made])
-        self.operations.append(operation)
-        return made
-
-    def copy(self, operation: Operation) -> None:
-        """The operation on the values that stand for its own."""
-        args, kwargs = (replaced(given, Value, self.own) for given in (operation.args, operation.kwargs))
-        inputs = [self.own(value) for value in operation.inputs]
-        writes = operation.writes and self.own(operation.writes)
-        like = self._made.get(id(operation.like)) if operation.like is not None else None
-        made = Operation(operation.func, args, kwargs, inputs, writes=writes, opaque=operation.opaque, like=like)
-        source = writes or next(iter(inputs), None)
-        for value in operation.outputs:
-            if value is None:
-                made.outputs.append(None)
-                continue
-            self.values[value] = new = value.again(value.number, None if value.base is None else source.root)
-            new.origin = made
-            made.outputs.append(new)
-        self._made[id(operation)] = made
-        self.operations.append(made)
-
-
 def _skipped(tape: Tape, identity: _Identity, streams: Sequence[Value], given: int) -> Tape:
-    """The forward without its middle. Its inputs: the call's, what the middle added, then the options."""
-    leaves: dict[Value, Value] = {}
-
-    def leaf(value: Value) -> Value:
-        if value.leaf is None:
-            raise NotCut("what its blocks keep for each other is read behind them")
-        if value not in leaves:
-            copied = value.again(value.number, value.base and leaf(value.base))
-            index = value.leaf.index if isinstance(value.leaf, Input) else -1
-            copied.leaf = value.leaf if index < given else Input(index + len(streams))
-            leaves[value] = copied
-        return leaves[value]
-
-    inputs = [leaf(value) for value in tape.inputs]
-    copies = _Copies(identity, leaf)
+    """The forward without its middle."""
+    rest = Rest(tape, given, len(streams), identity.continues, identity.copied)
+    copies = rest.copies
     for operation in identity.before:
         copies.copy(operation)
-    added = []
-    for place, stream in enumerate(streams):
-        start, term = copies.own(stream), stream.again(stream.number, None)
-        term.leaf, term.stride = Input(given + place), torch.empty(stream.shape, device="meta").stride()
+    for stream in streams:
+        start, term = copies.own(stream), rest.feature(stream)
         if _sum_of(start, term) != stream.stride:
             raise NotCut("a stream of it lies in memory in another order behind its blocks")
-        added.append(term)
         copies.values[stream] = total = copies.add(aten.add.Tensor, (start, term), stream)
         copies.values.setdefault(stream.root, total)
     for operation in identity.behind:
         copies.copy(operation)
-    output = replaced(tape.output, Value, copies.own)
-    skipped = Tape(copies.operations, [*inputs[:given], *added, *inputs[given:]], output, tape.device)
-    skipped.operations = aliasing.needed(skipped.operations, skipped.outputs)
-    return skipped
+    return rest.tape()
 
 
 def _sum_of(a: Value, b: Value) -> tuple[int, ...]:
@@ -195,7 +208,9 @@ def _sum_of(a: Value, b: Value) -> tuple[int, ...]:
 
 def _full(tape: Tape, identity: _Identity, streams: Sequence[Value]) -> None:
     """Gives back what the middle added, too."""
-    copies = _Copies(identity, lambda value: value)
+    if any(getattr(operation.func, "lives", False) for operation in identity.between):
+        raise NotCut("another node's patch is called between its blocks")
+    copies = Copies(lambda value: value, identity.continues, identity.copied)
     for operation in identity.between:
         copies.copy(operation)
     added = [copies.add(aten.sub.Tensor, (stream, copies.own(stream)), stream) for stream in streams]

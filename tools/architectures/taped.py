@@ -106,10 +106,10 @@ class Recording:
         given = list(self._given.tensors.values())
         return cut(self.tape, self._calls, depth, len(given[0]), len(given))
 
-    def with_added(self, added: Sequence[Tensor], inputs: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The inputs of the program without the middle, which adds ``added``. inputs: others than were recorded."""
+    def with_features(self, features: Sequence[Tensor], inputs: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """The inputs of the program of a skipped step. inputs: others than were recorded."""
         inputs, given = self.inputs if inputs is None else inputs, len(self._given.tensors)
-        return [*inputs[:given], *added, *inputs[given:]]
+        return [*inputs[:given], *features, *inputs[given:]]
 
     def program(self, fuse: bool, alone: bool = False, tape: Any = None) -> Any:
         """The program of the tape, on the model's weights; a fused one after all rules.
