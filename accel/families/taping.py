@@ -133,8 +133,8 @@ class TapeRun:
         self._look()
 
     def _look(self) -> None:
-        self._structure, self._foreign = self._fingerprints.of(self._model), self._fingerprints.foreign(self._model)
-        self._is_streamed = any(map(is_streamed_layer, self._model.modules()))
+        self._structure, self._foreign = self._fingerprints.of(self.model), self._fingerprints.foreign(self.model)
+        self._is_streamed = any(map(is_streamed_layer, self.model.modules()))
 
     def obstacle(self) -> str:
         """Why nothing of this model may be recorded, now."""
