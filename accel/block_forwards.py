@@ -17,9 +17,10 @@ _INSTALLING = threading.Lock()
 
 
 class Blocks:
-    """The blocks of one model by path, and which of them are alike. Holds no module."""
+    """The blocks of one model by path, and which of them are alike. Holds no module. stages: see ``blocks.find``."""
 
-    def __init__(self) -> None:
+    def __init__(self, stages: bool = False) -> None:
+        self._stages = stages
         self._structure: int | None = None  # of the model that all of the following is about
         self._paths: list[str] = []
         self._alike: dict[str, int | None] = {}
@@ -31,7 +32,7 @@ class Blocks:
             return False
         self._alike.clear()
         self._kinds.clear()
-        self._paths, self._structure = blocks.find(model), structure
+        self._paths, self._structure = blocks.find(model, self._stages), structure
         return True
 
     def forget(self) -> None:

@@ -1,6 +1,6 @@
 """One recording of a block's call: what it is made for, and how it is made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from .block_call import Given, is_plain
 from .reasons import say
+from .tape.live import Played
 from .tape.options import Guards, NotedOptions, Reads
+from .tape.patches import PatchBook, Patches
 from .tape.program import Bound, Program
 from .tape.record import Recorder, record
 from .tape.values import Constant, Input, Tape, Weight
@@ -28,6 +30,12 @@ class BlockTake:
     writes: tuple[int, ...] = ()  # the inputs that it writes into
     slower: bool = False  # than eager, when it was timed
     bound: dict[str, Bound] = field(default_factory=dict)  # the weights of each block, by its path
+    played: list[Played] = field(default_factory=list)  # other packs' functions that it calls
+    free: frozenset[str] = frozenset()  # options that only say which block it is, and do not matter to it
+
+    def differs(self, options: Mapping[Any, Any], block: nn.Module) -> str:
+        """See ``Guards``."""
+        return self.guards.differs(options, block, self.free)
 
     def inputs(self, given: Given) -> list[Tensor]:
         """The program's."""
@@ -66,13 +74,14 @@ class Visit:
 
 
 def record_block(
-    visit: Visit, block: nn.Module, own: Callable[..., Any], given: Given, writes: tuple[int, ...]
+    visit: Visit, book: PatchBook, block: nn.Module, own: Callable[..., Any], given: Given, writes: tuple[int, ...]
 ) -> Recorded:
     """Runs the block and records it, on copies of the inputs ``writes``."""
     recorder = Recorder(given.tensors, block, visit.call.key.device)
     reads = Reads(recorder.add_input)
     noted = NotedOptions(given.options, reads)
     visit.call.taped.prepare(noted, recorder)
+    patches = Patches(noted, recorder, book, whole=False)
     prepared, copies = set(noted._own), []
 
     def forward() -> tuple[Any, list[Tensor]]:
@@ -81,7 +90,13 @@ def record_block(
         return given.call(own, noted, swap), list(copies)
 
     (out, _), tape = record(forward, recorder)
+    recorder.guarded(patches.finish)
     take = BlockTake(Guards(reads), reason=recorder.refusal, writes=writes)
+    take.played = recorder.played
+    if patches.again:  # it has to be called in each forward, so it is no part of a block's program
+        take.reason = take.reason or say("patch_again")
+    if not patches.called:
+        take.free = visit.call.taped.places(block, True)
     for key in noted._own - prepared:
         given.passed[key] = dict.get(noted, key)
         take.reason = take.reason or say("block_changes_options")

@@ -29,7 +29,8 @@ from .errors import AnyShapeError, WrongResult, is_out_of_memory
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats
-from .tape import diagnose
+from .tape import diagnose, live
+from .tape.patches import PatchBook
 from .tape.program import NotBound, Program
 from .tape.values import Input, Tape
 
@@ -54,10 +55,12 @@ class BlockTier:
 
     def __init__(
         self, stats: ModelStats, passthrough: tuple[type[BaseException], ...],
-        make: Callable[[Tape, "Call"], Program], count: Callable[[Program, bool, torch.dtype], None],
+        make: Callable[[Tape, "Call"], Program], count: Callable[[Program, bool, "Call"], None],
+        patches: PatchBook,
     ) -> None:  # fmt: skip
         self.stats, self._passthrough, self._make, self._count = stats, passthrough, make, count
-        self._blocks = Blocks()  # of the model that all of the following is about
+        self._patches = patches
+        self._blocks = Blocks(stages=True)  # of the model that all of the following is about
         self._takes: OrderedDict[tuple, list[BlockTake]] = OrderedDict()
         self._writes: dict[Hashable, set[int]] = {}  # the inputs that blocks of a likeness write into
         self._idle: set[Hashable] = set()  # calls of the model in which no block gains
@@ -134,7 +137,7 @@ class BlockTier:
 
     def _find(self, path: str, block: nn.Module, given: Given) -> BlockTake | None:
         takes = self._takes.get((self._blocks.likeness(path, block), *given.key), ())
-        return next((take for take in takes if not take.guards.differs(given.options)), None)
+        return next((take for take in takes if not take.differs(given.options, block)), None)
 
     def _replay(self, take: BlockTake, path: str, block: nn.Module, given: Given) -> Any:
         bound = take.bound.get(path)
@@ -158,7 +161,9 @@ class BlockTier:
         before, writes = [tensor.clone() for tensor in given.tensors], self._writes.setdefault(alike, set())
         while True:
             recorded, reason = attempt(
-                lambda: record_block(visit, block, own, given, tuple(sorted(writes))), _reason, self._passthrough
+                lambda: record_block(visit, self._patches, block, own, given, tuple(sorted(writes))),
+                _reason,
+                self._passthrough,
             )
             new = getattr(recorded, "written", None)
             again = isinstance(new, Input) and new.index < len(before) and new.index not in writes
@@ -196,9 +201,17 @@ class BlockTier:
         recorded: Recorded,
     ) -> tuple[Any, list[Tensor]]:  # fmt: skip
         """What the new program gives, checked. Raises ``NotUsed`` if there is nothing to gain."""
+        with live.forward(given.options) as forward:
+            forward.playing = True
+            return self._checked_first(visit, path, block, own, given, before, recorded)
+
+    def _checked_first(
+        self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], given: Given, before: list[Tensor],
+        recorded: Recorded,
+    ) -> tuple[Any, list[Tensor]]:  # fmt: skip
         take = recorded.take
         program = self._make(recorded.tape, visit.call)
-        self._count(program, visit.first, visit.call.key.inputs[0].dtype)
+        self._count(program, visit.first, visit.call)
         if not program.report.kernels:
             raise NotUsed(NO_GAIN)
         inputs = take.inputs(given)
@@ -211,7 +224,9 @@ class BlockTier:
         take.program = program
         if self._find(path, block, given) is not take:
             raise NotUsed(PASSING)
-        if _is_timed(visit.call.key.device):
+        for each in take.played:
+            each.recorded = None
+        if _is_timed(visit.call.key.device) and not take.played:
             take.slower = self._is_slower(visit, take, path, block, own, given, before)
         return out
 
@@ -276,7 +291,7 @@ def told(visit: Visit, whole: str) -> tuple[str, str, str]:
     """(the state, the reason, the note) of a forward whose blocks ran. whole: why all of it could not be recorded."""
     if not visit.ran:
         return "eager", whole, NO_GAIN if NO_GAIN in visit.reasons else ""
-    note = f"{say('blocks')} {whole[whole.rfind('(') :]}"
+    note = say("blocks", why=whole)
     if visit.slower:
         note += f"; {visit.slower} of {visit.ran} are no faster at this size"
     return "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN), note

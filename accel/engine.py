@@ -1,7 +1,7 @@
 """The one decision per call: replay | tape or kernels | eager.
 
-A model's forward comes as a ``Call``. Most are recorded (``tape_tier``); UNets, ControlNets and VAEs on a GPU bring a
-forward of their own on kernels. The engine runs a call in the fastest way that is safe, counts what it did, and turns
+A model's forward comes as a ``Call``. Most are recorded (``tape_tier``); UNets and VAEs on a GPU bring a forward of
+their own on kernels. The engine runs a call in the fastest way that is safe, counts what it did, and turns
 every failure of ours into ComfyUI's own forward. Eager is the last resort, and we never change it.
 """
 

@@ -27,12 +27,14 @@ from torch.nn.modules import module as torch_module
 
 FORWARDS = ("forward", "_forward")
 FUNCTIONS = ("weight_function", "bias_function")  # lists of what ComfyUI does to a weight at each call
+RECORDING = f"{__package__}.block_forwards"  # whose methods replace those of blocks while another thread records
 WATCHED = (*FORWARDS, *FUNCTIONS, "comfy_cast_weights")  # attributes of an instance that quick looks see
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 OF_TORCH = (*FORWARDS, "__call__", "_call_impl")  # methods of torch's own classes that matter
 PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 TUPLES = frozenset({tuple, torch.Size})  # of plain values
+KNOWN = frozenset(("torch", "comfy", "comfy_kitchen", "builtins", "einops"))  # packages whose code keeps nothing
 STANDARD = frozenset(nn.Module().__dict__) - {"training"}  # attributes that every module has, and torch looks after
 
 
@@ -114,6 +116,18 @@ class ModuleFingerprint:
             return _first_difference(module, self._plain, plain)
         return f"{_shown(module, next(iter(left)))} is gone" if left else ""
 
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it is this very module's."""
+        return self._module() is module
+
+    def fits(self, module: nn.Module) -> bool:
+        """Whether another module is of the same code, built again: its parts are others, and all else is the same."""
+        left = {key: kept for key, kept in self._seen.items() if key[1]}
+        for key, value in _objects(module):
+            if key[1] and (key not in left or left.pop(key)() is not value):
+                return False
+        return not left and _plain(module) == self._plain
+
     def changed(self) -> str:
         """``full`` where a cheap look sees a change, else ""."""
         if not self.quick():
@@ -126,6 +140,25 @@ class ModuleFingerprint:
     def release(self) -> None:
         """Lets go of the modules, at the end of a sampling run."""
         self._watch = None
+
+
+def changed_part(module: nn.Module) -> str:
+    """The first part with a hook or with a ``forward`` of its own, and in brackets whose that is; "" if none has."""
+    if hooks := _global_hooks():
+        return f"every module, {origin(hooks[0])}"
+    for number, part in enumerate(module.modules()):
+        own = [part.__dict__[name] for name in FORWARDS if name in part.__dict__ and _is_replaced(part, name)]
+        for found in (*own, *(hook for name in HOOKS for hook in part.__dict__[name].values())):
+            return f"{_shown(module, (number, ''))}, {origin(found)}"
+    return ""
+
+
+def _is_replaced(module: nn.Module, name: str) -> bool:
+    """Whether the instance's method is another one than its class's, which ComfyUI leaves behind as an attribute."""
+    method = module.__dict__[name]
+    if origin(method) == RECORDING:
+        return False
+    return getattr(method, "__func__", None) is not getattr(type(module), name, None)
 
 
 def foreign_method(kind: type) -> str:
@@ -154,6 +187,34 @@ def _is_own(kind: type, method: Any) -> bool:
     return code is not None and code.co_filename == file
 
 
+def foreign_code(module: nn.Module) -> list[tuple[str, Any]]:
+    """(where it is and whose, the code) of all that other packs hung on a module's parts or put into their classes."""
+    found = [
+        (f"{_shown(module, key)} of {origin(value)}", value)
+        for key, value in _objects(module)
+        if key[1] not in ("", "class") and not isinstance(key[0], str) and not _is_known(value)
+    ]
+    found += [(f"{_shown(module, key)} of {origin(value)}", value) for key, value in _of_every_module()]
+    for kind in _classes(module.modules()):
+        for name in FORWARDS:
+            method = vars(kind).get(name)
+            if method is not None and not _is_own(kind, method):
+                found.append((f"{kind.__name__}.{name} of {origin(method)}", method))
+    return found
+
+
+def _is_known(value: Any) -> bool:
+    """Whether code is torch's, ComfyUI's own, Python's or ours."""
+    whose = origin(value)
+    top = whose.partition(".")[0]
+    ours = whose.startswith(f"{__package__}.")
+    return isinstance(value, type) or ours or top in KNOWN or top in sys.stdlib_module_names
+
+
+def _of_every_module() -> Iterator[tuple["Key", Any]]:
+    return ((("every module", f"hook {index}"), hook) for index, hook in enumerate(_global_hooks()))
+
+
 Key = tuple[str | int, str]  # (the number of a part in ``modules()`` or a class, its attribute)
 
 
@@ -180,7 +241,7 @@ def _objects(module: nn.Module) -> Iterator[tuple[Key, Any]]:
         if named[shown] > 1:  # a function makes a class each time it is called
             shown += f" {named[shown]}"
         yield from (((shown, name), vars(kind)[name]) for name in _methods(kind))
-    yield from ((("every module", f"hook {index}"), hook) for index, hook in enumerate(_global_hooks()))
+    yield from _of_every_module()
 
 
 def _plain(module: nn.Module) -> list[list[tuple[str, type, Any]]]:

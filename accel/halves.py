@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from . import verify
@@ -35,7 +34,7 @@ class Halves:
 
     def __init__(
         self, stats: ModelStats, tapes: Tapes, passthrough: tuple[type[BaseException], ...],
-        make: Callable[[Tape, bool, "Call"], Program], count: Callable[[Program, bool, torch.dtype], None],
+        make: Callable[[Tape, bool, "Call"], Program], count: Callable[[Program, bool, "Call"], None],
     ) -> None:  # fmt: skip
         self._stats, self._tapes, self._passthrough = stats, tapes, passthrough
         self._make, self._count = make, count
@@ -78,7 +77,7 @@ class Halves:
         given = call.inputs | named_features(features)
         inputs = list(take.inputs(given, call.taped.options).values())
         program = self._make(tape, fuse, call)
-        self._count(program, first, call.key.inputs[0].dtype)
+        self._count(program, first, call)
         if settings.verify and not self._is_right(call, program, inputs, recorded):
             program = Program(tape, fuse=False)
             if not self._is_right(call, program, inputs, recorded):

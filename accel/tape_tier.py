@@ -24,7 +24,9 @@ from .outputs import Output, flat, odd_form
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
-from .tape import diagnose, rules
+from .tape import diagnose, live, rules
+from .tape.options import at
+from .tape.patches import code_of
 from .tape.program import NotBound, Program
 from .tape.reuse import Outlines
 from .tape.values import Tape, Weight
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
+MAX_FORMS = 4  # recordings of one size for patches that give results of several forms
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
 NOT_COMPARED = say("not_finite")
 GONE = say("skipped_gone")
@@ -57,21 +60,45 @@ class TapeTier:
     ) -> None:
         self.stats, self._owner, self._passthrough, self._uses_graphs = stats, owner, passthrough, uses_graphs
         self._tapes, self._outlines = Tapes(), Outlines()
-        self._dtypes: set[torch.dtype] = set()  # whose first size is over
+        self._begun: set[tuple[torch.dtype, bool]] = set()  # kinds of calls whose first size is over
         self._told = False  # why nothing is fused
         self._rules = True  # whether tapes are rewritten by rules
-        self._blocks = BlockTier(stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count)
+        self._blocks = BlockTier(
+            stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count, self._tapes.patches
+        )
         self._halves = Halves(stats, self._tapes, passthrough, self._made, self._count)
 
     def run(self, call: "Call", settings: "Settings", shape: ShapeStats) -> Any:
         """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
+        tried: list[Take] = []
+        with live.forward(call.taped.options) as forward:
+            while True:
+                try:
+                    return self._run(call, settings, shape, forward, tried)
+                except live.FormChanged as error:
+                    if len(tried) < MAX_FORMS and forward.log is None:
+                        continue  # it was in vain, and changed nothing: another recording may fit
+                    self._tapes.patches.odd(error.who)
+                    self._tapes.drop(tried[-1])
+                    self._note(shape, "eager", say("patch_form", patch=getattr(error.who, "co_name", "a patch")))
+                    if not forward.log or call.taped.leaves_out:
+                        return call.eager()
+                    return call.taped.forward(live.replaying(call.taped.options, forward.log))
+
+    def _run(
+        self, call: "Call", settings: "Settings", shape: ShapeStats, forward: live.Forward, tried: list[Take]
+    ) -> Any:
+        """As ``run``. Raises ``FormChanged``, with the take at the end of ``tried``."""
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
-        take = self._tapes.find(call.key, fuse, call.taped)
+        take = self._tapes.find(call.key, fuse, call.taped, tried)
         if take is None:
             if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(call.key, fuse, call.taped):
                 self._note(shape, "eager", reason)
                 return call.eager()
-            return self._first(call, settings, shape, fuse)
+            out = self._first(call, settings, shape, fuse, forward)
+            if tried and (new := self._tapes.find(call.key, fuse, call.taped, tried)) is not None:
+                self._tapes.first(new)
+            return out
         if take.program is None:
             return self._in_blocks(call, settings, shape, take, fuse)
         call = _laid_out(call, take.program.permuted)
@@ -86,10 +113,29 @@ class TapeTier:
             program = bound(take, call.taped.module, call.weights)
         except NotBound:  # other weights altogether
             self._tapes.drop(take)
-            return self.run(call, settings, shape)
-        out = flat(program.run(list(inputs.values())))
+            return self._run(call, settings, shape, forward, tried)
+        if take.live:
+            out = self._with_patches(call, take, program, inputs, forward, tried)
+        else:
+            out = flat(program.run(list(inputs.values())))
         self._settle(call, settings, shape, take, inputs, out)
         return take.result(out)
+
+    def _with_patches(
+        self, call: "Call", take: Take, program: Program, inputs: dict[str, Tensor], forward: live.Forward,
+        tried: list[Take],
+    ) -> Output:  # fmt: skip
+        """The result of a program that calls patches. Raises ``FormChanged``."""
+        again = bool(tried)
+        tried.append(take)
+        forward.log = [] if take.holds else None
+        out = flat(program.run(list(inputs.values())))
+        place = take.guards.changed_state(call.taped.options, call.taped.module) if take.holds else None
+        if place is not None:  # a patch that is called has changed what one that is written down reads
+            raise live.FormChanged(code_of(at(call.taped.options, place)))
+        if again:
+            self._tapes.first(take)
+        return out
 
     def _can_fuse(self, device: torch.device) -> bool:
         """``can_fuse``; where an NVIDIA GPU cannot, the reason is counted once."""
@@ -107,7 +153,7 @@ class TapeTier:
 
     def _in_blocks(self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, fuse: bool) -> Any:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
-        if not (fuse and take.came_back):
+        if not (fuse and take.in_blocks):
             self._note(shape, "eager", take.reason)
             return call.eager()
         with self._blocks.visit(call, settings, self._is_first(call)) as visit:
@@ -118,28 +164,37 @@ class TapeTier:
         return out
 
     def _is_first(self, call: "Call") -> bool:
-        """Whether no size of this dtype has had its first forward."""
-        return call.key.inputs[0].dtype not in self._dtypes
+        """Whether no size of this kind has had its first forward: with other packs' code, other kernels are needed."""
+        return _kind(call) not in self._begun
 
     # The first call of a size ---------------------------------------------------------------------------------------
 
-    def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
+    def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool, forward: live.Forward) -> Any:
         # so many small objects at once would set the collector off several times
         with preparing(self.stats.name, shape.size), collector_off():
-            return self._recorded(call, settings, shape, fuse)
+            return self._recorded(call, settings, shape, fuse, forward)
 
-    def _recorded(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool) -> Any:
+    def _recorded(
+        self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool, forward: live.Forward
+    ) -> Any:
         call = _laid_out(call, frozenset())  # what is recorded is ComfyUI's own
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs)
+        forward.playing = True  # patches were called in this forward, so what runs from here on must not call them
         if tape is not None:
             take.reason = obstacle(tape) or odd_form(recorded)
+            take.in_blocks = bool(take.reason)
+            take.twice = take.in_blocks and not take.live
+        if take.again:
+            shape.state, shape.reason = "eager", take.reason
+            return recorded
         if take.reason:
-            take.calls = []
-            if fuse and take.came_back:  # once more, as later calls will run: the same seed, the same picture
+            take.calls, take.live = [], []
+            # once more, as later calls will run: the same seed, the same picture
+            if fuse and take.twice:
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
-        operations, first, known = len(tape.operations), self._is_first(call), set(self._dtypes)
+        operations, first, known = len(tape.operations), self._is_first(call), set(self._begun)
         own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
         take.form = own
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
@@ -151,12 +206,14 @@ class TapeTier:
             )
         except BaseException:  # the user's interrupt: the next call begins again
             self._tapes.drop(take)
-            self._dtypes = known
+            self._begun = known
             raise
         if halves is not None and out is not None:
             self._halves.finish(call, settings, take, halves, out, flat(recorded), fuse, first)
         shape.eager.note(take.clock.eager_ms(operations))
         take.clock = None
+        for each in take.live:
+            each.recorded = None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
@@ -168,7 +225,7 @@ class TapeTier:
         """The result of the new program, checked."""
         device, first = call.key.device, self._is_first(call)
         program = self._made(tape, fuse, call)
-        self._count(program, first, call.key.inputs[0].dtype)
+        self._count(program, first, call)
         inputs = take.inputs(call.inputs, call.taped.options)
         take.program = program
         call = _laid_out(call, program.permuted)
@@ -233,11 +290,11 @@ class TapeTier:
             STATS.fallback(self.stats.name, f"{error}: operations run unfused")
             return Program(tape, fuse=False)
 
-    def _count(self, program: Program, first: bool, dtype: torch.dtype) -> None:
+    def _count(self, program: Program, first: bool, call: "Call") -> None:
         self.stats.kernels += program.report.compiled
         self.stats.compile_seconds += program.report.compile_seconds
         self.stats.recompiles += 0 if first else program.report.compiled
-        self._dtypes.add(dtype)
+        self._begun.add(_kind(call))
         if program.report.compiled:
             KEEPER.save_soon()
 
@@ -333,6 +390,10 @@ def _laid_out(call: "Call", wanted: frozenset[Weight]) -> "Call":
 def can_fuse(device: torch.device) -> bool:
     """Whether generated kernels run on this device."""
     return devices.is_nvidia(device) and kernels.available(device)
+
+
+def _kind(call: "Call") -> tuple[torch.dtype, bool]:
+    return call.key.inputs[0].dtype, call.taped.calls_others or bool(call.taped.foreign)
 
 
 def _functions() -> list[Any]:

@@ -18,15 +18,20 @@ from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
 from .reasons import say
+from .tape.live import LiveCall, Played
 from .tape.middle import BlockCall
-from .tape.options import Guards, NotedOptions, Reads
+from .tape.options import Guards, NotedOptions, Reads, at
+from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
+from .tape.refusals import HARMLESS
+from .tape.state import look
 from .tape.values import Tape, Weight
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
 PACKS = say("attention_no_graph")
+PATCHES = say("patch_no_graph")
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
 
 
@@ -68,7 +73,9 @@ class Taped:
     # has just these weights lie channels last, if they may; gives the weights' fingerprint from the one that is known
     lay_out: Callable[[frozenset[Weight], int], int] = lambda wanted, known: known
     lean: bool = False  # see ``Tape.lean``
-    places: Callable[[nn.Module], frozenset[str]] = lambda block: NONE  # see ``BlockCopies``
+    places: Callable[..., frozenset[str]] = lambda block, uncalled=False: NONE  # see ``BlockCopies``
+    calls_others: bool = False  # it calls patches of other packs, which may count their calls
+    foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
     skipping: Skipping | None = None
     leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
 
@@ -82,9 +89,14 @@ class Take:
     number: int
     program: Program | None = None
     reason: str = ""  # why there is no program
-    came_back: bool = False  # it is that a value came back to the host, so that blocks may have programs of their own
+    in_blocks: bool = False  # it is about the whole alone, so blocks may have programs of their own
+    twice: bool = False  # and its forward may run twice
+    again: bool = False  # the reason is mended: the next call is recorded once more
+    live: list[LiveCall | Played] = field(default_factory=list)  # patches that are called at each replay
+    holds: bool = False  # what those give is kept in a replay: they must not be called twice
     weights: int | None = None  # fingerprint of the weights that the program is bound to
     graph: bool = False  # whether a graph pays
+    code: tuple = ()  # the state of other packs' code in the model, see ``tape.state``
     graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the recorded forward
@@ -126,16 +138,17 @@ class Tapes:
         self._blocks = Blocks()
         self._one_by_one: int | None = None  # a structure whose blocks are not alike, as it turned out
         self._kept: set[tuple[ShapeKey, bool]] = set()  # sizes whose first forward left a tensor in its model
+        self.patches = PatchBook()
         self._lock = threading.RLock()
 
-    def find(self, key: ShapeKey, fuse: bool, taped: Taped) -> Take | None:
-        """The take that fits this call, or None."""
+    def find(self, key: ShapeKey, fuse: bool, taped: Taped, but: Sequence[Take] = ()) -> Take | None:
+        """The take that fits this call, or None. but: takes that turned out not to."""
         with self._lock:
             takes = self._takes.get((key, fuse), [])
             for take in takes[:]:
                 if take.structure != taped.structure:
                     takes.remove(take)  # the model is another one now
-                elif not take.guards.differs(taped.options):
+                elif take not in but and not self._differs(take, taped):
                     if take.lacks_rest(self._takes.get((take.rest, fuse))):
                         takes.remove(take)
                         continue
@@ -144,14 +157,32 @@ class Tapes:
                     return take
             return None
 
+    def _differs(self, take: Take, taped: Taped) -> str:
+        """What a call would read that the take has read otherwise; "" if it fits."""
+        if take.code:
+            for (name, code), state in zip(taped.foreign, take.code, strict=False):
+                if look(code, taped.module) != state:
+                    return name
+        return take.guards.differs(taped.options, taped.module)
+
     def in_vain(self, key: ShapeKey, fuse: bool, taped: Taped) -> str:
         """Why one more recording of this size would be of no use; "" if it may be."""
         with self._lock:
             last = self._takes.get((key, fuse), [])[-MAX_IN_VAIN:]
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
-            option = last[-1].guards.differs(taped.options)
-            return say("option_differs", option=repr(option))
+            option = self._differs(last[-1], taped)
+            place = last[-1].guards.changed_state(taped.options, taped.module)
+            if place is not None:  # what a patch reads differs in each call: from now on it is called
+                self.patches.live(code_of(at(taped.options, place)))
+                return ""
+            if option not in taped.options and option in dict(taped.foreign):
+                reason = say("foreign_state", name=option)
+            else:
+                reason = say("option_differs", option=repr(option))
+            blocks = Take(Guards(Reads(lambda tensor: None)), taped.structure, 0, reason=reason, in_blocks=True)
+            self.keep(key, fuse, blocks)
+            return reason
 
     def record(
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor]
@@ -162,7 +193,8 @@ class Tapes:
         reads = Reads(recorder.add_input)
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
-        clock = Clock(key.device)
+        patches = Patches(noted, recorder, self.patches)
+        clock, states = Clock(key.device), _states(taped)
         copies = BlockCopies(recorder, self._blocks, taped.places)
         calls = BlockCalls(recorder) if taped.skipping is not None else None
 
@@ -175,15 +207,26 @@ class Tapes:
                 return taped.forward(noted)
 
         out, tape = record(lambda: clock.run(forward), recorder)
+        recorder.guarded(patches.finish)
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
             reason = say("changes_itself", change=changed)
+        kept = _first_kept(taped, states)
+        if kept and not reason:
+            reason = say("foreign_state", name=kept)
         with self._lock:
             self._count += 1
-            take = Take(Guards(reads), taped.structure, self._count, reason=reason, came_back=recorder.came_back)
-            take.graph_obstacle = PACKS if recorder.calls_packs else ""
+            take = Take(Guards(reads), taped.structure, self._count, reason=reason)
+            take.in_blocks = bool(reason) and not changed and not recorder.keeps
+            take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
+            take.code = () if reason else states
+            take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
+            take.graph_obstacle = PATCHES if recorder.calls_patches else PACKS if recorder.calls_packs else ""
             take.clock, take.copies = clock, copies.count
             take.calls = calls.calls if calls is not None and tape is not None else []
+            if patches.again:
+                take.again, take.reason = True, take.reason or say("patch_again")
+                return out, take, None
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one = taped.structure
                 return out, take, None
@@ -200,7 +243,7 @@ class Tapes:
         with self._lock:
             self._count += 1
             take = Take(whole.guards, whole.structure, self._count, graph_obstacle=whole.graph_obstacle)
-            take.weights = whole.weights
+            take.weights, take.live, take.holds = whole.weights, whole.live, whole.holds
         return take
 
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
@@ -211,6 +254,14 @@ class Tapes:
             del takes[:-MAX_OF_A_SIZE]
             while len(self._takes) > MAX_TAKES:
                 self._takes.popitem(last=False)
+
+    def first(self, take: Take) -> None:
+        """Of several takes that fit, this one is tried first from now on."""
+        with self._lock:
+            for takes in self._takes.values():
+                if take in takes:
+                    takes.remove(take)
+                    takes.insert(0, take)
 
     def doubt(self, take: Take) -> bool:
         """The take's program was wrong. Whether that may be because of blocks that are copies, so they are no more."""
@@ -239,6 +290,18 @@ class Tapes:
         """Drops every take."""
         with self._lock:
             self._takes.clear()
+
+
+def _states(taped: Taped) -> tuple:
+    return tuple([look(code, taped.module) for _, code in taped.foreign])
+
+
+def _first_kept(taped: Taped, before: tuple) -> str:
+    """Other packs' code that keeps something from one call to the next, or may; "" if there is none."""
+    for (name, _), old, new in zip(taped.foreign, before, _states(taped), strict=True):
+        if old is None or old != new:
+            return name
+    return ""
 
 
 def named_features(features: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -68,6 +68,18 @@ class ChannelsLastWeights:
 
 
 def _is_permutable(weight: Tensor) -> bool:
-    """Whether it is plain, contiguous, and larger than 1x1 (whose two layouts are one)."""
+    """Whether it is plain, contiguous, larger than 1x1 (whose two layouts are one), and nobody else's too."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.ndim == 4
-    return plain and weight.is_contiguous() and weight.shape[2:].numel() > 1 and weight.shape[1] > 1
+    larger = plain and weight.is_contiguous() and weight.shape[2:].numel() > 1 and weight.shape[1] > 1
+    return larger and not _is_shared(weight)
+
+
+def _is_shared(weight: Tensor) -> bool:
+    """Whether another tensor reads its memory, with strides of its own: a Control-LoRA's network, say, which ComfyUI
+    makes of the model's weights.
+    """
+    return _users(weight) > _users(torch.empty(1))
+
+
+def _users(tensor: Tensor) -> int:
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)

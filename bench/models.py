@@ -123,10 +123,33 @@ def _controlnet(
 ) -> comfy.controlnet.ControlNet:
     device = mm.get_torch_device()
     operations = comfy.ops.disable_weight_init if cast_to is None else comfy.ops.manual_cast
-    layers = {"hint_channels": 3, "dtype": dtype, "device": device, "operations": operations}
+    layers = {
+        "hint_channels": config.get("hint_channels", 3),
+        "dtype": dtype,
+        "device": device,
+        "operations": operations,
+    }
     model = ControlNet(**config | layers).eval()
     randomise(model)  # zero convolutions too: a trained ControlNet's are not zero
     return comfy.controlnet.ControlNet(model, load_device=device, manual_cast_dtype=cast_to)
+
+
+def control_lora(patcher: ModelPatcher, rank: int = 4, seed: int = 0) -> comfy.controlnet.ControlLora:
+    """A Control-LoRA of random weights for the UNet of ``patcher``, through ComfyUI's loader.
+
+    It has small matrices for each product and convolution that the UNet has too, and weights for all others.
+    """
+    network, theirs = controlnet_for(patcher).control_model, patcher.model.diffusion_model.state_dict()
+    generator = torch.Generator().manual_seed(seed)
+    weights = {"lora_controlnet": torch.zeros(0)}
+    for name, weight in network.state_dict().items():
+        if name not in theirs:
+            weights[name] = weight.cpu()
+        elif weight.ndim > 1:
+            layer, rows = name.removesuffix(".weight"), weight.flatten(1)
+            weights[f"{layer}.up"] = torch.randn(len(rows), rank, generator=generator) * 0.1
+            weights[f"{layer}.down"] = torch.randn(rank, rows.shape[1], generator=generator) * rows.shape[1] ** -0.5
+    return comfy.controlnet.load_controlnet_state_dict(weights)
 
 
 def t2i_adapter(name: str, **changes: object) -> comfy.controlnet.T2IAdapter:

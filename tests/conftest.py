@@ -196,6 +196,16 @@ def clean_stats(pack: ModuleType) -> None:
 
 
 @pytest.fixture
+def recordings(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of what is recorded during the test."""
+    from anyshape.accel import tapes
+
+    record, found = tapes.Tapes.record, []
+    monkeypatch.setattr(tapes.Tapes, "record", lambda *args: (found.append(str(args[1])), record(*args))[1])
+    return found
+
+
+@pytest.fixture
 def no_graphs_left(pack: ModuleType) -> Iterator[None]:
     """After the test every graph is given back."""
     from anyshape.accel import graphs
@@ -225,6 +235,51 @@ def in_older_comfyui() -> Callable[..., subprocess.CompletedProcess]:
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
     return run
+
+
+@pytest.fixture
+def fusing(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but that programs run unfused; blocks run one by one where the whole cannot be recorded."""
+    from anyshape.accel import tape_tier
+    from anyshape.accel.tape.program import Program
+
+    def made(self: Any, tape: Any, fuse: bool, call: Any) -> Any:
+        report, program = Program(tape, fuse=True).report, Program(tape, fuse=False)
+        program.report = report
+        return program
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    monkeypatch.setattr(tape_tier.TapeTier, "_made", made)
+
+
+@pytest.fixture
+def recordings(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys that were recorded as a whole."""
+    from anyshape.accel import tapes
+
+    seen, record = [], tapes.Tapes.record
+
+    def counted(self: Any, key: Any, *args: Any) -> Any:
+        seen.append(str(key))
+        return record(self, key, *args)
+
+    monkeypatch.setattr(tapes.Tapes, "record", counted)
+    return seen
+
+
+@pytest.fixture
+def block_programs(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """How many blocks ran on a program of their own."""
+    from anyshape.accel.block_tier import BlockTier
+
+    seen, replay = [], BlockTier._replay
+
+    def counted(self: Any, take: Any, path: str, *args: Any) -> Any:
+        seen.append(path)
+        return replay(self, take, path, *args)
+
+    monkeypatch.setattr(BlockTier, "_replay", counted)
+    return seen
 
 
 @pytest.fixture(scope="session")

@@ -106,7 +106,8 @@ def test_a_run_with_and_without_residuals(models, warm, scene, nothing_compiles)
 def test_residuals_equal_eager(nets, name, rows):
     """Each for itself, and each in memory of its own: ComfyUI multiplies them in place."""
     net, fast = nets[name]["net"].control_model, compiled_control(nets[name]["net"]).control_model
-    for seed, (width, height) in enumerate([(128, 128), (136, 120), (120, 136), (328, 72), (64, 64)]):
+    sizes = [(128, 128), (136, 120), (120, 136), (328, 72), (64, 64)]
+    for seed, (width, height) in enumerate(sizes + sizes[::-1]):  # each is recorded, and then replayed on other input
         call = control_inputs(net, width, height, rows, seed)
         with torch.inference_mode():
             wanted, out = net(**call), fast(**call)
@@ -172,15 +173,17 @@ def set_type(control, kind):
     return SetUnionControlNetType.execute(control, kind).args[0]
 
 
-def test_two_types_have_two_keys(models, pack):
-    """What is no tensor and yet decides the program: a graph of one type may not be replayed for another."""
-    from anyshape.accel.families import controlnet_forward
-    from anyshape.accel.key import shape_key
-
-    call = {"x": randn(1, 4, 8, 8), "hint": randn(1, 3, 64, 64), "timesteps": randn(1), "context": randn(1, 77, 64)}
-    given = [controlnet_forward.arguments(**call, control_type=types) for types in ([], [0], [3], [3])]
-    keys = [shape_key(each.flat(), each.structure()) for each in given]
-    assert len(set(keys)) == 3 and keys[2] == keys[3]
+def test_each_type_has_a_recording(union, recordings):
+    """What is no tensor and yet decides the program: one type's may not be replayed for another."""
+    net = union[1].control_model
+    fast = compiled_control(union[1]).control_model
+    for seed, types in enumerate(([], [0], [3], [3], [0], [])):
+        call = control_inputs(net, 64, 72, 2, seed) | {"control_type": types}
+        with torch.inference_mode():
+            wanted, out = net(**call), fast(**call)
+        assert error(out["middle"][0], wanted["middle"][0]) < CLOSE
+    assert len(recordings) == 3 and len({s["key"] for s in shapes()}) == 3
+    assert_fast()
 
 
 def test_manual_cast(models, unets):
@@ -198,6 +201,26 @@ def test_batch_is_images_a_prompt(models, unets, nets):
     for cfg in (7.0, 1.0):
         sampled(models, unets["sd15"], fast, "batch 3, a hint each", cfg=cfg)
     assert [(s["width"], s["height"], s["batch"]) for s in shapes()] == [(72, 72, 3)] * 2
+
+
+def test_a_mask_beside_the_hint(models, unets):
+    """As ControlNets for inpainting have it: ComfyUI adds a channel to the picture."""
+    control = models.controlnet("sd15", torch.float32, **UNETS["sd15"], hint_channels=4)
+    control.concat_mask = True
+    wanted = models.sample(unets["sd15"], **RUN, steer=steering(control))
+    out = models.sample(unets["sd15"], **RUN, steer=steering(compiled_control(control)))
+    assert error(out, wanted) < CLOSE and "hint[1x4x72x88]" in shapes()[0]["key"]
+    assert_fast()
+
+
+def test_a_run_records_what_is_new_alone(models, unets, recordings):
+    """Strength, percentages and another picture are no part of a recording; another size is."""
+    fast = {"net": compiled_control(models.controlnet("sd15", torch.float32, **UNETS["sd15"]))}
+    for scene in ("one", "appears in mid-run", "ends in mid-run", "strength 0", "two of one network"):
+        sampled(models, unets["sd15"], fast, scene)
+    assert len(recordings) == 1
+    sampled(models, unets["sd15"], fast, "one", width=96)
+    assert len(recordings) == 2
 
 
 # Skip Blocks ------------------------------------------------------------------------------------------------------

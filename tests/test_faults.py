@@ -17,15 +17,19 @@ LONG_RUN = SHORT_RUN | {"steps": 10}  # long enough for blocks to be skipped
 
 # Everything that a forward of a compiled model goes through, by module of the pack.
 FORWARD = [
-    "families.unet.arguments", "families.unet.obstacle", "families.unet.forward", "families.unet.Plan",
-    "families.session._foreign_forward", "families.session.call_obstacle", "families.session._graph_obstacle",
-    "families.session.shape_key", "families.session.Call", "families.session.Run.refresh",
-    "families.unet_plan.Survey", "families.unet_stages.Stages.run", "families.unet_stages.Stream",
-    "families.layers.Survey.eager_parts", "families.family.Arguments.flat", "families.family.Arguments.structure",
+    "families.taping.take", "families.taping.call_of", "families.taping.obstacle", "families.taping.shape_key",
+    "families.taping.Fingerprints.of", "families.taping.TapeRun.structure", "families.taping.TapeRun.weights",
+    "families.taping.foreign_code", "families.taping._structure", "families.session.taping.TapeRun",
     "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
-    "engine._tiers", "engine.Engine._fast", "engine.Engine._load", "engine.Engine._forward", "engine.compilations",
-    "engine.kernels.load", "engine.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
-    "ops.FusedOps.query_key_value", "ops.FusedOps.feed_forward",
+    "engine._tiers", "engine.Engine._fast", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded",
+    "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish",
+    "tapes._states", "tape.live.forward", "tape.record.traits", "tape_tier.Program", "tape_tier.bound",
+    "tape.program.Program.run", "tape_tier.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
+]  # fmt: skip
+# The same of a patch of another node, which is called in each forward.
+PATCHED = [
+    "tape.patches.look", "tape.patches.code_of", "tape.live.template", "tape.live.perform", "tape.live.LiveCall.record",
+    "tape.live.LiveCall.__call__", "tape.live._form", "tape.record.Recorder.step", "tape.live.at",
 ]  # fmt: skip
 
 SKIPPING = [
@@ -74,7 +78,29 @@ def test_a_fault_in_a_forward(models, fresh, wanted, inject, target):
     assert any("injected" in reason for reason in reasons()), reasons()
 
 
-@pytest.mark.parametrize("target", [FORWARD[0], "engine.Engine._load", "ops.FusedOps.feed_forward"])
+@pytest.mark.parametrize("target", PATCHED)
+def test_a_fault_in_a_forward_with_a_patch(models, fresh, inject, target):
+    """The patch is called once in each forward all the same, before the fault, with it and after it."""
+    outs, logs = [], []
+    for each in (fresh, compiled(fresh)):
+        log, patched = [], each.clone()
+
+        def patch(h, options, log=log):
+            log.append(options["block"])
+            return h * (1.1 if float(options["sigmas"][0]) > 1.0 else 0.9)
+
+        patched.set_model_input_block_patch(patch)
+        outs.append([models.sample(patched, **RUN | {"seed": 0})])
+        if each is not fresh:
+            inject(target)
+        outs[-1].append(models.sample(patched, **RUN | {"seed": 1, "width": 136}))
+        outs[-1].append(models.sample(patched, **RUN | {"seed": 1}))
+        logs.append(log)
+    assert all(error(out, plain) < CLOSE for plain, out in zip(*outs, strict=True))
+    assert any("injected" in reason for reason in reasons()), reasons()
+
+
+@pytest.mark.parametrize("target", [FORWARD[0], "tape_tier.Program", "tape.program.Program.run"])
 def test_once_mended_it_is_fast_again(models, fresh, wanted, inject, monkeypatch, target):
     """A fault leaves nothing behind but, where it was a tier's, the tier's retirement."""
     fast = compiled(fresh)
@@ -122,9 +148,7 @@ def test_a_fault_in_cutting(models, fresh, wanted, inject, target, fast):
     assert "cutting failed, Injected" in reason and last_run()["skipped"] == 0
 
 
-@pytest.mark.parametrize(
-    "target", ["families.attach.family_of", "families.attach.Session", "families.unet.unsupported"]
-)
+@pytest.mark.parametrize("target", ["families.attach.Session", "families.attach.put_around"])
 def test_a_fault_in_compile_model(models, fresh, wanted, inject, target):
     """The node hands a model on that runs as without it, and says why."""
     inject(target)

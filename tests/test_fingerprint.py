@@ -13,7 +13,7 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.fingerprint import ModuleFingerprint, Watch, foreign_method  # noqa: E402 - see bare_pack
+from anyshape.accel.fingerprint import ModuleFingerprint, Watch, changed_part, foreign_method  # noqa: E402
 
 
 class Layer(nn.Linear):
@@ -208,6 +208,43 @@ def test_the_first_look_after_release_is_a_full_one(model) -> None:
     found.release()
     model[0].heads = 5
     assert found.quick() and "0.heads (5)" in found.full()
+
+
+@pytest.mark.parametrize("change", QUICK | FULL)
+def test_another_module_of_the_same_code_fits(monkeypatch, change) -> None:
+    """Also when the first one is gone; not one in which anything differs."""
+    first, again, changed = (nn.Sequential(Block(), Block(), nn.SiLU()) for _ in range(3))
+    found = ModuleFingerprint(first)
+    assert found.is_of(first) and not found.is_of(again)
+    del first
+    gc.collect()
+    assert found.fits(again)
+    (QUICK | FULL)[change][0](changed, monkeypatch)
+    assert not found.fits(changed)
+
+
+def test_hooked_and_replaced_parts(model, monkeypatch) -> None:
+    left_behind(model)
+    model[0].heads = 5
+    assert changed_part(model) == ""
+    hook = model[0].layer.register_forward_hook(other)
+    assert changed_part(model) == "0.layer, tests.test_fingerprint"
+    hook.remove()
+    model[1].norm.forward = other
+    assert changed_part(model) == "1.norm, tests.test_fingerprint"
+    del model[1].norm.forward
+    assert changed_part(model) == ""
+    monkeypatch.setitem(nn.modules.module._global_forward_hooks, 7, other)
+    assert changed_part(model) == "every module, tests.test_fingerprint"
+
+
+def test_a_forward_while_another_thread_records_is_no_change(model) -> None:
+    from anyshape.accel.block_forwards import Blocks
+
+    blocks = Blocks()
+    blocks._paths = ["0"]
+    with blocks.ours(model, lambda path, block, own, args, kwargs: own(*args, **kwargs)):
+        assert "forward" in model[0].__dict__ and changed_part(model) == ""
 
 
 # Classes that were replaced before anybody looked -----------------------------------------------------------------

@@ -481,7 +481,9 @@ def test_two_first_calls_make_one_engine(pack, monkeypatch) -> None:
 def key_of(forward, *args, **kwargs):
     from anyshape.accel.families import taping
 
-    run = types.SimpleNamespace(structure=lambda model: 1, weights=lambda: 1, changed=str, lay_out=None)
+    run = types.SimpleNamespace(
+        structure=lambda model: 1, weights=lambda: 1, changed=str, lay_out=None, foreign=(), obstacle=str
+    )
     given = taping.take(forward, args, kwargs)
     with torch.inference_mode():
         return taping.call_of(None, forward, given, run, None, (1, 1, 1)).key

@@ -5,12 +5,12 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tools import compatibility_table
 from tools.architectures import autoencoders
 from tools.oracles import FUSED, fallbacks, shapes
 from tools.paths import OLDER_COMFYUI, VENV_COMFYUI, comfyui_path
+from tools.peak import peak
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread")
 ENTRIES = [
@@ -82,20 +82,6 @@ def test_table_of_vaes_is_current(records, request):
 
 
 # Memory -----------------------------------------------------------------------------------------------------------
-
-
-def peak(run) -> int:
-    """The most bytes of tensors that lived at once while ``run`` ran, of those that it made."""
-    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        out = run()
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    del out
-    now = most = 0
-    for _, change in changes:
-        now += change
-        most = max(most, now)
-    return most
 
 
 @pytest.mark.parametrize("way", autoencoders.WAYS)

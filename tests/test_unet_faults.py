@@ -15,7 +15,7 @@ from tools.driving import (
 )
 from tools.oracles import FUSED, assert_fast, error, fallbacks, shapes
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
 
@@ -66,9 +66,9 @@ def test_interrupt_inside_a_forward(models, patcher):
     assert shapes()[-1]["state"] == FUSED
 
 
-def test_a_failing_tier_gives_the_eager_image(models, fresh, monkeypatch):
-    """Exactly it, with one reason; the tier is not tried again on this model, and the run after is right too."""
-    from tools.stand_in import StandIn
+def test_a_failing_program_gives_the_eager_image(models, fresh, monkeypatch):
+    """Exactly it, with one reason; it is not tried again at this size, and the run after is right too."""
+    from anyshape.accel.tape.program import Program
 
     tried = []
 
@@ -76,7 +76,7 @@ def test_a_failing_tier_gives_the_eager_image(models, fresh, monkeypatch):
         tried.append(1)
         raise RuntimeError("injected")
 
-    monkeypatch.setattr(StandIn, "feed_forward", fail)
+    monkeypatch.setattr(Program, "run", fail)
     plain, fast = models.sample(fresh, **SHORT_RUN | {"steps": 3}), compiled(fresh)
     for _ in range(2):
         assert torch.equal(models.sample(fast, **SHORT_RUN | {"steps": 3}), plain)
@@ -87,28 +87,32 @@ def test_a_failing_tier_gives_the_eager_image(models, fresh, monkeypatch):
     assert shape["state"] == "eager" and shape["calls"] == 6 and "injected" in shape["reason"]
 
 
-def test_a_failing_tier_eats_no_residuals(fresh, monkeypatch):
+def test_a_failing_program_eats_no_residuals(fresh, monkeypatch):
     """ComfyUI's forward empties the ControlNet's lists; a forward of ours that failed must not have."""
-    from tools.stand_in import StandIn
+    from anyshape.accel.tape.program import Program
 
     wanted = unet_forward(fresh, 136, 128, control=residuals(fresh, (2, 4, 16, 17), "controlnet"))
-    monkeypatch.setattr(StandIn, "feed_forward", lambda self, *args: 1 / 0)
-    control = residuals(fresh, (2, 4, 16, 17), "controlnet")
-    assert torch.equal(unet_forward(compiled(fresh), 136, 128, control=control), wanted)
+    fast = compiled(fresh)
+    for broken in (False, True):
+        if broken:
+            monkeypatch.setattr(Program, "run", lambda self, *args: 1 / 0)
+        control = residuals(fresh, (2, 4, 16, 17), "controlnet")
+        assert torch.equal(unet_forward(fast, 136, 128, control=control), wanted)
+    assert any("ZeroDivisionError" in fallback["reason"] for fallback in fallbacks())
 
 
 def test_out_of_memory_is_no_reason_to_give_up(models, fresh, monkeypatch):
     """One image too large for our forward: ComfyUI's own makes it, and smaller ones stay fast."""
-    from tools.stand_in import StandIn
+    from anyshape.accel.tape.program import Program
 
-    own = StandIn.feed_forward
+    own = Program.run
 
-    def tight(self, a, *args):
-        if a.shape[1] > 16 * 16:
+    def tight(self, inputs, *args):
+        if inputs[0].shape[-1] > 16:
             raise torch.OutOfMemoryError("injected")
-        return own(self, a, *args)
+        return own(self, inputs, *args)
 
-    monkeypatch.setattr(StandIn, "feed_forward", tight)
+    monkeypatch.setattr(Program, "run", tight)
     fast, large = compiled(fresh), SHORT_RUN | {"width": 264}
     assert torch.equal(models.sample(fast, **large), models.sample(fresh, **large))
     assert "out of memory" in shapes()[0]["reason"] and any("out of memory" in f["reason"] for f in fallbacks())
@@ -133,17 +137,20 @@ def test_training_runs_in_eager(patcher):
     assert ["gradients are on" in f["reason"] for f in fallbacks()] == [True]
 
 
-def test_unknown_arguments_run_in_eager(patcher):
+def test_arguments_of_any_name(patcher):
+    """What is neither a tensor nor an option decides which recording fits."""
     fast = compiled(patcher)
     with torch.inference_mode():
-        call = unet_inputs(patcher, 128, 128) | {"num_video_frames": 2}
-        outs = [p.model.diffusion_model(**call, transformer_options=options_of(p)) for p in (patcher, fast)]
-    assert torch.equal(*outs)
-    assert "num_video_frames" in shapes()[0]["reason"]
+        for frames in (2, 1, 2):
+            call = unet_inputs(patcher, 128, 128) | {"num_video_frames": frames}
+            outs = [p.model.diffusion_model(**call, transformer_options=options_of(p)) for p in (patcher, fast)]
+            assert torch.equal(*outs)
+    assert [shape["calls"] for shape in shapes()] == [2, 1]
+    assert_fast()
 
 
 def chroma():
-    """The smallest Chroma that ComfyUI builds: a model that has no forward by hand here."""
+    """The smallest Chroma that ComfyUI builds."""
     import comfy.supported_models
     from comfy.ldm.chroma.model import ChromaParams
     from comfy.model_patcher import ModelPatcher
@@ -174,7 +181,7 @@ def sample_chroma(patcher):
         )
 
 
-def test_a_model_without_kernels_of_its_own_is_recorded():
+def test_a_model_of_another_kind_is_recorded():
     patcher = chroma()
     out, message = compile_with_message(patcher)
     assert message == ""

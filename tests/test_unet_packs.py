@@ -6,7 +6,7 @@ from tools.driving import SHORT_RUN, compiled, unet_forward
 from tools.oracles import FUSED, assert_fast, error, fallbacks, shapes
 from tools.patching import PATCHES, attn1, attn2_replace_one
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3, what is measured is 3e-6
 BLOCK = "input_blocks.1.1.transformer_blocks.0"
@@ -46,31 +46,44 @@ def test_freeu_node(models, patcher, version):
     assert error(models.sample(freeu, **SHORT_RUN), models.sample(wanted, **SHORT_RUN)) < CLOSE
 
 
-def test_one_replaced_block_leaves_the_others_fast(monkeypatch, patcher):
-    """3 of its 4 transformer blocks."""
-    from tools.stand_in import StandIn
+def test_one_replaced_block_is_one_call_of_a_program(patcher):
+    """The patch logs its calls, so it is called in each forward; all else is recorded."""
+    from anyshape.accel.families.attach import engine_of
 
-    calls, own = [], StandIn.feed_forward
-    monkeypatch.setattr(StandIn, "feed_forward", lambda *args: calls.append(1) or own(*args))
-    patched = compiled(patcher)
-    attn2_replace_one(patched, [])
-    unet_forward(patched, 128, 128)
-    assert len(calls) == 3
+    patched, log = compiled(patcher), []
+    attn2_replace_one(patched, log)
+    for _ in range(3):
+        unet_forward(patched, 128, 128)
+    takes = engine_of(patched)(patcher.model.diffusion_model)._tape._tapes._takes
+    (called,) = [take for group in takes.values() for take in group if take.live and take.used]
+    assert len(called.live) == 1 and len(log) == 3
+    assert_fast()
 
 
-def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, stand_in):
+def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, monkeypatch):
     """Its first call without the patch compiles the blocks that were patched: it is their first call."""
-    from anyshape.accel import stats
+    from anyshape.accel import stats, tape_tier
+    from anyshape.accel.tape.program import Program
 
-    stand_in.variants.clear()  # as in a new process: nothing is compiled yet
+    compiled_ = []
+
+    def made(self, tape, fuse, call):
+        program = Program(tape, fuse=False)
+        program.report.compiled = 3
+        compiled_.append(call)
+        return program
+
+    monkeypatch.setattr(tape_tier.TapeTier, "_made", made)
     fast = compiled(fresh)
     patched = fast.clone()
     attn1(patched, [])
-    models.sample(patched, **SHORT_RUN)
-    compiled_before = stand_in.compiled_variants()
+    models.sample(patched, **SHORT_RUN | {"steps": 2})
+    before = len(compiled_)
     with stats.expect(recompiles=0):
         assert error(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN)) < CLOSE
-    assert stand_in.compiled_variants() > compiled_before
+    assert len(compiled_) == before + 1
+    models.sample(fast, **SHORT_RUN | {"width": 72})
+    assert stats.snapshot()["models"][-1]["recompiles"] == 3  # another size of it
 
 
 def test_an_error_in_a_patch_is_the_users_to_see(models, patcher):
@@ -164,7 +177,7 @@ HOOKED = [
 
 @pytest.mark.parametrize("name", HOOKED)
 def test_a_hook_takes_effect(patcher, name):
-    """Wherever another pack hooks the model, the hook is called as in eager, and its place is in the stats."""
+    """Wherever another pack hooks the model, one that counts is called as in eager, and its place is in the stats."""
     fast, plain, calls = compiled(patcher), unet_forward(patcher, 128, 128), []
     unet_forward(fast, 128, 128)
     module = patcher.model.diffusion_model.get_submodule(name)
@@ -176,7 +189,9 @@ def test_a_hook_takes_effect(patcher, name):
         handle.remove()
     assert error(wanted, plain) > 1e-4 and error(out, wanted) < CLOSE / 10
     assert len(calls) == 2 * wanted_calls > 0
-    assert "hooked" in shapes()[-1]["reason"] and any("hooked" in f["reason"] for f in fallbacks())
+    reason = shapes()[-1]["reason"]
+    assert "hooked or replaced a part of the model" in reason and f"({name}._forward_hooks[0] of" in reason
+    assert any("hooked" in f["reason"] for f in fallbacks())
     assert error(unet_forward(fast, 128, 128), plain) < CLOSE
     assert shapes()[-1]["reason"] == ""
 
@@ -195,7 +210,24 @@ def test_an_object_patch_takes_effect(models, patcher, name):
     plain, wanted = models.sample(patcher, **SHORT_RUN), models.sample(patched(patcher), **SHORT_RUN)
     assert error(wanted, plain) > 1e-4
     assert error(models.sample(patched(compiled(patcher)), **SHORT_RUN), wanted) < CLOSE / 10
-    assert any("replaced" in f["reason"] for f in fallbacks())
+    assert_fast()  # its effect is on the tape
     fast = compiled(patcher)
     assert error(models.sample(fast, **SHORT_RUN), plain) < CLOSE
     assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
+
+
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_hook_without_a_state_is_on_the_tape(patcher, name):
+    """Until a number that it reads is another one."""
+    scale, fast = [1.5], compiled(patcher)
+    module = patcher.model.diffusion_model.get_submodule(name)
+    handle = module.register_forward_hook(lambda m, args, out: out * scale[0])
+    try:
+        for number in (1.5, 1.5, 0.5, 0.5):
+            scale[0] = number
+            for size in ((128, 128), (136, 104)):
+                assert error(unet_forward(fast, *size), unet_forward(patcher, *size)) < CLOSE / 10
+    finally:
+        handle.remove()
+    assert_fast()
+    assert not fallbacks()

@@ -20,9 +20,7 @@ from ..attempt import attempt, failed
 from ..engine import Engine, Settings
 from ..reasons import say
 from ..stats import STATS
-from . import lazy
 from .compat import static_clone
-from .family import Family
 from .latents import latents_of
 from .layers import INTERRUPTS
 from .session import Session
@@ -30,7 +28,6 @@ from .session import Session
 KEY = "anyshape"
 FORWARD = "diffusion_model.forward"
 Forward = Callable[..., Any]
-FAMILIES = ("unet",)  # modules of this package; see ``lazy``
 
 _LOCK = threading.Lock()  # two first calls at once must get one engine
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
@@ -65,13 +62,11 @@ def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatch
 def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, str]:
     if obstacle := devices.obstacle(patcher.load_device):
         return _plain(patcher, obstacle)
-    model = patcher.model.diffusion_model
-    family = family_of(model)
     clone, obstacle = static_clone(patcher)
     if obstacle:
         return _plain(patcher, f"this model runs in eager, as without this node: {obstacle}")
     remove(clone)  # of two Compile Model nodes in a row, the last one decides
-    session = Session(family, settings, type(patcher.model).__name__, engine_of(patcher), size_of(patcher))
+    session = Session(settings, type(patcher.model).__name__, engine_of(patcher), size_of(patcher))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, session.sampler)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
@@ -103,13 +98,6 @@ def engine_of(patcher: ModelPatcher) -> Callable[[nn.Module], Engine]:
     """What gives the engine of the diffusion model that is sampled."""
     name = type(patcher.model).__name__
     return lambda model: engine_for(model, name, "model")
-
-
-def family_of(model: nn.Module) -> Family | None:
-    """What has a forward by hand for this diffusion model, on kernels; None: it is recorded, as all others."""
-    found, _ = attempt(lambda: [lazy.module(name) for name in FAMILIES], failed(type(model).__name__, "a family"))
-    family = next((family for family in found or () if type(model) is family.MODEL), None)
-    return family if family is not None and not family.unsupported(model) else None
 
 
 def _calls_wrappers(kind: type) -> bool:

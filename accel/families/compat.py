@@ -19,9 +19,6 @@ try:
 except ImportError:  # ComfyUI before its prefetch queues
     prefetch = None
 
-# Whether a UNet calls patches behind its middle block: a patch of that name does nothing in an older ComfyUI.
-HAS_MIDDLE_PATCH = hasattr(ModelPatcher, "set_model_middle_block_after_patch")
-
 # The weights of models that ComfyUI streams, loaded once more to stay in place: as ``clone`` takes them.
 _STATIC: "weakref.WeakKeyDictionary[nn.Module, Any]" = weakref.WeakKeyDictionary()
 

@@ -53,9 +53,8 @@ def engines_of(model: nn.Module | None) -> list[Engine]:
 
 def of_controlnet(control: comfy.controlnet.ControlBase) -> Names | None:
     """Of a ControlNet."""
-    forward = getattr(getattr(control, "control_model", None), "forward", None)
-    engine = getattr(forward, "_engine", None)
-    return (lambda: [engine.stats.name]) if engine else None
+    engine = getattr(control, "engine", None)
+    return (lambda: [engine.stats.name]) if isinstance(engine, Engine) else None
 
 
 def of_warm_up(patcher: ModelPatcher, vae: comfy.sd.VAE | None) -> Names | None:

@@ -11,11 +11,8 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
-from .. import kernels, tape_tier
 from ..attempt import Theirs, attempt, failed
 from ..engine import Call, Engine, Settings
-from ..fingerprint import foreign_method
-from ..key import shape_key
 from ..reasons import say
 from ..skip.run import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..stats import STATS
@@ -23,11 +20,8 @@ from ..tapes import FullStep
 from ..weights import ChannelsLastWeights
 from . import conds, taping
 from .compat import outside_memory_plan
-from .family import Arguments, Family
-from .layers import INTERRUPTS, Survey, is_foreign
-from .run_state import Run, call_obstacle
+from .layers import INTERRUPTS
 
-PATCH_KEYS = ("patches", "patches_replace")
 PASSED_BY = say("passed_by")
 
 
@@ -35,17 +29,15 @@ class Session:
     """The wrappers of one compiled patcher (and of its clones), and the runs in progress."""
 
     def __init__(
-        self, family: Family | None, settings: Settings, name: str, engine: Callable[[nn.Module], Engine],
+        self, settings: Settings, name: str, engine: Callable[[nn.Module], Engine],
         size: Callable[[tuple[int, ...]], tuple[int, int, int]] | None = None,
     ) -> None:  # fmt: skip
-        self.family, self.name = family, name
+        self.name = name
         self.settings = settings
         self._size = size or taping.pixels
         self._engine = engine
         # by id of the diffusion model; several threads sample several models
-        self._runs: dict[int, Run] = {}
-        self._tape_runs: dict[int, taping.TapeRun] = {}
-        self._surveys: dict[int, Survey] = {}
+        self._runs: dict[int, taping.TapeRun] = {}
         self._depth = 0
         self.passed_by = ""  # why nothing of the latest sampling run came through here
         self._calls = 0  # that came through here; code that someone else compiled does not
@@ -82,22 +74,9 @@ class Session:
         return executor(guider, *args, **kwargs)
 
     def _close_runs(self) -> None:
-        runs, self._runs, self._tape_runs = [*self._runs.values(), *self._tape_runs.values()], {}, {}
-        self._surveys = {}
+        runs, self._runs = list(self._runs.values()), {}
         for run in runs:
             run.close()
-
-    def _run(self, model: nn.Module, device: torch.device) -> Run:
-        """The run's state; outside a sampling run a fresh one that leaves the weights alone."""
-        with self._lock:
-            if self._depth == 0:
-                return Run(self.family, model, None)
-            if id(model) not in self._runs:
-                wanted = self._engine(model).wants_channels_last(self.settings, device)
-                self._runs[id(model)] = Run(self.family, model, ChannelsLastWeights() if wanted else None)
-            run = self._runs[id(model)]
-            run.refresh()
-            return run
 
     def forward(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
         """DIFFUSION_MODEL: our forward takes the place of the innermost one; other packs' wrappers stay around it."""
@@ -120,7 +99,7 @@ class Session:
         return forward
 
     def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """The ``_forward`` of the model's family, through the engine; ComfyUI's own if anything of ours fails."""
+        """The model's forward, through the engine; ComfyUI's own if anything of ours fails."""
         theirs = Theirs(lambda: original(*args, **kwargs))
         if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
             return theirs()
@@ -134,74 +113,9 @@ class Session:
         self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
         self._calls += 1
-        if self._is_recorded(model, original, args, kwargs):
-            return self._recorded(model, original, theirs, args, kwargs)
-        given = self.family.arguments(*args, **kwargs)
-        obstacle = _foreign_forward(self.family, model, original) or call_obstacle(given) or self.family.obstacle(given)
-        idle = self.settings.mode == "off" or self.settings.timed
-        run = None if obstacle or idle else self._run(model, given.tensors["x"].device)
-        obstacle = obstacle or (run.plan.survey.obstacle() if run else "")
-        theirs.run = lambda: original(*given.original(), **given.known, **given.extra)
-        return self._engine(model)(self._by_hand(model, theirs, given, run, obstacle), self.settings)
-
-    def _by_hand(self, model: nn.Module, own: Theirs, given: Arguments, run: Run | None, obstacle: str) -> Call:
-        """A call with a forward by hand; own: ComfyUI's own forward of this call."""
-        family, plan, inputs, x = self.family, run.plan if run else None, given.flat(), given.tensors["x"]
-        return Call(
-            key=shape_key(inputs, given.structure()),
-            inputs=inputs,
-            forward=lambda ops, tensors: family.forward(ops, model, plan, given, tensors),
-            eager=own,
-            weights=run.fingerprint() if run else 0,
-            constants=lambda: plan.constants(),
-            width=x.shape[-1] * family.LATENT_TO_PIXELS,
-            height=x.shape[-2] * family.LATENT_TO_PIXELS,
-            batch=max(1, x.shape[0] // max(1, len(given.options.get("cond_or_uncond", (0,))))),
-            obstacle=obstacle,
-            graph_obstacle=_graph_obstacle(run, given.options) if run else "",
-            eager_parts=plan.survey.eager_parts() if plan else "",
-            repeatable=not (_patched(given.options) or (plan and plan.survey.altered)),
-        )
-
-    def _is_recorded(
-        self, model: nn.Module, original: Callable[..., Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> bool:
-        """Whether this call goes on a tape.
-
-        Every model's does, but for UNets where kernels by hand serve more of a call: with patches, parts that other
-        packs changed, and weights that are fetched at each call. They skip nothing.
-        """
-        if self.family is None:
-            return True
-        options = [item for item in (*args, *kwargs.values()) if isinstance(item, dict)]
-        if any(RUN_KEY in item for item in options):
-            return True
-        if self.settings.mode == "off":
-            return False
-        device = next(item.device for item in (*args, *kwargs.values()) if isinstance(item, Tensor))
-        if self.settings.mode == "exact" or not kernels.available(device):
-            return True
-        given = self.family.arguments(*args, **kwargs)
-        if not tape_tier.can_fuse(device) or _patched(given.options):
-            return False
-        return not _foreign_forward(self.family, model, original) and self._survey(model).is_plain(device)
-
-    def _survey(self, model: nn.Module) -> Survey:
-        """What was found in the model's parts, in this run."""
-        with self._lock:
-            found = self._surveys.get(id(model))
-            if found is None or found.is_stale():
-                found = Survey(model)
-                if self._depth:
-                    self._surveys[id(model)] = found
-            return found
-
-    def _recorded(
-        self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
-    ) -> Tensor:
         given = taping.take(original, args, kwargs)
         theirs.run = lambda: given.call(original)
-        run = self._tape_run(model)
+        run = self._run(model)
         first = next(iter(given.tensors.values()), None)
         size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
         try:
@@ -238,16 +152,16 @@ class Session:
         prompts = _prompts(skip, given.options, dict(call.key.structure) | forms)
         return skip.call(prompts, first, Programs(full, skipped))
 
-    def _tape_run(self, model: nn.Module) -> taping.TapeRun:
-        """As ``_run``, for a model that is recorded."""
+    def _run(self, model: nn.Module) -> taping.TapeRun:
+        """What is known of the model in this run; outside a sampling run, for this call."""
         with self._lock:
-            found = self._tape_runs.get(id(model))
+            found = self._runs.get(id(model))
             if found is None:
                 found = taping.TapeRun(
                     model, taping.fingerprints(model), ChannelsLastWeights() if self._depth else None
                 )
                 if self._depth:
-                    self._tape_runs[id(model)] = found
+                    self._runs[id(model)] = found
             return found
 
 
@@ -278,26 +192,3 @@ def _patches(options: Mapping[str, Any]) -> Iterator[tuple[tuple, Any]]:
         yield from (((name, place), patch) for place, patch in places.items())
     if "optimized_attention_override" in options:
         yield ("optimized_attention_override",), options["optimized_attention_override"]
-
-
-def _foreign_forward(family: Family, model: nn.Module, original: Callable[..., Tensor]) -> str:
-    """Why the model's forward is not the one that the family mirrors; "" if it is."""
-    own = getattr(original, "__func__", None) is type(model)._forward
-    replaced = foreign_method(type(model))
-    if own and not replaced and not any(name in model.__dict__ and is_foreign(model, name) for name in family.MIRRORED):
-        return ""
-    whose = f" ({replaced})" if replaced else ""
-    return say("foreign_forward", whose=whose)
-
-
-def _graph_obstacle(run: Run, options: dict[str, Any]) -> str:
-    """Why this forward may have Python side effects or no fixed weights, so that it must not be captured."""
-    if patches := _patched(options):
-        return say("patched_blocks", patches=", ".join(patches))
-    return run.plan.survey.graph_obstacle()
-
-
-def _patched(options: dict[str, Any]) -> list[str]:
-    """The kinds of other packs' patches that this call meets."""
-    patches = sorted({name for key in PATCH_KEYS for name, value in options.get(key, {}).items() if value})
-    return [*patches, *(name for name in ("optimized_attention_override",) if name in options)]

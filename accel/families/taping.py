@@ -16,22 +16,23 @@ import torch
 from torch import Tensor, nn
 
 from ..engine import Call
-from ..fingerprint import ModuleFingerprint, foreign_method
+from ..fingerprint import ModuleFingerprint, foreign_code, foreign_method
 from ..key import ShapeKey, shape_key
 from ..reasons import say
 from ..skip.run import RUN_KEY
+from ..tape.live import OVERRIDE, Played
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
 from ..tape.values import Weight
 from ..tape.weights import resolve
 from ..tapes import Skipping, Taped, named_features
 from ..weights import ChannelsLastWeights, WeightWatch
-from .layers import surroundings
+from .compat import is_streamed_layer
+from .layers import autocast, surroundings
 
 OPTIONS = "transformer_options"
 SAMPLED = "cond_or_uncond"  # among the options, from the sampler
-OVERRIDE = "optimized_attention_override"
-PATCH_KEYS = ("patches", "patches_replace")
+PATCHED, REPLACED = PATCH_KEYS = ("patches", "patches_replace")
 PLACES = frozenset(("block", "block_index", "transformer_index"))
 OWN = ("comfy.", "torch.")  # where classes are from that nobody else has written
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -126,10 +127,23 @@ class TapeRun:
     def __init__(
         self, model: nn.Module, fingerprints: "Fingerprints", layout: ChannelsLastWeights | None = None
     ) -> None:
-        self._model, self._layout = model, layout
+        self.model, self._layout = model, layout
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self._watch = fingerprints, WeightWatch(model)
-        self._structure = fingerprints.of(model)
+        self._look()
+
+    def _look(self) -> None:
+        self._structure, self._foreign = self._fingerprints.of(self._model), self._fingerprints.foreign(self._model)
+        self._is_streamed = any(map(is_streamed_layer, self._model.modules()))
+
+    def obstacle(self) -> str:
+        """Why nothing of this model may be recorded, now."""
+        return say("streamed_now") if self._is_streamed else ""
+
+    @property
+    def foreign(self) -> list[tuple[str, Any]]:
+        """See ``fingerprint.foreign_code``."""
+        return self._foreign
 
     def weights(self) -> int:
         """Where the weights lie, now."""
@@ -141,7 +155,7 @@ class TapeRun:
         if self._layout is None or (wanted <= laid and known == since if wanted else not laid):
             return known
         if wanted:
-            modules = dict(self._model.named_modules())
+            modules = dict(self.model.named_modules())
             self._layout.permute(resolve(modules, weight) for weight in wanted)
         else:
             self._layout.restore()
@@ -151,7 +165,8 @@ class TapeRun:
     def structure(self, model: nn.Module) -> int:
         """The model's code, now, and what else decides its result besides inputs and weights."""
         if self._fingerprints.changed(model):
-            self._structure, self._watch = self._fingerprints.of(model), WeightWatch(model)
+            self._watch = WeightWatch(model)
+            self._look()
         return hash((self._structure, surroundings(), torch.is_autocast_enabled()))
 
     def changed(self) -> str:
@@ -171,13 +186,19 @@ class Fingerprints:
     def __init__(self) -> None:
         self._current: ModuleFingerprint | None = None
         self._number = 0
+        self._has_foreign = False
 
     def of(self, model: nn.Module) -> int:
         """The number of the model as it is now; a new one if it changed since the last look."""
         if self._current is None or self._current.look():
             self._current = ModuleFingerprint(model)
             self._number += 1
+            self._has_foreign = bool(foreign_code(model))
         return self._number
+
+    def foreign(self, model: nn.Module) -> list[tuple[str, Any]]:
+        """Other packs' code in the model. Not kept: it may hold the model."""
+        return foreign_code(model) if self._has_foreign else []
 
     def changed(self, model: nn.Module) -> bool:
         """A quick look."""
@@ -217,13 +238,12 @@ def obstacle(given: Given) -> str:
     if not given.tensors:
         return say("no_tensor")
     first = next(iter(given.tensors.values()))
+    if why := autocast(first.device):
+        return why
     if first.dtype not in DTYPES:
         return say("dtype", dtype=first.dtype)
     if odd := [name for name, tensor in given.tensors.items() if tensor.device != first.device]:
         return say("other_device", name=odd[0])
-    patches = sorted({name for key in PATCH_KEYS for name, value in given.options.get(key, {}).items() if value})
-    if patches:
-        return say("patches", patches=", ".join(patches))
     return ""
 
 
@@ -234,10 +254,14 @@ def call_of(
     """The engine's call. size: (width, height, frames) in image pixels; lean: see ``Tape.lean``."""
     why = obstacle(given)
     taped = None
+    structure = run.structure(model) if run is not None and not why else 0
+    if run is not None and not why:
+        why = run.obstacle()
     if run is not None and not why:
         taped = Taped(
-            model, partial(given.call, original), given.theirs, run.structure(model), _prepare, run.changed,
-            run.lay_out, lean, partial(_places, given.theirs),
+            model, partial(given.call, original), given.theirs, structure, _prepare, run.changed, run.lay_out, lean,
+            partial(_places, given.theirs), any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
+            run.foreign,
         )  # fmt: skip
     x = next(iter(given.tensors.values()), None)
     rows = len(x) if x is not None and x.ndim else 1
@@ -285,9 +309,12 @@ def _structure(given: Given) -> dict[str, str]:
     return found
 
 
-def _places(options: Mapping[Any, Any], block: nn.Module) -> frozenset[str]:
-    """The options in which ComfyUI's own blocks note for patches which of them runs, where there is no patch."""
-    if OVERRIDE in options or any(options.get(key) for key in PATCH_KEYS):
+def _places(options: Mapping[Any, Any], block: nn.Module, uncalled: bool = False) -> frozenset[str]:
+    """The options in which ComfyUI's own blocks note for patches which of them runs, where there is no patch.
+
+    uncalled: it is known that the block calls none of the patches that are for all blocks.
+    """
+    if OVERRIDE in options or options.get(REPLACED) or (options.get(PATCHED) and not uncalled):
         return frozenset()
     kinds = {type(part) for part in block.modules()}
     own = all(kind.__module__.startswith(OWN) and not foreign_method(kind) for kind in kinds)
@@ -306,15 +333,22 @@ def _prepare(options: NotedOptions, recorder: Recorder) -> None:
         called, given = function if theirs is None else partial(theirs, function), kwargs.get(OPTIONS)
         if not isinstance(given, NotedOptions):  # a plain copy, whose every key was noted when it was made
             given = NotedOptions(given, _Copied(recorder)) if isinstance(given, dict) else None
+        play = called
+        if theirs is not None:
+            play = Played(called)
+            recorder.played.append(play)
+        keep = play.keep if isinstance(play, Played) else lambda out: out
         if given is None:
-            return recorder.call(called, args, kwargs, lambda: called(*args, **kwargs))
+            return recorder.call(play, args, kwargs, lambda: keep(called(*args, **kwargs)))
         given = given.copy()
         given.hide(OVERRIDE)
         # what it read of the options, it gets at each replay; nothing else of them is kept
         later = {name: item for name, item in kwargs.items() if name != OPTIONS}
         seen: dict[Any, Any] = {}
         given.heard = seen
-        return recorder.call(called, args, later | {OPTIONS: seen}, lambda: called(*args, **later, **{OPTIONS: given}))
+        return recorder.call(
+            play, args, later | {OPTIONS: seen}, lambda: keep(called(*args, **later, **{OPTIONS: given}))
+        )
 
     options.hide(OVERRIDE, override)
 

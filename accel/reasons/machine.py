@@ -38,10 +38,6 @@ REASONS = dict(
         "Free VRAM or use an fp16 model",
         "weights are cast or streamed at each call (low VRAM, fp8): no graph; free VRAM or use an fp16 model",
     ),
-    control_streamed=(
-        "Free VRAM: the ControlNet is not on the GPU",
-        "a part of the ControlNet is streamed at each call (low VRAM): no graph; free VRAM",
-    ),
     no_memory=(
         "Make the image or the batch smaller: out of memory",
         "out of memory for a second run at this size; lower the image size or the batch",

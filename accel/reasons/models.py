@@ -7,9 +7,34 @@ REASONS = dict(
         "another node runs this model past Compile Model (TorchCompileModel compiles it as a whole, say), so "
         "nothing of it was sped up here: remove one of the two nodes",
     ),
-    patches=(
-        "another node patches this model ({patches})",
-        "patches by another node ({patches}): their model runs in eager",
+    patch_no_graph=(
+        "another node's patch: no CUDA graph",
+        "another node's patch is called in each forward, so there is no graph",
+    ),
+    patch_again=(
+        "another node's patch is called from now on",
+        "a patch of another node changed in this forward: it is called in each forward from now on",
+    ),
+    patch_form=(
+        "another node's patch changes sizes ({patch})",
+        "a patch of another node gives results of several forms ({patch}), so the forward is not recorded as a whole",
+    ),
+    patched_block=(
+        "another node patches some blocks ({patch})",
+        "a patch of another node is called in a block ({patch}): that block runs in eager",
+    ),
+    patch_argument=(
+        "another node's patch replaces a block ({patch})",
+        "a patch of another node is called in each forward and takes a {kind} ({patch}), so the forward is not "
+        "recorded as a whole",
+    ),
+    patch_writes_options=(
+        "another node's patch changes options ({patch})",
+        "a patch of another node writes into the options of the forward ({patch})",
+    ),
+    patch_writes_input=(
+        "another node's patch changes an input ({patch})",
+        "a patch of another node writes into an input or a part of a tensor ({patch})",
     ),
     patched_blocks=(
         "another node patches some blocks ({patches})",
@@ -27,13 +52,18 @@ REASONS = dict(
         "another node changed a part of the model",
         "another node replaced or hooked a part of the model{whose}: that part runs in eager",
     ),
+    foreign_state=(
+        "another node's code keeps something ({name})",
+        "another node hooked or replaced a part of the model, and its code may keep something from one call to the "
+        "next ({name}), so the forward is not recorded as a whole",
+    ),
     foreign_vae=(
         "another node changed a part of the VAE",
         "another node replaced or hooked a part of the VAE{whose}, so it runs in eager",
     ),
     foreign_control=(
         "another node changed the ControlNet",
-        "another node replaced or hooked the ControlNet, so it runs in eager",
+        "another node replaced or hooked a part of the ControlNet{whose}, so it runs in eager",
     ),
     foreign_block=(
         "another node changed a block",
@@ -99,24 +129,7 @@ REASONS = dict(
         "nothing to gain: it runs once per picture",
         "a T2I-Adapter runs only once per sampling run, not at each step, so there is nothing to speed up",
     ),
-    control_lora=(
-        "not supported: Control-LoRA",
-        "a Control-LoRA is rebuilt for each run out of the model's own weights, which is not supported",
-    ),
     unknown_control=("not supported: {name}", "{name} is not a kind of ControlNet that AnyShape knows"),
-    control_layers=(
-        "not supported: a ControlNet with {names}",
-        "the ControlNet has layers that AnyShape does not know: {names}",
-    ),
-    control_hint=(
-        "the hint is not a batch of images",
-        "the hint is not a batch of images, so the ControlNet runs in eager",
-    ),
-    control_pooled=(
-        "Use a ControlNet for this model: this one is for SDXL",
-        "the ControlNet needs a pooled embedding and got none: it is for SDXL",
-    ),
-    control_type=("Choose another control type", "the control type is not one that this union ControlNet knows"),
     not_finite=(
         "Load the model in bf16 or fp32: ComfyUI's fails too",
         "ComfyUI's own result is not finite at this size, so nothing could be compared with it. If the picture is "
@@ -180,7 +193,7 @@ REASONS = dict(
     block_result=("some blocks run as ComfyUI's", "a block's result is not made of tensors of its own"),
     blocks=(
         "its blocks run fast, one by one",
-        "blocks recorded one by one: a value of the whole forward comes back to the host",
+        "blocks recorded one by one, not the whole forward: {why}",
     ),
     blocks_no_gain=("its blocks are no faster than ComfyUI's", "nothing in its blocks fuses"),
     gpu_limit=(

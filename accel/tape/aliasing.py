@@ -84,15 +84,18 @@ def _lies_the_same(functional: Any, operation: Operation) -> bool:
     return made.stride() == target.stride and made.dtype == target.dtype
 
 
-def needed(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation]:
-    """The operations whose results reach ``outputs``, in order; writes count if their memory does."""
+def needed(operations: Sequence[Operation], outputs: Sequence[Value], calls: bool = True) -> list[Operation]:
+    """The operations whose results reach ``outputs``, in order; writes count if their memory does.
+
+    calls: calls of other packs' code stay whether their results are read or not.
+    """
     wanted = {value for value in outputs} | {value.root for value in outputs}
     kept: list[Operation] = []
     for operation in reversed(operations):
-        for value in operation.outputs:
-            if value is not None and (value in wanted or (value.base is not None and value.base in wanted)):
-                break
-        else:
+        if not (calls and getattr(operation.func, "lives", False)) and not any(
+            value is not None and (value in wanted or (value.base is not None and value.base in wanted))
+            for value in operation.outputs
+        ):
             continue
         kept.append(operation)
         for value in operation.inputs:

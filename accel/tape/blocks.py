@@ -24,21 +24,28 @@ MOST_KINDS = 3  # of classes that alternate in one list
 NUMBERS = (*PLAIN, torch.dtype, torch.device)
 
 
-def find(model: nn.Module) -> list[str]:
+def find(model: nn.Module, stages: bool = False) -> list[str]:
     """The paths of the blocks in every list of repeated blocks, outermost lists only.
 
     Short lists of the same classes count together: a UNet has a list of one block or two at each of its depths.
+    stages: parts of a list's stages count as blocks, too, where there are several of a class: a UNet's ResBlocks.
     """
     if any(getattr(torch_module, name, None) for name in GLOBAL_HOOKS):
         return []  # they see every module's call
     short: dict[frozenset[type], list[str]] = {}
-    found = list(_find(model, "", short))
+    found = list(_find(model, "", short, stages))
     return found + [path for paths in short.values() if len(paths) >= FEWEST for path in paths]
 
 
-def _find(module: nn.Module, path: str, short: dict[frozenset[type], list[str]]) -> Iterator[str]:
+def _find(
+    module: nn.Module, path: str, short: dict[frozenset[type], list[str]], stages: bool, inside: bool = False
+) -> Iterator[str]:
+    """inside: ``module`` is a stage."""
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
+        if inside and next(child.children(), None) is not None and not _holds_blocks(child):
+            short.setdefault(frozenset((type(child),)), []).append(below)
+            continue
         if isinstance(child, nn.ModuleList) and len(child) and _repeats(child):
             paths = [f"{below}.{number}" for number in range(len(child))]
             if len(child) >= FEWEST:
@@ -46,7 +53,11 @@ def _find(module: nn.Module, path: str, short: dict[frozenset[type], list[str]])
             else:
                 short.setdefault(frozenset(map(type, child)), []).extend(paths)
         else:
-            yield from _find(child, below, short)
+            yield from _find(child, below, short, stages, stages and isinstance(child, nn.Sequential))
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.ModuleList) for part in module.modules())
 
 
 def deepest(model: nn.Module) -> int | None:

@@ -82,7 +82,8 @@ def _at_a_value(tape: Tape, values: Sequence[Value], depth: int | None, rows: in
 
 def _without(tape: Tape, value: Value) -> list[Operation]:
     """What runs where ``value`` is given."""
-    return aliasing.needed([operation for operation in tape.operations if operation is not value.origin], tape.outputs)
+    left = [operation for operation in tape.operations if operation is not value.origin]
+    return aliasing.needed(left, tape.outputs, calls=False)
 
 
 def _share_without(tape: Tape, value: Value) -> float:
@@ -207,6 +208,8 @@ def _sum_of(a: Value, b: Value) -> tuple[int, ...]:
 
 def _full(tape: Tape, identity: _Identity, streams: Sequence[Value]) -> None:
     """Gives back what the middle added, too."""
+    if any(getattr(operation.func, "lives", False) for operation in identity.between):
+        raise NotCut("another node's patch is called between its blocks")
     copies = Copies(lambda value: value, identity.continues, identity.copied)
     for operation in identity.between:
         copies.copy(operation)

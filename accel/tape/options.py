@@ -6,16 +6,15 @@ Tensors are inputs of the tape.
 """
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from .identity import EQUAL, PLAIN, Same
+from .state import look
 
 MISSING = object()
-PLAIN = (int, float, str, bytes, bool, type(None), complex)
-EQUAL = (*PLAIN, torch.dtype, torch.device, torch.Size)  # compared by value
 # Different in every run, and copied along with all the rest by code that does not look at them.
 COPIED_ALONG = frozenset(("uuids", "sigmas", "sample_sigmas", "cond_or_uncond", "wrappers", "callbacks"))
 
@@ -27,6 +26,7 @@ class Reads:
         self.tensors: dict[Any, tuple] = {}
         self.kept: dict[Any, Any] = {}
         self.keys: tuple[frozenset, frozenset] | None = None  # the caller's, and those that the forward had written
+        self.states: dict[tuple, tuple] = {}  # of recorded patches by their places in the options: see ``state``
         self._on_tensor = on_tensor
 
     def note(self, key: Any, value: Any) -> None:
@@ -56,6 +56,7 @@ class NotedOptions(dict):
         super().__init__(options)
         self._reads, self._own, self._passing = reads, set(own), MISSING
         self.heard: dict[Any, Any] | None = None
+        self.strict = False  # while code of another pack has it: whatever that copies, it may read
 
     def hide(self, key: Any, value: Any = MISSING) -> None:
         """Puts ``value`` in place of what the caller gave, or nothing."""
@@ -65,8 +66,12 @@ class NotedOptions(dict):
         else:
             dict.__setitem__(self, key, value)
 
+    def notes(self, key: Any) -> bool:
+        """Whether what is there is the caller's, whose reads are noted."""
+        return key not in self._own
+
     def _note(self, key: Any) -> None:
-        if key is self._passing and key in COPIED_ALONG:
+        if key is self._passing and key in COPIED_ALONG and not self.strict:
             return
         value = dict.get(self, key, MISSING)
         if self.heard is not None and value is not MISSING:
@@ -128,7 +133,7 @@ class NotedOptions(dict):
         for key in super().__iter__():
             plain[key] = super().__getitem__(key)
         copied = NotedOptions(plain, self._reads, frozenset(self._own))
-        copied.heard = self.heard
+        copied.heard, copied.strict = self.heard, self.strict
         return copied
 
     __copy__ = copy
@@ -189,15 +194,39 @@ class Guards:
     def __init__(self, reads: Reads) -> None:
         self.tensors = list(reads.tensors)
         self._kept, self._specs, self._keys = dict(reads.kept), dict(reads.tensors), reads.keys
+        self._states = dict(reads.states)
 
-    def differs(self, options: Mapping[Any, Any]) -> str:
-        """The first option that is not as it was; "" if all are."""
+    def differs(
+        self, options: Mapping[Any, Any], module: nn.Module | None = None, free: frozenset[str] = frozenset()
+    ) -> str:
+        """The first option that is not as it was; "" if all are.
+
+        module: the model. free: options that do not matter.
+        """
         for key, spec in self._specs.items():
             if _spec(options.get(key)) != spec:
                 return str(key)
         if self._keys is not None and frozenset(options) - self._keys[1] != self._keys[0]:
             return next(iter(map(str, (frozenset(options) - self._keys[1]) ^ self._keys[0])))
-        return next((str(key) for key, old in self._kept.items() if not _equal(old, options.get(key, MISSING))), "")
+        for key, old in self._kept.items():
+            if key not in free and not _equal(old, options.get(key, MISSING)):
+                return str(key)
+        place = self.changed_state(options, module)
+        return str(place[0]) if place else ""
+
+    def changed_state(self, options: Mapping[Any, Any], module: nn.Module | None) -> tuple | None:
+        """The place of a recorded patch whose code would read other values now; None if there is none."""
+        return next((place for place, old in self._states.items() if look(at(options, place), module) != old), None)
+
+
+def at(options: Any, place: tuple) -> Any:
+    """What lies at ``place`` in nested containers; None if nothing does."""
+    for key in place:
+        try:
+            options = options[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return options
 
 
 def frozen(value: Any) -> Any:
@@ -210,7 +239,7 @@ def frozen(value: Any) -> Any:
         return dict, tuple((key, frozen(item)) for key, item in dict.items(value))
     if isinstance(value, (set, frozenset)) and all(isinstance(item, PLAIN) for item in value):
         return type(value), frozenset(value)
-    return _Same(value)
+    return Same(value)
 
 
 def _equal(old: Any, value: Any) -> bool:
@@ -219,29 +248,3 @@ def _equal(old: Any, value: Any) -> bool:
 
 def _spec(value: Any) -> tuple | None:
     return (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else None
-
-
-class _Same:
-    """An object, by identity."""
-
-    __slots__ = ("_object",)
-
-    def __init__(self, value: Any) -> None:
-        function = getattr(value, "__func__", None)  # a bound method is made again at each access
-        parts = (function, value.__self__) if function is not None else (value,)
-        self._object = tuple(_reference(part) for part in parts)
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same) or len(self._object) != len(other._object):
-            return False
-        pairs = [(mine(), theirs()) for mine, theirs in zip(self._object, other._object, strict=True)]
-        return all(mine is theirs and mine is not None for mine, theirs in pairs)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-def _reference(value: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(value)
-    except TypeError:  # numbers of other libraries, and their kin: small
-        return lambda: value

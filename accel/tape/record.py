@@ -20,7 +20,8 @@ from ..reasons import say
 from . import aliasing
 from .blanks import Blanks, blank
 from .kept import kept_tensor
-from .refusals import CAME_BACK, RANDOM, UNWRITTEN, HostReads, Refusal, World, obstacle_to_writing
+from .live import Played
+from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World, obstacle_to_writing
 from .tensors import PLAIN, Tensors
 from .traits import DROPOUTS, Traits, draws, traits
 from .values import Constant, Input, Operation, Tape, Value, Weight
@@ -37,7 +38,6 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Sequence[Tensor], module: nn.Module, device: torch.device) -> None:
         super().__init__()
         self.refuse = Refusal()
-        self.came_back = False  # it is refused because a value came back to the host: its blocks may be recordable
         self.written: Input | Weight | None = None  # it is refused because this was written into
         self.operations: list[Operation] = []
         self.device, self._paused = device, False
@@ -50,6 +50,8 @@ class Recorder(TorchDispatchMode):
         self.keeps = False  # whether the forward left a tensor in its model
         self.apart = False  # whether its blocks may be left out: see ``aliasing.settle``
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
+        self.calls_patches = False  # the same of its patches
+        self.played: list[Played] = []  # those functions
         self.lean = False  # memory counts for more than time: see ``Tape.lean``
         self._blanks = Blanks()
         self.inputs = [self._tensors.leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
@@ -69,6 +71,11 @@ class Recorder(TorchDispatchMode):
     def refusal(self) -> str:
         """Why there is no tape, or ""."""
         return self.refuse.reason
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The model that is recorded; None after the end."""
+        return self._module
 
     @property
     def is_deaf(self) -> bool:
@@ -111,6 +118,15 @@ class Recorder(TorchDispatchMode):
             except Exception as error:  # noqa: BLE001
                 self._failed(error)
         return out
+
+    def step(self, function: Callable[..., Any], args: tuple, results: Sequence[Tensor]) -> None:
+        """Writes down a call of ``function``, which was made without being listened to."""
+        inputs: list[Value] = []
+        operation = Operation(function, self._tensors.lift(args, inputs), {}, inputs, opaque=True)
+        if self._unwritten and any(value.root in self._unwritten for value in inputs):
+            self.refuse(UNWRITTEN)
+        self._blanks.read(inputs)
+        self._append(operation, results)
 
     # One operation ------------------------------------------------------------------------------------------------
 
@@ -163,7 +179,6 @@ class Recorder(TorchDispatchMode):
             return
         fixed = known.of_shapes or all([type(value.leaf) is Constant for value in inputs])
         if reason := self._obstacle(func, known, args, kwargs, inputs, out, fixed):
-            self.came_back = reason in CAME_BACK
             self.refuse(reason)
             return
         results = out if type(out) in (tuple, list) else (out,)
@@ -300,7 +315,6 @@ class Recorder(TorchDispatchMode):
     def read_back(self, tensor: Tensor) -> None:
         """Somebody takes this tensor's values to Python."""
         if not (self._paused or self.refuse.reason or self._tensors.value(tensor).is_constant):
-            self.came_back = True
             self.refuse(say("read_back"))
 
     def finish(self, output: Any) -> Tape | None:

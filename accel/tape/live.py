@@ -1,0 +1,283 @@
+"""Patches that are called in each forward: steps of a program that are another pack's Python.
+
+A patch whose effect cannot be written down once and for all (it counts its calls, reads a number from the GPU, draws
+random numbers) is called at each replay, in the order in which it was, with what it would be given in eager. What is
+around it stays on the tape. There is no graph then.
+
+It gets copies of its tensors: it may write into them or keep them, and a program's memory is not its to change. If it
+gives a result of another form than when it was recorded, ``FormChanged`` ends the replay.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .identity import EQUAL
+from .options import COPIED_ALONG, NotedOptions, at
+
+KINDS = ("patches", "patches_replace")  # of the options: where other packs' patches are
+OVERRIDE = "optimized_attention_override"
+RAW = frozenset((*KINDS, OVERRIDE))  # options in whose place a recording has its own
+_NOW = threading.local()
+
+
+class FormChanged(Exception):
+    """A patch gave another form of result than it was recorded with. who: its code."""
+
+    def __init__(self, who: Any) -> None:
+        super().__init__("a patch gave another form of result")
+        self.who = who
+
+
+class NotKnown(Exception):
+    """A patch was given something that a replay could not give it."""
+
+
+@dataclass
+class Forward:
+    """One forward of the model. playing: patches give what they gave while it was recorded, and are not called.
+
+    log: what patches gave in it, if that is kept: a forward that is broken off must not call them twice.
+    """
+
+    options: Mapping[Any, Any]
+    playing: bool = False
+    log: "list[tuple[Any, list[Tensor]]] | None" = None
+
+
+@contextmanager
+def forward(options: Mapping[Any, Any]) -> Iterator[Forward]:
+    """The body runs programs for a forward with these options."""
+    before, now = getattr(_NOW, "forward", None), Forward(options)
+    _NOW.forward = now
+    try:
+        yield now
+    finally:
+        _NOW.forward = before
+
+
+@dataclass(frozen=True)
+class Options:
+    """In the place of the options among a patch's arguments: ``names`` are the caller's, as they are at each replay."""
+
+    names: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """In the place of a part of the model."""
+
+    part: "weakref.ref[nn.Module]"
+
+
+OPTIONS = object()  # the key of ``Options`` in a dict of what the model itself had written into them
+
+
+def template(item: Any, raw: Mapping[Any, Any], parts: Callable[[nn.Module], bool]) -> Any:
+    """``item``, an argument of a patch, in a form that holds nothing but tensors and plain values.
+
+    raw: the caller's options. parts: whether a module is the model's. Raises ``NotKnown``.
+    """
+    if isinstance(item, (Tensor, *EQUAL)):
+        return item
+    if is_options(item, raw):
+        theirs = [n for n in dict.keys(item) if n in raw and (n in RAW or dict.get(item, n) is raw[n])]
+        own = {name: value for name, value in dict.items(item) if name not in theirs and name not in RAW}
+        own = {name: template(value, {}, parts) for name, value in own.items()}
+        return {OPTIONS: Options(tuple(theirs))} | own
+    if type(item) in (list, tuple):
+        return type(item)([template(each, raw, parts) for each in item])
+    if type(item) is dict:
+        return {name: template(each, raw, parts) for name, each in item.items()}
+    if isinstance(item, nn.Module) and parts(item):
+        return Part(weakref.ref(item))
+    raise NotKnown(type(item).__name__)
+
+
+def is_options(item: Any, raw: Mapping[Any, Any]) -> bool:
+    """Whether ``item`` is the forward's options, or a copy of them. Blocks leave out the patches."""
+    return isinstance(item, NotedOptions) or (type(item) is dict and bool(raw) and raw.keys() - RAW <= item.keys())
+
+
+@dataclass
+class Done:
+    """A call of a patch. tensors: each once, of the copies that it was given and of what it gave."""
+
+    out: Any
+    copies: list[Tensor]
+    tensors: list[Tensor]
+    form: Any
+    wrote: dict[Any, Any] | None  # the options, if it changed them
+
+
+@dataclass
+class LiveCall:
+    """The function of a step that calls a patch. place: where that is in the options."""
+
+    place: tuple
+    who: Any
+    form: Any = None
+    strides: list[tuple[int, ...]] = field(default_factory=list)
+    recorded: list[Tensor] | None = None  # what it gave while it was recorded, until the program was checked
+    lives = True  # it is kept whether its results are read or not
+
+    def __call__(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """The patch's tensors at a replay."""
+        now: Forward = _NOW.forward
+        if now.playing and self.recorded is not None:
+            return [tensor.clone() for tensor in self.recorded]
+        done = perform(at(now.options, self.place), args, kwargs, now.options)
+        if now.log is not None:
+            now.log.append((done.out, done.copies))
+        if done.form != self.form or done.wrote is not None:
+            raise FormChanged(self.who)
+        return [_laid_out(tensor, stride) for tensor, stride in zip(done.tensors, self.strides, strict=True)]
+
+    def record(self, done: Done) -> None:
+        """Keeps what the call that is recorded gave."""
+        self.form, self.strides = done.form, [tensor.stride() for tensor in done.tensors]
+        self.recorded = [tensor.clone() for tensor in done.tensors]
+
+
+class Played:
+    """Another pack's function as a step, where nothing but its call is known. A recording's check does not call it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.recorded: Tensor | None = None  # see ``LiveCall``
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The function's result, or the recorded one."""
+        now: Forward | None = getattr(_NOW, "forward", None)
+        if now is not None and now.playing and self.recorded is not None:
+            return self.recorded.clone()
+        return self._function(*args, **kwargs)
+
+    def keep(self, out: Any) -> Any:
+        """``out``, which the function gave while it was recorded."""
+        self.recorded = out.clone() if isinstance(out, Tensor) else None
+        return out
+
+
+def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any, Any]) -> Done:
+    """Calls a patch with arguments made of their templates."""
+    copies: dict[int, Tensor] = {}
+    given: list[tuple[dict, list[int], int]] = []  # options that it gets, and what they were
+
+    def filled(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            if id(item) not in copies:
+                copies[id(item)] = item.clone()
+            return copies[id(item)]
+        if type(item) is dict and OPTIONS in item:
+            names = item[OPTIONS].names
+            options = {name: raw[name] for name in names if name in raw}
+            options |= {name: raw[name] for name in COPIED_ALONG if name in raw and name not in options}
+            options |= {name: filled(value) for name, value in item.items() if name is not OPTIONS}
+            given.append((options, list(map(id, options.values()))))
+            return options
+        if type(item) in (list, tuple):
+            return type(item)([filled(each) for each in item])
+        if type(item) is dict:
+            return {name: filled(each) for name, each in item.items()}
+        return item.part() if isinstance(item, Part) else item
+
+    out = patch(*filled(args), **filled(kwargs))
+    wrote = next((options for options, ids in given if list(map(id, options.values())) != ids), None)
+    mine = list(copies.values())
+    skipped = {id(options) for options, _ in given}
+    tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in mine}
+    copied = set(tensors)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in mine}
+    swap: dict[int, Tensor] = {}
+    for tensor in _tensors(out, skipped):
+        if id(tensor) in swap or (id(tensor) in tensors and id(tensor) not in copied):
+            continue
+        address = tensor.untyped_storage().data_ptr()
+        if address in memory:  # what it was given, which it gives back at some steps alone, or a view
+            swap[id(tensor)] = tensor.clone()
+            tensors[id(swap[id(tensor)])] = swap[id(tensor)]
+        else:
+            memory.add(address)
+            tensors[id(tensor)] = tensor
+    out = _swapped(out, swap, skipped) if swap else out
+    numbers = {key: number for number, key in enumerate(tensors)}
+    found = list(tensors.values())
+    form = _form(out, numbers, skipped), tuple([(tuple(t.shape), t.dtype, t.device) for t in found])
+    return Done(out, mine, found, form, wrote)
+
+
+def replaying(options: Mapping[Any, Any], log: list[tuple[Any, list[Tensor]]]) -> dict[Any, Any]:
+    """``options`` for a forward in eager, whose first calls of patches give what is in ``log`` already."""
+    left = list(log)
+
+    def proxy(place: tuple, patch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not left:
+                return patch(*args, **kwargs)
+            out, copies = left.pop(0)
+            given = {id(tensor): tensor for tensor in _tensors((args, kwargs), set(), options)}
+            for tensor, copy in zip(given.values(), copies, strict=False):
+                if tensor.shape == copy.shape and not torch.equal(tensor, copy):
+                    tensor.copy_(copy)  # it had written into it
+            return out
+
+        return call
+
+    return dict(options) | {kind: wrapped(options[kind], proxy, (kind,)) for kind in KINDS if options.get(kind)}
+
+
+def wrapped(item: Any, proxy: Callable[[tuple, Callable[..., Any]], Any], place: tuple) -> Any:
+    """Nested containers with ``proxy(place, function)`` in place of each function in them."""
+    if isinstance(item, dict):
+        return {name: wrapped(each, proxy, (*place, name)) for name, each in dict.items(item)}
+    if isinstance(item, (list, tuple)):
+        return type(item)([wrapped(each, proxy, (*place, number)) for number, each in enumerate(item)])
+    return proxy(place, item) if callable(item) and not isinstance(item, (type, Tensor)) else item
+
+
+def _tensors(out: Any, skipped: set[int], raw: Mapping[Any, Any] | None = None) -> Iterator[Tensor]:
+    if isinstance(out, Tensor):
+        yield out
+    elif id(out) not in skipped and not (raw is not None and is_options(out, raw)):
+        items = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else ()
+        for item in items:
+            yield from _tensors(item, skipped, raw)
+
+
+def _swapped(out: Any, swap: Mapping[int, Tensor], skipped: set[int]) -> Any:
+    if id(out) in swap:
+        return swap[id(out)]
+    if id(out) in skipped:
+        return out
+    if type(out) in (list, tuple):
+        return type(out)([_swapped(each, swap, skipped) for each in out])
+    if type(out) is dict:
+        return {name: _swapped(each, swap, skipped) for name, each in out.items()}
+    return out
+
+
+def _form(out: Any, numbers: Mapping[int, int], skipped: set[int]) -> Any:
+    """What must be the same at a replay: structure, plain values, which tensors are the same one."""
+    if isinstance(out, Tensor):
+        return "tensor", numbers.get(id(out))
+    if isinstance(out, EQUAL):
+        return type(out), out
+    if id(out) not in skipped:
+        if isinstance(out, (list, tuple)):
+            return type(out), tuple([_form(each, numbers, skipped) for each in out])
+        if isinstance(out, dict):
+            return dict, tuple([(name, _form(each, numbers, skipped)) for name, each in out.items()])
+    return type(out)
+
+
+def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    if tensor.stride() == stride:
+        return tensor
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

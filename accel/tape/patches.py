@@ -1,0 +1,268 @@
+"""Patches of other packs in a forward that is recorded.
+
+The options get functions of ours in their place. A patch is *written down* if all that its code can read is known
+(``state``): its operations are on the tape, and its state is a guard. If it is not known, changed in the forward, or if
+the patch does what a tape cannot hold, it is *called* in each forward (``live``). Which of the two is found out once
+for each patch's code.
+"""
+
+import functools
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..reasons import say
+from . import live
+from .options import NotedOptions, Reads
+from .record import Recorder
+from .state import look
+from .weights import modules_of
+
+FEW = 20_000  # objects of a patch's state that are looked at once, to see whether a call changes it
+MOST_KNOWN = 256
+
+
+class PatchBook:
+    """What is known of patches' code, for one model."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, Any] = {}
+        self._odd: dict[int, Any] = {}
+
+    def is_live(self, who: Any) -> bool:
+        """Whether it must be called in each forward."""
+        return id(who) in self._live
+
+    def is_odd(self, who: Any) -> bool:
+        """Whether it gives results of several forms, so that nothing around it is recorded."""
+        return id(who) in self._odd
+
+    def live(self, who: Any) -> None:
+        """From now on it is called in each forward."""
+        _keep(self._live, who)
+
+    def odd(self, who: Any) -> None:
+        """From now on forwards with it are not recorded."""
+        _keep(self._odd, who)
+
+
+def _keep(table: dict[int, Any], who: Any) -> None:
+    table[id(who)] = who  # kept, so that its id is nobody else's
+    while len(table) > MOST_KNOWN:
+        table.pop(next(iter(table)))
+
+
+def code_of(patch: Any) -> Any:
+    """What patches have in common that do the same: their code, or their class."""
+    if isinstance(patch, functools.partial):
+        return code_of(patch.func)
+    function = getattr(patch, "__func__", patch)
+    return getattr(function, "__code__", None) or type(patch)
+
+
+def shown(patch: Any) -> str:
+    """A patch's name, as a user may know it."""
+    function = getattr(patch, "func", patch)
+    return getattr(function, "__qualname__", type(function).__qualname__).replace(".<locals>.", ".")
+
+
+class Patches:
+    """The patches among the options of one recording.
+
+    whole: the model's whole forward is recorded. In the recording of a block no patch is called in each forward.
+    """
+
+    def __init__(self, options: NotedOptions, recorder: Recorder, book: PatchBook, whole: bool = True) -> None:
+        self.again = False  # one more recording may go better: it is known now which patches have to be called
+        self.holds = False  # what they give must be kept in a replay: they must not be called twice
+        self.calls: list[live.LiveCall] = []
+        self.called = 0  # patches that the forward called, in either way
+        self._recorder, self._book, self._whole = recorder, book, whole
+        self._raw = {key: dict.get(options, key) for key in dict.keys(options)}
+        self._reads: Reads = options._reads
+        self._states: dict[tuple, tuple[Any, Any]] = {}  # of those that are written down: (patch, state before)
+        self._parts: set[int] | None = None
+        self._inside = 0
+        for kind in live.KINDS:
+            if self._raw.get(kind) and options.notes(kind):
+                options.get(kind)  # noted: other patches, another recording
+                options.hide(kind, live.wrapped(self._raw[kind], self._proxy, (kind,)))
+
+    def forward(self) -> live.Forward:
+        """What a patch that is called now gets."""
+        return live.Forward(self._raw)
+
+    def _proxy(self, place: tuple, patch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recorder = self._recorder
+            self.called += 1
+            if recorder.is_deaf or self._inside:
+                return patch(*args, **kwargs)
+            who = code_of(patch)
+            if self._book.is_odd(who):
+                recorder.refuse(say("patch_form", patch=shown(patch)))
+                return patch(*args, **kwargs)
+            if not self._book.is_live(who) and place not in self._states:
+                state = look(patch, recorder.module)
+                if state is None:
+                    self._book.live(who)
+                else:
+                    self._states[place] = patch, state
+            self._inside += 1
+            try:
+                if self._book.is_live(who):
+                    return self._live(place, patch, who, args, kwargs)
+                return self._written_down(patch, who, args, kwargs)
+            finally:
+                self._inside -= 1
+
+        return call
+
+    # Written down -------------------------------------------------------------------------------------------------
+
+    def _written_down(self, patch: Callable[..., Any], who: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        recorder, given = self._recorder, []
+
+        def noting(item: Any) -> Any:
+            """Options as a dict that notes each read of what is the caller's."""
+            if not live.is_options(item, self._raw):
+                return item
+            if isinstance(item, NotedOptions):
+                noted = item
+            else:
+                own = frozenset(name for name, value in item.items() if self._raw.get(name) is not value)
+                noted = NotedOptions(item, self._reads, own | live.RAW)
+                given.append((item, noted))
+            strict.append((noted, noted.strict))
+            noted.strict = True
+            return noted
+
+        strict: list[tuple[NotedOptions, bool]] = []
+        args, kwargs = tuple(_each(item, noting) for item in args), {k: _each(v, noting) for k, v in kwargs.items()}
+        try:
+            return patch(*args, **kwargs)
+        finally:
+            for noted, before in strict:
+                noted.strict = before
+            for theirs, noted in given:  # what it wrote is for later patches
+                if list(map(id, dict.values(noted))) != list(map(id, theirs.values())):
+                    theirs.clear()
+                    theirs.update({key: dict.get(noted, key) for key in dict.keys(noted)})
+            if recorder.refusal:
+                self._book.live(who)
+                self.again = True
+
+    # Called in each forward -----------------------------------------------------------------------------------------
+
+    def _live(self, place: tuple, patch: Callable[..., Any], who: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        recorder = self._recorder
+        if not self._whole:
+            recorder.refuse(say("patched_block", patch=shown(patch)))
+            return patch(*args, **kwargs)
+        try:
+            given = live.template((args, kwargs), self._raw, self._is_part)
+        except live.NotKnown as error:
+            recorder.refuse(say("patch_argument", patch=shown(patch), kind=str(error)))
+            return patch(*args, **kwargs)
+        call = live.LiveCall(place, who)
+        with recorder.not_listening():
+            state, drawn = look(patch, recorder.module, FEW), _random_state(recorder.device)
+            done = live.perform(patch, *given, self._raw)
+            self.holds |= state is None or state != look(patch, recorder.module, FEW)
+            self.holds |= drawn != _random_state(recorder.device)
+            recorder.guarded(lambda: call.record(done))
+            self.calls.append(call)
+            written = self._write_back(given, done)
+        if done.wrote is not None:
+            recorder.refuse(say("patch_writes_options", patch=shown(patch)))
+            self._give_back(args, kwargs, done.wrote)
+        elif written:
+            recorder.refuse(say("patch_writes_input", patch=shown(patch)))
+        if not recorder.refusal:
+            recorder.guarded(lambda: self._note(call, given, done))
+        return done.out
+
+    def _write_back(self, given: tuple, done: live.Done) -> bool:
+        """Gives what the patch wrote into its tensors to the originals. Whether that cannot be on a tape."""
+        wrong, value = False, self._recorder.value
+        for tensor, copy in zip(_once(given), done.copies, strict=True):
+            if not torch.equal(tensor, copy):
+                tensor.copy_(copy)
+                wrong |= value(tensor).leaf is not None or value(tensor).base is not None
+        return wrong
+
+    def _give_back(self, args: tuple, kwargs: dict[str, Any], wrote: dict[Any, Any]) -> None:
+        for item in (*args, *kwargs.values()):
+            if live.is_options(item, self._raw):
+                for name, value in wrote.items():
+                    if name not in live.RAW and dict.get(item, name) is not value:
+                        item[name] = value
+
+    def _note(self, call: live.LiveCall, given: tuple, done: live.Done) -> None:
+        recorder, originals = self._recorder, _once(given)
+        recorder.step(call, given, done.tensors)
+        for tensor, copy in zip(originals, done.copies, strict=True):
+            value = recorder.value(tensor)
+            if value.leaf is None and value.base is None:  # from here on it is what the patch left
+                recorder.mark(tensor, recorder.value(copy))
+        recorder.calls_patches = recorder.calls_packs = True
+
+    def _is_part(self, module: Any) -> bool:
+        if self._parts is None:
+            self._parts = {id(part) for _, part in modules_of(self._recorder.module)}
+        return id(module) in self._parts
+
+    # The end --------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """After the forward. What a patch that was written down has changed shows that it must be called."""
+        for place, (patch, state) in self._states.items():
+            if self._book.is_live(code_of(patch)):
+                continue
+            if look(patch, self._recorder.module) != state:
+                self._book.live(code_of(patch))
+                self.again = True
+            else:
+                self._reads.states[place] = state
+
+
+def _each(item: Any, noting: Callable[[Any], Any]) -> Any:
+    """``noting`` of a patch's argument, and of what lies in a plain dict of arguments."""
+    found = noting(item)
+    if found is item and type(item) is dict:
+        for name, each in item.items():
+            if isinstance(each, dict) and (noted := noting(each)) is not each:
+                item[name] = noted  # the model's own dict: the patch may write into it
+    return found
+
+
+def _once(given: Any) -> list[Tensor]:
+    """The tensors of a template, each once, in order."""
+    found: dict[int, Tensor] = {}
+
+    def walk(item: Any) -> None:
+        if isinstance(item, Tensor):
+            found.setdefault(id(item), item)
+        elif isinstance(item, dict):
+            for name, each in item.items():
+                if name is not live.OPTIONS:
+                    walk(each)
+        elif isinstance(item, (list, tuple)):
+            for each in item:
+                walk(each)
+
+    walk(given)
+    return list(found.values())
+
+
+def _random_state(device: torch.device) -> tuple:
+    """Of all generators that a patch may draw from."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = numpy.random.get_state(legacy=False)["state"] if numpy is not None else {}
+    own = torch.get_rng_state() if device.type != "cuda" else torch.cuda.get_rng_state(device)
+    states = bytes(torch.get_rng_state().numpy()), bytes(own.numpy())
+    return (random.getstate(), of_numpy.get("pos"), bytes(of_numpy.get("key", b"")), *states)

@@ -1,0 +1,210 @@
+"""What the Python code of a patch can see besides its arguments, so that a recording of it can be guarded.
+
+A patch of another node is a function or an object of unknown code. Recorded once, its effect is fixed; so whatever that
+code may read must be as it was: closures, defaults, attributes, globals, however deep. ``look`` walks through it and
+gives something that can be compared later and keeps nothing alive. What it cannot look into makes it give None: such a
+patch is called in each forward.
+"""
+
+import collections
+import enum
+import functools
+import logging
+import sys
+import types
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .identity import EQUAL, Same
+
+MOST = 1500  # objects in the state of one patch: it is looked at before each replay
+# Packages whose functions do the same for the same arguments; their own modules' values are compared by identity.
+LIBRARIES = frozenset(("torch", "torchvision", "numpy", "scipy", "einops", "comfy", "comfy_kitchen", "triton", "PIL"))
+CONTAINERS = (list, tuple, collections.deque)
+DICTS = (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType)
+FIXED = (type(Ellipsis), type(NotImplemented), range, slice, torch.finfo, torch.iinfo)
+BY_IDENTITY = (logging.Logger, enum.Enum, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
+DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
+OF_CLASSES = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl"))
+OF_MODULES = frozenset(nn.Module().__dict__)
+State = tuple
+
+
+class _Unknown(Exception):
+    """Something that may change unseen."""
+
+
+def look(value: Any, module: nn.Module | None = None, most: int = MOST) -> State | None:
+    """What ``value`` and all that its code can reach are now; None if that cannot be known.
+
+    module: the model, whose own parts are looked after elsewhere. most: objects that are worth it.
+    """
+    try:
+        return _Look(module, most).of(value, root=True)
+    except _Unknown:
+        return None
+
+
+class _Look:
+    """One walk."""
+
+    def __init__(self, module: nn.Module | None, most: int) -> None:
+        self._module, self._left = module, most
+        self._places: dict[int, int] = {}
+        self._kept: list[Any] = []  # so that no id is given twice
+        self._own: set[int] | None = None
+
+    def of(self, value: Any, root: bool = False) -> State:
+        """The state of ``value``. root: its code is a patch's, wherever it is from."""
+        kind = type(value)
+        if isinstance(value, EQUAL) and not isinstance(value, enum.Enum):
+            return kind, value
+        if id(value) in self._places:
+            return "again", self._places[id(value)]
+        self._left -= 1
+        if self._left < 0:
+            raise _Unknown
+        self._places[id(value)] = len(self._places)
+        self._kept.append(value)
+        if isinstance(value, Tensor):
+            return "tensor", Same(value), tuple(value.shape), value.dtype, value.device
+        if isinstance(value, CONTAINERS):
+            return kind, Same(value) if root else None, tuple([self.of(each) for each in value])
+        if isinstance(value, DICTS):
+            return kind, tuple([(self.of(key), self.of(each)) for key, each in value.items()])
+        if isinstance(value, (set, frozenset)) and all(isinstance(each, EQUAL) for each in value):
+            return kind, frozenset(value)
+        if isinstance(value, FIXED):
+            return kind, repr(value)
+        return self._object(value, kind, root)
+
+    def _object(self, value: Any, kind: type, root: bool) -> State:
+        if isinstance(value, types.FunctionType):
+            return self._function(value, root)
+        if isinstance(value, types.MethodType):
+            return "method", self.of(value.__func__, root), self.of(value.__self__)
+        if isinstance(value, functools.partial):
+            return "partial", self.of(value.func, root), self.of(value.args), self.of(value.keywords)
+        if isinstance(value, (staticmethod, classmethod)):
+            return kind, self.of(value.__func__)
+        if isinstance(value, property):
+            return kind, *[self.of(each) for each in (value.fget, value.fset, value.fdel)]
+        if isinstance(value, weakref.ReferenceType):
+            return "weak", self.of(value())
+        if isinstance(value, types.ModuleType):
+            return "module", Same(value)  # what code reads of it is looked at with the code
+        if isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (types.ModuleType, type)):
+            return "builtin", value.__name__, self.of(value.__self__)  # a list's append, say
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, BY_IDENTITY):
+            return "same", Same(value)
+        if isinstance(value, nn.Module):
+            return self._part(value)
+        if _is_library(kind.__module__) and not kind.__module__.startswith("comfy"):
+            if type(kind) is type and not callable(value):  # a generator, a lock, a file: what it holds is hidden
+                raise _Unknown
+            return "same", Same(value)  # torch's own operations
+        return kind.__qualname__, Same(value), self._class(kind), tuple(self._attributes(value))
+
+    def _attributes(self, value: Any) -> Iterator[tuple[str, State]]:
+        slots = [name for base in type(value).__mro__ for name in _slots(base)]
+        own = getattr(value, "__dict__", None)
+        if own is None and not slots:
+            raise _Unknown
+        for name in slots:
+            if hasattr(value, name):
+                yield name, self.of(getattr(value, name))
+        for name, each in (own or {}).items():
+            yield name, self.of(each)
+
+    def _function(self, function: types.FunctionType, root: bool) -> State:
+        closed = function.__closure__ or ()
+        if not root and not closed and _is_library(function.__module__ or ""):
+            return "same", Same(function)
+        cells = []
+        for cell in closed:
+            try:
+                cells.append(self.of(cell.cell_contents))
+            except ValueError:  # it is still empty
+                cells.append(())
+        named = self.of(function.__defaults__), self.of(function.__kwdefaults__), self.of(function.__dict__)
+        return "function", Same(function.__code__), tuple(cells), named, tuple(self._globals(function))
+
+    def _globals(self, function: types.FunctionType) -> Iterator[tuple[str, State]]:
+        names, there = _names(function.__code__), function.__globals__
+        for name in names:
+            if name in there:
+                value = there[name]
+                yield name, self.of(value)
+                if isinstance(value, types.ModuleType):
+                    yield from self._of_module(value, names)
+
+    def _of_module(self, module: types.ModuleType, names: frozenset[str]) -> Iterator[tuple[str, State]]:
+        """Those of a module's values that code with these names may read."""
+        library, there = _is_library(module.__name__), vars(module)
+        for name in sorted(names & there.keys()):
+            value = there[name]
+            if isinstance(value, types.ModuleType):
+                if id(value) not in self._places:
+                    yield name, self.of(value)
+                    yield from self._of_module(value, names)
+            elif library and not isinstance(value, EQUAL):
+                yield name, ("same", Same(value))
+            else:
+                yield name, self.of(value)
+
+    def _class(self, kind: type) -> State:
+        found = []
+        for base in kind.__mro__:
+            if base is object or _is_library(base.__module__):
+                found.append(Same(base))
+                continue
+            if id(base) in self._places and base is not kind:
+                continue
+            self._places.setdefault(id(base), len(self._places))
+            self._kept.append(base)
+            for name, value in list(vars(base).items()):
+                if name not in OF_CLASSES and not isinstance(value, DESCRIPTORS):
+                    found.append((name, self.of(value)))
+        return "class", Same(kind), tuple(found)
+
+    def _part(self, part: nn.Module) -> State:
+        """A module: of the model, or of the patch's own."""
+        if self._own is None:
+            self._own = {id(each) for each in self._module.modules()} if self._module is not None else set()
+        if id(part) in self._own:
+            return "part", Same(part)
+        plain = [(name, self.of(value)) for name, value in part.__dict__.items() if name not in OF_MODULES]
+        tensors = [(name, self.of(each)) for table in (part._parameters, part._buffers) for name, each in table.items()]
+        below = [(name, self.of(child)) for name, child in part._modules.items()]
+        hooks = [self.of(hook) for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
+        return "module", Same(part), part.training, tuple(plain), tuple(tensors), tuple(below), tuple(hooks)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_library(module: str) -> bool:
+    top = module.partition(".")[0]
+    return top in LIBRARIES or top in sys.stdlib_module_names
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(code: types.CodeType) -> frozenset[str]:
+    """The names that code reads, of globals and of attributes, functions inside of it too."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _names(constant)
+        elif isinstance(constant, str):  # getattr(module, "name")
+            names.add(constant)
+    return frozenset(names)

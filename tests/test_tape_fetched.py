@@ -1,0 +1,133 @@
+"""UNets whose weights are fetched, cast or patched at each call: recorded where that is right, else in parts. CPU.
+
+A model that does not fit is loaded in part: other layers get their weights at each call, with the LoRA applied then.
+"""
+
+import pytest
+import torch
+
+from tools.driving import SMALL_UNET, compiled, randn, unet_forward
+from tools.oracles import error, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats", "fusing")
+
+CLOSE = 1e-5  # relative L2 in fp32
+CHANGED = 1e-3  # by how much a change must show, so that a test can tell
+SIZES = [(128, 128), (136, 104), (128, 128), (136, 104)]
+BLOCK = "input_blocks.1.1.transformer_blocks.0"
+
+
+def with_lora(patcher, *layers):
+    """ComfyUI's own LoRA loading: rank 4."""
+    import comfy.sd
+
+    weights, lora = patcher.model.state_dict(), {}
+    for name in layers:
+        shape = weights[f"diffusion_model.{name}.weight"].flatten(1).shape
+        lora[f"diffusion_model.{name}.lora_up.weight"] = randn(shape[0], 4, seed=7)
+        lora[f"diffusion_model.{name}.lora_down.weight"] = randn(4, shape[1], seed=8)
+    loaded, _ = comfy.sd.load_lora_for_models(patcher, None, lora, 0.1, 0)
+    assert len(loaded.patches) == len(layers)
+    return loaded
+
+
+def cast(patcher, *layers):
+    """As ComfyUI leaves layers that did not fit."""
+    for name in layers:
+        patcher.model.diffusion_model.get_submodule(name).comfy_cast_weights = True
+
+
+def test_a_lora_that_is_applied_at_each_call(fresh, block_programs):
+    """Of one block: the others run on programs. It comes, and goes again."""
+    fast, plain = compiled(fresh), [unet_forward(fresh, *size) for size in SIZES]
+    assert all(error(unet_forward(fast, *size), out) < CLOSE for size, out in zip(SIZES, plain, strict=True))
+    lora = with_lora(fast, f"{BLOCK}.attn1.to_q", f"{BLOCK}.ff.net.2")
+    lora.patch_model(torch.device("cpu"), lowvram_model_memory=1, force_patch_weights=False)
+    assert sum(bool(getattr(m, "weight_function", None)) for m in lora.model.modules()) == 2
+    for size, before in zip(SIZES, plain, strict=True):
+        wanted = unet_forward(fresh, *size)  # the same model
+        assert error(wanted, before) > CHANGED
+        assert error(unet_forward(lora, *size), wanted) < CLOSE
+    assert {shape["state"] for shape in shapes()} == {"tape"}
+    assert all("one by one" in shape["note"] and "no input, no weight" in shape["note"] for shape in shapes())
+    assert block_programs and not any(path.startswith(BLOCK) for path in block_programs)
+    assert any(path.endswith(".0") for path in block_programs)  # ResBlocks, too
+    lora.unpatch_model(torch.device("cpu"))
+    assert all(error(unet_forward(fast, *size), out) < CLOSE for size, out in zip(SIZES, plain, strict=True))
+
+
+def test_layers_that_are_cast_go_on_the_tape(fresh, recordings):
+    """Where nothing has to be fetched from elsewhere, a cast is an operation like others."""
+    layers = "input_blocks.1.0.in_layers.2", f"{BLOCK}.attn2.to_k", "out.0", "time_embed.0"
+    plain = unet_forward(fresh, 128, 128)
+    cast(fresh, *layers)
+    fast = compiled(fresh)
+    for size in SIZES:
+        assert error(unet_forward(fast, *size), unet_forward(fresh, *size)) < CLOSE
+    assert {shape["state"] for shape in shapes()} == {"tape"} and len(recordings) == 2
+    assert error(unet_forward(fast, 128, 128), plain) < CLOSE
+
+
+def test_weights_that_are_kept_in_another_dtype(models, recordings):
+    """What ComfyUI makes of a bf16 file on hardware without bf16."""
+    from comfy.model_patcher import ModelPatcher
+
+    family, config = models.UNETS["sd15"]
+    settings = family(models.SPATIAL | config | SMALL_UNET)
+    settings.unet_config.update(SMALL_UNET)
+    settings.set_inference_dtype(torch.bfloat16, torch.float32)
+    model = settings.get_model({}, "", device="cpu")
+    models.randomise(model)
+    patcher = ModelPatcher(model, load_device=torch.device("cpu"), offload_device=torch.device("cpu"))
+    fast = compiled(patcher)
+    for seed in range(2):
+        for size in SIZES[:2]:
+            assert error(unet_forward(fast, *size, seed=seed), unet_forward(patcher, *size, seed=seed)) < CLOSE
+    assert {shape["state"] for shape in shapes()} == {"tape"} and len(recordings) == 2
+
+
+def test_a_layer_that_comes_from_another_device(fresh, block_programs, monkeypatch):
+    """As low VRAM has it. No second device is here: the layer's weight is one that the recorder does not know."""
+    import comfy.ops
+
+    layer = fresh.model.diffusion_model.get_submodule(f"{BLOCK}.attn2.to_out.0")
+    own, calls = comfy.ops.cast_bias_weight, []
+
+    def fetched(s, *args, **kwargs):
+        out = own(s, *args, **kwargs)
+        if s is not layer:
+            return out
+        calls.append(1)
+        with torch.utils._python_dispatch._disable_current_modes():
+            return (out[0].clone(), *out[1:])
+
+    monkeypatch.setattr(comfy.ops, "cast_bias_weight", fetched)
+    cast(fresh, f"{BLOCK}.attn2.to_out.0")
+    fast = compiled(fresh)
+    for size in SIZES:
+        assert error(unet_forward(fast, *size), unet_forward(fresh, *size)) < CLOSE
+    assert len(calls) >= 2 * len(SIZES) and {shape["state"] for shape in shapes()} == {"tape"}
+    assert block_programs and BLOCK not in block_programs
+    with torch.no_grad():
+        layer.weight.mul_(2.0)
+    assert error(unet_forward(fast, *SIZES[0]), unet_forward(fresh, *SIZES[0])) < CLOSE
+
+
+def test_a_patch_and_a_lora_that_is_applied_at_each_call(models, fresh, block_programs):
+    """Both at once: patched blocks and those with the LoRA in eager, the others on programs."""
+    fast = compiled(fresh)
+    lora = with_lora(fast, f"{BLOCK}.attn1.to_q")
+    calls = []
+    for each in (lora, fresh):
+        each.set_model_attn2_replace(
+            lambda q, k, v, options: calls.append(1) or v.mean(1, keepdim=True).expand_as(q), "middle", 0
+        )
+    lora.patch_model(torch.device("cpu"), lowvram_model_memory=1, force_patch_weights=False)
+    for size in SIZES + SIZES:
+        before = len(calls)
+        wanted = unet_forward(fresh, *size)
+        once = len(calls) - before
+        assert error(unet_forward(lora, *size), wanted) < CLOSE and len(calls) == before + 2 * once
+    assert any(path.endswith(".0") for path in block_programs) and shapes()[-1]["state"] == "tape"
+    assert not any("middle_block.1" in path for path in block_programs)
+    lora.unpatch_model(torch.device("cpu"))
