@@ -196,16 +196,6 @@ def clean_stats(pack: ModuleType) -> None:
 
 
 @pytest.fixture
-def recordings(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of what is recorded during the test."""
-    from anyshape.accel import tapes
-
-    record, found = tapes.Tapes.record, []
-    monkeypatch.setattr(tapes.Tapes, "record", lambda *args: (found.append(str(args[1])), record(*args))[1])
-    return found
-
-
-@pytest.fixture
 def no_graphs_left(pack: ModuleType) -> Iterator[None]:
     """After the test every graph is given back."""
     from anyshape.accel import graphs
