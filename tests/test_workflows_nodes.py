@@ -38,7 +38,7 @@ def warm(models, patchers):
 
 @pytest.fixture
 def patches(monkeypatch):
-    """Whether patches were called by programs since the last time that this was asked, and that no forward was eager."""
+    """Whether programs have called patches since the last time that this was asked."""
     from anyshape.accel.tape.live import LiveCall
 
     calls, own = [], LiveCall.__call__
