@@ -30,7 +30,7 @@ from .tape.patches import code_of
 from .tape.program import NotBound, Program
 from .tape.reuse import Outlines
 from .tape.values import Tape, Weight
-from .tapes import Take, Tapes, bound, obstacle
+from .tapes import FullStep, Take, Tapes, bound, obstacle
 
 if TYPE_CHECKING:
     from .engine import Call, Settings
@@ -190,7 +190,7 @@ class TapeTier:
             take.twice = take.in_blocks and not take.live
         if take.again:
             shape.state, shape.reason = "eager", take.reason
-            return recorded
+            return recorded if call.taped.skipping is None else FullStep(recorded, None)
         if take.reason:
             take.calls, take.live = [], []
             # once more, as later calls will run: the same seed, the same picture

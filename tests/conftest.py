@@ -51,7 +51,7 @@ LONGEST = (
     "test_controlnet_cpu",
     "test_architectures", "test_workflows_weights", "test_quantised", "test_tape_blocks",
     "test_skip_middle", "test_skip_runs", "test_unet_cpu", "test_workflows_vae", "test_kernels", "test_workflows_nodes",
-    "test_workflows_batches", "test_vae_cpu", "test_tape_rounding", "test_skip_pieces", "test_skip_packs",
+    "test_workflows_batches", "test_vae_cpu", "test_tape_rounding", "test_skip_deep", "test_skip_packs",
     "test_bench", "test_warm_up", "test_fleet", "test_demo_model", "test_package", "test_tape_reuse",
     "test_unet_packs", "test_artifacts_kernels", "test_tape_engine", "test_lazy",
 )  # fmt: skip

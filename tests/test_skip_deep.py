@@ -12,6 +12,7 @@ from tools.driving import (
     UNETS,
     compiled,
     residuals,
+    sample_prompts,
     skipping,
     unet_inputs,
 )
@@ -207,6 +208,22 @@ def test_other_networks_of_this_shape(name):
     halves, out, _, skipped = halves_of(recording)
     assert halves.share < 0.6
     assert torch.equal(out, recording.out) and torch.equal(skipped, recording.out)
+
+
+def test_sampling_a_network_that_is_not_sds():
+    """Stable Cascade: the same with Compile Model and without, and no reason that anything ran in full."""
+    from tools import architectures
+    from tools.architectures import patchers
+
+    patcher = patchers.make("Stable_Cascade_B")
+    given = architectures.TABLE["Stable_Cascade_B"].request(0)["conditions"]
+    extra = {"pooled_output": given["clip"][0], "stable_cascade_prior": given["effnet"]}
+    prompts, latent = [[[given["clip"] * scale, extra]] for scale in (1.0, 0.5)], torch.zeros(1, 4, 44, 40)
+    wanted = sample_prompts(patcher, *prompts, latent=latent, steps=12)
+    ways = skipping(patcher), compiled(skipping(patcher))
+    outs = [sample_prompts(ours, *prompts, latent=latent, steps=12) for ours in ways]
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}} and fallbacks() == []
+    assert torch.equal(*outs) and 0 < error(outs[0], wanted) < 0.7
 
 
 def test_fused_halves_share_their_kernels(models, monkeypatch):

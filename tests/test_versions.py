@@ -11,8 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from tools.driving import SHORT_RUN, SMALL_UNET, compile_with_message, compiled, unet_forward
-from tools.oracles import assert_fast, error, fallbacks, shapes
+from tools.driving import (
+    SHORT_RUN,
+    SMALL_UNET,
+    compile_with_message,
+    compiled,
+    skip_with_message,
+    skipping,
+    unet_forward,
+)
+from tools.oracles import assert_fast, counted, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
 
@@ -183,6 +191,17 @@ def test_a_streamed_model_is_loaded_once_more_to_stay_in_place(models, streamed)
     assert second.model is first.model and type(source).loads == 1  # another mode, or a LoRA before us: no new load
     assert error(models.sample(first, **SHORT_RUN), models.sample(source, **SHORT_RUN)) < CLOSE
     assert_fast()
+
+
+def test_skip_blocks_stay_in_place_too(models, streamed):
+    """By the copy that serves Compile Model; where there is none, nothing is skipped, and the node says why."""
+    source, run = streamed(small_unet(models), lambda: small_unet(models)), SHORT_RUN | {"steps": 12}
+    skip = skipping(source)
+    assert skip.model is compiled(source).model and type(source).loads == 1
+    models.sample(skip, **run)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    alone, message = skip_with_message(streamed(small_unet(models)))
+    assert message.startswith("no blocks are skipped: its weights are streamed") and not any(alone.wrappers.values())
 
 
 def test_the_second_copy_goes_with_the_first(models, streamed):

@@ -56,8 +56,3 @@ def outside_memory_plan() -> AbstractContextManager:
     """Keeps what is allocated within out of the memory plan that ComfyUI's model compiler records for some models."""
     pause = getattr(prefetch, "pause_malloc_graph", None)
     return nullcontext() if pause is None else pause()
-
-
-def drops_out(module: nn.Module) -> bool:
-    """Whether a dropout is at work in this module. An older ComfyUI samples in training mode, with dropouts of 0."""
-    return module.training and any(isinstance(m, nn.Dropout) and m.p > 0 for m in module.modules())

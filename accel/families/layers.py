@@ -141,7 +141,6 @@ class Survey:
         self.unknown: set[str] = set()
         self.cast = False
         self.streamed = False
-        self.devices: set[torch.device] = set()  # where weights lie
         for part in model.children():  # the model itself is called by others, with whatever they hung on it
             self._visit(part)
         self._watch = Watch(model, root=False)
@@ -161,7 +160,6 @@ class Survey:
         self.altered |= altered
         self.cast |= is_cast(module)
         self.streamed |= is_streamed_layer(module)
-        self.devices.update(weight.device for weight in module._parameters.values() if weight is not None)
         if unknown:
             self.unknown.add(type(module).__qualname__.split("<locals>.")[-1])
         odd = altered or unknown
@@ -176,30 +174,10 @@ class Survey:
         found = sorted({replaced for replaced in self.foreign.values() if replaced})
         return f" ({', '.join(found)})" if found else ""
 
-    def is_plain(self, device: torch.device) -> bool:
-        """Whether all parts are as ComfyUI built them, and all weights on ``device`` as they are used."""
-        return not (self.odd or self.cast or self.streamed) and self.devices <= {device}
-
     def obstacle(self) -> str:
         """Why nothing of this model may run fused; "" if something may."""
         if self.streamed:
             return say("streamed_now")
-        return ""
-
-    def eager_parts(self) -> str:
-        """Why some parts run their own forward; "" if none does."""
-        if self.altered:
-            return say("foreign_part", whose=self.whose())
-        if self.unknown:
-            return say("unknown_layers", names=", ".join(sorted(self.unknown)))
-        return ""
-
-    def graph_obstacle(self) -> str:
-        """Why a forward of this model must not be captured; "" if it may."""
-        if self.odd:
-            return f"{self.eager_parts()}; without a graph"
-        if self.cast:
-            return say("cast")
         return ""
 
 

@@ -22,6 +22,7 @@ from ..skip.settings import AUTO, FEW, SkipSettings
 from ..stats import STATS, SkipStats
 from ..tape import blocks
 from . import attach
+from .compat import static_clone
 from .layers import INTERRUPTS
 from .session import Session
 
@@ -35,23 +36,22 @@ Tell = Callable[[str], None]
 def skip_blocks(patcher: ModelPatcher, settings: SkipSettings, tell: Tell) -> tuple[ModelPatcher, str]:
     """(a clone that skips blocks on most steps, what the user should know or "").
 
-    tell: shows a line to the user, after each run. A model without repeated blocks comes back as a plain clone.
+    tell: shows a line to the user, after each run. A model that skips nothing comes back as a plain clone.
     """
-    clone, name = patcher.clone(), type(patcher.model).__name__
-    remove(clone)  # of two Skip Blocks nodes in a row, the last one decides
-    message, failure = attempt(lambda: _attach(clone, name, settings, tell), failed(name, "Skip Blocks"), INTERRUPTS)
-    if failure:
-        remove(clone)
-    return clone, failure or message
+    name = type(patcher.model).__name__
+    made, failure = attempt(lambda: _made(patcher, name, settings, tell), failed(name, "Skip Blocks"), INTERRUPTS)
+    return (remove(patcher.clone()), failure) if failure else made
 
 
-def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) -> str:
-    """Puts our wrappers on ``clone``, or says why nothing is skipped; returns what the user should know or ""."""
-    deepest = blocks.deepest(clone.model.diffusion_model)
+def _made(patcher: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) -> tuple[ModelPatcher, str]:
+    model = patcher.model.diffusion_model
+    deepest = blocks.deepest(model)
     if deepest is None:
-        message = say("no_blocks", why=f"{type(clone.model.diffusion_model).__name__} has no repeated blocks")
-        STATS.fallback(name, message)
-        return message
+        return _plain(patcher, say("no_blocks", why=f"{type(model).__name__} has no repeated blocks"))
+    clone, obstacle = static_clone(patcher)
+    if obstacle:
+        return _plain(patcher, f"no blocks are skipped: {obstacle}")
+    remove(clone)  # of two Skip Blocks nodes in a row, the last one decides
     skipping = _Skipping(settings, name, tell)
     # without Compile Model the steps are ComfyUI's own operations, recorded
     own = Settings(mode="exact", graph_budget_mb=0)
@@ -62,15 +62,22 @@ def _attach(clone: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, partial(_forward, session))
     if attach.session_of(clone) is None:
         attach.put_around(clone, partial(_around, session))
-    return _depth_message(settings, deepest)
+    return clone, _depth_message(settings, deepest)
 
 
-def remove(patcher: ModelPatcher) -> None:
-    """Takes our wrappers off ``patcher``."""
+def _plain(patcher: ModelPatcher, message: str) -> tuple[ModelPatcher, str]:
+    """(a clone without our wrappers, ``message``), counted."""
+    STATS.fallback(type(patcher.model).__name__, message)
+    return remove(patcher.clone()), message
+
+
+def remove(patcher: ModelPatcher) -> ModelPatcher:
+    """Takes our wrappers off ``patcher``, and gives it back."""
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, STATE)
     attach.remove_forward(patcher, __name__)
+    return patcher
 
 
 def skips(patcher: ModelPatcher) -> bool:

@@ -130,11 +130,11 @@ class TapeRun:
         self.model, self._layout = model, layout
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self._watch = fingerprints, WeightWatch(model)
-        self._look()
+        self._look(model)
 
-    def _look(self) -> None:
-        self._structure, self._foreign = self._fingerprints.of(self.model), self._fingerprints.foreign(self.model)
-        self._is_streamed = any(map(is_streamed_layer, self.model.modules()))
+    def _look(self, model: nn.Module) -> None:
+        self._structure, self._foreign = self._fingerprints.of(model), self._fingerprints.foreign(model)
+        self._is_streamed = any(map(is_streamed_layer, model.modules()))
 
     def obstacle(self) -> str:
         """Why nothing of this model may be recorded, now."""
@@ -166,7 +166,7 @@ class TapeRun:
         """The model's code, now, and what else decides its result besides inputs and weights."""
         if self._fingerprints.changed(model):
             self._watch = WeightWatch(model)
-            self._look()
+            self._look(model)
         return hash((self._structure, surroundings(), torch.is_autocast_enabled()))
 
     def changed(self) -> str:

@@ -34,10 +34,6 @@ REASONS = dict(
         "Free VRAM, or use --disable-dynamic-vram",
         "weights are streamed while the model runs (DynamicVRAM), so it runs in eager",
     ),
-    cast=(
-        "Free VRAM or use an fp16 model",
-        "weights are cast or streamed at each call (low VRAM, fp8): no graph; free VRAM or use an fp16 model",
-    ),
     no_memory=(
         "Make the image or the batch smaller: out of memory",
         "out of memory for a second run at this size; lower the image size or the batch",

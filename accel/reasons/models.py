@@ -36,22 +36,6 @@ REASONS = dict(
         "another node's patch changes an input ({patch})",
         "a patch of another node writes into an input or a part of a tensor ({patch})",
     ),
-    patched_blocks=(
-        "another node patches some blocks ({patches})",
-        "patches by another node ({patches}): patched blocks run in eager, without a graph",
-    ),
-    unknown_patches=(
-        "another node's patches are too new ({patches})",
-        "patches that AnyShape does not know in {where} ({patches}): the model runs in eager",
-    ),
-    foreign_forward=(
-        "another node replaced the model's code",
-        "another node replaced the model's forward{whose}, so the model runs in eager",
-    ),
-    foreign_part=(
-        "another node changed a part of the model",
-        "another node replaced or hooked a part of the model{whose}: that part runs in eager",
-    ),
     foreign_state=(
         "another node's code keeps something ({name})",
         "another node hooked or replaced a part of the model, and its code may keep something from one call to the "
@@ -92,7 +76,6 @@ REASONS = dict(
         "the model was called with {name}, which AnyShape does not know",
     ),
     no_tensor=("called without a tensor", "the model was called without a tensor"),
-    no_prompt=("called without a prompt", "the model was called without a prompt's tensor, so it runs in eager"),
     dtype=(
         "Load the model in fp16, bf16 or fp32",
         "{dtype} activations are not supported; load the model in fp16, bf16 or fp32",
@@ -108,12 +91,6 @@ REASONS = dict(
         "this VAE makes neither images nor video",
         "this VAE makes neither images nor video, so a size in pixels says nothing of it",
     ),
-    unknown_layers=(
-        "some layers are not supported ({names})",
-        "layers of a kind that AnyShape does not know run in eager: {names}",
-    ),
-    unet_layers=("not supported: {names}", "the UNet has layers that AnyShape does not know: {names}"),
-    unet_codebook=("not supported: this kind of UNet", "UNets that predict codebook ids are not supported"),
     t2i_adapter=(
         "nothing to gain: it runs once per picture",
         "a T2I-Adapter runs only once per sampling run, not at each step, so there is nothing to speed up",
