@@ -8,6 +8,8 @@ import torch
 
 from tools.driving import SMALL_UNET, compiled, randn, unet_forward
 from tools.oracles import error, shapes
+from tools.weights import ALL_KINDS, lora
+from tools.weights import with_lora as loaded_lora
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "fusing")
 
@@ -131,3 +133,21 @@ def test_a_patch_and_a_lora_that_is_applied_at_each_call(models, fresh, block_pr
     assert any(path.endswith(".0") for path in block_programs) and shapes()[-1]["state"] == "tape"
     assert not any("middle_block.1" in path for path in block_programs)
     lora.unpatch_model(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_every_kind_of_lora_at_each_call(models, kind):
+    """A partly loaded model keeps them beside its weights."""
+    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
+    state, outs = lora(patcher, kind), []
+    for each in (patcher, compiled(patcher)):
+        loaded = loaded_lora(each, state)
+        loaded.patch_model(torch.device("cpu"), lowvram_model_memory=1, force_patch_weights=False)
+        try:
+            assert any(getattr(m, "weight_function", None) for m in loaded.model.modules())
+            outs.append([unet_forward(loaded, 136, 120, seed=seed) for seed in range(3)])
+        finally:
+            loaded.unpatch_model(torch.device("cpu"))
+    assert all(error(out, wanted) < CLOSE for wanted, out in zip(*outs, strict=True))
+    assert error(outs[0][0], unet_forward(patcher, 136, 120)) > CHANGED
+    assert {shape["state"] for shape in shapes()} == {"tape"}
