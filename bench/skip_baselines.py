@@ -1,7 +1,7 @@
 """What Skip Blocks is compared with: DeepCache as it was published, and ComfyUI's EasyCache node.
 
 Plain DeepCache (Ma, Fang and Wang 2024, section 3.2) reuses the deep feature of steps 0, N, 2N, ... as it is. It runs
-on the machinery of our node (the cut in pieces, the state of a run), so that only schedule and forecast differ: it
+on the machinery of our node (the cut, the state of a run), so that only schedule and forecast differ: it
 costs what ours costs at the same interval and depth. The pack must be loaded.
 """
 

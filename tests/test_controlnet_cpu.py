@@ -97,8 +97,8 @@ def test_image_equals_eager_and_nothing_compiles(models, unets, nets, warm, scen
 def test_a_run_with_and_without_residuals(models, warm, scene, nothing_compiles):
     """What the scenes are about: one run has both kinds of call, and the network itself runs on some steps only."""
     sampled(models, *warm["sd15"]["both"], scene)
-    calls = {kind: sum(s["calls"] for s in shapes() if kind in s["key"]) for kind in ("hint", "middle*1", "x[")}
-    assert calls["hint"] == calls["middle*1"] == 2 and calls["x["] == 4 + 2
+    calls = {kind: sum(s["calls"] for s in shapes() if kind in s["key"]) for kind in ("hint", "middle=1", "x[")}
+    assert calls["hint"] == calls["middle=1"] == 2 and calls["x["] == 4 + 2
 
 
 @pytest.mark.parametrize("name", FAMILIES)

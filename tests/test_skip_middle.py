@@ -329,11 +329,26 @@ def test_a_model_that_is_not_recorded(tiny, monkeypatch):
     check_in_full(patcher, "Flux", "could not be recorded")
 
 
-def test_patches_of_other_nodes_run_in_full(tiny):
-    """A patch is called in the middle, too."""
-    patcher = tiny("Flux").clone()
-    patcher.set_model_patch_replace(lambda args, extra: extra["original_block"](args), "dit", "double_block", 1)
-    wanted = sample(patcher, "Flux")
-    assert torch.equal(sample(skipping(patcher), "Flux"), wanted)
-    (why,) = last_run()["resets"]
-    assert "patches by another node" in why
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_patch_of_another_node_in_the_middle(tiny, counts):
+    """It is left out with its block where it is on the tape; where it counts its calls, it is called on every step."""
+    patcher, calls = tiny("Flux").clone(), []
+
+    def louder(args, extra):
+        out = extra["original_block"](args)
+        return {**out, "img": out["img"] * 1.1}
+
+    def counting(args, extra):
+        calls.append(1)
+        return louder(args, extra)
+
+    patcher.set_model_patch_replace(counting if counts else louder, "dit", "double_block", 1)
+    wanted, plain = sample(patcher, "Flux"), sample(skipping(tiny("Flux")), "Flux")
+    calls.clear()
+    out = sample(skipping(patcher), "Flux")
+    if counts:
+        assert torch.equal(out, wanted) and len(calls) == STEPS
+        assert (last_run()["full"], last_run()["skipped"]) == (STEPS, 0) and last_run()["resets"]
+    else:
+        assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+        assert error(out, wanted) < error(plain, wanted)

@@ -1,6 +1,6 @@
 """One sampling run with skipped steps: the features it may reuse, and when it must not.
 
-Features are what the blocks that are left out would have made: one tensor of a UNet, one for each stream of a
+Features are what the blocks that are left out would have given: one tensor of a UNet, one for each stream of a
 transformer. They belong to the rows of one prompt (ComfyUI's cond uuid) under one set of patches, for one latent
 shape, dtype and device. ComfyUI splits, joins and reorders prompts between steps, so features are stored by prompt and
 joined again for each call. A call skips only if *every* prompt in it has features from the latest full step; anything
@@ -134,7 +134,7 @@ class SkipRun:
         return out
 
     def in_full(self, reason: str) -> None:
-        """Counts a call that is not cut in pieces: it cannot be, or no step is skipped anyway, or that failed."""
+        """Counts a call that has no other way: it is not recorded, or no step is skipped anyway, or that failed."""
         self.stats.count(skipped=False, reason=reason)
 
     def identity(self, thing: Any) -> int:
