@@ -116,8 +116,8 @@ def test_weights_that_a_control_lora_shares_stay_as_they_are(models, monkeypatch
     assert (models.sample(patcher, **run) - eager).float().norm() / eager.float().norm() > 1e-2
 
 
-def test_recording_sees_weights_as_comfyui_has_them(models, monkeypatch):
-    """Also the second size of a run, when they lie otherwise already."""
+def test_the_first_recording_sees_weights_as_comfyui_has_them(models, monkeypatch):
+    """A later size is recorded as they lie for the programs: libraries plan for one layout only."""
     from anyshape.accel import tape_tier, tapes
 
     monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
@@ -139,7 +139,8 @@ def test_recording_sees_weights_as_comfyui_has_them(models, monkeypatch):
 
     model.set_model_unet_function_wrapper(twice)
     models.sample(model, width=64, height=64, steps=1)
-    assert seen == [True, True]
+    assert seen == [True, False]
+    assert all(weight.is_contiguous() for weight in patcher.model.parameters() if weight.ndim == 4)
 
 
 def test_a_controlnet_that_begins_or_ends_in_mid_run_records_nothing_twice(models, monkeypatch):

@@ -67,10 +67,6 @@ REASONS = dict(
     ),
     # What the call or the model is
     training=("training is on", "gradients are on (training), so the {what} runs in eager"),
-    unknown_argument=(
-        "called with {names}, which is not supported",
-        "the {what} was called with {names}, which only ComfyUI's own forward understands",
-    ),
     strange_argument=(
         "called with {name}, which is not supported",
         "the model was called with {name}, which AnyShape does not know",
