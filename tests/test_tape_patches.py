@@ -487,3 +487,33 @@ def test_nodes_of_comfyui(models, fresh, recordings, request, name, fuse):
     assert error(outs[0], models.sample(fresh, **wide | {"steps": 6, "seed": 2})) > CHANGED
     assert len(recordings) <= most, fallbacks()
     print(name, fuse, len(recordings), [(s["state"], s["reason"], s["note"]) for s in shapes()], fallbacks())
+
+
+@pytest.mark.parametrize("name", ["FreeU_V2", "counting"])
+def test_kernels_around_patches(fresh, monkeypatch, name):
+    """As on a GPU: fused, in Triton's interpreter, with other inputs than those that were recorded."""
+    from anyshape.accel import tape_tier
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    monkeypatch.setattr(tape_tier.KEEPER, "watch", lambda *_: None)
+
+    def counting(patcher):
+        log, patcher = [], patcher.clone()
+
+        def mean(q, k, v, options):
+            log.append(options["block"])
+            return v.mean(1, keepdim=True).expand_as(q)
+
+        patcher.set_model_attn2_replace(mean, "input", 1)
+        patcher.set_model_output_block_patch(lambda h, skip, options: (log.append(1) or h, skip.mul_(0.9)))
+        return patcher
+
+    patched = counting if name == "counting" else NODES[name][0]
+    plain, fast = patched(fresh), patched(compiled(fresh))
+    from tools.driving import unet_forward
+
+    for seed in range(3):
+        wanted = unet_forward(plain, 64, 64, seed=seed)
+        assert error(unet_forward(fast, 64, 64, seed=seed), wanted) < CLOSE
+    (take,) = takes_of(fast)
+    assert take.program.report.kernels and bool(take.live) == (name == "counting") and not fallbacks()

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 
-from tools.comfy_nodes import CALLED, NODES, OWN_RUNS, WITHOUT_EFFECT, WRITTEN, extras, node
+from tools.comfy_nodes import CALLED, NODES, OWN_RUNS, TAPED, WITHOUT_EFFECT, extras, node
 from tools.driving import COMPILED_PARTS, DEEP_UNET, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
 from tools.oracles import FUSED, error, fallbacks, shapes
 
@@ -45,7 +45,7 @@ def patches(monkeypatch):
     monkeypatch.setattr(LiveCall, "__call__", lambda *args: calls.append(1) or own(*args))
 
     def asked():
-        found = CALLED if calls else WRITTEN
+        found = CALLED if calls else TAPED
         calls.clear()
         return found
 
@@ -68,7 +68,7 @@ def test_node(models, patchers, plain, warm, patches, kind, name):
         assert patches() == wanted_way
     assert {s["state"] for s in shapes()} == {FUSED}
     assert error(models.sample(warm[kind], **run), unpatched) < CLOSE
-    assert patches() == WRITTEN and all(s["reason"] == "" for s in shapes())
+    assert patches() == TAPED and all(s["reason"] == "" for s in shapes())
     assert fallbacks() == []
 
 
@@ -94,7 +94,9 @@ def test_chains_of_nodes(models, patchers, warm, kind, names):
     run = RUNS[kind] | {"height": 128, "steps": 4}
     wanted = models.sample(chained(patchers[kind], [n for n in names if n != "Compile Model"], kind), **run)
     assert error(wanted, models.sample(patchers[kind], **run)) > 1e-3
-    assert error(models.sample(chained(patchers[kind], names, kind), **run), wanted) < CLOSE
+    fast = chained(patchers[kind], names, kind)
+    for _ in range(3):  # which patches have to be called is found out at first
+        assert error(models.sample(fast, **run), wanted) < CLOSE
     assert {s["state"] for s in shapes()} == {FUSED}
 
 

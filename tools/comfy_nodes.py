@@ -12,7 +12,7 @@ from tools.driving import randn
 
 Model = Any  # comfy.model_patcher.ModelPatcher
 Apply = Callable[[Model], Model]
-WRITTEN, CALLED = "written down", "called"  # what becomes of a node's patches; those without patches: written down
+TAPED, CALLED = "written down", "called"  # what becomes of a node's patches; those without patches: written down
 
 
 def node(module: str, name: str, *args: Any, **kwargs: Any) -> Apply:
@@ -113,17 +113,17 @@ GUIDANCE = {  # nothing but what is done with the model's predictions
 }
 SAMPLING = "nodes_model_advanced"
 NODES = {
-    "unet": {name: (apply, WRITTEN) for name, apply in GUIDANCE.items()}
+    "unet": {name: (apply, TAPED) for name, apply in GUIDANCE.items()}
     | {
-        "ModelSamplingDiscrete v, zsnr": (node(SAMPLING, "ModelSamplingDiscrete", "v_prediction", True), WRITTEN),
-        "ModelSamplingDiscrete lcm": (node(SAMPLING, "ModelSamplingDiscrete", "lcm", False), WRITTEN),
+        "ModelSamplingDiscrete v, zsnr": (node(SAMPLING, "ModelSamplingDiscrete", "v_prediction", True), TAPED),
+        "ModelSamplingDiscrete lcm": (node(SAMPLING, "ModelSamplingDiscrete", "lcm", False), TAPED),
         "ModelSamplingContinuousEDM": (
-            node(SAMPLING, "ModelSamplingContinuousEDM", "v_prediction", 90.0, 0.01), WRITTEN,
-        ),
-        "ModelSamplingContinuousV": (node(SAMPLING, "ModelSamplingContinuousV", "v_prediction", 90.0, 0.01), WRITTEN),
-        "ModelComputeDtype": (node(SAMPLING, "ModelComputeDtype", "fp32"), WRITTEN),
+            node(SAMPLING, "ModelSamplingContinuousEDM", "v_prediction", 90.0, 0.01), TAPED,
+        ),  # fmt: skip
+        "ModelSamplingContinuousV": (node(SAMPLING, "ModelSamplingContinuousV", "v_prediction", 90.0, 0.01), TAPED),
+        "ModelComputeDtype": (node(SAMPLING, "ModelComputeDtype", "fp32"), TAPED),
         "SelfAttentionGuidance": (node("nodes_sag", "SelfAttentionGuidance", 0.8, 2.0), CALLED),
-        "PerturbedAttentionGuidance": (node("nodes_pag", "PerturbedAttentionGuidance", 3.0), WRITTEN),
+        "PerturbedAttentionGuidance": (node("nodes_pag", "PerturbedAttentionGuidance", 3.0), TAPED),
         "HyperTile": (node("nodes_hypertile", "HyperTile", 32, 2, 1, True), CALLED),
         "TomePatchModel": (node("nodes_tomesd", "TomePatchModel", 0.4), CALLED),
         "HypernetworkLoader": (hypernetwork, CALLED),
@@ -134,20 +134,20 @@ NODES = {
         "PatchModelAddDownscale before the skip": (
             node("nodes_model_downscale", "PatchModelAddDownscale", 3, 1.5, 0.0, 0.5, False, "bislerp", "area"), CALLED,
         ),
-        "FreeU_V2": (node("nodes_freelunch", "FreeU_V2", 1.3, 1.4, 0.9, 0.2), WRITTEN),
+        "FreeU_V2": (node("nodes_freelunch", "FreeU_V2", 1.3, 1.4, 0.9, 0.2), TAPED),
     },
-    "flux": {name: (apply, WRITTEN) for name, apply in GUIDANCE.items()}
+    "flux": {name: (apply, TAPED) for name, apply in GUIDANCE.items()}
     | {
-        "ModelSamplingFlux": (node(SAMPLING, "ModelSamplingFlux", 2.0, 0.5, 1024, 1024), WRITTEN),
-        "ModelSamplingSD3": (node(SAMPLING, "ModelSamplingSD3", 3.0), WRITTEN),
-        "ModelSamplingAuraFlow": (node(SAMPLING, "ModelSamplingAuraFlow", 1.7), WRITTEN),
-        "ModelComputeDtype": (node(SAMPLING, "ModelComputeDtype", "fp32"), WRITTEN),
-        "ScaleROPE": (node("nodes_rope", "ScaleROPE", 1.5, 2.0, 0.5, 3.0, 1.0, 1.0), WRITTEN),
-        "SkipLayerGuidanceDiT": (node("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 1.0, "1", "0, 2", 0.2), WRITTEN),
-        "SkipLayerGuidanceDiTSimple": (node("nodes_slg", "SkipLayerGuidanceDiTSimple", 0.0, 1.0, "1", "0"), WRITTEN),
-        "SkipLayerGuidanceSD3": (node("nodes_sd3", "SkipLayerGuidanceSD3", "1", 3.0, 0.0, 1.0), WRITTEN),
-        "USOStyleReference": (uso, WRITTEN),
-        "PerturbedAttentionGuidance": (node("nodes_pag", "PerturbedAttentionGuidance", 3.0), WRITTEN),
+        "ModelSamplingFlux": (node(SAMPLING, "ModelSamplingFlux", 2.0, 0.5, 1024, 1024), TAPED),
+        "ModelSamplingSD3": (node(SAMPLING, "ModelSamplingSD3", 3.0), TAPED),
+        "ModelSamplingAuraFlow": (node(SAMPLING, "ModelSamplingAuraFlow", 1.7), TAPED),
+        "ModelComputeDtype": (node(SAMPLING, "ModelComputeDtype", "fp32"), TAPED),
+        "ScaleROPE": (node("nodes_rope", "ScaleROPE", 1.5, 2.0, 0.5, 3.0, 1.0, 1.0), TAPED),
+        "SkipLayerGuidanceDiT": (node("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 1.0, "1", "0, 2", 0.2), TAPED),
+        "SkipLayerGuidanceDiTSimple": (node("nodes_slg", "SkipLayerGuidanceDiTSimple", 0.0, 1.0, "1", "0"), TAPED),
+        "SkipLayerGuidanceSD3": (node("nodes_sd3", "SkipLayerGuidanceSD3", "1", 3.0, 0.0, 1.0), TAPED),
+        "USOStyleReference": (uso, TAPED),
+        "PerturbedAttentionGuidance": (node("nodes_pag", "PerturbedAttentionGuidance", 3.0), TAPED),
     },
 }  # fmt: skip
 OWN_RUNS = {  # what a node needs to do anything
