@@ -77,17 +77,13 @@ def test_nothing_is_wrong_with_a_plain_prompt(attempt):
 
 
 def test_a_latent_that_is_not_eagers(attempt, monkeypatch):
-    from tools.stand_in import StandIn
+    from anyshape.accel.tape.program import Program
 
-    own = StandIn.feed_forward
-    monkeypatch.setattr(StandIn, "feed_forward", lambda self, *args: _more(own(self, *args)))
+    assert attempt() == []
+    own = Program.run
+    monkeypatch.setattr(Program, "run", lambda self, *args: own(self, *args) * 1.01)
     (problem,) = attempt()
     assert "from eager's" in problem
-
-
-def _more(stream):
-    """A stream that is off by a thousandth."""
-    return replace(stream, value=stream.value * 1.001)
 
 
 def test_a_picture_that_is_not_eagers(attempt, monkeypatch):
@@ -105,22 +101,31 @@ def test_a_picture_that_is_not_eagers(attempt, monkeypatch):
 
 
 def test_a_step_down(attempt, monkeypatch):
-    from tools.stand_in import StandIn
+    from anyshape.accel.tape.program import Program
 
     def out_of_memory(*args: object) -> None:
         raise torch.OutOfMemoryError("injected")
 
     with monkeypatch.context() as broken:
-        broken.setattr(StandIn, "feed_forward", out_of_memory)
+        broken.setattr(Program, "run", out_of_memory)
         (problem,) = attempt()
     assert "unexpected fallbacks: out of memory" in problem and attempt() == []
 
 
-def test_a_compilation(attempt, stand_in):
+def test_a_compilation(attempt, monkeypatch):
     """Of what a model that has run before already had."""
+    from anyshape.accel.tape_tier import TapeTier
+
     assert attempt() == []
-    stand_in.variants.clear()
-    (problem,) = attempt()
+    own = TapeTier._made
+
+    def made(*args):
+        program = own(*args)
+        program.report.compiled = 1
+        return program
+
+    monkeypatch.setattr(TapeTier, "_made", made)
+    (problem,) = attempt(width=200)
     assert "recompiles" in problem
 
 
