@@ -117,13 +117,21 @@ def test_a_patch_behind_the_middle_block(patcher):
 
 
 def test_a_patch_that_has_joined_the_skip_connection(patcher):
-    """Newer ComfyUI then joins nothing; one that cannot fails in eager, so there is nothing to compare with."""
+    """Newer ComfyUI then joins nothing; one that cannot fails as it does without us."""
 
     def join(h, skip, options):
         return torch.cat([h, skip], dim=1), None
 
     plain, patched = unet_forward(compiled(patcher), 136, 128), compiled(patcher)
     patched.set_model_output_block_patch(join)
+    eager = patcher.clone()
+    eager.set_model_output_block_patch(join)
+    try:
+        unet_forward(eager, 136, 128)
+    except TypeError as problem:
+        with pytest.raises(TypeError, match=str(problem)[:30]):
+            unet_forward(patched, 136, 128)
+        return
     assert error(unet_forward(patched, 136, 128), plain) < CLOSE
     assert_fast()
 

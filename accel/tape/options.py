@@ -16,7 +16,9 @@ from .state import look
 
 MISSING = object()
 # Different in every run, and copied along with all the rest by code that does not look at them.
-COPIED_ALONG = frozenset(("uuids", "sigmas", "sample_sigmas", "cond_or_uncond", "wrappers", "callbacks"))
+COPIED_ALONG = frozenset(
+    ("uuids", "sigmas", "sample_sigmas", "cond_or_uncond", "wrappers", "callbacks", "context_window")
+)
 
 
 class Reads:
