@@ -37,6 +37,7 @@ TYPES = {
     "inexact": list,
     **dict.fromkeys(["compile_seconds", "first_call_seconds", "median_ms", "seconds"], float),
     "resets": dict,
+    "share": float,
 }
 
 
