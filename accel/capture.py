@@ -113,6 +113,9 @@ class Capturer:
             with _allocating_in(pool):
                 run()
             done = True
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # what they hold would lie in the pool until a collection
+            raise
         finally:
             self._reserved = pool
             if not done:

@@ -61,7 +61,7 @@ class TapeTier:
     ) -> None:
         self.stats, self._owner, self._passthrough, self._uses_graphs = stats, owner, passthrough, uses_graphs
         self._tapes, self._outlines = Tapes(), Outlines()
-        self._begun: set[tuple[torch.dtype, bool]] = set()  # kinds of calls whose first size is over
+        self._begun: set[tuple] = set()  # kinds of calls whose first size is over
         self._turned: dict[int, frozenset[Weight]] = {}  # what lies channels last in programs, by the model's structure
         self._told = False  # why nothing is fused
         self._rules = True  # whether tapes are rewritten by rules
@@ -166,7 +166,7 @@ class TapeTier:
         return out
 
     def _is_first(self, call: "Call") -> bool:
-        """Whether no size of this kind has had its first forward: with other packs' code, other kernels are needed."""
+        """Whether no size of this kind has had its first forward: residuals, say, or other packs' code, need kernels."""
         return _kind(call) not in self._begun
 
     # The first call of a size ---------------------------------------------------------------------------------------
@@ -336,6 +336,7 @@ class TapeTier:
         """What goes wrong with a new program costs nothing: ComfyUI's own result is there."""
         take.program = None
         if is_out_of_memory(error):
+            traceback.clear_frames(error.__traceback__)  # of the program's values, which eager has no room for
             torch.cuda.empty_cache()
             take.reason = say("no_memory")
         else:
@@ -398,8 +399,10 @@ def can_fuse(device: torch.device) -> bool:
     return devices.is_nvidia(device) and kernels.available(device)
 
 
-def _kind(call: "Call") -> tuple[torch.dtype, bool]:
-    return call.key.inputs[0].dtype, call.taped.calls_others or bool(call.taped.foreign)
+def _kind(call: "Call") -> tuple:
+    """What calls must have in common for one to compile nothing after the other: all but sizes."""
+    others = call.taped.calls_others or bool(call.taped.foreign)
+    return call.key.inputs[0].dtype, others, tuple(spec.name for spec in call.key.inputs)
 
 
 def _functions() -> list[Any]:

@@ -39,7 +39,7 @@ def inputs(network, width, height, rows, seed=0):
     on_card = {"device": "cuda", "dtype": network.dtype}
     return {
         "x": randn(rows, 4, height // 8, width // 8, seed=seed).to(**on_card),
-        "hint": torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(seed)).to(**on_card),
+        "hint": torch.rand(rows, 3, height, width, generator=torch.Generator().manual_seed(seed)).to(**on_card),
         "timesteps": torch.full((rows,), 500.0, **on_card),
         "context": randn(rows, 77, 2048, seed=seed + 1).to(**on_card),
         "y": randn(rows, 2816, seed=seed + 2).to(**on_card),

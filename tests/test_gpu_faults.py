@@ -264,7 +264,7 @@ def test_loaded_in_part_and_again_as_a_whole(models, patcher):
             assert error(out, loaded_forward(patcher, *SIZE, seed=seed)) < CLOSE
         state = shapes()[-1]
         assert (state["state"] == "graph") != part, state
-        assert not part or "cast or streamed" in state["reason"] or "eager is faster" in state["reason"], state
+        assert not part or "low VRAM" in state["reason"], state
 
     fast = compiled(patcher)
     with stats.expect(recompiles=0):
