@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .allocator import addresses_are_promised
+from .errors import let_go
 from .outputs import Output, each
 
 Forward = Callable[[dict[str, Tensor]], Output]
@@ -114,7 +115,7 @@ class Capturer:
                 run()
             done = True
         except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # what they hold would lie in the pool until a collection
+            let_go(error)  # it would lie in the pool until a collection
             raise
         finally:
             self._reserved = pool

@@ -1,5 +1,7 @@
 """What can keep a fast path from running. Each error carries the sentence that the user reads."""
 
+import traceback
+
 import torch
 
 
@@ -41,3 +43,11 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and ("out of memory" in text or "alloc_failed" in text)
+
+
+def let_go(error: BaseException) -> None:
+    """Lets go of what the code that raised ``error`` held: tensors, for which what runs instead may have no room."""
+    left: BaseException | None = error
+    while left is not None:
+        traceback.clear_frames(left.__traceback__)
+        left = left.__cause__ or left.__context__

@@ -18,7 +18,7 @@ from .attempt import attempt, named
 from .block_tier import BlockTier, told
 from .capture import collector_off
 from .clock import timed
-from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory
+from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory, let_go
 from .halves import Halves
 from .outputs import Output, flat, odd_form
 from .preparing import preparing
@@ -166,7 +166,7 @@ class TapeTier:
         return out
 
     def _is_first(self, call: "Call") -> bool:
-        """Whether no size of this kind has had its first forward: residuals, say, or other packs' code, need kernels."""
+        """Whether no size of this kind has had its first forward: residuals, say, or code of others, need kernels."""
         return _kind(call) not in self._begun
 
     # The first call of a size ---------------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class TapeTier:
         """What goes wrong with a new program costs nothing: ComfyUI's own result is there."""
         take.program = None
         if is_out_of_memory(error):
-            traceback.clear_frames(error.__traceback__)  # of the program's values, which eager has no room for
+            let_go(error)
             torch.cuda.empty_cache()
             take.reason = say("no_memory")
         else:
