@@ -28,7 +28,7 @@ def bench(pack: ModuleType, demo_pack: ModuleType) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def soak(bench: ModuleType, stand_in: "StandIn") -> "Soak":  # noqa: F821
+def soak(bench: ModuleType) -> "Soak":  # noqa: F821
     return bench.Soak("demo", SEED, replace(bench.ON_CPU, every=PROMPTS // 2))
 
 
@@ -77,17 +77,12 @@ def test_nothing_is_wrong_with_a_plain_prompt(attempt):
 
 
 def test_a_latent_that_is_not_eagers(attempt, monkeypatch):
-    from tools.stand_in import StandIn
+    from anyshape.accel.tape.program import Program
 
-    own = StandIn.feed_forward
-    monkeypatch.setattr(StandIn, "feed_forward", lambda self, *args: _more(own(self, *args)))
+    own = Program.run
+    monkeypatch.setattr(Program, "run", lambda self, *args: own(self, *args) * 1.001)
     (problem,) = attempt()
     assert "from eager's" in problem
-
-
-def _more(stream):
-    """A stream that is off by a thousandth."""
-    return replace(stream, value=stream.value * 1.001)
 
 
 def test_a_picture_that_is_not_eagers(attempt, monkeypatch):
@@ -105,22 +100,30 @@ def test_a_picture_that_is_not_eagers(attempt, monkeypatch):
 
 
 def test_a_step_down(attempt, monkeypatch):
-    from tools.stand_in import StandIn
+    from anyshape.accel.tape.program import Program
 
     def out_of_memory(*args: object) -> None:
         raise torch.OutOfMemoryError("injected")
 
     with monkeypatch.context() as broken:
-        broken.setattr(StandIn, "feed_forward", out_of_memory)
+        broken.setattr(Program, "run", out_of_memory)
         (problem,) = attempt()
     assert "unexpected fallbacks: out of memory" in problem and attempt() == []
 
 
-def test_a_compilation(attempt, stand_in):
-    """Of what a model that has run before already had."""
+def test_a_compilation(attempt, monkeypatch):
+    """For a new size of a model that has run before."""
+    from anyshape.accel.tape.program import Program
+
+    own = Program.__init__
+
+    def compiling(self, *args, **kwargs):
+        own(self, *args, **kwargs)
+        self.report.compiled = 1
+
     assert attempt() == []
-    stand_in.variants.clear()
-    (problem,) = attempt()
+    monkeypatch.setattr(Program, "__init__", compiling)
+    (problem,) = attempt(width=104, height=56)
     assert "recompiles" in problem
 
 

@@ -67,10 +67,6 @@ REASONS = dict(
     ),
     # What the call or the model is
     training=("training is on", "gradients are on (training), so the {what} runs in eager"),
-    unknown_argument=(
-        "called with {names}, which is not supported",
-        "the {what} was called with {names}, which only ComfyUI's own forward understands",
-    ),
     strange_argument=(
         "called with {name}, which is not supported",
         "the model was called with {name}, which AnyShape does not know",
@@ -100,11 +96,6 @@ REASONS = dict(
         "Load the model in bf16 or fp32: ComfyUI's fails too",
         "ComfyUI's own result is not finite at this size, so nothing could be compared with it. If the picture is "
         "black, load the model in bf16 or fp32",
-    ),
-    not_compared=(
-        "ComfyUI's own result could not be compared with",
-        "eager's own result could not be compared with (it is not finite, or eager had no memory), so there is no "
-        "graph yet",
     ),
     # The forward cannot be repeated
     draws=("the model draws random numbers", "it draws random numbers"),
