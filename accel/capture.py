@@ -39,7 +39,6 @@ class Recording:
     weights: int  # weights.WeightWatch.fingerprint, now
     constants: tuple[Tensor | None, ...]  # device memory besides weights and inputs that the forward reads
     output: Output  # what the graph's will look like
-    verify: bool = False  # replay once and compare with ``output``
     label: str = ""  # the model's name in the stats
     wanted: bool = False  # run it before it is captured, whatever ran before: its result is asked for
 
@@ -128,11 +127,11 @@ class Capturer:
         if pool is not None:
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
-    def capture(self, run: Callable[[], object], replay: bool = False) -> tuple[torch.cuda.CUDAGraph, int]:
+    def capture(self, run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, int]:
         """(the graph of ``run``, the bytes of the device that it alone took); the pool's are in ``pool_bytes``.
 
         No tensor that ``run`` makes may outlive the capture, not even in a traceback: under ``cudaMallocAsync`` its
-        memory may never come to exist, and freeing it later would end the process. replay: run the graph once too.
+        memory may never come to exist, and freeing it later would end the process.
         """
         with torch.cuda.device(self.device):
             if not (self._graphs or self._reserved):  # a pool ends with its last graph, a failed capture's included
@@ -141,7 +140,7 @@ class Capturer:
             before = self._outside()
             try:
                 graph = self._captured(run)
-                if replay or addresses_are_promised():
+                if addresses_are_promised():
                     graph.replay()  # that allocator gives a graph its memory at its first run
                     torch.cuda.synchronize()
             except BaseException:

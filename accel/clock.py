@@ -2,9 +2,7 @@
 
 Recording costs the host about 15 µs an operation. So the time is eager's only where that did not matter: on a GPU if
 the host was done long before the GPU, on a CPU if it is a small share of the time. Elsewhere nothing is said. Nor is
-it of a process's first forward on a GPU, in which libraries and the driver make what they need once. The
-forwards by hand on kernels have no such time: while they run, the weights of convolutions lie in channels_last, in
-which eager without the pack does not run.
+it of a process's first forward on a GPU, in which libraries and the driver make what they need once.
 """
 
 import time

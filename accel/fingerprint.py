@@ -39,17 +39,12 @@ STANDARD = frozenset(nn.Module().__dict__) - {"training"}  # attributes that eve
 
 
 class Watch:
-    """A quick look at a module's parts. Holds the modules.
+    """A quick look at a module's parts. Holds the modules."""
 
-    root: whether what hangs on the module itself matters. Where its forward is called by others, as they like, only its
-    class does.
-    """
-
-    def __init__(self, module: nn.Module, root: bool = True) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._modules = list(module.modules())
-        parts = self._modules if root else self._modules[1:]
-        self._dicts = [part.__dict__ for part in parts]
-        self._hooks = [part.__dict__[name] for part in parts for name in HOOKS]
+        self._dicts = [part.__dict__ for part in self._modules]
+        self._hooks = [part.__dict__[name] for part in self._modules for name in HOOKS]
         self._children = [part._modules for part in self._modules if part._modules]
         self._watched = {name: [d for d in self._dicts if name in d] for name in WATCHED}
         self._methods = [

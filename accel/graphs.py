@@ -19,9 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import verify
 from .capture import CapturedGraph, Capturer, Recording
-from .errors import CaptureFailed, NoRoom, WrongResult, is_out_of_memory
+from .errors import CaptureFailed, NoRoom, is_out_of_memory
 from .key import ShapeKey
 from .outputs import Output, each, tensors_of
 from .reasons import say
@@ -204,8 +203,6 @@ class GraphCache:
 
     def _failure(self, error: RuntimeError) -> CaptureFailed:
         """What the user reads of a capture that failed."""
-        if isinstance(error, WrongResult):
-            return CaptureFailed(str(error))
         if self._capturer.broken:
             return CaptureFailed(_broken(self._capturer.broken))
         if _memory_was_short(error):
@@ -226,19 +223,12 @@ class GraphCache:
             self._capturer.warm(run)
             self._warmed.add(program)
         before = self._capturer.pool_bytes if self._entries else 0
-        graph, own = self._capturer.capture(run, recording.verify)
+        graph, own = self._capturer.capture(run)
         own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
         growth = max(0, self._capturer.pool_bytes - before)
-        entry = CapturedGraph(
+        return CapturedGraph(
             graph, static, output, recording.weights, recording.constants, own, growth, recording.label
         )
-        if recording.verify:
-            try:
-                verify.compare("the graph of this size", output, recording.output)
-            except BaseException:
-                self._capturer.free(graph)
-                raise
-        return entry
 
     def _evict_down_to(self, budget: int, keep: Collection[Name] = ()) -> None:
         """Drops the least recently used graphs, none of ``keep``, until ``budget`` bytes are left."""

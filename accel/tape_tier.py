@@ -372,7 +372,7 @@ class TapeTier:
         program = take.program
         recording = graphs.Recording(
             lambda static: flat(program.run(list(static.values()))), inputs, call.weights,
-            tuple(program.constants()), out, False, self.stats.name, wanted,
+            tuple(program.constants()), out, self.stats.name, wanted,
         )  # fmt: skip
         cache = graphs.cache(call.key.device)
         with preparing(self.stats.name, shape.size):
@@ -380,7 +380,7 @@ class TapeTier:
         shape.state, shape.reason = "graph", ""
 
     def _name(self, call: "Call", take: Take) -> graphs.Name:
-        return graphs.Name(self._owner, call.key, ("tape", take.number))
+        return graphs.Name(self._owner, call.key, take.number)
 
     def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
         shape.state, shape.reason = state, reason

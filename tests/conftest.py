@@ -164,27 +164,22 @@ def fresh(models: ModuleType) -> "ModelPatcher":  # noqa: F821
     return models.unet("sd15", torch.float32, **driving.SMALL_UNET)
 
 
-@pytest.fixture(scope="module")
-def stand_in() -> "Iterator[StandIn]":  # noqa: F821  (imported below, with the pack)
-    """The kernels' tier on the CPU, in plain torch: see ``tools.stand_in``. For all tests of a file."""
-    from anyshape.accel import kernels
+@pytest.fixture
+def nothing_steps_down(clean_stats: None, warm: Any) -> Iterator[None]:
+    """The oracle around a test, once its ``warm`` models are: no call is slower than it could be."""
+    from anyshape.accel import stats
 
-    from tools.stand_in import StandIn, loader
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "load", loader(kernels, StandIn()))
-        yield kernels.load.ops
+    with stats.expect(fallbacks=0):
+        yield
 
 
 @pytest.fixture
-def nothing_compiles(clean_stats: None, stand_in: "StandIn", warm: Any) -> Iterator[None]:  # noqa: F821
-    """The oracle around a test, once its ``warm`` models are: no operation in a new dtype, no step down."""
+def nothing_compiles(clean_stats: None, warm: Any) -> Iterator[None]:
+    """The oracle around a test, once its ``warm`` models are: no kernel is compiled, and nothing steps down."""
     from anyshape.accel import stats
 
-    variants = stand_in.compiled_variants()
     with stats.expect(recompiles=0, kernels=0, fallbacks=0):
         yield
-    assert stand_in.compiled_variants() == variants
 
 
 @pytest.fixture
@@ -230,6 +225,18 @@ def in_older_comfyui() -> Callable[..., subprocess.CompletedProcess]:
 @pytest.fixture
 def fusing(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but that programs run unfused; blocks run one by one where the whole cannot be recorded."""
+    _plan_kernels(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def counting(pack: ModuleType) -> Iterator[None]:
+    """``fusing`` for all tests of a file: what kernels its programs would need is counted as on a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        _plan_kernels(patch)
+        yield
+
+
+def _plan_kernels(patch: pytest.MonkeyPatch) -> None:
     from anyshape.accel import tape_tier
     from anyshape.accel.tape.program import Program
 
@@ -238,8 +245,8 @@ def fusing(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         program.report = report
         return program
 
-    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
-    monkeypatch.setattr(tape_tier.TapeTier, "_made", made)
+    patch.setattr(tape_tier, "can_fuse", lambda device: True)
+    patch.setattr(tape_tier.TapeTier, "_made", made)
 
 
 @pytest.fixture
@@ -280,8 +287,8 @@ def demo_pack(comfy: Path) -> ModuleType:
 
 @pytest.fixture(scope="session")
 def server() -> "Iterator[ComfyServer]":
-    """The real ComfyUI server, running with the pack and the demo nodes; without a GPU the kernels have a stand-in."""
+    """The real ComfyUI server, running with the pack, the demo's nodes and another pack's."""
     from tools.comfy_server import PACKS, ComfyServer
 
-    with ComfyServer(packs=PACKS | {"stand_in": embed.ROOT / "tools" / "stand_in_pack"}) as running:
+    with ComfyServer(packs=PACKS | {"other_pack": embed.ROOT / "tools" / "other_pack"}) as running:
         yield running

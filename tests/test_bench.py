@@ -322,7 +322,7 @@ def test_kernels_are_counted():
     assert (kernels.compiled, kernels.found, kernels.seconds) == (2, 1, 1.0)
 
 
-def test_a_controlnet_row(pack, stand_in, monkeypatch):
+def test_a_controlnet_row(pack, monkeypatch):
     """Every way on a small model: the first is what the others are compared with, and they are near it."""
     from bench import controlnet, models
     from tools import driving

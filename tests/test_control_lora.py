@@ -9,7 +9,7 @@ import torch
 from tools.driving import SHORT_RUN, SMALL_UNET, SMALL_UNETS, compiled, compiled_control, steering
 from tools.oracles import assert_fast, assert_untouched, error, fallbacks, footprint, shapes
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4
 RUN = SHORT_RUN | {"steps": 3, "width": 64, "height": 72}

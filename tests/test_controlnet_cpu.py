@@ -9,7 +9,7 @@ import torch
 from tools.driving import SHORT_RUN, UNETS, compiled, compiled_control, randn, skipping, steering
 from tools.oracles import FUSED, assert_fast, counted, error, fallbacks, shapes
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; what is measured is 4e-6
 FAMILIES = ("sd15", "sdxl")
@@ -63,7 +63,7 @@ def sampled(models, patcher, nets, scene, **changes):
 
 @pytest.fixture(scope="module")
 def warm(models, unets, nets):
-    """By family and way: (the UNet, its controls), after a first prompt. From here on nothing may compile.
+    """By family and way: (the UNet, its controls), after a first prompt.
 
     That of Compile Model has had no control yet.
     """
@@ -81,7 +81,7 @@ def warm(models, unets, nets):
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_image_equals_eager_and_nothing_compiles(models, unets, nets, warm, scene, nothing_compiles):
+def test_image_equals_eager(models, unets, nets, warm, scene, nothing_steps_down):
     """Each scene after a run without any control, and a run without one after the last of them."""
     name = FAMILIES[list(SCENES).index(scene) % 2]
     run = RUN | SCENES[scene][2]
@@ -94,7 +94,7 @@ def test_image_equals_eager_and_nothing_compiles(models, unets, nets, warm, scen
 
 
 @pytest.mark.parametrize("scene", ["appears in mid-run", "ends in mid-run"])
-def test_a_run_with_and_without_residuals(models, warm, scene, nothing_compiles):
+def test_a_run_with_and_without_residuals(models, warm, scene, nothing_steps_down):
     """What the scenes are about: one run has both kinds of call, and the network itself runs on some steps only."""
     sampled(models, *warm["sd15"]["both"], scene)
     calls = {kind: sum(s["calls"] for s in shapes() if kind in s["key"]) for kind in ("hint", "middle=1", "x[")}
@@ -227,7 +227,7 @@ def test_a_run_records_what_is_new_alone(models, unets, recordings):
 
 
 @pytest.mark.parametrize(("scene", "full"), [("one", 4), ("ends in mid-run", 5), ("appears in mid-run", 5)])
-def test_skipped_steps_are_steered(models, unets, nets, warm, scene, full, nothing_compiles):
+def test_skipped_steps_are_steered(models, unets, nets, warm, scene, full, nothing_steps_down):
     """The same run whatever is compiled; where the control begins or ends, one more step is full."""
     unet, (fast, control) = unets["sd15"], warm["sd15"]["both"]
     wanted = sampled(models, skipping(unet), nets["sd15"], scene, steps=12)

@@ -10,12 +10,8 @@ from tools.oracles import fallbacks, shapes
 embed.bare_pack()
 
 from anyshape.accel import devices, kernels  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.engine import Call, Engine, Settings  # noqa: E402
 from anyshape.accel.errors import Unavailable  # noqa: E402
-from anyshape.accel.key import shape_key  # noqa: E402
-from anyshape.accel.stats import STATS  # noqa: E402
 
-CPU_REASON = "kernels need an NVIDIA GPU and this model is on the CPU, so it runs in eager"
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 KINDS = {"rocm": (CUDA, "AMD"), "mps": (torch.device("mps"), "Apple"), "xpu": (torch.device("xpu", 0), "Intel")}
 KINDS |= {"directml": (torch.device("privateuseone", 0), "DirectML"), "other": (torch.device("hpu"), "hpu devices")}
@@ -57,24 +53,6 @@ def test_no_kernels_and_no_thread_at_the_start(other, monkeypatch):
         kernels.load(device)
 
 
-def test_the_engine_runs_eager_and_says_why_once(other, monkeypatch):
-    device, word = other
-    for name in ("synchronize", "empty_cache"):  # torch's own for AMD; no such card is here
-        monkeypatch.setattr(torch.cuda, name, lambda *args: None)
-    monkeypatch.setattr("anyshape.accel.graphs.GraphCache.capture", lambda *args: pytest.fail("a graph"))
-    engine = Engine(STATS.model("device", "model"))
-    inputs = {"x": torch.zeros(2, 4, 8, 8)}
-    key = shape_key(inputs)
-    call = Call(
-        key=type(key)(device, key.inputs, key.structure), inputs=inputs, forward=lambda ops, t: pytest.fail("fused"),
-        eager=lambda: "eager", weights=0, width=64, height=64, batch=1,
-    )  # fmt: skip
-    assert engine(call, Settings()) == "eager"
-    (shape,) = engine.stats.as_dict()["shapes"]
-    assert shape["state"] == "eager" and shape["reason"] == devices.obstacle(device)
-    assert not engine.wants_channels_last(Settings(), device)
-
-
 def test_a_cpu_has_no_kernels_and_runs_the_tape(models, fresh, clean_stats):
     """ComfyUI's own operations, to the bit, and its weights as they lie."""
     fast = compiled(fresh)
@@ -82,16 +60,14 @@ def test_a_cpu_has_no_kernels_and_runs_the_tape(models, fresh, clean_stats):
     (shape,) = shapes()
     assert shape["state"] == "tape" and shape["reason"] == ""
     assert fallbacks() == []
-    assert not Engine(STATS.model("device", "model")).wants_channels_last(Settings(), CPU)
 
 
-def test_a_vae_on_a_cpu_is_comfyuis_own(models, clean_stats):
-    """To the bit, with a plain reason."""
+def test_a_vae_on_a_cpu_runs_the_tape_too(models, clean_stats):
+    """To the bit."""
     vae, latent = models.vae(torch.float32, ch=32, num_res_blocks=1), torch.randn(1, 4, 8, 9)
     with torch.inference_mode():
         assert torch.equal(compiled_vae(vae).decode(latent), vae.decode(latent))
-    assert [(s["state"], s["reason"]) for s in shapes()] == [("eager", CPU_REASON)]
-    assert [f["reason"] for f in fallbacks()] == [CPU_REASON]
+    assert [(s["state"], s["reason"]) for s in shapes()] == [("tape", "")] and fallbacks() == []
 
 
 def test_the_nodes_say_so_and_pass_the_model_through(models, fresh, other, clean_stats):

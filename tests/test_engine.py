@@ -2,17 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 
 from tools import embed
-from tools.oracles import FUSED
 
 embed.bare_pack()
 
-from anyshape.accel import stats  # noqa: E402 - the package exists from the line above on
+from anyshape.accel import graphs, stats  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.engine import Call, Engine, Settings  # noqa: E402
 from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
-from anyshape.accel.ops import Weights  # noqa: E402
+from anyshape.accel.tapes import Taped  # noqa: E402
 
 # Settings ---------------------------------------------------------------------------------------------------------
 
@@ -80,138 +80,108 @@ def test_a_key_reads_well() -> None:
     )  # then what stands for the residual
 
 
-# Weights ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("inside", [True, False])
-def test_views_of_a_parameter_made_in_inference_mode_and_moved_outside_of_it(inside) -> None:
-    """By a LoRA and then Unload Models, say: eager takes no view of it, and a plain one raises."""
-    with torch.inference_mode():
-        weight, bias = (torch.nn.Parameter(torch.ones(size), requires_grad=False) for size in ((6, 4, 1, 1), (6,)))
-    weight.data, bias.data = torch.arange(24.0).view(6, 4, 1, 1), torch.arange(6.0)
-    with torch.inference_mode(inside):
-        with pytest.raises(RuntimeError, match="version counter"):
-            bias[2:]
-        assert torch.equal(Weights(weight, None).matrix(), torch.arange(24.0).view(6, 4))
-
-
 # The decision -----------------------------------------------------------------------------------------------------
 
 
-PLAIN = Settings(verify=False)  # here eager gives other numbers, to tell which way a call took
+torch.manual_seed(0)
+MODEL = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+X = torch.randn(2, 4, 8, 8)
 
 
-def call(forward, eager=lambda: torch.zeros(1), **changes):
-    inputs = {"x": torch.ones(2, 4, 8, 8)}
-    return Call(shape_key(inputs), inputs, eager, forward=forward, weights=0, width=64, height=64, batch=2, **changes)
+@pytest.fixture(autouse=True)
+def _as_comfyui():
+    with torch.inference_mode():
+        yield
 
 
 @pytest.fixture
-def engine(stand_in):
+def engine():
     return Engine(stats.STATS.model("Engine", "model"), passthrough=(KeyboardInterrupt, InterruptedError))
+
+
+def call(eager=lambda: MODEL(X), **changes):
+    taped = Taped(MODEL, lambda options: MODEL(X), {}, 0, lambda options, recorder: None)
+    given = {"weights": 0, "width": 64, "height": 64, "batch": 2, "taped": taped} | changes
+    return Call(shape_key({"x": X}), {"x": X}, eager, **given)
 
 
 def states(engine):
     return [(shape.state, shape.reason) for shape in engine.stats.shapes.values()]
 
 
-def test_the_fast_forward_is_used(engine) -> None:
-    out = engine(call(lambda ops, inputs: inputs["x"] * 2), PLAIN)
-    assert torch.equal(out, torch.full((2, 4, 8, 8), 2.0))
-    assert states(engine) == [(FUSED, "")]
+def failing(error):
+    """In place of the tape; and the calls of it."""
+    tried = []
+
+    def fail(*args):
+        tried.append(args)
+        raise error
+
+    return fail, tried
 
 
-def test_an_obstacle_means_eager(engine) -> None:
-    out = engine(call(lambda ops, inputs: 1 / 0, obstacle="because"), PLAIN)
-    assert torch.equal(out, torch.zeros(1))
+def test_the_tape_is_used(engine) -> None:
+    eager, tried = failing(AssertionError())
+    for _ in range(3):  # recorded, then run
+        assert torch.equal(engine(call(eager), Settings()), MODEL(X))
+    assert states(engine) == [("tape", "")] and not tried
+
+
+def test_an_obstacle_means_eager(engine, monkeypatch) -> None:
+    fail, tried = failing(AssertionError())
+    monkeypatch.setattr(engine._tape, "run", fail)
+    assert torch.equal(engine(call(obstacle="because"), Settings()), MODEL(X))
     assert states(engine) == [("eager", "because")]
+    assert torch.equal(engine(call(taped=None), Settings()), MODEL(X))
+    assert states(engine) == [("eager", "")] and not tried
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), Unavailable("not here"), NotImplementedError("x")])
-def test_a_failure_retires_the_tier(engine, error) -> None:
-    tried = []
-
-    def fail(ops, inputs):
-        tried.append(ops.name)
-        raise error
-
-    for _ in range(3):
-        assert torch.equal(engine(call(fail), PLAIN), torch.zeros(1))
-    assert tried == ["kernels"]
+def test_a_failure_retires_the_tape_and_its_graphs(engine, monkeypatch, caplog, error) -> None:
+    """It is tried once, counted at each call and logged once."""
+    fail, tried = failing(error)
+    dropped = []
+    monkeypatch.setattr(graphs, "drop_owner", dropped.append)
+    monkeypatch.setattr(engine._tape, "run", fail)
+    with stats.expect(fallbacks=3):
+        for _ in range(3):
+            assert torch.equal(engine(call(), Settings()), MODEL(X))
+    assert len(tried) == 1 and dropped == [id(engine)]
     assert states(engine)[0][0] == "eager" and str(error) in states(engine)[0][1]
+    assert len([record for record in caplog.records if "Traceback" in record.message]) == 1
 
 
-def test_an_interrupt_is_no_failure(engine) -> None:
-    def stop(ops, inputs):
-        raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        engine(call(stop), PLAIN)
-    engine(call(lambda ops, inputs: inputs["x"]), PLAIN)
-    assert states(engine) == [(FUSED, "")]
-
-
-def test_an_error_that_eager_raises_too_is_not_ours(engine) -> None:
-    def wrong(*_):
-        raise ValueError("the caller's")
-
-    with pytest.raises(ValueError, match="the caller's"):
-        engine(call(wrong, eager=wrong), PLAIN)
-    engine(call(lambda ops, inputs: inputs["x"]), PLAIN)
-    assert states(engine) == [(FUSED, "")]
+def test_memory_that_was_short_retires_nothing(engine, monkeypatch) -> None:
+    fail, tried = failing(torch.OutOfMemoryError("short"))
+    with monkeypatch.context() as short:
+        short.setattr(engine._tape, "run", fail)
+        assert torch.equal(engine(call(), Settings()), MODEL(X))
+    assert states(engine)[0][0] == "eager" and "out of memory" in states(engine)[0][1] and len(tried) == 1
+    assert torch.equal(engine(call(), Settings()), MODEL(X))
+    assert states(engine) == [("tape", "")]
 
 
-def test_a_shape_without_a_graph_stays_fused(engine, monkeypatch) -> None:
-    """At every call: which way a call takes must not depend on the clock, or a seed gives two pictures."""
-    monkeypatch.setattr(engine, "_graph_obstacle", lambda *_: "no graph today")
-    outs = [engine(call(lambda ops, inputs: inputs["x"]), PLAIN).numel() for _ in range(7)]
-    assert outs == 7 * [2 * 4 * 8 * 8]
-    assert states(engine) == [(FUSED, "no graph today")]
+def test_an_interrupt_is_no_failure(engine, monkeypatch) -> None:
+    with monkeypatch.context() as stopped, pytest.raises(InterruptedError):
+        stopped.setattr(engine._tape, "run", failing(InterruptedError())[0])
+        engine(call(), Settings())
+    engine(call(), Settings())
+    assert states(engine) == [("tape", "")]
 
 
-@pytest.mark.parametrize("mode", ["exact", "off"])
-def test_other_modes_are_comfyuis_own_forward(engine, mode) -> None:
-    """Nothing is missed there, so nothing is counted as a fallback."""
-    with stats.expect(fallbacks=0):
-        out = engine(call(lambda ops, inputs: 1 / 0), Settings(mode))
-    assert torch.equal(out, torch.zeros(1)) and states(engine) == [("eager", "")]
-
-
-def test_weights_change_their_layout_for_kernels_alone(engine) -> None:
-    assert engine.wants_channels_last(Settings(), torch.device("cpu"))
-    assert not engine.wants_channels_last(Settings("exact"), torch.device("cpu"))
+def test_an_error_that_eager_raises_too_is_not_ours(engine, monkeypatch, caplog) -> None:
+    fail, _ = failing(ValueError("the caller's"))
+    with monkeypatch.context() as wrong, pytest.raises(ValueError, match="the caller's"):
+        wrong.setattr(engine._tape, "run", fail)
+        engine(call(fail), Settings())
+    engine(call(), Settings())
+    assert states(engine) == [("tape", "")]
+    assert not [record for record in caplog.records if "Traceback" in record.message]
 
 
 def test_calls_are_timed(engine) -> None:
     for _ in range(3):
-        engine(call(lambda ops, inputs: inputs["x"]), PLAIN)
+        engine(call(), Settings())
     (shape,) = engine.stats.as_dict()["shapes"]
-    assert (
-        shape["calls"] == 3
-        and shape["first_call_seconds"] >= 0
-        and len(engine.stats.shapes[shape["key"]].times._done) == 2
-    )
-
-
-def upsampled(ops, dtype):
-    """One of the tier's kernels, in ``dtype``."""
-    return ops.upsample2x(torch.ones(1, 1, 2, 2, dtype=dtype), (4, 4))
-
-
-def test_a_recompile_is_counted(engine, stand_in) -> None:
-    """A tier may compile in its first call; what it compiles later is what this pack promises not to do."""
-    stand_in.variants.clear()
-    counts = []
-    for dtype in (torch.float32, torch.float32, torch.float64, torch.float64):
-        engine(call(lambda ops, inputs, dtype=dtype: upsampled(ops, dtype)), PLAIN)
-        counts.append((engine.stats.kernels, engine.stats.recompiles))
-    assert counts == [(1, 0), (1, 0), (2, 1), (2, 1)]
-    assert engine.stats.compile_seconds > 0
-
-
-def test_weights_that_are_cast_have_a_first_call_of_their_own(engine, stand_in) -> None:
-    """Short memory comes and goes; with it other operations run, which compile when they first do."""
-    stand_in.variants.clear()
-    for dtype, obstacle in ((torch.float32, ""), (torch.float64, "weights are cast")) * 2:
-        engine(call(lambda ops, inputs, dtype=dtype: upsampled(ops, dtype), graph_obstacle=obstacle), PLAIN)
-    assert (engine.stats.kernels, engine.stats.recompiles) == (2, 0)
+    assert shape["calls"] == 3 and shape["first_call_seconds"] >= 0
+    assert len(engine.stats.shapes[shape["key"]].times._done) == 2

@@ -9,7 +9,7 @@ import torch
 from tools.driving import SHORT_RUN, compile_with_message, compiled, skip_with_message, skipping
 from tools.oracles import FUSED, error, fallbacks, last_run, shapes
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 RUN = SHORT_RUN | {"steps": 2}
@@ -21,7 +21,7 @@ FORWARD = [
     "families.taping.Fingerprints.of", "families.taping.TapeRun.structure", "families.taping.TapeRun.weights",
     "families.taping.foreign_code", "families.taping._structure", "families.session.taping.TapeRun",
     "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
-    "engine._tiers", "engine.Engine._fast", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded",
+    "engine.Engine._run", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded",
     "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish",
     "tapes._states", "tape.live.forward", "tape.record.traits", "tape_tier.Program", "tape_tier.bound",
     "tape.program.Program.run", "tape_tier.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
@@ -102,21 +102,20 @@ def test_a_fault_in_a_forward_with_a_patch(models, fresh, inject, target):
 
 @pytest.mark.parametrize("target", [FORWARD[0], "tape_tier.Program", "tape.program.Program.run"])
 def test_once_mended_it_is_fast_again(models, fresh, wanted, inject, monkeypatch, target):
-    """A fault leaves nothing behind but, where it was a tier's, the tier's retirement."""
+    """A fault leaves nothing behind but, where it was the tape's, the tape's retirement."""
     fast = compiled(fresh)
     inject(target)
     models.sample(fast, **RUN)
     monkeypatch.undo()
     assert error(models.sample(fast, **RUN), wanted["short"]) < CLOSE
-    tier_failed = target != FORWARD[0]
-    assert shapes()[-1]["state"] == ("eager" if tier_failed else FUSED)
+    assert shapes()[-1]["state"] == (FUSED if target == FORWARD[0] else "eager")
 
 
 EAGER_TOO = ["families.session._prompts", "families.taping.skipped", "skip.run.SkipRun.close"]  # without Compile Model
 
 
 @pytest.fixture(scope="module")
-def skipped(models, patcher, wanted, stand_in):
+def skipped(models, patcher, wanted):
     """What the long run gives with blocks skipped, by whether the model is compiled; another picture than in full."""
     ways = {fast: skipping(compiled(patcher) if fast else patcher, interval=3) for fast in (True, False)}
     outs = {fast: models.sample(model, **LONG_RUN) for fast, model in ways.items()}
@@ -184,7 +183,7 @@ def test_an_interrupt_passes_at_once(models, fresh, wanted, inject, monkeypatch,
 
 VAE = [
     "families.taping.take", "families.taping.call_of", "families.taping.TapeRun", "families.vae._Way._size",
-    "engine.Engine._fast", "tapes.Tapes.find", "tapes.Tapes.record", "tape.program.Program.bind",
+    "engine.Engine._run", "tapes.Tapes.find", "tapes.Tapes.record", "tape.program.Program.bind",
     "tape.program.Program.run", "stats.ModelStats.shape",
 ]  # fmt: skip
 

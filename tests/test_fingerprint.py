@@ -179,16 +179,6 @@ def test_another_empty_list_is_no_change(model) -> None:
     assert "weight_function[0]" in found.changed()
 
 
-def test_the_module_itself_may_be_left_out(model) -> None:
-    """Others call it, with whatever they hung on it; but its class decides for all."""
-    watch = Watch(model, root=False)
-    model.forward = other
-    model.register_forward_hook(other)
-    assert not watch.changed()
-    model[0].forward = other
-    assert watch.changed()
-
-
 def test_nothing_is_kept_alive() -> None:
     model = nn.Sequential(Block(), Block())
     model[0].forward = model[0].forward  # ComfyUI leaves such behind

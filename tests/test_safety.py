@@ -7,15 +7,13 @@ import pytest
 import torch
 
 from tools import embed
-from tools.oracles import FUSED, fallbacks
+from tools.oracles import fallbacks
 
 embed.bare_pack()
 
 from anyshape.accel import stats, verify  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.attempt import Theirs, attempt, failed  # noqa: E402
-from anyshape.accel.engine import Call, Engine, Settings  # noqa: E402
 from anyshape.accel.errors import WrongResult, is_out_of_memory  # noqa: E402
-from anyshape.accel.key import shape_key  # noqa: E402
 
 X = torch.randn(2, 4, 8, 8)
 pytestmark = pytest.mark.usefixtures("own_stats")
@@ -29,24 +27,9 @@ class Interrupt(Exception):
 def own_stats(monkeypatch):
     """Counters of the test's own."""
     own = stats.Stats()
-    for module in ("stats", "engine", "attempt"):
+    for module in ("stats", "attempt"):
         monkeypatch.setattr(f"anyshape.accel.{module}.STATS", own)
     return own
-
-
-@pytest.fixture
-def engine(own_stats, stand_in):
-    return Engine(own_stats.model("Engine", "model"), passthrough=(Interrupt,))
-
-
-def call(forward, eager=lambda: X * 2, x=X, **changes):
-    inputs = {"x": x}
-    return Call(shape_key(inputs), inputs, eager, forward=forward, weights=0, width=64, height=64, batch=2, **changes)
-
-
-def state(engine):
-    (shape,) = engine.stats.shapes.values()
-    return shape.state, shape.reason
 
 
 # Failures ---------------------------------------------------------------------------------------------------------
@@ -158,7 +141,7 @@ def test_what_is_equal_is_right(dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", OUTPUTS)
 def test_rounding_is_no_fault(dtype, form) -> None:
-    """As much as correct tiers show, in any form of output."""
+    """As much as correct programs show, in any form of output."""
     reference = OUTPUTS[form]
     assert verify.compare("it", noise(reference, verify.BOUNDS[dtype].whole / 3).to(dtype), reference.to(dtype))
 
@@ -232,72 +215,3 @@ def test_a_model_that_overflows_in_eager_says_nothing() -> None:
     assert not found and found == verify.NOTHING
     assert not verify.compare("it", (X, X * 2), (overflown, X))
     assert not verify.compare("it", overflown, overflown)
-
-
-def test_a_tier_that_is_wrong_is_retired(engine) -> None:
-    """From its first call on the image is eager's; the reason is where users look."""
-    tried = []
-
-    def wrong(ops, inputs):
-        tried.append(ops.name)
-        return inputs["x"] * 3
-
-    for _ in range(3):
-        assert torch.equal(engine(call(wrong), Settings()), X * 2)
-    assert tried == ["kernels"]
-    assert state(engine)[0] == "eager" and "wrong result" in state(engine)[1] and "64x64" in state(engine)[1]
-    assert any("wrong result" in fallback["reason"] for fallback in fallbacks())
-
-
-def test_a_tier_whose_numbers_are_not_finite_is_retired(engine) -> None:
-    assert torch.equal(engine(call(lambda ops, inputs: inputs["x"] / 0), Settings()), X * 2)
-    assert "not finite" in state(engine)[1]
-
-
-def test_each_shape_is_compared_once(engine) -> None:
-    eager_calls = []
-
-    def eager(x):
-        eager_calls.append(x.shape)
-        return x * 2
-
-    for x in (X, X, X[:1], X, X[..., :5], X[:1]):
-        out = engine(call(lambda ops, inputs: inputs["x"] * 2, eager=lambda x=x: eager(x), x=x), Settings())
-        assert torch.equal(out, x * 2)
-    assert eager_calls == [X.shape, X[:1].shape, X[..., :5].shape]
-
-
-def test_a_shape_that_eager_overflows_in_is_not_believed(engine) -> None:
-    """The first call says nothing, so the next one is asked; and one that never says anything is not asked for ever."""
-    eager = iter([X * torch.inf, X * 2])
-    wrong = lambda ops, inputs: inputs["x"] * 3  # noqa: E731
-    assert torch.equal(engine(call(wrong, eager=lambda: next(eager)), Settings()), X * 3)
-    assert torch.equal(engine(call(wrong), Settings()), X * 2)
-    assert "wrong result" in state(engine)[1]
-
-
-def test_a_shape_that_always_overflows_is_not_run_twice_for_ever(engine) -> None:
-    tried = []
-    for _ in range(6):
-        engine(call(lambda ops, i: i["x"] * 2, eager=lambda: tried.append(1) or X * torch.nan), Settings())
-    assert len(tried) == 3
-
-
-def test_it_can_be_switched_off(engine) -> None:
-    out = engine(call(lambda ops, inputs: inputs["x"] * 2, eager=failing(AssertionError())), Settings(verify=False))
-    assert torch.equal(out, X * 2) and state(engine) == (FUSED, "")
-
-
-def test_code_of_other_packs_does_not_run_twice(engine) -> None:
-    """A patch may count its calls, so its forward is not repeated; a black image is seen all the same."""
-    out = engine(call(lambda ops, i: i["x"] * 2, eager=failing(AssertionError()), repeatable=False), Settings())
-    assert torch.equal(out, X * 2)
-    black = call(lambda ops, inputs: inputs["x"] * torch.nan, repeatable=False)
-    engine._verified.clear()
-    assert torch.equal(engine(black, Settings()), X * 2)
-
-
-def test_eager_may_need_more_memory_than_there_is(engine) -> None:
-    short = call(lambda ops, inputs: inputs["x"] * 2, eager=failing(torch.OutOfMemoryError("short")))
-    assert torch.equal(engine(short, Settings()), X * 2)
-    assert state(engine) == (FUSED, "") and not fallbacks()

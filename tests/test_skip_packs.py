@@ -7,7 +7,7 @@ from tools.driving import DEEP_UNET, SMALL_UNET, compiled, randn, skipping
 from tools.oracles import counted, error, last_run
 from tools.patching import PATCHES
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 RUN = {"width": 136, "height": 104, "steps": 12}
 NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"

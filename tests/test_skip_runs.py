@@ -16,7 +16,7 @@ embed.bare_pack()
 
 from anyshape.accel.skip.schedule import full_steps  # noqa: E402 - the package exists from the line above on
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 RUN = {"width": 136, "height": 104, "steps": 12}  # odd latent sides
 OTHER = {"width": 120, "height": 200, "steps": 10, "seed": 3}
@@ -335,6 +335,19 @@ def test_a_skipped_step_that_fails_runs_in_full(models, fresh, monkeypatch):
     monkeypatch.setattr(Program, "run", lambda self, inputs: own(self, inputs) if len(inputs) == 3 else 1 / 0)
     assert torch.equal(models.sample(skip, **RUN), wanted)
     assert last_run()["skipped"] == 0 and set(last_run()["resets"]) == {FAILED, UNRECORDED}
+
+
+def test_what_compile_model_could_not_do_is_no_fallback_without_it(models, monkeypatch, fresh):
+    from anyshape.accel import stats
+    from anyshape.accel.tape.program import Program
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Program, "run", lambda *args: 1 / 0)
+        models.sample(compiled(fresh), **RUN)
+    assert fallbacks()
+    stats.STATS.clear()
+    models.sample(skipping(fresh), **RUN)
+    assert fallbacks() == [] and last_run()["skipped"] == 8
 
 
 @pytest.mark.parametrize("counts", [False, True])

@@ -28,7 +28,7 @@ def bench(pack: ModuleType, demo_pack: ModuleType) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def soak(bench: ModuleType, stand_in: "StandIn") -> "Soak":  # noqa: F821
+def soak(bench: ModuleType) -> "Soak":  # noqa: F821
     return bench.Soak("demo", SEED, replace(bench.ON_CPU, every=PROMPTS // 2))
 
 

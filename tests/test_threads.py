@@ -11,7 +11,7 @@ import torch
 from tools.driving import compiled, unet_forward
 from tools.oracles import FUSED, error, shapes
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 SIZES = [(128, 128), (136, 120), (64, 72), (200, 64)]
 CLOSE = 1e-4  # relative L2 in fp32
@@ -55,13 +55,12 @@ def sampler(patcher, wanted):
     return sample
 
 
-def test_two_models_and_a_reader(models, small_unets, stand_in):
-    """Their first calls too, which compile, at the same time."""
+def test_two_models_and_a_reader(models, small_unets, fusing):
+    """Their first calls too, which are recorded and need new kernels, at the same time."""
     from anyshape.accel import stats
 
     patchers = [small_unets["sd15"], small_unets["sdxl"]]
     wanted = [[unet_forward(p, *size, seed=seed) for seed, size in enumerate(SIZES)] for p in patchers]
-    stand_in.variants.clear()
     with stats.expect(recompiles=0, fallbacks=0):
         assert not run_together(*(sampler(p, w) for p, w in zip(patchers, wanted, strict=True)), reader)
     assert {s["state"] for s in shapes()} == {FUSED}

@@ -172,7 +172,7 @@ def sample_listed(models, model, **run):
 
 
 @pytest.fixture
-def clean(stand_in, clean_stats):
+def clean(clean_stats):
     return clean_stats
 
 

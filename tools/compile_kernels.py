@@ -29,7 +29,6 @@ FLAGS = {
     "BN": 128,
     "BK": 64,
     "GROUP": 8,
-    "C": 64,
     "D": 40,
     "BD": 64,
     "BT": 64,
@@ -38,9 +37,9 @@ FLAGS = {
 HOPPER_ONLY = (linear_geglu_kernel,)
 FLOAT32 = ("part", "ab")
 INTEGERS = (
-    "HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "H", "W", "M", "K", "T", "L", "D", "OUT_H", "OUT_W",
+    "HW", "ROWS", "BLOCKS", "C", "CG", "INNER", "H", "W", "M", "K", "T", "L", "OUT_H", "OUT_W",
 )  # fmt: skip
-SCALARS = {"eps": "fp32", "SCALE": "fp32", "LIMIT": "fp32", "table": "*i64"} | dict.fromkeys(INTEGERS, "i32")
+SCALARS = {"eps": "fp32", "SCALE": "fp32", "table": "*i64"} | dict.fromkeys(INTEGERS, "i32")
 DESCRIPTORS = {"x": "fp16[64, 64]", "weight": "fp16[2, 128, 64]", "out": "fp16[64, 128]"}
 
 

@@ -15,7 +15,7 @@ from tools.paths import ROOT
 
 FLEET = ROOT / "fleet"
 KEY = "a long secret of the fleet's"
-KERNELS = ["geglu_kernel", "bias_add_kernel", "launcher"]
+KERNELS = ["geglu_kernel", "upsample_kernel", "launcher"]
 PAUSES = {"PAUSE": 30.0}
 
 

@@ -23,7 +23,7 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel.artifacts import keeper, machine  # noqa: E402
-from anyshape.accel.kernels.pointwise import bias_add_kernel, geglu_kernel  # noqa: E402
+from anyshape.accel.kernels.pointwise import geglu_kernel, upsample_kernel  # noqa: E402
 from anyshape.accel.stats import STATS, ArtifactStats, snapshot  # noqa: E402
 
 from tools.compile_kernels import compile_for  # noqa: E402
@@ -56,7 +56,7 @@ def run(cache: str, store: str, capability: int = 90, key: str = "") -> dict[str
     STATS.artifacts, own, variants = ArtifactStats(), keeper.Keeper(), []
     own.use(Path(store))
     own.watch(DEVICE, variants.copy)
-    variants += [compile_for(kernel, capability) for kernel in (bias_add_kernel, geglu_kernel)]
+    variants += [compile_for(kernel, capability) for kernel in (upsample_kernel, geglu_kernel)]
     with tempfile.TemporaryDirectory() as folder:
         for name in NAMES:
             variants.append(compile_for(_generated(name, TEXT.format(name=name), Path(folder)), capability))

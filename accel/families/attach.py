@@ -22,8 +22,8 @@ from ..reasons import say
 from ..stats import STATS
 from .compat import static_clone
 from .latents import latents_of
-from .layers import INTERRUPTS
 from .session import Session
+from .surroundings import INTERRUPTS
 
 KEY = "anyshape"
 FORWARD = "diffusion_model.forward"

@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..fingerprint import ModuleFingerprint
 from ..stats import STATS
 from .controlnet_run import KIND, Sampling, shadow_of
-from .layers import INTERRUPTS
+from .surroundings import INTERRUPTS
 from .taping import Fingerprints
 
 NAME = "Control-LoRA"  # in the stats

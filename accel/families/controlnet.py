@@ -20,7 +20,7 @@ from ..stats import STATS
 from .attach import KEY, drop_graphs
 from .control_lora import file_of
 from .controlnet_run import NAME, Sampling, shadow_of
-from .layers import INTERRUPTS
+from .surroundings import INTERRUPTS
 
 
 def compile_controlnet(

@@ -30,7 +30,7 @@ from ..weights import ChannelsLastWeights
 from . import taping
 from .attach import engine_for, settings_of
 from .compat import outside_memory_plan
-from .layers import INTERRUPTS
+from .surroundings import INTERRUPTS
 
 KIND = "controlnet"  # in the stats
 NAME = "ControlNet"  # there, too

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..attempt import attempt, named
 from . import attach, skipping
 from .latents import Latents
-from .layers import INTERRUPTS
+from .surroundings import INTERRUPTS
 
 UNET_TOKENS, TOKENS = 77, 256  # of a short prompt: CLIP's, and the fewest that ComfyUI gives Flux
 TEXT, POOLED = 61, 67  # guesses. No model has these widths, so that a layer's input tells which of them it is

@@ -20,7 +20,7 @@ from ..tapes import FullStep
 from ..weights import ChannelsLastWeights
 from . import conds, taping
 from .compat import outside_memory_plan
-from .layers import INTERRUPTS
+from .surroundings import INTERRUPTS
 
 PASSED_BY = say("passed_by")
 

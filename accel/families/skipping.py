@@ -23,8 +23,8 @@ from ..stats import STATS, SkipStats
 from ..tape import blocks
 from . import attach
 from .compat import static_clone
-from .layers import INTERRUPTS
 from .session import Session
+from .surroundings import INTERRUPTS
 
 KEY = "anyshape.skip"
 STATE = "anyshape.skip.state"  # what is known of the model during one run

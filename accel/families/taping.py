@@ -28,7 +28,7 @@ from ..tape.weights import resolve
 from ..tapes import Skipping, Taped, named_features
 from ..weights import ChannelsLastWeights, WeightWatch
 from .compat import is_streamed_layer
-from .layers import autocast, surroundings
+from .surroundings import autocast, surroundings
 
 OPTIONS = "transformer_options"
 SAMPLED = "cond_or_uncond"  # among the options, from the sampler

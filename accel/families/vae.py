@@ -24,7 +24,7 @@ from ..stats import STATS
 from . import entries, taping
 from .compat import is_streamed, outside_memory_plan, static_clone
 from .latents import Latents
-from .layers import INTERRUPTS
+from .surroundings import INTERRUPTS
 
 WAYS = {"decode": "VAE decoder", "encode": "VAE encoder"}  # and what the stats call them
 

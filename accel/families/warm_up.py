@@ -33,10 +33,10 @@ from ..warm_up import MIB, Outcome, Row, Shape, in_short, parse, table
 from . import lazy
 from .attach import compile_model, session_of
 from .latents import Latents, latents_of
-from .layers import INTERRUPTS
 from .plain_prompt import noise, plain_prompt
 from .session import Session
 from .skipping import skips
+from .surroundings import INTERRUPTS
 
 STEPS = 30  # of the noise schedule; few of them are evaluated
 CFG = {"on": (4.0,), "off": (1.0,), "both": (4.0, 1.0)}  # at 1.0 ComfyUI leaves the negative prompt out

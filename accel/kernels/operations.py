@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import kernels
-from ..ops import FusedOps, LinearGroup, Norm, Weights
+from . import reference
 
 LAST = torch.channels_last
 
@@ -31,7 +30,7 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
 @functools.cache
-def fused_ops(device: torch.device) -> FusedOps:
+def fused_ops(device: torch.device) -> "TritonOps":  # noqa: F821  (imported below, with Triton)
     """The kernels of ``device``; on a CPU those that Triton's interpreter runs."""
     if device.type != "cpu":
         return kernels.load(device)
@@ -87,10 +86,10 @@ def group_norm_last(
     pending: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """GroupNorm(x + shift + pending), and SiLU of that if wanted; shift [N, C, ...], each pending of C numbers."""
-    norm = Norm(weight, bias, eps, groups)
     shift = None if shift is None else shift.reshape(-1, x.shape[1])
     flat = tuple(each.reshape(-1) for each in pending)
-    return fused_ops(x.device).group_norm(x, norm, shift, silu, flat).contiguous(memory_format=LAST)
+    out = fused_ops(x.device).group_norm(x, weight, bias, groups, eps, shift, silu, flat)
+    return out.contiguous(memory_format=LAST)
 
 
 def _fake_geglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -100,7 +99,7 @@ def _fake_geglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @_operation("(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _fake_geglu)
 def linear_geglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The first half of a linear layer's result times GELU of the second: as one kernel, or as two."""
-    return fused_ops(x.device).linear_geglu(x, Weights(weight, bias))
+    return fused_ops(x.device).linear_geglu(x, weight, bias)
 
 
 def _fake_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
@@ -110,11 +109,7 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
 @_operation("(Tensor q, Tensor k, Tensor v, int heads) -> Tensor", _fake_attention)
 def short_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """Attention to few keys; q [B, T, C], k, v [B, L, C]."""
-    out = fused_ops(q.device).short_attention(q, k, v, heads)
-    if out is not None:
-        return out
-    q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    return fused_ops(q.device).short_attention(q, k, v, heads)
 
 
 def _fake_grouped(
@@ -131,12 +126,10 @@ def _fake_grouped(
 @_operation("(Tensor[] xs, Tensor[] weights, Tensor?[] biases, Tensor table) -> Tensor[]", _fake_grouped)
 def grouped_linear(xs: list[Tensor], weights: list[Tensor], biases: list[Tensor | None], table: Tensor) -> list[Tensor]:
     """One input, or one for each, through many linear layers in one launch. table: what ``table_of`` made of them."""
-    group = LinearGroup(weights, biases)
     x = xs[0] if len(xs) == 1 else xs
     if not len(table):
-        return FusedOps().grouped_linear(x, group)
-    group.table = table
-    return fused_ops(table.device).grouped_linear(x, group)
+        return reference.grouped_linear(x, weights, biases)
+    return fused_ops(table.device).grouped_linear(x, weights, biases, table)
 
 
 def table_of(count: int, several: bool, *tensors: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Element-wise fusions: GEGLU, last bias + skip connection, nearest upsampling. Any size; see ``reference``."""
+"""Element-wise fusions: GEGLU, nearest upsampling. Any size; see ``reference``."""
 
 import torch
 import triton
@@ -46,46 +46,6 @@ def geglu(p: Tensor) -> Tensor:
     grid = (triton.cdiv(rows, GEGLU_BLOCK[0]), triton.cdiv(inner, GEGLU_BLOCK[1]))
     launch(geglu_kernel, grid, p, out, rows, inner, *GEGLU_BLOCK)
     return out
-
-
-@triton.jit
-def _plus(x, bias, c, in_c, dtype: tl.constexpr):
-    """x + bias in float32, rounded to ``dtype`` as a layer of its own would leave it."""
-    return (x + tl.load(bias + c, mask=in_c, other=0.0).to(tl.float32)[None, :]).to(dtype).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["ROWS"])
-def bias_add_kernel(
-    x, bias, residual, residual_bias, y, ROWS, C,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL_BIAS: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
-):  # fmt: skip
-    """y = (x + bias) + (residual + residual_bias), each sum rounded as in eager; [ROWS, C], biases [C]."""
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
-    r = tl.program_id(0) * BR + tl.arange(0, BR)
-    in_c = c < C
-    mask = (r[:, None] < ROWS) & in_c[None, :]
-    offset = r[:, None].to(tl.int64) * C + c[None, :]
-    v = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        v = _plus(v, bias, c, in_c, y.dtype.element_ty)
-    other = tl.load(residual + offset, mask=mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL_BIAS:
-        other = _plus(other, residual_bias, c, in_c, y.dtype.element_ty)
-    tl.store(y + offset, (v + other).to(y.dtype.element_ty), mask=mask)
-
-
-def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor, residual_bias: Tensor | None = None) -> Tensor:
-    """(x [N, C, H, W] + bias [C]) + (residual + residual_bias); the result is channels_last."""
-    n, c, h, w = x.shape
-    x = x.contiguous(memory_format=torch.channels_last)
-    residual = residual.contiguous(memory_format=torch.channels_last)
-    y = torch.empty_like(x)
-    rows = n * h * w
-    launch(bias_add_kernel, (triton.cdiv(rows, 64), triton.cdiv(c, 64)),
-        x, x if bias is None else bias, residual, x if residual_bias is None else residual_bias, y, rows, c,
-        bias is not None, residual_bias is not None, 64, 64,
-    )  # fmt: skip
-    return y
 
 
 @triton.jit(do_not_specialize=["ROWS", "H", "W", "OUT_H", "OUT_W"])

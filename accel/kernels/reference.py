@@ -31,18 +31,6 @@ def group_norm(
     return F.silu(y) if silu else y
 
 
-def stream_layer_norm(
-    x: Tensor,  # [..., C]
-    branch: Tensor | None,  # [..., C]
-    weight: Tensor | None,  # [C]
-    bias: Tensor | None,  # [C]
-    eps: float,
-) -> tuple[Tensor, Tensor]:
-    """(x + branch, LayerNorm(x + branch)) over the last axis: a residual stream and what a layer adds to it."""
-    x = x if branch is None else x + branch
-    return x, F.layer_norm(x, x.shape[-1:], weight, bias, eps)
-
-
 def grouped_linear(
     x: Tensor | Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None
 ) -> list[Tensor]:
@@ -70,15 +58,6 @@ def short_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for each head; q [B, T, C], k, v [B, L, C] -> [B, T, C]."""
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-
-
-def bias_add(x: Tensor, bias: Tensor | None, residual: Tensor, residual_bias: Tensor | None = None) -> Tensor:
-    """(x + bias) + (residual + residual_bias); x and residual [N, C, H, W], biases [C]."""
-    if bias is not None:
-        x = x + bias[None, :, None, None]
-    if residual_bias is not None:
-        residual = residual + residual_bias[None, :, None, None]
-    return x + residual
 
 
 def upsample2x(x: Tensor, size: tuple[int, int]) -> Tensor:

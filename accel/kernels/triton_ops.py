@@ -1,4 +1,4 @@
-"""The fused operations on Triton kernels, in channels_last."""
+"""The fused operations on Triton kernels. Pictures [N, C, H, W] come out in channels_last."""
 
 import functools
 import logging
@@ -6,20 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import KernelFailed
-from ..ops import FusedOps, LinearGroup, Norm, Stream, Weights, linear
 from ..stats import STATS
-from . import (
-    group_norm,
-    grouped_linear,
-    layer_norm,
-    linear_geglu,
-    pointwise,
-    short_attention,
-)
-from .launch import compile_only, compiling_ahead
+from . import group_norm, grouped_linear, linear_geglu, pointwise, reference, short_attention
+from .launch import compile_only
 
 log = logging.getLogger(__name__)
 
@@ -27,44 +20,36 @@ KERNELS = (
     group_norm.moments_kernel,
     group_norm.coefficients_kernel,
     group_norm.apply_kernel,
-    layer_norm.stream_layer_norm_kernel,
     pointwise.geglu_kernel,
     grouped_linear.grouped_linear_kernel,
     linear_geglu.linear_geglu_kernel,
     short_attention.short_attention_kernel,
-    pointwise.bias_add_kernel,
     pointwise.upsample_kernel,
 )
 
 
-def _or(plain: str = "", ours: str = "") -> Callable[[Callable], Callable]:
-    """For an operation without side effects: if its kernel fails, here and from then on another one takes its place.
-
-    That is ``ours``, another method, or FusedOps's ``plain``, by default of the same name.
-    """
+def _or(plain: Callable[..., Any]) -> Callable[[Callable], Callable]:
+    """For an operation without side effects: if its kernel fails, ``plain`` takes its place, here and from then on."""
 
     def decorate(method: Callable) -> Callable:
+        name = method.__name__.lstrip("_")
+
         @functools.wraps(method)
-        def operation(self: "TritonOps", *args: Any, **kwargs: Any) -> Any:
-            if method.__name__ not in self._failed:
+        def operation(self: "TritonOps", *args: Any) -> Any:
+            if name not in self._failed:
                 try:
-                    return method(self, *args, **kwargs)
+                    return method(self, *args)
                 except KernelFailed as error:
-                    self._give_up(method.__name__, error)
-            other = getattr(TritonOps, ours) if ours else getattr(FusedOps, plain or method.__name__)
-            return other(self, *args, **kwargs)
+                    self._give_up(name, error)
+            return plain(*args)
 
         return operation
 
     return decorate
 
 
-class TritonOps(FusedOps):
-    """See ``FusedOps``; activations of every operation on [N, C, H, W] come out in channels_last."""
-
-    name = "kernels"
-    channels_last = True
-    defer_bias = True
+class TritonOps:
+    """The operations on one device; ``reference`` says what they compute."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -74,38 +59,67 @@ class TritonOps(FusedOps):
         self._processors = card.multi_processor_count if card else 0
         self._takes_products = bool(card) and linear_geglu.works_on((card.major, card.minor))
 
-    @_or()
-    def group_norm(  # noqa: D102
-        self, x: Tensor, norm: Norm, shift: Tensor | None = None, silu: bool = True, pending: tuple[Tensor, ...] = ()
-    ) -> Tensor:
-        return group_norm.group_norm(x, norm.weight, norm.bias, norm.groups, norm.eps, shift, silu, pending)
+    @_or(reference.group_norm)
+    def group_norm(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, shift: Tensor | None,
+        silu: bool, pending: tuple[Tensor, ...],
+    ) -> Tensor:  # fmt: skip
+        """GroupNorm(x + shift + pending), and SiLU of that if wanted; shift [N, C], each pending [C]."""
+        return group_norm.group_norm(x, weight, bias, groups, eps, shift, silu, pending)
 
-    @_or(ours="_linear_then_geglu")
-    def linear_geglu(self, x: Tensor, layer: Weights) -> Tensor:  # noqa: D102
-        if not self._takes_products or not linear_geglu.fits(x, layer.weight):
-            return self._linear_then_geglu(x, layer)
-        (outer, depth), rows = layer.weight.shape, x.numel() // x.shape[-1]
-        fused = linear_geglu.is_faster(rows, depth, outer // 2, self._processors)
-        variant = ("geglu", x.dtype, layer.bias is None)
-        first = variant not in self._chosen
-        one = linear_geglu.linear_geglu(x, layer.weight, layer.bias) if fused or first else None
-        two = self._linear_then_geglu(x, layer) if first or not fused else None
-        self._chosen.add(variant)
-        return one if fused else two
+    def linear_geglu(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """GEGLU of a linear layer, one kernel where its tiles fill the card; [..., K] -> [..., I], weight [2I, K]."""
+        fused = first = False
+        if self._takes_products and linear_geglu.fits(x, weight):
+            (outer, depth), rows = weight.shape, x.numel() // x.shape[-1]
+            fused = linear_geglu.is_faster(rows, depth, outer // 2, self._processors)
+            variant = ("geglu", x.dtype, bias is None)
+            first = variant not in self._chosen
+        one = self._geglu_of_product(x, weight, bias) if fused or first else None
+        two = self._geglu(F.linear(x, weight, bias)) if first or one is None else None
+        if first:
+            self._chosen.add(variant)
+        return one if fused and one is not None else two
 
-    @_or("linear_geglu")
-    def _linear_then_geglu(self, x: Tensor, layer: Weights) -> Tensor:
-        return pointwise.geglu(linear(x, layer))
+    @_or(lambda *_: None)
+    def _geglu_of_product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        return linear_geglu.linear_geglu(x, weight, bias)
 
-    @_or()
-    def short_attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor | None:  # noqa: D102
+    @_or(reference.geglu)
+    def _geglu(self, p: Tensor) -> Tensor:
+        return pointwise.geglu(p)
+
+    @_or(reference.short_attention)
+    def short_attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+        """Attention to few keys; to many it is the library's. q [B, T, C], k, v [B, L, C]."""
         if not short_attention.fits(q, k, heads):
-            return None
+            return reference.short_attention(q, k, v, heads)
         few = k.shape[1] <= short_attention.MAX_KEYS
         variant = ("attention", q.dtype, q.shape[2] // heads)
         out = short_attention.short_attention(q, k, v, heads) if few or variant not in self._chosen else None
         self._chosen.add(variant)
-        return out if few else None
+        return out if few else reference.short_attention(q, k, v, heads)
+
+    @_or(reference.upsample2x)
+    def upsample2x(self, x: Tensor, size: tuple[int, int]) -> Tensor:
+        """[N, C, H, W] -> [N, C, *size], which is (2H, 2W) or one less."""
+        return pointwise.upsample2x(x, size)
+
+    @_or(lambda x, weights, biases, table: reference.grouped_linear(x, weights, biases))
+    def grouped_linear(
+        self, x: Tensor | Sequence[Tensor], weights: Sequence[Tensor], biases: Sequence[Tensor | None], table: Tensor
+    ) -> list[Tensor]:
+        """[..., K], one for all or one for each layer, -> a [..., N] for each. table: what ``make_table`` made."""
+        return grouped_linear.grouped_linear(x, weights, table)
+
+    def compile_one(self) -> None:
+        """Compiles one kernel that most models need, and with it starts Triton. Raises ``KernelFailed``."""
+        torch.cuda.set_device(self._device)  # of this thread
+        compile_only(pointwise.geglu_kernel, (1,), torch.float16, torch.float16, 16, 16, *pointwise.GEGLU_BLOCK)
+
+    def compiled_variants(self) -> int:
+        """How many variants of these kernels this process has compiled or loaded."""
+        return sum(sum(_variants(kernel)) for kernel in KERNELS)
 
     def _give_up(self, operation: str, error: KernelFailed) -> None:
         """The operation stays without its kernel; a capture that is under way is void, and says so by the error."""
@@ -114,41 +128,6 @@ class TritonOps(FusedOps):
         self._failed.add(operation)
         STATS.fallback("kernels", f"{error}: {operation} runs in plain torch. Update Triton and the GPU's driver")
         log.warning("AnyShape: %s; %s runs in plain torch", error, operation, exc_info=error)
-
-    def compile_one(self) -> None:
-        """Compiles one kernel that most models need, and with it starts Triton. Raises ``KernelFailed``."""
-        torch.cuda.set_device(self._device)  # of this thread
-        compile_only(pointwise.geglu_kernel, (1,), torch.float16, torch.float16, 16, 16, *pointwise.GEGLU_BLOCK)
-
-    def compile_ahead(self, forward: Callable[[], object]) -> None:  # noqa: D102
-        with compiling_ahead(self._device):
-            forward()
-
-    @_or()
-    def bias_add(  # noqa: D102
-        self, x: Tensor, bias: Tensor | None, residual: Tensor, residual_bias: Tensor | None = None
-    ) -> Tensor:
-        return pointwise.bias_add(x, bias, residual, residual_bias)
-
-    @_or()
-    def upsample2x(self, x: Tensor, size: tuple[int, int]) -> Tensor:  # noqa: D102
-        return pointwise.upsample2x(x, size)
-
-    @_or()
-    def stream_layer_norm(self, stream: Stream, norm: Norm) -> tuple[Stream, Tensor]:  # noqa: D102
-        x, n = layer_norm.stream_layer_norm(stream.value, stream.branch, norm.weight, norm.bias, norm.eps)
-        return Stream(x), n
-
-    @_or()
-    def grouped_linear(self, x: Tensor | Sequence[Tensor], group: LinearGroup) -> list[Tensor]:  # noqa: D102
-        if group.table is None:
-            if not grouped_linear.fits(group.weights, group.biases or ()):
-                return super().grouped_linear(x, group)
-            group.table = grouped_linear.make_table(group.weights, group.biases, not isinstance(x, Tensor))
-        return grouped_linear.grouped_linear(x, group.weights, group.table)
-
-    def compiled_variants(self) -> int:  # noqa: D102
-        return sum(sum(_variants(kernel)) for kernel in KERNELS)
 
 
 def _variants(kernel: Any) -> Iterator[int]:

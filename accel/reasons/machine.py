@@ -38,9 +38,9 @@ REASONS = dict(
         "Make the image or the batch smaller: out of memory",
         "out of memory for a second run at this size; lower the image size or the batch",
     ),
-    tier_no_memory=(
+    no_memory_left=(
         "Make the image or the batch smaller: out of memory",
-        "out of memory in the {tier} tier, so its graphs were dropped; lower the image size or the batch",
+        "out of memory, so its graphs were dropped; lower the image size or the batch",
     ),
     no_graphs=(
         "Raise graph_budget_mb: it is 0",
@@ -85,7 +85,6 @@ REASONS = dict(
         "{what} of AnyShape failed, so ComfyUI's own took its place ({error}). Please report it",
     ),
     kernel_failed=("Please report it: a part runs slower here", "{name} cannot run here ({error})"),
-    tier_failed=("Please report it: {tier} failed", "{tier} failed: {error}"),
     tape_failed=("Please report it: {error}", "the tape failed: {error}"),
     block_failed=("Please report it: {error}", "a block's program failed: {error}"),
     wrong=(

@@ -97,11 +97,6 @@ REASONS = dict(
         "ComfyUI's own result is not finite at this size, so nothing could be compared with it. If the picture is "
         "black, load the model in bf16 or fp32",
     ),
-    not_compared=(
-        "ComfyUI's own result could not be compared with",
-        "eager's own result could not be compared with (it is not finite, or eager had no memory), so there is no "
-        "graph yet",
-    ),
     # The forward cannot be repeated
     draws=("the model draws random numbers", "it draws random numbers"),
     unwritten=(
