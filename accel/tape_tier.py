@@ -12,23 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import devices, graphs, kernels, verify
-from .artifacts import KEEPER
+from . import devices, graphs, kernels
 from .attempt import attempt, named
 from .block_tier import BlockTier, told
 from .capture import collector_off
 from .clock import timed
-from .errors import AnyShapeError, CaptureFailed, KernelFailed, WrongResult, is_out_of_memory, let_go
+from .errors import AnyShapeError, CaptureFailed, is_out_of_memory, let_go
 from .halves import Halves
+from .maker import Maker
 from .outputs import Output, flat, odd_form
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
-from .tape import diagnose, live, rules
+from .tape import live
 from .tape.options import at
 from .tape.patches import code_of
 from .tape.program import NotBound, Program
-from .tape.reuse import Outlines
 from .tape.values import Tape, Weight
 from .tapes import FullStep, Take, Tapes, bound, obstacle
 
@@ -40,14 +39,9 @@ log = logging.getLogger(__name__)
 LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
 MAX_FORMS = 4  # recordings of one size for patches that give results of several forms
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
-NOT_COMPARED = say("not_finite")
 GONE = say("skipped_gone")
 NO_GRAPHS = say("no_graphs")
 NONE: frozenset[Weight] = frozenset()
-
-
-class NotCompared(AnyShapeError):
-    """A program whose first result could not be checked is not used."""
 
 
 class TapeTier:
@@ -60,15 +54,15 @@ class TapeTier:
         self, stats: ModelStats, owner: int, passthrough: tuple[type[BaseException], ...], uses_graphs: bool = True
     ) -> None:
         self.stats, self._owner, self._passthrough, self._uses_graphs = stats, owner, passthrough, uses_graphs
-        self._tapes, self._outlines = Tapes(), Outlines()
-        self._begun: set[tuple] = set()  # kinds of calls whose first size is over
+        self._tapes = Tapes()
+        self._maker = Maker(stats, self._tapes)
         self._turned: dict[int, frozenset[Weight]] = {}  # what lies channels last in programs, by the model's structure
         self._told = False  # why nothing is fused
-        self._rules = True  # whether tapes are rewritten by rules
         self._blocks = BlockTier(
-            stats, passthrough, lambda tape, call: self._made(tape, True, call), self._count, self._tapes.patches
-        )
-        self._halves = Halves(stats, self._tapes, passthrough, self._made, self._count)
+            stats, passthrough, lambda tape, call: self._maker.made(tape, True, call), self._maker.count,
+            self._tapes.patches,
+        )  # fmt: skip
+        self._halves = Halves(stats, self._tapes, passthrough, self._maker.made, self._maker.count)
 
     def run(self, call: "Call", settings: "Settings", shape: ShapeStats) -> Any:
         """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
@@ -158,16 +152,12 @@ class TapeTier:
         if not (fuse and take.in_blocks):
             self._note(shape, "eager", take.reason)
             return call.eager()
-        with self._blocks.visit(call, settings, self._is_first(call)) as visit:
+        with self._blocks.visit(call, settings, self._maker.is_first(call)) as visit:
             out = call.eager()
         state, reason, note = told(visit, take.reason)
         shape.note = note or shape.note
         self._note(shape, state, reason)
         return out
-
-    def _is_first(self, call: "Call") -> bool:
-        """Whether no size of this kind has had its first forward: residuals, say, or code of others, need kernels."""
-        return _kind(call) not in self._begun
 
     # The first call of a size ---------------------------------------------------------------------------------------
 
@@ -198,7 +188,7 @@ class TapeTier:
                 return self._in_blocks(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
             return recorded
-        operations, first, known = len(tape.operations), self._is_first(call), set(self._begun)
+        operations, first, known = len(tape.operations), self._maker.is_first(call), set(self._maker.begun)
         own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
         take.form = own
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
@@ -210,7 +200,7 @@ class TapeTier:
             )
         except BaseException:  # the user's interrupt: the next call begins again
             self._tapes.drop(take)
-            self._begun = known
+            self._maker.begun = known
             raise
         if halves is not None and out is not None:
             self._halves.finish(call, settings, take, halves, out, flat(recorded), fuse, first)
@@ -229,9 +219,9 @@ class TapeTier:
         self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
     ) -> Output:
         """The result of the new program, checked."""
-        device, first = call.key.device, self._is_first(call)
-        program = self._made(tape, fuse, call)
-        self._count(program, first, call)
+        device, first = call.key.device, self._maker.is_first(call)
+        program = self._maker.made(tape, fuse, call)
+        self._maker.count(program, first, call)
         inputs = take.inputs(call.inputs, call.taped.options)
         take.program = program
         call = _laid_out(call, program.permuted)
@@ -247,7 +237,7 @@ class TapeTier:
                 return out
         out, host, elapsed = timed(lambda: flat(program.run(list(inputs.values()))), device)
         if settings.verify:
-            out = self._checked(call, take, tape, out, flat(recorded), list(inputs.values()))
+            out = self._maker.checked(call, take, tape, out, flat(recorded), list(inputs.values()))
         take.graph = graphic and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
         if take.graph and take.graph_obstacle:
             take.graph, shape.note = False, take.graph_obstacle
@@ -274,7 +264,7 @@ class TapeTier:
         if not settings.verify:
             return out
         try:
-            out = self._checked(call, take, tape, out, recorded, list(inputs.values()))
+            out = self._maker.checked(call, take, tape, out, recorded, list(inputs.values()))
         except BaseException:
             cache.drop(name)
             raise
@@ -282,55 +272,6 @@ class TapeTier:
             cache.drop(name)
             self._settle(call, settings, shape, take, inputs, out)
         return out
-
-    def _made(self, tape: Tape, fuse: bool, call: "Call") -> Program:
-        """The program of ``tape``; without kernels where they cannot be compiled here."""
-        if not fuse:
-            return Program(tape, fuse=False)
-        KEEPER.watch(call.key.device, _functions)
-        if self._rules:
-            self.stats.inexact = sorted({*self.stats.inexact, *rules.apply(tape)})
-        try:
-            return Program(tape, fuse=True, outlines=self._outlines)
-        except KernelFailed as error:
-            STATS.fallback(self.stats.name, f"{error}: operations run unfused")
-            return Program(tape, fuse=False)
-
-    def _count(self, program: Program, first: bool, call: "Call") -> None:
-        self.stats.kernels += program.report.compiled
-        self.stats.compile_seconds += program.report.compile_seconds
-        self.stats.recompiles += 0 if first else program.report.compiled
-        self._begun.add(_kind(call))
-        if program.report.compiled:
-            KEEPER.save_soon()
-
-    def _checked(
-        self, call: "Call", take: Take, tape: Tape, out: Output, recorded: Output, inputs: list[Tensor]
-    ) -> Output:
-        """``out``, if it is ComfyUI's own result but for rounding; else that of a program without what is wrong."""
-        what = f"the tape at {call.width}x{call.height}"
-        try:
-            if verify.compare(what, take.own(out), recorded):
-                return out
-            raise NotCompared(NOT_COMPARED)
-        except WrongResult as error:
-            STATS.fallback(self.stats.name, str(error))
-        self._outlines = Outlines()  # the next size is planned by itself
-        wrong = diagnose.wrong_kernels(tape, take.program, inputs, call.taped.module)
-        for program in (Program(tape, fuse=True, wrong=wrong), Program(tape, fuse=False)):
-            program.bind(call.taped.module)
-            take.program, out = program, flat(program.run(inputs))
-            try:
-                verify.compare(what, take.own(out), recorded)
-                return out
-            except WrongResult:
-                continue
-        if self._tapes.doubt(take):
-            raise WrongResult(say("wrong_copies", what=what))
-        if self._rules:  # they have changed the tape itself: the next call records it again, without them
-            self._rules = False
-            self._tapes.drop(take)
-        raise WrongResult(say("wrong_unfused", what=what))
 
     def _failed(self, take: Take, shape: ShapeStats, error: Exception) -> str:
         """What goes wrong with a new program costs nothing: ComfyUI's own result is there."""
@@ -397,18 +338,6 @@ def _laid_out(call: "Call", wanted: frozenset[Weight]) -> "Call":
 def can_fuse(device: torch.device) -> bool:
     """Whether generated kernels run on this device."""
     return devices.is_nvidia(device) and kernels.available(device)
-
-
-def _kind(call: "Call") -> tuple:
-    """What calls must have in common for one to compile nothing after the other: all but sizes."""
-    others = call.taped.calls_others or bool(call.taped.foreign)
-    return call.key.inputs[0].dtype, others, tuple(spec.name for spec in call.key.inputs)
-
-
-def _functions() -> list[Any]:
-    from .tape.kernels import functions
-
-    return functions()
 
 
 def _only(out: Output) -> Tensor:

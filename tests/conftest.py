@@ -237,7 +237,7 @@ def counting(pack: ModuleType) -> Iterator[None]:
 
 
 def _plan_kernels(patch: pytest.MonkeyPatch) -> None:
-    from anyshape.accel import tape_tier
+    from anyshape.accel import maker, tape_tier
     from anyshape.accel.tape.program import Program
 
     def made(self: Any, tape: Any, fuse: bool, call: Any) -> Any:
@@ -246,7 +246,7 @@ def _plan_kernels(patch: pytest.MonkeyPatch) -> None:
         return program
 
     patch.setattr(tape_tier, "can_fuse", lambda device: True)
-    patch.setattr(tape_tier.TapeTier, "_made", made)
+    patch.setattr(maker.Maker, "made", made)
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ FORWARD = [
     "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
     "engine.Engine._run", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded",
     "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish",
-    "tapes._states", "tape.live.forward", "tape.record.traits", "tape_tier.Program", "tape_tier.bound",
-    "tape.program.Program.run", "tape_tier.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
+    "tapes._states", "tape.live.forward", "tape.record.traits", "maker.Program", "tape_tier.bound",
+    "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
 ]  # fmt: skip
 # The same of a patch of another node, which is called in each forward.
 PATCHED = [
@@ -100,7 +100,7 @@ def test_a_fault_in_a_forward_with_a_patch(models, fresh, inject, target):
     assert any("injected" in reason for reason in reasons()), reasons()
 
 
-@pytest.mark.parametrize("target", [FORWARD[0], "tape_tier.Program", "tape.program.Program.run"])
+@pytest.mark.parametrize("target", [FORWARD[0], "maker.Program", "tape.program.Program.run"])
 def test_once_mended_it_is_fast_again(models, fresh, wanted, inject, monkeypatch, target):
     """A fault leaves nothing behind but, where it was the tape's, the tape's retirement."""
     fast = compiled(fresh)

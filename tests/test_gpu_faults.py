@@ -30,7 +30,7 @@ BOUNDARIES = [
     "graphs.verify.compare", "engine.verify.compare", "engine.kernels.load",
     "kernels.triton_ops.group_norm.group_norm", "kernels.triton_ops.TritonOps.grouped_linear",
     "kernels.launch._launch", "kernels.group_norm.launch", "weights.WeightWatch.fingerprint",
-    "families.taping.TapeRun.lay_out", "tape_tier.rules.apply", "tape.kernels.Launch.__call__",
+    "families.taping.TapeRun.lay_out", "maker.rules.apply", "tape.kernels.Launch.__call__",
 ]  # fmt: skip
 
 
@@ -124,8 +124,8 @@ def test_a_run_before_a_capture_that_computes_nonsense(patcher, monkeypatch):
 # Of recorded models
 TAPE_BOUNDARIES = [
     "graphs.cache", "graphs.GraphCache.replay", "graphs.GraphCache.capture", "graphs.GraphCache._record",
-    "capture.Capturer.warm", "capture.Capturer.capture", "capture.Capturer._captured", "tape_tier.verify.compare",
-    "tape_tier.rules.apply", "tape.kernels.Launch.__call__", "block_copies.BlockCopies._copied",
+    "capture.Capturer.warm", "capture.Capturer.capture", "capture.Capturer._captured", "maker.verify.compare",
+    "maker.rules.apply", "tape.kernels.Launch.__call__", "block_copies.BlockCopies._copied",
 ]  # fmt: skip
 
 

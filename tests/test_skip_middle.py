@@ -303,14 +303,14 @@ def test_a_model_without_a_middle(tiny, monkeypatch):
 
 def test_a_program_that_fails_costs_one_recording(tiny, monkeypatch):
     """Every step is ComfyUI's then, and none is recorded again."""
-    from anyshape.accel.tape_tier import TapeTier
+    from anyshape.accel.maker import Maker
     from anyshape.accel.tapes import Tapes
 
     def broken(*_):
         raise RuntimeError("broken on purpose")
 
     recorded, own = [], Tapes.record
-    monkeypatch.setattr(TapeTier, "_made", broken)
+    monkeypatch.setattr(Maker, "made", broken)
     monkeypatch.setattr(Tapes, "record", lambda *args: recorded.append(1) or own(*args))
     check_in_full(tiny("Flux", fresh=True), "Flux", "could not be recorded")
     assert len(recorded) == 1

@@ -114,17 +114,17 @@ def test_a_step_down(attempt, monkeypatch):
 
 def test_a_compilation(attempt, monkeypatch):
     """Of what a model that has run before already had."""
-    from anyshape.accel.tape_tier import TapeTier
+    from anyshape.accel.maker import Maker
 
     assert attempt() == []
-    own = TapeTier._made
+    own = Maker.made
 
     def made(*args):
         program = own(*args)
         program.report.compiled = 1
         return program
 
-    monkeypatch.setattr(TapeTier, "_made", made)
+    monkeypatch.setattr(Maker, "made", made)
     (problem,) = attempt(width=200)
     assert "recompiles" in problem
 

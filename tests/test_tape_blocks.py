@@ -158,10 +158,10 @@ def test_blocks_of_minimax_h3(make, counted, comfy):
 
 def test_kernels_in_the_interpreter(make, monkeypatch, counted):
     """As it is on a GPU: fused."""
-    from anyshape.accel import tape_tier
+    from anyshape.accel import maker
     from anyshape.accel.tape.program import Program
 
-    monkeypatch.setattr(tape_tier.TapeTier, "_made", lambda self, tape, fuse, call: Program(tape, fuse))
+    monkeypatch.setattr(maker.Maker, "made", lambda self, tape, fuse, call: Program(tape, fuse))
     patcher = make("Flux", depth=0, depth_single_blocks=3)
     assert error(forward(compiled(patcher), "Flux"), forward(patcher, "Flux")) < CLOSE
     assert counted == {"recorded": 2, "replayed": 2} and shapes()[0]["state"] == "tape"
@@ -222,7 +222,7 @@ def test_a_lora_on_one_block(make, counted):
 
 
 def test_a_wrong_program_costs_nothing(make, monkeypatch):
-    from anyshape.accel import block_tier, tape_tier
+    from anyshape.accel import block_tier, maker
     from anyshape.accel.tape.program import Program
 
     class Wrong(Program):
@@ -234,7 +234,7 @@ def test_a_wrong_program_costs_nothing(make, monkeypatch):
             out, written = super().run(inputs, bound)
             return out * 1.5, written
 
-    monkeypatch.setattr(tape_tier.TapeTier, "_made", lambda self, tape, fuse, call: Wrong(tape, fuse))
+    monkeypatch.setattr(maker.Maker, "made", lambda self, tape, fuse, call: Wrong(tape, fuse))
     monkeypatch.setattr(block_tier, "Program", Wrong)
     patcher = make()
     fast = compiled(patcher)
@@ -245,10 +245,10 @@ def test_a_wrong_program_costs_nothing(make, monkeypatch):
 
 
 def test_blocks_that_gain_nothing_are_left_alone(make, counted, monkeypatch):
-    from anyshape.accel import block_tier, tape_tier
+    from anyshape.accel import block_tier, maker
     from anyshape.accel.tape.program import Program
 
-    monkeypatch.setattr(tape_tier.TapeTier, "_made", lambda self, tape, fuse, call: Program(tape, fuse=False))
+    monkeypatch.setattr(maker.Maker, "made", lambda self, tape, fuse, call: Program(tape, fuse=False))
     patcher = make()
     fast = compiled(patcher)
     for _ in range(3):

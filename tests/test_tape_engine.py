@@ -73,10 +73,10 @@ def states():
 
 def fused(monkeypatch):
     """Kernels on the CPU, in Triton's interpreter."""
-    from anyshape.accel import tape_tier
+    from anyshape.accel import maker, tape_tier
 
     monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
-    monkeypatch.setattr(tape_tier.KEEPER, "watch", lambda *_: None)
+    monkeypatch.setattr(maker.KEEPER, "watch", lambda *_: None)
 
 
 @pytest.mark.parametrize("name", ["Flux", "SD3", "WAN21_T2V"])
@@ -328,7 +328,7 @@ FAULTS = {
     "an operation": ("tape.record", "traits"),
     "settle": ("tape.aliasing", "settle"),
     "guards": ("tapes", "Guards"),
-    "program": ("tape_tier", "Program"),
+    "program": ("maker", "Program"),
     "bind": ("tape_tier", "bound"),
     "run": ("tape.program", "Program.run"),
     "compare": ("verify", "compare"),
@@ -408,7 +408,7 @@ def test_a_wrong_kernel_is_named_and_left_out(tiny, monkeypatch) -> None:
 @pytest.mark.parametrize("verify", [True, False])
 def test_what_could_not_be_compared_is_not_used(tiny, recordings, verify) -> None:
     """The model itself overflows: a wrong program would look no different. Without ``verify`` nobody wants to know."""
-    from anyshape.accel import tape_tier
+    from anyshape.accel import maker
 
     patcher = tiny("SD3", fresh=True)
     bias = patcher.model.diffusion_model.final_layer.linear.bias
@@ -421,7 +421,7 @@ def test_what_could_not_be_compared_is_not_used(tiny, recordings, verify) -> Non
         out = sample(fast, "SD3", steps=1)
         assert torch.equal(out.nan_to_num(), wanted.nan_to_num()) and torch.equal(out.isnan(), wanted.isnan())
     assert len(recordings) == 1
-    assert reasons() == ([tape_tier.NOT_COMPARED] if verify else []) and states() == {"eager" if verify else "tape"}
+    assert reasons() == ([maker.NOT_COMPARED] if verify else []) and states() == {"eager" if verify else "tape"}
 
 
 # Threads ----------------------------------------------------------------------------------------------------------

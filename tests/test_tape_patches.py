@@ -492,10 +492,10 @@ def test_nodes_of_comfyui(models, fresh, recordings, request, name, fuse):
 @pytest.mark.parametrize("name", ["FreeU_V2", "counting"])
 def test_kernels_around_patches(fresh, monkeypatch, name):
     """As on a GPU: fused, in Triton's interpreter, with other inputs than those that were recorded."""
-    from anyshape.accel import tape_tier
+    from anyshape.accel import maker, tape_tier
 
     monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
-    monkeypatch.setattr(tape_tier.KEEPER, "watch", lambda *_: None)
+    monkeypatch.setattr(maker.KEEPER, "watch", lambda *_: None)
 
     def counting(patcher):
         log, patcher = [], patcher.clone()

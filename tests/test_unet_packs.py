@@ -62,7 +62,7 @@ def test_one_replaced_block_is_one_call_of_a_program(patcher):
 
 def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, monkeypatch):
     """Its first call without the patch compiles the blocks that were patched: it is their first call."""
-    from anyshape.accel import stats, tape_tier
+    from anyshape.accel import maker, stats
     from anyshape.accel.tape.program import Program
 
     compiled_ = []
@@ -73,7 +73,7 @@ def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, mon
         compiled_.append(call)
         return program
 
-    monkeypatch.setattr(tape_tier.TapeTier, "_made", made)
+    monkeypatch.setattr(maker.Maker, "made", made)
     fast = compiled(fresh)
     patched = fast.clone()
     attn1(patched, [])

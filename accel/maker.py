@@ -1,0 +1,101 @@
+"""The programs of one model: made, counted and checked against the forward that was recorded."""
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from . import verify
+from .artifacts import KEEPER
+from .errors import AnyShapeError, KernelFailed, WrongResult
+from .outputs import Output, flat
+from .reasons import say
+from .stats import STATS, ModelStats
+from .tape import diagnose, rules
+from .tape.program import Program
+from .tape.reuse import Outlines
+from .tape.values import Tape
+from .tapes import Take, Tapes
+
+if TYPE_CHECKING:
+    from .engine import Call
+
+NOT_COMPARED = say("not_finite")
+
+
+class NotCompared(AnyShapeError):
+    """A program whose first result could not be checked is not used."""
+
+
+class Maker:
+    """Makes them. begun: kinds of calls whose first size is over."""
+
+    def __init__(self, stats: ModelStats, tapes: Tapes) -> None:
+        self.stats, self._tapes, self._outlines = stats, tapes, Outlines()
+        self.begun: set[tuple] = set()
+        self._rules = True  # whether tapes are rewritten by rules
+
+    def is_first(self, call: "Call") -> bool:
+        """Whether no size of this kind has had its first forward: residuals, say, or code of others, need kernels."""
+        return _kind(call) not in self.begun
+
+    def made(self, tape: Tape, fuse: bool, call: "Call") -> Program:
+        """The program of ``tape``; without kernels where they cannot be compiled here."""
+        if not fuse:
+            return Program(tape, fuse=False)
+        KEEPER.watch(call.key.device, _functions)
+        if self._rules:
+            self.stats.inexact = sorted({*self.stats.inexact, *rules.apply(tape)})
+        try:
+            return Program(tape, fuse=True, outlines=self._outlines)
+        except KernelFailed as error:
+            STATS.fallback(self.stats.name, f"{error}: operations run unfused")
+            return Program(tape, fuse=False)
+
+    def count(self, program: Program, first: bool, call: "Call") -> None:
+        """Counts what was compiled for ``program``; first: compiling was to be expected."""
+        self.stats.kernels += program.report.compiled
+        self.stats.compile_seconds += program.report.compile_seconds
+        self.stats.recompiles += 0 if first else program.report.compiled
+        self.begun.add(_kind(call))
+        if program.report.compiled:
+            KEEPER.save_soon()
+
+    def checked(
+        self, call: "Call", take: Take, tape: Tape, out: Output, recorded: Output, inputs: list[Tensor]
+    ) -> Output:
+        """``out``, if it is ComfyUI's own result but for rounding; else that of a program without what is wrong."""
+        what = f"the tape at {call.width}x{call.height}"
+        try:
+            if verify.compare(what, take.own(out), recorded):
+                return out
+            raise NotCompared(NOT_COMPARED)
+        except WrongResult as error:
+            STATS.fallback(self.stats.name, str(error))
+        self._outlines = Outlines()  # the next size is planned by itself
+        wrong = diagnose.wrong_kernels(tape, take.program, inputs, call.taped.module)
+        for program in (Program(tape, fuse=True, wrong=wrong), Program(tape, fuse=False)):
+            program.bind(call.taped.module)
+            take.program, out = program, flat(program.run(inputs))
+            try:
+                verify.compare(what, take.own(out), recorded)
+                return out
+            except WrongResult:
+                continue
+        if self._tapes.doubt(take):
+            raise WrongResult(say("wrong_copies", what=what))
+        if self._rules:  # they have changed the tape itself: the next call records it again, without them
+            self._rules = False
+            self._tapes.drop(take)
+        raise WrongResult(say("wrong_unfused", what=what))
+
+
+def _kind(call: "Call") -> tuple:
+    """What calls must have in common for one to compile nothing after the other: all but sizes."""
+    others = call.taped.calls_others or bool(call.taped.foreign)
+    return call.key.inputs[0].dtype, others, tuple(spec.name for spec in call.key.inputs)
+
+
+def _functions() -> list[Any]:
+    from .tape.kernels import functions
+
+    return functions()
