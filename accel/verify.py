@@ -84,12 +84,6 @@ def compare(what: str, out: Output, reference: Output) -> Comparison:
     return Comparison(True, max(row[2] for row in rows), max(row[3] for row in rows))
 
 
-def check_finite(what: str, out: Output) -> None:
-    """Raises ``WrongResult`` if a value is infinite or no number. Waits for the GPU."""
-    if not torch.stack([torch.isfinite(tensor).all() for tensor in tensors_of(out)]).all():
-        raise _not_finite(what)
-
-
 def _wrong(what: str, how: str) -> WrongResult:
     return WrongResult(say("wrong", what=what, how=how))
 
