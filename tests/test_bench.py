@@ -323,7 +323,7 @@ def test_kernels_are_counted():
 
 
 def test_a_controlnet_row(pack, monkeypatch):
-    """Every way on a small model: the first is what the others are compared with, and they are near it."""
+    """Every way on a small model: the first is what the others are compared with, and they are equal."""
     from bench import controlnet, models
     from tools import driving
 
@@ -332,7 +332,7 @@ def test_a_controlnet_row(pack, monkeypatch):
         monkeypatch.setattr(models, name, small)
     monkeypatch.setattr(controlnet, "STEADY_STEPS", 3)
     found = controlnet.row(controlnet.ways(), (72, 64))
-    assert found["neither_latent_error"] == 0.0 < found["both_latent_error"] < 1e-3
+    assert {found[f"{way}_latent_error"] for way in ("neither", "model", "control", "both")} == {0.0}  # on a CPU
     assert min(found[f"{way}_ms"] for way in ("neither", "model", "control", "both")) > 0
 
 

@@ -35,7 +35,7 @@ TYPES = {
     **dict.fromkeys(["name", "kind", "key", "state", "reason", "note", "model"], str),
     "eager_ms": float,
     "inexact": list,
-    **dict.fromkeys(["compile_seconds", "first_call_seconds", "median_ms", "seconds"], float),
+    **dict.fromkeys(["compile_seconds", "first_call_seconds", "median_ms", "seconds", "share"], float),
     "resets": dict,
     "share": float,
 }

@@ -1,6 +1,6 @@
 """Shape-agnostic Triton kernels, each with an eager reference in ``reference``.
 
-``load(device)`` gives them as ``FusedOps``, or says why they cannot run there. Triton is imported nowhere else, so a
+``load(device)`` gives them as ``TritonOps``, or says why they cannot run there. Triton is imported nowhere else, so a
 machine without it can import the pack.
 """
 
@@ -39,7 +39,7 @@ def too_old(device: torch.device) -> str:
 
 
 @functools.cache
-def load(device: torch.device) -> "FusedOps":  # noqa: F821  (imported below, with Triton)
+def load(device: torch.device) -> "TritonOps":  # noqa: F821  (imported below, with Triton)
     """The fused operations on Triton for ``device``. Raises ``Unavailable`` with the reason."""
     obstacle = _obstacle(device)
     if obstacle is not None:

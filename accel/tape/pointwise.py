@@ -3,10 +3,7 @@
 torch computes half precision in float32 and rounds each operation's result; so do the kernels that are made of these.
 """
 
-from collections.abc import Callable
 from typing import Any
-
-Unary = Callable[[str], str]
 
 UNARY: dict[str, str] = {
     "silu": "{0} / (1.0 + tl.exp(-{0}))",
