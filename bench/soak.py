@@ -119,6 +119,8 @@ class Soak:
         counters = checks.Counters()
         latent = self._latent(prompt)
         eager, fast = (self.parts.way(prompt, fast) for fast in (False, True))
+        if prompt.patch and prompt.skip:  # while a patch turns out to keep something, fewer steps are skipped
+            sample(fast, prompt, latent)
         if prompt.eager_first:
             wanted = sample(eager, prompt, latent)
         if prompt.unload == "between":

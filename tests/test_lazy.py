@@ -36,7 +36,7 @@ def messages():
     skip, skipped = skipping.skip_blocks(patcher, SkipSettings(), print)
     made = {"skip": (skip, skipped)}
     made |= {"vae": lazy.compile_vae(vae, True), "controlnet": lazy.compile_controlnet(control, True)}
-    assert any(fast.wrappers.values()) and model == ""  # recorded, as a model without kernels of its own is
+    assert any(fast.wrappers.values()) and model == ""  # recorded
     plain = {
         "skip": not any(skip.wrappers.values()),
         "vae": made["vae"][0] is vae, "controlnet": made["controlnet"][0] is control,

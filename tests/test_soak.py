@@ -51,7 +51,7 @@ def test_prompts_that_differ_in_everything(soak):
     assert report.failed == []
     assert report.prompts == PROMPTS and report.steps > 150 and len(report.memory) == 2
     assert min(report.broken_off, report.unloads, report.rebuilds, report.skipped, report.calls["vae"]) > 1
-    assert 0 < report.worst_share < 1 and report.states[FUSED] > PROMPTS
+    assert report.worst_share < 1 and report.states[FUSED] > PROMPTS
     assert any("another pack's patch failed" in reason for reason in report.fallbacks)
 
 
