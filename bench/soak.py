@@ -130,8 +130,8 @@ class Soak:
         outs = [sample(fast, prompt, latent) for _ in range(1 + prompt.twice)]
         if not prompt.eager_first:
             wanted = sample(eager, prompt, latent)
+        yield from self._latents(prompt, eager, outs, wanted, latent)  # which may call eager's way again
         engines = (fast.calls[0] if prompt.skip or prompt.mode != "off" else 0) + (eager.calls[0] if prompt.skip else 0)
-        yield from self._latents(prompt, eager, outs, wanted, latent)
         yield from self._pictures(prompt, outs[-1])
         yield from self._counted(prompt, counters, engines)
         yield from checks.altered(self.parts.modules())
