@@ -178,21 +178,21 @@ def test_a_workflow_of_an_earlier_version_runs(built) -> None:
 
 
 def test_a_step_down_is_shown_with_its_reason(built) -> None:
-    """A patch that ours does not know: the panel says what ran instead, and why."""
+    """A layer that keeps something from call to call: the panel says what ran instead, and why."""
 
     def link(source: int, target: int) -> None:
         """The panel, which is open, covers the loader: a mouse does not reach it."""
         connect = "([from, to]) => app.graph.getNodeById(from).connect(0, app.graph.getNodeById(to), 0)"
         built.page.page.evaluate(connect, [source, target])
 
-    patch = built.page.add_node("Unknown Patch", 740, 540)
-    link(1, patch)
-    link(patch, built.model)
+    counting = built.page.add_node("Counting Layer", 740, 540)
+    link(1, counting)
+    link(counting, built.model)
     built.page.run(built.server)
     stats = built.stats()
     shorts = {told["text"]: told["said"][0]["short"] for told in stats["reasons"]}
     reasons = {step["reason"] for step in stats["fallbacks"]}
-    assert any("patch_of_tomorrow" in shorts[reason] for reason in reasons)
+    assert any("keeps something" in shorts[reason] for reason in reasons)
     for reason in reasons:  # in few words, once; all of it where the mouse rests
         shows(built.page.page.locator(PANEL), shorts[reason])
         assert built.panel().count(shorts[reason]) == 1

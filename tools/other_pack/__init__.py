@@ -4,16 +4,22 @@ import time
 from typing import Any
 
 
-class UnknownPatch:
-    """A node of another pack, whose patch is of a kind that no version of ComfyUI has."""
+class CountingLayer:
+    """A model with a layer that counts its calls, which nobody could repeat in its place."""
 
     INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",)}})
-    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "patch", "AnyShape tests"
+    RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "count", "AnyShape tests"
 
-    def patch(self, model: Any) -> tuple[Any]:
-        patched = model.clone()
-        patched.set_model_patch(lambda *args: None, "patch_of_tomorrow")
-        return (patched,)
+    def count(self, model: Any) -> tuple[Any]:
+        counting, layer, calls = model.clone(), "diffusion_model.time_embed.forward", []
+        own = model.get_model_object(layer)
+
+        def forward(*args: Any) -> Any:
+            calls.append(len(calls))
+            return own(*args)
+
+        counting.add_object_patch(layer, forward)
+        return (counting,)
 
 
 class Failing:
@@ -49,5 +55,5 @@ class Slow:
         return (slow,)
 
 
-NODE_CLASS_MAPPINGS = {f"AnyShapeTest{one.__name__}": one for one in (UnknownPatch, Failing, Slow)}
-NODE_DISPLAY_NAME_MAPPINGS = {"AnyShapeTestUnknownPatch": "Unknown Patch"}
+NODE_CLASS_MAPPINGS = {f"AnyShapeTest{one.__name__}": one for one in (CountingLayer, Failing, Slow)}
+NODE_DISPLAY_NAME_MAPPINGS = {"AnyShapeTestCountingLayer": "Counting Layer"}
