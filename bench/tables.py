@@ -88,15 +88,17 @@ def factor(row: dict[str, Any]) -> str:
 
 def others(words: dict[str, Any]) -> str:
     """What is no line of the table: a video, SD1.5, the VAE, a ControlNet, Skip Blocks."""
-    wan, sd15 = (figures.load(figures.forward_path(model))["rows"] for model in ("wan", "sd15"))
-    video = next(row for row in wan if row["frames"] > 1)
-    vae, control = (figures.load(figures.RESULTS / f"{name}.json")["rows"][0] for name in ("vae", "controlnet"))
+    wan, sd15 = (figures.load(figures.forward_path(model)) for model in ("wan", "sd15"))
+    video, small = next(row for row in wan["rows"] if row["frames"] > 1), sd15["rows"][0]
+    vae, controlnet = (figures.load(figures.RESULTS / f"{name}.json") for name in ("vae", "controlnet"))
+    vae, control = vae["rows"][0], controlnet["rows"][0]
     both = {"eager_ms": control["neither_ms"], "compiled_ms": control["both_ms"]}
     skip = figures.load(skip_tables.speed_path("sdxl"))
     skipped = f"{skip['rows'][0]['compiled_speedup']:.2f}x"
     return words["others"].format(
-        video=size(video), wan=factor(video), sd15=factor(sd15[0]), sd15_size=size(sd15[0]), vae=factor(vae),
+        video=size(video), wan=factor(video), sd15=factor(small), sd15_size=size(small), vae=factor(vae),
         size=size(vae), control=factor(both), interval=skip["interval"], skip=skipped,
+        old=max(result["date"] for result in (sd15, controlnet, skip)),
     )  # fmt: skip
 
 
