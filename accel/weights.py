@@ -10,12 +10,14 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from .tape.weights import parts_of
+
 
 class WeightWatch:
     """The addresses of a module's parameters. Holds the parameters: keep it no longer than one sampling run."""
 
     def __init__(self, module: nn.Module) -> None:
-        modules = [m for m in module.modules() if m._parameters]
+        modules = [m for m in parts_of(module) if m._parameters]
         self._tables = [m._parameters for m in modules]
         self._convolutions = [m._parameters for m in modules if isinstance(m, nn.Conv2d)]
 
