@@ -126,6 +126,8 @@ class BlockTier:
             return given
         if take.program is None:
             raise NotUsed(take.reason)
+        if why := visit.call.taped.hold():
+            raise NotUsed(why)
         try:
             out = self._replay(take, path, block, given)
             visit.note(take)
@@ -179,6 +181,9 @@ class BlockTier:
                 break
             writes.add(new.index)
         take, done = recorded.take, None
+        if why := visit.call.taped.hold():  # the next call records it
+            visit.reasons[why] = None
+            return _written_back(recorded.out, recorded.copies, take, given)
         takes.append(take)
         if not take.reason:
             try:

@@ -10,20 +10,26 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+# In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
+MAPPED = ("_v_weight", "_v_bias")
+
 
 class WeightWatch:
-    """The addresses of a module's parameters. Holds the parameters: keep it no longer than one sampling run."""
+    """Where a module's weights lie. Holds them: keep it no longer than one sampling run."""
 
     def __init__(self, module: nn.Module) -> None:
-        modules = [m for m in module.modules() if m._parameters]
-        self._tables = [m._parameters for m in modules]
-        self._convolutions = [m._parameters for m in modules if isinstance(m, nn.Conv2d)]
+        modules = list(module.modules())
+        self._tables = [table for m in modules for table in (m._parameters, m._buffers) if table]
+        self._mapped = [m.__dict__ for m in modules if "_v" in m.__dict__]
+        self._convolutions = [m._parameters for m in modules if m._parameters and isinstance(m, nn.Conv2d)]
 
     def fingerprint(self) -> int:
         """Changes when a weight moved, was replaced or changed its layout; about 0.3 ms for SDXL's 1,680 weights."""
         addresses = [p.data_ptr() for table in self._tables for p in table.values() if p is not None]
         layouts = [table["weight"].stride() for table in self._convolutions]
-        return hash((tuple(addresses), tuple(layouts)))
+        mapped = [weight for own in self._mapped for name in MAPPED if (weight := own.get(name)) is not None]
+        places = [(weight.data_ptr(), weight.dtype, weight.stride()) for weight in mapped]
+        return hash((tuple(addresses), tuple(layouts), tuple(places)))
 
 
 def _restride(weight: Tensor, memory_format: torch.memory_format) -> None:

@@ -27,7 +27,7 @@ from ..tape.values import Weight
 from ..tape.weights import resolve
 from ..tapes import Skipping, Taped, named_features
 from ..weights import ChannelsLastWeights, WeightWatch
-from .compat import is_streamed_layer
+from . import dynamic
 from .surroundings import autocast, surroundings
 
 OPTIONS = "transformer_options"
@@ -134,11 +134,33 @@ class TapeRun:
 
     def _look(self, model: nn.Module) -> None:
         self._structure, self._foreign = self._fingerprints.of(model), self._fingerprints.foreign(model)
-        self._is_streamed = any(map(is_streamed_layer, model.modules()))
+        self.mapped = dynamic.mapped(model)
+        self._names = self.mapped.names if self.mapped is not None else ()
 
-    def obstacle(self) -> str:
-        """Why nothing of this model may be recorded, now."""
-        return say("streamed_now") if self._is_streamed else ""
+    def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Why nothing of this model may be recorded or replayed, now; "" if its weights are there, until ``let_go``.
+
+        device, dtype: of the model's inputs.
+        """
+        return self.mapped.ready(device, dtype) if self.mapped is not None else ""
+
+    def hold(self) -> str:
+        """Has the weights stay where they are, after layers of ComfyUI's have run; why they are gone, or ""."""
+        return "" if self.mapped is None or self.mapped.hold() else self.mapped.streamed()
+
+    def let_go(self) -> None:
+        """The call is over."""
+        if self.mapped is not None:
+            self.mapped.let_go()
+
+    def no_graph(self, device: torch.device) -> str:
+        """Why no graph may be captured, now; "" if one may."""
+        return self.mapped.no_graph(device) if self.mapped is not None else ""
+
+    def is_elsewhere(self, device: torch.device) -> bool:
+        """Whether weights lie on another device, from which each call fetches them."""
+        own = list(self.model.parameters()) if self.mapped is None else dynamic.unmapped(self.model)
+        return any(weight.device != device for weight in own)
 
     @property
     def foreign(self) -> list[tuple[str, Any]]:
@@ -152,7 +174,9 @@ class TapeRun:
     def lay_out(self, wanted: frozenset[Weight], known: int) -> int:
         """Has these weights lie channels last, without any all of them as ComfyUI has them; the new fingerprint."""
         laid, since = self._laid
-        if self._layout is None or (wanted <= laid and known == since if wanted else not laid):
+        if self._layout is None or self.mapped is not None:
+            return known
+        if wanted <= laid and known == since if wanted else not laid:
             return known
         if wanted:
             modules = dict(self.model.named_modules())
@@ -167,7 +191,7 @@ class TapeRun:
         if self._fingerprints.changed(model):
             self._watch = WeightWatch(model)
             self._look(model)
-        return hash((self._structure, surroundings(), torch.is_autocast_enabled()))
+        return hash((self._structure, self._names, surroundings(), torch.is_autocast_enabled()))
 
     def changed(self) -> str:
         """What a forward changed of the model itself: a counter, say."""
@@ -175,6 +199,7 @@ class TapeRun:
 
     def close(self) -> None:
         """The sampling run is over."""
+        self.let_go()
         if self._layout is not None:
             self._layout.restore()
         self._fingerprints.release()
@@ -255,15 +280,18 @@ def call_of(
     why = obstacle(given)
     taped = None
     structure = run.structure(model) if run is not None and not why else 0
-    if run is not None and not why:
-        why = run.obstacle()
-    if run is not None and not why:
-        taped = Taped(
-            model, partial(given.call, original), given.theirs, structure, _prepare, run.changed, run.lay_out, lean,
-            partial(_places, given.theirs), any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
-            run.foreign,
-        )  # fmt: skip
     x = next(iter(given.tensors.values()), None)
+    if run is not None and not why:
+        why = run.obstacle(x.device, x.dtype)
+    if run is not None and not why:
+        options = given.theirs
+        if run.mapped is not None and options.get(dynamic.PREFETCH):  # the weights are there: nothing is fetched
+            options = {**options, dynamic.PREFETCH: False}
+        taped = Taped(
+            model, partial(given.call, original), options, structure, _prepare, run.changed, run.lay_out, lean,
+            partial(_places, options), any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
+            run.foreign, hold=run.hold, no_graph=partial(run.no_graph, x.device),
+        )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1
     return Call(
         key=shape_key(given.tensors, _structure(given)),

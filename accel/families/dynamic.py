@@ -1,0 +1,277 @@
+"""Weights that ComfyUI maps in while a model runs (DynamicVRAM), and how a program or a graph may read them.
+
+A layer's weights have one address for as long as the model is there, and memory at it only while there is room. What
+ComfyUI does at each layer is done here once per forward, for all of them: ask for the memory (``vbar_fault``, which
+also keeps it from being given away), see whether what lies in it is still the weights (the signature is another one
+once a page was given away), have ComfyUI's own code fill what is not, and give the pages free when all is launched.
+ComfyUI does not wait for the GPU there either: before it gives a page away it waits for everything that was launched.
+
+Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them.
+
+Weights that are too small for pages are copied to the card at each load, each time to another place. They are moved to
+where they lay at the first load, so that a graph finds them.
+"""
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import comfy.model_management as mm
+import comfy.ops
+import torch
+from torch import Tensor, nn
+
+from .. import graphs
+from ..reasons import say
+from ..tape.weights import PLAIN, modules_of
+
+try:
+    import comfy_aimdo.model_vbar as vbars
+except ImportError:  # ComfyUI before DynamicVRAM
+    vbars = None
+
+PREFETCH = "prefetch_dynamic_vbars"  # the option that has a forward's blocks fetched ahead
+KEYS = ("weight", "bias")
+ROUNDS = 4  # filling needs memory too, which may cost a page
+CHUNK = 128 << 20  # bytes that are filled at once
+SMALL = 16 << 20  # bytes; what is larger stays where ComfyUI has it
+MARGIN = 512 << 20  # bytes of room that graphs need beyond their own
+GIB = 1 << 30
+
+Place = tuple[Any, int, int]  # (whose pages, address, bytes), as comfy-aimdo has it
+Places = dict[tuple[str, str], Tensor]
+
+_SMALL: "weakref.WeakKeyDictionary[nn.Module, Places]" = weakref.WeakKeyDictionary()
+_IN_THE_WAY: dict[torch.device, int] = {}  # bytes that graphs held when weights did not fit beside them
+
+
+def is_mapped(layer: nn.Module) -> bool:
+    """Whether this layer's weights are pages that are mapped in."""
+    return "_v" in layer.__dict__
+
+
+def mapped(model: nn.Module) -> "MappedWeights | None":
+    """Those of ``model``; None if ComfyUI maps in none of its layers."""
+    parts = [part for part in model.modules() if is_mapped(part)]
+    return MappedWeights(model, parts) if parts and vbars is not None else None
+
+
+def unmapped(model: nn.Module) -> list[Tensor]:
+    """The parameters of ``model`` that no pages stand for."""
+    return [
+        weight
+        for part in model.modules()
+        for name, weight in part._parameters.items()
+        if weight is not None and not (name in KEYS and is_mapped(part))
+    ]
+
+
+def forget(model: nn.Module) -> None:
+    """Lets go of the memory that keeps small weights in place: the model was unloaded."""
+    _SMALL.pop(model, None)
+
+
+class MappedWeights:
+    """One model's layers whose weights are mapped in. Holds them: keep it no longer than a sampling run."""
+
+    def __init__(self, model: nn.Module, parts: list[nn.Module]) -> None:
+        self._model, self._parts = model, parts
+        self._dicts = [part.__dict__ for part in parts]
+        self._places: list[Place] = [part._v for part in parts]
+        self._spans = list(_spans(self._places))
+        self._known: list[Any] | None = None  # the spans' signatures when all weights were there
+        self._filled: list[Any] = []  # and the layers'
+        self._small: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # small weights, as they were left
+        self._pinned = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Which layers these are."""
+        return tuple([path for path, part in modules_of(self._model) if is_mapped(part)])
+
+    @property
+    def bytes(self) -> int:
+        """Of all pages."""
+        return sum(size for _, _, size in self._spans)
+
+    def ready(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Has all weights lie on ``device``, and stay there until ``let_go``; why they do not, or "".
+
+        dtype: of the model's inputs, in which patches of weights are computed.
+        """
+        if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
+            return say("low_vram")
+        for _ in range(ROUNDS):
+            signatures = self._fault()
+            if signatures is None:
+                self.let_go()
+                if self._make_room(device):
+                    continue
+                break
+            if not self._is_as_known(signatures):
+                stale = self._stale()
+                if stale is None:
+                    break
+                if stale:
+                    self._fill(stale, device, dtype)
+                    continue
+                self._known, self._filled = signatures, [each.get("_v_signature") for each in self._dicts]
+            self._keep_small(device)
+            return ""
+        self.let_go()
+        return self.streamed()
+
+    def streamed(self) -> str:
+        """Why nothing of ours runs, now."""
+        there = sum(whose.loaded_size() for whose in {id(span[0]): span[0] for span in self._spans}.values())
+        return say("weights_streamed", there=f"{min(there, self.bytes) / GIB:.0f}", all=f"{self.bytes / GIB:.1f}")
+
+    def hold(self) -> bool:
+        """Keeps the pages again: ComfyUI's own layers give them free. False if one has been given away meanwhile."""
+        signatures = self._fault()
+        return signatures is not None and self._is_as_known(signatures)
+
+    def let_go(self) -> None:
+        """Everything is launched: the pages may be given away."""
+        if self._pinned:
+            self._pinned = False
+            for span in self._spans:
+                vbars.vbar_unpin(span)
+
+    # Pages --------------------------------------------------------------------------------------------------------
+
+    def _fault(self) -> list[Any] | None:
+        """The signatures of all pages, which stay; None if they do not fit."""
+        self._pinned = True
+        found = []
+        for span in self._spans:
+            signature = vbars.vbar_fault(span)
+            if signature is None:
+                return None
+            found.append(signature)
+        return found
+
+    def _is_as_known(self, signatures: list[Any]) -> bool:
+        """Whether these pages hold the weights that they held when all were there."""
+        if self._known is None or not all(map(vbars.vbar_signature_compare, signatures, self._known)):
+            return False
+        same = zip(self._dicts, self._places, self._filled, strict=True)
+        return all([own.get("_v") is place and own.get("_v_signature") is filled for own, place, filled in same])
+
+    def _stale(self) -> list[nn.Module] | None:
+        """The layers whose weights must be filled again; None if a page is gone."""
+        stale = []
+        for part in self._parts:
+            signature = vbars.vbar_fault(part._v)
+            if signature is None:
+                return None
+            if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)):
+                stale.append(part)
+        return stale
+
+    def _fill(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
+        """ComfyUI's own casts and patches, as its layers do them before they compute."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what ran last may still read what is about to be written
+        with torch.inference_mode():
+            for chunk in _chunks(parts):
+                try:
+                    stream = comfy.ops.cast_modules_with_vbar(chunk, None, device, None, True)
+                    mm.sync_stream(device, stream)
+                    for part in chunk:
+                        forms = part._prefetch.get("cast_geometry") or (part._v_weight, part._v_bias)
+                        own = [getattr(form, "dtype", None) for form in forms]
+                        comfy.ops.resolve_cast_module_with_vbar(part, own[0], device, own[1], dtype, False)
+                    if stream is not None:  # it may write into its buffers again once these weights are done
+                        stream.wait_stream(mm.current_stream(device))
+                finally:
+                    for part in chunk:
+                        _clean(part)
+
+    def _make_room(self, device: torch.device) -> bool:
+        """Gives the memory of graphs back, if there are any, so that the weights fit; whether that may help."""
+        held = graphs.cache(device).used_bytes
+        if not held:
+            return False
+        graphs.cache(device).clear()
+        _IN_THE_WAY[device] = held
+        for span in self._spans:  # as ComfyUI does it when it loads the model: all pages may be asked for again
+            span[0].prioritize()
+        return True
+
+    def no_graph(self, device: torch.device) -> str:
+        """Why there is no room for graphs beside the weights, now; "" if there may be."""
+        held = _IN_THE_WAY.get(device)
+        if held is None:
+            return ""
+        others = vbars.vbars_analyze(device.index) - sum(span[0].loaded_size() for span in self._spans)
+        if mm.get_free_memory(device) + max(0, others) > held + MARGIN:
+            del _IN_THE_WAY[device]
+            return ""
+        return say("graphs_in_the_way", held=held >> 20)
+
+    # Small weights ------------------------------------------------------------------------------------------------
+
+    def _keep_small(self, device: torch.device) -> None:
+        """Has small weights lie where they lay before."""
+        if self._small and all([table.get(name) is tensor for table, name, tensor in self._small]):
+            return
+        places = _SMALL.setdefault(self._model, {})
+        self._small = []
+        with torch.inference_mode():
+            for path, part in modules_of(self._model):
+                own = KEYS if is_mapped(part) else ()
+                for table in (part._parameters, part._buffers):
+                    for name, tensor in list(table.items()):
+                        if tensor is None or name in own or tensor.device != device or type(tensor) not in PLAIN:
+                            continue
+                        if tensor.nbytes <= SMALL:
+                            table[name] = tensor = _kept(places, (path, name), tensor)
+                        self._small.append((table, name, tensor))
+
+
+def _kept(places: Places, name: tuple[str, str], tensor: Tensor) -> Tensor:
+    """``tensor`` where it lay before; where it lies now, if it is new or has another form."""
+    place = places.get(name)
+    form = (tensor.shape, tensor.stride(), tensor.dtype)
+    if place is None or (place.shape, place.stride(), place.dtype) != form:
+        places[name] = tensor.data
+        return tensor
+    if place.data_ptr() == tensor.data_ptr():
+        return tensor
+    place.copy_(tensor)
+    return nn.Parameter(place, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else place
+
+
+def _spans(places: list[Place]) -> Iterator[Place]:
+    """From the first to the last byte of each one's pages: asked for as one."""
+    for whose in {id(place[0]): place[0] for place in places}.values():
+        own = [place for place in places if place[0] is whose]
+        start = min(address for _, address, _ in own)
+        yield whose, start, max(address + size for _, address, size in own) - start
+
+
+def _chunks(parts: list[nn.Module]) -> Iterator[list[nn.Module]]:
+    chunk, size = [], 0
+    for part in parts:
+        chunk.append(part)
+        size += part._v[2]
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _clean(part: nn.Module) -> None:
+    """As ComfyUI leaves a layer when it has computed."""
+    prefetch = part.__dict__.get("_prefetch")
+    if prefetch is None:
+        return
+    for key in KEYS:
+        patch = getattr(part, f"{key}_lowvram_function", None)
+        if patch is not None:
+            patch.clear_prepared()
+    if prefetch["signature"] is not None:
+        vbars.vbar_unpin(part._v)
+    del part._prefetch

@@ -1,0 +1,258 @@
+"""DynamicVRAM: weights that ComfyUI maps in while a model runs, under tapes and programs.
+
+comfy-aimdo has no CPU device: its page table, and nothing else, is a stand-in (``tools.pages``). What it does on a GPU
+is tested there (test_gpu_dynamic.py): graphs, pinned pages under launches, memory.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from tools.driving import SHORT_RUN, SMALL_UNET, compiled, options_of, unet_inputs
+from tools.oracles import assert_fast, error, fallbacks, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
+ENOUGH = 1 << 20  # pages
+
+
+@pytest.fixture
+def pages(pack, monkeypatch):
+    pytest.importorskip("comfy_aimdo.model_vbar")
+    import comfy.ops
+
+    if not hasattr(comfy.ops, "cast_modules_with_vbar"):
+        pytest.skip("this ComfyUI maps no weights in")
+    from tools import pages
+
+    pages.use(monkeypatch)
+    return pages
+
+
+@pytest.fixture
+def card(pages):
+    return pages.Card(ENOUGH)
+
+
+@pytest.fixture
+def load(models, pages, card):
+    """Makes a UNet, and what a load of it does; its patcher is ``load.patcher``."""
+    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
+    made = pages.Loads(patcher.model.diffusion_model, card)
+    made.patcher = patcher
+    made()
+    return made
+
+
+@pytest.fixture
+def recorded(pack, monkeypatch):
+    """One entry for each recording."""
+    from anyshape.accel.tapes import Tapes
+
+    made, record = [], Tapes.record
+    monkeypatch.setattr(Tapes, "record", lambda *args: made.append(args[1]) or record(*args))
+    return made
+
+
+@pytest.fixture
+def bound(pack, monkeypatch):
+    """One entry for each time that a program takes its weights."""
+    from anyshape.accel.tape.program import Program
+
+    made, bind = [], Program.bind
+    monkeypatch.setattr(Program, "bind", lambda self, module: made.append(self) or bind(self, module))
+    return made
+
+
+def test_the_users_own_patcher_runs(models, load, card, recorded):
+    """Nothing is loaded a second time, and no page is kept when a call is over."""
+    source = load.patcher
+    fast = compiled(source)
+    assert fast.model is source.model
+    eager = models.sample(source, **SHORT_RUN)
+    out = models.sample(fast, **SHORT_RUN)
+    assert error(out, eager) < CLOSE and len(recorded) == 1
+    assert_fast()
+    assert not fallbacks() and not load.pages.pinned and load.pages.serials_there
+
+
+def test_what_is_read_are_the_mapped_weights(models, load):
+    from anyshape.accel.tape.program import Program
+
+    found, bind = set(), Program.bind
+    fast = compiled(load.patcher)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Program, "bind", lambda self, m: found.update(v.leaf.name for _, v in self._weights) or bind(self, m)
+        )
+        models.sample(fast, **SHORT_RUN)
+    assert {"_v_weight", "_v_bias"} <= found
+    big = [part for part in load.layers if part._v_weight.data_ptr() == part._v[1]]
+    assert len(big) == len(load.layers)
+
+
+def test_weights_that_went_and_came_back(models, load, recorded, bound):
+    fast = compiled(load.patcher)
+    first = models.sample(fast, **SHORT_RUN)
+    before = len(bound)
+    load.pages.give_away()
+    load()
+    again = models.sample(fast, **SHORT_RUN)
+    assert torch.equal(first, again) and len(recorded) == 1 and len(bound) == before
+    load.pages.give_away(1, 3)  # a part of them, and nobody loads
+    assert torch.equal(first, models.sample(fast, **SHORT_RUN)) and len(recorded) == 1
+    assert_fast()
+    assert not fallbacks() and not load.pages.pinned
+
+
+def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recorded):
+    """To the bit, with a reason that helps; and on the tape again as soon as it fits."""
+    fast, source = compiled(load.patcher), load.patcher
+    card.pages = load.pages.count // 2
+    out = models.sample(fast, **SHORT_RUN)
+    (shape,) = shapes()
+    assert shape["state"] == "eager" and shape["reason"].startswith("weights streamed: of ")
+    assert [found["reason"] for found in fallbacks()] == [shape["reason"]]
+    assert not recorded and not load.pages.pinned
+    card.pages = ENOUGH
+    load()
+    assert torch.equal(out, models.sample(source, **SHORT_RUN))
+    assert error(models.sample(fast, **SHORT_RUN), out) < CLOSE and len(recorded) == 1
+    assert_fast()
+    card.pages = load.pages.count // 2
+    load.pages.give_away()
+    assert torch.equal(out, models.sample(fast, **SHORT_RUN)) and shapes()[0]["state"] == "eager"
+    card.pages = ENOUGH
+    load()
+    assert error(models.sample(fast, **SHORT_RUN), out) < CLOSE and len(recorded) == 1
+    assert_fast()
+
+
+def test_a_page_that_goes_in_the_recorded_forward(models, load, recorded):
+    """What was written down of such a forward counts for nothing; the next one is recorded."""
+    fast, source = compiled(load.patcher), load.patcher
+    wanted = models.sample(source, **SHORT_RUN)
+    layer = load.layers[len(load.layers) // 2]
+    handle = layer.register_forward_hook(lambda *_: load.pages.give_away(0))
+    out = models.sample(fast, **SHORT_RUN)
+    handle.remove()
+    assert error(out, wanted) < CLOSE and shapes()[0]["state"] == "eager"
+    assert shapes()[0]["reason"].startswith("weights streamed: of ")
+    assert error(models.sample(fast, **SHORT_RUN), wanted) < CLOSE
+    assert_fast()
+
+
+def test_pages_are_kept_while_a_program_runs(models, load, monkeypatch):
+    from anyshape.accel.tape.program import Program
+
+    seen, run = [], Program.run
+    monkeypatch.setattr(Program, "run", lambda *args, **kw: seen.append(set(load.pages.pinned)) or run(*args, **kw))
+    fast = compiled(load.patcher)
+    models.sample(fast, **SHORT_RUN | {"steps": 3})
+    first, last = load.layers[0]._v[1], load.layers[-1]._v[1] + load.layers[-1]._v[2]
+    assert len(seen) >= 2 and all(pinned >= set(load.pages._range(first, last - first)) for pinned in seen)
+    assert not load.pages.pinned
+
+
+def test_small_weights_stay_where_they_were(models, load, recorded, bound):
+    """ComfyUI copies them at each load. A program is not bound again, and a graph would find them."""
+    fast = compiled(load.patcher)
+    first = models.sample(fast, **SHORT_RUN)
+    small = {
+        part: part._parameters["weight"].data_ptr() for part in load.own if part._parameters.get("weight") is not None
+    }
+    before = len(bound)
+    for _ in range(3):
+        load()
+        assert torch.equal(first, models.sample(fast, **SHORT_RUN))
+    assert {part: part._parameters["weight"].data_ptr() for part in small} == small
+    assert len(bound) == before and len(recorded) == 1
+
+
+def test_small_weights_that_were_patched_are_read(models, load, recorded):
+    fast, source = compiled(load.patcher), load.patcher
+    first = models.sample(fast, **SHORT_RUN)
+    norm = next(part for part in load.own if isinstance(part, nn.GroupNorm))
+    with torch.no_grad():
+        load.own[norm]["weight"].mul_(1.5)
+    load()
+    eager = models.sample(source, **SHORT_RUN)
+    load()
+    out = models.sample(fast, **SHORT_RUN)
+    assert error(out, eager) < CLOSE < error(out, first) and len(recorded) == 1
+
+
+def test_a_lora_on_and_off(models, load, recorded):
+    """ComfyUI writes the patched weight where the weight lies, once: to a program it is another value, no more."""
+    from comfy.model_patcher import LowVramPatch
+
+    fast, source = compiled(load.patcher), load.patcher
+    plain = models.sample(fast, **SHORT_RUN)
+    layer = max(load.layers, key=lambda part: part.weight.numel())
+    (name,) = (f"{name}.weight" for name, part in load.model.named_modules() if part is layer)
+    delta = 0.05 * torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(1))
+
+    def patch(key):
+        return LowVramPatch(key, {key: [(1.0, ("diff", (delta,)), 1.0, None, None)]})
+
+    for _ in range(2):
+        load({name: patch}, dirty=True)
+        patched = models.sample(fast, **SHORT_RUN)
+        load({name: patch}, dirty=True)
+        assert error(patched, models.sample(source, **SHORT_RUN)) < CLOSE < error(patched, plain)
+        load(dirty=True)
+        assert torch.equal(models.sample(fast, **SHORT_RUN), plain)
+    assert len(recorded) == 1
+    assert_fast()
+
+
+def test_a_layer_that_is_no_longer_mapped_is_recorded_again(models, load, recorded):
+    """A LoRA that changes a weight's size is loaded as a whole: what lies in its pages is of nobody."""
+    fast, source = compiled(load.patcher), load.patcher
+    first = models.sample(fast, **SHORT_RUN)
+    layer = load.layers[3]
+    del layer._v
+    load.pages.give_away()
+    load.layers.remove(layer)
+    load()
+    out = models.sample(fast, **SHORT_RUN)
+    assert error(out, first) < CLOSE and len(recorded) == 2
+    assert error(out, models.sample(source, **SHORT_RUN)) < CLOSE
+    assert_fast()
+
+
+def test_nothing_is_fetched_ahead_in_a_recorded_forward(models, load):
+    """All weights are there. ComfyUI's own graphs of blocks belong to its prefetch, so they stay out as well."""
+    fast, model = compiled(load.patcher), load.patcher.model.diffusion_model
+    seen = []
+    load.patcher.set_model_input_block_patch(lambda h, options: seen.append(options.get("prefetch_dynamic_vbars")) or h)
+    patched = compiled(load.patcher)
+    with torch.inference_mode():
+        options = options_of(patched) | {"prefetch_dynamic_vbars": True}
+        call = unet_inputs(patched, 128, 128)
+        model(**call, transformer_options=options)
+        del seen[1:]
+        options_of(fast)
+    assert seen == [False]
+
+
+def test_a_vae(models, pages, card):
+    from anyshape.accel.families.vae import compile_vae
+
+    source = models.vae(torch.float32, ch=32, num_res_blocks=1)
+    load = pages.Loads(source.first_stage_model, card)
+    load()
+    fast, message = compile_vae(source)
+    assert message == "" and fast.patcher.model is source.patcher.model
+    latent = torch.randn(1, 4, 9, 16, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        eager = source.decode(latent)
+        for _ in range(2):
+            assert error(fast.decode(latent), eager) < CLOSE
+            load.pages.give_away()
+        assert_fast()
+        assert not fallbacks() and not load.pages.pinned
+        card.pages = 3
+        assert torch.equal(fast.decode(latent), eager)
+    assert shapes()[0]["state"] == "eager" and shapes()[0]["reason"].startswith("weights streamed: of ")
