@@ -136,6 +136,8 @@ class BlockTier:
             if not isinstance(error, self._passthrough):
                 self._failed(take, error)
             raise
+        finally:
+            visit.call.taped.let_go()
 
     def _find(self, path: str, block: nn.Module, given: Given) -> BlockTake | None:
         takes = self._takes.get((self._blocks.likeness(path, block), *given.key), ())
@@ -181,7 +183,10 @@ class BlockTier:
                 break
             writes.add(new.index)
         take, done = recorded.take, None
-        if why := visit.call.taped.hold():  # the next call records it
+        why = visit.call.taped.hold()
+        if why or take.reason:
+            visit.call.taped.let_go()
+        if why:  # the next call records it
             visit.reasons[why] = None
             return _written_back(recorded.out, recorded.copies, take, given)
         takes.append(take)
@@ -195,6 +200,8 @@ class BlockTier:
             except BaseException:  # the user's interrupt: the next call begins again
                 takes.remove(take)
                 raise
+            finally:
+                visit.call.taped.let_go()
         if done is None:
             visit.reasons[take.reason] = None
             return _written_back(recorded.out, recorded.copies, take, given)

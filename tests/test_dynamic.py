@@ -30,9 +30,9 @@ def pages(pack, monkeypatch):
     return pages
 
 
-@pytest.fixture
-def card(pages):
-    return pages.Card(ENOUGH)
+@pytest.fixture(params=[True, False], ids=["counted", "flagged"])
+def card(pages, request):
+    return pages.Card(ENOUGH, request.param)
 
 
 @pytest.fixture
@@ -134,9 +134,16 @@ def test_a_page_that_goes_in_the_recorded_forward(models, load, recorded):
     fast, source = compiled(load.patcher), load.patcher
     wanted = models.sample(source, **SHORT_RUN)
     layer = load.layers[len(load.layers) // 2]
-    handle = layer.register_forward_hook(lambda *_: load.pages.give_away(0))
+    free: list[set] = []  # what is kept while ComfyUI's own forward runs: no more than its layer asks for
+
+    def hook(*_):
+        free.append(load.pages.pinned)
+        load.pages.give_away(0)
+
+    handle = layer.register_forward_hook(hook)
     out = models.sample(fast, **SHORT_RUN)
     handle.remove()
+    assert free == [set()]
     assert error(out, wanted) < CLOSE and shapes()[0]["state"] == "eager"
     assert shapes()[0]["reason"].startswith("weights streamed: of ")
     assert error(models.sample(fast, **SHORT_RUN), wanted) < CLOSE

@@ -7,6 +7,7 @@ GPU. What copies, casts, patches and fills weights is ComfyUI's own code.
 """
 
 import ctypes
+from collections import Counter
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ GARBAGE = 0xFF  # what lies in a page that was given away: not a number, in ever
 
 
 class Card:
-    """So much memory for all models together, in pages."""
+    """So much memory for all models together, in pages. counts: of several who ask for a page, each must give it free;
+    in comfy-aimdo before 0.3 the first one did so for all.
+    """
 
-    def __init__(self, pages: int = 1 << 20) -> None:
-        self.pages, self.tables = pages, list[Pages]()
+    def __init__(self, pages: int = 1 << 20, counts: bool = True) -> None:
+        self.pages, self.counts, self.tables = pages, counts, list[Pages]()
 
     @property
     def resident(self) -> int:
@@ -38,8 +41,13 @@ class Pages:
         self.base_addr = self.memory.data_ptr()
         self.serials = [0] * self.count
         self.serials_there: set[int] = set()
-        self.pinned: set[int] = set()
+        self.pins: Counter[int] = Counter()
         card.tables.append(self)
+
+    @property
+    def pinned(self) -> set[int]:
+        """Pages that stay."""
+        return {page for page, count in self.pins.items() if count}
 
     def alloc(self, size: int) -> tuple["Pages", int, int]:
         self.offset = -(-self.offset // 512) * 512
@@ -64,7 +72,7 @@ class Pages:
                 self.serials_there.add(page)
                 self.serials[page] += 1
             signature[index] = self.serials[page]
-        self.pinned.update(pages)
+        self.pins.update(pages)
         return signature
 
     def _evict(self, wanted: int) -> bool:
@@ -85,13 +93,12 @@ class Pages:
         """Something else has this memory now."""
         for page in pages or list(self.serials_there):
             self.serials_there.discard(page)
-            self.pinned.discard(page)
             self.memory[page * PAGE : (page + 1) * PAGE] = GARBAGE
 
     def unpin(self, address: int, size: int) -> None:
         for page in self._range(address, size):
-            self.pinned.discard(page)
-            if page >= self.watermark and page in self.serials_there:
+            self.pins[page] = max(0, self.pins[page] - 1) if self.card.counts else 0
+            if page >= self.watermark and page in self.serials_there and not self.pins[page]:
                 self.give_away(page)
 
     def loaded_size(self) -> int:

@@ -5,6 +5,7 @@ ComfyUI does at each layer is done here once per forward, for all of them: ask f
 also keeps it from being given away), see whether what lies in it is still the weights (the signature is another one
 once a page was given away), have ComfyUI's own code fill what is not, and give the pages free when all is launched.
 ComfyUI does not wait for the GPU there either: before it gives a page away it waits for everything that was launched.
+While ComfyUI's own forward runs none is kept, so that it has all the memory that it would have without us.
 
 Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them.
 
@@ -32,7 +33,7 @@ except ImportError:  # ComfyUI before DynamicVRAM
 
 PREFETCH = "prefetch_dynamic_vbars"  # the option that has a forward's blocks fetched ahead
 KEYS = ("weight", "bias")
-ROUNDS = 4  # filling needs memory too, which may cost a page
+ROUNDS = 5  # filling needs memory too, which may cost a page
 CHUNK = 128 << 20  # bytes that are filled at once
 SMALL = 16 << 20  # bytes; what is larger stays where ComfyUI has it
 MARGIN = 512 << 20  # bytes of room that graphs need beyond their own
@@ -82,7 +83,7 @@ class MappedWeights:
         self._known: list[Any] | None = None  # the spans' signatures when all weights were there
         self._filled: list[Any] = []  # and the layers'
         self._small: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # small weights, as they were left
-        self._pinned = False
+        self._held: list[Place] = []  # spans whose pages stay
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -104,20 +105,19 @@ class MappedWeights:
         for _ in range(ROUNDS):
             signatures = self._fault()
             if signatures is None:
-                self.let_go()
                 if self._make_room(device):
                     continue
                 break
-            if not self._is_as_known(signatures):
-                stale = self._stale()
-                if stale is None:
-                    break
-                if stale:
-                    self._fill(stale, device, dtype)
-                    continue
+            if self._is_as_known(signatures):
+                self._keep_small(device)
+                return ""
+            stale = self._stale()
+            if stale is None:
+                break
+            if stale:
+                self._fill(stale, device, dtype)
+            else:  # asked once more: older libraries free what a layer has given free, whoever else wants it
                 self._known, self._filled = signatures, [each.get("_v_signature") for each in self._dicts]
-            self._keep_small(device)
-            return ""
         self.let_go()
         return self.streamed()
 
@@ -127,27 +127,31 @@ class MappedWeights:
         return say("weights_streamed", there=f"{min(there, self.bytes) / GIB:.0f}", all=f"{self.bytes / GIB:.1f}")
 
     def hold(self) -> bool:
-        """Keeps the pages again: ComfyUI's own layers give them free. False if one has been given away meanwhile."""
+        """Keeps the pages again, after ``let_go``. False if one has been given away meanwhile."""
         signatures = self._fault()
-        return signatures is not None and self._is_as_known(signatures)
+        if signatures is not None and self._is_as_known(signatures):
+            return True
+        self.let_go()
+        return False
 
     def let_go(self) -> None:
         """Everything is launched: the pages may be given away."""
-        if self._pinned:
-            self._pinned = False
-            for span in self._spans:
-                vbars.vbar_unpin(span)
+        held, self._held = self._held, []
+        for span in held:
+            vbars.vbar_unpin(span)
 
     # Pages --------------------------------------------------------------------------------------------------------
 
     def _fault(self) -> list[Any] | None:
         """The signatures of all pages, which stay; None if they do not fit."""
-        self._pinned = True
+        self.let_go()  # each question counts
         found = []
         for span in self._spans:
-            signature = vbars.vbar_fault(span)
+            signature = _fault(span)
             if signature is None:
+                self.let_go()
                 return None
+            self._held.append(span)
             found.append(signature)
         return found
 
@@ -162,9 +166,10 @@ class MappedWeights:
         """The layers whose weights must be filled again; None if a page is gone."""
         stale = []
         for part in self._parts:
-            signature = vbars.vbar_fault(part._v)
+            signature = _fault(part._v)
             if signature is None:
                 return None
+            vbars.vbar_unpin(part._v)
             if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)):
                 stale.append(part)
         return stale
@@ -241,6 +246,14 @@ def _kept(places: Places, name: tuple[str, str], tensor: Tensor) -> Tensor:
         return tensor
     place.copy_(tensor)
     return nn.Parameter(place, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else place
+
+
+def _fault(place: Place) -> Any:
+    """The signature of its pages; None if they do not fit."""
+    try:
+        return vbars.vbar_fault(place)
+    except RuntimeError:  # the driver has no memory although there should be some
+        return None
 
 
 def _spans(places: list[Place]) -> Iterator[Place]:

@@ -145,11 +145,11 @@ class TapeRun:
         return self.mapped.ready(device, dtype) if self.mapped is not None else ""
 
     def hold(self) -> str:
-        """Has the weights stay where they are, after layers of ComfyUI's have run; why they are gone, or ""."""
+        """Has the weights stay where they are, after ComfyUI's own layers have run; why they are gone, or ""."""
         return "" if self.mapped is None or self.mapped.hold() else self.mapped.streamed()
 
     def let_go(self) -> None:
-        """The call is over."""
+        """The call is over, or ComfyUI's own forward is about to run."""
         if self.mapped is not None:
             self.mapped.let_go()
 
@@ -287,16 +287,27 @@ def call_of(
         options = given.theirs
         if run.mapped is not None and options.get(dynamic.PREFETCH):  # the weights are there: nothing is fetched
             options = {**options, dynamic.PREFETCH: False}
+
+        def forward(options: Mapping[Any, Any]) -> Any:
+            run.let_go()
+            return given.call(original, options)
+
         taped = Taped(
-            model, partial(given.call, original), options, structure, _prepare, run.changed, run.lay_out, lean,
+            model, forward, options, structure, _prepare, run.changed, run.lay_out, lean,
             partial(_places, options), any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
-            run.foreign, hold=run.hold, no_graph=partial(run.no_graph, x.device),
+            run.foreign, hold=run.hold, let_go=run.let_go, no_graph=partial(run.no_graph, x.device),
         )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1
+
+    def eager() -> Any:
+        if run is not None:
+            run.let_go()
+        return theirs()
+
     return Call(
         key=shape_key(given.tensors, _structure(given)),
         inputs=given.tensors,
-        eager=theirs,
+        eager=eager,
         weights=run.weights() if run is not None else 0,
         width=size[0],
         height=size[1],
