@@ -41,7 +41,7 @@ STANDARD = frozenset(nn.Module().__dict__) - {"training"}
 # another function at each load, and what it makes of the weight lies where the weight lay.
 MAPPING = frozenset((
     "_v", "_v_weight", "_v_bias", "_v_signature", "_v_block", "_v_block_faulted", "_prefetch",
-    "weight_lowvram_function", "bias_lowvram_function",
+    "weight_lowvram_function", "bias_lowvram_function", "seed_key", "_pin_state", "_pins",
 ))  # fmt: skip
 LEFT_OUT = STANDARD | MAPPING
 

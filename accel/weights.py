@@ -19,8 +19,10 @@ class WeightWatch:
 
     def __init__(self, module: nn.Module) -> None:
         modules = list(module.modules())
-        self._tables = [table for m in modules for table in (m._parameters, m._buffers) if table]
         self._mapped = [m.__dict__ for m in modules if "_v" in m.__dict__]
+        self._tables = [m._parameters for m in modules if m._parameters]
+        if self._mapped:  # every load copies these anew
+            self._tables += [m._buffers for m in modules if m._buffers]
         self._convolutions = [m._parameters for m in modules if m._parameters and isinstance(m, nn.Conv2d)]
 
     def fingerprint(self) -> int:

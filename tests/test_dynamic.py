@@ -77,6 +77,24 @@ def test_the_users_own_patcher_runs(models, load, card, recorded):
     assert not fallbacks() and not load.pages.pinned and load.pages.serials_there
 
 
+def test_blocks_are_alike_wherever_their_weights_lie(models, pages, card, monkeypatch):
+    """As many of them are written down as copies as without DynamicVRAM."""
+    from anyshape.accel.tapes import Tapes
+
+    from tools.architectures import patchers
+
+    takes, record = [], Tapes.record
+    monkeypatch.setattr(Tapes, "record", lambda *args: takes.append(record(*args)) or takes[-1])
+    run = SHORT_RUN | {"cfg": 1.0}
+    for maps in (False, True):
+        patcher = patchers.make("Lumina2", blocks=4)
+        if maps:
+            pages.Loads(patcher.model.diffusion_model, card)()
+        models.sample(compiled(patcher), **run)
+    (_, plain, _), (_, mapped, _) = takes
+    assert plain.copies == mapped.copies > 0
+
+
 def test_what_is_read_are_the_mapped_weights(models, load):
     from anyshape.accel.tape.program import Program
 

@@ -34,6 +34,7 @@ except ImportError:  # ComfyUI before DynamicVRAM
 PREFETCH = "prefetch_dynamic_vbars"  # the option that has a forward's blocks fetched ahead
 KEYS = ("weight", "bias")
 ROUNDS = 5  # filling needs memory too, which may cost a page
+AGAIN = 2
 CHUNK = 128 << 20  # bytes that are filled at once
 SMALL = 16 << 20  # bytes; what is larger stays where ComfyUI has it
 MARGIN = 512 << 20  # bytes of room that graphs need beyond their own
@@ -84,6 +85,7 @@ class MappedWeights:
         self._filled: list[Any] = []  # and the layers'
         self._small: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # small weights, as they were left
         self._held: list[Place] = []  # spans whose pages stay
+        self._again = 0  # how often pages were asked for again after something else had pushed them out
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -194,13 +196,20 @@ class MappedWeights:
                         _clean(part)
 
     def _make_room(self, device: torch.device) -> bool:
-        """Gives the memory of graphs back, if there are any, so that the weights fit; whether that may help."""
+        """Gives the memory of graphs back, if there are any, so that the weights fit; whether that may help.
+
+        A page that something else has pushed out cannot be asked for until the model is loaded again. What pushed it
+        may be gone: a capture that failed, say. So they are asked for twice in a run, where all of them fitted before.
+        """
         held = graphs.cache(device).used_bytes
-        if not held:
+        if held:
+            graphs.cache(device).clear()
+            _IN_THE_WAY[device] = held
+        elif self._known is None or self._again == AGAIN:
             return False
-        graphs.cache(device).clear()
-        _IN_THE_WAY[device] = held
-        for span in self._spans:  # as ComfyUI does it when it loads the model: all pages may be asked for again
+        else:
+            self._again += 1
+        for span in self._spans:  # as ComfyUI does it when it loads the model
             span[0].prioritize()
         return True
 
