@@ -109,10 +109,9 @@ class Pages:
 
 
 def tensor_at(place: tuple[Any, int, int], device: torch.device) -> Tensor:
-    """As ``comfy_aimdo.torch.aimdo_to_tensor``."""
-    whose, address, size = place
-    start = address - whose.base_addr
-    return whose.memory[start : start + size]
+    """As ``comfy_aimdo.torch.aimdo_to_tensor``: with a storage of its own."""
+    _, address, size = place
+    return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
 def use(monkeypatch: Any) -> None:

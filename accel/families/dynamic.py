@@ -15,6 +15,7 @@ where they lay at the first load, so that a graph finds them.
 
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.model_management as mm
@@ -85,6 +86,7 @@ class MappedWeights:
         self._filled: list[Any] = []  # and the layers'
         self._small: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # small weights, as they were left
         self._held: list[Place] = []  # spans whose pages stay
+        self._owners: dict[int, nn.Module] = {}  # by the id of its weight
         self._again = 0  # how often pages were asked for again after something else had pushed them out
 
     @property
@@ -141,6 +143,35 @@ class MappedWeights:
         held, self._held = self._held, []
         for span in held:
             vbars.vbar_unpin(span)
+
+    # Layouts ------------------------------------------------------------------------------------------------------
+
+    def _owner(self, weight: Tensor) -> nn.Module | None:
+        """The layer that ``weight`` is of, now; None once it was filled again."""
+        part = self._owners.get(id(weight))
+        if part is None or part.__dict__.get("_v_weight") is not weight:
+            self._owners = {id(own["_v_weight"]): part for own, part in self._owned() if "_v_weight" in own}
+            part = self._owners.get(id(weight))
+        return part
+
+    def _owned(self) -> Iterator[tuple[dict[str, Any], nn.Module]]:
+        return zip(self._dicts, self._parts, strict=True)
+
+    def companions(self, weight: Tensor) -> int:
+        """As in ``weights.Mapped``: the bias lies behind the weight."""
+        part = self._owner(weight)
+        return int(part is not None and isinstance(part.__dict__.get("_v_bias"), Tensor))
+
+    @contextmanager
+    def holding(self, weight: Tensor) -> Iterator[bool]:
+        """As in ``weights.Mapped``."""
+        part = self._owner(weight)
+        signature = None if part is None else _fault(part._v)
+        try:
+            yield signature is not None and vbars.vbar_signature_compare(signature, part._v_signature)
+        finally:
+            if signature is not None:
+                vbars.vbar_unpin(part._v)
 
     # Pages --------------------------------------------------------------------------------------------------------
 

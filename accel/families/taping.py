@@ -136,6 +136,8 @@ class TapeRun:
         self._structure, self._foreign = self._fingerprints.of(model), self._fingerprints.foreign(model)
         self.mapped = dynamic.mapped(model)
         self._names = self.mapped.names if self.mapped is not None else ()
+        if self._layout is not None:
+            self._layout.mapped = self.mapped
 
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
         """Why nothing of this model may be recorded or replayed, now; "" if its weights are there, until ``let_go``.
@@ -174,9 +176,7 @@ class TapeRun:
     def lay_out(self, wanted: frozenset[Weight], known: int) -> int:
         """Has these weights lie channels last, without any all of them as ComfyUI has them; the new fingerprint."""
         laid, since = self._laid
-        if self._layout is None or self.mapped is not None:
-            return known
-        if wanted <= laid and known == since if wanted else not laid:
+        if self._layout is None or (wanted <= laid and known == since if wanted else not laid):
             return known
         if wanted:
             modules = dict(self.model.named_modules())
