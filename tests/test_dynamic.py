@@ -317,3 +317,100 @@ def test_convolutions_are_laid_out_for_the_run_and_back(models, pages, card, mon
     assert torch.equal(models.sample(patcher, **run), eager)
     assert_fast()
     assert not fallbacks() and not load.pages.pinned
+
+
+def half(item):
+    return item.bfloat16() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+
+
+def forward(patcher, name, compiled_by=None):
+    """One call of a model of the table, in bfloat16, through Compile Model's wrappers if there are any."""
+    from tools import architectures
+
+    arguments, named = architectures.TABLE[name].inputs(1)
+    named = {key: half(value) for key, value in named.items()}
+    named["transformer_options"] = {**named.get("transformer_options", {}), **options_of(compiled_by or patcher)}
+    with torch.inference_mode():
+        return patcher.model.diffusion_model(*map(half, arguments), **named)
+
+
+@pytest.mark.parametrize("form", ["int8_tensorwise", "float8_e4m3fn", "nvfp4"])
+def test_quantised_weights(pack, pages, card, form, recorded, bound):
+    """A mapped weight is taken apart like another: to the bit, and it may go and come back."""
+    quant_ops = pytest.importorskip("comfy.quant_ops")
+    if form not in getattr(quant_ops, "QUANT_ALGOS", {}):
+        pytest.skip("this ComfyUI has no such weights")
+    from tools.architectures import patchers, quantised
+
+    patcher = patchers.make("Flux", torch.bfloat16)
+    patcher.model.diffusion_model = quantised.make("Flux", form)
+    load = pages.Loads(patcher.model.diffusion_model, card)
+    load()
+    fast, eager = compiled(patcher), forward(patcher, "Flux")
+    assert any(isinstance(part._v_weight, quant_ops.QuantizedTensor) for part in load.layers)
+    for _ in range(3):
+        assert torch.equal(forward(patcher, "Flux", fast), eager)
+        load.pages.give_away()
+        load()
+    assert len(recorded) == 1 and len(bound) == 1 and not load.pages.pinned
+    assert_fast()
+    assert not fallbacks()
+
+
+def test_weights_that_are_cast_on_their_way(pack, pages, card, recorded):
+    """From a file in float32 to pages in bfloat16."""
+    from tools.architectures import patchers
+
+    patcher = patchers.make("QwenImage", torch.bfloat16)
+    model = patcher.model.diffusion_model
+    wide = {part: part.weight.detach().float() + 1e-4 for part in model.modules() if isinstance(part, nn.Linear)}
+    for part, weight in wide.items():
+        part.weight = nn.Parameter(weight, requires_grad=False)
+    load = pages.Loads(model, card, torch.bfloat16)
+    load()
+    fast, eager = compiled(patcher), forward(patcher, "QwenImage")
+    for _ in range(2):
+        assert torch.equal(forward(patcher, "QwenImage", fast), eager)
+        load.pages.give_away()
+    assert {part._v_weight.dtype for part in load.layers} == {torch.bfloat16} and len(recorded) == 1
+    assert_fast()
+
+
+def test_a_controlnet(models, pages, card, recorded):
+    """Its pages are its own, and so are its reasons."""
+    from tools.driving import compiled_control, steering
+
+    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
+    control = models.controlnet_for(patcher)
+    load = pages.Loads(control.control_model, card)
+    load()
+    fast = compiled_control(control)
+    eager = models.sample(patcher, **SHORT_RUN, steer=steering(control))
+    for _ in range(2):
+        assert error(models.sample(patcher, **SHORT_RUN, steer=steering(fast)), eager) < CLOSE
+        load.pages.give_away()
+    assert_fast()
+    card.pages = load.pages.count // 2
+    load()
+    assert error(models.sample(patcher, **SHORT_RUN, steer=steering(fast)), eager) < CLOSE
+    assert shapes()[0]["reason"].startswith("weights streamed: of ") and len(recorded) == 1
+
+
+def test_skip_blocks(models, load, card):
+    """Both programs read the weights where they lie; where these do not fit, every step is full."""
+    from tools.driving import skipping
+    from tools.oracles import counted
+
+    run = SHORT_RUN | {"steps": 12}
+    skip = skipping(compiled(load.patcher))
+    models.sample(skip, **run)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}} and not load.pages.pinned
+    load.pages.give_away()
+    models.sample(skip, **run)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    card.pages = load.pages.count // 2
+    load.pages.give_away()
+    models.sample(skip, **run)
+    found = counted()
+    assert (found["full"], found["skipped"]) == (12, 0)
+    assert all(reason.startswith("weights streamed: of ") for reason in found["resets"])

@@ -157,8 +157,9 @@ SMALL = 1024  # bytes; ComfyUI's own bound is 16 KB, more than most layers of a 
 class Loads:
     """What ``ModelPatcherDynamic.load`` does to a model's layers, for a card of this kind."""
 
-    def __init__(self, model: nn.Module, card: Card) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, card: Card, dtype: torch.dtype | None = None) -> None:
+        """dtype: that of the weights on the card, if not as in the file."""
+        self.model, self.dtype = model, dtype
         parts = [part for part in model.modules() if hasattr(part, "comfy_cast_weights")]
         self.layers = [
             part
@@ -186,7 +187,8 @@ class Loads:
                     patch._pin_state = {}
                 setattr(part, f"{key}_lowvram_function", patch)
                 setattr(part, f"{key}_function", [])
-                weight._model_dtype = weight.dtype
+                if type(weight) is nn.Parameter:  # a quantised one has a form of its own
+                    weight._model_dtype = self.dtype or weight.dtype
             if not hasattr(part, "_v"):
                 part._v = self.pages.alloc(_size(part))
         for part, parameters in self.own.items():
@@ -196,4 +198,6 @@ class Loads:
 
 
 def _size(part: nn.Module) -> int:
-    return sum(-(-weight.nbytes // 1024) * 1024 for weight in part._parameters.values() if weight is not None)
+    from comfy.memory_management import vram_aligned_size
+
+    return sum(vram_aligned_size(weight) for weight in part._parameters.values() if weight is not None)
