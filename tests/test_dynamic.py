@@ -31,9 +31,12 @@ def pages(pack, monkeypatch):
     return pages
 
 
-@pytest.fixture(params=[True, False], ids=["counted", "flagged"])
+@pytest.fixture
 def card(pages, request):
-    return pages.Card(ENOUGH, request.param)
+    return pages.Card(ENOUGH, getattr(request, "param", True))
+
+
+both = pytest.mark.parametrize("card", [True, False], ids=["counted", "flagged"], indirect=True)  # comfy-aimdo's ways
 
 
 @pytest.fixture
@@ -75,7 +78,7 @@ def test_the_users_own_patcher_runs(models, load, card, recorded):
     out = models.sample(fast, **SHORT_RUN)
     assert error(out, eager) < CLOSE and len(recorded) == 1
     assert_fast()
-    assert not fallbacks() and not load.pages.pinned and load.pages.serials_there
+    assert not fallbacks() and not load.pages.pinned and load.pages.there
 
 
 def test_blocks_are_alike_wherever_their_weights_lie(models, pages, card, monkeypatch):
@@ -111,6 +114,7 @@ def test_what_is_read_are_the_mapped_weights(models, load):
     assert len(big) == len(load.layers)
 
 
+@both
 def test_weights_that_went_and_came_back(models, load, recorded, bound):
     fast = compiled(load.patcher)
     first = models.sample(fast, **SHORT_RUN)
@@ -125,6 +129,7 @@ def test_weights_that_went_and_came_back(models, load, recorded, bound):
     assert not fallbacks() and not load.pages.pinned
 
 
+@both
 def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recorded):
     """To the bit, with a reason that helps; and on the tape again as soon as it fits."""
     fast, source = compiled(load.patcher), load.patcher
@@ -134,6 +139,11 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recorded):
     assert shape["state"] == "eager" and shape["reason"].startswith("weights streamed: of ")
     assert [found["reason"] for found in fallbacks()] == [shape["reason"]]
     assert not recorded and not load.pages.pinned
+    ours = len(load.pages.there)
+    load.pages.give_away()
+    load()
+    models.sample(source, **SHORT_RUN)
+    assert ours == len(load.pages.there) > card.pages // 2  # as much of it stays as without us
     card.pages = ENOUGH
     load()
     assert torch.equal(out, models.sample(source, **SHORT_RUN))
@@ -148,6 +158,7 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recorded):
     assert_fast()
 
 
+@both
 def test_a_page_that_goes_in_the_recorded_forward(models, load, recorded):
     """What was written down of such a forward counts for nothing; the next one is recorded."""
     fast, source = compiled(load.patcher), load.patcher
@@ -169,6 +180,7 @@ def test_a_page_that_goes_in_the_recorded_forward(models, load, recorded):
     assert_fast()
 
 
+@both
 def test_pages_are_kept_while_a_program_runs(models, load, monkeypatch):
     from anyshape.accel.tape.program import Program
 

@@ -27,7 +27,7 @@ class Card:
 
     @property
     def resident(self) -> int:
-        return sum(len(table.serials_there) for table in self.tables)
+        return sum(len(table.there) for table in self.tables)
 
 
 class Pages:
@@ -40,7 +40,7 @@ class Pages:
         self.memory = torch.full((self.count * PAGE,), GARBAGE, dtype=torch.uint8)
         self.base_addr = self.memory.data_ptr()
         self.serials = [0] * self.count
-        self.serials_there: set[int] = set()
+        self.there: set[int] = set()
         self.pins: Counter[int] = Counter()
         card.tables.append(self)
 
@@ -65,44 +65,54 @@ class Pages:
         signature = (ctypes.c_uint32 * (size // PAGE + 2))()
         if pages.stop > self.watermark:
             return None
+        looked = False
         for index, page in enumerate(pages):
-            if page not in self.serials_there:
-                if self.card.resident >= self.card.pages and not self._evict(page):
-                    return None
-                self.serials_there.add(page)
+            if page not in self.there:
+                if not looked:
+                    looked = True
+                    self._find_room(pages.stop, self.card.pages - self.card.resident - (pages.stop - page))
+                    if pages.stop > self.watermark:
+                        return None
+                self.there.add(page)
                 self.serials[page] += 1
             signature[index] = self.serials[page]
         self.pins.update(pages)
         return signature
 
-    def _evict(self, wanted: int) -> bool:
-        """Another model's page from its top, else one of ours above what is wanted."""
+    def _find_room(self, target: int, surplus: int) -> None:
+        """As comfy-aimdo: models of lower priority first, each from its end, and what is not there helps nothing."""
+        cursor = self._absent(0)
+        while surplus >= 1 and cursor < min(target, self.watermark):
+            surplus, cursor = surplus - 1, self._absent(cursor + 1)
         for table in [*(each for each in self.card.tables if each is not self), self]:
-            while table.watermark:
+            while table.watermark and (cursor < min(target, self.watermark) or surplus < 0):
                 page = table.watermark - 1
-                if table is self and page <= wanted:
-                    self.watermark = min(self.watermark, wanted)
-                    return False
-                table.watermark = page
-                if page in table.serials_there and page not in table.pinned:
+                if page in table.there and not table.pins[page]:
                     table.give_away(page)
-                    return True
-        return False
+                    surplus += 1
+                    while surplus >= 1 and cursor < min(target, self.watermark):
+                        surplus, cursor = surplus - 1, self._absent(cursor + 1)
+                table.watermark = page
+
+    def _absent(self, page: int) -> int:
+        while page < self.watermark and page in self.there:
+            page += 1
+        return page
 
     def give_away(self, *pages: int) -> None:
         """Something else has this memory now."""
-        for page in pages or list(self.serials_there):
-            self.serials_there.discard(page)
+        for page in pages or list(self.there):
+            self.there.discard(page)
             self.memory[page * PAGE : (page + 1) * PAGE] = GARBAGE
 
     def unpin(self, address: int, size: int) -> None:
         for page in self._range(address, size):
             self.pins[page] = max(0, self.pins[page] - 1) if self.card.counts else 0
-            if page >= self.watermark and page in self.serials_there and not self.pins[page]:
+            if page >= self.watermark and page in self.there and not self.pins[page]:
                 self.give_away(page)
 
     def loaded_size(self) -> int:
-        return len(self.serials_there) * PAGE
+        return len(self.there) * PAGE
 
     def prioritize(self) -> None:
         self.watermark = self.count

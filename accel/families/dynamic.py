@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import graphs
+from ..errors import is_out_of_memory, let_go
 from ..reasons import say
 from ..tape.weights import PLAIN, modules_of
 
@@ -78,11 +79,12 @@ class MappedWeights:
     """One model's layers whose weights are mapped in. Holds them: keep it no longer than a sampling run."""
 
     def __init__(self, model: nn.Module, parts: list[nn.Module]) -> None:
-        self._model, self._parts = model, parts
-        self._dicts = [part.__dict__ for part in parts]
-        self._places: list[Place] = [part._v for part in parts]
+        self._model, self._parts = model, sorted(parts, key=lambda part: part._v[1])
+        self._dicts = [part.__dict__ for part in self._parts]
+        self._places: list[Place] = [part._v for part in self._parts]
         self._spans = list(_spans(self._places))
         self._known: list[Any] | None = None  # the spans' signatures when all weights were there
+        self._whole = 0  # bytes of the pages then
         self._filled: list[Any] = []  # and the layers'
         self._small: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # small weights, as they were left
         self._held: list[Place] = []  # spans whose pages stay
@@ -107,31 +109,31 @@ class MappedWeights:
         if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
             return say("low_vram")
         for _ in range(ROUNDS):
-            signatures = self._fault()
-            if signatures is None:
-                if self._make_room(device):
-                    continue
-                break
-            if self._is_as_known(signatures):
+            if self.hold():
                 self._keep_small(device)
                 return ""
             stale = self._stale()
             if stale is None:
+                if self._make_room(device):
+                    continue
                 break
-            if stale:
-                self._fill(stale, device, dtype)
-            else:  # asked once more: older libraries free what a layer has given free, whoever else wants it
-                self._known, self._filled = signatures, [each.get("_v_signature") for each in self._dicts]
-        self.let_go()
+            if stale and not self._fill(stale, device, dtype):
+                break
+            if not stale:
+                self._note()
         return self.streamed()
 
     def streamed(self) -> str:
         """Why nothing of ours runs, now."""
-        there = sum(whose.loaded_size() for whose in {id(span[0]): span[0] for span in self._spans}.values())
-        return say("weights_streamed", there=f"{min(there, self.bytes) / GIB:.0f}", all=f"{self.bytes / GIB:.1f}")
+        return say(
+            "weights_streamed", there=f"{min(self._loaded(), self.bytes) / GIB:.0f}", all=f"{self.bytes / GIB:.1f}"
+        )
 
     def hold(self) -> bool:
-        """Keeps the pages again, after ``let_go``. False if one has been given away meanwhile."""
+        """Keeps the pages, if all of them are as they were when all weights were there. Asks for none that is gone."""
+        self.let_go()
+        if self._known is None or self._loaded() < self._whole:
+            return False
         signatures = self._fault()
         if signatures is not None and self._is_as_known(signatures):
             return True
@@ -175,9 +177,21 @@ class MappedWeights:
 
     # Pages --------------------------------------------------------------------------------------------------------
 
+    def _loaded(self) -> int:
+        """Bytes of all pages that are there, of layers of other parts of the model too."""
+        return sum(whose.loaded_size() for whose in {id(span[0]): span[0] for span in self._spans}.values())
+
+    def _note(self) -> None:
+        """All weights are there: what that looks like."""
+        self._known, self._whole = self._fault(), self._loaded()
+        self._filled = [each.get("_v_signature") for each in self._dicts]
+        self.let_go()
+
     def _fault(self) -> list[Any] | None:
-        """The signatures of all pages, which stay; None if they do not fit."""
-        self.let_go()  # each question counts
+        """The signatures of all pages, which stay; None if they do not fit.
+
+        Only where none is missing. To find room for many pages at once comfy-aimdo takes away more than it needs.
+        """
         found = []
         for span in self._spans:
             signature = _fault(span)
@@ -190,25 +204,39 @@ class MappedWeights:
 
     def _is_as_known(self, signatures: list[Any]) -> bool:
         """Whether these pages hold the weights that they held when all were there."""
-        if self._known is None or not all(map(vbars.vbar_signature_compare, signatures, self._known)):
+        if not all(map(vbars.vbar_signature_compare, signatures, self._known)):
             return False
         same = zip(self._dicts, self._places, self._filled, strict=True)
         return all([own.get("_v") is place and own.get("_v_signature") is filled for own, place, filled in same])
 
     def _stale(self) -> list[nn.Module] | None:
-        """The layers whose weights must be filled again; None if a page is gone."""
+        """The layers whose weights must be filled; None if their pages do not fit.
+
+        The last one is asked first: where the model does not fit, it is the one that has none, and one question is all
+        that a streamed model costs. The others in the order of their addresses, as pages go from the end.
+        """
         stale = []
-        for part in self._parts:
+        for part in (self._parts[-1], *self._parts):
             signature = _fault(part._v)
             if signature is None:
                 return None
             vbars.vbar_unpin(part._v)
             if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)):
                 stale.append(part)
-        return stale
+        return list(dict.fromkeys(stale))
 
-    def _fill(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
-        """ComfyUI's own casts and patches, as its layers do them before they compute."""
+    def _fill(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:
+        """ComfyUI's own casts and patches, as its layers do them before they compute. False if memory is too short."""
+        try:
+            self._filled_by_comfyui(parts, device, dtype)
+        except RuntimeError as error:
+            if not (is_out_of_memory(error) or "VRAM" in str(error)):
+                raise
+            let_go(error)
+            return False
+        return True
+
+    def _filled_by_comfyui(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # what ran last may still read what is about to be written
         with torch.inference_mode():
@@ -249,8 +277,9 @@ class MappedWeights:
         held = _IN_THE_WAY.get(device)
         if held is None:
             return ""
-        others = vbars.vbars_analyze(device.index) - sum(span[0].loaded_size() for span in self._spans)
-        if mm.get_free_memory(device) + max(0, others) > held + MARGIN:
+        models = [loaded.model for loaded in mm.current_loaded_models if loaded.device == device]
+        pages = sum(model.loaded_size() for model in models if model is not None and model.is_dynamic())
+        if mm.get_free_memory(device) + max(0, pages - self._loaded()) > held + MARGIN:
             del _IN_THE_WAY[device]
             return ""
         return say("graphs_in_the_way", held=held >> 20)
