@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from tools.driving import NARROW_UNET, SHORT_RUN, SMALL_UNET, TINY_UNET, compiled, options_of, unet_inputs
+from tools.driving import SHORT_RUN, SMALL_UNET, compiled, options_of, unet_inputs
 from tools.oracles import assert_fast, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
-NARROW = NARROW_UNET | TINY_UNET
 ENOUGH = 1 << 20  # pages
 
 
@@ -296,39 +295,39 @@ def test_a_vae(models, pages, card):
     assert shapes()[0]["state"] == "eager" and shapes()[0]["reason"].startswith("weights streamed: of ")
 
 
-def test_convolutions_are_laid_out_for_the_run_and_back(models, pages, card, monkeypatch):
+def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     """In their own memory, and back only where it is still theirs."""
-    from anyshape.accel import tape_tier
+    from anyshape.accel.families import taping
+    from anyshape.accel.tape.values import Weight
+    from anyshape.accel.weights import ChannelsLastWeights
 
-    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
-    patcher = models.unet("sd15", torch.float16, **NARROW)
-    load = pages.Loads(patcher.model.diffusion_model, card)
-    load()
-    run = {"width": 64, "height": 64, "steps": 3, "cfg": 1.0}
-    eager = models.sample(patcher, **run)
-    fast, seen = compiled(patcher), []
+    model, cpu = load.model, torch.device("cpu")
+    eager = models.sample(load.patcher, **SHORT_RUN)
+    names = {part: name for name, part in model.named_modules()}
     large = [part for part in load.layers if part.weight.ndim == 4 and part.weight.shape[2:].numel() > 1]
-
-    def look(apply, given):
-        out = apply(given["input"], given["timestep"], **given["c"])
-        seen.append([part._v_weight.is_contiguous() for part in large])
-        if len(seen) == 3:
-            load.pages.give_away(*range(load.pages.count // 2))
-        return out
-
-    fast.set_model_unet_function_wrapper(look)
-    first = models.sample(fast, **run)
-    assert error(first, eager) < 5e-3 and len(large) > 8 and not any(map(any, seen))
-    gone = load.pages.memory[: load.pages.count // 2 * pages.PAGE]
-    assert (gone == pages.GARBAGE).all()
-    there = [part for part in large if part._v[1] >= gone.data_ptr() + gone.numel()]
+    wanted = frozenset(Weight(names[part], "_v_weight") for part in large)
+    run = taping.TapeRun(model, taping.fingerprints(model), ChannelsLastWeights())
+    with torch.inference_mode():
+        assert run.obstacle(cpu, torch.float32) == ""
+        plain = run.weights()
+        laid = run.lay_out(wanted, plain)
+        assert laid != plain and run.lay_out(wanted, laid) == laid and len(large) > 8
+        assert all(part._v_weight.is_contiguous(memory_format=torch.channels_last) for part in large)
+        assert all(torch.equal(part._v_weight, part.weight) for part in large)
+        run.let_go()
+        load.pages.give_away(*range(load.pages.count // 3))
+        assert run.obstacle(cpu, torch.float32) == ""
+        filled = run.weights()
+        assert filled not in (plain, laid) and run.lay_out(wanted, filled) == laid  # what came back is laid out again
+        run.let_go()
+        gone = load.pages.count // 2
+        load.pages.give_away(*range(gone))
+    run.close()
+    assert (load.pages.memory[: gone * 4096] == 0xFF).all() and not load.pages.pinned
+    there = [part for part in large if part._v[1] >= load.pages.base_addr + gone * 4096]
     assert there and all(torch.equal(part._v_weight, part.weight) and part._v_weight.is_contiguous() for part in there)
     load()
-    assert error(models.sample(fast, **run), eager) < 5e-3
-    load()
-    assert torch.equal(models.sample(patcher, **run), eager)
-    assert_fast()
-    assert not fallbacks() and not load.pages.pinned
+    assert torch.equal(models.sample(load.patcher, **SHORT_RUN), eager)
 
 
 def half(item):
