@@ -23,7 +23,7 @@ class WeightWatch:
         modules = list(module.modules())
         self._mapped = [m.__dict__ for m in modules if "_v" in m.__dict__]
         self._tables = [m._parameters for m in modules if m._parameters]
-        if self._mapped:  # every load copies these anew
+        if self._mapped:  # every load copies these again
             self._tables += [m._buffers for m in modules if m._buffers]
         self._convolutions = [m._parameters for m in modules if m._parameters and isinstance(m, nn.Conv2d)]
 

@@ -17,7 +17,8 @@ from tools import embed
 
 GIB = 1 << 30
 RUN = {"width": 1024, "height": 1024, "steps": 4}
-ROOM = 5 * GIB // 2  # for activations, what ComfyUI keeps free, and the driver
+HEADROOM = GIB  # what ComfyUI and comfy-aimdo keep free
+GRAPHS = 2 * GIB
 
 
 def start() -> None:
@@ -138,6 +139,12 @@ def sampled(patcher: Any, **run: Any) -> dict[str, Any]:
     return {"out": out, "seconds": time.perf_counter() - started, "peak": peak[0]}
 
 
+def room_of(patcher: Any) -> int:
+    """Bytes that a run needs besides the weights."""
+    before = used() - loaded(patcher)
+    return sampled(patcher)["peak"] - before - loaded(patcher) + HEADROOM
+
+
 def far(one: Any, other: Any) -> float:
     """Relative L2; 1e9 where a value is not finite."""
     error = ((one.float() - other.float()).norm() / other.float().norm()).item()
@@ -166,17 +173,18 @@ def loaded(patcher: Any) -> int:
 # The cases ---------------------------------------------------------------------------------------------------------
 
 
-def fit(share: float, mode: str = "auto", layers: int = 12) -> dict[str, Any]:
-    """As much memory as ``share`` of the model needs, and room for the rest."""
+def fit(share: float, mode: str = "auto", graphs: int = GRAPHS, layers: int = 12) -> dict[str, Any]:
+    """As much memory as ``share`` of the model needs, and room for the rest. graphs: bytes for those."""
     watch, source = Watch(), zimage(layers)
-    size = source.model_size()
-    with ballast(size * share + ROOM):
+    size, room = source.model_size(), room_of(source)
+    with ballast(size * share + room + graphs):
         eager = [sampled(source) for _ in range(3)]
         at_eager = loaded(source)
         fast = compiled(source, mode=mode)
         runs = [sampled(fast) for _ in range(4)]
         return {
-            "size": size, "loaded": [at_eager, loaded(fast)], "recorded": watch.recorded, "captured": watch.captured,
+            "size": size, "room": room, "loaded": [at_eager, loaded(fast)],
+            "recorded": watch.recorded, "captured": watch.captured,
             "errors": [far(run["out"], eager[-1]["out"]) for run in runs],
             "eager_s": [run["seconds"] for run in eager], "s": [run["seconds"] for run in runs],
             "peak": [max(run["peak"] for run in eager), max(run["peak"] for run in runs)], **told(),
@@ -206,7 +214,8 @@ def evict(layers: int = 12) -> dict[str, Any]:
 def switch(times: int = 30, layers: int = 12) -> dict[str, Any]:
     """Two models by turns, of which one fits."""
     watch, sources = Watch(), [zimage(layers, seed) for seed in range(2)]
-    with ballast(sources[0].model_size() + ROOM):
+    room = room_of(sources[0])
+    with ballast(sources[0].model_size() + room + GRAPHS):
         wanted = [sampled(source)["out"] for source in sources]
 
         def seconds(patchers: list[Any], check: Callable[[int, Any], None]) -> float:

@@ -39,7 +39,7 @@ ROUNDS = 5  # filling needs memory too, which may cost a page
 AGAIN = 2
 CHUNK = 128 << 20  # bytes that are filled at once
 SMALL = 16 << 20  # bytes; what is larger stays where ComfyUI has it
-MARGIN = 512 << 20  # bytes of room that graphs need beyond their own
+MARGIN = 256 << 20  # bytes that must be free beyond what graphs are known to need: a capture that runs short fails
 GIB = 1 << 30
 
 Place = tuple[Any, int, int]  # (whose pages, address, bytes), as comfy-aimdo has it
@@ -274,15 +274,13 @@ class MappedWeights:
 
     def no_graph(self, device: torch.device) -> str:
         """Why there is no room for graphs beside the weights, now; "" if there may be."""
-        held = _IN_THE_WAY.get(device)
-        if held is None:
-            return ""
+        held = _IN_THE_WAY.get(device, 0)
         models = [loaded.model for loaded in mm.current_loaded_models if loaded.device == device]
         pages = sum(model.loaded_size() for model in models if model is not None and model.is_dynamic())
         if mm.get_free_memory(device) + max(0, pages - self._loaded()) > held + MARGIN:
-            del _IN_THE_WAY[device]
+            _IN_THE_WAY.pop(device, None)
             return ""
-        return say("graphs_in_the_way", held=held >> 20)
+        return say("graphs_in_the_way", held=held >> 20) if held else say("graphs_no_room")
 
     # Small weights ------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,11 @@ REASONS = dict(
         "one until there is room for both. Lower graph_budget_mb, the image size or the batch, or load smaller "
         "weights (fp8, int8, 4 bit)",
     ),
+    graphs_no_room=(
+        "Use smaller weights (fp8, int8): no room for a graph",
+        "the model's weights leave no memory for a graph at this size, so it runs without one. Load smaller weights "
+        "(fp8, int8, 4 bit), lower the image size or the batch, or close other programs that use the GPU",
+    ),
     no_memory=(
         "Make the image or the batch smaller: out of memory",
         "out of memory for a second run at this size; lower the image size or the batch",
