@@ -126,6 +126,8 @@ class BlockTier:
             return given
         if take.program is None:
             raise NotUsed(take.reason)
+        if why := visit.call.taped.hold():
+            raise NotUsed(why)
         try:
             out = self._replay(take, path, block, given)
             visit.note(take)
@@ -134,6 +136,8 @@ class BlockTier:
             if not isinstance(error, self._passthrough):
                 self._failed(take, error)
             raise
+        finally:
+            visit.call.taped.let_go()
 
     def _find(self, path: str, block: nn.Module, given: Given) -> BlockTake | None:
         takes = self._takes.get((self._blocks.likeness(path, block), *given.key), ())
@@ -179,6 +183,12 @@ class BlockTier:
                 break
             writes.add(new.index)
         take, done = recorded.take, None
+        why = visit.call.taped.hold()
+        if why or take.reason:
+            visit.call.taped.let_go()
+        if why:  # the next call records it
+            visit.reasons[why] = None
+            return _written_back(recorded.out, recorded.copies, take, given)
         takes.append(take)
         if not take.reason:
             try:
@@ -190,6 +200,8 @@ class BlockTier:
             except BaseException:  # the user's interrupt: the next call begins again
                 takes.remove(take)
                 raise
+            finally:
+                visit.call.taped.let_go()
         if done is None:
             visit.reasons[take.reason] = None
             return _written_back(recorded.out, recorded.copies, take, given)

@@ -37,7 +37,15 @@ OF_TORCH = (*FORWARDS, "__call__", "_call_impl")  # methods of torch's own class
 PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 TUPLES = frozenset({tuple, torch.Size})  # of plain values
 KNOWN = frozenset(("torch", "comfy", "comfy_kitchen", "builtins", "einops"))  # packages whose code keeps nothing
-STANDARD = frozenset(nn.Module().__dict__) - {"training"}  # attributes that every module has, and torch looks after
+# attributes that every module has, and torch looks after
+STANDARD = frozenset(nn.Module().__dict__) - {"training"}
+# What ComfyUI notes of weights that it maps in (DynamicVRAM), and does to them then and not at each call: a LoRA is
+# another function at each load, and what it makes of the weight lies where the weight lay.
+MAPPING = frozenset((
+    "_v", "_v_weight", "_v_bias", "_v_signature", "_v_block", "_v_block_faulted", "_prefetch",
+    "weight_lowvram_function", "bias_lowvram_function", "seed_key", "_pin_state", "_pins",
+))  # fmt: skip
+LEFT_OUT = STANDARD | MAPPING
 
 
 class Watch:
@@ -222,7 +230,7 @@ def _objects(module: nn.Module) -> Iterator[tuple[Key, Any]]:
         yield (number, ""), part
         yield (number, "class"), type(part)
         for name, value in part.__dict__.items():
-            if name in STANDARD or type(value) in PLAIN:
+            if name in LEFT_OUT or type(value) in PLAIN:
                 continue
             if name in FUNCTIONS and value:
                 yield from (((number, f"{name}[{index}]"), each) for index, each in enumerate(value))
@@ -247,7 +255,7 @@ def _plain(module: nn.Module) -> list[list[tuple[str, type, Any]]]:
         [
             (name, type(value), value)
             for name, value in part.__dict__.items()
-            if name not in STANDARD and (type(value) in PLAIN or (type(value) in TUPLES and _is_plain(value)))
+            if name not in LEFT_OUT and (type(value) in PLAIN or (type(value) in TUPLES and _is_plain(value)))
         ]
         for part in parts_of(module)
     ]

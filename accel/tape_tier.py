@@ -174,6 +174,10 @@ class TapeTier:
         call = _laid_out(call, turned)
         recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs, turned)
         forward.playing = True  # patches were called in this forward, so what runs from here on must not call them
+        if why := call.taped.hold():  # weights went in mid-forward, so nothing that it said of them counts
+            self._tapes.drop(take)
+            self._note(shape, "eager", why)
+            return recorded if call.taped.skipping is None else FullStep(recorded, None)
         if tape is not None:
             take.reason = obstacle(tape) or odd_form(recorded)
             take.in_blocks = bool(take.reason)
@@ -230,7 +234,7 @@ class TapeTier:
             self._settle(call, settings, shape, take, inputs, None)
             return flat(recorded)
         graphic = device.type == "cuda" and self._uses_graphs
-        may = graphic and settings.graph_budget_mb and not take.graph_obstacle
+        may = graphic and settings.graph_budget_mb and not (take.graph_obstacle or call.taped.no_graph())
         if may and not (take.features or take.clock.is_long(LONG_MS)):
             out = self._captured_first(call, settings, shape, take, tape, inputs, flat(recorded))
             if out is not None:
@@ -299,6 +303,9 @@ class TapeTier:
             return
         if not settings.graph_budget_mb:
             self._note(shape, "tape", NO_GRAPHS)
+            return
+        if why := call.taped.no_graph():
+            self._note(shape, "tape", why)
             return
         try:
             self._capture(call, settings, shape, take, inputs, out)

@@ -78,6 +78,10 @@ class Taped:
     foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
     skipping: Skipping | None = None
     leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
+    # has the weights stay where they are, until ``let_go`` or ComfyUI's own forward; why they are gone, or ""
+    hold: Callable[[], str] = str
+    let_go: Callable[[], None] = lambda: None
+    no_graph: Callable[[], str] = str  # why there is no room for a graph, now
 
 
 @dataclass(eq=False)

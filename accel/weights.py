@@ -6,26 +6,36 @@ address and in its layout. ComfyUI moves weights when it patches a LoRA in or ou
 """
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .tape.weights import parts_of
 
+# In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
+MAPPED = ("_v_weight", "_v_bias")
+
 
 class WeightWatch:
-    """The addresses of a module's parameters. Holds the parameters: keep it no longer than one sampling run."""
+    """Where a module's weights lie. Holds them: keep it no longer than one sampling run."""
 
     def __init__(self, module: nn.Module) -> None:
-        modules = [m for m in parts_of(module) if m._parameters]
-        self._tables = [m._parameters for m in modules]
-        self._convolutions = [m._parameters for m in modules if isinstance(m, nn.Conv2d)]
+        modules = parts_of(module)
+        self._mapped = [m.__dict__ for m in modules if "_v" in m.__dict__]
+        self._tables = [m._parameters for m in modules if m._parameters]
+        if self._mapped:  # every load copies these again
+            self._tables += [m._buffers for m in modules if m._buffers]
+        self._convolutions = [m._parameters for m in modules if m._parameters and isinstance(m, nn.Conv2d)]
 
     def fingerprint(self) -> int:
         """Changes when a weight moved, was replaced or changed its layout; about 0.3 ms for SDXL's 1,680 weights."""
         addresses = [p.data_ptr() for table in self._tables for p in table.values() if p is not None]
         layouts = [table["weight"].stride() for table in self._convolutions]
-        return hash((tuple(addresses), tuple(layouts)))
+        mapped = [weight for own in self._mapped for name in MAPPED if (weight := own.get(name)) is not None]
+        places = [(weight.data_ptr(), weight.dtype, weight.stride()) for weight in mapped]
+        return hash((tuple(addresses), tuple(layouts), tuple(places)))
 
 
 def _restride(weight: Tensor, memory_format: torch.memory_format) -> None:
@@ -33,8 +43,19 @@ def _restride(weight: Tensor, memory_format: torch.memory_format) -> None:
     permuted = weight.contiguous(memory_format=memory_format)
     if permuted.data_ptr() == weight.data_ptr():
         return
-    weight.as_strided_(weight.shape, permuted.stride(), weight.storage_offset())
-    weight.copy_(permuted)
+    with torch.inference_mode(weight.is_inference() or torch.is_inference_mode_enabled()):
+        weight.as_strided_(weight.shape, permuted.stride(), weight.storage_offset())
+        weight.copy_(permuted)
+
+
+class Mapped(Protocol):
+    """Weights whose memory may be given away and filled again, by another tensor then."""
+
+    def companions(self, weight: Tensor) -> int:
+        """How many tensors of its layer share its storage, beside its own part."""
+
+    def holding(self, weight: Tensor) -> AbstractContextManager[bool]:
+        """Whether ``weight`` is there; if so it stays for the body."""
 
 
 class ChannelsLastWeights:
@@ -42,10 +63,12 @@ class ChannelsLastWeights:
 
     cuDNN would otherwise convert each weight at each call. In place, because a copy of SDXL's would take 0.6 GB and
     go stale when a hook rewrites a weight; and back, because the model is shared with workflows that do not use us.
+    mapped: whose memory the weights lie in, if it may go.
     """
 
     def __init__(self) -> None:
         self._changed: list[Tensor] = []
+        self.mapped: Mapped | None = None
 
     def apply(self, module: nn.Module) -> None:
         """Permutes what is not permuted yet; may be called again after weights were replaced."""
@@ -56,7 +79,7 @@ class ChannelsLastWeights:
     def permute(self, weights: Iterable[Tensor]) -> None:
         """Permutes those of ``weights`` that can be and are not yet."""
         for weight in weights:
-            if _is_permutable(weight):
+            if _is_permutable(weight, self.mapped.companions(weight) if self.mapped else 0):
                 _restride(weight, torch.channels_last)
                 self._changed.append(weight)
 
@@ -64,23 +87,24 @@ class ChannelsLastWeights:
     def restore(self) -> None:
         """Every weight that is still laid out as we left it goes back to torch's default."""
         for weight in self._changed:
-            if weight.is_contiguous(memory_format=torch.channels_last):
-                _restride(weight, torch.contiguous_format)
+            with self.mapped.holding(weight) if self.mapped else nullcontext(True) as is_there:
+                if is_there and weight.is_contiguous(memory_format=torch.channels_last):
+                    _restride(weight, torch.contiguous_format)
         self._changed.clear()
 
 
-def _is_permutable(weight: Tensor) -> bool:
+def _is_permutable(weight: Tensor, companions: int) -> bool:
     """Whether it is plain, contiguous, larger than 1x1 (whose two layouts are one), and nobody else's too."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.ndim == 4
     larger = plain and weight.is_contiguous() and weight.shape[2:].numel() > 1 and weight.shape[1] > 1
-    return larger and not _is_shared(weight)
+    return larger and not _is_shared(weight, companions)
 
 
-def _is_shared(weight: Tensor) -> bool:
+def _is_shared(weight: Tensor, companions: int) -> bool:
     """Whether another tensor reads its memory, with strides of its own: a Control-LoRA's network, say, which ComfyUI
-    makes of the model's weights.
+    makes of the model's weights. companions: tensors that lie beside it in the same storage.
     """
-    return _users(weight) > _users(torch.empty(1))
+    return _users(weight) > _users(torch.empty(1)) + companions
 
 
 def _users(tensor: Tensor) -> int:

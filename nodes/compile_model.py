@@ -5,7 +5,6 @@ from comfy_api.latest import io
 from ..accel.engine import BUDGET_MB, MAX_BUDGET_MB, MODES, Settings
 from ..accel.families import entries
 from ..accel.families.attach import compile_model
-from ..accel.families.compat import is_streamed
 from . import badge
 from .giving import Part, give, part_of
 from .messages import VERIFY
@@ -100,5 +99,5 @@ def _current(mode: str) -> tuple[str, str]:
 
 
 def _timed(model: io.Model.Type, settings: Settings) -> io.Model.Type:
-    """On ComfyUI's own forwards, timed. Streamed weights would be loaded twice, and the run that is measured pay."""
-    return model if is_streamed(model) else compile_model(model, settings)[0]
+    """On ComfyUI's own forwards, timed."""
+    return compile_model(model, settings)[0]

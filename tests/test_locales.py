@@ -126,7 +126,7 @@ COMPLAINTS = {
     "A VAE is compiled": ("Workflow A with the node", "工作流 A 用此节点"),
     "DeepCache or another step cache": ("An error or a wrong picture at an odd size", "奇数尺寸"),
     "A step cache (TeaCache": ("Together with TeaCache", "与 TeaCache"),
-    "*Its weights are streamed": ('"its weights are streamed while it runs (DynamicVRAM)"', "“权重在运行时随用随载"),
+    "*Weights streamed": ('"weights streamed: of', "“权重随用随载”"),
 }
 
 

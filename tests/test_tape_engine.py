@@ -482,7 +482,16 @@ def key_of(forward, *args, **kwargs):
     from anyshape.accel.families import taping
 
     run = types.SimpleNamespace(
-        structure=lambda model: 1, weights=lambda: 1, changed=str, lay_out=None, foreign=(), obstacle=str
+        structure=lambda model: 1,
+        weights=lambda: 1,
+        changed=str,
+        lay_out=None,
+        foreign=(),
+        obstacle=lambda *_: "",
+        mapped=None,
+        hold=str,
+        let_go=None,
+        no_graph=str,
     )
     given = taping.take(forward, args, kwargs)
     with torch.inference_mode():

@@ -14,13 +14,10 @@ from torch import nn
 from tools.driving import (
     SHORT_RUN,
     SMALL_UNET,
-    compile_with_message,
     compiled,
-    skip_with_message,
-    skipping,
     unet_forward,
 )
-from tools.oracles import assert_fast, counted, error, fallbacks, shapes
+from tools.oracles import assert_fast, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -145,128 +142,7 @@ def test_patches_of_a_kind_that_nobody_calls(models, patcher):
     assert_fast()
 
 
-# DynamicVRAM -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def streamed(models):
-    """Makes a patcher of a kind whose weights are streamed, as newer ComfyUI does on NVIDIA cards."""
-    from comfy.model_patcher import ModelPatcher
-
-    class Streamed(ModelPatcher):
-        """clone's new arguments, and nothing that moves a weight: on a CPU ComfyUI streams none either."""
-
-        loads, reload = 0, None
-
-        def is_dynamic(self):
-            return True
-
-        def get_clone_model_override(self):
-            return self.model
-
-        def clone(self, disable_dynamic=False, model_override=None):
-            if not disable_dynamic:
-                return copy_onto(type(self)(self.model, self.load_device, self.offload_device), self)
-            if model_override is None:
-                if self.reload is None:
-                    raise RuntimeError("cached_patcher_init is not initialized.")
-                type(self).loads += 1
-                model_override = self.reload().model
-            static = ModelPatcher(model_override, self.load_device, self.offload_device)
-            static.get_clone_model_override = lambda: static.model
-            return copy_onto(static, self)
-
-    def copy_onto(new, old):
-        new.reload = getattr(old, "reload", None)
-        new.patches = {key: list(value) for key, value in old.patches.items()}
-        new.model_options = {"transformer_options": dict(old.model_options["transformer_options"])}
-        new.wrappers = {kind: {key: list(w) for key, w in keys.items()} for kind, keys in old.wrappers.items()}
-        return new
-
-    def make(patcher, reload=None):
-        found = Streamed(patcher.model, patcher.load_device, patcher.offload_device)
-        found.reload = reload
-        return found
-
-    return make
-
-
-def test_a_streamed_model_is_loaded_once_more_to_stay_in_place(models, streamed):
-    source = streamed(small_unet(models), lambda: small_unet(models))
-    first = compiled(source)
-    assert type(first).__name__ == "ModelPatcher" and first.model is not source.model
-    second = compiled(source.clone(), graph_budget_mb=0)
-    assert second.model is first.model and type(source).loads == 1  # another mode, or a LoRA before us: no new load
-    assert error(models.sample(first, **SHORT_RUN), models.sample(source, **SHORT_RUN)) < CLOSE
-    assert_fast()
-
-
-def test_skip_blocks_stay_in_place_too(models, streamed):
-    """By the copy that serves Compile Model; where there is none, nothing is skipped, and the node says why."""
-    source, run = streamed(small_unet(models), lambda: small_unet(models)), SHORT_RUN | {"steps": 12}
-    skip = skipping(source)
-    assert skip.model is compiled(source).model and type(source).loads == 1
-    models.sample(skip, **run)
-    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
-    alone, message = skip_with_message(streamed(small_unet(models)))
-    assert message.startswith("no blocks are skipped: its weights are streamed") and not any(alone.wrappers.values())
-
-
-def test_the_second_copy_goes_with_the_first(models, streamed):
-    import gc
-
-    from anyshape.accel.families import compat
-
-    source = streamed(small_unet(models), lambda: small_unet(models))
-    compiled(source)
-    assert source.model in compat._STATIC
-    before = len(compat._STATIC)
-    del source
-    gc.collect()
-    assert len(compat._STATIC) == before - 1
-
-
-def test_a_streamed_model_that_cannot_be_loaded_again_runs_in_eager(models, streamed):
-    source = streamed(small_unet(models))
-    out, message = compile_with_message(source)
-    assert "--disable-dynamic-vram" in message and "cached_patcher_init" in message
-    assert out.model is source.model and [f["reason"] for f in fallbacks()] == [message]
-    assert torch.equal(models.sample(out, **SHORT_RUN), models.sample(source, **SHORT_RUN))
-
-
-def test_off_loads_nothing(models, streamed):
-    source = streamed(small_unet(models))
-    out, message = compile_with_message(source, mode="off")
-    assert message == "" and out.model is source.model
-
-
-def test_a_streamed_vae(models, streamed):
-    from anyshape.accel.families.vae import compile_vae
-
-    def vae():
-        return models.vae(torch.float32, ch=32, num_res_blocks=1)
-
-    source = vae()
-    source.patcher = streamed(source.patcher, lambda: vae().patcher)
-    fast, message = compile_vae(source)
-    assert message == "" and fast.patcher.model is not source.patcher.model
-    own = fast.first_stage_model.decoder.conv_in.weight.data_ptr()
-    assert own == fast.patcher.model.decoder.conv_in.weight.data_ptr()
-    latent = torch.randn(1, 4, 9, 16, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        assert error(fast.decode(latent), source.decode(latent)) < CLOSE
-    source.patcher.reload = None
-    source.patcher.model = vae().first_stage_model
-    again, message = compile_vae(source)
-    assert again is source and "DynamicVRAM" in message
-
-
-def test_a_streamed_layer_keeps_the_model_in_eager(models, fresh):
-    """Should a stream begin after all: its pages must be given back after each use, which only its own layers do."""
-    fast = compiled(fresh)
-    fresh.model.diffusion_model.out[2]._v = ("a page",)
-    assert torch.equal(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN))
-    assert "DynamicVRAM" in shapes()[0]["reason"] and shapes()[0]["state"] == "eager"
+# Memory plans ------------------------------------------------------------------------------------------------------
 
 
 def test_what_we_allocate_stays_out_of_a_recorded_memory_plan(models, fresh, monkeypatch):

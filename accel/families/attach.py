@@ -20,7 +20,7 @@ from ..attempt import attempt, failed
 from ..engine import Engine, Settings
 from ..reasons import say
 from ..stats import STATS
-from .compat import static_clone
+from . import dynamic
 from .latents import latents_of
 from .session import Session
 from .surroundings import INTERRUPTS
@@ -62,9 +62,7 @@ def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatch
 def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, str]:
     if obstacle := devices.obstacle(patcher.load_device):
         return _plain(patcher, obstacle)
-    clone, obstacle = static_clone(patcher)
-    if obstacle:
-        return _plain(patcher, f"this model runs in eager, as without this node: {obstacle}")
+    clone = patcher.clone()
     remove(clone)  # of two Compile Model nodes in a row, the last one decides
     session = Session(settings, type(patcher.model).__name__, engine_of(patcher), size_of(patcher))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
@@ -143,6 +141,7 @@ def drop_graphs(module: nn.Module) -> None:
     engine = _ENGINES.get(module)
     if engine is not None:
         attempt(engine.drop_graphs, failed(engine.stats.name, "giving graphs back"), INTERRUPTS)
+    dynamic.forget(module)
 
 
 def settings_of(patcher: ModelPatcher | None) -> Settings:

@@ -95,6 +95,7 @@ class Sampling:
         try:
             yield run
         finally:
+            run.let_go()
             if run is not self._run:  # no sampling run will end it
                 run.close()
 

@@ -126,6 +126,7 @@ class Session:
                 return self._engine(model)(call, self.settings)
             return self._skipping(model, call, skip, given)
         finally:
+            run.let_go()
             if not self._depth:  # no sampling run will end this one
                 run.close()
 

@@ -22,7 +22,6 @@ from ..skip.settings import AUTO, FEW, SkipSettings
 from ..stats import STATS, SkipStats
 from ..tape import blocks
 from . import attach
-from .compat import static_clone
 from .session import Session
 from .surroundings import INTERRUPTS
 
@@ -48,9 +47,7 @@ def _made(patcher: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
     deepest = blocks.deepest(model)
     if deepest is None:
         return _plain(patcher, say("no_blocks", why=f"{type(model).__name__} has no repeated blocks"))
-    clone, obstacle = static_clone(patcher)
-    if obstacle:
-        return _plain(patcher, f"no blocks are skipped: {obstacle}")
+    clone = patcher.clone()
     remove(clone)  # of two Skip Blocks nodes in a row, the last one decides
     skipping = _Skipping(settings, name, tell)
     # without Compile Model the steps are ComfyUI's own operations, recorded

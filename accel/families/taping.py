@@ -25,10 +25,10 @@ from ..tape.live import OVERRIDE, Played
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
 from ..tape.values import Weight
-from ..tape.weights import modules_of, parts_of, resolve
+from ..tape.weights import modules_of, resolve
 from ..tapes import Skipping, Taped, named_features
 from ..weights import ChannelsLastWeights, WeightWatch
-from .compat import is_streamed_layer
+from . import dynamic
 from .surroundings import autocast, surroundings
 
 OPTIONS = "transformer_options"
@@ -135,11 +135,35 @@ class TapeRun:
 
     def _look(self, model: nn.Module) -> None:
         self._structure, self._foreign = self._fingerprints.of(model), self._fingerprints.foreign(model)
-        self._is_streamed = any(map(is_streamed_layer, parts_of(model)))
+        self.mapped = dynamic.mapped(model)
+        self._names = self.mapped.names if self.mapped is not None else ()
+        if self._layout is not None:
+            self._layout.mapped = self.mapped
 
-    def obstacle(self) -> str:
-        """Why nothing of this model may be recorded, now."""
-        return say("streamed_now") if self._is_streamed else ""
+    def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Why nothing of this model may be recorded or replayed, now; "" if its weights are there, until ``let_go``.
+
+        device, dtype: of the model's inputs.
+        """
+        return self.mapped.ready(device, dtype) if self.mapped is not None else ""
+
+    def hold(self) -> str:
+        """Has the weights stay where they are, after ComfyUI's own layers have run; why they are gone, or ""."""
+        return "" if self.mapped is None or self.mapped.hold() else self.mapped.streamed()
+
+    def let_go(self) -> None:
+        """The call is over, or ComfyUI's own forward is about to run."""
+        if self.mapped is not None:
+            self.mapped.let_go()
+
+    def no_graph(self, device: torch.device) -> str:
+        """Why no graph may be captured, now; "" if one may."""
+        return self.mapped.no_graph(device) if self.mapped is not None else ""
+
+    def is_elsewhere(self, device: torch.device) -> bool:
+        """Whether weights lie on another device, from which each call fetches them."""
+        own = list(self.model.parameters()) if self.mapped is None else dynamic.unmapped(self.model)
+        return any(weight.device != device for weight in own)
 
     @property
     def foreign(self) -> list[tuple[str, Any]]:
@@ -168,7 +192,7 @@ class TapeRun:
         if self._fingerprints.changed(model):
             self._watch = WeightWatch(model)
             self._look(model)
-        return hash((self._structure, surroundings(), torch.is_autocast_enabled()))
+        return hash((self._structure, self._names, surroundings(), torch.is_autocast_enabled()))
 
     def changed(self) -> str:
         """What a forward changed of the model itself: a counter, say."""
@@ -176,6 +200,7 @@ class TapeRun:
 
     def close(self) -> None:
         """The sampling run is over."""
+        self.let_go()
         if self._layout is not None:
             self._layout.restore()
         self._fingerprints.release()
@@ -256,20 +281,34 @@ def call_of(
     why = obstacle(given)
     taped = None
     structure = run.structure(model) if run is not None and not why else 0
-    if run is not None and not why:
-        why = run.obstacle()
-    if run is not None and not why:
-        taped = Taped(
-            model, partial(given.call, original), given.theirs, structure, _prepare, run.changed, run.lay_out, lean,
-            partial(_places, given.theirs), any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
-            run.foreign,
-        )  # fmt: skip
     x = next(iter(given.tensors.values()), None)
+    if run is not None and not why:
+        why = run.obstacle(x.device, x.dtype)
+    if run is not None and not why:
+        options = given.theirs
+        if run.mapped is not None and options.get(dynamic.PREFETCH):  # the weights are there: nothing is fetched
+            options = {**options, dynamic.PREFETCH: False}
+
+        def forward(options: Mapping[Any, Any]) -> Any:
+            run.let_go()
+            return given.call(original, options)
+
+        taped = Taped(
+            model, forward, options, structure, _prepare, run.changed, run.lay_out, lean,
+            partial(_places, options), any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
+            run.foreign, hold=run.hold, let_go=run.let_go, no_graph=partial(run.no_graph, x.device),
+        )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1
+
+    def eager() -> Any:
+        if run is not None:
+            run.let_go()
+        return theirs()
+
     return Call(
         key=shape_key(given.tensors, _structure(given)),
         inputs=given.tensors,
-        eager=theirs,
+        eager=eager,
         weights=run.weights() if run is not None else 0,
         width=size[0],
         height=size[1],

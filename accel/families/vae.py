@@ -22,7 +22,7 @@ from ..engine import Engine, Settings
 from ..reasons import say
 from ..stats import STATS
 from . import entries, taping
-from .compat import is_streamed, outside_memory_plan, static_clone
+from .compat import outside_memory_plan
 from .latents import Latents
 from .surroundings import INTERRUPTS
 
@@ -49,17 +49,14 @@ def _compiled(vae: comfy.sd.VAE, name: str, settings: Settings) -> tuple[comfy.s
     model = vae.first_stage_model
     if is_compiled(vae):
         return vae, ""
-    compiled, obstacle = copy.copy(vae), "" if model is not None else say("no_vae")
-    obstacle = obstacle or devices.obstacle(vae.device)
-    if not obstacle:
-        compiled.patcher, obstacle = static_clone(vae.patcher)
+    obstacle = devices.obstacle(vae.device) if model is not None else say("no_vae")
     if obstacle:
         message = f"{obstacle}. It runs in eager, as without this node"
         STATS.fallback(name, message)
         return vae, message
-    # of streamed weights there is a second copy, which stays in place
-    original = compiled.patcher.model if is_streamed(vae.patcher) else model
-    compiled.first_stage_model = _with_our_ways(original, latents_of(vae), settings)
+    compiled = copy.copy(vae)
+    compiled.patcher = vae.patcher.clone()
+    compiled.first_stage_model = _with_our_ways(model, latents_of(vae), settings)
     return compiled, ""
 
 
@@ -109,7 +106,7 @@ class _Way:
         try:
             size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
             call = taping.call_of(self._model, original, given, run, theirs, size, lean=True)
-            if not call.obstacle and any(weight.device != first.device for weight in self._model.parameters()):
+            if not call.obstacle and run.is_elsewhere(first.device):
                 call = replace(call, obstacle=say("vae_in_pieces"), taped=None)
             with outside_memory_plan():
                 return self._engine(call, self._settings)

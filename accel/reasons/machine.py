@@ -25,14 +25,23 @@ REASONS = dict(
         "Free VRAM: a part of the model is not on the GPU",
         "weights or inputs lie on another device (low VRAM, streamed weights)",
     ),
-    streamed=(
-        "Use ComfyUI's own loader, or --disable-dynamic-vram",
-        "its weights are streamed while it runs (DynamicVRAM), and cannot be loaded to stay in place{error}. Load "
-        "it with ComfyUI's own loader nodes, or start ComfyUI with --disable-dynamic-vram",
+    weights_streamed=(
+        "Use smaller weights (fp8, int8): these do not fit",
+        "weights streamed: of {all} GB about {there} GB fit into the GPU's memory beside everything else, and ComfyUI "
+        "copies the others there in each step (DynamicVRAM), so the model runs in eager until all of them fit. Load "
+        "smaller weights (fp8, int8, 4 bit), lower the image size or the batch, or close other programs that use "
+        "the GPU",
     ),
-    streamed_now=(
-        "Free VRAM, or use --disable-dynamic-vram",
-        "weights are streamed while the model runs (DynamicVRAM), so it runs in eager",
+    graphs_in_the_way=(
+        "Lower graph_budget_mb: the weights need the memory",
+        "the model's weights did not fit beside {held} MB of graphs, so the graphs were dropped, and it runs without "
+        "one until there is room for both. Lower graph_budget_mb, the image size or the batch, or load smaller "
+        "weights (fp8, int8, 4 bit)",
+    ),
+    graphs_no_room=(
+        "Use smaller weights (fp8, int8): no room for a graph",
+        "the model's weights leave no memory for a graph at this size, so it runs without one. Load smaller weights "
+        "(fp8, int8, 4 bit), lower the image size or the batch, or close other programs that use the GPU",
     ),
     no_memory=(
         "Make the image or the batch smaller: out of memory",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..fingerprint import FORWARDS, FUNCTIONS, GLOBAL_HOOKS, HOOKS, STANDARD
+from ..fingerprint import FORWARDS, FUNCTIONS, GLOBAL_HOOKS, HOOKS, LEFT_OUT
 from .options import PLAIN
 from .weights import tensors_of
 
@@ -114,7 +114,7 @@ def likeness(block: nn.Module) -> Hashable | None:
             [
                 (name, _seen(value))
                 for name, value in attributes.items()
-                if name not in STANDARD
+                if name not in LEFT_OUT
                 and name != "forward"
                 and not isinstance(value, Tensor)
                 and (name in read or type(value) is not int)  # the number of the block, say, that nobody reads

@@ -1,0 +1,357 @@
+"""Weights that ComfyUI maps in while a model runs (DynamicVRAM), and how a program or a graph may read them.
+
+A layer's weights have one address for as long as the model is there, and memory at it only while there is room. What
+ComfyUI does at each layer is done here once per forward, for all of them: ask for the memory (``vbar_fault``, which
+also keeps it from being given away), see whether what lies in it is still the weights (the signature is another one
+once a page was given away), have ComfyUI's own code fill what is not, and give the pages free when all is launched.
+ComfyUI does not wait for the GPU there either: before it gives a page away it waits for everything that was launched.
+While ComfyUI's own forward runs none is kept, so that it has all the memory that it would have without us.
+
+Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them.
+
+Weights that are too small for pages are copied to the card at each load, each time to another place. They are moved to
+where they lay at the first load, so that a graph finds them.
+"""
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import comfy.model_management as mm
+import comfy.ops
+import torch
+from torch import Tensor, nn
+
+from .. import graphs
+from ..errors import is_out_of_memory, let_go
+from ..reasons import say
+from ..tape.weights import PLAIN, modules_of, parts_of
+
+try:
+    import comfy_aimdo.model_vbar as vbars
+except ImportError:  # ComfyUI before DynamicVRAM
+    vbars = None
+
+PREFETCH = "prefetch_dynamic_vbars"  # the option that has a forward's blocks fetched ahead
+KEYS = ("weight", "bias")
+ROUNDS = 5  # filling needs memory too, which may cost a page
+AGAIN = 2
+CHUNK = 128 << 20  # bytes that are filled at once
+SMALL = 16 << 20  # bytes; what is larger stays where ComfyUI has it
+MARGIN = 256 << 20  # bytes that must be free beyond what graphs are known to need: a capture that runs short fails
+GIB = 1 << 30
+
+Place = tuple[Any, int, int]  # (whose pages, address, bytes), as comfy-aimdo has it
+Places = dict[tuple[str, str], Tensor]
+
+_SMALL: "weakref.WeakKeyDictionary[nn.Module, Places]" = weakref.WeakKeyDictionary()
+_IN_THE_WAY: dict[torch.device, int] = {}  # bytes that graphs held when weights did not fit beside them
+
+
+def is_mapped(layer: nn.Module) -> bool:
+    """Whether this layer's weights are pages that are mapped in."""
+    return "_v" in layer.__dict__
+
+
+def mapped(model: nn.Module) -> "MappedWeights | None":
+    """Those of ``model``; None if ComfyUI maps in none of its layers."""
+    parts = [part for part in parts_of(model) if is_mapped(part)]
+    return MappedWeights(model, parts) if parts and vbars is not None else None
+
+
+def unmapped(model: nn.Module) -> list[Tensor]:
+    """The parameters of ``model`` that no pages stand for."""
+    return [
+        weight
+        for part in parts_of(model)
+        for name, weight in part._parameters.items()
+        if weight is not None and not (name in KEYS and is_mapped(part))
+    ]
+
+
+def forget(model: nn.Module) -> None:
+    """Lets go of the memory that keeps small weights in place: the model was unloaded."""
+    _SMALL.pop(model, None)
+
+
+class MappedWeights:
+    """One model's layers whose weights are mapped in. Holds them: keep it no longer than a sampling run."""
+
+    def __init__(self, model: nn.Module, parts: list[nn.Module]) -> None:
+        self._model, self._parts = model, sorted(parts, key=lambda part: part._v[1])
+        self._dicts = [part.__dict__ for part in self._parts]
+        self._places: list[Place] = [part._v for part in self._parts]
+        self._spans = list(_spans(self._places))
+        self._known: list[Any] | None = None  # the spans' signatures when all weights were there
+        self._whole = 0  # bytes of the pages then
+        self._filled: list[Any] = []  # and the layers'
+        self._small: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # small weights, as they were left
+        self._held: list[Place] = []  # spans whose pages stay
+        self._owners: dict[int, nn.Module] = {}  # by the id of its weight
+        self._again = 0  # how often pages were asked for again after something else had pushed them out
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Which layers these are."""
+        return tuple([path for path, part in modules_of(self._model) if is_mapped(part)])
+
+    @property
+    def bytes(self) -> int:
+        """Of all pages."""
+        return sum(size for _, _, size in self._spans)
+
+    def ready(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Has all weights lie on ``device``, and stay there until ``let_go``; why they do not, or "".
+
+        dtype: of the model's inputs, in which patches of weights are computed.
+        """
+        if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
+            return say("low_vram")
+        for _ in range(ROUNDS):
+            if self.hold():
+                self._keep_small(device)
+                return ""
+            stale = self._stale()
+            if stale is None:
+                if self._make_room(device):
+                    continue
+                break
+            if stale and not self._fill(stale, device, dtype):
+                break
+            if not stale:
+                self._note()
+        return self.streamed()
+
+    def streamed(self) -> str:
+        """Why nothing of ours runs, now."""
+        return say(
+            "weights_streamed", there=f"{min(self._loaded(), self.bytes) / GIB:.0f}", all=f"{self.bytes / GIB:.1f}"
+        )
+
+    def hold(self) -> bool:
+        """Keeps the pages, if all of them are as they were when all weights were there. Asks for none that is gone."""
+        self.let_go()
+        if self._known is None or self._loaded() < self._whole:
+            return False
+        signatures = self._fault()
+        if signatures is not None and self._is_as_known(signatures):
+            return True
+        self.let_go()
+        return False
+
+    def let_go(self) -> None:
+        """Everything is launched: the pages may be given away."""
+        held, self._held = self._held, []
+        for span in held:
+            vbars.vbar_unpin(span)
+
+    # Layouts ------------------------------------------------------------------------------------------------------
+
+    def _owner(self, weight: Tensor) -> nn.Module | None:
+        """The layer that ``weight`` is of, now; None once it was filled again."""
+        part = self._owners.get(id(weight))
+        if part is None or part.__dict__.get("_v_weight") is not weight:
+            self._owners = {id(own["_v_weight"]): part for own, part in self._owned() if "_v_weight" in own}
+            part = self._owners.get(id(weight))
+        return part
+
+    def _owned(self) -> Iterator[tuple[dict[str, Any], nn.Module]]:
+        return zip(self._dicts, self._parts, strict=True)
+
+    def companions(self, weight: Tensor) -> int:
+        """As in ``weights.Mapped``: the bias lies behind the weight."""
+        part = self._owner(weight)
+        return int(part is not None and isinstance(part.__dict__.get("_v_bias"), Tensor))
+
+    @contextmanager
+    def holding(self, weight: Tensor) -> Iterator[bool]:
+        """As in ``weights.Mapped``."""
+        part = self._owner(weight)
+        signature = None if part is None else _fault(part._v)
+        try:
+            yield signature is not None and vbars.vbar_signature_compare(signature, part._v_signature)
+        finally:
+            if signature is not None:
+                vbars.vbar_unpin(part._v)
+
+    # Pages --------------------------------------------------------------------------------------------------------
+
+    def _loaded(self) -> int:
+        """Bytes of all pages that are there, of layers of other parts of the model too."""
+        return sum(whose.loaded_size() for whose in {id(span[0]): span[0] for span in self._spans}.values())
+
+    def _note(self) -> None:
+        """All weights are there: what that looks like."""
+        self._known, self._whole = self._fault(), self._loaded()
+        self._filled = [each.get("_v_signature") for each in self._dicts]
+        self.let_go()
+
+    def _fault(self) -> list[Any] | None:
+        """The signatures of all pages, which stay; None if they do not fit.
+
+        Only where none is missing. To find room for many pages at once comfy-aimdo takes away more than it needs.
+        """
+        found = []
+        for span in self._spans:
+            signature = _fault(span)
+            if signature is None:
+                self.let_go()
+                return None
+            self._held.append(span)
+            found.append(signature)
+        return found
+
+    def _is_as_known(self, signatures: list[Any]) -> bool:
+        """Whether these pages hold the weights that they held when all were there."""
+        if not all(map(vbars.vbar_signature_compare, signatures, self._known)):
+            return False
+        same = zip(self._dicts, self._places, self._filled, strict=True)
+        return all([own.get("_v") is place and own.get("_v_signature") is filled for own, place, filled in same])
+
+    def _stale(self) -> list[nn.Module] | None:
+        """The layers whose weights must be filled; None if their pages do not fit.
+
+        The last one is asked first: where the model does not fit, it is the one that has none, and one question is all
+        that a streamed model costs. The others in the order of their addresses, as pages go from the end.
+        """
+        stale = []
+        for part in (self._parts[-1], *self._parts):
+            signature = _fault(part._v)
+            if signature is None:
+                return None
+            vbars.vbar_unpin(part._v)
+            if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)):
+                stale.append(part)
+        return list(dict.fromkeys(stale))
+
+    def _fill(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:
+        """ComfyUI's own casts and patches, as its layers do them before they compute. False if memory is too short."""
+        try:
+            self._filled_by_comfyui(parts, device, dtype)
+        except RuntimeError as error:
+            if not (is_out_of_memory(error) or "VRAM" in str(error)):
+                raise
+            let_go(error)
+            return False
+        return True
+
+    def _filled_by_comfyui(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # what ran last may still read what is about to be written
+        with torch.inference_mode():
+            for chunk in _chunks(parts):
+                try:
+                    stream = comfy.ops.cast_modules_with_vbar(chunk, None, device, None, True)
+                    mm.sync_stream(device, stream)
+                    for part in chunk:
+                        forms = part._prefetch.get("cast_geometry") or (part._v_weight, part._v_bias)
+                        own = [getattr(form, "dtype", None) for form in forms]
+                        comfy.ops.resolve_cast_module_with_vbar(part, own[0], device, own[1], dtype, False)
+                    if stream is not None:  # it may write into its buffers again once these weights are done
+                        stream.wait_stream(mm.current_stream(device))
+                finally:
+                    for part in chunk:
+                        _clean(part)
+
+    def _make_room(self, device: torch.device) -> bool:
+        """Gives the memory of graphs back, if there are any, so that the weights fit; whether that may help.
+
+        A page that something else has pushed out cannot be asked for until the model is loaded again. What pushed it
+        may be gone: a capture that failed, say. So they are asked for twice in a run, where all of them fitted before.
+        """
+        held = graphs.cache(device).used_bytes
+        if held:
+            graphs.cache(device).clear()
+            _IN_THE_WAY[device] = held
+        elif self._known is None or self._again == AGAIN:
+            return False
+        else:
+            self._again += 1
+        for span in self._spans:  # as ComfyUI does it when it loads the model
+            span[0].prioritize()
+        return True
+
+    def no_graph(self, device: torch.device) -> str:
+        """Why there is no room for graphs beside the weights, now; "" if there may be."""
+        held = _IN_THE_WAY.get(device, 0)
+        models = [loaded.model for loaded in mm.current_loaded_models if loaded.device == device]
+        pages = sum(model.loaded_size() for model in models if model is not None and model.is_dynamic())
+        if mm.get_free_memory(device) + max(0, pages - self._loaded()) > held + MARGIN:
+            _IN_THE_WAY.pop(device, None)
+            return ""
+        return say("graphs_in_the_way", held=held >> 20) if held else say("graphs_no_room")
+
+    # Small weights ------------------------------------------------------------------------------------------------
+
+    def _keep_small(self, device: torch.device) -> None:
+        """Has small weights lie where they lay before."""
+        if self._small and all([table.get(name) is tensor for table, name, tensor in self._small]):
+            return
+        places = _SMALL.setdefault(self._model, {})
+        self._small = []
+        with torch.inference_mode():
+            for path, part in modules_of(self._model):
+                own = KEYS if is_mapped(part) else ()
+                for table in (part._parameters, part._buffers):
+                    for name, tensor in list(table.items()):
+                        if tensor is None or name in own or tensor.device != device or type(tensor) not in PLAIN:
+                            continue
+                        if tensor.nbytes <= SMALL:
+                            table[name] = tensor = _kept(places, (path, name), tensor)
+                        self._small.append((table, name, tensor))
+
+
+def _kept(places: Places, name: tuple[str, str], tensor: Tensor) -> Tensor:
+    """``tensor`` where it lay before; where it lies now, if it is new or has another form."""
+    place = places.get(name)
+    form = (tensor.shape, tensor.stride(), tensor.dtype)
+    if place is None or (place.shape, place.stride(), place.dtype) != form:
+        places[name] = tensor.data
+        return tensor
+    if place.data_ptr() == tensor.data_ptr():
+        return tensor
+    place.copy_(tensor)
+    return nn.Parameter(place, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else place
+
+
+def _fault(place: Place) -> Any:
+    """The signature of its pages; None if they do not fit."""
+    try:
+        return vbars.vbar_fault(place)
+    except RuntimeError:  # the driver has no memory although there should be some
+        return None
+
+
+def _spans(places: list[Place]) -> Iterator[Place]:
+    """From the first to the last byte of each one's pages: asked for as one."""
+    for whose in {id(place[0]): place[0] for place in places}.values():
+        own = [place for place in places if place[0] is whose]
+        start = min(address for _, address, _ in own)
+        yield whose, start, max(address + size for _, address, size in own) - start
+
+
+def _chunks(parts: list[nn.Module]) -> Iterator[list[nn.Module]]:
+    chunk, size = [], 0
+    for part in parts:
+        chunk.append(part)
+        size += part._v[2]
+        if size >= CHUNK:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _clean(part: nn.Module) -> None:
+    """As ComfyUI leaves a layer when it has computed."""
+    prefetch = part.__dict__.get("_prefetch")
+    if prefetch is None:
+        return
+    for key in KEYS:
+        patch = getattr(part, f"{key}_lowvram_function", None)
+        if patch is not None:
+            patch.clear_prepared()
+    if prefetch["signature"] is not None:
+        vbars.vbar_unpin(part._v)
+    del part._prefetch

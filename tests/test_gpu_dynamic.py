@@ -1,0 +1,92 @@
+"""DynamicVRAM on a real GPU: weights that come and go under programs and graphs, and a card that is too small.
+
+Each case is a process of its own (``tools.dynamic_vram``): comfy-aimdo must be loaded before ComfyUI.
+"""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tools.paths import ROOT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("comfy_aimdo") is None, reason="there is no comfy-aimdo"),
+]
+
+CLOSE = 2e-2  # relative L2 of a latent after four steps in bfloat16
+GIB = 1 << 30
+
+
+def case(name: str, **options: Any) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tools.dynamic_vram", name, json.dumps(options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)  # noqa: S603
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    print(lines[-1])
+    return json.loads(lines[-1][len("RESULT ") :])
+
+
+def only_streamed(found: dict[str, Any]) -> bool:
+    return all(
+        reason.startswith(("weights streamed:", "the model's weights did not fit")) for reason in found["fallbacks"]
+    )
+
+
+def test_a_model_that_fits_runs_on_the_users_own_patcher():
+    found = case("fit", share=1.0)
+    assert max(found["errors"]) < CLOSE and found["states"] == ["graph"] and found["fallbacks"] == {}
+    assert found["recorded"] == 1
+    eager, ours = found["peak"]
+    assert ours - eager <= found["graphs"] + GIB // 2  # no second copy, which would be 5 GB
+    assert min(found["s"][1:]) <= min(found["eager_s"][1:])
+
+
+def test_exact_is_the_same_picture_to_the_bit():
+    found = case("fit", share=1.0, mode="exact")
+    assert found["errors"] == [0.0] * 4 and found["states"] == ["graph"] and found["fallbacks"] == {}
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+def test_a_model_that_does_not_fit_is_streamed_by_comfyui(share):
+    """It keeps as many weights on the card as without us."""
+    found = case("fit", share=share, graphs=0)
+    assert max(found["errors"]) < CLOSE and only_streamed(found)
+    assert found["states"] == ["eager"] and found["graphs"] == 0 and found["recorded"] == 0
+    assert found["loaded"][1] >= 0.95 * found["loaded"][0] and found["loaded"][0] < 0.95 * found["size"]
+    assert min(found["s"]) <= 1.05 * min(found["eager_s"])
+    assert found["peak"][1] - found["peak"][0] <= found["graphs"] + GIB // 2
+
+
+def test_a_model_that_fits_without_its_graphs():
+    """Whatever gives way, the picture is right, and each reason says what."""
+    found = case("fit", share=1.0, graphs=0)
+    assert max(found["errors"]) < CLOSE
+    known = ("weights streamed:", "the model's weights", "no graph could be", "out of memory")
+    assert all(reason.startswith(known) for reason in found["fallbacks"]), found["fallbacks"]
+    assert found["recorded"] <= 2
+
+
+def test_weights_that_went_and_came_back():
+    found = case("evict")
+    assert found["freed"] > 4 * GIB and found["error"] < CLOSE
+    assert found["same"] == [True, True] and (found["recorded"], found["captured"]) == (0, 0)
+    assert found["states"] == ["graph"] and found["fallbacks"] == {}
+
+
+def test_two_models_by_turns():
+    found = case("switch", times=30)
+    assert max(found["errors"]) < CLOSE and found["same"] == [True, True]
+    assert found["recorded"] == 0 and only_streamed(found)
+    assert found["s"] <= 1.02 * found["eager_s"]
+
+
+def test_a_lora_on_and_off():
+    found = case("lora")
+    assert found["apart"] > 5 * CLOSE / 2 and max(found["errors"]) < CLOSE
+    assert (found["first"], found["recorded"], found["captured"]) == (1, 0, 0)
+    assert found["states"] == ["graph"] and found["fallbacks"] == {}
