@@ -3,6 +3,7 @@
 It leaves this machine, so no path in it has the user's name, and no secret is in it.
 """
 
+import importlib.util
 import os
 import platform
 import re
@@ -39,6 +40,7 @@ def particulars() -> str:
         f"torch {torch.__version__}, Triton {_installed('triton', 'triton-windows')}, Python "
         f"{platform.python_version()}, {platform.platform()}",
         _card(),
+        f"DynamicVRAM {_dynamic_vram()}, comfy-kitchen {_installed('comfy-kitchen')}",
         f"Started with: {private_options(sys.argv[1:]) or 'no options'}",
         *([f"Environment: {' '.join(environment)}"] if environment else []),
         *_section("Nodes", [_node(node) for node in STATS.nodes()]),
@@ -75,6 +77,13 @@ def _card() -> str:
         return f"Device: {mm.get_torch_device_name(device)}, {memory}"
     major, minor = torch.cuda.get_device_capability(device)
     return f"Device: {torch.cuda.get_device_name(device)} ({major}.{minor}), {memory}, driver {_driver()}"
+
+
+def _dynamic_vram() -> str:
+    """Whether ComfyUI maps weights in while models run."""
+    memory = importlib.util.find_spec("comfy.memory_management") and importlib.import_module("comfy.memory_management")
+    on = getattr(memory, "aimdo_enabled", False)
+    return f"on (comfy-aimdo {_installed('comfy-aimdo')})" if on else "off"
 
 
 @cache

@@ -330,6 +330,66 @@ def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     assert torch.equal(models.sample(load.patcher, **SHORT_RUN), eager)
 
 
+def test_graphs_give_way_to_weights(models, load, card, monkeypatch):
+    """And no other is captured until there is room for both. There are no graphs on a CPU: these are numbers."""
+    from anyshape.accel.families import dynamic
+
+    class Held:
+        used_bytes = 100 << 20
+
+        def clear(self):
+            self.used_bytes, card.pages = 0, ENOUGH
+
+    held, cpu = Held(), torch.device("cpu")
+    monkeypatch.setattr(dynamic.graphs, "cache", lambda device: held)
+    monkeypatch.setattr(dynamic, "_IN_THE_WAY", {})
+    card.pages = load.pages.count // 2
+    weights = dynamic.mapped(load.model)
+    assert weights.no_graph(cpu) == ""
+    assert weights.ready(cpu, torch.float32) == "" and held.used_bytes == 0
+    weights.let_go()
+    for free, said in ((1 << 20, "the model's weights did not fit beside 100 MB of graphs"), (1 << 40, "")):
+        monkeypatch.setattr(dynamic.mm, "get_free_memory", lambda device, free=free: free)
+        assert weights.no_graph(cpu)[: len(said)] == said and bool(weights.no_graph(cpu)) == bool(said)
+    monkeypatch.setattr(dynamic.mm, "get_free_memory", lambda device: 1 << 20)
+    assert weights.no_graph(cpu).startswith("the model's weights leave no memory for a graph")
+
+
+def test_the_user_may_cancel_while_weights_are_filled(models, load, monkeypatch):
+    """A large model comes from the disk, which takes a while."""
+    import comfy.model_management as mm
+
+    fast = compiled(load.patcher)
+    monkeypatch.setattr(mm, "interrupt_processing", True)
+    with pytest.raises(mm.InterruptProcessingException):
+        models.sample(fast, **SHORT_RUN)
+    assert not load.pages.pinned
+    assert error(models.sample(fast, **SHORT_RUN), models.sample(load.patcher, **SHORT_RUN)) < CLOSE
+    assert_fast()
+
+
+def test_blocks_of_a_model_that_cannot_be_recorded_as_a_whole(pack, pages, card, fusing, block_programs):
+    """MiniMax H3 reads its time step back. Pages are asked for before each block's program, and free behind it."""
+    from tools import architectures
+    from tools.architectures import patchers
+
+    if "MiniMaxH3" not in {entry.name for entry in architectures.present()}:
+        pytest.skip("this ComfyUI has no MiniMax H3")
+    patcher = patchers.make("MiniMaxH3", blocks=4)
+    load = pages.Loads(patcher.model.diffusion_model, card)
+    load()
+    fast = compiled(patcher)
+    with torch.inference_mode():
+        eager = patchers.apply(patcher, 1, "MiniMaxH3")
+        for turn in range(4):
+            out = patchers.apply(patcher, 1, "MiniMaxH3", options_of(fast))
+            assert all(error(*pair) < 1e-5 for pair in zip(out, eager, strict=True)) and not load.pages.pinned
+            if turn == 2:
+                load.pages.give_away()
+    assert len(block_programs) >= 8
+    assert shapes()[0]["state"] == "tape" and "one by one" in shapes()[0]["note"]
+
+
 def half(item):
     return item.bfloat16() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
 

@@ -45,7 +45,8 @@ def test_it_begins_with_what_a_maintainer_asks_for(server) -> None:
     versions = f"torch {torch.__version__}, Triton {metadata.version('triton')}, Python {platform.python_version()}"
     assert lines[1].startswith(versions)
     assert lines[2].startswith("Device: ") and lines[2].endswith(" GB") == (not torch.cuda.is_available())
-    assert lines[3].startswith("Started with: --listen 127.0.0.1 --port ") and "--use-pytorch-cross" in lines[3]
+    assert lines[3].startswith("DynamicVRAM ") and ", comfy-kitchen " in lines[3]
+    assert lines[4].startswith("Started with: --listen 127.0.0.1 --port ") and "--use-pytorch-cross" in lines[4]
     nodes = lines[lines.index("Nodes:") + 1 :]
     assert "- CompileModel 3 (mode auto, graph_budget_mb 1024, verify True), ready" in nodes
     assert "- CompileVAE 7 (verify True), off" in nodes

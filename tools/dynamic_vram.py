@@ -46,22 +46,36 @@ def start() -> None:
 
 def zimage(layers: int = 12, seed: int = 0) -> Any:
     """A patcher whose weights are mapped in: 5.5 GB with 12 layers."""
-    import comfy.memory_management
+    return made("zimage", seed, n_layers=layers)
+
+
+def made(name: str, seed: int = 0, **changes: Any) -> Any:
+    """A patcher of ``bench.zoo`` whose weights are mapped in."""
     import comfy.model_management as mm
     import comfy.model_patcher
     import torch
 
     from bench import models, zoo
 
-    comfy.memory_management.aimdo_enabled = False  # or layers would have no weights until a file is read
-    made = zoo.make("zimage", n_layers=layers)
-    models.randomise(made.model, seed)
-    model = made.model.to("cpu")
-    comfy.memory_management.aimdo_enabled = True
-    del made
+    with with_weights():
+        model = zoo.make(name, **changes).model
+    models.randomise(model, seed)
+    model.to("cpu")
     gc.collect()
     torch.cuda.empty_cache()
     return comfy.model_patcher.ModelPatcherDynamic(model, mm.get_torch_device(), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def with_weights() -> Iterator[None]:
+    """Within, layers are made with weights: with DynamicVRAM they have none until a file is read."""
+    import comfy.memory_management
+
+    comfy.memory_management.aimdo_enabled = False
+    try:
+        yield
+    finally:
+        comfy.memory_management.aimdo_enabled = True
 
 
 def compiled(patcher: Any, **settings: Any) -> Any:
@@ -191,11 +205,11 @@ def fit(share: float, mode: str = "auto", graphs: int = GRAPHS, layers: int = 12
         }  # fmt: skip
 
 
-def evict(layers: int = 12) -> dict[str, Any]:
+def evict(name: str = "zimage", **changes: Any) -> dict[str, Any]:
     """All weights go, something else takes the memory, they come back."""
     import torch
 
-    watch, source = Watch(), zimage(layers)
+    watch, source = Watch(), made(name, **changes)
     eager = sampled(source)
     fast = compiled(source)
     before = [sampled(fast) for _ in range(2)][-1]
@@ -263,7 +277,36 @@ def lora(layers: int = 12) -> dict[str, Any]:
     }  # fmt: skip
 
 
-CASES: dict[str, Callable[..., dict[str, Any]]] = {"fit": fit, "evict": evict, "switch": switch, "lora": lora}
+def vae() -> dict[str, Any]:
+    """SDXL's, whose weights go and come back between two pictures."""
+    import torch
+
+    from bench import models, product
+
+    watch = Watch()
+    with with_weights():
+        source = models.vae()
+    latent = torch.randn(1, 4, 128, 128, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        eager = source.decode(latent)
+        fast, message = product.compile_vae(source)
+        before = [fast.decode(latent) for _ in range(2)][-1]
+        freed = source.patcher.partially_unload(torch.device("cpu"), 1e12)
+        torch.empty(4 * GIB, dtype=torch.uint8, device="cuda").fill_(7)
+        torch.cuda.empty_cache()
+        after = fast.decode(latent)
+    same = bool((after == before).all())
+    return {"message": message, "freed": freed, "error": far(before, eager), "same": same, **counts(watch), **told()}
+
+
+def counts(watch: Watch) -> dict[str, int]:
+    """What was counted."""
+    return {"recorded": watch.recorded, "captured": watch.captured}
+
+
+CASES: dict[str, Callable[..., dict[str, Any]]] = {
+    "fit": fit, "evict": evict, "switch": switch, "lora": lora, "vae": vae,
+}  # fmt: skip
 
 
 def main() -> None:

@@ -183,10 +183,12 @@ class Loads:
         """One load. patches: what a LoRA does, by the name of the weight in the model."""
         self.pages.prioritize()
         names = {part: name for name, part in self.model.named_modules()}
+        for part in names:
+            if hasattr(part, "comfy_cast_weights"):
+                part.comfy_cast_weights, part.seed_key, part._pin_state = True, names[part], {}
+                if dirty or not hasattr(part, "_v_signature"):
+                    part._v_signature = None
         for part in self.layers:
-            part.comfy_cast_weights, part.seed_key, part._pin_state = True, names[part], {}
-            if dirty or not hasattr(part, "_v_signature"):
-                part._v_signature = None
             for key in ("weight", "bias"):
                 weight = part._parameters.get(key)
                 if weight is None:

@@ -241,6 +241,7 @@ class MappedWeights:
             torch.cuda.synchronize(device)  # what ran last may still read what is about to be written
         with torch.inference_mode():
             for chunk in _chunks(parts):
+                mm.throw_exception_if_processing_interrupted()
                 try:
                     stream = comfy.ops.cast_modules_with_vbar(chunk, None, device, None, True)
                     mm.sync_stream(device, stream)
