@@ -348,6 +348,32 @@ def test_a_padded_picture_is_not_turned():
     lies_as_said(program, given)
 
 
+@pytest.mark.parametrize("lies", [torch.contiguous_format, LAST], ids=str)
+def test_a_last_picture_of_one_pixel_has_the_kernels_of_any_other(lies):
+    """It is given back as it was recorded, and its strides are those of either way to lie."""
+
+    class Smaller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, stride, 1) for stride in (1, 2, 1, 1)).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second, third, fourth = self.layers
+            x = second(first(x).sin())
+            x = x + third(x).sin()
+            return (fourth(x) * x).chunk(2, dim=1)[0]
+
+    model, known = Smaller(), []
+    for size in ((1, 8, 6, 4), (1, 8, 2, 2), (2, 8, 2, 2)):
+        given = (torch.randn(size).contiguous(memory_format=lies),)
+        _, program = programmed(model, given)
+        known.append({launch.source.text for launch in program.launches})
+        out, wanted = program.run(list(given)), model(*given)
+        assert torch.allclose(out, wanted, atol=1e-6)
+    assert known[0] and known[1] <= known[0] and known[2] <= known[0]
+
+
 def test_a_few_convolutions_stay_as_they_are():
     model, given = (
         nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(3))).requires_grad_(False),
@@ -390,6 +416,7 @@ SUMS = {  # (what is normed, has it an embedding within, how many numbers a chan
     "two offsets": (lambda m, x, e: m.norm(x + m.offset + e), True, 2),
     "three offsets": (lambda m, x, e: m.norm(x + m.offset + m.offset + e), True, 2),
     "two embeddings": (lambda m, x, e: m.norm(x + e + e), True, 0),
+    "another picture": (lambda m, x, e: m.norm(x + x.sin()), False, 0),
     "a sum that others read": (lambda m, x, e: m.norm(y := x + e) + y, False, 0),
     "a product": (lambda m, x, e: m.norm(x * e), False, 0),
     "a scaled sum": (lambda m, x, e: m.norm(torch.add(x, e, alpha=2)), False, 0),
@@ -397,15 +424,16 @@ SUMS = {  # (what is normed, has it an embedding within, how many numbers a chan
 }
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("size", [(1, 16, 5, 3), (2, 16, 5, 3), (1, 16, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", SUMS)
-def test_what_a_norm_takes_in(name, rows):
+def test_what_a_norm_takes_in(name, size):
+    """The same of a picture of one pixel, of which there is one number a channel too."""
     body, shifted, offsets = SUMS[name]
-    model, given = Normed(body), (torch.randn(rows, 16, 5, 3), torch.randn(rows, 16))
+    model, given = Normed(body), (torch.randn(size), torch.randn(size[:2]))
     tape, program = programmed(model, given)
     (norm,) = calls(tape, operations.group_norm_last)
     assert (norm.args[5] is not None, len(norm.args[7])) == (shifted, offsets)
-    assert error(model, program, (torch.randn(rows, 16, 5, 3), torch.randn(rows, 16))) < 1e-5
+    assert error(model, program, (torch.randn(size), torch.randn(size[:2]))) < 1e-5
 
 
 # GEGLU, attention, layers of one input -----------------------------------------------------------------------------
