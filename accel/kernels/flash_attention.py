@@ -21,29 +21,6 @@ MAX_HEAD = 128  # channels of a head
 LOG2_E = 1.4426950408889634
 
 
-@triton.jit
-def _loaded(pointers, rows, channels, WHOLE: tl.constexpr):
-    """A block of rows; zero beyond the mask ``rows``, and beyond ``channels`` where a head does not fill its block."""
-    if WHOLE:
-        block = tl.load(pointers, mask=rows, other=0.0)
-    else:
-        block = tl.load(pointers, mask=rows & channels, other=0.0)
-    return block
-
-
-@triton.jit
-def _taken_in(queries, keys, values, there, SCALE, highest, total, acc, MASKED: tl.constexpr):
-    """The running softmax with one block of keys more. there: which of them exist, where not all do."""
-    scores = tl.dot(queries, keys.T, input_precision="ieee")
-    if MASKED:
-        scores = tl.where(there, scores, -1e30)
-    higher = tl.maximum(highest, tl.max(scores, 1) * SCALE)
-    p = tl.exp2(scores * SCALE - higher[:, None])
-    shrink = tl.exp2(highest - higher)
-    acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
-    return higher, total * shrink + tl.sum(p, 1), acc
-
-
 @triton.jit(do_not_specialize=["T", "L"])
 def flash_attention_kernel(
     q, k, v, out, T, L, C, SCALE, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BL: tl.constexpr
@@ -52,31 +29,42 @@ def flash_attention_kernel(
     head, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     t = tl.program_id(0) * BT + tl.arange(0, BT)
     d = tl.arange(0, BD)[None, :]
-    in_q = t[:, None] < T
+    key = tl.arange(0, BL)
+    in_q = t[:, None] < T if D == BD else (t[:, None] < T) & (d < D)
     place = (b * T + t[:, None]) * C + head * D + d
-    queries = _loaded(q + place, in_q, d < D, D == BD)
+    queries = tl.load(q + place, mask=in_q, other=0.0)
     highest = tl.full((BT,), -1e30, tl.float32)
     total = tl.zeros((BT,), tl.float32)
     acc = tl.zeros((BT, BD), tl.float32)
-    key = tl.arange(0, BL)
     where = (b * L + key[:, None]) * C + head * D + d
+    k += where
+    v += where
     whole = L // BL
-    for _ in range(0, whole):  # without a mask for keys, which costs a fifth of the time
-        if D == BD:
-            keys, values = tl.load(k + where), tl.load(v + where)
-        else:
-            keys, values = tl.load(k + where, mask=d < D, other=0.0), tl.load(v + where, mask=d < D, other=0.0)
-        highest, total, acc = _taken_in(queries, keys, values, None, SCALE, highest, total, acc, False)
-        where += BL * C
+    # Without a mask for keys, and not as one loop of a function with the rest below: each costs a fifth and more.
+    for _ in range(0, whole):
+        keys = tl.load(k) if D == BD else tl.load(k, mask=d < D, other=0.0)
+        scores = tl.dot(queries, keys.T)
+        higher = tl.maximum(highest, tl.max(scores, 1) * SCALE)
+        p = tl.exp2(scores * SCALE - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(p, 1)
+        values = tl.load(v) if D == BD else tl.load(v, mask=d < D, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values)
+        highest = higher
+        k += BL * C
+        v += BL * C
     left = L - whole * BL
     if left > 0:
-        in_k = key[:, None] < left
-        keys, values = _loaded(k + where, in_k, d < D, D == BD), _loaded(v + where, in_k, d < D, D == BD)
-        highest, total, acc = _taken_in(
-            queries, keys, values, key[None, :] < left, SCALE, highest, total, acc, True
-        )  # fmt: skip
-    result = (acc / total[:, None]).to(out.dtype.element_ty)
-    tl.store(out + place, result, mask=in_q if D == BD else in_q & (d < D))
+        in_k = (key[:, None] < left) & (d < D)
+        scores = tl.dot(queries, tl.load(k, mask=in_k, other=0.0).T) * SCALE
+        scores = tl.where(key[None, :] < left, scores, -1e30)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        p = tl.exp2(scores - higher[:, None])
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(p, 1)
+        values = tl.load(v, mask=in_k, other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(p.to(values.dtype), values)
+    tl.store(out + place, (acc / total[:, None]).to(out.dtype.element_ty), mask=in_q)
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
