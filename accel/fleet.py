@@ -12,7 +12,7 @@ WHERE = "shared kernel cache"
 
 
 def snapshot() -> dict[str, Any]:
-    """Its counters (``docs/architecture.md``); {} where it is not in use."""
+    """Its counters (``docs/scripts.md``); {} where it is not in use."""
     counted = getattr(sys.modules.get(MODULE), "snapshot", None)  # None as well while it is still being imported
     return counted() if counted else {}
 

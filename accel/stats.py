@@ -264,7 +264,7 @@ class Stats:
                 node.clear()
 
     def snapshot(self) -> dict[str, Any]:
-        """The contract's dict (``docs/architecture.md``), JSON-ready."""
+        """The contract's dict (``docs/scripts.md``), JSON-ready."""
         with self._lock:
             models = [model.as_dict() for model in self._models]
             fallbacks = [{"where": w, "reason": r, "count": n} for (w, r), n in self._fallbacks.items()]

@@ -13,7 +13,7 @@ from anyshape.accel import stats  # noqa: E402 - the package exists from the lin
 
 FUSED = "tape"  # the state of a shape that runs on fused operations, without a graph
 
-# The contract of docs/architecture.md: the keys of each part of the stats.
+# The contract of docs/scripts.md: the keys of each part of the stats.
 STATS_KEYS = {
     "": {"version", "torch", "device", "models", "graphs", "fallbacks", "skip", "nodes", "artifacts", "fleet", "gain",
          "preparing", "reasons"},

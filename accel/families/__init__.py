@@ -1,1 +1,1 @@
-"""How models meet ComfyUI: any MODEL by being recorded, and the families whose forwards are written by hand."""
+"""How models meet ComfyUI: a MODEL, a VAE or a CONTROL_NET as calls of the engine. No model is known by name."""

@@ -1,7 +1,7 @@
-"""Families and the nodes' work, imported where they are first asked for.
+"""What names ComfyUI's classes, imported where it is first asked for.
 
-A family mirrors code of ComfyUI and names its classes and functions. Where another version of ComfyUI has renamed one,
-that family alone is missing, with a reason; the other nodes work.
+Another version of ComfyUI may have renamed one of them. Then the module that names it is missing, with a reason, and
+the other nodes work.
 """
 
 import importlib

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .launch import launch
 
-# tuned on an H200; see docs/architecture.md
+# tuned on an H200; see docs/decisions.md
 MOMENTS_BLOCK = (64, 32)  # rows, channels
 APPLY_BLOCK = (32, 64)
 MAX_PENDING = 2  # biases: the convolution's before and the timestep embedding's

@@ -18,7 +18,7 @@ from .pointwise import gelu
 BLOCK = (128, 64, 64)  # rows, columns of each half, depth; measured on an H200
 GROUP = 8  # tiles of rows that share their weights in the cache
 TILES_A_PROCESSOR = 2  # that run side by side on one multiprocessor
-# how much of the waves of tiles must be in use for it to be faster; measured on an H200, see docs/performance.md
+# how much of the waves of tiles must be in use for it to be faster; measured on an H200, see docs/decisions.md
 SHALLOW_DEPTH = 640
 SHALLOW, FEW_WAVES, MANY_WAVES = 0.75, 0.8, 0.87
 CAPABILITY = (9, 0)  # of the cards on which it was measured

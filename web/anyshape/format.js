@@ -1,7 +1,7 @@
 /**
  * What is shown of the stats, as text and numbers. Pure: no page, no ComfyUI; tests/web runs it in Node.js.
  *
- * The stats are those of docs/architecture.md; `words` are the texts of locales/<language>/main.json.
+ * The stats are those of docs/scripts.md; `words` are the texts of locales/<language>/main.json.
  */
 
 import { gain, gainText, preparingText } from "./gain.js";
