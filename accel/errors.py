@@ -10,7 +10,7 @@ class AnyShapeError(RuntimeError):
 
 
 class Unavailable(AnyShapeError):
-    """A tier cannot run here at all (no Triton, an old card), or a family does not fit this ComfyUI."""
+    """Something cannot run here at all (no Triton, an old card), or a part of ours does not fit this ComfyUI."""
 
 
 class KernelFailed(AnyShapeError):

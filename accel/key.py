@@ -26,7 +26,7 @@ class ShapeKey:
 
     device: torch.device
     inputs: tuple[TensorSpec, ...]  # in the order of the call's inputs, absent ones left out
-    # how the family nests them (how many residuals a ControlNet gave), and values that decide its program
+    # how they are nested (how many residuals a ControlNet gave), and plain values that decide the program
     structure: tuple[tuple[str, int | str], ...] = ()
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
 """The second test bed: what runs again on the older of the two ComfyUIs, in a process of its own.
 
-Chosen is what depends on ComfyUI's version: the forwards that are mirrored here, how nodes and patches meet a model,
-the server, and the page with a front end of that time. Its models on a tape are in ``test_tape_families``.
+What depends on ComfyUI's version is chosen: how nodes and patches meet a model, the server, and the page with a front
+end of that time. Its models on a tape are in ``test_tape_families``.
 """
 
 import re
