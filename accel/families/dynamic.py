@@ -7,13 +7,10 @@ once a page was given away), have ComfyUI's own code fill what is not, and give 
 ComfyUI does not wait for the GPU there either: before it gives a page away it waits for everything that was launched.
 While ComfyUI's own forward runs none is kept, so that it has all the memory that it would have without us.
 
-Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them.
-
-Weights that are too small for pages are copied to the card at each load, each time to another place. They are moved to
-where they lay at the first load, so that a graph finds them.
+Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them. Weights that are too small for pages:
+``small_weights``.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +23,8 @@ from torch import Tensor, nn
 from .. import graphs
 from ..errors import is_out_of_memory, let_go
 from ..reasons import say
-from ..tape.weights import PLAIN, modules_of
+from ..tape.weights import modules_of
+from .small_weights import SmallWeights
 
 try:
     import comfy_aimdo.model_vbar as vbars
@@ -36,16 +34,13 @@ except ImportError:  # ComfyUI before DynamicVRAM
 PREFETCH = "prefetch_dynamic_vbars"  # the option that has a forward's blocks fetched ahead
 KEYS = ("weight", "bias")
 ROUNDS = 5  # filling needs memory too, which may cost a page
-AGAIN = 2
+AGAIN = 2  # times in a run that pages are asked for which something else has pushed out
 CHUNK = 128 << 20  # bytes that are filled at once
-SMALL = 16 << 20  # bytes; what is larger stays where ComfyUI has it
 MARGIN = 256 << 20  # bytes that must be free beyond what graphs are known to need: a capture that runs short fails
 GIB = 1 << 30
 
 Place = tuple[Any, int, int]  # (whose pages, address, bytes), as comfy-aimdo has it
-Places = dict[tuple[str, str], Tensor]
 
-_SMALL: "weakref.WeakKeyDictionary[nn.Module, Places]" = weakref.WeakKeyDictionary()
 _IN_THE_WAY: dict[torch.device, int] = {}  # bytes that graphs held when weights did not fit beside them
 
 
@@ -70,11 +65,6 @@ def unmapped(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def forget(model: nn.Module) -> None:
-    """Lets go of the memory that keeps small weights in place: the model was unloaded."""
-    _SMALL.pop(model, None)
-
-
 class MappedWeights:
     """One model's layers whose weights are mapped in. Holds them: keep it no longer than a sampling run."""
 
@@ -86,7 +76,7 @@ class MappedWeights:
         self._known: list[Any] | None = None  # the spans' signatures when all weights were there
         self._whole = 0  # bytes of the pages then
         self._filled: list[Any] = []  # and the layers'
-        self._small: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # small weights, as they were left
+        self._small = SmallWeights(model, lambda part: KEYS if is_mapped(part) else ())
         self._held: list[Place] = []  # spans whose pages stay
         self._owners: dict[int, nn.Module] = {}  # by the id of its weight
         self._again = 0  # how often pages were asked for again after something else had pushed them out
@@ -110,7 +100,7 @@ class MappedWeights:
             return say("low_vram")
         for _ in range(ROUNDS):
             if self.hold():
-                self._keep_small(device)
+                self._small.keep(device)
                 return ""
             stale = self._stale()
             if stale is None:
@@ -282,38 +272,6 @@ class MappedWeights:
             _IN_THE_WAY.pop(device, None)
             return ""
         return say("graphs_in_the_way", held=held >> 20) if held else say("graphs_no_room")
-
-    # Small weights ------------------------------------------------------------------------------------------------
-
-    def _keep_small(self, device: torch.device) -> None:
-        """Has small weights lie where they lay before."""
-        if self._small and all([table.get(name) is tensor for table, name, tensor in self._small]):
-            return
-        places = _SMALL.setdefault(self._model, {})
-        self._small = []
-        with torch.inference_mode():
-            for path, part in modules_of(self._model):
-                own = KEYS if is_mapped(part) else ()
-                for table in (part._parameters, part._buffers):
-                    for name, tensor in list(table.items()):
-                        if tensor is None or name in own or tensor.device != device or type(tensor) not in PLAIN:
-                            continue
-                        if tensor.nbytes <= SMALL:
-                            table[name] = tensor = _kept(places, (path, name), tensor)
-                        self._small.append((table, name, tensor))
-
-
-def _kept(places: Places, name: tuple[str, str], tensor: Tensor) -> Tensor:
-    """``tensor`` where it lay before; where it lies now, if it is new or has another form."""
-    place = places.get(name)
-    form = (tensor.shape, tensor.stride(), tensor.dtype)
-    if place is None or (place.shape, place.stride(), place.dtype) != form:
-        places[name] = tensor.data
-        return tensor
-    if place.data_ptr() == tensor.data_ptr():
-        return tensor
-    place.copy_(tensor)
-    return nn.Parameter(place, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else place
 
 
 def _fault(place: Place) -> Any:
