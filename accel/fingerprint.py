@@ -25,6 +25,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from .tape.weights import modules_of, parts_of
+
 FORWARDS = ("forward", "_forward")
 FUNCTIONS = ("weight_function", "bias_function")  # lists of what ComfyUI does to a weight at each call
 RECORDING = f"{__package__}.block_forwards"  # whose methods replace those of blocks while another thread records
@@ -50,7 +52,7 @@ class Watch:
     """A quick look at a module's parts. Holds the modules."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = list(module.modules())
+        self._modules = parts_of(module)
         self._dicts = [part.__dict__ for part in self._modules]
         self._hooks = [part.__dict__[name] for part in self._modules for name in HOOKS]
         self._children = [part._modules for part in self._modules if part._modules]
@@ -149,7 +151,7 @@ def changed_part(module: nn.Module) -> str:
     """The first part with a hook or with a ``forward`` of its own, and in brackets whose that is; "" if none has."""
     if hooks := _global_hooks():
         return f"every module, {origin(hooks[0])}"
-    for number, part in enumerate(module.modules()):
+    for number, part in enumerate(parts_of(module)):
         own = [part.__dict__[name] for name in FORWARDS if name in part.__dict__ and _is_replaced(part, name)]
         for found in (*own, *(hook for name in HOOKS for hook in part.__dict__[name].values())):
             return f"{_shown(module, (number, ''))}, {origin(found)}"
@@ -198,7 +200,7 @@ def foreign_code(module: nn.Module) -> list[tuple[str, Any]]:
         if key[1] not in ("", "class") and not isinstance(key[0], str) and not _is_known(value)
     ]
     found += [(f"{_shown(module, key)} of {origin(value)}", value) for key, value in _of_every_module()]
-    for kind in _classes(module.modules()):
+    for kind in _classes(parts_of(module)):
         for name in FORWARDS:
             method = vars(kind).get(name)
             if method is not None and not _is_own(kind, method):
@@ -223,7 +225,7 @@ Key = tuple[str | int, str]  # (the number of a part in ``modules()`` or a class
 
 def _objects(module: nn.Module) -> Iterator[tuple[Key, Any]]:
     """All that decides by identity what the module computes: layers, functions of instances and classes, hooks."""
-    modules = list(module.modules())
+    modules = parts_of(module)
     for number, part in enumerate(modules):
         yield (number, ""), part
         yield (number, "class"), type(part)
@@ -255,7 +257,7 @@ def _plain(module: nn.Module) -> list[list[tuple[str, type, Any]]]:
             for name, value in part.__dict__.items()
             if name not in LEFT_OUT and (type(value) in PLAIN or (type(value) in TUPLES and _is_plain(value)))
         ]
-        for part in module.modules()
+        for part in parts_of(module)
     ]
 
 
@@ -309,6 +311,6 @@ def origin(value: Any) -> str:
 def _shown(module: nn.Module, key: Key) -> str:
     part, attribute = key
     if isinstance(part, int):
-        paths = [path for path, _ in module.named_modules()]
+        paths = [path for path, _ in modules_of(module)]
         part = paths[part] if part < len(paths) else "a part"
     return ".".join(filter(None, (part, attribute))) or "the module"

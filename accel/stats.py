@@ -311,7 +311,8 @@ def expect(**wanted: int) -> Iterator[None]:
     was = _totals(before)
     moved = {name: value - was[name] for name, value in _totals(now).items() if name in wanted}
     if moved != wanted:
-        raise AssertionError(f"expected the counters to move by {wanted}, they moved by {moved}")
+        told = [fallback for fallback in now["fallbacks"] if fallback not in before["fallbacks"]]
+        raise AssertionError(f"expected the counters to move by {wanted}, they moved by {moved}; fallbacks: {told}")
 
 
 def _totals(now: dict[str, Any]) -> dict[str, int]:

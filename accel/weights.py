@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from .tape.weights import parts_of
+
 # In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
 MAPPED = ("_v_weight", "_v_bias")
 
@@ -20,7 +22,7 @@ class WeightWatch:
     """Where a module's weights lie. Holds them: keep it no longer than one sampling run."""
 
     def __init__(self, module: nn.Module) -> None:
-        modules = list(module.modules())
+        modules = parts_of(module)
         self._mapped = [m.__dict__ for m in modules if "_v" in m.__dict__]
         self._tables = [m._parameters for m in modules if m._parameters]
         if self._mapped:  # every load copies these again

@@ -1,10 +1,17 @@
-"""What Skip Blocks is compared with: DeepCache as it was published, and ComfyUI's EasyCache node.
+"""What Skip Blocks is compared with: methods as they were published, on the machinery of our node, and EasyCache.
 
-Plain DeepCache (Ma, Fang and Wang 2024, section 3.2) reuses the deep feature of steps 0, N, 2N, ... as it is. It runs
-on the machinery of our node (the cut, the state of a run), so that only schedule and forecast differ: it
-costs what ours costs at the same interval and depth. The pack must be loaded.
+The first three run on the cut and the state of a run that our node has, so that only schedule and forecast differ: at
+as many full steps they cost what ours costs. All of them reuse or forecast what the deep blocks gave: of a UNet the deep
+feature, of a transformer what its middle added. The pack must be loaded.
+
+- DeepCache (Ma, Fang and Wang 2024, section 3.2): the feature of steps 0, N, 2N, ... as it is. On a transformer that is
+  the reuse of the residual, as FORA and the like do it.
+- TaylorSeer (Liu et al. 2025): the same steps, the first three in full, and the parabola through the last three.
+- MagCache (Ma et al. 2025): reuse, until the magnitude of what was reused has drifted too far. How it drifts from step
+  to step is measured beforehand (``magnitudes``).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anyshape.accel.skip.settings import SkipSettings
@@ -12,6 +19,8 @@ from comfy.model_patcher import ModelPatcher
 from comfy_extras.nodes_easycache import EasyCacheNode
 
 START_PERCENT, END_PERCENT = 0.15, 0.95  # the defaults of EasyCache's node
+FIRST_FULL = 3  # steps of TaylorSeer
+RETAINED, AT_MOST = 0.2, 4  # MagCache: the share of the steps that are full at first; steps in a row that it skips
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,43 @@ class PlainDeepCache(SkipSettings):
     def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
         """Steps 0, N, 2N, ...; the window of the noise schedule is not used."""
         return frozenset(range(0, len(sigmas), self.interval))
+
+
+@dataclass(frozen=True)
+class TaylorSeer(PlainDeepCache):
+    """Of order 2, over the step's number."""
+
+    axis: str = "step"
+
+    @property
+    def order(self) -> int:
+        """Of the forecast."""
+        return 2
+
+    def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
+        """As DeepCache's, and the first ones."""
+        return super().full_steps(sigmas, sigma_start, sigma_end) | frozenset(range(FIRST_FULL))
+
+
+@dataclass(frozen=True)
+class MagCache(PlainDeepCache):
+    """Skips while the accumulated error of the magnitude stays below ``threshold``."""
+
+    threshold: float = 0.1
+    magnitudes: Sequence[float] = ()  # of the feature, a step each
+
+    def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
+        """The published rule, on what was measured beforehand."""
+        full, ratio, error, row = set(), 1.0, 0.0, 0
+        for step in range(len(sigmas)):
+            if step >= max(1, round(RETAINED * len(sigmas))):
+                ratio *= self.magnitudes[step] / self.magnitudes[step - 1]
+                error, row = error + abs(1 - ratio), row + 1
+                if error < self.threshold and row <= AT_MOST:
+                    continue
+            full.add(step)
+            ratio, error, row = 1.0, 0.0, 0
+        return frozenset(full)
 
 
 def easycache(patcher: ModelPatcher, threshold: float) -> ModelPatcher:

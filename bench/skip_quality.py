@@ -1,12 +1,13 @@
 """How near the pictures of Skip Blocks come to those without it, and for how much time: a frontier.
 
-python -m bench.skip_quality [--prompts 64] [--steps 30] [--json FILE]
+python -m bench.skip_quality [--prompts 64] [--models unet,transformer] [--samplers euler,dpmpp_2m] [--steps 20,30]
+    [--sizes 256x256,200x264] [--json FILE]
 
-On the demo model, the only trained weights at hand: a small UNet that draws emoji, so what it shows of other models is
-the order of the methods at best. Every picture is compared with the one of the same prompt and seed that was sampled in
-``--steps`` full steps. The methods: fewer steps, plain DeepCache and EasyCache (``bench.skip_baselines``), and ours.
+On the demo's models, the only trained weights at hand: a small UNet and a small transformer that draw emoji, so what
+it shows of other models is the order of the methods at best. Every picture is compared with the one of the same prompt
+and seed that was sampled with every step in full. The methods: fewer steps, those of ``bench.skip_baselines``, and ours.
 
-A row's ``cost`` is in full forwards of the UNet: those in which every block ran, and the share of its FLOPs for those
+A row's ``cost`` is in full forwards of the model: those in which every block ran, and the share of its FLOPs for those
 in which some did. ``seconds``: the sampling of a picture in a batch, without the VAE; the fastest batch.
 """
 
@@ -17,7 +18,10 @@ embed.load_pack()
 embed.bare_demo()
 
 import argparse  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
+import logging  # noqa: E402
+from collections.abc import Callable, Iterator  # noqa: E402
+from functools import partial  # noqa: E402
+from itertools import product  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
 import torch  # noqa: E402
@@ -25,15 +29,23 @@ from anyshape.accel.skip.settings import SkipSettings  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 
 from bench import measure  # noqa: E402
-from bench.skip_baselines import PlainDeepCache, easycache  # noqa: E402
+from bench.skip_baselines import MagCache, PlainDeepCache, TaylorSeer, easycache  # noqa: E402
 from bench.skip_runs import Demo, Tally  # noqa: E402
+from bench.skip_tables import CACHE, FEWER, MAGNITUDE, OURS, PLAIN, TAYLOR, WHOLE  # noqa: E402
 
-SIZE, ODD_SIZE = (256, 256), (200, 264)  # width, height
-WHOLE = "every step"
-FEWER = (1 / 3, 0.4, 0.5, 0.6, 0.8)  # of the steps
-INTERVALS, FEW_INTERVALS = (2, 3, 4, 5), (2, 3)
-THRESHOLDS = (0.05, 0.1, 0.2, 0.3)
-SHALLOW = "1"  # the second depth; auto is 0 on this model
+SHARES = (1 / 3, 0.4, 0.5, 0.6, 0.8)  # of the steps
+INTERVALS = (2, 3, 4, 5)
+MAGNITUDES = (0.02, 0.05, 0.1, 0.2, 0.4)
+THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+WARM_UP = 10  # steps: with a full and a skipped forward
+
+
+class Case(NamedTuple):
+    """What every method is measured at."""
+
+    sampler: str
+    steps: int
+    size: tuple[int, int]  # width, height
 
 
 class Way(NamedTuple):
@@ -45,59 +57,61 @@ class Way(NamedTuple):
     steps: int
 
 
-def whole(demo: Demo, steps: int) -> Way:
+def whole(demo: Demo, case: Case) -> Iterator[Way]:
     """What all are compared with."""
-    return Way(WHOLE, steps, demo.patcher, steps)
+    yield Way(WHOLE, case.steps, demo.patcher, case.steps)
 
 
-def fewer_steps(demo: Demo, steps: int, shares: tuple[float, ...]) -> Iterator[Way]:
+def fewer_steps(demo: Demo, case: Case) -> Iterator[Way]:
     """The model as it is, in fewer steps."""
-    for count in dict.fromkeys(max(1, round(share * steps)) for share in shares):
-        yield Way("fewer steps", count, demo.patcher, count)
+    for count in dict.fromkeys(max(1, round(share * case.steps)) for share in SHARES):
+        yield Way(FEWER, count, demo.patcher, count)
 
 
-def skipping(demo: Demo, steps: int, intervals: tuple[int, ...]) -> Iterator[Way]:
-    """Plain DeepCache and ours, at one depth."""
-    for method, kind in (("DeepCache", PlainDeepCache), ("Skip Blocks", SkipSettings)):
-        for interval in intervals:
-            settings = kind(interval)
-            yield Way(method, interval, demo.skipping(settings), steps)
-
-
-def deeper(demo: Demo, steps: int) -> Iterator[Way]:
-    """Ours with more blocks in a skipped step."""
+def skipping(method: str, kind: type[SkipSettings], demo: Demo, case: Case) -> Iterator[Way]:
+    """A method on the machinery of our node."""
     for interval in INTERVALS:
-        settings = SkipSettings(interval, SHALLOW)
-        yield Way(f"Skip Blocks, depth {SHALLOW}", interval, demo.skipping(settings), steps)
+        yield Way(method, interval, demo.skipping(kind(interval)), case.steps)
 
 
-def cached(demo: Demo, steps: int) -> Iterator[Way]:
+def by_magnitude(demo: Demo, case: Case) -> Iterator[Way]:
+    """MagCache; what it needs to know of the model is measured here."""
+    found = tuple(demo.magnitudes(case.steps, case.size, case.sampler))
+    for threshold in MAGNITUDES:
+        settings = MagCache(2, threshold=threshold, magnitudes=found)
+        yield Way(MAGNITUDE, threshold, demo.skipping(settings), case.steps)
+
+
+def cached(demo: Demo, case: Case) -> Iterator[Way]:
     """EasyCache."""
     for threshold in THRESHOLDS:
-        yield Way("EasyCache", threshold, easycache(demo.patcher, threshold), steps)
+        yield Way(CACHE, threshold, easycache(demo.patcher, threshold), case.steps)
 
 
-def ways(demo: Demo, steps: int) -> list[Way]:
-    """Every row of the first size."""
-    groups = (
-        fewer_steps(demo, steps, FEWER),
-        skipping(demo, steps, INTERVALS),
-        deeper(demo, steps),
-        cached(demo, steps),
-    )
-    return [whole(demo, steps), *(way for group in groups for way in group)]
+METHODS: tuple[Callable[[Demo, Case], Iterator[Way]], ...] = (
+    whole,
+    fewer_steps,
+    partial(skipping, PLAIN, PlainDeepCache),
+    partial(skipping, TAYLOR, TaylorSeer),
+    by_magnitude,
+    partial(skipping, OURS, SkipSettings),
+    cached,
+)
 
 
-def few_ways(demo: Demo, steps: int) -> list[Way]:
-    """Those of the odd size."""
-    return [whole(demo, steps), *fewer_steps(demo, steps, (0.5,)), *skipping(demo, steps, FEW_INTERVALS)]
+def ways(demo: Demo, case: Case) -> list[Way]:
+    """Every row of a case, what all are compared with first."""
+    return [way for method in METHODS for way in method(demo, case)]
 
 
-def row(way: Way, size: tuple[int, int], tally: Tally) -> dict[str, Any]:
+def row(demo: Demo, case: Case, way: Way, tally: Tally) -> dict[str, Any]:
     """A setting in the JSON."""
     return {
-        "width": size[0],
-        "height": size[1],
+        "model": demo.architecture,
+        "sampler": case.sampler,
+        "steps": case.steps,
+        "width": case.size[0],
+        "height": case.size[1],
         "prompts": len(tally.psnr),
         "method": way.method,
         "setting": way.setting,
@@ -105,46 +119,63 @@ def row(way: Way, size: tuple[int, int], tally: Tally) -> dict[str, Any]:
         "full": round(tally.full, 2),
         "skipped": round(tally.skipped, 2),
         "cost": round(tally.full + tally.skipped * tally.share, 2),
-        "seconds": round(min(tally.seconds), 4),
+        "seconds": round(min(tally.seconds), 5),
     } | ({} if way.method == WHOLE else tally.quality())
 
 
-def measured(demo: Demo, chosen: list[Way], size: tuple[int, int]) -> Iterator[list[dict[str, Any]]]:
-    """The rows after each batch; the first way gives the pictures that all are compared with.
+def measured(demo: Demo, case: Case) -> list[dict[str, Any]]:
+    """The rows of a case.
 
     Batch by batch, so that each way is timed at several moments and a busy minute of the machine hits all alike.
     """
+    chosen = ways(demo, case)
     tallies = [Tally() for _ in chosen]
     for batch in demo.batches:
         reference = None
         for way, tally in zip(chosen, tallies, strict=True):
-            sampled = demo.run(way.patcher, way.steps, size, batch)
+            sampled = demo.run(way.patcher, way.steps, case.size, batch, case.sampler)
             reference = reference or sampled
             tally.add(sampled, reference)
-        yield [row(way, size, tally) for way, tally in zip(chosen, tallies, strict=True)]
+    return [row(demo, case, way, tally) for way, tally in zip(chosen, tallies, strict=True)]
+
+
+def warm_up(demo: Demo, size: tuple[int, int]) -> None:
+    """So that the first setting does not pay for what a size takes once."""
+    for patcher in (demo.patcher, demo.skipping(SkipSettings())):
+        demo.run(patcher, WARM_UP, size, demo.batches[0])
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = measure.options(__doc__)
+    listed: Callable[[str], list[str]] = lambda text: text.split(",")  # noqa: E731
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--models", type=listed, default=["unet", "transformer"])
+    parser.add_argument("--samplers", type=listed, default=["euler", "dpmpp_2m"])
+    parser.add_argument("--steps", type=listed, default=["30", "20"])
+    parser.add_argument("--sizes", type=listed, default=["256x256", "200x264"])
+    parser.add_argument("--dtype", default="fp32")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Prints the rows and writes the JSON, after each batch."""
+    """Prints the rows and writes the JSON, after each case."""
     chosen = arguments()
-    rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    logging.getLogger().setLevel(logging.WARNING)
+    sizes = [tuple(map(int, text.split("x"))) for text in chosen.sizes]
+    cases = [Case(s, int(n), size) for size, s, n in product(sizes, chosen.samplers, chosen.steps)]
+    rows: list[dict[str, Any]] = []
     with torch.inference_mode():
-        demo = Demo(chosen.prompts)
-        demo.warm_up()
-        told = demo.conditions() | {"prompts": chosen.prompts, "steps": chosen.steps}
-        for size, listed in ((SIZE, ways), (ODD_SIZE, few_ways)):
-            for found in measured(demo, listed(demo, chosen.steps), size):
-                rows[size] = found
+        for architecture in chosen.models:
+            demo, warm = Demo(chosen.prompts, architecture, chosen.dtype), set()
+            for case in cases:
+                if case.size not in warm:
+                    warm_up(demo, case.size)
+                    warm.add(case.size)
+                found = measured(demo, case)
+                rows += found
                 print(*found, sep="\n", end="\n\n", flush=True)
-                measure.write(chosen.json, told | {"rows": [one for done in rows.values() for one in done]})
+                measure.write(chosen.json, demo.conditions() | {"prompts": chosen.prompts, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -5,27 +5,31 @@ Needs ComfyUI, the pack and the demo loaded (``tools.embed``).
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import skimage
 import torch
+import torch.nn.functional as F
 from anyshape.accel import stats
 from anyshape_demo import evaluate, model
 from comfy.model_patcher import ModelPatcher
-from skimage.metrics import structural_similarity
+from comfy.patcher_extension import WrappersMP
 from torch import Tensor, nn
 
 from bench import measure
-from bench.product import SkipSettings, skipping
+from bench.product import Settings, SkipSettings, compile_model, skipping
 from bench.skip_tables import EQUAL
 
-BATCH = 16
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"  # where pictures are compared
+BATCH = 64 if CUDA else 16
 ROWS = 2  # that the model sees for a picture: with CFG, the prompt and the empty one
 FIRST_SEED = 1000
+CALIBRATING = 4  # prompts by which magnitudes are measured
+WINDOW = 7  # pixels a side of SSIM's windows
+COUNTER = "bench.forwards"
 
 
 class Sampled(NamedTuple):
@@ -67,14 +71,18 @@ class Tally:
 
 
 class Demo:
-    """The demo model with the prompts of a benchmark, evenly spread over those of its training."""
+    """A demo model with the prompts of a benchmark, evenly spread over those of its training.
 
-    def __init__(self, prompts: int) -> None:
-        self.patcher, self.vae, self.text = model.load("fp32")
+    On a GPU it runs on Compile Model, so that seconds are those of the GPU and not of Python; on a CPU as it is.
+    """
+
+    def __init__(self, prompts: int, architecture: str = model.UNET, dtype: str = "fp32") -> None:
+        self.architecture, self.dtype = architecture, dtype
+        self.plain, self.vae, self.text = model.load(dtype, architecture)
+        self.patcher = compile_model(self.plain, Settings())[0] if CUDA else self.plain
         known = self.text.prompts
         self.prompts = [known[round(place)] for place in np.linspace(0, len(known) - 1, prompts)]
         self.seeds = [FIRST_SEED + index for index in range(prompts)]
-        self.unet: nn.Module = self.patcher.model.diffusion_model
 
     @property
     def batches(self) -> list[slice]:
@@ -82,57 +90,80 @@ class Demo:
         count = -(-len(self.prompts) // BATCH)
         return [slice(first, None, count) for first in range(count)]
 
-    def warm_up(self) -> None:
-        """Two steps, so that the first setting does not pay for what is loaded once."""
-        self.run(self.patcher, 2, (64, 64), slice(1))
-
-    def run(self, patcher: ModelPatcher, steps: int, size: tuple[int, int], batch: slice) -> Sampled:
+    def run(
+        self, patcher: ModelPatcher, steps: int, size: tuple[int, int], batch: slice, sampler: str = "euler"
+    ) -> Sampled:
         """A picture of size (width, height) for each prompt of a batch."""
         took: dict[str, float] = {}
-        prompts, seeds, setting = self.prompts[batch], self.seeds[batch], evaluate.Setting(steps=steps)
-        skips = skipping.skips(patcher)
-        # where blocks are skipped, programs run and no hook of a layer is called, but each run says what it did
-        with nullcontext() if skips else counting(self.unet) as rows, measure.seconds(took, "sampling"):
-            latents = evaluate.sample(patcher, self.text, prompts, seeds, size, setting)
-        pictures, seconds = evaluate.decode(self.vae, latents), took["sampling"] / len(prompts)
-        if skips:
+        rows: Counter[str] = Counter()
+        prompts, seeds = self.prompts[batch], self.seeds[batch]
+        setting = evaluate.Setting(steps=steps, sampler=sampler)
+        with measure.seconds(took, "sampling"):
+            latents = evaluate.sample(counting(patcher, rows), self.text, prompts, seeds, size, setting)
+        pictures, seconds = evaluate.decode(self.vae, latents).to(DEVICE), took["sampling"] / len(prompts)
+        if skipping.skips(patcher):  # then some of the forwards were in part
             run = stats.snapshot()["skip"][-1]
             return Sampled(pictures, seconds, *(run[name] for name in ("full", "skipped", "depth", "share")))
-        full, every = (rows[name] / ROWS / len(prompts) for name in ("deep", "every"))
-        return Sampled(pictures, seconds, full, every - full)
+        return Sampled(pictures, seconds, rows["forwards"] / ROWS / len(prompts), 0.0)
 
     def skipping(self, settings: SkipSettings) -> ModelPatcher:
         """A clone through our node's function."""
         return skipping.skip_blocks(self.patcher, settings, lambda line: None)[0]
 
+    def magnitudes(self, steps: int, size: tuple[int, int], sampler: str) -> list[float]:
+        """Of what the deep blocks give, a step each: the mean over some prompts, every step in full."""
+        found: list[float] = []
+        handles = watch(self.plain.model.diffusion_model, found.append)
+        try:
+            self.run(self.plain, steps, size, slice(None, None, -(-len(self.prompts) // CALIBRATING)), sampler)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return [
+            statistics.fmean(found[at * len(found) // steps : (at + 1) * len(found) // steps]) for at in range(steps)
+        ]
+
     def conditions(self) -> dict[str, Any]:
         """What the JSON says of the runs."""
-        setting = {name: value for name, value in vars(evaluate.Setting()).items() if name != "steps"}
+        setting = evaluate.Setting()
         return {
-            "model": "demo",
-            "dtype": "float32",
+            "dtype": self.dtype,
             "threads": torch.get_num_threads(),
-            "scikit_image": skimage.__version__,
-            "setting": setting,
+            "setting": {"scheduler": setting.scheduler, "cfg": setting.cfg},
             "first_seed": FIRST_SEED,
             "batch": BATCH,
         }
 
 
-@contextmanager
-def counting(unet: nn.Module) -> Iterator[Counter[str]]:
-    """Rows that went through the middle block ("deep") and through the last layers ("every"), whoever called them."""
-    rows: Counter[str] = Counter()
+def counting(patcher: ModelPatcher, rows: Counter[str]) -> ModelPatcher:
+    """A clone whose forwards are counted by their rows: those that a cache of whole steps did not take the place of."""
 
-    def count(name: str, module: nn.Module) -> Any:
-        return module.register_forward_hook(lambda _, inputs, out: rows.update({name: len(out)}))
+    def count(executor: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        out = executor(*args, **kwargs)
+        rows["forwards"] += len(out)
+        return out
 
-    handles = [count("deep", unet.middle_block[0]), count("every", unet.out)]
-    try:
-        yield rows
-    finally:
-        for handle in handles:
-            handle.remove()
+    clone = patcher.clone()
+    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, COUNTER, count)
+    return clone
+
+
+def watch(network: nn.Module, tell: Callable[[float], None]) -> list[Any]:
+    """Hooks that tell the magnitude of what the deep blocks gave, at each forward."""
+    if hasattr(network, "output_blocks"):
+        layer = network.output_blocks[-2][-1]
+        return [layer.register_forward_hook(lambda _, inputs, out: tell(magnitude(out)))]
+    given: list[Tensor] = []
+    first, last = network.layers[0], network.layers[-1]
+    return [
+        first.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0])),
+        last.register_forward_hook(lambda _, inputs, out: tell(magnitude(out - given.pop()))),
+    ]
+
+
+def magnitude(feature: Tensor) -> float:
+    """The mean length of its vectors."""
+    return feature.float().norm(dim=1 if feature.dim() == 4 else -1).mean().item()
 
 
 def psnr(pictures: Tensor, references: Tensor) -> list[float]:
@@ -142,6 +173,18 @@ def psnr(pictures: Tensor, references: Tensor) -> list[float]:
 
 
 def ssim(pictures: Tensor, references: Tensor) -> list[float]:
-    """Structural similarity of each; scikit-image's windows of 7 x 7 pixels, each channel by itself."""
-    pairs = zip(pictures.numpy(), references.numpy(), strict=True)
-    return [float(structural_similarity(a, b, channel_axis=0, data_range=1.0)) for a, b in pairs]
+    """Structural similarity of each (Wang et al. 2004), as scikit-image has it: windows of 7 x 7 pixels, a channel each,
+    the mean over the windows that lie within the picture. Computed where the pictures are.
+    """
+    a, b = pictures.double(), references.double()
+
+    def mean(x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, WINDOW, stride=1)
+
+    sample = WINDOW**2 / (WINDOW**2 - 1)  # the sample's variance
+    mean_a, mean_b = mean(a), mean(b)
+    var_a, var_b = (sample * (mean(x * x) - m * m) for x, m in ((a, mean_a), (b, mean_b)))
+    both = sample * (mean(a * b) - mean_a * mean_b)
+    c1, c2 = 0.01**2, 0.03**2
+    likeness = (2 * mean_a * mean_b + c1) * (2 * both + c2) / ((mean_a**2 + mean_b**2 + c1) * (var_a + var_b + c2))
+    return likeness.mean(dim=(1, 2, 3)).tolist()

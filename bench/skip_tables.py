@@ -10,8 +10,9 @@ from bench.texts import ENGLISH
 
 QUALITY, ABLATION = figures.RESULTS / "skip-quality.json", figures.RESULTS / "skip-ablation.json"
 EQUAL = 100.0  # dB that equal pictures get, whose PSNR is infinite
-OURS, PLAIN, FEWER, CACHE = "Skip Blocks", "DeepCache", "fewer steps", "EasyCache"
-VERSUS = (OURS, PLAIN, FEWER, CACHE, f"{OURS}, depth 1")  # columns of the comparison at equal cost
+WHOLE, FEWER, OURS, PLAIN, CACHE = "every step", "fewer steps", "Skip Blocks", "DeepCache", "EasyCache"
+TAYLOR, MAGNITUDE = "TaylorSeer", "MagCache"
+VERSUS = (OURS, FEWER, PLAIN, TAYLOR, MAGNITUDE, CACHE)  # columns of the comparison at equal cost
 PICTURE = "PSNR against seconds per picture and against cost, one line per method"
 Row = dict[str, Any]
 

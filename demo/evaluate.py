@@ -172,14 +172,15 @@ def sweep(loaded: tuple) -> list[dict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=model.FILE)
+    parser.add_argument("--architecture", default=model.UNET, choices=model.ARCHITECTURES)
+    parser.add_argument("--model", type=Path, help="another file with its weights")
     parser.add_argument("--out", type=Path, default=HERE)
     parser.add_argument("--dtype", default="auto", choices=["auto", *model.DTYPES])
     parser.add_argument("--sweep", action="store_true", help="also try other samplers and settings")
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)
     with torch.inference_mode():
-        loaded = model.load(options.dtype, options.model)
+        loaded = model.load(options.dtype, options.architecture, options.model)
         setting = Setting()
         figures, pictures = prove(loaded, setting)
         others = sweep(loaded) if options.sweep else None

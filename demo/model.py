@@ -1,7 +1,9 @@
-"""Builds the demo model out of ComfyUI's own classes: `UNetModel` in a `BaseModel`, `AutoencoderKL` in a `VAE`.
+"""Builds the demo's models out of ComfyUI's own classes: a UNet (`UNetModel`) and a transformer (`NextDiT`), each in a
+`BaseModel`, and `AutoencoderKL` in a `VAE`.
 
-One file holds everything: `model.diffusion_model.*`, `first_stage_model.*` and `text.*` in fp16, and in its metadata
-the configuration, the vocabulary and the prompts that it was trained on. ComfyUI must be importable.
+One file holds all but the transformer: `model.diffusion_model.*`, `first_stage_model.*` and `text.*` in fp16, and in
+its metadata the configuration, the vocabulary and the prompts that it was trained on. The transformer has a file of its
+own, and shares autoencoder and text encoder with the UNet. ComfyUI must be importable.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import comfy.model_base
 import comfy.model_management
 import comfy.model_patcher
 import comfy.sd
+import comfy.supported_models
 import comfy.supported_models_base
 import torch
 from safetensors import safe_open
@@ -21,7 +24,10 @@ from safetensors import safe_open
 from .text import TextEncoder
 
 FILE = Path(__file__).with_name("emoji.safetensors")
-UNET_PREFIX, VAE_PREFIX, TEXT_PREFIX = "model.diffusion_model.", "first_stage_model.", "text."
+TRANSFORMER_FILE = Path(__file__).with_name("emoji_transformer.safetensors")
+UNET, TRANSFORMER = "unet", "transformer"
+ARCHITECTURES = (UNET, TRANSFORMER)
+MODEL_PREFIX, VAE_PREFIX, TEXT_PREFIX = "model.diffusion_model.", "first_stage_model.", "text."
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CONTEXT_DIM = 96
 
@@ -42,6 +48,23 @@ UNET_CONFIG = {
     "transformer_depth_output": [0, 0, 1, 1, 0, 1],
     "adm_in_channels": None,
     "use_temporal_attention": False,
+}
+TRANSFORMER_CONFIG = {
+    "image_model": "lumina2",
+    "patch_size": 2,
+    "in_channels": 4,
+    "dim": 160,
+    "n_layers": 14,
+    "n_refiner_layers": 1,
+    "n_heads": 5,
+    "n_kv_heads": 5,
+    "multiple_of": 32,
+    "ffn_dim_multiplier": 2.0,
+    "qk_norm": True,
+    "cap_feat_dim": CONTEXT_DIM,
+    "axes_dims": [8, 12, 12],
+    "axes_lens": [256, 64, 64],
+    "time_scale": 1000.0,
 }
 VAE_CONFIG = {
     "double_z": True,
@@ -82,11 +105,26 @@ class EmojiSD(comfy.supported_models_base.BASE):
         return comfy.model_base.ModelType.V_PREDICTION
 
 
-def build_unet(
-    config: dict, latent: dict, dtype: torch.dtype = torch.float32, manual_cast: torch.dtype | None = None
+class EmojiTransformer(comfy.supported_models.Lumina2):
+    """A Lumina 2 in miniature: ComfyUI's detection knows the two released sizes by their width, so this says it all."""
+
+    sampling_settings = {"multiplier": 1.0, "shift": 2.0}
+    latent_format = EmojiLatent
+    memory_usage_factor = 1.0
+
+
+SETTINGS = {UNET: EmojiSD, TRANSFORMER: EmojiTransformer}
+
+
+def build(
+    architecture: str,
+    config: dict,
+    latent: dict,
+    dtype: torch.dtype = torch.float32,
+    manual_cast: torch.dtype | None = None,
 ) -> comfy.model_base.BaseModel:
     """An empty model on the CPU: ComfyUI's layers come without initial weights."""
-    settings = EmojiSD(config)
+    settings = SETTINGS[architecture](config)
     settings.latent_format = EmojiLatent(**latent)
     settings.set_inference_dtype(dtype, manual_cast)
     return settings.get_model({}, "", device="cpu")
@@ -104,23 +142,24 @@ def under(weights: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tens
     return {key[len(prefix) :]: value for key, value in weights.items() if key.startswith(prefix)}
 
 
-def _unet_dtypes(weights: dict[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[torch.dtype, torch.dtype | None]:
+def _dtypes(
+    architecture: str, weights: dict[str, torch.Tensor], dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype | None]:
     """Weight dtype and cast dtype: ComfyUI's choice for this device, or the one asked for."""
-    management = comfy.model_management
+    management, supported = comfy.model_management, SETTINGS[architecture].supported_inference_dtypes
     if dtype is None:
         count = sum(w.numel() for w in weights.values())
-        dtype = management.unet_dtype(model_params=count, supported_dtypes=EmojiSD.supported_inference_dtypes)
-    cast = management.unet_manual_cast(dtype, management.get_torch_device(), EmojiSD.supported_inference_dtypes)
-    return dtype, cast
+        dtype = management.unet_dtype(model_params=count, supported_dtypes=supported)
+    return dtype, management.unet_manual_cast(dtype, management.get_torch_device(), supported)
 
 
-def load_unet(
-    weights: dict[str, torch.Tensor], metadata: dict, dtype: torch.dtype | None = None
+def load_model(
+    architecture: str, weights: dict[str, torch.Tensor], metadata: dict, dtype: torch.dtype | None = None
 ) -> comfy.model_patcher.ModelPatcher:
-    """The UNet as ComfyUI's MODEL."""
-    unet = under(weights, UNET_PREFIX)
-    model = build_unet(metadata["unet"], metadata["latent"], *_unet_dtypes(unet, dtype))
-    model.load_model_weights(unet)
+    """The UNet or the transformer as ComfyUI's MODEL."""
+    own = under(weights, MODEL_PREFIX)
+    model = build(architecture, metadata[architecture], metadata["latent"], *_dtypes(architecture, own, dtype))
+    model.load_model_weights(own)
     model.requires_grad_(False).eval()
     management = comfy.model_management
     offload = management.unet_offload_device()
@@ -142,16 +181,18 @@ def load_text(weights: dict[str, torch.Tensor], metadata: dict) -> TextEncoder:
 
 
 def load(
-    dtype: torch.dtype | str | None = None, path: Path = FILE
+    dtype: torch.dtype | str | None = None, architecture: str = UNET, path: Path | None = None
 ) -> tuple[comfy.model_patcher.ModelPatcher, comfy.sd.VAE, TextEncoder]:
     """MODEL, VAE and text encoder.
 
-    dtype: a torch dtype, "fp32", "fp16" or "bf16"; None or "auto" leaves it to ComfyUI.
+    dtype: a torch dtype, "fp32", "fp16" or "bf16"; None or "auto" leaves it to ComfyUI. path: another file with the
+    weights of the architecture.
     """
     if isinstance(dtype, str):
         dtype = DTYPES.get(dtype)
-    weights, metadata = read_file(path)
-    return load_unet(weights, metadata, dtype), load_vae(weights, metadata, dtype), load_text(weights, metadata)
+    shared = read_file(path if path and architecture == UNET else FILE)
+    own = shared if architecture == UNET else read_file(path or TRANSFORMER_FILE)
+    return load_model(architecture, *own, dtype), load_vae(*shared, dtype), load_text(*shared)
 
 
 def encode(text_encoder: TextEncoder, text: str) -> list:

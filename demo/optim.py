@@ -46,7 +46,7 @@ class Master:
     """
 
     def __init__(self, modules: list[nn.Module], rate: float, average: float = 0.999):
-        self.params = [p for module in modules for p in module.parameters()]
+        self.params = [p for module in modules for p in module.parameters() if p.requires_grad]
         self.master = [p.detach().float().clone().requires_grad_() for p in self.params]
         self.average = [m.detach().clone() for m in self.master]
         for master in self.master:
@@ -60,17 +60,25 @@ class Master:
     def step(self, progress: float) -> None:
         """One update from the gradients in the model: 100 steps of warm-up, then a cosine down to 1 %."""
         scale = min(1.0, (self.steps + 1) / 100) * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
-        self.adam.param_groups[0]["lr"] = self.rate * scale
         torch._foreach_copy_([m.grad for m in self.master], [p.grad for p in self.params])
-        for param in self.params:
-            param.grad = None
+        self.forget()
         nn.utils.clip_grad_norm_(self.master, 1.0, foreach=True)
-        self.adam.step()
+        self.update(scale)
         self.steps += 1
         with torch.no_grad():
             torch._foreach_copy_(self.params, self.master)
             decay = min(self.decay, self.steps / (self.steps + 10))
             torch._foreach_lerp_(self.average, self.master, 1 - decay)
+
+    def update(self, scale: float) -> None:
+        """Moves the fp32 copies by their gradients, at this share of the highest rate."""
+        self.adam.param_groups[0]["lr"] = self.rate * scale
+        self.adam.step()
+
+    def forget(self) -> None:
+        """Drops the gradients in the model."""
+        for param in self.params:
+            param.grad = None
 
     @torch.no_grad()
     def load_average(self) -> None:

@@ -28,7 +28,7 @@ from .optim import Master, initialise
 
 def save(path: Path, unet: dict, vae: dict, text: dict, metadata: dict) -> None:
     """One fp16 file; the metadata's values are JSON."""
-    parts = {model.UNET_PREFIX: unet, model.VAE_PREFIX: vae, model.TEXT_PREFIX: text}
+    parts = {model.MODEL_PREFIX: unet, model.VAE_PREFIX: vae, model.TEXT_PREFIX: text}
     tensors = {
         prefix + key: value.detach().to("cpu", torch.float16).contiguous()
         for prefix, weights in parts.items()
@@ -80,11 +80,11 @@ def make_lesson(
 ) -> train_unet.Lesson:
     """An untrained or resumed UNet with all that it learns from. Leaves the autoencoder in bf16."""
     device = bank.images.device
-    base = model.build_unet(model.UNET_CONFIG, latent).to(device)
+    base = model.build(model.UNET, model.UNET_CONFIG, latent).to(device)
     unet, text = base.diffusion_model, train_unet.TextTables(len(vocab) + 1).to(device)
     initialise(unet)
     if weights:
-        unet.load_state_dict(model.under(weights, model.UNET_PREFIX))
+        unet.load_state_dict(model.under(weights, model.MODEL_PREFIX))
         train_unet.resume_text(text, model.under(weights, model.TEXT_PREFIX), old["vocab"], vocab)
     scale, known = latent["scale_factor"], set(old.get("codepoints", bank.codepoints))
     return train_unet.Lesson(

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -165,15 +166,6 @@ def fresh(models: ModuleType) -> "ModelPatcher":  # noqa: F821
 
 
 @pytest.fixture
-def nothing_steps_down(clean_stats: None, warm: Any) -> Iterator[None]:
-    """The oracle around a test, once its ``warm`` models are: no call is slower than it could be."""
-    from anyshape.accel import stats
-
-    with stats.expect(fallbacks=0):
-        yield
-
-
-@pytest.fixture
 def nothing_compiles(clean_stats: None, warm: Any) -> Iterator[None]:
     """The oracle around a test, once its ``warm`` models are: no kernel is compiled, and nothing steps down."""
     from anyshape.accel import stats
@@ -238,15 +230,24 @@ def counting(pack: ModuleType) -> Iterator[None]:
 
 def _plan_kernels(patch: pytest.MonkeyPatch) -> None:
     from anyshape.accel import maker, tape_tier
-    from anyshape.accel.tape.program import Program
+    from anyshape.accel.tape import ahead, program
+
+    fused, known = maker.Maker.made, set()
 
     def made(self: Any, tape: Any, fuse: bool, call: Any) -> Any:
-        report, program = Program(tape, fuse=True).report, Program(tape, fuse=False)
-        program.report = report
-        return program
+        unfused = program.Program(tape, fuse=False)  # first: rules rewrite the tape
+        unfused.report = fused(self, tape, fuse, call).report
+        return unfused
+
+    @contextmanager
+    def by_hand(operations: Any, device: Any) -> Iterator[Any]:
+        forms = {ahead._form(operation) for operation in ahead.distinct(operations)} - known
+        known.update(forms)
+        yield ahead.Compiled(len(forms))
 
     patch.setattr(tape_tier, "can_fuse", lambda device: True)
     patch.setattr(maker.Maker, "made", made)
+    patch.setattr(program, "compiling", by_hand)
 
 
 @pytest.fixture

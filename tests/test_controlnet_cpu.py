@@ -62,18 +62,22 @@ def sampled(models, patcher, nets, scene, **changes):
 
 
 @pytest.fixture(scope="module")
-def warm(models, unets, nets):
-    """By family and way: (the UNet, its controls), after a first prompt.
+def warm(models, unets, nets, counting):
+    """By family and way: (the UNet, its controls), after a first prompt at one size. From here on nothing may compile.
 
-    That of Compile Model has had no control yet.
+    That is after one of each kind that is another forward: without residuals, with those of a ControlNet, of a
+    T2I-Adapter and of both, and with what skipped steps need.
     """
     ways = {}
     for name in FAMILIES:
         fast, control = compiled(unets[name]), as_compiled(nets[name], "control")
         for batch in (1, 2):
             models.sample(fast, **SHORT_RUN | {"batch": batch})
-        models.sample(unets[name], **SHORT_RUN, steer=steering(control["net"]))
+        for scene in ("one", "a T2I-Adapter", "two networks, one T2I-Adapter"):
+            sampled(models, fast, control, scene, **SHORT_RUN)
         ways[name] = {"model": (fast, nets[name]), "control": (unets[name], control), "both": (fast, control)}
+    for scene in ("one", "ends in mid-run"):
+        sampled(models, skipping(ways["sd15"]["both"][0]), ways["sd15"]["both"][1], scene, **SHORT_RUN | {"steps": 9})
     return ways
 
 
@@ -81,7 +85,7 @@ def warm(models, unets, nets):
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_image_equals_eager(models, unets, nets, warm, scene, nothing_steps_down):
+def test_image_equals_eager_and_nothing_compiles(models, unets, nets, warm, scene, nothing_compiles):
     """Each scene after a run without any control, and a run without one after the last of them."""
     name = FAMILIES[list(SCENES).index(scene) % 2]
     run = RUN | SCENES[scene][2]
@@ -94,7 +98,7 @@ def test_image_equals_eager(models, unets, nets, warm, scene, nothing_steps_down
 
 
 @pytest.mark.parametrize("scene", ["appears in mid-run", "ends in mid-run"])
-def test_a_run_with_and_without_residuals(models, warm, scene, nothing_steps_down):
+def test_a_run_with_and_without_residuals(models, warm, scene, nothing_compiles):
     """What the scenes are about: one run has both kinds of call, and the network itself runs on some steps only."""
     sampled(models, *warm["sd15"]["both"], scene)
     calls = {kind: sum(s["calls"] for s in shapes() if kind in s["key"]) for kind in ("hint", "middle=1", "x[")}
@@ -227,7 +231,7 @@ def test_a_run_records_what_is_new_alone(models, unets, recordings):
 
 
 @pytest.mark.parametrize(("scene", "full"), [("one", 4), ("ends in mid-run", 5), ("appears in mid-run", 5)])
-def test_skipped_steps_are_steered(models, unets, nets, warm, scene, full, nothing_steps_down):
+def test_skipped_steps_are_steered(models, unets, nets, warm, scene, full, nothing_compiles):
     """The same run whatever is compiled; where the control begins or ends, one more step is full."""
     unet, (fast, control) = unets["sd15"], warm["sd15"]["both"]
     wanted = sampled(models, skipping(unet), nets["sd15"], scene, steps=12)

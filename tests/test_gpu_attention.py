@@ -156,6 +156,26 @@ def test_a_new_length_costs_little():
     assert max(took[1:]) < NEW_SIZE
 
 
+def test_heads_of_64_channels_are_never_planned(models):
+    """Attention of a UNet by cuDNN on Hopper: neither its programs nor a later size's first forward asks for a plan."""
+    from anyshape.accel.engine import Settings
+    from anyshape.accel.families.attach import compile_model
+    from torch.profiler import ProfilerActivity, profile
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch takes cuDNN's attention by itself on Hopper alone")
+    eager = models.unet("sdxl", model_channels=64, context_dim=64, num_head_channels=64)
+    compiled, _ = compile_model(eager, Settings(mode="auto"))
+    for size in ((256, 256), (320, 256)):  # of the second, cuDNN is asked once what its result looks like
+        models.sample(compiled, *size, steps=2)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        out = models.sample(compiled, 264, 328, steps=2)
+    ran = {event.key for event in seen.key_averages() if "attention" in event.key}
+    assert "aten::_flash_attention_forward" in ran and "aten::_cudnn_attention_forward" not in ran, ran
+    wanted = models.sample(eager, 264, 328, steps=2)
+    assert (out - wanted).norm() / wanted.norm() < 0.05
+
+
 PROCESS = """
 import json
 from tests import test_gpu_attention as tests

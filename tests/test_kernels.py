@@ -17,7 +17,7 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined, so before the import below
 
 from anyshape.accel.errors import Unavailable  # noqa: E402
-from anyshape.accel.kernels import linear_geglu, reference, short_attention  # noqa: E402
+from anyshape.accel.kernels import flash_attention, linear_geglu, reference  # noqa: E402
 from anyshape.accel.kernels.group_norm import group_norm  # noqa: E402
 from anyshape.accel.kernels.grouped_linear import fits, grouped_linear, make_table  # noqa: E402
 from anyshape.accel.kernels.pointwise import geglu, upsample2x  # noqa: E402
@@ -179,20 +179,20 @@ def test_linear_geglu_is_for_tiles_that_fill_the_card():
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("heads, channels", [(2, 128), (3, 120), (1, 128), (4, 64)])
-@pytest.mark.parametrize("queries, keys", [(1, 1), (70, 77), (33, 154), (128, 231)])
-def test_short_attention(queries, keys, heads, channels, dtype):
+@pytest.mark.parametrize("queries, keys", [(1, 1), (70, 77), (33, 154), (128, 231), (65, 128)])
+def test_flash_attention(queries, keys, heads, channels, dtype):
     q = randn(2, queries, channels, dtype=dtype)
     k, v = (randn(2, keys, 2 * channels, dtype=dtype)[:, :, ::2] for _ in range(2))
-    assert short_attention.fits(q, k, heads)
-    out = short_attention.short_attention(q, k, v, heads)
-    assert_close(out, reference.short_attention(*reference.to_float64(q, k, v), heads), dtype)
+    assert flash_attention.fits(q, k, heads)
+    out = flash_attention.flash_attention(q, k, v, heads)
+    assert_close(out, reference.flash_attention(*reference.to_float64(q, k, v), heads), dtype)
 
 
-def test_short_attention_leaves_the_rest_to_the_library():
+def test_flash_attention_leaves_the_rest_to_the_library():
     q, k = randn(1, 4, 320, dtype=torch.float16), randn(1, 77, 320, dtype=torch.float16)
-    assert short_attention.fits(q, k, 8)
-    assert not short_attention.fits(q, k, 2)
-    assert not short_attention.fits(q.float(), k.float(), 8)
+    assert flash_attention.fits(q, k, 8)
+    assert not flash_attention.fits(q, k, 2)
+    assert not flash_attention.fits(q.float(), k.float(), 8)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -252,7 +252,7 @@ def _all(out):
         ("group_norm", "apply_kernel", "group_norm"),
         ("pointwise", "upsample_kernel", "upsample2x"),
         ("grouped_linear", "grouped_linear_kernel", "grouped_linear"),
-        ("short_attention", "short_attention_kernel", "short_attention"),
+        ("flash_attention", "flash_attention_kernel", "flash_attention"),
         ("linear_geglu", "linear_geglu_kernel", "geglu_of_product"),
     ],
 )
@@ -274,7 +274,7 @@ def test_an_operation_whose_kernel_fails_runs_in_plain_torch(monkeypatch, module
         "linear_geglu": (x, up, added),
         "upsample2x": (image, (8, 6)),
         "grouped_linear": (x, [up, up], [added, added], table),
-        "short_attention": (x, x, x, 2),
+        "flash_attention": (x, x, x, 2),
     }
     for _ in range(2):
         for name, args in calls.items():
@@ -291,9 +291,9 @@ def test_what_did_not_run_at_the_first_size_runs_at_the_next(monkeypatch):
     """A first call that was broken off has not compiled the kernel that only other sizes choose."""
     from anyshape.accel.kernels.triton_ops import TritonOps
 
-    ops, long = TritonOps(torch.device(DEVICE)), short_attention.MAX_KEYS + 1
+    ops, long = TritonOps(torch.device(DEVICE)), flash_attention.MAX_KEYS + 1
     q, k = (randn(1, length, 64, dtype=torch.float16) for length in (5, long))
-    real, calls = short_attention.short_attention, []
+    real, calls = flash_attention.flash_attention, []
 
     def attention(*args):
         calls.append(args)
@@ -301,11 +301,11 @@ def test_what_did_not_run_at_the_first_size_runs_at_the_next(monkeypatch):
             raise RuntimeError("broken off")
         return real(*args)
 
-    monkeypatch.setattr(short_attention, "short_attention", attention)
+    monkeypatch.setattr(flash_attention, "flash_attention", attention)
     with pytest.raises(RuntimeError, match="broken off"):
-        ops.short_attention(q, k, k, 1)
+        ops.flash_attention(q, k, k, 2)
     for _ in range(2):
-        assert torch.equal(ops.short_attention(q, k, k, 1), reference.short_attention(q, k, k, 1))
+        assert torch.equal(ops.flash_attention(q, k, k, 2), reference.flash_attention(q, k, k, 2))
     assert len(calls) == 2
 
 

@@ -64,7 +64,7 @@ def cases() -> dict[str, tuple]:
             reference.linear_geglu(tokens.double(), wide.double(), offset.double()),
         ),
         "attention": (
-            operations.short_attention, (q, k, v, 4), reference.short_attention(q.double(), k.double(), v.double(), 4)
+            operations.flash_attention, (q, k, v, 4), reference.flash_attention(q.double(), k.double(), v.double(), 4)
         ),
         "layers": (
             operations.grouped_linear, ([tokens], weights, biases, table),
@@ -125,8 +125,8 @@ def test_pictures_come_out_in_channels_last(name):
 def test_attention_to_many_keys_is_the_librarys():
     q, k, v = randn(1, 4, 32), randn(1, 300, 32), randn(1, 300, 32)
     with torch.inference_mode():
-        out = operations.short_attention(q, k, v, 2)
-    exact = reference.short_attention(q.double(), k.double(), v.double(), 2)
+        out = operations.flash_attention(q, k, v, 2)
+    exact = reference.flash_attention(q.double(), k.double(), v.double(), 2)
     assert (out.double() - exact).norm() / exact.norm() < 1e-3
 
 

@@ -23,10 +23,10 @@ from anyshape.accel.tape.rules import (  # noqa: E402
     channels_last,
     conv_bias,
     edits,
+    flash_attention,
     geglu,
     group_norm,
     grouped_linear,
-    short_attention,
     upsample,
 )
 from anyshape.accel.tape.values import Tape, Value  # noqa: E402
@@ -167,7 +167,7 @@ EACH = {
     "bias": [channels_last.lay_out, conv_bias.add_after],
     "norm": [channels_last.lay_out, conv_bias.add_after, group_norm.take_in],
     "geglu": [geglu.join_product],
-    "prompt": [short_attention.attend],
+    "prompt": [flash_attention.attend],
     "layers": [grouped_linear.join],
     "all": [],
 }
@@ -201,7 +201,7 @@ def test_rule_is_right_at_every_size_with_the_kernels_of_the_first(name, model, 
 
 def test_all_rules_say_what_they_round(model, dtype):
     tape = taped(model, inputs(SIZES[0], dtype))
-    halves = {geglu.LESS_EXACT, short_attention.LESS_EXACT, grouped_linear.LESS_EXACT}
+    halves = {geglu.LESS_EXACT, flash_attention.LESS_EXACT, grouped_linear.LESS_EXACT}
     every = {channels_last.LESS_EXACT, group_norm.LESS_EXACT} | (halves if dtype == torch.float16 else set())
     assert set(rules.apply(tape)) == every
 
@@ -348,6 +348,32 @@ def test_a_padded_picture_is_not_turned():
     lies_as_said(program, given)
 
 
+@pytest.mark.parametrize("lies", [torch.contiguous_format, LAST], ids=str)
+def test_a_last_picture_of_one_pixel_has_the_kernels_of_any_other(lies):
+    """It is given back as it was recorded, and its strides are those of either way to lie."""
+
+    class Smaller(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, stride, 1) for stride in (1, 2, 1, 1)).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second, third, fourth = self.layers
+            x = second(first(x).sin())
+            x = x + third(x).sin()
+            return (fourth(x) * x).chunk(2, dim=1)[0]
+
+    model, known = Smaller(), []
+    for size in ((1, 8, 6, 4), (1, 8, 2, 2), (2, 8, 2, 2)):
+        given = (torch.randn(size).contiguous(memory_format=lies),)
+        _, program = programmed(model, given)
+        known.append({launch.source.text for launch in program.launches})
+        out, wanted = program.run(list(given)), model(*given)
+        assert torch.allclose(out, wanted, atol=1e-6)
+    assert known[0] and known[1] <= known[0] and known[2] <= known[0]
+
+
 def test_a_few_convolutions_stay_as_they_are():
     model, given = (
         nn.Sequential(*(nn.Conv2d(8, 8, 3) for _ in range(3))).requires_grad_(False),
@@ -390,6 +416,7 @@ SUMS = {  # (what is normed, has it an embedding within, how many numbers a chan
     "two offsets": (lambda m, x, e: m.norm(x + m.offset + e), True, 2),
     "three offsets": (lambda m, x, e: m.norm(x + m.offset + m.offset + e), True, 2),
     "two embeddings": (lambda m, x, e: m.norm(x + e + e), True, 0),
+    "another picture": (lambda m, x, e: m.norm(x + x.sin()), False, 0),
     "a sum that others read": (lambda m, x, e: m.norm(y := x + e) + y, False, 0),
     "a product": (lambda m, x, e: m.norm(x * e), False, 0),
     "a scaled sum": (lambda m, x, e: m.norm(torch.add(x, e, alpha=2)), False, 0),
@@ -397,15 +424,16 @@ SUMS = {  # (what is normed, has it an embedding within, how many numbers a chan
 }
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("size", [(1, 16, 5, 3), (2, 16, 5, 3), (1, 16, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", SUMS)
-def test_what_a_norm_takes_in(name, rows):
+def test_what_a_norm_takes_in(name, size):
+    """The same of a picture of one pixel, of which there is one number a channel too."""
     body, shifted, offsets = SUMS[name]
-    model, given = Normed(body), (torch.randn(rows, 16, 5, 3), torch.randn(rows, 16))
+    model, given = Normed(body), (torch.randn(size), torch.randn(size[:2]))
     tape, program = programmed(model, given)
     (norm,) = calls(tape, operations.group_norm_last)
     assert (norm.args[5] is not None, len(norm.args[7])) == (shifted, offsets)
-    assert error(model, program, (torch.randn(rows, 16, 5, 3), torch.randn(rows, 16))) < 1e-5
+    assert error(model, program, (torch.randn(size), torch.randn(size[:2]))) < 1e-5
 
 
 # GEGLU, attention, layers of one input -----------------------------------------------------------------------------
@@ -414,7 +442,7 @@ def test_what_a_norm_takes_in(name, rows):
 def test_blocks_have_one_operation_for_geglu_and_one_for_the_prompt():
     model = Pictures(torch.float16)
     tape, _ = programmed(model, inputs(SIZES[0], torch.float16))
-    assert len(calls(tape, operations.linear_geglu)) == len(calls(tape, operations.short_attention)) == 4
+    assert len(calls(tape, operations.linear_geglu)) == len(calls(tape, operations.flash_attention)) == 4
     (text,) = calls(tape, operations.grouped_linear)
     assert len(text.args[1]) == 8 and text.args[2] == [None] * 8
     assert not calls(tape, torch.ops.aten.gelu.default)
@@ -451,14 +479,14 @@ def test_which_gates_are_part_of_their_product(name):
 class Asking(nn.Module):
     """Attention of 12 tokens to a prompt, or to whatever."""
 
-    def __init__(self, own: bool = False, **options: object) -> None:
+    def __init__(self, own: bool = False, width: int = 32, count: int = 2, **options: object) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.q, self.k, self.v = (nn.Linear(32, 32).half().requires_grad_(False) for _ in range(3))
-        self.own, self.options = own, options
+        self.q, self.k, self.v = (nn.Linear(width, width).half().requires_grad_(False) for _ in range(3))
+        self.own, self.count, self.options = own, count, options
 
     def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (2, 16))
+        return x.unflatten(-1, (self.count, -1))
 
     def forward(self, x: Tensor, text: Tensor) -> Tensor:
         text = x if self.own else text
@@ -485,10 +513,22 @@ def test_which_attention_is_to_a_prompt(model, words, taken):
     given = torch.randn(2, 12, 32).half(), torch.randn(2, words, 32).half()
     model.mask = model.options.get("attn_mask")  # a tensor of the model's own
     tape, program = programmed(model, given)
-    assert bool(calls(tape, operations.short_attention)) == taken
+    assert bool(calls(tape, operations.flash_attention)) == taken
     assert error(model, program, given) < BOUND[torch.float16]
     # its kernel is compiled all the same, as a shorter prompt will need it
-    assert [operation.func for operation in tape.ahead] == ([operations.short_attention] if words == 257 else [])
+    assert [operation.func for operation in tape.ahead] == ([operations.flash_attention] if words == 257 else [])
+
+
+@pytest.mark.parametrize("count, taken", [(2, True), (4, False)])
+def test_attention_that_would_be_planned_is_not(monkeypatch, count, taken):
+    """An image's own tokens, heads of 64 channels: as where cuDNN is, which plans each number of tokens."""
+    monkeypatch.setattr(flash_attention, "PLANNED", "_scaled_dot_product_flash_attention_for_cpu")
+    model = Asking(own=True, width=128, count=count)
+    for tokens in (12, 300):
+        given = torch.randn(2, tokens, 128).half(), torch.randn(2, 7, 128).half()
+        tape, program = programmed(model, given)
+        assert bool(calls(tape, operations.flash_attention)) == taken and not tape.ahead
+        assert error(model, program, given) < BOUND[torch.float16]
 
 
 class Layers(nn.Module):

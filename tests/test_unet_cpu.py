@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools import oracles
-from tools.driving import SHORT_RUN, SMALL_UNET, compiled, randn, residuals, unet_forward
+from tools.driving import SHORT_RUN, SMALL_UNET, UNETS, compiled, randn, residuals, unet_forward
 from tools.oracles import assert_fast, error, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -54,13 +54,10 @@ CHANGES = [
 
 @pytest.fixture(scope="module")
 def warm(models, unets, counting):
-    """Both families after what has kernels of its own: from here on nothing may compile.
-
-    That is one row, several rows, and 64x64, whose deepest picture is one pixel.
-    """
+    """Both families after their first prompt at batch 1 and their first above: from here on nothing may compile."""
     fast = {name: compiled(unets[name]) for name in FAMILIES}
     for each in fast.values():
-        for change in ({"cfg": 1.0}, {}, {"batch": 2}, {"width": 64, "height": 64}):
+        for change in ({}, {"batch": 2}):
             models.sample(each, **SHORT_RUN | change)
     return fast
 
@@ -73,8 +70,10 @@ def test_no_change_compiles(models, warm, name, nothing_compiles):
     assert_fast()
 
 
-def test_a_second_model_of_the_family_compiles_nothing(models, warm, fresh, nothing_compiles):
-    models.sample(compiled(fresh), **SHORT_RUN)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_second_model_of_the_family_compiles_nothing(models, warm, name, nothing_compiles):
+    """With weights of its own and the family's sizes, which are written into kernels."""
+    models.sample(compiled(models.unet(name, torch.float32, **UNETS[name])), **SHORT_RUN)
     assert_fast()
 
 

@@ -23,17 +23,23 @@ def patchers(small_unets):
 
 
 @pytest.fixture(scope="module")
-def warm(models, patchers):
-    """Compiled, after the first prompt at batch 1 and the first above."""
+def warm(models, patchers, counting):
+    """Compiled, after the first prompt at batch 1 and the first above: from here on nothing may compile.
+
+    That is also after a prompt with GLIGEN's boxes, at another size.
+    """
     fast = {name: compiled(patcher) for name, patcher in patchers.items()}
     for name, each in fast.items():
         for latent in (latents(name), latents(name, 2)):
             sample_prompts(each, *prompts(models, each, name), latent=latent, cfg=1.0, steps=1)
+    positive, negative = prompts(models, patchers["sd15"], "sd15")
+    boxed = with_boxes(models, patchers["sd15"], positive, 4)
+    sample_prompts(fast["sd15"], boxed, negative, latent=latents("sd15", height=8), steps=1)
     return fast
 
 
 @pytest.fixture(autouse=True)
-def _nothing_steps_down(nothing_steps_down):
+def _nothing_compiles(nothing_compiles):
     """Of every test of this file."""
 
 

@@ -37,17 +37,24 @@ def plain(models, patchers):
 
 
 @pytest.fixture(scope="module")
-def warm(models, patchers):
-    """Compiled, after the first prompt at batch 1 and the first above."""
+def warm(models, patchers, counting):
+    """Compiled, after the first prompt at batch 1 and the first above: from here on nothing may compile.
+
+    That is also after what makes another forward of it, at another size: a wrapper of weights, and patches.
+    """
     fast = {name: compiled(patcher) for name, patcher in patchers.items()}
     for name, each in fast.items():
         models.sample(each, **RUNS[name])
         models.sample(each, **RUNS[name] | {"batch": 2})
+        models.sample(wrapped(each), **RUNS[name] | {"width": 64})
+    sample_prompts(
+        fast["sd15"], *hooked(models, patchers["sd15"], patched_and_wrapped()), latent=torch.zeros(1, 4, 9, 8)
+    )
     return fast
 
 
 @pytest.fixture(autouse=True)
-def _nothing_steps_down(nothing_steps_down):
+def _nothing_compiles(nothing_compiles):
     """Of every test of this file."""
 
 
@@ -97,16 +104,16 @@ def test_prompts_of_one_afternoon(models, patchers, warm, plain, monkeypatch, na
     assert_fast()
 
 
+def wrapped(patcher):
+    """What a pack has ComfyUI do to one weight at each call."""
+    patcher = patcher.clone()
+    for layer in LAYERS[family(patcher)]:
+        patcher.add_weight_wrapper(f"diffusion_model.{layer}.weight", lambda weight: weight * 0.8)
+    return patcher
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_weight_wrapper(models, patchers, warm, plain, name):
-    """What a pack has ComfyUI do to one weight at each call."""
-
-    def wrapped(patcher):
-        patcher = patcher.clone()
-        for layer in LAYERS[family(patcher)]:
-            patcher.add_weight_wrapper(f"diffusion_model.{layer}.weight", lambda weight: weight * 0.8)
-        return patcher
-
     wanted = models.sample(wrapped(patchers[name]), **RUNS[name])
     assert error(wanted, plain[name]) > CHANGED
     for each in (wrapped(warm[name]), compiled(wrapped(patchers[name]))):
@@ -258,8 +265,8 @@ def test_hooks_that_change_in_mid_run(models, patchers, others, warm, plain, lor
     assert_fast()
 
 
-def test_hooks_that_are_patches_and_wrappers(models, patchers, warm):
-    """Hooks may give one prompt patches and wrappers of its own instead of weights."""
+def patched_and_wrapped():
+    """Hooks that give one prompt patches, and one a wrapper, instead of weights."""
     import comfy.hooks
     from comfy.patcher_extension import WrappersMP
 
@@ -273,7 +280,11 @@ def test_hooks_that_are_patches_and_wrappers(models, patchers, warm):
         return executor(x * 0.8, *args, **kwargs) * 1.1
 
     patched = group({"patches": {"attn1_patch": [lambda n, k, v, options: (n * 1.3, k, v)]}})
-    wrapping = group({"wrappers": {WrappersMP.DIFFUSION_MODEL: {"another pack": [wrapper]}}})
+    return [patched, group({"wrappers": {WrappersMP.DIFFUSION_MODEL: {"another pack": [wrapper]}}})]
+
+
+def test_hooks_that_are_patches_and_wrappers(models, patchers, warm):
+    patched, wrapping = patched_and_wrapped()
     prompts = hooked(models, patchers["sd15"], [patched, wrapping])
     wanted = sample_prompts(patchers["sd15"], *prompts)
     for groups in ([None, wrapping], [patched, None]):

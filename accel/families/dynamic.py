@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .. import graphs
 from ..errors import is_out_of_memory, let_go
 from ..reasons import say
-from ..tape.weights import modules_of
+from ..tape.weights import modules_of, parts_of
 from .small_weights import SmallWeights
 
 try:
@@ -51,7 +51,7 @@ def is_mapped(layer: nn.Module) -> bool:
 
 def mapped(model: nn.Module) -> "MappedWeights | None":
     """Those of ``model``; None if ComfyUI maps in none of its layers."""
-    parts = [part for part in model.modules() if is_mapped(part)]
+    parts = [part for part in parts_of(model) if is_mapped(part)]
     return MappedWeights(model, parts) if parts and vbars is not None else None
 
 
@@ -59,7 +59,7 @@ def unmapped(model: nn.Module) -> list[Tensor]:
     """The parameters of ``model`` that no pages stand for."""
     return [
         weight
-        for part in model.modules()
+        for part in parts_of(model)
         for name, weight in part._parameters.items()
         if weight is not None and not (name in KEYS and is_mapped(part))
     ]

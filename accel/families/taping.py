@@ -20,11 +20,12 @@ from ..fingerprint import ModuleFingerprint, foreign_code, foreign_method
 from ..key import ShapeKey, shape_key
 from ..reasons import say
 from ..skip.run import RUN_KEY
+from ..tape.attention import without_plans
 from ..tape.live import OVERRIDE, Played
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
 from ..tape.values import Weight
-from ..tape.weights import resolve
+from ..tape.weights import modules_of, resolve
 from ..tapes import Skipping, Taped, named_features
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import dynamic
@@ -179,7 +180,7 @@ class TapeRun:
         if self._layout is None or (wanted <= laid and known == since if wanted else not laid):
             return known
         if wanted:
-            modules = dict(self.model.named_modules())
+            modules = dict(modules_of(self.model))
             self._layout.permute(resolve(modules, weight) for weight in wanted)
         else:
             self._layout.restore()
@@ -361,9 +362,11 @@ def _places(options: Mapping[Any, Any], block: nn.Module, uncalled: bool = False
 
 
 def _prepare(options: NotedOptions, recorder: Recorder) -> None:
-    """Attention that is not torch's own goes on the tape as one call, whatever it does inside."""
+    """Attention that is not torch's own goes on the tape as one call, whatever it does inside; torch's as it runs."""
     theirs = options.get(OVERRIDE)  # noted: another one, another recording
     if theirs is None and attention.optimized_attention in OPEN_ATTENTION:
+        if recorder.turned:  # what the recorder hears it writes down as it would be, and what it does not is a copy
+            options.hide(OVERRIDE, partial(_planning_little, recorder))
         return
 
     recorder.calls_packs = recorder.calls_packs or theirs is not None
@@ -390,6 +393,11 @@ def _prepare(options: NotedOptions, recorder: Recorder) -> None:
         )
 
     options.hide(OVERRIDE, override)
+
+
+def _planning_little(recorder: Recorder, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Attention of a forward whose libraries plan as little as they can, see ``Recorder``."""
+    return without_plans(function, *args, **kwargs) if recorder.is_deaf else function(*args, **kwargs)
 
 
 class _Copied(Reads):

@@ -107,9 +107,9 @@ def _fake_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
 
 
 @_operation("(Tensor q, Tensor k, Tensor v, int heads) -> Tensor", _fake_attention)
-def short_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """Attention to few keys; q [B, T, C], k, v [B, L, C]."""
-    return fused_ops(q.device).short_attention(q, k, v, heads)
+    return fused_ops(q.device).flash_attention(q, k, v, heads)
 
 
 def _fake_grouped(

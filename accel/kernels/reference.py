@@ -54,7 +54,7 @@ def linear_geglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return geglu(F.linear(x, weight, bias))
 
 
-def short_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     """softmax(q k^T / sqrt(D)) v for each head; q [B, T, C], k, v [B, L, C] -> [B, T, C]."""
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import KernelFailed
 from ..stats import STATS
-from . import group_norm, grouped_linear, linear_geglu, pointwise, reference, short_attention
+from . import flash_attention, group_norm, grouped_linear, linear_geglu, pointwise, reference
 from .launch import compile_only
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ KERNELS = (
     pointwise.geglu_kernel,
     grouped_linear.grouped_linear_kernel,
     linear_geglu.linear_geglu_kernel,
-    short_attention.short_attention_kernel,
+    flash_attention.flash_attention_kernel,
     pointwise.upsample_kernel,
 )
 
@@ -89,16 +89,16 @@ class TritonOps:
     def _geglu(self, p: Tensor) -> Tensor:
         return pointwise.geglu(p)
 
-    @_or(reference.short_attention)
-    def short_attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-        """Attention to few keys; to many it is the library's. q [B, T, C], k, v [B, L, C]."""
-        if not short_attention.fits(q, k, heads):
-            return reference.short_attention(q, k, v, heads)
-        few = k.shape[1] <= short_attention.MAX_KEYS
+    @_or(reference.flash_attention)
+    def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+        """Attention; to many keys, of heads that do not suit it, it is the library's. q [B, T, C], k, v [B, L, C]."""
+        if not flash_attention.fits(q, k, heads):
+            return reference.flash_attention(q, k, v, heads)
+        suits = flash_attention.suits(q.shape[2] // heads, k.shape[1])
         variant = ("attention", q.dtype, q.shape[2] // heads)
-        out = short_attention.short_attention(q, k, v, heads) if few or variant not in self._chosen else None
+        out = flash_attention.flash_attention(q, k, v, heads) if suits or variant not in self._chosen else None
         self._chosen.add(variant)
-        return out if few else reference.short_attention(q, k, v, heads)
+        return out if suits else reference.flash_attention(q, k, v, heads)
 
     @_or(reference.upsample2x)
     def upsample2x(self, x: Tensor, size: tuple[int, int]) -> Tensor:

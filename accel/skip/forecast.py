@@ -2,7 +2,7 @@
 
 Reuse is DeepCache (Ma, Fang and Wang 2024). The line is the first divided difference (Newton's form), exact for
 features that are linear in the axis, at any distances of the steps: TaylorSeer (Liu et al. 2025) of order 1 for steps
-that are not evenly spaced. Higher orders follow the noise in the features more than the features.
+that are not evenly spaced. Order 2 is the parabola through the last three full steps: the benchmarks compare with it.
 
 The axis is sigma: its steps shrink as the noise does, so the line reaches less and less far beyond the last full step.
 """
@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-KEPT = 2  # features: what a line needs
 DAMPING = 1.0  # share of the slope that is believed; see docs/performance.md
 
 
@@ -20,7 +19,7 @@ DAMPING = 1.0  # share of the slope that is believed; see docs/performance.md
 class History:
     """The last features of one prompt's rows, and where on the axis they were computed. Holds them on their device."""
 
-    order: int = 1  # 0: reuse; 1: damped line
+    order: int = 1  # 0: reuse; 1: damped line; 2: parabola
     damping: float = DAMPING
     _points: list[tuple[float, Tensor]] = field(default_factory=list)
 
@@ -34,15 +33,28 @@ class History:
             self._points.clear()
         if self._points and self._points[-1][0] == position:
             self._points.pop()
-        self._points = [*self._points, (position, feature)][-(KEPT if self.order else 1) :]
+        self._points = [*self._points, (position, feature)][-(self.order + 1) :]
 
     def at(self, position: float) -> Tensor:
         """The forecast at ``position``: a feature of the history itself, or a new tensor of its shape and dtype."""
         last, feature = self._points[-1]
-        if self.order == 0 or len(self._points) < KEPT:
+        if len(self._points) == 1:
             return feature
-        before, older = self._points[0]
-        return torch.lerp(older, feature, 1.0 + self.damping * (position - last) / (last - before))
+        before, older = self._points[-2]
+        line = torch.lerp(older, feature, 1.0 + self.damping * (position - last) / (last - before))
+        if len(self._points) == 2:
+            return line
+        first, oldest = self._points[0]
+        # the second divided difference, as the shares of the three features in it
+        bend = (position - last) * (position - before)
+        shares = (
+            (last - before) * (last - first),
+            (before - last) * (before - first),
+            (first - last) * (first - before),
+        )
+        for share, each in zip(shares, (feature, older, oldest), strict=True):
+            line.add_(each, alpha=bend / share)
+        return line
 
     @property
     def shape(self) -> torch.Size:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ..attempt import named
 from ..reasons import say
 from . import aliasing
-from .attention import Unplanned, unplanned
+from .attention import unplanned
 from .blanks import Blanks, blank
 from .kept import kept_tensor
 from .live import Played
@@ -373,8 +373,6 @@ def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | 
     with torch.inference_mode(), ExitStack() as stack:
         if recorder.device.type == "cpu":
             stack.enter_context(HostReads(recorder.read_back))
-        if recorder.turned:  # what the recorder hears is written down as it is, and what it does not is a copy
-            stack.enter_context(Unplanned(lambda: recorder.is_deaf))
         gc.disable()  # a tape is many small objects, which it would go through again and again
         try:
             with recorder:

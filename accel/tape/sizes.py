@@ -317,7 +317,7 @@ def _table() -> dict[str, Rule]:
         ),
         (
             "layer_norm rms_norm softmax _softmax group_norm copy_ fill_ zero_ cumsum flip roll native_layer_norm "
-            "group_norm_last short_attention " + " ".join(views.SAME),
+            "group_norm_last flash_attention " + " ".join(views.SAME),
             _same,
         ),
         (" ".join(views.RESHAPES), _reshape),

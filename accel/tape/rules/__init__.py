@@ -16,12 +16,12 @@ from . import (
     copies,
     edits,
     epilogue,
+    flash_attention,
     geglu,
     group_norm,
     grouped_linear,
     kitchen,
     once,
-    short_attention,
     upsample,
 )  # fmt: skip
 
@@ -29,7 +29,7 @@ Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
     kitchen.decompose, copies.drop_repeats, once.compute_once, channels_last.lay_out, upsample.double,
-    conv_bias.add_after, group_norm.take_in, geglu.join_product, short_attention.attend, grouped_linear.join,
+    conv_bias.add_after, group_norm.take_in, geglu.join_product, flash_attention.attend, grouped_linear.join,
     epilogue.fuse_gelu, attention.take_fastest, by_tokens.store_by_tokens,
 )  # fmt: skip
 

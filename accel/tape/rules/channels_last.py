@@ -26,6 +26,7 @@ LESS_EXACT = (
 )
 FEWEST = 4  # convolutions: a model that only cuts its picture into patches has one or two
 ORDER, LAST = (0, 2, 3, 1), torch.channels_last
+PIXEL = (1, 1)  # the sides of a picture whose strides do not say how it lies: torch takes it for either
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # They keep their arguments' layout, or are made to.
 ALIKE = sizes.ELEMENTWISE | {"cat", "clone", "to", "_to_copy", "float", "type_as"}
@@ -108,7 +109,7 @@ class _Pass:
         pairs = [_pair(given.get(name, default)) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
         args = (x, weight, bias, *pairs, given.get("groups", 1))
         edits.become(operation, ours.conv2d_last, args, (x, weight, bias))
-        self._lies_last(operation.outputs[0])
+        self._lies_last(operation.outputs[0], x)
 
     def _norm(self, operation: Operation) -> None:
         given = dict(zip(("x", "groups", "weight", "bias", "eps"), operation.args, strict=False)) | operation.kwargs
@@ -120,11 +121,14 @@ class _Pass:
         )
         args = (x, weight, bias, groups, given.get("eps", 1e-5), None, False, [])
         edits.become(operation, ours.group_norm_last, args, (x, weight, bias))
-        self._lies_last(operation.outputs[0])
+        self._lies_last(operation.outputs[0], x)
 
-    def _lies_last(self, value: Value) -> None:
-        self._recorded.setdefault(value, value.stride)
-        value.stride, value.order = last(value.shape), ORDER
+    def _lies_last(self, value: Value, source: Value) -> None:
+        """``value``, which is made of ``source``. A recorded picture of one pixel lay as its source did."""
+        stride = last(value.shape)
+        as_source = value.shape[2:] == PIXEL and self._recorded.get(source, source.stride) == last(source.shape)
+        self._recorded.setdefault(value, stride if as_source else value.stride)
+        value.stride, value.order = stride, ORDER
         self._last.add(value)
 
     # All others ---------------------------------------------------------------------------------------------------
@@ -144,7 +148,7 @@ class _Pass:
         elif name in ALIKE and len(operation.outputs) == 1:
             self._alike(operation, operation.outputs[0])
         elif _keeps_layout(operation, name) and len(operation.outputs) == 1 and operation.inputs[0] in self._last:
-            self._lies_last(operation.outputs[0])
+            self._lies_last(operation.outputs[0], operation.inputs[0])
         elif name not in STEADY:
             self._as_recorded(operation)
 
@@ -175,7 +179,7 @@ class _Pass:
         if output.base is not None:  # ``to`` of what has that dtype already
             self._view(operation)
         elif made_of and len(output.shape) == 4:
-            self._lies_last(output)
+            self._lies_last(output, made_of[0])
         else:
             output.order = tuple(sorted(range(len(output.shape)), key=lambda d: -output.stride[d]))
 
@@ -188,12 +192,14 @@ class _Pass:
         if made is None:
             self._as_recorded(operation)
             return
+        source = operation.inputs[0]
+        stayed = source.shape[2:] == PIXEL and self._recorded.get(source) == source.stride
         for output, (stride, shares) in zip(operation.outputs, made, strict=True):
-            base = operation.inputs[0].root if shares else None
-            if stride != output.stride or base is not output.base:
+            base = source.root if shares else None
+            if not stayed and (stride != output.stride or base is not output.base):
                 self._recorded.setdefault(output, output.stride)
             output.stride, output.base = stride, base
-        if operation.inputs[0] in self._last and _name(operation) in views.SAME:
+        if source in self._last and _name(operation) in views.SAME:
             self._last.update(operation.outputs)
 
     def _form(self, operation: Operation) -> tuple:

@@ -63,9 +63,12 @@ def _take_sum(norm: Operation, readers: edits.Readers, given_back: set[Value]) -
             continue
         if numbers.shape[1:] != (x.shape[1], 1, 1) or numbers.shape[0] not in (1, x.shape[0]):
             continue
-        fixed = isinstance(numbers.root.leaf, Weight) and numbers.root.numel == x.shape[1]
+        root = numbers.root
+        fixed = isinstance(root.leaf, Weight) and root.numel == x.shape[1]
+        if x.shape[2:] == (1, 1) and len(root.shape) > 2 and not fixed:  # a picture too, where each has one pixel
+            continue
         if fixed and len(pending) < MOST_PENDING:
-            pending = [numbers.root, *pending]
+            pending = [root, *pending]
         elif not fixed and shift is None:
             shift = numbers
         else:
