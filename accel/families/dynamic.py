@@ -79,6 +79,8 @@ class MappedWeights:
         self._small = SmallWeights(model, lambda part: KEYS if is_mapped(part) else ())
         self._held: list[Place] = []  # spans whose pages stay
         self._owners: dict[int, nn.Module] = {}  # by the id of its weight
+        self._overflows = False  # whether the model did not fit when it was asked for last
+        self._waited = False  # in this call, for what ran last
         self._again = 0  # how often pages were asked for again after something else had pushed them out
 
     @property
@@ -98,18 +100,15 @@ class MappedWeights:
         """
         if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
             return say("low_vram")
+        self._waited = False
         for _ in range(ROUNDS):
             if self.hold():
                 self._small.keep(device)
                 return ""
-            stale = self._stale()
-            if stale is None:
-                if self._make_room(device):
-                    continue
+            filled = self._complete(device, dtype)
+            if filled is None and not self._make_room(device):
                 break
-            if stale and not self._fill(stale, device, dtype):
-                break
-            if not stale:
+            if filled == 0:  # looked through once more: what was filled last may have cost a page
                 self._note()
         return self.streamed()
 
@@ -199,24 +198,36 @@ class MappedWeights:
         same = zip(self._dicts, self._places, self._filled, strict=True)
         return all([own.get("_v") is place and own.get("_v_signature") is filled for own, place, filled in same])
 
-    def _stale(self) -> list[nn.Module] | None:
-        """The layers whose weights must be filled; None if their pages do not fit.
+    def _complete(self, device: torch.device, dtype: torch.dtype) -> int | None:
+        """Fills the layers whose weights are not there: how many; None if there is no room for all.
 
-        The last one is asked first: where the model does not fit, it is the one that has none, and one question is all
-        that a streamed model costs. The others in the order of their addresses, as pages go from the end.
+        In the order of their addresses, as pages go from the end, and while pages are found for some layers the weights
+        of those before them are copied. Where the model did not fit before, its last layer is asked first: one question
+        is all that a streamed model costs.
         """
-        stale = []
-        for part in (self._parts[-1], *self._parts):
+        stale: list[nn.Module] = []
+        filled, size = 0, 0
+        for part in [*self._parts[-1:], *self._parts] if self._overflows else self._parts:
             signature = _fault(part._v)
             if signature is None:
+                self._overflows = True
                 return None
             vbars.vbar_unpin(part._v)
-            if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)):
+            if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)) and part not in stale:
                 stale.append(part)
-        return list(dict.fromkeys(stale))
+                size += part._v[2]
+                if size >= CHUNK:
+                    if not self._fill(stale, device, dtype):
+                        return None
+                    filled, stale, size = filled + len(stale), [], 0
+        if stale and not self._fill(stale, device, dtype):
+            return None
+        self._overflows = False
+        return filled + len(stale)
 
     def _fill(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:
         """ComfyUI's own casts and patches, as its layers do them before they compute. False if memory is too short."""
+        mm.throw_exception_if_processing_interrupted()
         try:
             self._filled_by_comfyui(parts, device, dtype)
         except RuntimeError as error:
@@ -227,23 +238,22 @@ class MappedWeights:
         return True
 
     def _filled_by_comfyui(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
-        if device.type == "cuda":
+        if device.type == "cuda" and not self._waited:
             torch.cuda.synchronize(device)  # what ran last may still read what is about to be written
+            self._waited = True
         with torch.inference_mode():
-            for chunk in _chunks(parts):
-                mm.throw_exception_if_processing_interrupted()
-                try:
-                    stream = comfy.ops.cast_modules_with_vbar(chunk, None, device, None, True)
-                    mm.sync_stream(device, stream)
-                    for part in chunk:
-                        forms = part._prefetch.get("cast_geometry") or (part._v_weight, part._v_bias)
-                        own = [getattr(form, "dtype", None) for form in forms]
-                        comfy.ops.resolve_cast_module_with_vbar(part, own[0], device, own[1], dtype, False)
-                    if stream is not None:  # it may write into its buffers again once these weights are done
-                        stream.wait_stream(mm.current_stream(device))
-                finally:
-                    for part in chunk:
-                        _clean(part)
+            try:
+                stream = comfy.ops.cast_modules_with_vbar(parts, None, device, None, True)
+                mm.sync_stream(device, stream)
+                for part in parts:
+                    forms = part._prefetch.get("cast_geometry") or (part._v_weight, part._v_bias)
+                    own = [getattr(form, "dtype", None) for form in forms]
+                    comfy.ops.resolve_cast_module_with_vbar(part, own[0], device, own[1], dtype, False)
+                if stream is not None:  # it may write into its buffers again once these weights are done
+                    stream.wait_stream(mm.current_stream(device))
+            finally:
+                for part in parts:
+                    _clean(part)
 
     def _make_room(self, device: torch.device) -> bool:
         """Gives the memory of graphs back, if there are any, so that the weights fit; whether that may help.
@@ -288,18 +298,6 @@ def _spans(places: list[Place]) -> Iterator[Place]:
         own = [place for place in places if place[0] is whose]
         start = min(address for _, address, _ in own)
         yield whose, start, max(address + size for _, address, size in own) - start
-
-
-def _chunks(parts: list[nn.Module]) -> Iterator[list[nn.Module]]:
-    chunk, size = [], 0
-    for part in parts:
-        chunk.append(part)
-        size += part._v[2]
-        if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def _clean(part: nn.Module) -> None:
