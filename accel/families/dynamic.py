@@ -79,7 +79,6 @@ class MappedWeights:
         self._small = SmallWeights(model, lambda part: KEYS if is_mapped(part) else ())
         self._held: list[Place] = []  # spans whose pages stay
         self._owners: dict[int, nn.Module] = {}  # by the id of its weight
-        self._overflows = False  # whether the model did not fit when it was asked for last
         self._waited = False  # in this call, for what ran last
         self._again = 0  # how often pages were asked for again after something else had pushed them out
 
@@ -201,16 +200,15 @@ class MappedWeights:
     def _complete(self, device: torch.device, dtype: torch.dtype) -> int | None:
         """Fills the layers whose weights are not there: how many; None if there is no room for all.
 
-        In the order of their addresses, as pages go from the end, and while pages are found for some layers the weights
-        of those before them are copied. Where the model did not fit before, its last layer is asked first: one question
-        is all that a streamed model costs.
+        The last one is asked first. Where the model does not fit, it is the one that has no pages, and one question is
+        all that a streamed model costs. Where it fits, other models' pages go at once for all that is missing, for
+        which comfy-aimdo waits for the GPU; later questions need not wait, and weights are copied meanwhile.
         """
         stale: list[nn.Module] = []
         filled, size = 0, 0
-        for part in [*self._parts[-1:], *self._parts] if self._overflows else self._parts:
+        for part in (self._parts[-1], *self._parts):
             signature = _fault(part._v)
             if signature is None:
-                self._overflows = True
                 return None
             vbars.vbar_unpin(part._v)
             if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)) and part not in stale:
@@ -222,7 +220,6 @@ class MappedWeights:
                     filled, stale, size = filled + len(stale), [], 0
         if stale and not self._fill(stale, device, dtype):
             return None
-        self._overflows = False
         return filled + len(stale)
 
     def _fill(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:
