@@ -22,8 +22,8 @@ CLOSE = 2e-2  # relative L2 of a latent after four steps in bfloat16
 GIB = 1 << 30
 
 
-def case(which: str, **options: Any) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tools.dynamic_vram", which, json.dumps(options)]
+def case(scenario: str, **options: Any) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tools.dynamic_vram", scenario, json.dumps(options)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)  # noqa: S603
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
