@@ -1,9 +1,9 @@
 """How Skip Blocks forecasts and when: axis, damping and density of its full steps, each measured against the others.
 
-python -m bench.skip_ablation [--prompts 16] [--json FILE]
+python -m bench.skip_ablation [--model unet|transformer] [--prompts 16] [--json FILE]
 
-On the demo model at 256x256 and depth auto, PSNR to the pictures without skipping. *Axis*: what the forecast's line is
-drawn over. *Damping*: the share of its slope that is believed. *Density*: the power by which full steps are placed; 1
+On a model of the demo at 256x256 and depth auto, PSNR to the pictures without skipping. *Axis*: what the forecast's line
+is drawn over. *Damping*: the share of its slope that is believed. *Density*: the power by which full steps are placed; 1
 spaces them evenly, above 1 they are dense early and sparse late. Plain DeepCache is there for scale.
 """
 
@@ -70,11 +70,13 @@ def measured(demo: Demo, chosen: list[Try]) -> Iterator[dict[str, Any]]:
 def main() -> None:
     """Prints the rows and writes the JSON."""
     parser = measure.options(__doc__)
+    parser.add_argument("--model", default="unet", choices=["unet", "transformer"])
     parser.add_argument("--prompts", type=int, default=16)
     chosen = parser.parse_args()
     with torch.inference_mode():
-        demo = Demo(chosen.prompts)
+        demo = Demo(chosen.prompts, chosen.model)
         figures = demo.conditions() | {
+            "model": chosen.model,
             "prompts": chosen.prompts,
             "width": SIZE[0],
             "height": SIZE[1],

@@ -1,8 +1,8 @@
 """What Skip Blocks is compared with: methods as they were published, on the machinery of our node, and EasyCache.
 
-The first three run on the cut and the state of a run that our node has, so that only schedule and forecast differ: at
-as many full steps they cost what ours costs. All of them reuse or forecast what the deep blocks gave: of a UNet the deep
-feature, of a transformer what its middle added. The pack must be loaded.
+The first three run on the cut and the state of a run that our node has, so that only schedule and forecast differ:
+at as many full steps they cost what ours costs. All of them reuse or forecast what the deep blocks gave: of a UNet the
+deep feature, of a transformer what its middle added. The pack must be loaded.
 
 - DeepCache (Ma, Fang and Wang 2024, section 3.2): the feature of steps 0, N, 2N, ... as it is. On a transformer that is
   the reuse of the residual, as FORA and the like do it.

@@ -5,7 +5,8 @@ python -m bench.skip_quality [--prompts 64] [--models unet,transformer] [--sampl
 
 On the demo's models, the only trained weights at hand: a small UNet and a small transformer that draw emoji, so what
 it shows of other models is the order of the methods at best. Every picture is compared with the one of the same prompt
-and seed that was sampled with every step in full. The methods: fewer steps, those of ``bench.skip_baselines``, and ours.
+and seed that was sampled with every step in full. The methods: fewer steps, those of ``bench.skip_baselines``, and
+ours.
 
 A row's ``cost`` is in full forwards of the model: those in which every block ran, and the share of its FLOPs for those
 in which some did. ``seconds``: the sampling of a picture in a batch, without the VAE; the fastest batch.
