@@ -35,6 +35,18 @@ class PlainDeepCache(SkipSettings):
 
 
 @dataclass(frozen=True)
+class OfOrder(SkipSettings):
+    """Ours, with a forecast of any order."""
+
+    of_order: int = 1
+
+    @property
+    def order(self) -> int:
+        """Of the forecast."""
+        return self.of_order
+
+
+@dataclass(frozen=True)
 class TaylorSeer(PlainDeepCache):
     """Of order 2, over the step's number."""
 

@@ -9,7 +9,8 @@ from bench import figures
 from bench.markdown import headed, said, size, table
 from bench.texts import ENGLISH
 
-QUALITY, ABLATION = figures.RESULTS / "skip-quality.json", figures.RESULTS / "skip-ablation.json"
+QUALITY = figures.RESULTS / "skip-quality.json"
+ABLATIONS = [figures.RESULTS / f"skip-ablation{of}.json" for of in ("", "-transformer")]
 EQUAL = 100.0  # dB that equal pictures get, whose PSNR is infinite
 WHOLE, FEWER, OURS, PLAIN, CACHE = "every step", "fewer steps", "Skip Blocks", "DeepCache", "EasyCache"
 TAYLOR, MAGNITUDE = "TaylorSeer", "MagCache"
@@ -20,6 +21,7 @@ HALF = (
     "far Skip Blocks lies above. Empty where no setting of the method costs as little, or as much."
 )
 CASE = ("model", "sampler", "steps", "width", "height")
+WAY = {"axis": "Axis", "damping": "Damping", "density": "Density", "of_order": "Order", "depth": "Depth"}
 COST, SECONDS = "cost", "seconds"  # by what methods are compared: full forwards, or seconds of a picture
 Row = dict[str, Any]
 
@@ -35,7 +37,7 @@ class Point(NamedTuple):
 def parts() -> list[str]:
     """The sections, as far as they have been measured."""
     found = [(speed_path(model), speed_part) for model in figures.MODELS]
-    found += [(QUALITY, quality_part), (ABLATION, ablation_part)]
+    found += [(QUALITY, quality_part), *((path, ablation_part) for path in ABLATIONS)]
     return [part(figures.load(path)) for path, part in found if path.exists()]
 
 
@@ -157,22 +159,25 @@ def quality_row(row: Row) -> list[str]:
 
 def ablation_part(result: dict[str, Any]) -> str:
     """A line a way to forecast, a column a number of steps and an interval."""
-    cases = list(dict.fromkeys((row["steps"], row["interval"]) for row in result["rows"]))
-    head = ["Axis", "Damping", "Density", *(f"{steps} steps, 1 in {interval}" for steps, interval in cases), "Mean"]
-    lines = [way_row(way, values) for way, values in ways(result["rows"]).items()]
-    how = f"PSNR in dB at {size(result)}, {result['prompts']} prompts, depth auto; the first line is plain DeepCache."
-    return headed("Skip Blocks: how it forecasts", result, how, table(head, lines))
+    model, rows = result.get("model", "demo"), result["rows"]
+    cases = list(dict.fromkeys((row["steps"], row["interval"]) for row in rows))
+    names = [name for name in WAY if any(name in row for row in rows)]
+    head = [*(WAY[name] for name in names), *(f"{steps} steps, 1 in {interval}" for steps, interval in cases), "Mean"]
+    lines = [way_row(way, found) for way, found in ways(rows, names).items()]
+    how = f"PSNR in dB at {size(result)}, {result['prompts']} prompts; the first line is plain DeepCache."
+    title = "Skip Blocks: how it forecasts" + (f", {model}" if model == "transformer" else "")
+    return headed(title, result, how, table(head, lines))
 
 
-def ways(rows: list[Row]) -> dict[tuple, list[float]]:
-    """PSNR of each case, by (axis, damping, density); plain DeepCache has None for all three."""
-    found: dict[tuple, list[float]] = {}
+def ways(rows: list[Row], names: list[str]) -> dict[tuple, list[Row]]:
+    """The rows of each way; plain DeepCache has None for all ``names``."""
+    found: dict[tuple, list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(name) for name in ("axis", "damping", "density")), []).append(row["psnr"])
+        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
     return found
 
 
-def way_row(way: tuple, values: list[float]) -> list[str]:
+def way_row(way: tuple, found: list[Row]) -> list[str]:
     """One way to forecast."""
     names = ["" if value is None else str(value) for value in way]
-    return [*names, *(f"{value:.1f}" for value in values), f"{fmean(values):.2f}"]
+    return [*names, *(f"{row['psnr']:.1f}" for row in found), f"{fmean(row['psnr'] for row in found):.2f}"]

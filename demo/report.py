@@ -27,7 +27,19 @@ class Difference:
         return f"{self.largest}/255, rms {self.rms:.2f}"
 
 
-COLUMNS = ("model", "size", "batch", "VAE", "first s", "steady s", "ComfyUI s", "faster", "difference", "state", "recompiles")
+COLUMNS = (
+    "model",
+    "size",
+    "batch",
+    "VAE",
+    "first s",
+    "steady s",
+    "ComfyUI s",
+    "faster",
+    "difference",
+    "state",
+    "recompiles",
+)
 # On a CPU the same operations run either way: what times differ by is what else the machine does, and says nothing.
 CPU_COLUMNS = ("model", "size", "batch", "VAE", "difference", "state", "recompiles")
 AS_COMFYUI = "as ComfyUI"

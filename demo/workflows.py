@@ -9,7 +9,7 @@ UNET, TRANSFORMER = "unet", "transformer"  # as in model.py, which needs ComfyUI
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: a size in image pixels, images per prompt, whether the VAE is compiled too, and the model."""
+    """One row of the table: a size in image pixels, images per prompt, whether the VAE is compiled too, the model."""
 
     width: int
     height: int
@@ -24,8 +24,8 @@ class Case:
 
 
 # Square, wide and tall sizes; 200, 232, 264, 296 and 328 make latents with odd sides (25, 29, 33, 37, 41). The first
-# case with one image and the first with more are the only two of a model in which anything may compile; both compile the
-# VAE too.
+# case with one image and the first with more are the only two of a model in which anything may compile; both compile
+# the VAE too.
 CASES = (
     Case(256, 256, 1, True, "rocket"),
     Case(200, 264, 2, True, "sunflower"),

@@ -66,7 +66,7 @@ def test_an_ablation(runs, demo, monkeypatch):
     ways = skip_ablation.tries()
     assert len(ways) == len(set(ways)) and {way.axis for way in ways} == {"step", "sigma", "log_sigma"}
     with torch.inference_mode():
-        rows = list(skip_ablation.measured(demo, [skip_ablation.Try("sigma", share, 1.0) for share in (0.5, 1.0)]))
+        rows = list(skip_ablation.measured(demo, [skip_ablation.Try(damping=share) for share in (0.5, 1.0)]))
     assert [(row["method"], row.get("damping")) for row in rows] == [("plain", None), ("ours", 0.5), ("ours", 1.0)]
     assert len({row["psnr"] for row in rows}) == 3
 
