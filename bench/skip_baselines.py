@@ -13,12 +13,16 @@ deep feature, of a transformer what its middle added. The pack must be loaded.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anyshape.accel.skip.settings import SkipSettings
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from comfy_extras.nodes_easycache import EasyCacheNode
+from torch import Tensor
 
 START_PERCENT, END_PERCENT = 0.15, 0.95  # the defaults of EasyCache's node
+COPY = "bench.copy"
 FIRST_FULL = 3  # steps of TaylorSeer
 RETAINED, AT_MOST = 0.2, 4  # MagCache: the share of the steps that are full at first; steps in a row that it skips
 
@@ -84,5 +88,15 @@ class MagCache(PlainDeepCache):
 
 
 def easycache(patcher: ModelPatcher, threshold: float) -> ModelPatcher:
-    """A clone through ComfyUI's own node."""
-    return EasyCacheNode.execute(patcher, threshold, START_PERCENT, END_PERCENT, False).args[0]
+    """A clone through ComfyUI's own node.
+
+    It adds into the tensor that the model is given. Of a flow model in float32 that is the sampler's own, which half
+    precision would have copied; so it is copied here, or EasyCache would come out far worse than it is.
+    """
+    clone = patcher.clone()
+    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, COPY, _with_a_copy)
+    return EasyCacheNode.execute(clone, threshold, START_PERCENT, END_PERCENT, False).args[0]
+
+
+def _with_a_copy(executor: WrapperExecutor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return executor(x.clone(), *args, **kwargs)
