@@ -28,7 +28,7 @@ from bench.skip_runs import Demo, Tally  # noqa: E402
 
 SIZE = (256, 256)
 STEPS = (20, 30)
-INTERVALS = (2, 3)
+INTERVALS = (2, 3, 4)
 DAMPINGS = (0.5, 0.75, 1.0, 1.25)
 DENSITIES = (0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6)
 DEPTHS = (AUTO, "0", "1", "2")
@@ -48,11 +48,12 @@ BASE = Try()  # what the choices are that do not vary
 
 
 def tries() -> list[Try]:
-    """Every axis with every damping, every density of both orders, every depth; each once."""
-    found = [BASE._replace(axis=each, damping=share) for each in AXES for share in DAMPINGS]
-    found += [BASE._replace(density=power, of_order=order) for order in (1, 2) for power in DENSITIES]
-    found += [BASE._replace(axis=each, of_order=2) for each in AXES]
-    found += [BASE._replace(depth=depth) for depth in DEPTHS]
+    """Of both orders: every axis with every damping, every density, every depth; each once."""
+    found = []
+    for base in (BASE, BASE._replace(of_order=2)):
+        found += [base._replace(axis=each, damping=share) for each in AXES for share in DAMPINGS]
+        found += [base._replace(density=power) for power in DENSITIES]
+        found += [base._replace(depth=depth) for depth in DEPTHS]
     return list(dict.fromkeys(found))
 
 
