@@ -4,8 +4,9 @@ python -m bench.skip_ablation [--model unet|transformer] [--prompts 16] [--json 
 
 On a model of the demo at 256x256, PSNR to the pictures without skipping. *Order*: of the polynomial that is drawn
 through the last full steps. *Axis*: what it is drawn over. *Damping*: the share of its slope that is believed.
-*Density*: the power by which full steps are placed; 1 spaces them evenly, above 1 they are dense early and sparse late.
-*Depth*: how many blocks at either end run on every step. Plain DeepCache is there for scale.
+*Density*: the power by which full steps are placed, both ends among them; 1 spaces them evenly, above 1 they are dense
+early and sparse late; none: as Skip Blocks does by itself. *Depth*: how many blocks at either end run on every step.
+Plain DeepCache is there for scale.
 """
 
 from tools import embed
@@ -30,7 +31,7 @@ SIZE = (256, 256)
 STEPS = (20, 30)
 INTERVALS = (2, 3, 4)
 DAMPINGS = (0.5, 0.75, 1.0, 1.25)
-DENSITIES = (0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6)
+DENSITIES = (None, 0.8, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6)
 DEPTHS = (AUTO, "0", "1", "2")
 
 
@@ -39,7 +40,7 @@ class Try(NamedTuple):
 
     axis: str = "sigma"
     damping: float = 1.0
-    density: float = 1.1
+    density: float | None = None  # as it fits the model
     of_order: int = 1
     depth: str = AUTO
 

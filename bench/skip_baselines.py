@@ -33,7 +33,9 @@ class PlainDeepCache(SkipSettings):
 
     forecast: str = "off"
 
-    def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
+    def full_steps(
+        self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
+    ) -> frozenset[int]:
         """Steps 0, N, 2N, ...; the window of the noise schedule is not used."""
         return frozenset(range(0, len(sigmas), self.interval))
 
@@ -61,9 +63,11 @@ class TaylorSeer(PlainDeepCache):
         """Of the forecast."""
         return 2
 
-    def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
+    def full_steps(
+        self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
+    ) -> frozenset[int]:
         """As DeepCache's, and the first ones."""
-        return super().full_steps(sigmas, sigma_start, sigma_end) | frozenset(range(FIRST_FULL))
+        return super().full_steps(sigmas, sigma_start, sigma_end, row) | frozenset(range(FIRST_FULL))
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ class MagCache(PlainDeepCache):
     threshold: float = 0.1
     magnitudes: Sequence[float] = ()  # of the feature, a step each
 
-    def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
+    def full_steps(
+        self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
+    ) -> frozenset[int]:
         """The published rule, on what was measured beforehand."""
         full, ratio, error, row = set(), 1.0, 0.0, 0
         for step in range(len(sigmas)):
