@@ -65,11 +65,9 @@ def test_without_its_middle_and_with_what_it_adds_a_forward_is_the_same(name: st
         return
     halves = recording.cut()
     assert halves.features >= 1 and 0 < halves.share < 1
-    assert (
-        (halves.depth, halves.features) == (0, 1)
-        if name in DEEP
-        else halves.depth == 0 or halves.share <= cut.MAX_SHARE
-    )
+    assert halves.features == 1 or name not in DEEP
+    # of so few blocks each has more of the work than a skipped step may keep
+    assert halves.depth == (name in FIRST_RUNS) or halves.share <= cut.MAX_SHARE
     whole, rest = (recording.program(fuse=False, tape=tape) for tape in (halves.full, halves.skipped))
     generator = torch.Generator().manual_seed(1)
     for inputs in (recording.inputs, [other(tensor, generator) for tensor in recording.inputs]):
