@@ -36,8 +36,8 @@ from bench.skip_tables import CACHE, FEWER, MAGNITUDE, OURS, PLAIN, TAYLOR, WHOL
 
 SHARES = (1 / 3, 0.4, 0.5, 0.6, 0.8)  # of the steps
 INTERVALS = (2, 3, 4, 5)
-MAGNITUDES = (0.02, 0.05, 0.1, 0.2, 0.4)
-THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+MAGNITUDES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 WARM_UP = 10  # steps: with a full and a skipped forward
 
 
