@@ -105,7 +105,7 @@ def at_cost(points: list[Point], cost: float) -> Point | None:
 def quality_part(result: dict[str, Any]) -> str:
     """The plot, the comparisons at half the cost, and every row of each model's first case."""
     rows = result["rows"]
-    head = "Model | Method | Setting | Full | Skipped | Cost | ms a picture | PSNR, dB | SSIM"
+    head = "Model | Method | Setting | Full | Skipped | Cost | ms per picture | PSNR, dB | SSIM"
     columns = ["Model", "Sampler", "Steps", "Size", *VERSUS]
     first = first_cases(rows)
     one = first[0][0]
