@@ -198,6 +198,17 @@ def test_the_comparison_at_half_the_cost():
     assert skip_tables.first_cases([*rows, *others]) == [rows, others[:1]]
 
 
+def test_skip_blocks_is_worth_it_on_a_transformer():
+    """At half the work of every step, on trained weights: above reuse, fewer steps and EasyCache."""
+    (case,) = [c for c in skip_tables.first_cases(figures.load(skip_tables.QUALITY)["rows"]) if c[0]["model"] != "unet"]
+    ours, *others = (
+        skip_tables.at_cost(skip_tables.line(case, method), case[0]["steps"] / 2)
+        for method in (skip_tables.OURS, skip_tables.PLAIN, skip_tables.FEWER, skip_tables.CACHE)
+    )
+    assert all(ours.psnr - other.psnr >= least for other, least in zip(others, (3, 1, 3), strict=True) if other)
+    assert others[0] and others[1]
+
+
 # Plots ------------------------------------------------------------------------------------------------------------
 
 
