@@ -91,7 +91,7 @@ class BlockCopies:
             return own(*args, **kwargs)
         with found.seen.listening(found.given.passed):
             out = own(*args, **kwargs)
-        if not (recorder.is_deaf or recorder.calls_packs or recorder.promoted != found.promoted):
+        if not (recorder.is_deaf or recorder.calls_packs or recorder.writes.promoted != found.promoted):
             recorder.guarded(lambda: self._keep(found, path, block, out))
         return out
 
@@ -111,7 +111,7 @@ class BlockCopies:
             self._examples[key] = None  # for calls of blocks inside of this one
             values = [self._recorder.value(tensor) for tensor in given.tensors]
             begin = len(self._recorder.operations)
-            return _First(key, given, values, _Seen(given.passed), begin, self._recorder.promoted)
+            return _First(key, given, values, _Seen(given.passed), begin, self._recorder.writes.promoted)
         example = self._examples[key]
         values = None if example is None else self._values(example, block, given)
         return values and _Copy(example, given, values)

@@ -104,7 +104,7 @@ def record_block(
         take.reason = take.reason or say("block_changes_list")
     if tape is not None:
         take.reason = take.reason or _odd(given, take, tape, out)
-    return Recorded(take, tape, recorder.written, out, copies)
+    return Recorded(take, tape, recorder.writes.into, out, copies)
 
 
 def _odd(given: Given, take: BlockTake, tape: Tape, out: Any) -> str:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from .parts_seen import PartsSeen, kept
 from .tape.weights import modules_of, parts_of
 
 FORWARDS = ("forward", "_forward")
@@ -87,8 +88,9 @@ class ModuleFingerprint:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._watch: Watch | None = Watch(module)
-        self._seen = {key: _kept(value) for key, value in _objects(module)}
+        self._seen = {key: kept(value) for key, value in _objects(module)}
         self._plain = _plain(module)
+        self._parts: PartsSeen | None = None  # of the last full look that saw no change
 
     def quick(self) -> bool:
         """Whether a cheap look sees a change; the first one after ``release`` is a full one."""
@@ -111,10 +113,23 @@ class ModuleFingerprint:
         module = self._module()
         if module is None:
             return "the module is gone"
+        parts = parts_of(module)
+        if self._parts is not None and self._parts.fits(parts) and self._classes_are_as_seen(parts):
+            return ""
+        found = self._difference(module)
+        self._parts = None if found else PartsSeen(parts, _is_plain_value, callable, LEFT_OUT, FUNCTIONS, HOOKS)
+        return found
+
+    def _classes_are_as_seen(self, parts: list[nn.Module]) -> bool:
+        found = list(_shared(parts))
+        as_many = len(found) == sum(isinstance(whose, str) for whose, _ in self._seen)
+        return as_many and all(key in self._seen and self._seen[key]() is value for key, value in found)
+
+    def _difference(self, module: nn.Module) -> str:
         left = dict(self._seen)
         for key, value in _objects(module):
-            kept = left.pop(key, None)
-            if kept is None or kept() is not value:
+            ref = left.pop(key, None)
+            if ref is None or ref() is not value:
                 return f"{_shown(module, key)} ({origin(value)})"
         plain = _plain(module)
         if plain != self._plain:
@@ -127,7 +142,7 @@ class ModuleFingerprint:
 
     def fits(self, module: nn.Module) -> bool:
         """Whether another module is of the same code, built again: its parts are others, and all else is the same."""
-        left = {key: kept for key, kept in self._seen.items() if key[1]}
+        left = {key: ref for key, ref in self._seen.items() if key[1]}
         for key, value in _objects(module):
             if key[1] and (key not in left or left.pop(key)() is not value):
                 return False
@@ -239,6 +254,11 @@ def _objects(module: nn.Module) -> Iterator[tuple[Key, Any]]:
         for name in HOOKS:
             if hooks := part.__dict__[name]:
                 yield from (((number, f"{name}[{index}]"), hook) for index, hook in enumerate(hooks.values()))
+    yield from _shared(modules)
+
+
+def _shared(modules: list[nn.Module]) -> Iterator[tuple[Key, Any]]:
+    """Of those the ones that no part has for itself: methods of classes, and hooks of every module."""
     named: Counter[str] = Counter()
     for kind in _classes(modules):
         shown = f"{kind.__module__}.{kind.__qualname__}"
@@ -255,7 +275,7 @@ def _plain(module: nn.Module) -> list[list[tuple[str, type, Any]]]:
         [
             (name, type(value), value)
             for name, value in part.__dict__.items()
-            if name not in LEFT_OUT and (type(value) in PLAIN or (type(value) in TUPLES and _is_plain(value)))
+            if name not in LEFT_OUT and _is_plain_value(value)
         ]
         for part in parts_of(module)
     ]
@@ -266,14 +286,6 @@ def _first_difference(module: nn.Module, before: list, now: list) -> str:
         for name, _, value in [item for item in new if item not in old] + [item for item in old if item not in new]:
             return f"{_shown(module, (number, name))} ({value!r})"
     return "the order of attributes"
-
-
-def _kept(value: Any) -> Callable[[], Any]:
-    """What gives ``value`` as long as it lives, so that nothing new at its address is taken for it."""
-    try:
-        return weakref.ref(value)
-    except TypeError:  # a property and its kin: small, and of no module
-        return lambda: value
 
 
 def _classes(modules: Iterable[nn.Module]) -> list[type]:
@@ -296,6 +308,10 @@ def _global_hooks() -> list[Callable]:
 
 def _same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def _is_plain_value(value: Any) -> bool:
+    return type(value) in PLAIN or (type(value) in TUPLES and _is_plain(value))
 
 
 def _is_plain(value: Any) -> bool:

@@ -15,49 +15,50 @@ from bench.markdown import size
 from tools.paths import ROOT
 
 PATH = plot.IMAGES / f"{skip_tables.QUALITY.stem}.png"
-# Of bench.plot; the same method with more blocks a step has the same colour.
 STYLES: dict[str, dict[str, Any]] = {
-    "Skip Blocks": {"color": "#0072B2", "linestyle": "-", "marker": "o"},
-    "Skip Blocks, depth 1": {"color": "#0072B2", "linestyle": (0, (4, 2)), "marker": "s"},
-    "DeepCache": {"color": "#C44E00", "linestyle": "-", "marker": "^"},
-    "EasyCache": {"color": "#A5467E", "linestyle": "-", "marker": "D"},
-    "fewer steps": {"color": "#333333", "linestyle": "-", "marker": "x"},
+    skip_tables.OURS: {"color": "#0072B2", "marker": "o"},
+    skip_tables.FEWER: {"color": "#333333", "marker": "x"},
+    skip_tables.PLAIN: {"color": "#C44E00", "marker": "^"},
+    skip_tables.TAYLOR: {"color": "#00796B", "marker": "s"},
+    skip_tables.MAGNITUDE: {"color": "#8D6E00", "marker": "v"},
+    skip_tables.CACHE: {"color": "#A5467E", "marker": "D"},
 }
-NAMES = {"Skip Blocks": "Skip Blocks, depth auto", "DeepCache": "plain DeepCache, same depth"}
-BELOW = ("Skip Blocks, depth 1", "DeepCache")  # methods whose settings are written below their points
-AXES = {"seconds": "seconds of sampling for a picture", "cost": "cost, in full forwards"}
+NAMES = {skip_tables.PLAIN: "reuse of the deep blocks' result (DeepCache)", skip_tables.TAYLOR: "TaylorSeer, order 2"}
+AXES = {skip_tables.COST: "cost, in full forwards", skip_tables.SECONDS: "seconds of sampling for a picture"}
 
 
 def draw(result: dict[str, Any]) -> Figure:
-    """Two panels: the same points against time and against cost."""
-    figure = Figure(figsize=(10.5, 4.6), layout="constrained", facecolor="white")
-    rows = skip_tables.at_size(result["rows"])
-    for axes, (name, label) in zip(figure.subplots(1, 2, sharey=True), AXES.items(), strict=True):
-        panel(axes, rows, name)
-        axes.set_xlabel(label)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(color="#DDDDDD", linewidth=0.6)
-    figure.axes[0].set_ylabel(f"PSNR to the picture of {result['steps']} full steps, dB")
-    figure.axes[0].legend(frameon=False, fontsize=9, loc="lower right")
-    half(figure.axes[1], result["steps"] / 2)
+    """A row of panels for each model: the same points against cost and against time."""
+    first = skip_tables.first_cases(result["rows"])
+    figure = Figure(figsize=(10.5, 4.3 * len(first)), layout="constrained", facecolor="white")
+    for case, row in zip(first, figure.subplots(len(first), 2, sharey="row", squeeze=False), strict=True):
+        whole = next(each for each in case if each["method"] == skip_tables.WHOLE)
+        for axes, (name, label) in zip(row, AXES.items(), strict=True):
+            panel(axes, case, name)
+            axes.set_xlabel(label)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.grid(color="#DDDDDD", linewidth=0.6)
+            half(axes, whole[name] / 2)
+        row[0].set_ylabel(f"{whole['model']}: PSNR to {whole['steps']} full steps, dB")
+    figure.axes[0].legend(frameon=False, fontsize=8, loc="lower right")
     machine = result["machine"].split(",")[0]
-    title = f"Demo model, {size(rows[0])}, {result['prompts']} prompts, {result['setting']['sampler']}, {machine}"
+    whole = first[0][0]
+    title = f"The demo's models, {size(whole)}, {result['prompts']} prompts, {whole['sampler']}, {machine}"
     figure.suptitle(f"{title}: each point a setting, upper left is better", fontsize=11)
     return figure
 
 
 def panel(axes: Axes, rows: list[dict[str, Any]], name: str) -> None:
-    """A line per method over the figure ``name``; each point with its steps, interval or threshold."""
+    """A line per method over the figure ``name``; ours with its intervals."""
     for method, style in STYLES.items():
         points = sorted((row[name], row["psnr"], row["setting"]) for row in skip_tables.of_method(rows, method))
         axes.plot(
             [x for x, _, _ in points], [y for _, y, _ in points],
             linewidth=1.6, markersize=4, label=NAMES.get(method, method), **style,
         )  # fmt: skip
-        for x, y, setting in points:
-            place = (5, -8) if method in BELOW else (-5, 4)
+        for x, y, setting in points if method == skip_tables.OURS else ():
             axes.annotate(
-                f"{setting:g}", (x, y), xytext=place, textcoords="offset points", ha="center", fontsize=7,
+                f"{setting:g}", (x, y), xytext=(-5, 4), textcoords="offset points", ha="center", fontsize=7,
                 color=style["color"],
             )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """What Skip Blocks is compared with: methods as they were published, on the machinery of our node, and EasyCache.
 
-The first three run on the cut and the state of a run that our node has, so that only schedule and forecast differ: at
-as many full steps they cost what ours costs. All of them reuse or forecast what the deep blocks gave: of a UNet the deep
-feature, of a transformer what its middle added. The pack must be loaded.
+The first three run on the cut and the state of a run that our node has, so that only schedule and forecast differ:
+at as many full steps they cost what ours costs. All of them reuse or forecast what the deep blocks gave: of a UNet the
+deep feature, of a transformer what its middle added. The pack must be loaded.
 
 - DeepCache (Ma, Fang and Wang 2024, section 3.2): the feature of steps 0, N, 2N, ... as it is. On a transformer that is
   the reuse of the residual, as FORA and the like do it.
@@ -13,12 +13,16 @@ feature, of a transformer what its middle added. The pack must be loaded.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from anyshape.accel.skip.settings import SkipSettings
 from comfy.model_patcher import ModelPatcher
+from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from comfy_extras.nodes_easycache import EasyCacheNode
+from torch import Tensor
 
 START_PERCENT, END_PERCENT = 0.15, 0.95  # the defaults of EasyCache's node
+COPY = "bench.copy"
 FIRST_FULL = 3  # steps of TaylorSeer
 RETAINED, AT_MOST = 0.2, 4  # MagCache: the share of the steps that are full at first; steps in a row that it skips
 
@@ -29,9 +33,23 @@ class PlainDeepCache(SkipSettings):
 
     forecast: str = "off"
 
-    def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
+    def full_steps(
+        self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
+    ) -> frozenset[int]:
         """Steps 0, N, 2N, ...; the window of the noise schedule is not used."""
         return frozenset(range(0, len(sigmas), self.interval))
+
+
+@dataclass(frozen=True)
+class OfOrder(SkipSettings):
+    """Ours, with a forecast of any order."""
+
+    of_order: int = 1
+
+    @property
+    def order(self) -> int:
+        """Of the forecast."""
+        return self.of_order
 
 
 @dataclass(frozen=True)
@@ -45,9 +63,11 @@ class TaylorSeer(PlainDeepCache):
         """Of the forecast."""
         return 2
 
-    def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
+    def full_steps(
+        self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
+    ) -> frozenset[int]:
         """As DeepCache's, and the first ones."""
-        return super().full_steps(sigmas, sigma_start, sigma_end) | frozenset(range(FIRST_FULL))
+        return super().full_steps(sigmas, sigma_start, sigma_end, row) | frozenset(range(FIRST_FULL))
 
 
 @dataclass(frozen=True)
@@ -57,7 +77,9 @@ class MagCache(PlainDeepCache):
     threshold: float = 0.1
     magnitudes: Sequence[float] = ()  # of the feature, a step each
 
-    def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
+    def full_steps(
+        self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
+    ) -> frozenset[int]:
         """The published rule, on what was measured beforehand."""
         full, ratio, error, row = set(), 1.0, 0.0, 0
         for step in range(len(sigmas)):
@@ -72,5 +94,15 @@ class MagCache(PlainDeepCache):
 
 
 def easycache(patcher: ModelPatcher, threshold: float) -> ModelPatcher:
-    """A clone through ComfyUI's own node."""
-    return EasyCacheNode.execute(patcher, threshold, START_PERCENT, END_PERCENT, False).args[0]
+    """A clone through ComfyUI's own node.
+
+    It adds into the tensor that the model is given. Of a flow model in float32 that is the sampler's own, which half
+    precision would have copied; so it is copied here, or EasyCache would come out far worse than it is.
+    """
+    clone = patcher.clone()
+    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, COPY, _with_a_copy)
+    return EasyCacheNode.execute(clone, threshold, START_PERCENT, END_PERCENT, False).args[0]
+
+
+def _with_a_copy(executor: WrapperExecutor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return executor(x.clone(), *args, **kwargs)

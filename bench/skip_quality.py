@@ -5,7 +5,8 @@ python -m bench.skip_quality [--prompts 64] [--models unet,transformer] [--sampl
 
 On the demo's models, the only trained weights at hand: a small UNet and a small transformer that draw emoji, so what
 it shows of other models is the order of the methods at best. Every picture is compared with the one of the same prompt
-and seed that was sampled with every step in full. The methods: fewer steps, those of ``bench.skip_baselines``, and ours.
+and seed that was sampled with every step in full. The methods: fewer steps, those of ``bench.skip_baselines``, and
+ours.
 
 A row's ``cost`` is in full forwards of the model: those in which every block ran, and the share of its FLOPs for those
 in which some did. ``seconds``: the sampling of a picture in a batch, without the VAE; the fastest batch.
@@ -35,8 +36,8 @@ from bench.skip_tables import CACHE, FEWER, MAGNITUDE, OURS, PLAIN, TAYLOR, WHOL
 
 SHARES = (1 / 3, 0.4, 0.5, 0.6, 0.8)  # of the steps
 INTERVALS = (2, 3, 4, 5)
-MAGNITUDES = (0.02, 0.05, 0.1, 0.2, 0.4)
-THRESHOLDS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5)
+MAGNITUDES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 1.0)
 WARM_UP = 10  # steps: with a full and a skipped forward
 
 

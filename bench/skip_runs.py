@@ -173,8 +173,8 @@ def psnr(pictures: Tensor, references: Tensor) -> list[float]:
 
 
 def ssim(pictures: Tensor, references: Tensor) -> list[float]:
-    """Structural similarity of each (Wang et al. 2004), as scikit-image has it: windows of 7 x 7 pixels, a channel each,
-    the mean over the windows that lie within the picture. Computed where the pictures are.
+    """Structural similarity of each (Wang et al. 2004), as scikit-image has it: windows of 7 x 7 pixels, a channel
+    each, the mean over the windows that lie within the picture. Computed where the pictures are.
     """
     a, b = pictures.double(), references.double()
 

@@ -1,5 +1,6 @@
 """What bench/results says of Skip Blocks, for README, docs/performance.md and the plot. Needs no torch."""
 
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -8,26 +9,35 @@ from bench import figures
 from bench.markdown import headed, said, size, table
 from bench.texts import ENGLISH
 
-QUALITY, ABLATION = figures.RESULTS / "skip-quality.json", figures.RESULTS / "skip-ablation.json"
+QUALITY = figures.RESULTS / "skip-quality.json"
+ABLATIONS = [figures.RESULTS / f"skip-ablation{of}.json" for of in ("", "-transformer")]
 EQUAL = 100.0  # dB that equal pictures get, whose PSNR is infinite
 WHOLE, FEWER, OURS, PLAIN, CACHE = "every step", "fewer steps", "Skip Blocks", "DeepCache", "EasyCache"
 TAYLOR, MAGNITUDE = "TaylorSeer", "MagCache"
 VERSUS = (OURS, FEWER, PLAIN, TAYLOR, MAGNITUDE, CACHE)  # columns of the comparison at equal cost
-PICTURE = "PSNR against seconds per picture and against cost, one line per method"
+PICTURE = "PSNR against cost and against seconds per picture, one line per method, for both models"
+HALF = (
+    "PSNR in dB and SSIM at half the cost of every step, in FLOPs, between two settings linear in it; in brackets: how "
+    "far Skip Blocks lies above. Empty where no setting of the method costs as little, or as much."
+)
+CASE = ("model", "sampler", "steps", "width", "height")
+WAY = {"axis": "Axis", "damping": "Damping", "density": "Density", "of_order": "Order", "depth": "Depth"}
+COST, SECONDS = "cost", "seconds"  # by what methods are compared: full forwards, or seconds of a picture
 Row = dict[str, Any]
 
 
 class Point(NamedTuple):
     """A setting of a method on the frontier."""
 
-    cost: float  # full forwards
+    cost: float  # full forwards, or seconds
     psnr: float  # dB
+    ssim: float = 1.0
 
 
 def parts() -> list[str]:
     """The sections, as far as they have been measured."""
     found = [(speed_path(model), speed_part) for model in figures.MODELS]
-    found += [(QUALITY, quality_part), (ABLATION, ablation_part)]
+    found += [(QUALITY, quality_part), *((path, ablation_part) for path in ABLATIONS)]
     return [part(figures.load(path)) for path, part in found if path.exists()]
 
 
@@ -60,81 +70,88 @@ def speed_row(row: Row) -> list[str]:
 # Quality ----------------------------------------------------------------------------------------------------------
 
 
-def at_size(rows: list[Row], first: bool = True) -> list[Row]:
-    """The rows of the first size, or of the others."""
-    same = (rows[0]["width"], rows[0]["height"])
-    return [row for row in rows if ((row["width"], row["height"]) == same) is first]
+def cases(rows: list[Row]) -> list[list[Row]]:
+    """The rows of each model, sampler, number of steps and size."""
+    return [list(found) for _, found in groupby(rows, key=lambda row: [row[name] for name in CASE])]
+
+
+def first_cases(rows: list[Row]) -> list[list[Row]]:
+    """Of each model, what was measured first."""
+    found: dict[str, list[Row]] = {}
+    for case in cases(rows):
+        found.setdefault(case[0]["model"], case)
+    return list(found.values())
 
 
 def of_method(rows: list[Row], method: str) -> list[Row]:
     """The rows of a method that have a PSNR: settings that skip nothing give the same pictures, and are left out."""
-    return [row for row in rows if row["method"] == method and row["psnr"] < EQUAL]
+    return [row for row in rows if row["method"] == method and row.get("psnr", EQUAL) < EQUAL]
 
 
-def line(rows: list[Row], method: str) -> list[Point]:
-    """The frontier of a method by cost."""
-    return sorted(Point(row["cost"], row["psnr"]) for row in of_method(rows, method))
+def line(rows: list[Row], method: str, by: str = COST) -> list[Point]:
+    """The frontier of a method."""
+    return sorted(Point(row[by], row["psnr"], row.get("ssim", 1.0)) for row in of_method(rows, method))
 
 
-def at_cost(points: list[Point], cost: float) -> float | None:
-    """PSNR at a cost, linear between the two settings around it; None beyond the ends. Points by rising cost."""
+def at_cost(points: list[Point], cost: float) -> Point | None:
+    """What a cost gives, linear between the two settings around it; None beyond the ends. Points by rising cost."""
     for left, right in zip(points, points[1:], strict=False):
         if left.cost <= cost <= right.cost:
             share = (cost - left.cost) / (right.cost - left.cost) if right.cost > left.cost else 0.0
-            return left.psnr + share * (right.psnr - left.psnr)
-    return next((point.psnr for point in points if point.cost == cost), None)
+            return Point(cost, *(a + share * (b - a) for a, b in zip(left[1:], right[1:], strict=True)))
+    return next((point for point in points if point.cost == cost), None)
 
 
 def quality_part(result: dict[str, Any]) -> str:
-    """The plot, the comparison at equal cost, and every row."""
+    """The plot, the comparisons at half the cost, and every row of each model's first case."""
     rows = result["rows"]
-    head = "Size | Method | Setting | Full | Skipped | Cost | Seconds per picture | PSNR, dB | SSIM"
+    head = "Model | Method | Setting | Full | Skipped | Cost | ms per picture | PSNR, dB | SSIM"
+    columns = ["Model", "Sampler", "Steps", "Size", *VERSUS]
+    first = first_cases(rows)
+    one = first[0][0]
     return headed(
         "Skip Blocks: quality",
         result,
         said(ENGLISH, [sampling(result)], wrap=True),
         f"![{PICTURE}](images/{QUALITY.stem}.png)",
-        "PSNR in dB at the same cost, between two settings linear in it; in brackets: how far Skip Blocks lies above.",
-        table(["Cost", "", *VERSUS], versus(at_size(rows), result["steps"])),
-        "Every setting; the second size with fewer of them:",
-        table(head.split(" | "), map(quality_row, rows)),
+        said(ENGLISH, [HALF], wrap=True),
+        table(columns, [half(case, COST) for case in cases(rows)]),
+        "The same at half the time:",
+        table(columns, [half(case, SECONDS) for case in cases(rows)]),
+        "Every setting at {}, {sampler}, {steps} steps; bench/results has the others.".format(size(one), **one),
+        table(head.split(" | "), [quality_row(row) for case in first for row in case]),
     )
 
 
 def sampling(result: dict[str, Any]) -> str:
     """How the pictures were made."""
-    setting = "{sampler}, {scheduler}, CFG {cfg}".format(**result["setting"])
     return (
-        f"{result['prompts']} prompts of the demo model in float32, {setting}, batches of {result['batch']}, "
-        f"{result['threads']} threads; SSIM by scikit-image {result['scikit_image']}. Everything is compared with "
-        f"{result['steps']} full steps of the same seed."
-    )
+        "{prompts} prompts of the demo's models in {dtype}, scheduler {setting[scheduler]}, CFG {setting[cfg]}, "
+        "batches of {batch}. Everything is compared with every step in full, of the same sampler and seed."
+    ).format(**result)
 
 
-def versus(rows: list[Row], steps: int) -> list[list[str]]:
-    """A line a setting of ours, and one for half the cost of every step, which lies between two of them."""
-    names = {row["cost"]: f"interval {row['setting']}" for row in rows if row["method"] == OURS}
-    lines = {method: line(rows, method) for method in VERSUS}
-    found = []
-    for cost in sorted({*names, steps / 2}, reverse=True):
-        ours, *others = (at_cost(points, cost) for points in lines.values())
-        cells = [beyond(value, ours) for value in others]
-        found.append([f"{cost:.1f}", names.get(cost, "half of every step"), beyond(ours, ours), *cells])
-    return found
+def half(case: list[Row], by: str) -> list[str]:
+    """A line of a comparison at half of what every step in full costs."""
+    whole = next(row for row in case if row["method"] == WHOLE)
+    ours, *others = (at_cost(line(case, method, by), whole[by] / 2) for method in VERSUS)
+    names = [whole["model"], whole["sampler"], str(whole["steps"]), size(whole)]
+    return [*names, beyond(ours, ours), *(beyond(other, ours) for other in others)]
 
 
-def beyond(value: float | None, ours: float | None) -> str:
-    """PSNR of a method, and how far ours lies above it."""
-    if value is None:
+def beyond(found: Point | None, ours: Point | None) -> str:
+    """PSNR and SSIM of a method, and how far ours lies above it."""
+    if found is None:
         return ""
-    return f"{value:.1f}" if ours in (None, value) else f"{value:.1f} ({ours - value:+.1f})"
+    above = "" if ours in (None, found) else f" ({ours.psnr - found.psnr:+.1f})"
+    return f"{found.psnr:.1f}{above}, {found.ssim:.4f}"
 
 
 def quality_row(row: Row) -> list[str]:
     """One setting."""
     likeness = [f"{row['psnr']:.1f}", f"{row['ssim']:.4f}"] if row.get("psnr", EQUAL) < EQUAL else ["equal", "1"]
     counts = [f"{row[name]:g}" for name in ("setting", "full", "skipped")]
-    return [size(row), row["method"], *counts, f"{row['cost']:.1f}", f"{row['seconds']:.3f}", *likeness]
+    return [row["model"], row["method"], *counts, f"{row['cost']:.1f}", f"{row['seconds'] * 1e3:.1f}", *likeness]
 
 
 # Ablation ---------------------------------------------------------------------------------------------------------
@@ -142,22 +159,25 @@ def quality_row(row: Row) -> list[str]:
 
 def ablation_part(result: dict[str, Any]) -> str:
     """A line a way to forecast, a column a number of steps and an interval."""
-    cases = list(dict.fromkeys((row["steps"], row["interval"]) for row in result["rows"]))
-    head = ["Axis", "Damping", "Density", *(f"{steps} steps, 1 in {interval}" for steps, interval in cases), "Mean"]
-    lines = [way_row(way, values) for way, values in ways(result["rows"]).items()]
-    how = f"PSNR in dB at {size(result)}, {result['prompts']} prompts, depth auto; the first line is plain DeepCache."
-    return headed("Skip Blocks: how it forecasts", result, how, table(head, lines))
+    model, rows = result.get("model", "demo"), result["rows"]
+    cases = list(dict.fromkeys((row["steps"], row["interval"]) for row in rows))
+    names = [name for name in WAY if any(name in row for row in rows)]
+    head = [*(WAY[name] for name in names), *(f"{steps} steps, 1 in {interval}" for steps, interval in cases), "Mean"]
+    lines = [way_row(way, found) for way, found in ways(rows, names).items()]
+    how = f"PSNR in dB at {size(result)}, {result['prompts']} prompts; the first line is plain DeepCache."
+    title = "Skip Blocks: how it forecasts" + (f", {model}" if model == "transformer" else "")
+    return headed(title, result, how, table(head, lines))
 
 
-def ways(rows: list[Row]) -> dict[tuple, list[float]]:
-    """PSNR of each case, by (axis, damping, density); plain DeepCache has None for all three."""
-    found: dict[tuple, list[float]] = {}
+def ways(rows: list[Row], names: list[str]) -> dict[tuple, list[Row]]:
+    """The rows of each way; plain DeepCache has None for all ``names``."""
+    found: dict[tuple, list[Row]] = {}
     for row in rows:
-        found.setdefault(tuple(row.get(name) for name in ("axis", "damping", "density")), []).append(row["psnr"])
+        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
     return found
 
 
-def way_row(way: tuple, values: list[float]) -> list[str]:
+def way_row(way: tuple, found: list[Row]) -> list[str]:
     """One way to forecast."""
     names = ["" if value is None else str(value) for value in way]
-    return [*names, *(f"{value:.1f}" for value in values), f"{fmean(values):.2f}"]
+    return [*names, *(f"{row['psnr']:.1f}" for row in found), f"{fmean(row['psnr'] for row in found):.2f}"]

@@ -1,10 +1,10 @@
 """The proof that the demo model has learned its emoji: is a picture nearer to its own emoji than to 49 others?
 
-    python -m demo.evaluate [--model FILE] [--out DIR] [--sweep]
+    python -m demo.evaluate [--architecture unet|transformer] [--model FILE] [--out DIR] [--sweep]
 
 For 50 prompts, evenly spread over those of the training, and three sizes, one picture each is sampled through
 `comfy.sample.sample` with seed 1000 + i. Its features (features.py) are compared with those of the 50 reference
-pictures in proof_emoji.png. Writes proof.json and samples.png.
+pictures in proof_emoji.png. Writes proof.json and samples.png, or proof_transformer.json and samples_transformer.png.
 """
 
 from __future__ import annotations
@@ -194,10 +194,10 @@ def main() -> None:
     }
     logging.info("%s", json.dumps(figures))
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "proof.json").write_text(
-        json.dumps(proof | ({"sweep_256x256": others} if others else {}), indent=1) + "\n"
-    )
-    grid(pictures).save(options.out / "samples.png", optimize=True)
+    of = "" if options.architecture == model.UNET else f"_{options.architecture}"
+    proof |= {"sweep_256x256": others} if others else {}
+    (options.out / f"proof{of}.json").write_text(json.dumps(proof, indent=1) + "\n")
+    grid(pictures).save(options.out / f"samples{of}.png", optimize=True)
 
 
 if __name__ == "__main__":

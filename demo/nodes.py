@@ -10,7 +10,7 @@ CATEGORY = "AnyShape/demo"
 
 
 class DemoLoader(io.ComfyNode):
-    """Loads the model that lies beside this file."""
+    """Loads one of the models that lie beside this file."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -18,7 +18,7 @@ class DemoLoader(io.ComfyNode):
             node_id="AnyShapeDemoLoader",
             display_name="Load Demo Model",
             category=CATEGORY,
-            description="A small Stable-Diffusion-like model that paints emoji by their Unicode names.",
+            description="A small model that paints emoji by their Unicode names: a UNet or a transformer.",
             inputs=[
                 io.Combo.Input(
                     "dtype",
@@ -26,6 +26,13 @@ class DemoLoader(io.ComfyNode):
                     default="auto",
                     optional=True,
                     tooltip="Number format of the model and the VAE. auto: what ComfyUI picks for this device.",
+                ),
+                io.Combo.Input(
+                    "architecture",
+                    options=list(model.ARCHITECTURES),
+                    default=model.UNET,
+                    optional=True,
+                    tooltip="unet: as Stable Diffusion. transformer: as Lumina 2 and Z-Image.",
                 ),
             ],
             outputs=[
@@ -36,8 +43,8 @@ class DemoLoader(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, dtype: str = "auto") -> io.NodeOutput:
-        return io.NodeOutput(*model.load(dtype))
+    def execute(cls, dtype: str = "auto", architecture: str = model.UNET) -> io.NodeOutput:
+        return io.NodeOutput(*model.load(dtype, architecture))
 
 
 class DemoPrompt(io.ComfyNode):

@@ -27,9 +27,21 @@ class Difference:
         return f"{self.largest}/255, rms {self.rms:.2f}"
 
 
-COLUMNS = ("size", "batch", "VAE", "first s", "steady s", "ComfyUI s", "faster", "difference", "state", "recompiles")
+COLUMNS = (
+    "model",
+    "size",
+    "batch",
+    "VAE",
+    "first s",
+    "steady s",
+    "ComfyUI s",
+    "faster",
+    "difference",
+    "state",
+    "recompiles",
+)
 # On a CPU the same operations run either way: what times differ by is what else the machine does, and says nothing.
-CPU_COLUMNS = ("size", "batch", "VAE", "difference", "state", "recompiles")
+CPU_COLUMNS = ("model", "size", "batch", "VAE", "difference", "state", "recompiles")
 AS_COMFYUI = "as ComfyUI"
 CELL, CAPTION, ACROSS = 160, 34, 4  # contact sheet: pixels a picture, pixels of text below it, cases per row
 
@@ -56,11 +68,12 @@ class Row:
         state = ", ".join(f"{kind} {state}" for kind, state in sorted(self.states.items())) or "unknown"
         size = f"{self.case.width}x{self.case.height}"
         how = [*(times if gpu else []), str(self.difference), state if gpu else AS_COMFYUI, str(self.recompiles)]
-        return [size, str(self.case.batch), switch, *how]
+        return [self.case.model, size, str(self.case.batch), switch, *how]
 
     def entry(self) -> dict[str, Any]:
         """The row in report.json; colours, and with them the differences, go from 0 to 1."""
         return {
+            "model": self.case.model,
             "width": self.case.width,
             "height": self.case.height,
             "batch": self.case.batch,
@@ -86,16 +99,17 @@ def difference(ours: Pictures, eager: Pictures) -> Difference:
 def problems(rows: list[Row], allowed: Difference) -> list[str]:
     """What is not as it must be, in plain words; empty when all is well."""
     found = []
-    warm = set()  # False: one image a prompt has run; True: several have
+    warm = set()  # (model, False): one image a prompt has run; (model, True): several have
     for row in rows:
         name = row.case.name
         if row.difference.exceeds(allowed):
             found.append(f"{name}: a picture differs from eager by {row.difference}; {allowed} is allowed.")
         if row.recompiles:
             found.append(f"{name}: {row.recompiles} recompiles; there must be none.")
-        if row.compiled and (row.case.batch > 1) in warm:
+        kind = (row.case.model, row.case.batch > 1)
+        if row.compiled and kind in warm:
             found.append(f"{name}: compiled {row.compiled} kernels; only a first batch of 1, and of more, may compile.")
-        warm.add(row.case.batch > 1)
+        warm.add(kind)
     return found
 
 
@@ -136,4 +150,5 @@ def _paste(sheet: Image.Image, picture: Image.Image, left: int, top: int) -> Non
 
 def _caption(row: Row, gpu: bool) -> str:
     times = f"{row.eager_seconds:.2f} s, {row.seconds:.2f} s; " if gpu else ""
-    return f'{row.case.name}, "{row.case.text}": ComfyUI left, AnyShape right\n{times}difference {row.difference}'
+    what = f'{row.case.model}, {row.case.name}, "{row.case.text}"'
+    return f"{what}: ComfyUI left, AnyShape right\n{times}difference {row.difference}"

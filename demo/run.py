@@ -108,7 +108,7 @@ class Demo:
 
     def _prompt(self, case: Case, seed: int, compiled: bool) -> tuple[list[Image.Image], float]:
         """The pictures of one prompt, and the seconds that it took in the server."""
-        self.progress.begin(f"{case.name} {'compiled' if compiled else 'eager'}")
+        self.progress.begin(f"{case.model} {case.name} {'compiled' if compiled else 'eager'}")
         entry = self.server.run(picture(case, seed, compiled), self.progress.message)
         self.progress.end()
         images = [self.server.view(image) for image in entry["outputs"]["save"]["images"]]
@@ -155,7 +155,7 @@ def write(out: Path, rows: list[Row], stats: dict[str, Any], chart: Image.Image)
     for number, row in enumerate(rows, 1):
         for kind, images in row.pictures.items():
             for index, image in enumerate(images):
-                size = f"{row.case.width}x{row.case.height}"
+                size = f"{row.case.model}_{row.case.width}x{row.case.height}"
                 image.save(out / "pictures" / f"{number:02}_{size}_b{row.case.batch}_{kind}_{index}.png")
     contact_sheet(rows, has_cuda()).save(out / "contact_sheet.png")
     chart.save(out / "shape_cache.png")

@@ -10,6 +10,7 @@ import torch
 
 LIMIT_BYTES = 12_000_000
 SHOWN = 6  # of the proof's 50 prompts, those sampled here
+BOTH = ("unet", "transformer")
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +27,20 @@ def evaluate(demo_pack) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def loaded(demo) -> tuple:
-    """MODEL, VAE and text encoder."""
+    """MODEL (the UNet), VAE and text encoder."""
     return demo.load()
+
+
+@pytest.fixture(scope="module")
+def transformer(demo) -> tuple:
+    """As ``loaded``, with the transformer."""
+    return demo.load(architecture=demo.TRANSFORMER)
+
+
+@pytest.fixture(params=BOTH)
+def either(request) -> tuple:
+    """``loaded`` or ``transformer``."""
+    return request.getfixturevalue("loaded" if request.param == BOTH[0] else request.param)
 
 
 def test_file_is_small_and_half_precision(demo):
@@ -35,9 +48,26 @@ def test_file_is_small_and_half_precision(demo):
     assert demo.FILE.stat().st_size <= LIMIT_BYTES
     assert {w.dtype for w in weights.values()} == {torch.float16}
     assert all(w.isfinite().all() for w in weights.values())
-    prefixes = (demo.UNET_PREFIX, demo.VAE_PREFIX, demo.TEXT_PREFIX)
+    prefixes = (demo.MODEL_PREFIX, demo.VAE_PREFIX, demo.TEXT_PREFIX)
     assert all(key.startswith(prefixes) for key in weights)
     assert len(set(metadata["prompts"])) == len(metadata["codepoints"]) >= 500
+
+
+def test_the_transformers_file_too(demo):
+    weights, metadata = demo.read_file(demo.TRANSFORMER_FILE)
+    assert demo.TRANSFORMER_FILE.stat().st_size <= LIMIT_BYTES
+    assert {w.dtype for w in weights.values()} == {torch.float16} and all(w.isfinite().all() for w in weights.values())
+    assert all(key.startswith(demo.MODEL_PREFIX) for key in weights)
+    assert metadata["latent"] == demo.read_file()[1]["latent"], "it paints what the UNet's autoencoder decodes"
+
+
+def test_architecture_is_lumina_2(transformer):
+    from comfy.ldm.lumina.model import NextDiT
+    from comfy.model_base import Lumina2
+
+    model = transformer[0].model
+    assert type(model) is Lumina2 and type(model.diffusion_model) is NextDiT
+    assert len(model.diffusion_model.layers) >= 8, "a middle worth skipping"
 
 
 def test_architecture_is_stable_diffusions(loaded):
@@ -55,8 +85,8 @@ def test_architecture_is_stable_diffusions(loaded):
     assert any(isinstance(module, SpatialTransformer) for module in unet.middle_block)
 
 
-def test_nothing_wants_gradients(loaded):
-    patcher, vae, _ = loaded
+def test_nothing_wants_gradients(either):
+    patcher, vae, _ = either
     modules = (patcher.model, vae.first_stage_model)
     assert not any(p.requires_grad for module in modules for p in module.parameters())
     assert not any(m.training for m in (patcher.model.diffusion_model, vae.first_stage_model))
@@ -66,15 +96,21 @@ def test_every_weight_of_the_file_is_used(demo, loaded):
     patcher, vae, _ = loaded
     weights, _ = demo.read_file()
     assert set(demo.under(weights, demo.VAE_PREFIX)) == set(vae.first_stage_model.state_dict())
-    assert set(demo.under(weights, demo.UNET_PREFIX)) == set(patcher.model.diffusion_model.state_dict())
+    assert set(demo.under(weights, demo.MODEL_PREFIX)) == set(patcher.model.diffusion_model.state_dict())
+
+
+def test_every_weight_of_the_transformer_is_used(demo, transformer):
+    own = set(demo.under(demo.read_file(demo.TRANSFORMER_FILE)[0], demo.MODEL_PREFIX))
+    assert own - {"norm_final.weight"} == set(transformer[0].model.diffusion_model.state_dict()) - {"norm_final.weight"}
 
 
 @pytest.mark.parametrize(("height", "width"), [(25, 33), (24, 40), (33, 25)])
-def test_latents_with_odd_sides(loaded, height, width):
-    patcher, vae, text = loaded
+def test_latents_with_odd_sides(either, height, width):
+    patcher, vae, text = either
     with torch.inference_mode():
-        x, t, context = torch.randn(2, 4, height, width), torch.tensor([999.0, 10.0]), text.encode("rocket")
-        out = patcher.model.diffusion_model(x, t, context=context.repeat(2, 1, 1))
+        x, sigma, context = torch.randn(2, 4, height, width), torch.tensor([0.9, 0.1]), text.encode("rocket")
+        extra = {"num_tokens": context.shape[1]} if "Lumina2" in type(patcher.model).__name__ else {}
+        out = patcher.model.apply_model(x, sigma, c_crossattn=context.repeat(2, 1, 1), **extra)
         picture = vae.decode(torch.randn(1, 4, height, width))
     assert out.shape == x.shape and out.isfinite().all()
     assert picture.shape == (1, height * 8, width * 8, 3)
@@ -111,31 +147,38 @@ def test_unknown_words(loaded, caplog):
         text.encode("rokcet")
 
 
-def test_weight_patches_find_their_keys_and_go_again(loaded, evaluate):
-    patcher = loaded[0].clone()
-    key = "diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight"
+PATCHED = {
+    "UNetModel": "diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight",
+    "NextDiT": "diffusion_model.layers.3.attention.out.weight",
+}
+
+
+def test_weight_patches_find_their_keys_and_go_again(either, evaluate):
+    patcher = either[0].clone()
+    key = PATCHED[type(patcher.model.diffusion_model).__name__]
     difference = torch.ones_like(patcher.model_state_dict()[key])
     assert patcher.add_patches({key: (difference,)}, 0.5) == [key]
     setting = evaluate.Setting(steps=2)
 
     def picture(model) -> torch.Tensor:
         with torch.inference_mode():
-            return evaluate.generate((model, *loaded[1:]), ["rocket"], [1], (64, 64), setting)
+            return evaluate.generate((model, *either[1:]), ["rocket"], [1], (64, 64), setting)
 
-    plain, patched = picture(loaded[0]), picture(patcher)
+    plain, patched = picture(either[0]), picture(patcher)
     assert not torch.allclose(plain, patched, atol=1e-3)
-    assert torch.equal(plain, picture(loaded[0]))
+    assert torch.equal(plain, picture(either[0]))
 
 
+@pytest.mark.parametrize("architecture", BOTH)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_dtype_can_be_chosen(demo, dtype):
-    patcher, vae, _ = demo.load(dtype)
+def test_dtype_can_be_chosen(demo, dtype, architecture):
+    patcher, vae, _ = demo.load(dtype, architecture)
     assert patcher.model.get_dtype() == vae.vae_dtype == demo.DTYPES[dtype]
 
 
-def test_activations_fit_in_half_precision(loaded, evaluate):
+def test_activations_fit_in_half_precision(either, evaluate):
     """The weights may be run in fp16 anywhere, so nothing on the way may come near its limit of 65504."""
-    patcher, vae, _ = loaded
+    patcher, vae, _ = either
     largest = 0.0
 
     def watch(module, inputs, output) -> None:
@@ -147,7 +190,7 @@ def test_activations_fit_in_half_precision(loaded, evaluate):
     handles = [module.register_forward_hook(watch) for module in modules]
     try:
         with torch.inference_mode():
-            evaluate.generate(loaded, ["octopus"], [1], (256, 256), evaluate.Setting(steps=4, cfg=5.0))
+            evaluate.generate(either, ["octopus"], [1], (256, 256), evaluate.Setting(steps=4, cfg=5.0))
     finally:
         for handle in handles:
             handle.remove()
@@ -155,23 +198,23 @@ def test_activations_fit_in_half_precision(loaded, evaluate):
 
 
 @pytest.mark.parametrize(("size", "steps"), [((256, 256), 8), ((200, 264), 8)])
-def test_pictures_show_what_was_asked_for(loaded, evaluate, size, steps):
+def test_pictures_show_what_was_asked_for(either, evaluate, size, steps):
     """A part of the proof (demo/proof.json has it all): each picture is nearest to its own emoji among all 50."""
     features, nearest = evaluate.features, evaluate.nearest
     started = time.monotonic()
-    prompts = loaded[2].prompts
+    prompts = either[2].prompts
     places = list(range(0, evaluate.COUNT, evaluate.COUNT // SHOWN))[:SHOWN]
     names = [prompts[evaluate.proof_indices(len(prompts))[place]] for place in places]
     with torch.inference_mode():
-        pictures = evaluate.generate(loaded, names, list(range(SHOWN)), size, evaluate.Setting(steps=steps))
+        pictures = evaluate.generate(either, names, list(range(SHOWN)), size, evaluate.Setting(steps=steps))
     found = nearest(features(pictures), features(evaluate.load_references()))
     assert found.tolist() == places, names
     assert time.monotonic() - started < 60
 
 
-def test_white_stays_white(loaded, evaluate):
+def test_white_stays_white(either, evaluate):
     with torch.inference_mode():
-        picture = evaluate.generate(loaded, ["rocket"], [3], (320, 192), evaluate.Setting(steps=8))[0]
+        picture = evaluate.generate(either, ["rocket"], [3], (320, 192), evaluate.Setting(steps=8))[0]
     assert picture[:, :, :40].mean() > 0.97 and picture[:, :, -40:].mean() > 0.97
 
 
@@ -186,5 +229,7 @@ def test_nodes_give_what_comfyui_expects(demo_pack):
     ]
     assert all(entry.tooltip for schema in schemas.values() for entry in schema.inputs)
     model, vae, text = nodes.DemoLoader.execute().result
+    other = nodes.DemoLoader.execute(architecture="transformer").result[0]
+    assert [type(each.model.diffusion_model).__name__ for each in (model, other)] == ["UNetModel", "NextDiT"]
     (conditioning,) = nodes.DemoPrompt.execute(text, "").result
     assert conditioning[0][0].shape == (1, 77, 96)

@@ -18,8 +18,8 @@ LONG_RUN = SHORT_RUN | {"steps": 10}  # long enough for blocks to be skipped
 # Everything that a forward of a compiled model goes through, by module of the pack.
 FORWARD = [
     "families.taping.take", "families.taping.call_of", "families.taping.obstacle", "families.taping.shape_key",
-    "families.taping.Fingerprints.of", "families.taping.TapeRun.structure", "families.taping.TapeRun.weights",
-    "families.taping.foreign_code", "families.taping._structure", "families.session.taping.TapeRun",
+    "families.taped_run.Fingerprints.of", "families.taped_run.TapeRun.structure", "families.taped_run.TapeRun.weights",
+    "families.taped_run.foreign_code", "families.taping._structure", "families.session.taped_run.TapeRun",
     "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
     "engine.Engine._run", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded",
     "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish",
@@ -182,7 +182,7 @@ def test_an_interrupt_passes_at_once(models, fresh, wanted, inject, monkeypatch,
 # The VAE ----------------------------------------------------------------------------------------------------------
 
 VAE = [
-    "families.taping.take", "families.taping.call_of", "families.taping.TapeRun", "families.vae._Way._size",
+    "families.taping.take", "families.taping.call_of", "families.taped_run.TapeRun", "families.vae._Way._size",
     "engine.Engine._run", "tapes.Tapes.find", "tapes.Tapes.record", "tape.program.Program.bind",
     "tape.program.Program.run", "stats.ModelStats.shape",
 ]  # fmt: skip

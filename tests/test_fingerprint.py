@@ -128,6 +128,7 @@ def test_a_quick_look_sees(model, monkeypatch, change) -> None:
 def test_a_full_look_sees(model, monkeypatch, change) -> None:
     make, words = FULL[change]
     found = ModuleFingerprint(model)
+    assert found.full() == found.full() == ""  # the second one compares parts as a whole
     make(model, monkeypatch)
     assert not found.quick() and words in found.full()
 

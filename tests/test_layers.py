@@ -13,7 +13,7 @@ LAYERS = (
      "prompts", "reasons", "skip_stats", "stats", "times"),
     ("artifacts",),
     ("kernels",),
-    ("tape", "fingerprint"),
+    ("tape", "fingerprint", "parts_seen"),
     ("block_call", "block_calls", "block_copies", "block_forwards", "capture", "clock", "graphs", "last_sizes", "skip",
      "tapes", "verify", "warm_up", "weights"),
     ("block_take", "block_tier", "halves", "maker", "tape_tier"),

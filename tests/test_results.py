@@ -157,30 +157,56 @@ def test_digits():
 
 
 def test_equal_cost():
-    points = [skip_tables.Point(10.0, 30.0), skip_tables.Point(14.0, 40.0), skip_tables.Point(14.0, 40.0)]
-    assert [skip_tables.at_cost(points, cost) for cost in (10.0, 11.0, 14.0)] == [30.0, 32.5, 40.0]
+    points = [
+        skip_tables.Point(10.0, 30.0, 0.8),
+        skip_tables.Point(14.0, 40.0, 0.9),
+        skip_tables.Point(14.0, 40.0, 0.9),
+    ]
+    found = [skip_tables.at_cost(points, cost) for cost in (10.0, 11.0, 14.0)]
+    assert [(each.cost, each.psnr) for each in found] == [(10.0, 30.0), (11.0, 32.5), (14.0, 40.0)]
+    assert [each.ssim for each in found] == pytest.approx([0.8, 0.825, 0.9])
     assert skip_tables.at_cost(points, 9.9) is None and skip_tables.at_cost(points, 14.1) is None
-    assert skip_tables.at_cost(points[:1], 10.0) == 30.0
-    assert [skip_tables.beyond(value, 42.0) for value in (42.0, 40.5, None)] == ["42.0", "40.5 (+1.5)", ""]
-    assert skip_tables.beyond(40.0, None) == "40.0"
+    assert skip_tables.at_cost(points[:1], 10.0) == points[0]
+    ours = skip_tables.Point(10.0, 42.0, 0.9)
+    assert [skip_tables.beyond(other, ours) for other in (ours, points[1], None)] == [
+        "42.0, 0.9000",
+        "40.0 (+2.0), 0.9000",
+        "",
+    ]
+    assert skip_tables.beyond(points[1], None) == "40.0, 0.9000"
 
 
 def test_the_comparison_at_half_the_cost():
-    def row(method: str, setting: int, cost: float, psnr: float) -> dict[str, Any]:
-        return {"method": method, "setting": setting, "cost": cost, "psnr": psnr}
+    def row(method: str, cost: float, psnr: float, **case: Any) -> dict[str, Any]:
+        case = {"model": "unet", "sampler": "euler", "steps": 20, "width": 64, "height": 72} | case
+        return case | {"method": method, "setting": 2, "cost": cost, "seconds": cost / 10, "psnr": psnr, "ssim": 0.5}
 
-    same = row("EasyCache", 0, 20.0, skip_tables.EQUAL)  # skipped nothing: no point of a line
+    whole = row("every step", 20.0, skip_tables.EQUAL)
     rows = [
-        row("Skip Blocks", 2, 12.0, 50.0),
-        row("Skip Blocks", 3, 8.0, 40.0),
-        row("DeepCache", 2, 12.0, 44.0),
-        row("EasyCache", 1, 8.0, 30.0),
+        {name: value for name, value in whole.items() if name != "psnr"},
+        row("Skip Blocks", 12.0, 50.0),
+        row("Skip Blocks", 8.0, 40.0),
+        row("DeepCache", 12.0, 44.0),
+        row("DeepCache", 10.0, 42.0),
+        row("EasyCache", 20.0, skip_tables.EQUAL),  # skipped nothing: no point of a line
+        row("EasyCache", 8.0, 30.0),
     ]
-    assert skip_tables.versus([*rows, same], 20) == [
-        ["12.0", "interval 2", "50.0", "44.0 (+6.0)", "", "", ""],
-        ["10.0", "half of every step", "45.0", "", "", "", ""],
-        ["8.0", "interval 3", "40.0", "", "", "30.0 (+10.0)", ""],
-    ]
+    line = ["unet", "euler", "20", "64x72", "45.0, 0.5000", "", "42.0 (+3.0), 0.5000", "", "", ""]
+    assert [skip_tables.half(rows, by) for by in (skip_tables.COST, skip_tables.SECONDS)] == [line, line]
+    others = [row("every step", 20.0, 0.0, model="transformer"), row("every step", 30.0, 0.0, steps=30)]
+    assert [len(case) for case in skip_tables.cases([*rows, *others])] == [7, 1, 1]
+    assert skip_tables.first_cases([*rows, *others]) == [rows, others[:1]]
+
+
+def test_skip_blocks_is_worth_it_on_a_transformer():
+    """At half the work of every step, on trained weights: above reuse, fewer steps and EasyCache."""
+    (case,) = [c for c in skip_tables.first_cases(figures.load(skip_tables.QUALITY)["rows"]) if c[0]["model"] != "unet"]
+    ours, *others = (
+        skip_tables.at_cost(skip_tables.line(case, method), case[0]["steps"] / 2)
+        for method in (skip_tables.OURS, skip_tables.PLAIN, skip_tables.FEWER, skip_tables.CACHE)
+    )
+    assert all(ours.psnr - other.psnr >= least for other, least in zip(others, (3, 1, 3), strict=True) if other)
+    assert others[0] and others[1]
 
 
 # Plots ------------------------------------------------------------------------------------------------------------
@@ -229,8 +255,8 @@ def test_the_frontier_is_drawn_from_the_result():
 
 
 def test_every_method_is_in_the_frontier():
-    rows = skip_tables.at_size(figures.load(skip_tables.QUALITY)["rows"])
-    assert {row["method"] for row in rows} == {*frontier.STYLES, "every step"}
+    for rows in skip_tables.cases(figures.load(skip_tables.QUALITY)["rows"]):
+        assert {row["method"] for row in rows} == {*frontier.STYLES, "every step"}
     assert {*skip_tables.VERSUS} == {*frontier.STYLES}
 
 

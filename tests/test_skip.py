@@ -26,6 +26,17 @@ def test_one_step_in_interval_is_full(steps, interval, density):
     assert {0, steps - 1} <= full
 
 
+@pytest.mark.parametrize(("steps", "interval"), [(20, 3), (30, 2), (31, 5), (9, 20)])
+def test_in_a_row_of_blocks_full_steps_are_even(steps, interval):
+    """As many as in a U. The first is full, the last need not be."""
+    sigmas = [float(steps - step) for step in range(steps)]
+    full = SkipSettings(interval).full_steps(sigmas, 1e9, 0.0, row=True)
+    assert full == set(range(0, steps, interval)) and len(full) == -(-steps // interval)
+    assert SkipSettings(interval, density=1.0).full_steps(sigmas, 1e9, 0.0, row=True) >= {0, steps - 1}
+    window = SkipSettings(interval).full_steps(sigmas, steps - 2.0, 0.0, row=True)
+    assert window == {0, 1} | set(range(2, steps, interval))
+
+
 def test_full_steps_are_dense_early():
     full = sorted(full_steps(range(60), 4, 1.6))
     gaps = [b - a for a, b in zip(full, full[1:], strict=False)]
@@ -92,6 +103,13 @@ def test_a_forecast_of_order_p_is_exact_on_polynomials_of_degree_p(order, polyno
         assert made.at(t).item() == pytest.approx(polynomial(t), abs=1e-12)
 
 
+@pytest.mark.parametrize("positions", [(14.6, 9.1, 3.2, 0.4), (0.0, 1.0, 5.0, 5.5), (2.0, -1.0, -1.5, -9.0)])
+def test_a_parabola_is_exact_on_parabolas(positions):
+    made = history(2, [(t, 2.0 * t * t - 3.0 * t + 1.0) for t in positions[:3]])
+    assert made.at(positions[3]).item() == pytest.approx(2.0 * positions[3] ** 2 - 3.0 * positions[3] + 1.0, abs=1e-9)
+    assert history(2, [(4.0, 0.0), (2.0, 8.0)]).at(1.0).item() == 12.0, "of two features, the line"
+
+
 def test_a_feature_of_another_shape_begins_anew():
     """Deep Shrink halves the deep blocks' images for the first part of a run."""
     made = history(1, [(4.0, 0.0), (3.0, 1.0)])
@@ -114,7 +132,7 @@ def test_a_second_evaluation_at_a_place_takes_the_firsts_place():
 
 def test_no_more_is_kept_than_the_order_needs():
     points = [(float(10 - t), float(t)) for t in range(6)]
-    assert [history(order, points).bytes for order in (0, 1)] == [8, 16]
+    assert [history(order, points).bytes for order in (0, 1, 2)] == [8, 16, 24]
 
 
 # The run ----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-SIZE, ODD = (64, 64), (72, 64)
+SIZE = (72, 64)
 STEPS = 10
 
 
@@ -28,38 +28,33 @@ def quality_bench(runs, monkeypatch) -> ModuleType:
     """``bench.skip_quality``, with a row or two a method."""
     from bench import skip_quality
 
-    small = {
-        "SIZE": SIZE,
-        "ODD_SIZE": ODD,
-        "INTERVALS": (3,),
-        "FEW_INTERVALS": (3,),
-        "THRESHOLDS": (0.3,),
-        "FEWER": (0.5,),
-    }
+    small = {"INTERVALS": (3,), "THRESHOLDS": (0.3,), "MAGNITUDES": (1e-9, 1e9), "SHARES": (0.5,)}
     for name, value in small.items():
         monkeypatch.setattr(skip_quality, name, value)
     return skip_quality
 
 
-def test_the_table(quality_bench, demo):
-    """The forwards of others are counted at the layers; those of programs, which call no layer, by their runs."""
+@pytest.mark.parametrize(("architecture", "sampler"), [("unet", "euler"), ("transformer", "dpmpp_2m")])
+def test_the_table(runs, quality_bench, architecture, sampler):
+    """The forwards of others are counted one by one; those of programs by their runs."""
     with torch.inference_mode():
-        rows = [
-            *list(quality_bench.measured(demo, quality_bench.ways(demo, STEPS), SIZE))[-1],
-            *list(quality_bench.measured(demo, quality_bench.few_ways(demo, STEPS), ODD))[-1],
-        ]
-    found = {(row["method"], row["width"]): row for row in rows}
-    every, fewer = found["every step", 64], found["fewer steps", 64]
+        found = quality_bench.measured(runs.Demo(2, architecture), quality_bench.Case(sampler, STEPS, SIZE))
+    rows: dict[str, list[dict]] = {}
+    for row in found:
+        rows.setdefault(row["method"], []).append(row)
+        assert (row["model"], row["sampler"], row["steps"], row["width"]) == (architecture, sampler, STEPS, 72)
+    (every,), (fewer,), (cache,) = rows["every step"], rows["fewer steps"], rows["EasyCache"]
     assert (every["full"], every["cost"], every["depth"]) == (10, 10, None) and "psnr" not in every
     assert (fewer["full"], fewer["skipped"], fewer["cost"]) == (5, 0, 5)
-    for width in (64, 72):
-        plain, ours = found["DeepCache", width], found["Skip Blocks", width]
-        assert (ours["full"], ours["skipped"], ours["depth"]) == (4, 6, 0)
-        assert (plain["full"], plain["skipped"], plain["cost"]) == (4, 6, ours["cost"]) and 4 < ours["cost"] < 6
-        assert all(15 < one["psnr"] < 60 and 0.5 < one["ssim"] <= 1 for one in (plain, ours))
-    assert found["Skip Blocks, depth 1", 64]["cost"] > found["Skip Blocks", 64]["cost"]
-    cache = found["EasyCache", 64]
-    assert cache["skipped"] == 0 and 0 < cache["cost"] <= 10 and all(row["seconds"] > 0 for row in rows)
+    (plain,), (taylor,), (ours,) = rows["DeepCache"], rows["TaylorSeer"], rows["Skip Blocks"]
+    assert (ours["full"], ours["skipped"]) == (4, 6) and 4 < ours["cost"] < 6
+    assert (plain["full"], plain["skipped"], plain["cost"]) == (4, 6, ours["cost"])
+    assert (taylor["full"], taylor["skipped"]) == (6, 4), "steps 0, 1, 2 and 3, 6, 9"
+    never, always = rows["MagCache"]
+    assert (never["full"], never["psnr"]) == (10, runs.EQUAL) and (always["full"], always["skipped"]) == (3, 7)
+    assert len({row["psnr"] for row in (plain, taylor, ours, always)}) == 4
+    assert all(10 < row["psnr"] < 70 and 0.2 < row["ssim"] <= 1 for row in (plain, taylor, ours, always, fewer))
+    assert cache["skipped"] == 0 and 0 < cache["cost"] <= 10 and all(row["seconds"] > 0 for row in found)
 
 
 def test_an_ablation(runs, demo, monkeypatch):
@@ -71,7 +66,7 @@ def test_an_ablation(runs, demo, monkeypatch):
     ways = skip_ablation.tries()
     assert len(ways) == len(set(ways)) and {way.axis for way in ways} == {"step", "sigma", "log_sigma"}
     with torch.inference_mode():
-        rows = list(skip_ablation.measured(demo, [skip_ablation.Try("sigma", share, 1.0) for share in (0.5, 1.0)]))
+        rows = list(skip_ablation.measured(demo, [skip_ablation.Try(damping=share) for share in (0.5, 1.0)]))
     assert [(row["method"], row.get("damping")) for row in rows] == [("plain", None), ("ours", 0.5), ("ours", 1.0)]
     assert len({row["psnr"] for row in rows}) == 3
 
@@ -96,6 +91,16 @@ def test_how_alike_pictures_are(runs):
     uneven = torch.stack([reference[0] + 0.1, reference[1] + 0.01])
     assert runs.psnr(uneven, reference) == pytest.approx([20.0, 40.0], abs=1e-2)
     assert max(runs.ssim(reference.flip(-1), reference)) < 0.5
+
+
+def test_structural_similarity_is_scikit_images(runs):
+    from skimage.metrics import structural_similarity
+
+    generator = torch.Generator().manual_seed(1)
+    a = torch.rand(2, 3, 24, 33, generator=generator)
+    b = (a + 0.2 * torch.rand(2, 3, 24, 33, generator=generator)).clamp(0, 1)
+    theirs = [structural_similarity(x.numpy(), y.numpy(), channel_axis=0, data_range=1.0) for x, y in zip(a, b)]  # noqa: B905
+    assert runs.ssim(a, b) == pytest.approx(theirs, abs=1e-5)
 
 
 def test_a_tally(runs):

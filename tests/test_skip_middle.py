@@ -48,6 +48,8 @@ NAMES = [
 
 # Shaped like a U: a value takes its own place, however many blocks there are. See test_skip_deep.
 DEEP = ("SD15", "SDXL", "SVD_img2vid", "Stable_Cascade_B", "Stable_Cascade_C")
+# Their first block lays the stream out in another order, so it always runs, and the last one with it.
+FIRST_RUNS = ("WAN21_T2V", "WAN22_T2V", "WAN21_CausalAR_T2V", "CogVideoX_T2V")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -63,7 +65,9 @@ def test_without_its_middle_and_with_what_it_adds_a_forward_is_the_same(name: st
         return
     halves = recording.cut()
     assert halves.features >= 1 and 0 < halves.share < 1
-    assert (halves.depth, halves.features) == (0, 1) if name in DEEP else halves.depth >= 1 or name == "ACEStep15"
+    assert halves.features == 1 or name not in DEEP
+    # of so few blocks each has more of the work than a skipped step may keep
+    assert halves.depth == (name in FIRST_RUNS) or halves.share <= cut.MAX_SHARE
     whole, rest = (recording.program(fuse=False, tape=tape) for tape in (halves.full, halves.skipped))
     generator = torch.Generator().manual_seed(1)
     for inputs in (recording.inputs, [other(tensor, generator) for tensor in recording.inputs]):
@@ -142,7 +146,7 @@ def test_most_steps_leave_the_middle_out(tiny, name):
     wanted = sample(tiny(name), name)
     out = sample(skipping(tiny(name)), name)
     assert counted() == {"full": 4, "skipped": 8, "resets": {}}
-    assert last_run()["depth"] >= 1 and last_run()["bytes"] > 0
+    assert last_run()["depth"] == (name in FIRST_RUNS) and last_run()["bytes"] > 0
     assert 0 < error(out, wanted) < 0.7  # random weights: no smoothness
     again = sample(skipping(tiny(name)), name)
     assert torch.equal(again, out)  # another run, with the programs that are there
@@ -170,7 +174,7 @@ def test_compile_model_runs_the_steps(tiny, name, settings):
 def test_the_middle_is_not_even_read_on_a_skipped_step(tiny, name):
     """Weights of a block that are no numbers, but on full steps, change nothing."""
     patcher = tiny(name)
-    skip, full = skipping(patcher), full_steps(range(STEPS), 3)
+    skip, full = skipping(patcher), full_steps(range(STEPS), 3, density=None)
     wanted = sample(skip, name)
     lists = [part for part in patcher.model.diffusion_model.children() if isinstance(part, nn.ModuleList)]
     weights = list(max(lists, key=len)[BLOCKS // 2].parameters())

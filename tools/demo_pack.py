@@ -2,7 +2,7 @@
 
     python3 -m tools.demo_pack
 
-Unpacked into custom_nodes it is a node pack with a small trained model and one template. Standard library only.
+Unpacked into custom_nodes it is a node pack with two small trained models and one template. Standard library only.
 """
 
 import zipfile
@@ -13,7 +13,7 @@ from tools.paths import CACHE, ROOT
 DEMO, ARCHIVE = ROOT / "demo", CACHE / "package" / "anyshape_demo.zip"
 FOLDER = "anyshape_demo"  # in custom_nodes
 MODULES = ("__init__.py", "nodes.py", "model.py", "text.py")
-FILES = (*MODULES, "emoji.safetensors", "LICENSE-emoji.txt")
+FILES = (*MODULES, "emoji.safetensors", "emoji_transformer.safetensors", "LICENSE-emoji.txt")
 DATE = (2026, 1, 1, 0, 0, 0)  # the same files make the same archive
 
 

@@ -225,17 +225,17 @@ def evict(name: str = "zimage", **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def switch(times: int = 30, layers: int = 12) -> dict[str, Any]:
-    """Two models by turns, of which one fits."""
+def switch(times: int = 30, steps: int = 4, layers: int = 12) -> dict[str, Any]:
+    """Two models by turns, of which one fits. Few steps: what a switch costs weighs most."""
     watch, sources = Watch(), [zimage(layers, seed) for seed in range(2)]
     room = room_of(sources[0])
     with ballast(sources[0].model_size() + room + GRAPHS):
-        wanted = [sampled(source)["out"] for source in sources]
+        wanted = [sampled(source, steps=steps)["out"] for source in sources]
 
         def seconds(patchers: list[Any], check: Callable[[int, Any], None]) -> float:
             total = 0.0
             for turn in range(times):
-                run = sampled(patchers[turn % 2])
+                run = sampled(patchers[turn % 2], steps=steps)
                 total += run["seconds"]
                 check(turn % 2, run["out"])
             return total
@@ -243,10 +243,13 @@ def switch(times: int = 30, layers: int = 12) -> dict[str, Any]:
         errors: list[float] = []
         eager_s = seconds(sources, lambda which, out: None)
         fast = [compiled(source) for source in sources]
-        first = [sampled(patcher) for patcher in fast]
+        first = [sampled(patcher, steps=steps) for patcher in fast]
         counted = watch.recorded, watch.captured
         fast_s = seconds(fast, lambda which, out: errors.append(far(out, wanted[which])))
-        same = [bool((sampled(patcher)["out"] == run["out"]).all()) for patcher, run in zip(fast, first, strict=True)]
+        same = [
+            bool((sampled(patcher, steps=steps)["out"] == run["out"]).all())
+            for patcher, run in zip(fast, first, strict=True)
+        ]
         return {
             "eager_s": eager_s, "s": fast_s, "errors": [max(errors), sum(errors) / len(errors)], "same": same,
             "recorded": watch.recorded - counted[0], "captured": watch.captured - counted[1], **told(),

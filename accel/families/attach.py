@@ -20,7 +20,7 @@ from ..attempt import attempt, failed
 from ..engine import Engine, Settings
 from ..reasons import say
 from ..stats import STATS
-from . import dynamic
+from . import small_weights
 from .latents import latents_of
 from .session import Session
 from .surroundings import INTERRUPTS
@@ -141,7 +141,7 @@ def drop_graphs(module: nn.Module) -> None:
     engine = _ENGINES.get(module)
     if engine is not None:
         attempt(engine.drop_graphs, failed(engine.stats.name, "giving graphs back"), INTERRUPTS)
-    dynamic.forget(module)
+    small_weights.forget(module)
 
 
 def settings_of(patcher: ModelPatcher | None) -> Settings:

@@ -16,7 +16,7 @@ from ..fingerprint import ModuleFingerprint
 from ..stats import STATS
 from .controlnet_run import KIND, Sampling, shadow_of
 from .surroundings import INTERRUPTS
-from .taping import Fingerprints
+from .taped_run import Fingerprints
 
 NAME = "Control-LoRA"  # in the stats
 

@@ -27,7 +27,7 @@ from ..key import ShapeKey
 from ..reasons import say
 from ..tape.values import replaced
 from ..weights import ChannelsLastWeights
-from . import taping
+from . import taped_run, taping
 from .attach import engine_for, settings_of
 from .compat import outside_memory_plan
 from .surroundings import INTERRUPTS
@@ -45,14 +45,14 @@ class Sampling:
     no weight is laid out, and nothing of it is held beyond a run.
     """
 
-    def __init__(self, engine: Engine, fingerprints: taping.Fingerprints, built_again: bool = False) -> None:
+    def __init__(self, engine: Engine, fingerprints: taped_run.Fingerprints, built_again: bool = False) -> None:
         self.engine, self.settings = engine, Settings()
         self.prompts = 1  # that the rows of a call belong to
         # of its results: their containers, with places for tensors. Found again like recordings
         self.forms: OrderedDict[ShapeKey, Any] = OrderedDict()
         self._fingerprints, self._built_again = fingerprints, built_again
         self._users: weakref.WeakSet[comfy.controlnet.ControlNet] = weakref.WeakSet()
-        self._run: taping.TapeRun | None = None
+        self._run: taped_run.TapeRun | None = None
         self._changed: tuple[int | None, str] = (
             None,
             "",
@@ -84,13 +84,13 @@ class Sampling:
                 attempt(self.engine.drop_graphs, failed(self.engine.stats.name, "the run's end"), INTERRUPTS)
 
     @contextmanager
-    def run(self, model: nn.Module) -> Iterator[taping.TapeRun]:
+    def run(self, model: nn.Module) -> Iterator[taped_run.TapeRun]:
         """The run's state, for one forward of ``model``; outside a sampling run one of its own."""
         with self._lock:
             run = self._run
             if run is None or run.model is not model:
                 layout = ChannelsLastWeights() if self._users and not self._built_again else None
-                run = taping.TapeRun(model, self._fingerprints, layout)
+                run = taped_run.TapeRun(model, self._fingerprints, layout)
                 self._run = run if self._users else None
         try:
             yield run
@@ -146,7 +146,7 @@ def sampling_of(model: nn.Module) -> Sampling:
     """That of a network which ComfyUI keeps: one, however many nodes it has."""
     found = _SAMPLING.get(model)
     if found is None:
-        found = Sampling(engine_for(model, NAME, KIND), taping.fingerprints(model))
+        found = Sampling(engine_for(model, NAME, KIND), taped_run.fingerprints(model))
     return _SAMPLING.setdefault(model, found)
 
 

@@ -7,13 +7,10 @@ once a page was given away), have ComfyUI's own code fill what is not, and give 
 ComfyUI does not wait for the GPU there either: before it gives a page away it waits for everything that was launched.
 While ComfyUI's own forward runs none is kept, so that it has all the memory that it would have without us.
 
-Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them.
-
-Weights that are too small for pages are copied to the card at each load, each time to another place. They are moved to
-where they lay at the first load, so that a graph finds them.
+Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them. Weights that are too small for pages:
+``small_weights``.
 """
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +23,8 @@ from torch import Tensor, nn
 from .. import graphs
 from ..errors import is_out_of_memory, let_go
 from ..reasons import say
-from ..tape.weights import PLAIN, modules_of, parts_of
+from ..tape.weights import modules_of, parts_of
+from .small_weights import SmallWeights
 
 try:
     import comfy_aimdo.model_vbar as vbars
@@ -36,16 +34,13 @@ except ImportError:  # ComfyUI before DynamicVRAM
 PREFETCH = "prefetch_dynamic_vbars"  # the option that has a forward's blocks fetched ahead
 KEYS = ("weight", "bias")
 ROUNDS = 5  # filling needs memory too, which may cost a page
-AGAIN = 2
+AGAIN = 2  # times in a run that pages are asked for which something else has pushed out
 CHUNK = 128 << 20  # bytes that are filled at once
-SMALL = 16 << 20  # bytes; what is larger stays where ComfyUI has it
 MARGIN = 256 << 20  # bytes that must be free beyond what graphs are known to need: a capture that runs short fails
 GIB = 1 << 30
 
 Place = tuple[Any, int, int]  # (whose pages, address, bytes), as comfy-aimdo has it
-Places = dict[tuple[str, str], Tensor]
 
-_SMALL: "weakref.WeakKeyDictionary[nn.Module, Places]" = weakref.WeakKeyDictionary()
 _IN_THE_WAY: dict[torch.device, int] = {}  # bytes that graphs held when weights did not fit beside them
 
 
@@ -70,11 +65,6 @@ def unmapped(model: nn.Module) -> list[Tensor]:
     ]
 
 
-def forget(model: nn.Module) -> None:
-    """Lets go of the memory that keeps small weights in place: the model was unloaded."""
-    _SMALL.pop(model, None)
-
-
 class MappedWeights:
     """One model's layers whose weights are mapped in. Holds them: keep it no longer than a sampling run."""
 
@@ -86,9 +76,10 @@ class MappedWeights:
         self._known: list[Any] | None = None  # the spans' signatures when all weights were there
         self._whole = 0  # bytes of the pages then
         self._filled: list[Any] = []  # and the layers'
-        self._small: list[tuple[dict[str, Tensor | None], str, Tensor]] = []  # small weights, as they were left
+        self._small = SmallWeights(model, lambda part: KEYS if is_mapped(part) else ())
         self._held: list[Place] = []  # spans whose pages stay
         self._owners: dict[int, nn.Module] = {}  # by the id of its weight
+        self._waited = False  # in this call, for what ran last
         self._again = 0  # how often pages were asked for again after something else had pushed them out
 
     @property
@@ -108,18 +99,15 @@ class MappedWeights:
         """
         if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
             return say("low_vram")
+        self._waited = False
         for _ in range(ROUNDS):
             if self.hold():
-                self._keep_small(device)
+                self._small.keep(device)
                 return ""
-            stale = self._stale()
-            if stale is None:
-                if self._make_room(device):
-                    continue
+            filled = self._complete(device, dtype)
+            if filled is None and not self._make_room(device):
                 break
-            if stale and not self._fill(stale, device, dtype):
-                break
-            if not stale:
+            if filled == 0:  # looked through once more: what was filled last may have cost a page
                 self._note()
         return self.streamed()
 
@@ -209,24 +197,34 @@ class MappedWeights:
         same = zip(self._dicts, self._places, self._filled, strict=True)
         return all([own.get("_v") is place and own.get("_v_signature") is filled for own, place, filled in same])
 
-    def _stale(self) -> list[nn.Module] | None:
-        """The layers whose weights must be filled; None if their pages do not fit.
+    def _complete(self, device: torch.device, dtype: torch.dtype) -> int | None:
+        """Fills the layers whose weights are not there: how many; None if there is no room for all.
 
-        The last one is asked first: where the model does not fit, it is the one that has none, and one question is all
-        that a streamed model costs. The others in the order of their addresses, as pages go from the end.
+        The last one is asked first. Where the model does not fit, it is the one that has no pages, and one question is
+        all that a streamed model costs. Where it fits, other models' pages go at once for all that is missing, for
+        which comfy-aimdo waits for the GPU; later questions need not wait, and weights are copied meanwhile.
         """
-        stale = []
+        stale: list[nn.Module] = []
+        filled, size = 0, 0
         for part in (self._parts[-1], *self._parts):
             signature = _fault(part._v)
             if signature is None:
                 return None
             vbars.vbar_unpin(part._v)
-            if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)):
+            if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)) and part not in stale:
                 stale.append(part)
-        return list(dict.fromkeys(stale))
+                size += part._v[2]
+                if size >= CHUNK:
+                    if not self._fill(stale, device, dtype):
+                        return None
+                    filled, stale, size = filled + len(stale), [], 0
+        if stale and not self._fill(stale, device, dtype):
+            return None
+        return filled + len(stale)
 
     def _fill(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:
         """ComfyUI's own casts and patches, as its layers do them before they compute. False if memory is too short."""
+        mm.throw_exception_if_processing_interrupted()
         try:
             self._filled_by_comfyui(parts, device, dtype)
         except RuntimeError as error:
@@ -237,23 +235,22 @@ class MappedWeights:
         return True
 
     def _filled_by_comfyui(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
-        if device.type == "cuda":
+        if device.type == "cuda" and not self._waited:
             torch.cuda.synchronize(device)  # what ran last may still read what is about to be written
+            self._waited = True
         with torch.inference_mode():
-            for chunk in _chunks(parts):
-                mm.throw_exception_if_processing_interrupted()
-                try:
-                    stream = comfy.ops.cast_modules_with_vbar(chunk, None, device, None, True)
-                    mm.sync_stream(device, stream)
-                    for part in chunk:
-                        forms = part._prefetch.get("cast_geometry") or (part._v_weight, part._v_bias)
-                        own = [getattr(form, "dtype", None) for form in forms]
-                        comfy.ops.resolve_cast_module_with_vbar(part, own[0], device, own[1], dtype, False)
-                    if stream is not None:  # it may write into its buffers again once these weights are done
-                        stream.wait_stream(mm.current_stream(device))
-                finally:
-                    for part in chunk:
-                        _clean(part)
+            try:
+                stream = comfy.ops.cast_modules_with_vbar(parts, None, device, None, True)
+                mm.sync_stream(device, stream)
+                for part in parts:
+                    forms = part._prefetch.get("cast_geometry") or (part._v_weight, part._v_bias)
+                    own = [getattr(form, "dtype", None) for form in forms]
+                    comfy.ops.resolve_cast_module_with_vbar(part, own[0], device, own[1], dtype, False)
+                if stream is not None:  # it may write into its buffers again once these weights are done
+                    stream.wait_stream(mm.current_stream(device))
+            finally:
+                for part in parts:
+                    _clean(part)
 
     def _make_room(self, device: torch.device) -> bool:
         """Gives the memory of graphs back, if there are any, so that the weights fit; whether that may help.
@@ -283,38 +280,6 @@ class MappedWeights:
             return ""
         return say("graphs_in_the_way", held=held >> 20) if held else say("graphs_no_room")
 
-    # Small weights ------------------------------------------------------------------------------------------------
-
-    def _keep_small(self, device: torch.device) -> None:
-        """Has small weights lie where they lay before."""
-        if self._small and all([table.get(name) is tensor for table, name, tensor in self._small]):
-            return
-        places = _SMALL.setdefault(self._model, {})
-        self._small = []
-        with torch.inference_mode():
-            for path, part in modules_of(self._model):
-                own = KEYS if is_mapped(part) else ()
-                for table in (part._parameters, part._buffers):
-                    for name, tensor in list(table.items()):
-                        if tensor is None or name in own or tensor.device != device or type(tensor) not in PLAIN:
-                            continue
-                        if tensor.nbytes <= SMALL:
-                            table[name] = tensor = _kept(places, (path, name), tensor)
-                        self._small.append((table, name, tensor))
-
-
-def _kept(places: Places, name: tuple[str, str], tensor: Tensor) -> Tensor:
-    """``tensor`` where it lay before; where it lies now, if it is new or has another form."""
-    place = places.get(name)
-    form = (tensor.shape, tensor.stride(), tensor.dtype)
-    if place is None or (place.shape, place.stride(), place.dtype) != form:
-        places[name] = tensor.data
-        return tensor
-    if place.data_ptr() == tensor.data_ptr():
-        return tensor
-    place.copy_(tensor)
-    return nn.Parameter(place, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else place
-
 
 def _fault(place: Place) -> Any:
     """The signature of its pages; None if they do not fit."""
@@ -330,18 +295,6 @@ def _spans(places: list[Place]) -> Iterator[Place]:
         own = [place for place in places if place[0] is whose]
         start = min(address for _, address, _ in own)
         yield whose, start, max(address + size for _, address, size in own) - start
-
-
-def _chunks(parts: list[nn.Module]) -> Iterator[list[nn.Module]]:
-    chunk, size = [], 0
-    for part in parts:
-        chunk.append(part)
-        size += part._v[2]
-        if size >= CHUNK:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
 
 
 def _clean(part: nn.Module) -> None:

@@ -18,7 +18,7 @@ from ..skip.run import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..stats import STATS
 from ..tapes import FullStep
 from ..weights import ChannelsLastWeights
-from . import conds, taping
+from . import conds, taped_run, taping
 from .compat import outside_memory_plan
 from .surroundings import INTERRUPTS
 
@@ -37,7 +37,7 @@ class Session:
         self._size = size or taping.pixels
         self._engine = engine
         # by id of the diffusion model; several threads sample several models
-        self._runs: dict[int, taping.TapeRun] = {}
+        self._runs: dict[int, taped_run.TapeRun] = {}
         self._depth = 0
         self.passed_by = ""  # why nothing of the latest sampling run came through here
         self._calls = 0  # that came through here; code that someone else compiled does not
@@ -153,13 +153,13 @@ class Session:
         prompts = _prompts(skip, given.options, dict(call.key.structure) | forms)
         return skip.call(prompts, first, Programs(full, skipped))
 
-    def _run(self, model: nn.Module) -> taping.TapeRun:
+    def _run(self, model: nn.Module) -> taped_run.TapeRun:
         """What is known of the model in this run; outside a sampling run, for this call."""
         with self._lock:
             found = self._runs.get(id(model))
             if found is None:
-                found = taping.TapeRun(
-                    model, taping.fingerprints(model), ChannelsLastWeights() if self._depth else None
+                found = taped_run.TapeRun(
+                    model, taped_run.fingerprints(model), ChannelsLastWeights() if self._depth else None
                 )
                 if self._depth:
                     self._runs[id(model)] = found

@@ -162,8 +162,9 @@ class _Skipping:
         levels = sigmas.tolist()[:-1]
         percent_to_sigma = patcher.get_model_object("model_sampling").percent_to_sigma
         window = percent_to_sigma(settings.start_percent), percent_to_sigma(settings.end_percent)
-        depth = _depth(settings, patcher.model.diffusion_model)
-        full, why = settings.full_steps(levels, *window), self._why_all_full(sampler, len(levels))
+        model = patcher.model.diffusion_model
+        depth, row = _depth(settings, model), not blocks.stages(model)
+        full, why = settings.full_steps(levels, *window, row), self._why_all_full(sampler, len(levels))
         return SkipRun(
             levels, frozenset(range(len(levels))) if why else full, depth, settings.order,
             STATS.skip_run(self.name, depth or 0), lambda: patcher.current_hooks, why, settings.axis, settings.damping,

@@ -21,7 +21,7 @@ from ..attempt import Theirs, attempt, failed
 from ..engine import Engine, Settings
 from ..reasons import say
 from ..stats import STATS
-from . import entries, taping
+from . import entries, taped_run, taping
 from .compat import outside_memory_plan
 from .latents import Latents
 from .surroundings import INTERRUPTS
@@ -101,7 +101,7 @@ class _Way:
     def _through_engine(self, original: Callable[..., Any], theirs: Theirs, args: tuple, kwargs: dict[str, Any]) -> Any:
         given = taping.take(original, args, kwargs)
         theirs.run = lambda: given.call(original)
-        run = taping.TapeRun(self._model, taping.fingerprints(self._model))
+        run = taped_run.TapeRun(self._model, taped_run.fingerprints(self._model))
         first = next(iter(given.tensors.values()), None)
         try:
             size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)

@@ -25,9 +25,10 @@ LOG2_E = 1.4426950408889634
 def flash_attention_kernel(
     q, k, v, out, T, L, C, SCALE, D: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BL: tl.constexpr
 ):
-    """q, out [B, T, C], k, v [B, L, C]; program (tile of T, head, b); SCALE is in units of log2, and positive."""
-    head, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    t = tl.program_id(0) * BT + tl.arange(0, BT)
+    """q, out [B, T, C], k, v [B, L, C]; program (b and tile of T, head); SCALE is in units of log2, and positive."""
+    tiles = tl.cdiv(T, BT)  # along with b, which may be more than a grid's other axes take
+    head, b = tl.program_id(1), (tl.program_id(0) // tiles).to(tl.int64)
+    t = tl.program_id(0) % tiles * BT + tl.arange(0, BT)
     d = tl.arange(0, BD)[None, :]
     key = tl.arange(0, BL)
     in_q = t[:, None] < T if D == BD else (t[:, None] < T) & (d < D)
@@ -74,7 +75,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     head = c // heads
     out = torch.empty_like(q)
     block = max(16, triton.next_power_of_2(head)), QUERIES, KEYS if head == HEAD else FEW_KEYS
-    launch(flash_attention_kernel, (triton.cdiv(t, QUERIES), heads, b),
+    launch(flash_attention_kernel, (b * triton.cdiv(t, QUERIES), heads),
         q, k, v, out, t, k.shape[1], c, head**-0.5 * LOG2_E, head, *block, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -46,7 +46,7 @@ class History:
             return line
         first, oldest = self._points[0]
         # the second divided difference, as the shares of the three features in it
-        bend = (position - last) * (position - before)
+        bend = self.damping**2 * (position - last) * (position - before)
         shares = (
             (last - before) * (last - first),
             (before - last) * (before - first),

@@ -1,18 +1,24 @@
 """Which steps run every block: a fixed list, known before the run starts, so that no step waits for the GPU.
 
 Ma, Fang and Wang 2024, "DeepCache", section 3.2 (one full step in N) and 3.3 (non-uniform 1:N). Ours places the same
-number of full steps by a power of the step's place: dense where the features move fast, and both ends always full.
+number of full steps in one of two ways, each measured on a trained model (docs/performance.md). Both are as many.
+
+- In a network that is shaped like a U: by a power of the step's place, dense where the features move fast, and both
+  ends always full.
+- In a row of blocks: evenly, from the first step on. There no uneven schedule was found that is nearer.
 """
 
 from collections.abc import Iterable
 
 FEW_STEPS = 8  # runs as short as this leave little to win, and every step of a distilled model counts
-DENSITY = 1.1  # of the power law; above 1 dense early, below 1 dense late; see docs/performance.md
+DENSITY = 1.1  # of the power law of a U; above 1 dense early, below 1 dense late; see docs/performance.md
 
 
-def full_steps(steps: Iterable[int], interval: int, density: float = DENSITY) -> frozenset[int]:
-    """One in ``interval`` of the ``steps`` (in order), rounded up, the first and the last always among them."""
+def full_steps(steps: Iterable[int], interval: int, density: float | None = DENSITY) -> frozenset[int]:
+    """One in ``interval`` of the ``steps`` (in order), rounded up: by a power law, or evenly if ``density`` is None."""
     steps = list(steps)
+    if density is None:
+        return frozenset(steps[::interval])
     if len(steps) < 3:
         return frozenset(steps)
     count = max(2, -(-len(steps) // interval))

@@ -38,7 +38,7 @@ class SkipSettings:
     # Decided by measurement, so the node does not ask for them; bench/skip_ablation.py does.
     axis: str = AXIS
     damping: float = DAMPING
-    density: float = DENSITY
+    density: float | None = None  # None: as it fits the model
 
     def __post_init__(self) -> None:
         if not 1 <= self.interval <= MAX_INTERVAL:
@@ -60,10 +60,16 @@ class SkipSettings:
         """Of the forecast: 0 reuses the last feature."""
         return 1 if self.forecast == "order1" else 0
 
-    def full_steps(self, sigmas: list[float], sigma_start: float, sigma_end: float) -> frozenset[int]:
-        """The full ones of the steps at ``sigmas``; those outside [sigma_end, sigma_start] all are."""
+    def full_steps(
+        self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
+    ) -> frozenset[int]:
+        """The full ones of the steps at ``sigmas``; those outside [sigma_end, sigma_start] all are.
+
+        row: the model is a row of blocks, and not shaped like a U.
+        """
+        density = self.density or (None if row else DENSITY)
         steps = range(len(sigmas))
         if len(sigmas) <= FEW_STEPS:
             return frozenset(steps)
         window = [step for step in steps if sigma_end <= sigmas[step] <= sigma_start]
-        return frozenset(steps) - frozenset(window) | full_steps(window, self.interval, self.density)
+        return frozenset(steps) - frozenset(window) | full_steps(window, self.interval, density)

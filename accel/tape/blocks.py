@@ -61,15 +61,17 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def deepest(model: nn.Module) -> int | None:
-    """The largest depth of Skip Blocks: how many blocks at either end may run on every step. None: it has no blocks.
-
-    A network that is shaped like a U has two lists of stages of equal length, down and up.
-    """
-    lengths = [len(part) for part in model.children() if isinstance(part, nn.ModuleList) and _are_stages(part)]
-    if stages := max((length for length in lengths if lengths.count(length) > 1), default=0):
-        return stages - 2
+    """The largest depth of Skip Blocks: how many blocks at either end may run on every step. None: it has no blocks."""
+    if count := stages(model):
+        return count - 2
     count = len(find(model))
     return (count - 1) // 2 if count else None
+
+
+def stages(model: nn.Module) -> int:
+    """Of a network that is shaped like a U, which has two lists of equal length, down and up; 0 of a row of blocks."""
+    lengths = [len(part) for part in model.children() if isinstance(part, nn.ModuleList) and _are_stages(part)]
+    return max((length for length in lengths if lengths.count(length) > 1), default=0)
 
 
 def _are_stages(members: nn.ModuleList) -> bool:

@@ -26,7 +26,6 @@ aten = torch.ops.aten
 
 MAX_SHARE = 0.1  # of the forward's work that a skipped step may have under depth auto
 LEAST_SHARE = 0.2  # of the work that must be left out, or leaving it out gains nothing
-MANY = 4  # blocks: of so many, one at either end always runs
 
 
 @dataclass(frozen=True)
@@ -146,8 +145,7 @@ def _ends(tape: Tape, run: Sequence[Passing], depth: int | None) -> tuple[int, i
     elif depth is not None and depth < usable[0]:
         chosen = usable[0]
     else:
-        least = min(usable[-1], max(usable[0], int(count >= MANY)))
-        chosen = max([least, *(at for at in usable if left[at] <= MAX_SHARE)])
+        chosen = max([usable[0], *(at for at in usable if left[at] <= MAX_SHARE)])
     return chosen, count - 1 - chosen, left[chosen]
 
 

@@ -19,13 +19,14 @@ from ..attempt import named
 from ..reasons import say
 from . import aliasing
 from .attention import unplanned
-from .blanks import Blanks, blank
+from .blanks import blank
 from .kept import kept_tensor
 from .live import Played
-from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World, obstacle_to_writing
+from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
 from .tensors import PLAIN, Tensors
 from .traits import DROPOUTS, Traits, draws, traits
 from .values import Constant, Input, Operation, Tape, Value, Weight
+from .writes import Writes
 
 aten = torch.ops.aten
 CONVOLUTION, PLANNED = aten.conv2d.default, aten._scaled_dot_product_cudnn_attention.default
@@ -47,15 +48,13 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__init__()
         self.refuse = Refusal()
-        self.written: Input | Weight | None = None  # it is refused because this was written into
         self.operations: list[Operation] = []
         self.device, self._paused = device, False
         self._tensors = Tensors(module, self.refuse)
         self.turned = self._tensors.turned = turned
         self.value, self.known, self.mark = self._tensors.value, self._tensors.known, self._tensors.mark
-        self.number, self.promoted = self._tensors.next, 0  # constants that turned out to be written
-        self._unwritten: set[Value] = set()
-        self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
+        self.number = self._tensors.next
+        self.writes = Writes(self._tensors, self.refuse, self.operations)
         self._module, self._world = module, World(device)
         self.keeps = False  # whether the forward left a tensor in its model
         self.apart = False  # whether its blocks may be left out: see ``aliasing.settle``
@@ -63,7 +62,7 @@ class Recorder(TorchDispatchMode):
         self.calls_patches = False  # the same of its patches
         self.played: list[Played] = []  # those functions
         self.lean = False  # memory counts for more than time: see ``Tape.lean``
-        self._blanks = Blanks()
+        self._blanks = self.writes.blanks
         self.inputs = [self._tensors.leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
 
     @classmethod
@@ -122,7 +121,7 @@ class Recorder(TorchDispatchMode):
                 inputs: list[Value] = []
                 lift = self._tensors.lift
                 operation = Operation(function, lift(args, inputs), lift(kwargs, inputs), inputs, opaque=True)
-                if self._unwritten and any(value.root in self._unwritten for value in inputs):
+                if self.writes.are_missing(inputs):
                     self.refuse(UNWRITTEN)
                 self._append(operation, out if isinstance(out, (tuple, list)) else [out])
             except Exception as error:  # noqa: BLE001
@@ -133,7 +132,7 @@ class Recorder(TorchDispatchMode):
         """Writes down a call of ``function``, which was made without being listened to."""
         inputs: list[Value] = []
         operation = Operation(function, self._tensors.lift(args, inputs), {}, inputs, opaque=True)
-        if self._unwritten and any(value.root in self._unwritten for value in inputs):
+        if self.writes.are_missing(inputs):
             self.refuse(UNWRITTEN)
         self._blanks.read(inputs)
         self._append(operation, results)
@@ -162,7 +161,7 @@ class Recorder(TorchDispatchMode):
             else:
                 lifted = self._tensors.lift(args, inputs), self._tensors.lift(kwargs, inputs) if kwargs else {}
             if known.writes >= 0 and not self.refuse.reason:
-                self._before_write(func, known, args, kwargs, lifted, inputs)
+                self.writes.before(func, known, args, kwargs, lifted, inputs)
         except Exception as error:  # noqa: BLE001  ours costs the tape, never the forward
             self._failed(error)
         out = unplanned(func, args, kwargs) if self.turned and func is PLANNED else None
@@ -189,7 +188,9 @@ class Recorder(TorchDispatchMode):
             self._tensors.constant(out, None, None)
             return
         if known.writes >= 0:
-            self._after_write(func, known, args, kwargs, lifted, inputs)
+            written = self.writes.after(func, known, args, kwargs, lifted, inputs)
+            if written is not None:
+                self._append(*written)
             return
         fixed = known.of_shapes or all([type(value.leaf) is Constant for value in inputs])
         if reason := self._obstacle(func, known, args, kwargs, inputs, out, fixed):
@@ -223,7 +224,7 @@ class Recorder(TorchDispatchMode):
                 continue
             value = self._tensors.constant(result, operation, self._base(known, args, inputs, result))
             if known.unwritten:
-                self._unwritten.add(value)
+                self.writes.left_out(value)
             elif known.fills is not None:
                 number = known.fill(args, kwargs)
                 if number is not None:
@@ -235,7 +236,7 @@ class Recorder(TorchDispatchMode):
         if known.may_draw and draws(known, args, kwargs):
             return RANDOM
         if not (known.of_shapes or known.view or known.maybe_view):
-            if self._unwritten and any(value.root in self._unwritten for value in inputs):
+            if self.writes.are_missing(inputs):
                 return UNWRITTEN
             self._blanks.read(inputs)
         return "" if fixed else self._world.obstacle(known, args, kwargs, inputs, out)
@@ -249,74 +250,8 @@ class Recorder(TorchDispatchMode):
                 return inputs[0].root
         return None
 
-    def _before_write(
-        self, func: Any, known: Traits, args: tuple, kwargs: dict[str, Any], lifted: tuple, inputs: list[Value]
-    ) -> None:
-        """Looks at an operation in place before it runs: a constant that is about to be written must be kept."""
-        target = known.written(lifted[0], lifted[1])
-        if reason := obstacle_to_writing(func, known, args, kwargs, lifted):
-            self.refuse(reason)
-        elif type(target.root.leaf) is not Constant and target.root.leaf is not None:
-            self.written = target.root.leaf
-            self.refuse(say("writes_input"))
-        elif target.root in self._tensors.memoised:
-            self.refuse(say("writes_kept"))
-        elif known.turns is None and target.root.is_constant:
-            root = target.root
-            if root in self._read_constants or not all(value.is_constant for value in inputs):
-                self._promote(root)
-
-    def _after_write(
-        self, func: Any, known: Traits, args: tuple, kwargs: dict[str, Any], lifted: tuple, inputs: list[Value]
-    ) -> None:
-        tensor, target = known.written(args, kwargs), known.written(lifted[0], lifted[1])
-        root = target.root
-        if known.turns is not None:  # its memory is as it was, the tensor is a view of it now
-            operation = Operation(known.turns, *lifted, inputs)
-            if root.is_constant:
-                self._tensors.constant(tensor, operation, root)
-            else:
-                self._append(operation, [tensor], [root])
-            return
-        if tensor.shape != target.shape:
-            self.refuse(say("moves", name=known.name))
-            return
-        self._unwritten.discard(root)
-        self._blanks.written(root)
-        self._blanks.read(inputs)
-        if not root.is_constant:
-            self._append(Operation(func, *lifted, inputs, writes=target), [tensor])
-
-    def _promote(self, root: Value) -> None:
-        """A constant is about to be written with something that is not: from here on it is made at each replay."""
-        self.promoted += 1
-        tensor = root.leaf.tensor
-        self._tensors.forget(tensor)
-        if root in self._unwritten:
-            operation = root.origin
-            if operation.inputs:  # of which it took the sizes alone, and which need not be there any more
-                operation = blank(tensor, None, root)
-        else:
-            snapshot = Value(tensor.clone(), self._tensors.next(), Constant(tensor.clone()))
-            operation = Operation(aten.clone.default, (snapshot,), {}, [snapshot], [root])
-        root.leaf, root.origin = None, operation
-        operation.outputs = [root]
-        made = [operation]
-        for view in self._tensors.constant_views.pop(root, ()):
-            self._tensors.forget(view.leaf.tensor)
-            view.leaf = None
-            if view is view.origin.outputs[0]:
-                made.append(view.origin)
-        place = len(self.operations)  # no earlier than it is needed: it takes memory from there on
-        if root in self._read_constants:
-            readers = (n for n, each in enumerate(self.operations) if any(value.root is root for value in each.inputs))
-            place = next(readers, place)
-        self.operations[place:place] = made
-
     def _append(self, operation: Operation, results: Sequence[Any], bases: Sequence[Value | None] = ()) -> None:
-        for value in operation.inputs:
-            if type(value.leaf) is Constant:
-                self._read_constants.add(value.root)
+        self.writes.read(operation.inputs)
         for index, result in enumerate(results):
             if type(result) is not Tensor and not isinstance(result, Tensor):
                 operation.outputs.append(None)

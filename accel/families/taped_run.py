@@ -1,0 +1,143 @@
+"""What is known of one model during a sampling run: its code, where its weights lie, and whether they stay there."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..fingerprint import ModuleFingerprint, foreign_code
+from ..tape.values import Weight
+from ..tape.weights import modules_of, resolve
+from ..weights import ChannelsLastWeights, WeightWatch
+from . import dynamic
+from .surroundings import surroundings
+
+
+class TapeRun:
+    """What is known of one model during one sampling run. Holds the model: dropped when the run ends.
+
+    layout: lays weights of convolutions out until then; outside a run there is none.
+    """
+
+    def __init__(
+        self, model: nn.Module, fingerprints: "Fingerprints", layout: ChannelsLastWeights | None = None
+    ) -> None:
+        self.model, self._layout = model, layout
+        self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
+        self._fingerprints, self._watch = fingerprints, WeightWatch(model)
+        self._look(model)
+
+    def _look(self, model: nn.Module) -> None:
+        self._structure, self._foreign = self._fingerprints.of(model), self._fingerprints.foreign(model)
+        self.mapped = dynamic.mapped(model)
+        self._names = self.mapped.names if self.mapped is not None else ()
+        if self._layout is not None:
+            self._layout.mapped = self.mapped
+
+    def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Why nothing of this model may be recorded or replayed, now; "" if its weights are there, until ``let_go``.
+
+        device, dtype: of the model's inputs.
+        """
+        return self.mapped.ready(device, dtype) if self.mapped is not None else ""
+
+    def hold(self) -> str:
+        """Has the weights stay where they are, after ComfyUI's own layers have run; why they are gone, or ""."""
+        return "" if self.mapped is None or self.mapped.hold() else self.mapped.streamed()
+
+    def let_go(self) -> None:
+        """The call is over, or ComfyUI's own forward is about to run."""
+        if self.mapped is not None:
+            self.mapped.let_go()
+
+    def no_graph(self, device: torch.device) -> str:
+        """Why no graph may be captured, now; "" if one may."""
+        return self.mapped.no_graph(device) if self.mapped is not None else ""
+
+    def is_elsewhere(self, device: torch.device) -> bool:
+        """Whether weights lie on another device, from which each call fetches them."""
+        own = list(self.model.parameters()) if self.mapped is None else dynamic.unmapped(self.model)
+        return any(weight.device != device for weight in own)
+
+    @property
+    def foreign(self) -> list[tuple[str, Any]]:
+        """See ``fingerprint.foreign_code``."""
+        return self._foreign
+
+    def weights(self) -> int:
+        """Where the weights lie, now."""
+        return self._watch.fingerprint()
+
+    def lay_out(self, wanted: frozenset[Weight], known: int) -> int:
+        """Has these weights lie channels last, without any all of them as ComfyUI has them; the new fingerprint."""
+        laid, since = self._laid
+        if self._layout is None or (wanted <= laid and known == since if wanted else not laid):
+            return known
+        if wanted:
+            modules = dict(modules_of(self.model))
+            self._layout.permute(resolve(modules, weight) for weight in wanted)
+        else:
+            self._layout.restore()
+        self._laid = (laid | wanted if wanted else wanted), self.weights()
+        return self._laid[1]
+
+    def structure(self, model: nn.Module) -> int:
+        """The model's code, now, and what else decides its result besides inputs and weights."""
+        if self._fingerprints.changed(model):
+            self._watch = WeightWatch(model)
+            self._look(model)
+        return hash((self._structure, self._names, surroundings(), torch.is_autocast_enabled()))
+
+    def changed(self) -> str:
+        """What a forward changed of the model itself: a counter, say."""
+        return self._fingerprints.changes()
+
+    def close(self) -> None:
+        """The sampling run is over."""
+        self.let_go()
+        if self._layout is not None:
+            self._layout.restore()
+        self._fingerprints.release()
+
+
+class Fingerprints:
+    """Numbers for what a model's code was: the same number, the same code."""
+
+    def __init__(self) -> None:
+        self._current: ModuleFingerprint | None = None
+        self._number = 0
+        self._has_foreign = False
+
+    def of(self, model: nn.Module) -> int:
+        """The number of the model as it is now; a new one if it changed since the last look."""
+        if self._current is None or self._current.look():
+            self._current = ModuleFingerprint(model)
+            self._number += 1
+            self._has_foreign = bool(foreign_code(model))
+        return self._number
+
+    def foreign(self, model: nn.Module) -> list[tuple[str, Any]]:
+        """Other packs' code in the model. Not kept: it may hold the model."""
+        return foreign_code(model) if self._has_foreign else []
+
+    def changed(self, model: nn.Module) -> bool:
+        """A quick look."""
+        return self._current is None or self._current.quick()
+
+    def changes(self) -> str:
+        """What is not as it was at the last look, and whose it is; "" if all is."""
+        return self._current.full() if self._current is not None else ""
+
+    def release(self) -> None:
+        """Lets go of the model."""
+        if self._current is not None:
+            self._current.release()
+
+
+_FINGERPRINTS: "weakref.WeakKeyDictionary[nn.Module, Fingerprints]" = weakref.WeakKeyDictionary()
+
+
+def fingerprints(model: nn.Module) -> Fingerprints:
+    """Those of ``model``: one for all clones of its patcher."""
+    return _FINGERPRINTS.setdefault(model, Fingerprints())
