@@ -1,5 +1,6 @@
 """Fixtures for every test. The pack is imported as `anyshape`, never from the repo folder on `sys.path`."""
 
+import ctypes
 import gc
 import os
 import subprocess
@@ -37,6 +38,14 @@ if not embed.has_cuda():
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
+
+# glibc gives the memory of each larger tensor back at once, and the kernel clears every page of it that comes again: a
+# third of the time of a video VAE. What is freed is kept, in this process and in those that tests start.
+MALLOC = {"MALLOC_MMAP_MAX_": (-4, 0), "MALLOC_TRIM_THRESHOLD_": (-1, 2**31 - 1), "MALLOC_TOP_PAD_": (-2, 2**26)}
+if sys.platform == "linux":
+    for _name, (_option, _value) in MALLOC.items():
+        os.environ.setdefault(_name, str(_value))
+        getattr(ctypes.CDLL(None), "mallopt", max)(_option, _value)
 
 # Looking through all that ComfyUI and torch have made takes a third of a second, and a test makes much garbage.
 gc.set_threshold(5000, 20, 50)
@@ -121,7 +130,14 @@ def comfy() -> Path:
 @pytest.fixture(scope="session")
 def pack(comfy: Path) -> ModuleType:
     """The pack, as the module `anyshape`."""
-    return embed.load_pack()
+    loaded = embed.load_pack()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from anyshape.accel.tape import kernels
+
+        from tools import interpreter
+
+        interpreter.widen(kernels)
+    return loaded
 
 
 @pytest.fixture(scope="session")
@@ -172,6 +188,19 @@ def nothing_compiles(clean_stats: None, warm: Any) -> Iterator[None]:
 
     with stats.expect(recompiles=0, kernels=0, fallbacks=0):
         yield
+
+
+@pytest.fixture
+def plain_kernels(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels by hand in plain torch: the interpreter takes half a second for each GroupNorm of a UNet.
+
+    They run in the tests of kernels and of pictures, and in one whole UNet (``test_tape_unets``).
+    """
+    from anyshape.accel.kernels import operations
+
+    ops = operations.fused_ops(torch.device("cpu"))
+    names = {"group_norm", "geglu_of_product", "geglu", "short_attention", "upsample2x", "grouped_linear"}
+    monkeypatch.setattr(ops, "_failed", names)
 
 
 @pytest.fixture

@@ -226,7 +226,7 @@ def test_sampling_a_network_that_is_not_sds():
     assert torch.equal(*outs) and 0 < error(outs[0], wanted) < 0.7
 
 
-def test_fused_halves_share_their_kernels(models, monkeypatch):
+def test_fused_halves_share_their_kernels(models, plain_kernels, monkeypatch):
     """Through Compile Model in Triton's interpreter: right, and no kernel for another size."""
     from anyshape.accel import stats, tape_tier
     from anyshape.accel.tape import kernels

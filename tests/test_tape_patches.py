@@ -490,7 +490,7 @@ def test_nodes_of_comfyui(models, fresh, recordings, request, name, fuse):
 
 
 @pytest.mark.parametrize("name", ["FreeU_V2", "counting"])
-def test_kernels_around_patches(fresh, monkeypatch, name):
+def test_kernels_around_patches(fresh, plain_kernels, monkeypatch, name):
     """As on a GPU: fused, in Triton's interpreter, with other inputs than those that were recorded."""
     from anyshape.accel import maker, tape_tier
 

@@ -38,7 +38,7 @@ def test_every_size_runs_on_the_kernels_of_the_first(models, name):
 
 
 def test_a_fused_unet_gives_what_comfyui_gives(models):
-    """The others are compared by the check of their first result, below."""
+    """With every kernel by hand. The others are compared by the check of their first result, below."""
     call = recorded(models.unet("sdxl", HALF, **NARROW), 64, 72, 2)
     out = call.run()
     assert out.stride() == call.out.stride()
@@ -46,7 +46,7 @@ def test_a_fused_unet_gives_what_comfyui_gives(models):
 
 
 @pytest.mark.parametrize("kind", ["controlnet", "with gaps", "short", "t2i adapter"])
-def test_residuals_of_a_controlnet_are_inputs(models, kind):
+def test_residuals_of_a_controlnet_are_inputs(models, plain_kernels, kind):
     """What ComfyUI adds in place keeps no picture from lying channels last; the caller's lists stay as they are."""
     from tools.recording import recorded as on_a_tape
 
@@ -71,7 +71,7 @@ def test_residuals_of_a_controlnet_are_inputs(models, kind):
     assert not torch.equal(call.run(), out)
 
 
-def test_sampling_lays_weights_out_and_back(models, monkeypatch):
+def test_sampling_lays_weights_out_and_back(models, plain_kernels, monkeypatch):
     """Through Compile Model, with the check on: no fallback, no kernel of one size, weights as ComfyUI had them."""
     from anyshape.accel import stats, tape_tier
     from anyshape.accel.tape import kernels
@@ -104,7 +104,7 @@ def test_sampling_lays_weights_out_and_back(models, monkeypatch):
     assert len(entry["inexact"]) == 5
 
 
-def test_weights_that_a_control_lora_shares_stay_as_they_are(models, monkeypatch):
+def test_weights_that_a_control_lora_shares_stay_as_they_are(models, plain_kernels, monkeypatch):
     """ComfyUI makes its network of the model's own memory, before the model's first step lays anything out."""
     from anyshape.accel import tape_tier
 
@@ -116,7 +116,7 @@ def test_weights_that_a_control_lora_shares_stay_as_they_are(models, monkeypatch
     assert (models.sample(patcher, **run) - eager).float().norm() / eager.float().norm() > 1e-2
 
 
-def test_the_first_recording_sees_weights_as_comfyui_has_them(models, monkeypatch):
+def test_the_first_recording_sees_weights_as_comfyui_has_them(models, plain_kernels, monkeypatch):
     """A later size is recorded as they lie for the programs: libraries plan for one layout only."""
     from anyshape.accel import tape_tier, tapes
 

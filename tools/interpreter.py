@@ -4,9 +4,11 @@ For tests and tools alone, in a process that interprets every kernel: it changes
 """
 
 import builtins
+import copy
+import dataclasses
 import math
-from collections.abc import Callable, Iterable
-from types import FunctionType
+from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
@@ -14,6 +16,7 @@ from triton.runtime import interpreter
 
 tl = interpreter.tl
 LANGUAGE = (tl, tl.core)
+MOST = 1 << 18  # elements of a program
 
 
 class _Kept:
@@ -32,6 +35,26 @@ def hasten() -> None:
     _keep_shapes()
     _keep_dtypes()
     interpreter._convert_float = _rounding(interpreter._convert_float)
+
+
+def widen(kernels: ModuleType) -> None:
+    """Generated kernels run as two programs of many rows, where a GPU has many of few: numpy takes them all at once.
+
+    kernels: ``accel.tape.kernels``. Kernels whose programs are tiles stay as they are.
+    """
+    call = kernels.Launch.__call__
+
+    def wide(self: Any, operands: Sequence[Any], outputs: Sequence[Any]) -> None:
+        source = self.source
+        if not source.tile:
+            rows = math.prod(size.value for size in source.row_sizes)
+            most = min(-(-rows // 2), MOST // source.columns)
+            source = dataclasses.replace(source, rows=max(source.rows, 1 << (most - 1).bit_length()))
+            self = copy.copy(self)
+            self.source, (self.numbers, self.grid) = source, kernels._numbers(source)
+        call(self, operands, outputs)
+
+    kernels.Launch.__call__ = wide
 
 
 def _keep_language() -> None:
