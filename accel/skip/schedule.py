@@ -5,7 +5,7 @@ number of full steps in one of two ways, each measured on a trained model (docs/
 
 - In a network that is shaped like a U: by a power of the step's place, dense where the features move fast, and both
   ends always full.
-- In a row of blocks: evenly, from the first step on. There no uneven schedule was found that is nearer.
+- In a row of blocks: evenly, from the first step on. There that was nearer than the uneven schedules that were tried.
 """
 
 from collections.abc import Iterable
