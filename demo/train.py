@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--pixels", type=int, default=2**19, help="pixels in a batch of the autoencoder")
     parser.add_argument("--cells", type=int, default=2**17, help="latent positions in a batch of the UNet")
     parser.add_argument("--rate", type=float, default=1e-3, help="highest learning rate of the UNet")
-    parser.add_argument("--average", type=float, default=0.999, help="decay of the UNet's moving average, a step")
+    parser.add_argument("--average", type=float, default=0.999, help="decay of the UNet's moving average, per step")
     parser.add_argument(
         "--boost", type=float, default=4.0, help="when resumed, how much more often new emoji are drawn"
     )

@@ -275,7 +275,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cells", type=int, default=2**17, help="latent positions in a batch")
     parser.add_argument("--rate", type=float, default=2e-3, help="highest learning rate of Adam")
     parser.add_argument("--muon-rate", type=float, default=0.02, help="highest learning rate of Muon")
-    parser.add_argument("--average", type=float, default=0.999, help="decay of the moving average, a step")
+    parser.add_argument("--average", type=float, default=0.999, help="decay of the moving average, per step")
     parser.add_argument("--config", default="{}", help="JSON: what differs from model.TRANSFORMER_CONFIG")
     parser.add_argument("--plain", action="store_true", help="do not try to compile the blocks")
     parser.add_argument("--seed", type=int, default=0)

@@ -427,7 +427,7 @@ SUMS = {  # (what is normed, has it an embedding within, how many numbers a chan
 @pytest.mark.parametrize("size", [(1, 16, 5, 3), (2, 16, 5, 3), (1, 16, 1, 1)], ids=str)
 @pytest.mark.parametrize("name", SUMS)
 def test_what_a_norm_takes_in(name, size):
-    """The same of a picture of one pixel, of which there is one number a channel too."""
+    """The same of a picture of one pixel, which has one number per channel too."""
     body, shifted, offsets = SUMS[name]
     model, given = Normed(body), (torch.randn(size), torch.randn(size[:2]))
     tape, program = programmed(model, given)

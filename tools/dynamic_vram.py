@@ -226,7 +226,7 @@ def evict(name: str = "zimage", **changes: Any) -> dict[str, Any]:
 
 
 def switch(times: int = 30, steps: int = 4, layers: int = 12) -> dict[str, Any]:
-    """Two models by turns, of which one fits. Few steps: what a switch costs weighs most."""
+    """Two models in turn, of which one fits. Few steps: what a switch costs weighs most."""
     watch, sources = Watch(), [zimage(layers, seed) for seed in range(2)]
     room = room_of(sources[0])
     with ballast(sources[0].model_size() + room + GRAPHS):

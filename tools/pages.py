@@ -31,7 +31,7 @@ class Card:
 
 
 class Pages:
-    """As ``comfy_aimdo.model_vbar.ModelVBAR``: addresses for ever, memory as long as there is room."""
+    """As ``comfy_aimdo.model_vbar.ModelVBAR``: addresses that stay, memory as long as there is room."""
 
     def __init__(self, card: Card, size: int) -> None:
         self.card, self.device, self.offset = card, 0, 0

@@ -116,7 +116,7 @@ class _ByFlash(TorchFunctionMode):
 def without_plans(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """``function``, one of ComfyUI's for attention, on FlashAttention, which plans nothing.
 
-    For a single forward: cuDNN plans its first call of each size for 35 to 85 ms.
+    For a single forward: cuDNN plans its first call of each size for 35 to 50 ms.
     """
     with _ByFlash():
         return function(*args, **kwargs)

@@ -1,7 +1,7 @@
 """Attention by a kernel that nobody plans, straight from the projections' layout.
 
-To a prompt it is faster than libraries, and between an image's own tokens as fast, where the heads suit it. There it is
-taken where cuDNN would have been, which plans each number of tokens at its first call, for longer than it runs.
+To a prompt it is faster than libraries, and between an image's own tokens about as fast, where the heads suit it. There
+it is taken where cuDNN would have been, which plans each number of tokens at its first call, for longer than it runs.
 """
 
 from typing import Any
@@ -32,8 +32,8 @@ def attend(tape: Tape) -> str:
         args, result = found
         q, k, _, heads = args
         own = _source(q) is _source(k)
-        unplanned = traits(operation.func).name == PLANNED and q.shape[2] // heads == kernel.HEAD
-        if not unplanned and (own or k.shape[1] > kernel.MAX_KEYS):
+        planned = traits(operation.func).name == PLANNED and q.shape[2] // heads == kernel.HEAD
+        if not planned and (own or k.shape[1] > kernel.MAX_KEYS):
             if not own:  # a shorter prompt will need it
                 tape.ahead.append(Operation(ours.flash_attention, args, {}, list(args[:3]), [result]))
             continue
