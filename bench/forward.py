@@ -177,9 +177,9 @@ def attempted(result: dict[str, Any], what: str, fn: Any) -> Any:
 
 
 def settled_mib() -> float:
-    """Device memory in use without what the allocator only keeps, MiB."""
-    gc.collect()
+    """Device memory in use without what the allocator only keeps, MiB; 0 where there is none."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
     return measure.used_mib()
 

@@ -207,9 +207,10 @@ def test_another_module_of_the_same_code_fits(monkeypatch, change) -> None:
     first, again, changed = (nn.Sequential(Block(), Block(), nn.SiLU()) for _ in range(3))
     found = ModuleFingerprint(first)
     assert found.is_of(first) and not found.is_of(again)
+    found.release()
+    gone = weakref.ref(first)
     del first
-    gc.collect()
-    assert found.fits(again)
+    assert gone() is None and found.fits(again)
     (QUICK | FULL)[change][0](changed, monkeypatch)
     assert not found.fits(changed)
 

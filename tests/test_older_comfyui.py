@@ -47,7 +47,8 @@ PAGE = (
     "test_compare.py::test_compare_runs_what_it_says",
     "test_compare.py::test_preparing_is_shown_with_a_clock_and_cancel_ends_it",
     "test_screen.py::test_nothing_that_matters_is_hidden_on_a_small_screen",
-    "test_settings.py",
+    "test_settings.py::test_every_model_is_accelerated_and_the_page_stays_calm",
+    "test_settings.py::test_the_page_is_chinese",
 )
 
 

@@ -125,7 +125,7 @@ class Tensors:
         )
         if literal and sys.getrefcount(tensor) <= HELD_BY_THE_CALL:
             return self.constant(tensor, None, None)
-        if is_memoised(tensor):
+        if not self._refuse.reason and is_memoised(tensor):  # there will be no tape else
             value = self.constant(tensor, None, None)
             self.memoised.add(value)
             return value

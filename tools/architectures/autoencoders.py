@@ -26,7 +26,7 @@ from tools.architectures import version
 
 VARIANTS = 4
 # Height and width of a latent (halved where one of its elements is many pixels), its frames, and the batch.
-SIZES = ((4, 6), (6, 8), (3, 7), (4, 4))
+SIZES = ((4, 6), (5, 4), (3, 7), (4, 4))
 FRAMES = (4, 5, 3, 1)
 BATCHES = (1, 2, 1, 3)
 WAYS = ("decode", "encode")
