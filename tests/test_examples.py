@@ -115,6 +115,7 @@ def test_its_note_is_in_both_languages(path) -> None:
     (note,) = [node for node in read(path)["nodes"] if node["type"] in NOTES]
     english, chinese = note["widgets_values"][0].split("\n\n---\n\n")
     assert "**Look at**" in english and "**看这里**" in chinese
+    assert "`" not in english + chinese  # dark blue on brown in ComfyUI's newer kind of nodes
 
 
 def box(node: dict[str, Any]) -> tuple[float, float, float, float]:
