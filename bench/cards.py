@@ -2,9 +2,11 @@
 
 python -m bench.cards
 
-Templates without a figure of their own have pictures of the demo model: tools/thumbnails.
+Templates without a figure of their own have pictures of the demo model: tools/thumbnails. Those of Skip Blocks whose
+speed was not measured have a plan: which steps of their workflow run every block.
 """
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,12 @@ from bench import figures
 from bench.markdown import conditions, size
 from bench.plot import COLOURS, digest
 from bench.tables import three
+from tools import embed
 from tools.paths import ROOT
+
+embed.bare_pack()
+
+from anyshape.accel.skip.schedule import full_steps  # noqa: E402 - the package exists from the line above on
 
 FOLDER = ROOT / "example_workflows"
 CARD, QUALITY = (640, 360), 88
@@ -83,12 +90,39 @@ def cards() -> list[Card]:
     ]
 
 
+class Plan(NamedTuple):
+    """Which steps of a transformer's workflow run every block."""
+
+    template: str
+    title: str
+    steps: int
+    full: list[int]
+
+    @property
+    def digest(self) -> str:
+        """What the picture shows."""
+        return f"{self.steps} steps, full: {self.full}"
+
+
+def plan(template: str, title: str) -> Plan:
+    """By the settings in the workflow's file."""
+    workflow = json.loads((FOLDER / f"{template}.json").read_text(encoding="utf-8"))
+    values = {node["type"]: node["widgets_values"] for node in workflow["nodes"]}
+    steps, interval = values["KSampler"][2], values["AnyShapeSkipBlocks"][0]
+    return Plan(template, title, steps, sorted(full_steps(range(steps), interval, density=None)))
+
+
+def plans() -> list[Plan]:
+    """All of them."""
+    return [
+        plan("Skip Blocks Wan 2.1 - every step beside one in three", "Skip Blocks (Wan 2.1)"),
+        plan("Skip Blocks Z-Image - every step beside one in three", "Skip Blocks (Z-Image)"),
+    ]
+
+
 def draw(card: Card) -> Image.Image:
     """The picture."""
-    image = Image.new("RGB", CARD, PAPER)
-    pen = ImageDraw.Draw(image)
-    pen.text((24, 18), card.title, fill=INK, font=_font(28))
-    pen.text((24, 56), card.what, fill=PALE, font=_font(17))
+    image, pen = _paper(card.title, card.what)
     for place, name in enumerate(card.names):
         pen.text((LEFT + TRACK + 12, 20 + 26 * place), name, fill=_colour(place), font=_font(18))
     longest = max(bar.before for bar in card.bars)
@@ -96,6 +130,31 @@ def draw(card: Card) -> Image.Image:
         _bars(pen, bar, TOP + ROW * number, longest)
     pen.text((24, CARD[1] - 30), _where(figures.load(card.result)), fill=PALE, font=_font(14))
     return image
+
+
+def draw_plan(plan: Plan) -> Image.Image:
+    """The picture: a box per step, filled where every block runs."""
+    image, pen = _paper(plan.title, f"{plan.steps} steps with CFG, and where every block of the model runs")
+    wide = (CARD[0] - 48) / plan.steps
+    for place, (name, full) in enumerate((("every step", range(plan.steps)), ("with Skip Blocks", plan.full))):
+        top = TOP + 8 + 96 * place
+        pen.text((24, top), name, fill=_colour(place), font=_font(18))
+        for step in range(plan.steps):
+            box = (24 + wide * step, top + 30, 24 + wide * (step + 1) - 4, top + 66)
+            pen.rectangle(box, fill=_colour(place) if step in full else FAINT)
+    skipped = plan.steps - len(plan.full)
+    said = f"{len(plan.full)} full steps; on {skipped} the middle blocks are forecast"
+    pen.text((24, TOP + 196), said, fill=INK, font=_font(18))
+    pen.text((24, CARD[1] - 30), "The plan of the workflow. Its speed was not measured.", fill=PALE, font=_font(14))
+    return image
+
+
+def _paper(title: str, what: str) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+    image = Image.new("RGB", CARD, PAPER)
+    pen = ImageDraw.Draw(image)
+    pen.text((24, 18), title, fill=INK, font=_font(28))
+    pen.text((24, 56), what, fill=PALE, font=_font(17))
+    return image, pen
 
 
 def _bars(pen: ImageDraw.ImageDraw, bar: Bar, top: int, longest: float) -> None:
@@ -120,10 +179,12 @@ def _where(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Draws them beside their workflows; the hash of the result lies in each as a comment."""
-    for card in cards():
-        path = FOLDER / f"{card.template}.jpg"
-        draw(card).save(path, quality=QUALITY, optimize=True, comment=digest(card.result))
+    """Draws them beside their workflows; the hash of the result, or the plan itself, lies in each as a comment."""
+    drawn = [(card.template, draw(card), digest(card.result)) for card in cards()]
+    drawn += [(one.template, draw_plan(one), one.digest) for one in plans()]
+    for template, image, comment in drawn:
+        path = FOLDER / f"{template}.jpg"
+        image.save(path, quality=QUALITY, optimize=True, comment=comment)
         print(path.relative_to(ROOT))
 
 

@@ -1,17 +1,20 @@
 """The example workflows: whole, tidy, accepted by the real server, run on the demo model, with a picture each."""
 
 import json
+import re
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from bench import cards, plot
-from tools.api_format import NOTES, inputs, is_widget, to_api
+from tools.api_format import NOTES, inputs, is_widget, run_here, to_api
 from tools.comfy_server import ComfyServer
+from tools.oracles import counted, error, fallbacks
 from tools.paths import ROOT
 
 PACKED, DEMO = "example_workflows", "demo/example_workflows"
@@ -23,7 +26,14 @@ MODEL_FILES = {
     "clip_name": "text_encoders", "clip_name1": "text_encoders", "clip_name2": "text_encoders", "vae_name": "vae",
 }  # fmt: skip
 NO_ADDRESS = {"lcm-lora-sdxl.safetensors"}  # ComfyUI's own templates have none for it; the note says what is needed
-KINDS = ("SDXL", "Flux", "Z-Image", "Qwen-Image", "Wan", "ControlNet", "Skip Blocks", "Comparison", "Warm Up", "Emoji")
+KINDS = (
+    "SDXL", "Flux", "Z-Image", "Qwen-Image", "Wan", "ControlNet", "Skip Blocks SD1.5", "Skip Blocks Wan",
+    "Skip Blocks Z-Image", "Comparison", "Warm Up", "Emoji",
+)  # fmt: skip
+SKIPPING = {  # templates on transformers: a small model of the same kind, its latent, and full and skipped steps
+    "Skip Blocks Wan 2.1 - every step beside one in three": ("WAN21_T2V", (1, 16, 3, 8, 10), (10, 20)),
+    "Skip Blocks Z-Image - every step beside one in three": ("ZImage", (1, 16, 8, 10), (9, 16)),
+}
 THUMBNAIL, MOST_BYTES = (640, 360), 60_000
 TITLE = 30  # pixels above a node's place
 CLOSE = 4 / 255  # of a pixel's range; what the demo allows
@@ -174,7 +184,18 @@ def test_cards_are_drawn_from_the_results(card) -> None:
         assert opened.info["comment"].decode() == plot.digest(card.result), "run: make figures"
 
 
+@pytest.mark.parametrize("plan", cards.plans(), ids=lambda plan: plan.template)
+def test_plans_are_drawn_from_the_workflows(plan) -> None:
+    """They show which steps are full, and no speed: none was measured."""
+    assert plan.template in SKIPPING and (len(plan.full), plan.steps - len(plan.full)) == SKIPPING[plan.template][2]
+    with Image.open(ROOT / PACKED / f"{plan.template}.jpg") as opened:
+        assert opened.info["comment"].decode() == plan.digest, "run: make figures"
+
+
 # Run --------------------------------------------------------------------------------------------------------------
+
+# What the demo loader has in the place of each of a loader's outputs; its own are MODEL, VAE, text encoder.
+LOADERS = {"CheckpointLoaderSimple": (0, 2, 1), "UNETLoader": (0,), "CLIPLoader": (2,), "VAELoader": (1,)}
 
 
 def on_demo(flow: dict[str, Any]) -> dict[str, Any]:
@@ -190,8 +211,9 @@ def on_demo(flow: dict[str, Any]) -> dict[str, Any]:
 
 
 def _demo_node(kind: str, given: dict[str, Any]) -> dict[str, Any]:
-    if kind == "CheckpointLoaderSimple":  # MODEL, CLIP, VAE become MODEL, VAE, text encoder
-        return {"class_type": "AnyShapeDemoLoader", "inputs": {"dtype": "fp32"}}
+    if kind in LOADERS:
+        architecture = "unet" if kind == "CheckpointLoaderSimple" else "transformer"
+        return {"class_type": "AnyShapeDemoLoader", "inputs": {"dtype": "fp32", "architecture": architecture}}
     if kind == "CLIPTextEncode":
         given, kind = {"text_encoder": given["clip"], "text": "rocket"}, "AnyShapeDemoPrompt"
     small = {key: given[key] // 64 * 8 for key in ("width", "height") if key in given}
@@ -201,13 +223,12 @@ def _demo_node(kind: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_demo_outputs(flow: dict[str, Any]) -> dict[str, Any]:
-    """Links to the checkpoint's CLIP and VAE lead to the demo loader's."""
-    loaders = {name for name, node in flow.items() if node["class_type"] == "CheckpointLoaderSimple"}
-    swapped = {1: 2, 2: 1}
+    """Links to a loader's MODEL, CLIP and VAE lead to the demo loader's."""
+    loaders = {name: LOADERS[node["class_type"]] for name, node in flow.items() if node["class_type"] in LOADERS}
     for node in flow.values():
         for key, value in node["inputs"].items():
             if isinstance(value, list) and value[0] in loaders:
-                node["inputs"][key] = [value[0], swapped.get(value[1], value[1])]
+                node["inputs"][key] = [value[0], loaders[value[0]][value[1]]]
     return flow
 
 
@@ -255,12 +276,44 @@ def test_eager_and_compiled_are_one_picture(server, known) -> None:
     assert sizes(stats) == {(128, 128, 1)} and chart.shape[1] > 500
 
 
-def test_skip_blocks_skips(server, known) -> None:
-    shown, stats = run(server, known, "Skip Blocks SD1.5 - every step beside one in three")
+@pytest.mark.parametrize("model", ["SD1.5", "Z-Image"])
+def test_skip_blocks_skips(server, known, model) -> None:
+    shown, stats = run(server, known, f"Skip Blocks {model} - every step beside one in three")
     (skip,) = stats["skip"]
     assert (skip["full"], skip["skipped"]) == (4, 8) and not skip["resets"]
     (full,), (skipped,) = shown["Every step in full"], shown["With Skip Blocks"]
     assert 0 < np.abs(full - skipped).mean() < 0.1
+
+
+@pytest.mark.usefixtures("clean_stats", "one_thread")
+@pytest.mark.parametrize("name", SKIPPING)
+def test_skip_blocks_skips_on_transformers(pack, known, name) -> None:
+    """What lies between loader and sampler, with the template's settings, on a small model with random weights."""
+    from comfy_extras.nodes_model_advanced import ModelSamplingAuraFlow, ModelSamplingSD3
+
+    import nodes
+    from tools.architectures import TABLE, patchers
+
+    kind, shape, (full, skipped) = SKIPPING[name]
+    model, context = patchers.make(kind, blocks=5), TABLE[kind].request(0)["conditions"]["context"][:1]
+
+    def latent(**size: int) -> dict[str, torch.Tensor]:
+        return {"samples": torch.zeros(shape)}
+
+    stand_ins = {
+        "UNETLoader": lambda **file: model, "CLIPLoader": lambda **file: None, "PrimitiveInt": lambda value: value,
+        "CLIPTextEncode": lambda clip, text: [[context * len(text) / 40, {}]],
+        "EmptyHunyuanLatentVideo": latent, "EmptySD3LatentImage": latent,
+    }  # fmt: skip
+    ours = {node.define_schema().node_id: node for node in pack.nodes.NODES}
+    classes = ours | {each.__name__: each for each in (nodes.KSampler, ModelSamplingAuraFlow, ModelSamplingSD3)}
+    flow = to_api(example(name), known)
+    with torch.inference_mode():
+        whole, fewer = (out["samples"] for out in run_here(flow, "KSampler", classes, stand_ins).values())
+    assert counted() == {"full": full, "skipped": skipped, "resets": {}} and fallbacks() == []
+    assert 0 < error(fewer, whole) < 0.7  # random weights: no smoothness
+    (note,) = [node["widgets_values"][0] for node in example(name)["nodes"] if node["type"] in NOTES]
+    assert re.findall(r"\d+(?= are full| are skipped| 步完整| 步跳过)", note) == [str(full), str(skipped)] * 2
 
 
 def test_warmed_up_sizes_are_known_to_the_sampler(server, known) -> None:

@@ -4,10 +4,11 @@
     server.run(flow)
 
 The front end does this itself when a prompt is queued; here it is done without one, for workflows whose nodes are all
-switched on and in one graph.
+switched on and in one graph. ``run_here`` runs such a flow without a server, on models that no loader would read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 WIDGETS = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
@@ -64,3 +65,25 @@ def _widget_names(specs: dict[str, list]) -> Iterator[str]:
             yield name
             if options and options[0].get("control_after_generate"):
                 yield ""
+
+
+def run_here(
+    flow: dict[str, dict[str, Any]], wanted: str, classes: Mapping[str, type], stand_ins: Mapping[str, Callable]
+) -> dict[str, Any]:
+    """The first output of each node of the class ``wanted``, by its id, and so of all that leads there.
+
+    classes: ComfyUI's nodes and ours, which run as they are. stand_ins: functions of a node's inputs, in the place
+    of a class; they give its first output.
+    """
+
+    @cache
+    def outputs(name: str) -> tuple:
+        kind, given = flow[name]["class_type"], flow[name]["inputs"]
+        given = {key: outputs(value[0])[value[1]] if isinstance(value, list) else value for key, value in given.items()}
+        if kind in stand_ins:
+            return (stand_ins[kind](**given),)
+        cls = classes[kind]
+        out = cls.execute(**given) if hasattr(cls, "execute") else getattr(cls(), cls.FUNCTION)(**given)
+        return out if isinstance(out, tuple) else out.args
+
+    return {name: outputs(name)[0] for name, node in flow.items() if node["class_type"] == wanted}
