@@ -175,4 +175,11 @@ def test_warm_up_these(opened, server) -> None:
     page.page.get_by_text("Written into Warm Up's list.").wait_for()
     listed = "id => app.graph.getNodeById(id).widgets.find((one) => one.name === 'shapes').value"
     assert page.page.evaluate(listed, added) == "64x72"
+    page.set_widgets(added, {"shapes": "72x64"})
+    page.set_widgets(3, {"width": 72})  # the latent
+    page.run(server)  # at 72x72
+    page.page.locator(f"{PANEL} [data-scope=prompt]").click()
+    page.page.locator(f"{PANEL} tr", has_text="72×72").first.wait_for()
+    button.click()
+    assert page.page.evaluate(listed, added) == "72x72"  # no more than the panel shows
     assert page.errors == []

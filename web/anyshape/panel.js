@@ -31,7 +31,8 @@ export function makePanel() {
   };
   const line = el("p", { className: "anyshape-said" }, parts.work, parts.said);
   parts.scope = makeScope("panel", "all", parts.work);
-  const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport, compare, warm: warmUpThese };
+  const warm = () => warmUpThese(parts.scope.part(store.stats).models);
+  const actions = { clear: () => store.clear(false), free: () => store.clear(true), copy: copyReport, compare, warm };
   const buttons = Object.entries(actions).map(([name, action]) => button(name, action, parts.said));
   const element = el(
     "section",
@@ -102,7 +103,7 @@ function showPanel(element, parts, buttons, stats) {
     setText(one, texts.buttons[one.dataset.action].title);
     one.title = texts.buttons[one.dataset.action].help;
   });
-  showWarm(buttons, hasRun(stats) && warmUps().length > 0);
+  showWarm(buttons, hasRun(chosen) && warmUps().length > 0);
   showTables(parts.tables, chosen, true);
   showList(parts.inexact, texts.inexact, inexact(chosen.models, texts));
   showList(parts.skip, texts.skip.title, together(chosen.skip.map((run) => skipLine(run, texts))));

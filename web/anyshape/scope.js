@@ -22,6 +22,7 @@ export function makeScope(name, chosen, work = el("span", { className: "anyshape
   });
   const group = el("span", { role: "group" }, ...buttons);
   scope.element = el("div", { className: "anyshape-scope" }, group, ...(work.parentElement ? [] : [work]));
+  scope.part = (stats) => scoped(stats, scope.chosen, rootGraph()?.id);
   scope.apply = (stats) => {
     const texts = words();
     buttons.forEach((button) => {
@@ -31,7 +32,7 @@ export function makeScope(name, chosen, work = el("span", { className: "anyshape
     });
     setText(work, stats.preparing?.size ? preparingText(stats.preparing, texts) : "");
     setTitle(work, stats.preparing?.size ? `${stats.preparing.model} ${texts.preparing_help}` : "");
-    return scoped(stats, scope.chosen, rootGraph()?.id);
+    return scope.part(stats);
   };
   return scope;
 }

@@ -2,7 +2,6 @@
 
 import { app } from "../../../scripts/app.js";
 import { listedSizes } from "./format.js";
-import * as store from "./store.js";
 
 const TYPE = "AnyShapeWarmUp";
 const LIST = "shapes"; // the input's name
@@ -13,9 +12,9 @@ export function warmUps(graph = app.rootGraph ?? app.graph?.rootGraph ?? app.gra
   return nodes.flatMap((node) => [...(node.comfyClass === TYPE ? [node] : []), ...(node.subgraph ? warmUps(node.subgraph) : [])]);
 }
 
-/** For the panel's button. */
-export function warmUpThese() {
-  const text = listedSizes(store.stats.models).join("\n");
+/** For the panel's button. models: of what the panel is about. */
+export function warmUpThese(models) {
+  const text = listedSizes(models).join("\n");
   for (const node of warmUps()) {
     const list = node.widgets?.find((widget) => widget.name === LIST);
     if (list) list.value = text;
