@@ -274,6 +274,13 @@ CROSSED = """() => [...document.querySelectorAll('.anyshape-panel .anyshape-bar'
 }).length"""
 
 
+LINES = """() => [...document.querySelectorAll('.anyshape-panel td:nth-child(3)')].map((cell) => {
+    const text = document.createRange();
+    text.selectNodeContents(cell);
+    return new Set([...text.getClientRects()].map((line) => line.top)).size;
+})"""
+
+
 def test_nothing_that_matters_is_hidden_on_a_small_screen(browser, server) -> None:
     """At 1000x600, with the figures of a GPU in the place of the server's."""
 
@@ -287,6 +294,7 @@ def test_nothing_that_matters_is_hidden_on_a_small_screen(browser, server) -> No
     page.page.wait_for_timeout(500)
     page.page.screenshot(path=SCREENSHOTS / f"small-{server.comfyui.name}.png")
     assert page.page.evaluate(HIDDEN) == []
+    assert page.page.evaluate(LINES) == [1] * 4  # each state on one line
     head = page.page.locator(f"{PANEL} th")
     assert head.nth(4).text_content() == "first, s" and head.nth(5).text_content() == "ms"
     assert [head.nth(i).is_visible() for i in (0, 2, 5)] == [True] * 3
