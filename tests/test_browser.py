@@ -97,6 +97,7 @@ def test_the_panel_opens_by_keyboard(built) -> None:
     page.keyboard.press("Enter")
     page.locator(PANEL).wait_for()
     shows(built.page.page.locator(PANEL), EMPTY)
+    shows(page.locator(f"{PANEL} .anyshape-gain"), "On a CPU nothing is gained")
     page.locator(f"{PANEL} button").first.focus()
     reached = []
     for _ in range(3):

@@ -213,7 +213,10 @@ test("a node whose model ran in one way", () => {
   assert.deepEqual([shown.level, shown.text], ["fast", "fast: 6 sizes"]);
   assert.equal(badge([model(six)], {}, ZH, "zh").text, "加速：6 个尺寸");
   assert.equal(badge([model([shape({ batch: 2 })])]).text, "fast: 512×512 ×2");
-  assert.deepEqual(badge([model(six)], {}, EN, "en", "cpu").text, "as ComfyUI: 6 sizes");
+  const onCpu = badge([model(six)], {}, EN, "en", "cpu");
+  assert.equal(onCpu.text, "as ComfyUI: 6 sizes");
+  assert.match(onCpu.title, /\nOn a CPU nothing is gained/);
+  assert.doesNotMatch(shown.title, /CPU/);
   const why = badge([model([shape({ state: "eager", reason: "unknown patch attn2" })])]);
   assert.deepEqual([why.level, why.text], ["as_comfyui", "as ComfyUI: unknown patch attn2"]);
 });

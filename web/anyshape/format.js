@@ -206,7 +206,8 @@ function ran(models, stats, words, language) {
   const gained = now ? [gainText({ ...now, saved: gain(all).saved }, words)] : [];
   const first = `${name}${words.colon}${level === "as_comfyui" && reason ? inShort(reason, stats) : sized_by}`;
   const text = [...gained, first, ...counted].join(words.comma);
-  const title = [text, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
+  const nothing = device === "cpu" ? [words.gain.cpu] : [];
+  const title = [text, ...nothing, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
   return { ...plain(level, shorten(text), title.join("\n")), loss: now?.factor < 1 };
 }
 

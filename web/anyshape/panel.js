@@ -111,12 +111,12 @@ function showPanel(element, parts, buttons, stats) {
   showList(parts.fallbacks, texts.fallbacks, steps, fallbacks(chosen).map((f) => f.reason));
 }
 
-/** The first line: how much faster than ComfyUI, or how to find out. On a CPU there is nothing to gain. */
+/** The first line: how much faster than ComfyUI, or how to find out, or that there is nothing to gain. */
 function showGain(line, stats, texts) {
   const found = gain(stats.models.flatMap((model) => model.shapes));
-  line.hidden = stats.device === "cpu";
   line.classList.toggle("anyshape-loss", found?.factor < 1);
-  setText(line, found ? gainText(found, texts) : texts.gain.unknown);
+  const none = stats.device === "cpu" ? texts.gain.cpu : texts.gain.unknown;
+  setText(line, found ? gainText(found, texts) : none);
   setTitle(line, texts.gain.help);
 }
 
