@@ -150,7 +150,8 @@ function asComfyUI(reason, stats, words) {
 
 /** Of Warm Up: what became of its list. */
 function warmed({ listed, ready, bad }, words, language) {
-  const parts = [fill(words.badge.warmed, { ready, listed }), ...(bad ? [count(words.counts.bad, bad, language)] : [])];
+  const wrong = bad ? [count(words.counts.bad, bad, language)] : [];
+  const parts = listed || !bad ? [fill(words.badge.warmed, { ready, listed }), ...wrong] : wrong; // a node has room for one
   const level = !ready ? "as_comfyui" : ready < listed || bad ? "partly" : "fast";
   return plain(level, parts.join(words.comma));
 }
