@@ -9,6 +9,7 @@ import { gain, gainText, preparingText } from "./gain.js";
 const MIB = 1 << 20;
 const LONGEST = 60; // characters of a reason on a node; the tooltip has all of it
 const SHORTEST_BAR = 0.12; // of the longest; what is not 0 must be seen
+const DECADE = 10;
 const MUTED = 2; // of a node's `mode`, in every front end
 const BYPASSED = 4;
 const NAMED = 3; // sizes that a reason names; of more their number
@@ -84,11 +85,15 @@ export function shorten(text, longest = LONGEST) {
   return text.length <= longest ? text : `${text.slice(0, longest - 1).trimEnd()}…`;
 }
 
-/** Each value's length as a bar, 0 to 1, by its logarithm: of 0.1, 1 and 10 each is as much longer as the next. */
+/**
+ * Each value's length as a bar, 0 to 1, by its logarithm: of 0.1, 1 and 10 each is as much longer as the next. The scale
+ * is DECADE wide at least: what is nearly equal looks so.
+ */
 export function shares(values) {
   const positive = values.filter((value) => value > 0);
   const [least, most] = [Math.min(...positive), Math.max(...positive)];
-  const of = (value) => (most > least ? Math.log(value / least) / Math.log(most / least) : 1);
+  const width = Math.log(Math.max(most / least, DECADE));
+  const of = (value) => 1 + Math.log(value / most) / width;
   return values.map((value) => (value > 0 ? SHORTEST_BAR + (1 - SHORTEST_BAR) * of(value) : 0));
 }
 
