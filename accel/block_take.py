@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from .block_call import Given, is_plain
+from .call import Call, Settings
 from .reasons import say
 from .tape.live import Played
 from .tape.options import Guards, NotedOptions, Reads
@@ -15,9 +16,6 @@ from .tape.program import Bound, Program
 from .tape.record import Recorder, record
 from .tape.values import Constant, Input, Tape, Weight
 from .tapes import obstacle
-
-if TYPE_CHECKING:
-    from .engine import Call, Settings
 
 
 @dataclass(eq=False)
@@ -56,7 +54,7 @@ class Recorded:
 class Visit:
     """One forward of the model with its blocks on programs. Holds the model: valid for that forward only."""
 
-    def __init__(self, call: "Call", settings: "Settings", first: bool) -> None:
+    def __init__(self, call: Call, settings: Settings, first: bool) -> None:
         self.call, self.settings, self.first = call, settings, first
         self.ran = 0  # calls of blocks that ran on a program
         self.slower = 0  # of these, on one that was no faster than eager

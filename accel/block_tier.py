@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from .attempt import attempt, named
 from .block_call import Given, NotUsed, swapped, take_apart, tensors_in
 from .block_forwards import Blocks
 from .block_take import BlockTake, Recorded, Visit, record_block
+from .call import Call, Settings
 from .errors import AnyShapeError, WrongResult, is_out_of_memory
 from .preparing import preparing
 from .reasons import say
@@ -33,9 +34,6 @@ from .tape import diagnose, live
 from .tape.patches import PatchBook
 from .tape.program import NotBound, Program
 from .tape.values import Input, Tape
-
-if TYPE_CHECKING:
-    from .engine import Call, Settings
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +53,7 @@ class BlockTier:
 
     def __init__(
         self, stats: ModelStats, passthrough: tuple[type[BaseException], ...],
-        make: Callable[[Tape, "Call"], Program], count: Callable[[Program, bool, "Call"], None],
+        make: Callable[[Tape, Call], Program], count: Callable[[Program, bool, Call], None],
         patches: PatchBook,
     ) -> None:  # fmt: skip
         self.stats, self._passthrough, self._make, self._count = stats, passthrough, make, count
@@ -67,7 +65,7 @@ class BlockTier:
         self._weights: int | None = None  # fingerprint of those in the takes' ``bound``
 
     @contextmanager
-    def visit(self, call: "Call", settings: "Settings", first: bool) -> Iterator[Visit]:
+    def visit(self, call: Call, settings: Settings, first: bool) -> Iterator[Visit]:
         """The body is one forward of the model; its blocks are ours meanwhile."""
         visit = Visit(call, settings, first)
         with ExitStack() as stack:
@@ -88,7 +86,7 @@ class BlockTier:
 
     # The blocks' forwards -----------------------------------------------------------------------------------------
 
-    def _look(self, call: "Call") -> None:
+    def _look(self, call: Call) -> None:
         if self._blocks.look(call.taped.module, call.taped.structure):
             self._forget_takes()
         if self._weights != call.weights:

@@ -8,65 +8,20 @@ we never change it.
 import logging
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from . import devices, graphs
 from .attempt import attempt, named
+from .call import Call, Settings
 from .errors import AnyShapeError, is_out_of_memory, let_go
-from .key import ShapeKey
 from .outputs import Output
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .tape_tier import TapeTier
-from .tapes import Taped
 
 log = logging.getLogger(__name__)
-
-MODES = ("auto", "exact", "off")
-BUDGET_MB, MAX_BUDGET_MB = 2048, 1 << 20  # for graphs: unless the user says otherwise, and at most
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user chose on the node. Raises ValueError naming the input, the value and the accepted ones."""
-
-    mode: str = "auto"
-    graph_budget_mb: int = BUDGET_MB  # 0: no graphs
-    verify: bool = True  # compare each new shape's first result with eager
-    timed: bool = False  # only ComfyUI's own forwards run, and how long they take is noted
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ValueError(f"mode is {self.mode!r}; choose one of {', '.join(MODES)}")
-        if not 0 <= self.graph_budget_mb <= MAX_BUDGET_MB:
-            raise ValueError(
-                f"graph_budget_mb is {self.graph_budget_mb}; give 0 (no graphs) to {MAX_BUDGET_MB}, in megabytes"
-            )
-
-    @property
-    def graph_budget_bytes(self) -> int:
-        """The budget in bytes."""
-        return self.graph_budget_mb * graphs.MIB
-
-
-@dataclass(frozen=True)
-class Call:
-    """One forward, as a family sees it. Valid for this call only: it holds the caller's tensors."""
-
-    key: ShapeKey
-    inputs: dict[str, Tensor]  # everything that may differ from call to call
-    eager: Callable[[], Output]  # on ComfyUI's own layers
-    weights: int  # weights.WeightWatch.fingerprint, now
-    width: int  # image pixels
-    height: int
-    batch: int  # images per prompt
-    frames: int = 1
-    taped: Taped | None = None  # how to record it; None where it cannot be
-    obstacle: str = ""  # why only eager is right; "" if what was recorded is
 
 
 @dataclass

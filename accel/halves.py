@@ -7,12 +7,12 @@ other. The other one is given the features that this one has just made, and must
 import logging
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from . import verify
 from .attempt import attempt, named
+from .call import Call, Settings
 from .errors import AnyShapeError, WrongResult
 from .outputs import Output
 from .reasons import say
@@ -23,9 +23,6 @@ from .tape.program import Program
 from .tape.values import Tape
 from .tapes import Take, Tapes, named_features
 
-if TYPE_CHECKING:
-    from .engine import Call, Settings
-
 log = logging.getLogger(__name__)
 
 
@@ -34,12 +31,12 @@ class Halves:
 
     def __init__(
         self, stats: ModelStats, tapes: Tapes, passthrough: tuple[type[BaseException], ...],
-        make: Callable[[Tape, bool, "Call"], Program], count: Callable[[Program, bool, "Call"], None],
+        make: Callable[[Tape, bool, Call], Program], count: Callable[[Program, bool, Call], None],
     ) -> None:  # fmt: skip
         self._stats, self._tapes, self._passthrough = stats, tapes, passthrough
         self._make, self._count = make, count
 
-    def cut(self, call: "Call", take: Take, tape: Tape) -> Cut | None:
+    def cut(self, call: Call, take: Take, tape: Tape) -> Cut | None:
         """Cuts the tape; None, and the take says why, where there is nothing to leave out."""
         calls, take.calls = take.calls, []
         rows = len(next(iter(call.inputs.values())))
@@ -55,7 +52,7 @@ class Halves:
         return found
 
     def finish(
-        self, call: "Call", settings: "Settings", take: Take, halves: Cut, out: Output, recorded: Output, fuse: bool,
+        self, call: Call, settings: Settings, take: Take, halves: Cut, out: Output, recorded: Output, fuse: bool,
         first: bool,
     ) -> None:  # fmt: skip
         """Makes the program of skipped steps. out: what the whole one gave. first: of all sizes."""
@@ -70,7 +67,7 @@ class Halves:
             take.why_whole = say("no_middle", why=reason)
 
     def _rest(
-        self, call: "Call", settings: "Settings", whole: Take, halves: Cut, features: tuple[Tensor, ...],
+        self, call: Call, settings: Settings, whole: Take, halves: Cut, features: tuple[Tensor, ...],
         recorded: Output, fuse: bool, first: bool,
     ) -> None:  # fmt: skip
         take, tape = self._tapes.like(whole), halves.skipped
@@ -89,7 +86,7 @@ class Halves:
         whole.rest = call.taped.skipping.key(features)
         self._tapes.keep(whole.rest, fuse, take)
 
-    def _is_right(self, call: "Call", program: Program, inputs: list[Tensor], recorded: Output) -> bool:
+    def _is_right(self, call: Call, program: Program, inputs: list[Tensor], recorded: Output) -> bool:
         program.bind(call.taped.module)
         out = program.run(inputs)
         try:

@@ -1,11 +1,12 @@
 """The programs of one model: made, counted and checked against the forward that was recorded."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from . import verify
 from .artifacts import KEEPER
+from .call import Call
 from .errors import AnyShapeError, KernelFailed, WrongResult
 from .outputs import Output, flat
 from .reasons import say
@@ -15,9 +16,6 @@ from .tape.program import Program
 from .tape.reuse import Outlines
 from .tape.values import Tape
 from .tapes import Take, Tapes
-
-if TYPE_CHECKING:
-    from .engine import Call
 
 NOT_COMPARED = say("not_finite")
 
@@ -34,11 +32,11 @@ class Maker:
         self.begun: set[tuple] = set()
         self._rules = True  # whether tapes are rewritten by rules
 
-    def is_first(self, call: "Call") -> bool:
+    def is_first(self, call: Call) -> bool:
         """Whether no size of this kind has had its first forward: residuals, say, or code of others, need kernels."""
         return _kind(call) not in self.begun
 
-    def made(self, tape: Tape, fuse: bool, call: "Call") -> Program:
+    def made(self, tape: Tape, fuse: bool, call: Call) -> Program:
         """The program of ``tape``; without kernels where they cannot be compiled here."""
         if not fuse:
             return Program(tape, fuse=False)
@@ -51,7 +49,7 @@ class Maker:
             STATS.fallback(self.stats.name, f"{error}: operations run unfused")
             return Program(tape, fuse=False)
 
-    def count(self, program: Program, first: bool, call: "Call") -> None:
+    def count(self, program: Program, first: bool, call: Call) -> None:
         """Counts what was compiled for ``program``; first: compiling was to be expected."""
         self.stats.kernels += program.report.compiled
         self.stats.compile_seconds += program.report.compile_seconds
@@ -61,7 +59,7 @@ class Maker:
             KEEPER.save_soon()
 
     def checked(
-        self, call: "Call", take: Take, tape: Tape, out: Output, recorded: Output, inputs: list[Tensor]
+        self, call: Call, take: Take, tape: Tape, out: Output, recorded: Output, inputs: list[Tensor]
     ) -> Output:
         """``out``, if it is ComfyUI's own result but for rounding; else that of a program without what is wrong."""
         what = f"the tape at {call.width}x{call.height}"
@@ -89,7 +87,7 @@ class Maker:
         raise WrongResult(say("wrong_unfused", what=what))
 
 
-def _kind(call: "Call") -> tuple:
+def _kind(call: Call) -> tuple:
     """What calls must have in common for one to compile nothing after the other: all but sizes."""
     others = call.taped.calls_others or bool(call.taped.foreign)
     return call.key.inputs[0].dtype, others, tuple(spec.name for spec in call.key.inputs)

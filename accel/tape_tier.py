@@ -7,7 +7,7 @@ check costs no forward of its own, and what the first call gives back is what la
 import logging
 import traceback
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from . import devices, graphs, kernels
 from .attempt import attempt, named
 from .block_tier import BlockTier, told
+from .call import Call, Settings
 from .capture import collector_off
 from .clock import timed
 from .errors import AnyShapeError, CaptureFailed, is_out_of_memory, let_go
@@ -30,9 +31,6 @@ from .tape.patches import code_of
 from .tape.program import NotBound, Program
 from .tape.values import Tape, Weight
 from .tapes import FullStep, Take, Tapes, bound, obstacle
-
-if TYPE_CHECKING:
-    from .engine import Call, Settings
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ class TapeTier:
         )  # fmt: skip
         self._halves = Halves(stats, self._tapes, passthrough, self._maker.made, self._maker.count)
 
-    def run(self, call: "Call", settings: "Settings", shape: ShapeStats) -> Any:
+    def run(self, call: Call, settings: Settings, shape: ShapeStats) -> Any:
         """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
         tried: list[Take] = []
         with live.forward(call.taped.options) as forward:
@@ -81,9 +79,7 @@ class TapeTier:
                         return call.eager()
                     return call.taped.forward(live.replaying(call.taped.options, forward.log))
 
-    def _run(
-        self, call: "Call", settings: "Settings", shape: ShapeStats, forward: live.Forward, tried: list[Take]
-    ) -> Any:
+    def _run(self, call: Call, settings: Settings, shape: ShapeStats, forward: live.Forward, tried: list[Take]) -> Any:
         """As ``run``. Raises ``FormChanged``, with the take at the end of ``tried``."""
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
         take = self._tapes.find(call.key, fuse, call.taped, tried)
@@ -118,7 +114,7 @@ class TapeTier:
         return take.result(out)
 
     def _with_patches(
-        self, call: "Call", take: Take, program: Program, inputs: dict[str, Tensor], forward: live.Forward,
+        self, call: Call, take: Take, program: Program, inputs: dict[str, Tensor], forward: live.Forward,
         tried: list[Take],
     ) -> Output:  # fmt: skip
         """The result of a program that calls patches. Raises ``FormChanged``."""
@@ -147,7 +143,7 @@ class TapeTier:
         self._tapes.release()
         self._blocks.release()
 
-    def _in_blocks(self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, fuse: bool) -> Any:
+    def _in_blocks(self, call: Call, settings: Settings, shape: ShapeStats, take: Take, fuse: bool) -> Any:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
         if not (fuse and take.in_blocks):
             self._note(shape, "eager", take.reason)
@@ -161,14 +157,12 @@ class TapeTier:
 
     # The first call of a size ---------------------------------------------------------------------------------------
 
-    def _first(self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool, forward: live.Forward) -> Any:
+    def _first(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: live.Forward) -> Any:
         # so many small objects at once would set the collector off several times
         with preparing(self.stats.name, shape.size), collector_off():
             return self._recorded(call, settings, shape, fuse, forward)
 
-    def _recorded(
-        self, call: "Call", settings: "Settings", shape: ShapeStats, fuse: bool, forward: live.Forward
-    ) -> Any:
+    def _recorded(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: live.Forward) -> Any:
         # The library of convolutions plans them once for each layout of the weights, which takes longer than they do.
         turned = NONE if not fuse or call.taped.lean else self._turned.get(call.taped.structure, NONE)
         call = _laid_out(call, turned)
@@ -220,7 +214,7 @@ class TapeTier:
         return recorded if out is None else take.result(out)
 
     def _programmed(
-        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
     ) -> Output:
         """The result of the new program, checked."""
         device, first = call.key.device, self._maker.is_first(call)
@@ -251,7 +245,7 @@ class TapeTier:
         return out
 
     def _captured_first(
-        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, tape: Tape,
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape,
         inputs: dict[str, Tensor], recorded: Output,
     ) -> Output | None:  # fmt: skip
         """The result of the run before the program's capture, checked; None if there is no graph.
@@ -294,7 +288,7 @@ class TapeTier:
     # Graphs ---------------------------------------------------------------------------------------------------------
 
     def _settle(
-        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
         out: Output | None,
     ) -> None:  # fmt: skip
         """Notes that the program ran, and captures it where a graph pays."""
@@ -313,7 +307,7 @@ class TapeTier:
             self._note(shape, "tape", str(error))
 
     def _capture(
-        self, call: "Call", settings: "Settings", shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
         out: Output, wanted: bool = False,
     ) -> None:  # fmt: skip
         """Raises ``CaptureFailed``. out: what the result looks like."""
@@ -327,7 +321,7 @@ class TapeTier:
             shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
         shape.state, shape.reason = "graph", ""
 
-    def _name(self, call: "Call", take: Take) -> graphs.Name:
+    def _name(self, call: Call, take: Take) -> graphs.Name:
         return graphs.Name(self._owner, call.key, take.number)
 
     def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
@@ -336,7 +330,7 @@ class TapeTier:
             log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
 
 
-def _laid_out(call: "Call", wanted: frozenset[Weight]) -> "Call":
+def _laid_out(call: Call, wanted: frozenset[Weight]) -> Call:
     """The call, with these weights of convolutions in channels_last; without any, all as ComfyUI has them."""
     weights = call.taped.lay_out(wanted, call.weights)
     return call if weights == call.weights else replace(call, weights=weights)

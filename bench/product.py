@@ -1,6 +1,6 @@
 """The one place where the benchmarks import those parts of the pack that they measure."""
 
-from anyshape.accel.engine import Settings
+from anyshape.accel.call import Settings
 from anyshape.accel.families import skipping
 from anyshape.accel.families.attach import compile_model
 from anyshape.accel.families.controlnet import compile_controlnet

@@ -4,7 +4,7 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..accel.engine import BUDGET_MB, MODES
+from ..accel.call import BUDGET_MB, MODES
 from . import badge
 from .compile_controlnet import controlnet_part
 from .compile_model import budget_input, model_part

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from ..accel.engine import BUDGET_MB
+from ..accel.call import BUDGET_MB
 from ..accel.reasons import say
 from .prompt_graph import Link, Prompt, PromptGraph, title
 

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..accel.engine import BUDGET_MB, MAX_BUDGET_MB, MODES, Settings
+from ..accel.call import BUDGET_MB, MAX_BUDGET_MB, MODES, Settings
 from ..accel.families import entries
 from ..accel.families.attach import compile_model
 from . import badge

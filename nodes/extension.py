@@ -3,9 +3,10 @@
 import comfy.model_management
 from comfy_api.latest import ComfyExtension, io
 
-from ..accel import kernels, preparing
+from ..accel import preparing
 from ..accel.artifacts import KEEPER, places
 from ..accel.stats import STATS
+from ..accel.tape import triton_start
 from . import NODES, prompts, queued, routes
 
 
@@ -26,4 +27,4 @@ preparing.follow(comfy.model_management.throw_exception_if_processing_interrupte
 routes.register()
 queued.register()
 KEEPER.use(places.store())
-kernels.prepare(comfy.model_management.get_torch_device())
+triton_start.prepare(comfy.model_management.get_torch_device())

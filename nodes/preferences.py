@@ -14,7 +14,7 @@ from aiohttp import web
 from comfy.cli_args import args
 from server import PromptServer
 
-from ..accel.engine import BUDGET_MB, MAX_BUDGET_MB
+from ..accel.call import BUDGET_MB, MAX_BUDGET_MB
 from .automatic import Choice, exceptions
 
 AUTOMATIC, EXCEPTIONS, BUDGET, AT_START = (  # web/anyshape/settings.js has them too

@@ -11,6 +11,7 @@ embed.bare_pack()
 
 from anyshape.accel import devices, kernels  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.errors import Unavailable  # noqa: E402
+from anyshape.accel.tape import triton_start  # noqa: E402
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 KINDS = {"rocm": (CUDA, "AMD"), "mps": (torch.device("mps"), "Apple"), "xpu": (torch.device("xpu", 0), "Intel")}
@@ -46,8 +47,8 @@ def test_others_are_named(other):
 
 def test_no_kernels_and_no_thread_at_the_start(other, monkeypatch):
     device, word = other
-    monkeypatch.setattr(kernels, "_start_triton", lambda device: pytest.fail("started"))
-    kernels.prepare(device)
+    monkeypatch.setattr(triton_start, "_start_triton", lambda device: pytest.fail("started"))
+    triton_start.prepare(device)
     assert not kernels.available(device) and kernels.too_old(device) == ""
     with pytest.raises(Unavailable, match=word):
         kernels.load(device)

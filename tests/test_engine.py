@@ -9,7 +9,8 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel import graphs, stats  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.engine import Call, Engine, Settings  # noqa: E402
+from anyshape.accel.call import Call, Settings  # noqa: E402
+from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
 from anyshape.accel.tapes import Taped  # noqa: E402

@@ -13,8 +13,9 @@ embed.bare_pack()
 
 from anyshape.accel import graphs, stats  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.allocator import addresses_are_promised  # noqa: E402
+from anyshape.accel.call import Call, Settings  # noqa: E402
 from anyshape.accel.capture import Recording  # noqa: E402
-from anyshape.accel.engine import Call, Engine, Settings  # noqa: E402
+from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.errors import CaptureFailed  # noqa: E402
 from anyshape.accel.graphs import Name  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402

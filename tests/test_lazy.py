@@ -26,7 +26,7 @@ own = getattr(*HOLE)
 delattr(*HOLE)
 
 pack = embed.load_pack()
-from anyshape.accel.engine import Settings
+from anyshape.accel.call import Settings
 from anyshape.accel.families import attach, lazy, skipping
 from anyshape.accel.skip.settings import SkipSettings
 from anyshape.accel.stats import snapshot

@@ -116,7 +116,7 @@ def test_clearing_in_the_middle_of_a_call(clean_stats) -> None:
 def test_clearing_between_steps_changes_no_picture(models, fresh) -> None:
     """Counters and graphs go in mid-run; the rest of the run is what it would have been."""
     from anyshape.accel import graphs, stats
-    from anyshape.accel.engine import Settings
+    from anyshape.accel.call import Settings
     from anyshape.accel.families.attach import compile_model
 
     compiled, _ = compile_model(fresh, Settings())

@@ -2,12 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
-
-if TYPE_CHECKING:
-    from tools.comfy_server import ComfyServer
 
 OnProgress = Callable[[str, dict[str, Any]], None]
 
@@ -39,23 +36,18 @@ class PromptError(RuntimeError):
         return cls("\n".join(lines), node_id, node_type, reply["error"]["type"])
 
 
-def follow_prompt(
-    server: "ComfyServer",
-    workflow: dict[str, Any],
-    on_progress: OnProgress | None,
-    timeout: float,
-) -> str:
-    """Queue `workflow`, wait for its end and return its prompt id.
+def follow_prompt(url: str, queue: Callable[[], str], on_progress: OnProgress | None, timeout: float) -> str:
+    """Waits for the end of the prompt that `queue` queues, and returns its id. url: of the websocket.
 
     Raises PromptError where ComfyUI reports a failure, ConnectionError or TimeoutError where it stops answering.
     """
-    return asyncio.run(asyncio.wait_for(_follow(server, workflow, on_progress), timeout))
+    return asyncio.run(asyncio.wait_for(_follow(url, queue, on_progress), timeout))
 
 
-async def _follow(server: "ComfyServer", workflow: dict[str, Any], on_progress: OnProgress | None) -> str:
+async def _follow(url: str, queue: Callable[[], str], on_progress: OnProgress | None) -> str:
     ticking = asyncio.create_task(_tick(on_progress)) if on_progress else None
     try:
-        return await _listen(server, workflow, on_progress)
+        return await _listen(url, queue, on_progress)
     finally:
         if ticking:
             ticking.cancel()
@@ -68,11 +60,10 @@ async def _tick(on_progress: OnProgress) -> None:
         on_progress("waiting", {})
 
 
-async def _listen(server: "ComfyServer", workflow: dict[str, Any], on_progress: OnProgress | None) -> str:
+async def _listen(url: str, queue: Callable[[], str], on_progress: OnProgress | None) -> str:
     # The socket is open before the prompt is queued, so that no message is missed.
-    url = f"{server.url}/ws?clientId={server.client_id}"
     async with aiohttp.ClientSession() as session, session.ws_connect(url, max_msg_size=0) as socket:
-        prompt_id = await asyncio.to_thread(server.queue, workflow)
+        prompt_id = await asyncio.to_thread(queue)
         failure = None
         async for kind, data in _messages(socket, prompt_id):
             if on_progress:

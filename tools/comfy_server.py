@@ -215,7 +215,8 @@ class ComfyServer:
         timeout: seconds for the whole prompt.
         """
         try:
-            prompt_id = follow_prompt(self, workflow, on_progress, timeout)
+            socket_url = f"{self.url}/ws?clientId={self.client_id}"
+            prompt_id = follow_prompt(socket_url, lambda: self.queue(workflow), on_progress, timeout)
         except (ConnectionError, TimeoutError, requests.ConnectionError) as failure:
             raise self.error(f"ComfyUI did not finish the prompt: {failure}") from failure
         return self.history(prompt_id)

@@ -58,7 +58,7 @@ FLUX_RUN = SHORT_RUN | {"tokens": 20, "cfg": 3.0}
 
 def compile_with_message(patcher: Patcher, **settings: Any) -> tuple[Patcher, str]:
     """The Compile Model node's work, and what it tells the user."""
-    from anyshape.accel.engine import Settings
+    from anyshape.accel.call import Settings
     from anyshape.accel.families.attach import compile_model
 
     return compile_model(patcher, Settings(**settings))

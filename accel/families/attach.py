@@ -17,7 +17,8 @@ from torch import nn
 
 from .. import devices
 from ..attempt import attempt, failed
-from ..engine import Engine, Settings
+from ..call import Settings
+from ..engine import Engine
 from ..reasons import say
 from ..stats import STATS
 from . import small_weights

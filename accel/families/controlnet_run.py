@@ -21,7 +21,8 @@ from comfy.patcher_extension import CallbacksMP
 from torch import Tensor, nn
 
 from ..attempt import Theirs, attempt, failed
-from ..engine import Engine, Settings
+from ..call import Settings
+from ..engine import Engine
 from ..fingerprint import changed_part
 from ..key import ShapeKey
 from ..reasons import say

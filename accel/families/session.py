@@ -12,7 +12,8 @@ from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
 from ..attempt import Theirs, attempt, failed
-from ..engine import Call, Engine, Settings
+from ..call import Call, Settings
+from ..engine import Engine
 from ..reasons import say
 from ..skip.run import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..stats import STATS

@@ -14,7 +14,7 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
 from ..attempt import attempt, failed
-from ..engine import Settings
+from ..call import Settings
 from ..reasons import say
 from ..skip.run import OWN_STEPS, PLANNED, RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS

@@ -14,7 +14,7 @@ import comfy.ldm.modules.attention as attention
 import torch
 from torch import Tensor, nn
 
-from ..engine import Call
+from ..call import Call
 from ..fingerprint import foreign_method
 from ..key import ShapeKey, shape_key
 from ..reasons import say

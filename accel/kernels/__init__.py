@@ -5,27 +5,24 @@ machine without it can import the pack.
 """
 
 import functools
-import logging
-import threading
 
 import torch
 
 from .. import devices
 from ..artifacts import KEEPER
 from ..attempt import without_folders
-from ..errors import AnyShapeError, Unavailable
+from ..errors import Unavailable
 from ..reasons import say
-
-log = logging.getLogger(__name__)
 
 OLDEST = (7, 5)  # compute capability; Triton 3.x compiles for nothing older
 OLDEST_TRITON = (3, 2)  # that of torch 2.6
 
 
-def _obstacle(device: torch.device) -> str | None:
+def obstacle(device: torch.device) -> str:
+    """Why no kernel can run there, as far as that is known without Triton; "" if one can."""
     if device.type == "cpu":
         return say("no_kernels_on_cpu")
-    return devices.obstacle(device) or too_old(device) or None
+    return devices.obstacle(device) or too_old(device)
 
 
 def too_old(device: torch.device) -> str:
@@ -41,9 +38,8 @@ def too_old(device: torch.device) -> str:
 @functools.cache
 def load(device: torch.device) -> "TritonOps":  # noqa: F821  (imported below, with Triton)
     """The fused operations on Triton for ``device``. Raises ``Unavailable`` with the reason."""
-    obstacle = _obstacle(device)
-    if obstacle is not None:
-        raise Unavailable(obstacle)
+    if reason := obstacle(device):
+        raise Unavailable(reason)
     try:
         import triton
 
@@ -58,26 +54,6 @@ def load(device: torch.device) -> "TritonOps":  # noqa: F821  (imported below, w
 
 def _advice() -> str:
     return f"install the triton (on Windows: triton-windows) that matches torch {torch.__version__}"
-
-
-def prepare(device: torch.device) -> None:
-    """Starts Triton in the background, so that the first picture need not wait for it.
-
-    Importing it, the hash over its own sources that it makes before its first kernel, and what its compiler sets up at
-    the first use of a function take a second.
-    """
-    if not _obstacle(device):
-        threading.Thread(target=_start_triton, args=(device,), name="AnyShape starts Triton", daemon=True).start()
-
-
-def _start_triton(device: torch.device) -> None:
-    try:
-        load(device).compile_one()
-        from ..tape.kernels import start
-
-        start(device)
-    except AnyShapeError as error:  # the first compiled model will meet it again, and say so where users look
-        log.debug("AnyShape: %s", error)
 
 
 def available(device: torch.device) -> bool:

@@ -25,16 +25,6 @@ ALIGNED = 16  # bytes; Triton would compile another variant for a pointer that i
 _LOCK = threading.Lock()
 _FUNCTIONS: dict[str, Any] = {}  # by source text
 _COMPILED: dict[tuple, Any] = {}  # variants by what they are for
-# Of each kind that kernels are made of: functions of libdevice and of the card, sums, neighbours.
-START = """@triton.jit
-def anyshape_start(p0, o0, BC: tl.constexpr):
-    c = tl.arange(0, BC)[None, :]
-    t0 = tl.load(p0 + c).to(tl.float32)
-    t1, t2 = tl.split(tl.reshape(t0, [1, BC // 2, 2]))
-    t3 = tl.reshape(tl.join(gelu_erf(t2) + tl.sin(t1), gelu_tanh(t1) + tl.cos(t2)), [1, BC])
-    t4 = t3 * tl.rsqrt(tl.sum(t0 * t0, axis=1)[:, None] / BC) + tanh(t0)
-    tl.store(o0 + c, t4.to(tl.bfloat16))
-"""
 
 
 def functions() -> list[Any]:
@@ -47,7 +37,8 @@ def count() -> int:
     return len(_COMPILED)
 
 
-def _function(text: str, name: str) -> Any:
+def function(text: str, name: str) -> Any:
+    """The kernel ``name`` of this source; Triton reads it from a file."""
     with _LOCK:
         found = _FUNCTIONS.get(text)
         if found is None:
@@ -64,7 +55,7 @@ def _interpreted() -> bool:
 
 
 def _loaded(text: str, name: str) -> Any:
-    """The function ``name`` of a module made of ``text``; Triton reads the source of its kernels from files."""
+    """The function ``name`` of a module made of ``text``."""
     title = f"anyshape_{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     path = Path(_folder().name) / f"{title}.py"
     path.write_text(text, encoding="utf-8")
@@ -92,7 +83,7 @@ class Launch:
 
     def __init__(self, source: Source) -> None:
         self.source, self.operands, self.outputs = source, source.operands, source.outputs
-        self.function = _function(source.text, source.name)
+        self.function = function(source.text, source.name)
         self.numbers, self.grid = _numbers(source)
         from ..kernels import launch  # with Triton, which may be missing where nothing is fused
 
@@ -158,18 +149,6 @@ def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int, int, i
     if not column.static:
         numbers.append(column.value)
     return (*numbers, *source.floats, source.rows, source.columns), (blocks * parts, 1, 1)
-
-
-def start(device: torch.device) -> None:
-    """Compiles a kernel that nobody runs, so that the first ones of a model need not wait for the compiler's start.
-
-    Raises ``KernelFailed``.
-    """
-    from ..kernels.launch import compile_only
-
-    torch.cuda.set_device(device)  # of this thread
-    function = _function(START, "anyshape_start")  # kept on disk like the others
-    compile_only(function, (1,), torch.bfloat16, torch.bfloat16, 1024, num_warps=4, enable_fp_fusion=False)
 
 
 def compile_all(launches: Iterable[Launch], device: torch.device) -> int:

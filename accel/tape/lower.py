@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from . import pointwise, rows, views
-from .index import NOTHING, UNIT, Axis, Digit, Index, Number, at, number, product
+from .index import NOTHING, Axis, Digit, Index, Number, at, number, product
+from .kernel_lines import KernelLines
 from .layout import Layouts
 from .terms import EVERYWHERE, FLOATS, Indices, Mask, NoKernel, Term, where
 from .traits import traits
@@ -23,23 +24,18 @@ LITERALS = frozenset(
 )  # other numbers are arguments, so that they make no kernel of their own
 
 
-class Lowering:
-    """The lines of one kernel, and what it takes: operands, integers, floats."""
+class Lowering(KernelLines):
+    """The lines of one kernel, and what it reads."""
 
     def __init__(
         self, layouts: Layouts, inside: Mapping[Value, Operation], column: Axis, tile: Axis | None = None
     ) -> None:
-        self.lines: list[str] = []
+        super().__init__(column, tile)
         self.operands: list[Value] = []
-        self.integers: list[tuple[Size, ...]] = []  # each the product of sizes
         self.floats: list[float] = []
         self.loads: list[tuple[Index, int]] = []  # for the schedule: what is read, and how
-        self.reduces = False
         self.pairs = False  # whether neighbours are read together, so that ``cc`` counts them
-        self._layouts, self._inside, self.column, self.tile = layouts, inside, column, tile
-        self.memo: dict[Any, Any] = {}  # what was computed or read, and is computed or read once
-        self._names: dict[tuple[str, tuple[Size, ...]], int] = {}
-        self._count = 0
+        self._layouts, self._inside = layouts, inside
 
     # Values -------------------------------------------------------------------------------------------------------
 
@@ -71,19 +67,6 @@ class Lowering:
         else:
             term = self._pointwise(operation, name, index, mask)
         return self.rounded(term, value.dtype)
-
-    def rounded(self, term: Term, dtype: torch.dtype, source: torch.dtype | None = None) -> Term:
-        """``term`` as a tensor of ``dtype`` holds it; source: the dtype that it has been rounded to."""
-        if dtype == torch.float32 or dtype == source:
-            return term
-        return self.let(f"{term.name}.to({FLOATS[dtype]}).to(tl.float32)", term.axes)
-
-    def let(self, expression: str, axes: frozenset[str]) -> Term:
-        """A new variable."""
-        name = f"t{self._count}"
-        self._count += 1
-        self.lines.append(f"{name} = {expression}")
-        return Term(name, axes)
 
     def _argument(self, item: Any, output: Value, index: Indices, mask: Mask) -> Term:
         if isinstance(item, Value):
@@ -291,43 +274,3 @@ class Lowering:
         both = self.let(f"tl.load(p{operand} + ({text}){condition}){convert}", axes)
         height = "R" if "r" in axes else "1"
         return self.apart(f"tl.reshape({both.name}, [{height}, BC, 2])", axes)
-
-    def apart(self, pairs: str, axes: frozenset[str]) -> list[Term]:
-        """The first and the second of each pair."""
-        self._count += 1
-        names = f"t{self._count}a", f"t{self._count}b"
-        self.lines.append(f"{', '.join(names)} = tl.split({pairs})")
-        return [Term(name, axes) for name in names]
-
-    def axes(self, place: Index) -> frozenset[str]:
-        """Along which of a block's axes this index varies."""
-        kinds = {axis.kind for axis in place.axes()}
-        return frozenset(name for name, kind in (("r", "row"), ("c", "column")) if kind in kinds)
-
-    def text(self, place: Index, owner: str = "") -> str:
-        """The index as Triton. owner: whose strides these are; two tensors share none, as they may differ elsewhere."""
-        terms = [self._times(self._atom(atom), coefficient, owner) for coefficient, atom in place.terms]
-        terms += [self.named(offset) for offset in place.offsets]
-        return " + ".join(terms) or "0"
-
-    def _atom(self, atom: Any) -> str:
-        if not isinstance(atom, Digit):
-            return f"(({self.text(atom.of)}) {'%' if atom.remainder else '//'} {self.named(atom.by)})"
-        text, size = atom.axis.name, atom.axis.size
-        if atom.div > 1:
-            text = f"({text} // {atom.div})"
-        whole = atom.mod == 0 or (size.static and atom.div * atom.mod >= size.value)
-        return text if whole else f"({text} % {atom.mod})"
-
-    def _times(self, text: str, coefficient: Number, owner: str) -> str:
-        return text if coefficient == UNIT else f"{text} * {self.named(coefficient, owner)}"
-
-    def named(self, value: Number, owner: str = "") -> str:
-        """A number in the source: its static factor written out, its sizes an argument."""
-        if value.static:
-            return str(value.factor)
-        place = self._names.setdefault((owner, value.sizes), len(self.integers))
-        if place == len(self.integers):
-            self.integers.append(value.sizes)
-        name = f"n{place}"
-        return name if value.factor == 1 else f"({name} * {value.factor})"

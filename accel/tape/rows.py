@@ -1,21 +1,17 @@
 """Lines of a kernel that need whole rows, or several parts: norms and means, pairs of neighbours, joins."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from . import views
 from .index import NOTHING, UNIT, Digit, Index, Number, at, number
+from .kernel_lines import KernelLines
 from .terms import Indices, Mask, NoKernel, Term
 from .values import Operation, Value
-
-if TYPE_CHECKING:
-    from .lower import Lowering
 
 MAX_JOINED = 4
 
 
-def joined(kernel: "Lowering", operation: Operation, name: str, value: Value, index: Indices, mask: Mask) -> Term:
+def joined(kernel: KernelLines, operation: Operation, name: str, value: Value, index: Indices, mask: Mask) -> Term:
     """``cat`` or ``stack``: of the parts, the one that lies there."""
     parts = operation.args[0]
     if len(parts) > MAX_JOINED:
@@ -42,7 +38,7 @@ def joined(kernel: "Lowering", operation: Operation, name: str, value: Value, in
     return kernel.rounded(result, value.dtype)
 
 
-def _between(kernel: "Lowering", place: Index, start: Index, end: Index) -> Term:
+def _between(kernel: KernelLines, place: Index, start: Index, end: Index) -> Term:
     text, axes = kernel.text(place), kernel.axes(place)
     low = f"({text} >= {kernel.text(start)}) & " if start.offsets else ""
     key = "between", place, start, end
@@ -59,7 +55,7 @@ def _whole(mask: Mask) -> Mask:
     return whole
 
 
-def _row(kernel: "Lowering", source: Value, lead: Indices, mask: Mask) -> tuple[Term, frozenset[str]]:
+def _row(kernel: KernelLines, source: Value, lead: Indices, mask: Mask) -> tuple[Term, frozenset[str]]:
     """All of a row of ``source``, zero beyond its end, and the axes of the block that it lies along."""
     width = source.sizes[-1]
     if any("c" in kernel.axes(place) for place in lead) or not width.static:
@@ -84,7 +80,7 @@ def _sum(text: str, axes: frozenset[str]) -> str:
     return f"tl.sum(tl.sum({text}, axis=1), axis=0)" if "r" in axes else f"tl.sum({text}, axis=1)[:, None]"
 
 
-def norm(kernel: "Lowering", operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
+def norm(kernel: KernelLines, operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
     """A norm over the last dimension."""
     args, kwargs = operation.args, operation.kwargs
     source, width = args[0], args[1]
@@ -113,7 +109,7 @@ def norm(kernel: "Lowering", operation: Operation, name: str, index: Indices, ma
 
 
 def _moments(
-    kernel: "Lowering", source: Value, lead: Indices, mask: Mask, width: int, eps: float, centred: bool
+    kernel: KernelLines, source: Value, lead: Indices, mask: Mask, width: int, eps: float, centred: bool
 ) -> tuple[Term | None, Term]:
     x, along = _row(kernel, source, lead, mask)
     axes = x.axes - along
@@ -125,7 +121,7 @@ def _moments(
     return mean, kernel.let(f"tl.rsqrt({_sum(f'{x.name} * {x.name}', along)} / {width} + {eps!r})", axes)
 
 
-def mean(kernel: "Lowering", operation: Operation, index: Indices, mask: Mask) -> Term:
+def mean(kernel: KernelLines, operation: Operation, index: Indices, mask: Mask) -> Term:
     """The mean over the last dimension."""
     source, kept = operation.args[0], len(operation.outputs[0].shape) == len(operation.args[0].shape)
     lead = index[:-1] if kept else index
@@ -138,7 +134,7 @@ def mean(kernel: "Lowering", operation: Operation, index: Indices, mask: Mask) -
     return kernel.memo[key]
 
 
-def pair(kernel: "Lowering", value: Value, index: Indices, mask: Mask) -> Term | None:
+def pair(kernel: KernelLines, value: Value, index: Indices, mask: Mask) -> Term | None:
     """The even or the odd one of each two neighbours, spread over both: from whole rows, not by gathering.
 
     Rotary embeddings of interleaved pairs ask for x[2 * (c // 2)] and x[2 * (c // 2) + 1].

@@ -5,6 +5,7 @@ import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
 import * as format from "../../web/anyshape/format.js";
+import { count, fill } from "../../web/anyshape/phrases.js";
 
 const read = (language) =>
   JSON.parse(readFileSync(new URL(`../../locales/${language}/main.json`, import.meta.url))).anyshape;
@@ -60,12 +61,12 @@ const badge = (models, more = {}, words = EN, language = "en", device = "a GPU")
   format.badge(entry(more), stats(models, { device }), words, language);
 
 test("a template is filled, and what is not given stays", () => {
-  assert.equal(format.fill("{used} of {budget} {x}", { used: 0, budget: "2" }), "0 of 2 {x}");
+  assert.equal(fill("{used} of {budget} {x}", { used: 0, budget: "2" }), "0 of 2 {x}");
 });
 
 test("nouns are counted", () => {
-  assert.deepEqual([0, 1, 2].map((n) => format.count(EN.counts.sizes, n)), ["0 sizes", "1 size", "2 sizes"]);
-  assert.equal(format.count(ZH.counts.sizes, 1, "zh"), "1 个尺寸");
+  assert.deepEqual([0, 1, 2].map((n) => count(EN.counts.sizes, n)), ["0 sizes", "1 size", "2 sizes"]);
+  assert.equal(count(ZH.counts.sizes, 1, "zh"), "1 个尺寸");
 });
 
 test("figures keep a readable number of digits", () => {
@@ -138,7 +139,7 @@ test("what is less exact is listed by model, while that has run", () => {
 test("totals add the models up", () => {
   const models = [model([shape(), shape({ width: 64 })]), model([shape()], { recompiles: 2 }), model([])];
   assert.deepEqual(format.totals(stats(models), EN), { sizes: "2 sizes", recompiles: "2 recompiles", seconds: "12.8" });
-  assert.equal(format.fill(EN.totals, format.totals(stats([model([shape()])]), EN)), "1 size, 0 recompiles, 4.25 s compiling");
+  assert.equal(fill(EN.totals, format.totals(stats([model([shape()])]), EN)), "1 size, 0 recompiles, 4.25 s compiling");
 });
 
 test("the budget is a fraction, never more than all of it", () => {

@@ -2,7 +2,7 @@
 
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
-import { count, fill } from "./format.js";
+import { count, fill } from "./phrases.js";
 import { language, words } from "./texts.js";
 
 const EVENT = "anyshape.ahead";

@@ -7,8 +7,8 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { isOurs, runs } from "./compare_prompts.js";
-import { fill } from "./format.js";
 import { duration, times } from "./gain.js";
+import { fill } from "./phrases.js";
 import * as store from "./store.js";
 import { words } from "./texts.js";
 

@@ -4,7 +4,8 @@
  * The stats are those of docs/scripts.md; `words` are the texts of locales/<language>/main.json.
  */
 
-import { gain, gainText, preparingText } from "./gain.js";
+import { gain, gainText, preparingText, sum } from "./gain.js";
+import { count, fill } from "./phrases.js";
 
 const MIB = 1 << 20;
 const LONGEST = 60; // characters of a reason on a node; the tooltip has all of it
@@ -13,17 +14,6 @@ const DECADE = 10;
 const MUTED = 2; // of a node's `mode`, in every front end
 const BYPASSED = 4;
 const NAMED = 3; // sizes that a reason names; of more their number
-
-/** "{n} of {all}" and {n: 1, all: 2} -> "1 of 2"; what is not given stays as it is. */
-export function fill(template, values) {
-  return template.replace(/\{(\w+)\}/g, (whole, name) => (name in values ? String(values[name]) : whole));
-}
-
-/** The form of a counted noun that `n` wants: forms {one, other}. */
-export function count(forms, n, language = "en") {
-  const form = new Intl.PluralRules(language).select(n) === "one" ? forms.one : forms.other;
-  return fill(form, { n });
-}
 
 export const seconds = (value) => value.toFixed(value < 10 ? 2 : 1);
 export const milliseconds = (value) => (value > 0 ? value.toFixed(value < 100 ? 1 : 0) : "–");
@@ -47,7 +37,6 @@ export const listedSizes = (models) =>
       .map((s) => size(s).replaceAll("×", "x") + (s.batch > 1 ? ` batch ${s.batch}` : "")),
   );
 
-export const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
 const distinct = (items) => [...new Set(items)];
 
 /** How a size runs, in the words of users: "fast" | "partly" | "as_comfyui". On a CPU nothing is gained. */

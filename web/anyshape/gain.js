@@ -1,9 +1,11 @@
 /** How much faster than ComfyUI, and of which sizes that is said. Pure, as format.js. */
 
-import { fill, sum } from "./format.js";
+import { fill } from "./phrases.js";
 
 export const SCOPES = ["prompt", "workflow", "all"];
 const NEAR = [0.9, 1.1]; // factors with two digits, so that a loss is seen to be one
+
+export const sum = (items, value) => items.reduce((total, item) => total + value(item), 0);
 
 /**
  * {factor, saved: seconds} of the sizes where ComfyUI's own forward was measured too, by how often each ran; null if

@@ -2,8 +2,9 @@
 
 import { compare, isRunning, status } from "./compare.js";
 import { el, setText, setTitle, sync } from "./dom.js";
-import { budget, count, fallbacks, fill, inShort, inexact, together, totals } from "./format.js";
+import { budget, fallbacks, inShort, inexact, together, totals } from "./format.js";
 import { gain, gainText } from "./gain.js";
+import { count, fill } from "./phrases.js";
 import { emptyText, makeScope } from "./scope.js";
 import * as store from "./store.js";
 import { showTables } from "./tables.js";

@@ -5,7 +5,7 @@
  * key by which locales/<language>/main.json has both forms. English has none there: accel/reasons is where it is.
  */
 
-import { fill } from "./format.js";
+import { fill } from "./phrases.js";
 
 /** `stats` with every known reason in the language of `words`; `shorts`: long form -> short form. */
 export function inWords(stats, words) {

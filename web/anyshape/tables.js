@@ -1,8 +1,9 @@
 /** A table for each model with a line for each size, and its two costs as bars: for the panel and Shape Cache Info. */
 
 import { el, setText, setTitle, sync } from "./dom.js";
-import { count, files, fill, inShort, megabytes, milliseconds, reasons, seconds, shares, size, sizes, speed, step } from "./format.js";
+import { files, inShort, megabytes, milliseconds, reasons, seconds, shares, size, sizes, speed, step } from "./format.js";
 import { times } from "./gain.js";
+import { count, fill } from "./phrases.js";
 import { language, words } from "./texts.js";
 
 const BREAK = "\u200b"; // where a line may break that is too long for its column: a video's frames go below its size
