@@ -43,7 +43,7 @@ def attempt(ours: Callable[[], T], judge: Judge, passthrough: Passthrough = ()) 
 
 
 @dataclass
-class Theirs(Generic[T]):
+class Fallback(Generic[T]):
     """ComfyUI's own way of one call. Its errors must reach the user, so it remembers them."""
 
     run: Callable[[], T]  # may be replaced by one that can be called repeatedly

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from .block_call import Given, NotUsed, is_plain, take_apart, tensors_in
 from .block_forwards import Blocks
+from .tape.named_tensors import modules_of, resolve, tensors_of
 from .tape.options import MISSING, NotedOptions, frozen
 from .tape.record import Recorder
 from .tape.values import Constant, Operation, Value, Weight, replaced, values_in
-from .tape.weights import modules_of, resolve, tensors_of
 
 NONE: frozenset[str] = frozenset()
 SHARED = (Constant, Weight)  # leaves that blocks may read besides their own, the same for all

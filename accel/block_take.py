@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .block_call import Given, is_plain
 from .call import Call, Settings
 from .reasons import say
-from .tape.live import Played
+from .tape.called_patches import Played
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.patches import PatchBook, Patches
 from .tape.program import Bound, Program

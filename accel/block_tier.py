@@ -30,7 +30,7 @@ from .errors import AnyShapeError, WrongResult, is_out_of_memory
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats
-from .tape import diagnose, live
+from .tape import called_patches, diagnose
 from .tape.patches import PatchBook
 from .tape.program import NotBound, Program
 from .tape.values import Input, Tape
@@ -211,7 +211,7 @@ class BlockTier:
         recorded: Recorded,
     ) -> tuple[Any, list[Tensor]]:  # fmt: skip
         """What the new program gives, checked. Raises ``NotUsed`` if there is nothing to gain."""
-        with live.forward(given.options) as forward:
+        with called_patches.forward(given.options) as forward:
             forward.playing = True
             return self._checked_first(visit, path, block, own, given, before, recorded)
 

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .parts_seen import PartsSeen, kept
-from .tape.weights import modules_of, parts_of
+from .tape.named_tensors import modules_of, parts_of
 
 FORWARDS = ("forward", "_forward")
 FUNCTIONS = ("weight_function", "bias_function")  # lists of what ComfyUI does to a weight at each call

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from .warm_up import Shape, parse
+from .size_list import Shape, parse
 
 VERSION = 1
 MAX_SIZES = 12  # of one model, the ones that ran last

@@ -14,7 +14,7 @@ import torch
 
 from . import fleet, gain, preparing, reasons
 from .bounded import bounded
-from .prompts import Prompts
+from .prompt_calls import Prompts
 from .skip_stats import SkipStats
 from .times import CallTimes, Eager
 

@@ -25,7 +25,8 @@ from .outputs import Output, flat, odd_form
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
-from .tape import live
+from .tape import called_patches
+from .tape.called_patches import FormChanged, Forward
 from .tape.options import at
 from .tape.patches import code_of
 from .tape.program import NotBound, Program
@@ -65,11 +66,11 @@ class TapeTier:
     def run(self, call: Call, settings: Settings, shape: ShapeStats) -> Any:
         """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
         tried: list[Take] = []
-        with live.forward(call.taped.options) as forward:
+        with called_patches.forward(call.taped.options) as forward:
             while True:
                 try:
                     return self._run(call, settings, shape, forward, tried)
-                except live.FormChanged as error:
+                except FormChanged as error:
                     if len(tried) < MAX_FORMS and forward.log is None:
                         continue  # it was in vain, and changed nothing: another recording may fit
                     self._tapes.patches.odd(error.who)
@@ -77,9 +78,9 @@ class TapeTier:
                     self._note(shape, "eager", say("patch_form", patch=getattr(error.who, "co_name", "a patch")))
                     if not forward.log or call.taped.leaves_out:
                         return call.eager()
-                    return call.taped.forward(live.replaying(call.taped.options, forward.log))
+                    return call.taped.forward(called_patches.replaying(call.taped.options, forward.log))
 
-    def _run(self, call: Call, settings: Settings, shape: ShapeStats, forward: live.Forward, tried: list[Take]) -> Any:
+    def _run(self, call: Call, settings: Settings, shape: ShapeStats, forward: Forward, tried: list[Take]) -> Any:
         """As ``run``. Raises ``FormChanged``, with the take at the end of ``tried``."""
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
         take = self._tapes.find(call.key, fuse, call.taped, tried)
@@ -114,7 +115,7 @@ class TapeTier:
         return take.result(out)
 
     def _with_patches(
-        self, call: Call, take: Take, program: Program, inputs: dict[str, Tensor], forward: live.Forward,
+        self, call: Call, take: Take, program: Program, inputs: dict[str, Tensor], forward: Forward,
         tried: list[Take],
     ) -> Output:  # fmt: skip
         """The result of a program that calls patches. Raises ``FormChanged``."""
@@ -124,7 +125,7 @@ class TapeTier:
         out = flat(program.run(list(inputs.values())))
         place = take.guards.changed_state(call.taped.options, call.taped.module) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
-            raise live.FormChanged(code_of(at(call.taped.options, place)))
+            raise FormChanged(code_of(at(call.taped.options, place)))
         if again:
             self._tapes.first(take)
         return out
@@ -157,12 +158,12 @@ class TapeTier:
 
     # The first call of a size ---------------------------------------------------------------------------------------
 
-    def _first(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: live.Forward) -> Any:
+    def _first(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: Forward) -> Any:
         # so many small objects at once would set the collector off several times
         with preparing(self.stats.name, shape.size), collector_off():
             return self._recorded(call, settings, shape, fuse, forward)
 
-    def _recorded(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: live.Forward) -> Any:
+    def _recorded(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: Forward) -> Any:
         # The library of convolutions plans them once for each layout of the weights, which takes longer than they do.
         turned = NONE if not fuse or call.taped.lean else self._turned.get(call.taped.structure, NONE)
         call = _laid_out(call, turned)

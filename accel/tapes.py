@@ -18,7 +18,7 @@ from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
 from .reasons import say
-from .tape.live import LiveCall, Played
+from .tape.called_patches import LiveCall, Played
 from .tape.middle import BlockCall
 from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of

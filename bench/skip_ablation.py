@@ -20,7 +20,7 @@ from functools import partial  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
 import torch  # noqa: E402
-from anyshape.accel.skip.run import AXES  # noqa: E402
+from anyshape.accel.skip.features import AXES  # noqa: E402
 from anyshape.accel.skip.settings import AUTO, SkipSettings  # noqa: E402
 
 from bench import measure  # noqa: E402

@@ -17,7 +17,7 @@ from comfy.cli_args import args
 from server import PromptServer
 
 from ..accel.attempt import attempt, failed
-from ..accel.warm_up import Outcome, Shape
+from ..accel.size_list import Outcome, Shape
 from . import automatic, sizes
 from .badge import file_of
 from .prompt_graph import Prompt

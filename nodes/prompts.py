@@ -7,7 +7,7 @@ from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ..accel import gain
-from ..accel.prompts import Prompt
+from ..accel.prompt_calls import Prompt
 from ..accel.stats import STATS
 from .badge import workflow_of
 

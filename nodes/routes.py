@@ -13,8 +13,8 @@ from server import PromptServer
 from ..accel import graphs, stats
 from ..accel.attempt import attempt, named
 from . import help_pages
+from .bug_report import particulars
 from .live import Live
-from .machine import particulars
 from .report import report
 
 FORMATS = ("json", "text")

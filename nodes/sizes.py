@@ -5,10 +5,10 @@ from pathlib import Path
 
 import folder_paths
 
-from ..accel.families.warm_up import was_asked_for
+from ..accel.families.warming import was_asked_for
 from ..accel.last_sizes import LastSizes
+from ..accel.size_list import Shape
 from ..accel.stats import STATS, ModelStats, ShapeStats
-from ..accel.warm_up import Shape
 
 NAME = "anyshape"  # of a folder that is no user's, and that no route of ComfyUI's serves
 

@@ -8,8 +8,8 @@ from comfy_api.latest import io
 
 from ..accel import reasons
 from ..accel.families import entries
-from ..accel.families.warm_up import CFG_OPTIONS, warm_up
-from ..accel.warm_up import LAST, PRESETS, with_preset
+from ..accel.families.warming import CFG_OPTIONS, warm_up
+from ..accel.size_list import LAST, PRESETS, with_preset
 from . import badge, sizes
 from .ahead import AHEAD
 from .messages import node_id, say

@@ -259,7 +259,7 @@ def counting(pack: ModuleType) -> Iterator[None]:
 
 def _plan_kernels(patch: pytest.MonkeyPatch) -> None:
     from anyshape.accel import maker, tape_tier
-    from anyshape.accel.tape import ahead, program
+    from anyshape.accel.tape import hand_kernels, program
 
     fused, known = maker.Maker.made, set()
 
@@ -270,9 +270,9 @@ def _plan_kernels(patch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def by_hand(operations: Any, device: Any) -> Iterator[Any]:
-        forms = {ahead._form(operation) for operation in ahead.distinct(operations)} - known
+        forms = {hand_kernels._form(operation) for operation in hand_kernels.distinct(operations)} - known
         known.update(forms)
-        yield ahead.Compiled(len(forms))
+        yield hand_kernels.Compiled(len(forms))
 
     patch.setattr(tape_tier, "can_fuse", lambda device: True)
     patch.setattr(maker.Maker, "made", made)

@@ -35,9 +35,9 @@ def command(capsys, monkeypatch):
 
 @pytest.fixture
 def here():
-    from anyshape.accel.artifacts import machine
+    from anyshape.accel.artifacts import compiled_for
 
-    return machine.describe(torch.device("cpu"))
+    return compiled_for.describe(torch.device("cpu"))
 
 
 @pytest.fixture

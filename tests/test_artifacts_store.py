@@ -21,9 +21,9 @@ NO_KEY = '{"format": 2, "kind": "kernel", "name": "x", "key": [], "files": []}'
 
 @pytest.fixture
 def here():
-    from anyshape.accel.artifacts import machine
+    from anyshape.accel.artifacts import compiled_for
 
-    return machine.describe(torch.device("cpu")) | {"arch": "sm_90", "triton": "3.6.0"}
+    return compiled_for.describe(torch.device("cpu")) | {"arch": "sm_90", "triton": "3.6.0"}
 
 
 @pytest.fixture
@@ -46,10 +46,10 @@ def entry(store, here):
 def keeper(monkeypatch, here):
     """One of the test's own with counters of its own, on a machine like ``here``; no compiler's cache behind it."""
     from anyshape.accel import stats
-    from anyshape.accel.artifacts import keeper, machine
+    from anyshape.accel.artifacts import compiled_for, keeper
 
     monkeypatch.setattr(stats.STATS, "artifacts", stats.ArtifactStats())
-    monkeypatch.setattr(machine, "describe", lambda device: here)
+    monkeypatch.setattr(compiled_for, "describe", lambda device: here)
     monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", "8")
     monkeypatch.setenv("ANYSHAPE_ARTIFACTS_KEY", SECRET.decode())
     placed = []
@@ -93,18 +93,18 @@ def test_a_kernel_does_not_depend_on(store, entry, keeper, here, field):
 
 @pytest.mark.parametrize("field", ["python", "platform"])
 def test_c_code_depends_on_python_and_the_system(here, field):
-    from anyshape.accel.artifacts import machine
+    from anyshape.accel.artifacts import compiled_for
 
-    key = machine.key_of("launcher", here)
-    assert machine.mismatch("launcher", key, here) == ""
-    assert "another" in machine.mismatch("launcher", key, here | {field: "another"})
+    key = compiled_for.key_of("launcher", here)
+    assert compiled_for.mismatch("launcher", key, here) == ""
+    assert "another" in compiled_for.mismatch("launcher", key, here | {field: "another"})
 
 
 def test_what_kernels_compute_is_known_by_their_source(tmp_path, monkeypatch):
     """Wherever the pack lies; what generates kernels counts too."""
-    from anyshape.accel.artifacts import machine
+    from anyshape.accel.artifacts import compiled_for
 
-    monkeypatch.setattr(machine, "_sources", machine._sources.__wrapped__)  # it remembers
+    monkeypatch.setattr(compiled_for, "_sources", compiled_for._sources.__wrapped__)  # it remembers
     folders = [tmp_path / place / "accel" for place in ("one", "two", "three")]
     for accel in folders:
         for file in ("kernels/norm.py", "tape/rules/first.py"):
@@ -113,8 +113,8 @@ def test_what_kernels_compute_is_known_by_their_source(tmp_path, monkeypatch):
     (folders[2] / "tape" / "rules" / "first.py").write_text("another rule")
     found = []
     for accel in folders:
-        monkeypatch.setattr(machine, "PACK", accel.parent)
-        found.append(machine._sources())
+        monkeypatch.setattr(compiled_for, "PACK", accel.parent)
+        found.append(compiled_for._sources())
     assert found[0] == found[1] != found[2]
 
 

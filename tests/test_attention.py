@@ -18,14 +18,14 @@ class Card:
     """What there is to ask a card, and how often it was."""
 
     def __init__(self, patch) -> None:
-        from anyshape.accel.tape import attention
+        from anyshape.accel.tape import attention_choice
         from anyshape.accel.tape.rules import attention as rule
 
         self.times, self.able, self.timed = dict(FAST), set(FAST), []
-        patch.setattr(attention, "_KNOWN", {})
-        patch.setattr(attention, "_milliseconds", self._milliseconds)
-        patch.setattr(attention.Case, "tensors", lambda case, device: [torch.empty(1, 1, 1, 1)] * 3 + [None])
-        for module in (attention, rule):
+        patch.setattr(attention_choice, "_KNOWN", {})
+        patch.setattr(attention_choice, "_milliseconds", self._milliseconds)
+        patch.setattr(attention_choice.Case, "tensors", lambda case, device: [torch.empty(1, 1, 1, 1)] * 3 + [None])
+        for module in (attention_choice, rule):
             patch.setattr(module, "supports", lambda backend, *tensors: backend in self.able)
         patch.setattr(rule.torch, "empty_strided", lambda *form, **kind: torch.empty(0))
         patch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
@@ -123,20 +123,20 @@ def test_what_the_user_switched_off_is_another_choice(card):
 
 def test_a_choice_is_remembered_on_disk(card, monkeypatch, tmp_path):
     """Another process takes it, whatever it would measure itself; damaged, it is measured again."""
-    from anyshape.accel.artifacts import machine
+    from anyshape.accel.artifacts import compiled_for
     from anyshape.accel.artifacts.keeper import Keeper
     from anyshape.accel.stats import STATS, ArtifactStats
-    from anyshape.accel.tape import attention
+    from anyshape.accel.tape import attention_choice
 
     monkeypatch.setattr(STATS, "artifacts", ArtifactStats())
-    monkeypatch.setattr(machine, "architecture", lambda device: "sm_90")
+    monkeypatch.setattr(compiled_for, "architecture", lambda device: "sm_90")
     monkeypatch.setenv("ANYSHAPE_ARTIFACTS_MB", "8")
     monkeypatch.setenv("ANYSHAPE_ARTIFACTS_KEY", "s" * 64)
 
     def start():
-        monkeypatch.setattr(attention, "_KNOWN", {})
-        monkeypatch.setattr(attention, "KEEPER", Keeper())
-        attention.KEEPER.use(tmp_path / "store")
+        monkeypatch.setattr(attention_choice, "_KNOWN", {})
+        monkeypatch.setattr(attention_choice, "KEEPER", Keeper())
+        attention_choice.KEEPER.use(tmp_path / "store")
 
     start()
     assert chosen(FLASH)[0] == CUDNN and (STATS.artifacts.saved, STATS.artifacts.loaded) == (1, 0)
@@ -153,7 +153,7 @@ def test_a_choice_is_remembered_on_disk(card, monkeypatch, tmp_path):
 @pytest.mark.parametrize("backend", FAST)
 def test_a_backend_that_refuses_costs_nothing(backend):
     """None of the three runs on a CPU: the recorded operation does, and the first refusal is the last."""
-    from anyshape.accel.tape import attention
+    from anyshape.accel.tape import attention_choice
     from anyshape.accel.tape.rules.attention import Attention
 
     own, q = aten._scaled_dot_product_flash_attention_for_cpu.default, torch.randn(2, 3, 5, 16)
@@ -161,7 +161,7 @@ def test_a_backend_that_refuses_costs_nothing(backend):
         wanted = own(q, q, q, 0.0, False, attn_mask=None, scale=0.3)[0]
         other = Attention(own, backend, wanted.stride())
         with pytest.raises(RuntimeError):
-            attention.run(backend, q, q, q, None, False, 0.3)
+            attention_choice.attend(backend, q, q, q, None, False, 0.3)
         for _ in range(2):
             assert torch.equal(other(q, q, q, 0.0, False, attn_mask=None, scale=0.3), wanted)
         assert other.backend == ""
@@ -172,7 +172,7 @@ def test_a_result_lies_as_it_was_recorded(monkeypatch):
     from anyshape.accel.tape.rules import attention
 
     out = torch.randn(2, 5, 3, 16).transpose(1, 2)
-    monkeypatch.setattr(attention, "run", lambda *arguments: out)
+    monkeypatch.setattr(attention, "attend", lambda *arguments: out)
     own = aten._scaled_dot_product_flash_attention.default
     for stride in (out.stride(), out.contiguous().stride()):
         found = attention.Attention(own, EFFICIENT, stride)(out, out, out, 0.0, False, scale=None)
@@ -181,7 +181,7 @@ def test_a_result_lies_as_it_was_recorded(monkeypatch):
 
 @pytest.mark.parametrize("length", [16, 77, 80])
 def test_a_mask_is_laid_as_the_kernel_loads_it(length):
-    from anyshape.accel.tape.attention import ALIGNED, aligned
+    from anyshape.accel.tape.attention_choice import ALIGNED, aligned
 
     mask = torch.randn(1, 1, 5, length + 3)[..., :length]
     found = aligned(mask)

@@ -162,11 +162,11 @@ def test_unloading_drops_the_graphs_of_this_network(control, monkeypatch):
 
 def test_a_run_looks_at_the_network_once(models, patcher, monkeypatch):
     """For what other packs changed, and where its weights lie."""
-    from anyshape.accel.families import controlnet_run, taped_run
+    from anyshape.accel.families import controlnet_run, sampling_state
 
-    looks, runs, look, make = [], [], controlnet_run.changed_part, taped_run.TapeRun
+    looks, runs, look, make = [], [], controlnet_run.changed_part, sampling_state.SamplingState
     monkeypatch.setattr(controlnet_run, "changed_part", lambda model: looks.append(1) or look(model))
-    monkeypatch.setattr(taped_run, "TapeRun", lambda *args: runs.append(1) or make(*args))
+    monkeypatch.setattr(sampling_state, "SamplingState", lambda *args: runs.append(1) or make(*args))
     fast = compiled_control(models.controlnet("sd15", torch.float32, **SMALL_UNET))
     sampled(models, patcher, fast, fast, steps=4)
     assert (len(looks), len(runs)) == (1, 1)

@@ -297,7 +297,7 @@ def test_a_vae(models, pages, card):
 
 def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     """In their own memory, and back only where it is still theirs."""
-    from anyshape.accel.families import taped_run
+    from anyshape.accel.families import sampling_state
     from anyshape.accel.tape.values import Weight
     from anyshape.accel.weights import ChannelsLastWeights
 
@@ -306,7 +306,7 @@ def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     names = {part: name for name, part in model.named_modules()}
     large = [part for part in load.layers if part.weight.ndim == 4 and part.weight.shape[2:].numel() > 1]
     wanted = frozenset(Weight(names[part], "_v_weight") for part in large)
-    run = taped_run.TapeRun(model, taped_run.fingerprints(model), ChannelsLastWeights())
+    run = sampling_state.SamplingState(model, sampling_state.fingerprints(model), ChannelsLastWeights())
     with torch.inference_mode():
         assert run.obstacle(cpu, torch.float32) == ""
         plain = run.weights()

@@ -18,24 +18,26 @@ LONG_RUN = SHORT_RUN | {"steps": 10}  # long enough for blocks to be skipped
 # Everything that a forward of a compiled model goes through, by module of the pack.
 FORWARD = [
     "families.taping.take", "families.taping.call_of", "families.taping.obstacle", "families.taping.shape_key",
-    "families.taped_run.Fingerprints.of", "families.taped_run.TapeRun.structure", "families.taped_run.TapeRun.weights",
-    "families.taped_run.foreign_code", "families.taping._structure", "families.session.taped_run.TapeRun",
-    "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
-    "engine.Engine._run", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded",
-    "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish",
-    "tapes._states", "tape.live.forward", "tape.record.traits", "maker.Program", "tape_tier.bound",
-    "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
+    "families.sampling_state.Fingerprints.of", "families.sampling_state.SamplingState.structure",
+    "families.sampling_state.SamplingState.weights", "families.sampling_state.foreign_code",
+    "families.taping._structure", "families.session.sampling_state.SamplingState", "weights.WeightWatch.__init__",
+    "weights.WeightWatch.fingerprint", "engine.Engine._run", "tape_tier.TapeTier.run",
+    "tape_tier.TapeTier._recorded", "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches",
+    "tapes.Patches.finish", "tapes._states", "tape.called_patches.forward", "tape.record.traits", "maker.Program",
+    "tape_tier.bound", "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape",
+    "times.CallTimes.measure",
 ]  # fmt: skip
 # The same of a patch of another node, which is called in each forward.
 PATCHED = [
-    "tape.patches.look", "tape.patches.code_of", "tape.live.template", "tape.live.perform", "tape.live.LiveCall.record",
-    "tape.live.LiveCall.__call__", "tape.live._form", "tape.record.Recorder.step", "tape.live.at",
+    "tape.patches.look", "tape.patches.code_of", "tape.called_patches.template", "tape.called_patches.perform",
+    "tape.called_patches.LiveCall.record", "tape.called_patches.LiveCall.__call__", "tape.called_patches._form",
+    "tape.record.Recorder.step", "tape.called_patches.at",
 ]  # fmt: skip
 
 SKIPPING = [
-    "families.session._prompts", "families.taping.in_full", "families.taping.skipped", "skip.run.SkipRun.call",
-    "skip.run.SkipRun.close", "tape_tier.TapeTier.run", "tapes.Take.result",
-    "skip.run.SkipRun._why_full", "skip.run.SkipRun._store", "skip.run.SkipRun._forecast", "skip.run.History.at",
+    "families.session._prompts", "families.taping.in_full", "families.taping.skipped", "skip.features.SkipRun.call",
+    "skip.features.SkipRun.close", "tape_tier.TapeTier.run", "tapes.Take.result", "skip.features.SkipRun._why_full",
+    "skip.features.SkipRun._store", "skip.features.SkipRun._forecast", "skip.features.History.at",
     "families.skipping._depth", "families.skipping.SkipRun", "families.skipping.summary",
     "skip.settings.SkipSettings.full_steps",
 ]  # fmt: skip
@@ -111,7 +113,11 @@ def test_once_mended_it_is_fast_again(models, fresh, wanted, inject, monkeypatch
     assert shapes()[-1]["state"] == (FUSED if target == FORWARD[0] else "eager")
 
 
-EAGER_TOO = ["families.session._prompts", "families.taping.skipped", "skip.run.SkipRun.close"]  # without Compile Model
+EAGER_TOO = [
+    "families.session._prompts",
+    "families.taping.skipped",
+    "skip.features.SkipRun.close",
+]  # without Compile Model
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +188,9 @@ def test_an_interrupt_passes_at_once(models, fresh, wanted, inject, monkeypatch,
 # The VAE ----------------------------------------------------------------------------------------------------------
 
 VAE = [
-    "families.taping.take", "families.taping.call_of", "families.taped_run.TapeRun", "families.vae._Way._size",
-    "engine.Engine._run", "tapes.Tapes.find", "tapes.Tapes.record", "tape.program.Program.bind",
-    "tape.program.Program.run", "stats.ModelStats.shape",
+    "families.taping.take", "families.taping.call_of", "families.sampling_state.SamplingState",
+    "families.vae._Way._size", "engine.Engine._run", "tapes.Tapes.find", "tapes.Tapes.record",
+    "tape.program.Program.bind", "tape.program.Program.run", "stats.ModelStats.shape",
 ]  # fmt: skip
 
 

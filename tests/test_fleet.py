@@ -269,7 +269,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_values(fleet, kind):
-    from anyshape_redis.values import Rejected, seal, unseal
+    from anyshape_redis.signed import Rejected, seal, unseal
 
     damage, words = DAMAGE[kind]
     value = seal("name", b"data" * 50, KEY.encode())
@@ -314,7 +314,7 @@ def test_only_who_knows_the_key_can_write(worker, full, running, fresh, right, f
 
 def forged(name: bytes, value: bytes, key: str) -> bytes:
     """The value again, with a right checksum, but signed by somebody else."""
-    from anyshape_redis.values import MAGIC, seal
+    from anyshape_redis.signed import MAGIC, seal
 
     return seal(name.decode(), value[len(MAGIC) + 64 :], key.encode())
 
@@ -342,7 +342,7 @@ NO_FILES = [
 
 @pytest.mark.parametrize("value", NO_FILES, ids=lambda value: repr(value[:16]))
 def test_what_is_no_kernel(fleet, value):
-    from anyshape_redis.values import Rejected, pack, unpack
+    from anyshape_redis.signed import Rejected, pack, unpack
 
     with pytest.raises(Rejected):
         unpack(value)
@@ -372,7 +372,7 @@ OTHER_KERNELS = {
 
 @pytest.mark.parametrize("kind", OTHER_KERNELS)
 def test_files_that_triton_could_not_read(fleet, kind):
-    from anyshape_redis.values import Rejected, check_kernel
+    from anyshape_redis.signed import Rejected, check_kernel
 
     key = base64.b32encode(bytes.fromhex(HASH)).decode().rstrip("=")
     assert check_kernel(GOOD, "k.json", key) == GOOD
@@ -383,7 +383,7 @@ def test_files_that_triton_could_not_read(fleet, kind):
 
 def test_wrong_values_that_were_signed_cost_one_compilation(worker, full, running, fresh, right, fleet):
     """A bug of a writer, or somebody who has the key: two kernels and a launcher."""
-    from anyshape_redis.values import seal
+    from anyshape_redis.signed import seal
 
     kernels = [name for name in values(full) if name.endswith(b".json")]
     (module,) = set(values(full)) - set(kernels)

@@ -115,33 +115,36 @@ def test_a_program_is_as_exact_as_eager(first, form, masked):
 
 def test_the_fastest_is_taken():
     """By what was measured; on Hopper that is cuDNN's for long sequences without a mask."""
-    from anyshape.accel.tape import attention
+    from anyshape.accel.tape import attention_choice
 
-    attention._KNOWN.clear()
+    attention_choice._KNOWN.clear()
     started = time.perf_counter()
     _, _, used, _ = recorded(Attends("flash", 24 * 128), tensors(FORMS[0], False), fuse=True)
-    (times,) = attention._KNOWN.values()
+    (times,) = attention_choice._KNOWN.values()
     print(torch.cuda.get_device_name(), times, f"{time.perf_counter() - started:.3f} s")
     best = min(times, key=times.get)
     assert set(times) >= {"flash", "efficient"}
-    assert used == ([] if times["flash"] <= attention.MARGIN * times[best] else [best])
+    assert used == ([] if times["flash"] <= attention_choice.MARGIN * times[best] else [best])
     if torch.cuda.get_device_capability() == (9, 0):
         assert used == ["cudnn"]
 
 
 def test_measuring_draws_no_random_numbers():
-    from anyshape.accel.tape import attention
+    from anyshape.accel.tape import attention_choice
 
-    case, device = attention.Case(torch.bfloat16, 16, 1, 1024, 1024, 64, 64, False, False), torch.device("cuda", 0)
-    attention._KNOWN.clear()
+    case, device = (
+        attention_choice.Case(torch.bfloat16, 16, 1, 1024, 1024, 64, 64, False, False),
+        torch.device("cuda", 0),
+    )
+    attention_choice._KNOWN.clear()
     before = torch.cuda.get_rng_state()
-    attention.fastest(case, "flash", device)
-    assert attention._KNOWN and torch.equal(before, torch.cuda.get_rng_state())
+    attention_choice.fastest(case, "flash", device)
+    assert attention_choice._KNOWN and torch.equal(before, torch.cuda.get_rng_state())
 
 
 def test_a_new_length_costs_little():
     """cuDNN makes a plan for each: what a program of a further size pays, where ComfyUI asked for FlashAttention."""
-    from anyshape.accel.tape.attention import run
+    from anyshape.accel.tape.attention_choice import attend
 
     took = []
     with torch.inference_mode():
@@ -149,7 +152,7 @@ def test_a_new_length_costs_little():
             q, k, v = tensors((1, 24, length, length, 128), False)
             torch.cuda.synchronize()
             started = time.perf_counter()
-            run("cudnn", q, k, v, None, False, None)
+            attend("cudnn", q, k, v, None, False, None)
             torch.cuda.synchronize()
             took.append(time.perf_counter() - started)
     print("cuDNN's first call at a length:", [f"{seconds * 1e3:.1f} ms" for seconds in took])
@@ -182,9 +185,9 @@ from tests import test_gpu_attention as tests
 from tools import embed
 embed.use_comfyui(), embed.load_pack()
 from anyshape.accel.stats import snapshot
-from anyshape.accel.tape import attention
-timed, own = [], attention._milliseconds
-attention._milliseconds = lambda backend, *rest: timed.append(backend) or own(backend, *rest)
+from anyshape.accel.tape import attention_choice
+timed, own = [], attention_choice._milliseconds
+attention_choice._milliseconds = lambda backend, *rest: timed.append(backend) or own(backend, *rest)
 used = [tests.recorded(tests.Attends("flash", form[1] * form[4]), tests.tensors(form, masked), True)[2]
         for form in tests.FORMS for masked in (False, True)]
 found = snapshot()["artifacts"]

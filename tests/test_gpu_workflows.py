@@ -5,9 +5,9 @@ import torch
 
 from tools.comfy_nodes import GUIDANCE, NODES, OWN_RUNS, WITHOUT_EFFECT
 from tools.driving import COMPILED_PARTS, TINY_UNET, compiled, memory_by_turns, sample_prompts
+from tools.loras import ALL_KINDS, LAYERS, family, lora, with_lora
 from tools.on_gpu import SMALL
 from tools.oracles import error, shapes
-from tools.weights import ALL_KINDS, LAYERS, family, lora, with_lora
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left", "exact_float32")]
 

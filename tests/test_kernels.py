@@ -18,9 +18,9 @@ if not CUDA:
 
 from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.kernels import flash_attention, linear_geglu, reference  # noqa: E402
+from anyshape.accel.kernels.geglu_upsample import geglu, upsample2x  # noqa: E402
 from anyshape.accel.kernels.group_norm import group_norm  # noqa: E402
 from anyshape.accel.kernels.grouped_linear import fits, grouped_linear, make_table  # noqa: E402
-from anyshape.accel.kernels.pointwise import geglu, upsample2x  # noqa: E402
 from anyshape.accel.kernels.triton_ops import KERNELS  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
@@ -248,9 +248,9 @@ def _all(out):
 @pytest.mark.parametrize(
     "module, kernel, operation",
     [
-        ("pointwise", "geglu_kernel", "geglu"),
+        ("geglu_upsample", "geglu_kernel", "geglu"),
         ("group_norm", "apply_kernel", "group_norm"),
-        ("pointwise", "upsample_kernel", "upsample2x"),
+        ("geglu_upsample", "upsample_kernel", "upsample2x"),
         ("grouped_linear", "grouped_linear_kernel", "grouped_linear"),
         ("flash_attention", "flash_attention_kernel", "flash_attention"),
         ("linear_geglu", "linear_geglu_kernel", "geglu_of_product"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from anyshape.accel.last_sizes import MAX_BYTES, MAX_MODELS, MAX_SIZES, LastSizes
-from anyshape.accel.warm_up import Shape
+from anyshape.accel.size_list import Shape
 
 A, B, VIDEO = Shape(64, 64), Shape(512, 768, 4), Shape(832, 480, 1, 33)
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -13,12 +14,12 @@ from tools.paths import ROOT
 # From the bottom up. A name stands for a module of accel, or for a folder of it.
 LAYERS = (
     ("allocator", "attempt", "bounded", "devices", "errors", "fleet", "gain", "key", "minimum", "outputs", "preparing",
-     "prompts", "reasons", "skip_stats", "stats", "times"),
+     "prompt_calls", "reasons", "skip_stats", "stats", "times"),
     ("artifacts",),
     ("kernels",),
     ("tape", "fingerprint", "parts_seen"),
     ("block_call", "block_calls", "block_copies", "block_forwards", "capture", "clock", "graphs", "last_sizes", "skip",
-     "tapes", "verify", "warm_up", "weights"),
+     "size_list", "tapes", "verify", "weights"),
     ("block_take", "block_tier", "call", "halves", "maker", "tape_tier"),
     ("engine",),
     ("families",),
@@ -102,3 +103,8 @@ def test_comfyui_is_imported_by_nodes_and_families_alone() -> None:
         if other in COMFYUI
     ]
     assert outside == []
+
+
+def test_no_two_files_of_the_pack_have_one_name() -> None:
+    names = Counter(p.name for p in FILES if p.relative_to(ROOT).parts[0] in ("accel", "nodes", "fleet"))
+    assert {name for name, count in names.items() if count > 1} == {"__init__.py"}

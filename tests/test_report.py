@@ -70,7 +70,7 @@ def test_it_has_the_latest_prompts_that_failed(server) -> None:
 
 
 def test_an_error_is_one_short_line(pack: ModuleType) -> None:
-    from anyshape.nodes.machine import _error
+    from anyshape.nodes.bug_report import _error
 
     data = {
         "node_type": "Load",
@@ -82,7 +82,7 @@ def test_an_error_is_one_short_line(pack: ModuleType) -> None:
 
 
 def test_no_path_has_the_users_name(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anyshape.nodes.machine import private, private_options
+    from anyshape.nodes.bug_report import private, private_options
 
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("USERPROFILE", "/home/ada")
@@ -95,12 +95,12 @@ def test_no_path_has_the_users_name(pack: ModuleType, monkeypatch: pytest.Monkey
 
 
 def test_secrets_are_not_in_it(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from anyshape.nodes import machine
+    from anyshape.nodes import bug_report
 
     monkeypatch.setenv("ANYSHAPE_FLEET_KEY", "hush")
     monkeypatch.setenv("ANYSHAPE_REDIS_URL", "redis://:hush@host")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     monkeypatch.setattr(sys, "argv", ["main.py"])
-    text = machine.particulars()
+    text = bug_report.particulars()
     assert "hush" not in text and "ANYSHAPE_FLEET_KEY=(set) ANYSHAPE_REDIS_URL=(set)" in text
     assert "PYTORCH_CUDA_ALLOC_CONF=backend:native" in text and "Started with: no options" in text

@@ -12,7 +12,7 @@ from tools.oracles import fallbacks
 embed.bare_pack()
 
 from anyshape.accel import stats, verify  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.attempt import Theirs, attempt, failed  # noqa: E402
+from anyshape.accel.attempt import Fallback, attempt, failed  # noqa: E402
 from anyshape.accel.errors import WrongResult, is_out_of_memory  # noqa: E402
 
 X = torch.randn(2, 4, 8, 8)
@@ -59,26 +59,26 @@ def test_a_message_passes_through() -> None:
 
 
 def test_a_fault_of_ours_is_rescued_and_counted() -> None:
-    theirs = Theirs(lambda: "image")
-    assert theirs.rescue(failing(ValueError("bug")), failed("UNet", "a forward")) == "image"
-    (fallback,) = fallbacks()
-    assert fallback["where"] == "UNet" and "ValueError: bug" in fallback["reason"] and fallback["count"] == 1
+    fallback = Fallback(lambda: "image")
+    assert fallback.rescue(failing(ValueError("bug")), failed("UNet", "a forward")) == "image"
+    (counted,) = fallbacks()
+    assert counted["where"] == "UNet" and "ValueError: bug" in counted["reason"] and counted["count"] == 1
 
 
 def test_a_fault_of_theirs_is_the_users_to_see() -> None:
-    theirs = Theirs(failing(ValueError("their own")))
+    fallback = Fallback(failing(ValueError("their own")))
     with pytest.raises(ValueError, match="their own"):
-        theirs.rescue(theirs, failed("UNet", "a forward"))
-    assert not fallbacks() and theirs.error is None
+        fallback.rescue(fallback, failed("UNet", "a forward"))
+    assert not fallbacks() and fallback.error is None
 
 
 def test_a_fault_of_theirs_leaves_no_cycle() -> None:
     """Its traceback holds activations: they must go with the error, not when garbage is collected."""
     gc.disable()
     try:
-        theirs, activations = Theirs(failing_with_activations), []
+        fallback, activations = Fallback(failing_with_activations), []
         try:
-            theirs.rescue(theirs, failed("UNet", "a forward"))
+            fallback.rescue(fallback, failed("UNet", "a forward"))
         except ValueError as error:
             frames = error.__traceback__
             while frames.tb_next:

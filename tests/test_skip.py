@@ -7,9 +7,9 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.skip import run as runs  # noqa: E402
+from anyshape.accel.skip import features as runs  # noqa: E402
+from anyshape.accel.skip.features import Programs, SkipRun  # noqa: E402
 from anyshape.accel.skip.forecast import History  # noqa: E402
-from anyshape.accel.skip.run import Programs, SkipRun  # noqa: E402
 from anyshape.accel.skip.schedule import FEW_STEPS, full_steps  # noqa: E402
 from anyshape.accel.skip.settings import PRESETS, SkipSettings, with_preset  # noqa: E402
 from anyshape.accel.stats import SkipStats  # noqa: E402

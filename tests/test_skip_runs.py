@@ -265,8 +265,8 @@ def test_two_models_and_two_runs_that_interleave(models, patcher, small_unets):
 
 
 def test_nothing_outlives_a_run(models, patcher):
+    from anyshape.accel.skip.features import SkipRun
     from anyshape.accel.skip.forecast import History
-    from anyshape.accel.skip.run import SkipRun
 
     skip = skipping(compiled(patcher))
     models.sample(skip, **RUN)
@@ -325,7 +325,7 @@ def test_a_failure_of_ours_costs_speed_and_no_picture(models, fresh, monkeypatch
 
 def test_a_skipped_step_that_fails_runs_in_full(models, fresh, monkeypatch):
     """And every step after it."""
-    from anyshape.accel.skip.run import FAILED, UNRECORDED
+    from anyshape.accel.skip.features import FAILED, UNRECORDED
     from anyshape.accel.tape.program import Program
 
     skip, own = skipping(fresh), Program.run

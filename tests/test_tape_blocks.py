@@ -336,7 +336,7 @@ def test_the_programs_let_go_of_a_model(make):
     import gc
     import weakref
 
-    from anyshape.accel.families import taped_run
+    from anyshape.accel.families import sampling_state
     from anyshape.accel.families.attach import engine_of
 
     patcher = make()
@@ -347,7 +347,7 @@ def test_the_programs_let_go_of_a_model(make):
     tier.release()
     assert not any(take.bound for takes in tier._takes.values() for take in takes)
     weight = weakref.ref(patcher.model.diffusion_model.layers[0])
-    taped_run.fingerprints(patcher.model.diffusion_model).release()  # as at the end of a sampling run
+    sampling_state.fingerprints(patcher.model.diffusion_model).release()  # as at the end of a sampling run
     del patcher, fast
     gc.collect()
     assert weight() is None

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tools.driving import SMALL_UNET, compiled, randn, unet_forward
+from tools.loras import ALL_KINDS, lora
+from tools.loras import with_lora as loaded_lora
 from tools.oracles import error, shapes
-from tools.weights import ALL_KINDS, lora
-from tools.weights import with_lora as loaded_lora
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "fusing")
 

@@ -15,18 +15,18 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel.kernels import operations  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.tape import ahead, diagnose, kernels, rules  # noqa: E402
+from anyshape.accel.tape import diagnose, hand_kernels, kernels, rules  # noqa: E402
 from anyshape.accel.tape.program import NotBound, Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 from anyshape.accel.tape.reuse import Outlines  # noqa: E402
 from anyshape.accel.tape.rules import (  # noqa: E402
+    attention_kernel,
     channels_last,
     conv_bias,
     edits,
-    flash_attention,
     geglu,
-    group_norm,
-    grouped_linear,
+    linear_groups,
+    norm_neighbours,
     upsample,
 )
 from anyshape.accel.tape.values import Tape, Value  # noqa: E402
@@ -165,10 +165,10 @@ EACH = {
     "channels last": [channels_last.lay_out],
     "upsampling": [channels_last.lay_out, upsample.double],
     "bias": [channels_last.lay_out, conv_bias.add_after],
-    "norm": [channels_last.lay_out, conv_bias.add_after, group_norm.take_in],
+    "norm": [channels_last.lay_out, conv_bias.add_after, norm_neighbours.take_in],
     "geglu": [geglu.join_product],
-    "prompt": [flash_attention.attend],
-    "layers": [grouped_linear.join],
+    "prompt": [attention_kernel.attend],
+    "layers": [linear_groups.join],
     "all": [],
 }
 
@@ -201,8 +201,8 @@ def test_rule_is_right_at_every_size_with_the_kernels_of_the_first(name, model, 
 
 def test_all_rules_say_what_they_round(model, dtype):
     tape = taped(model, inputs(SIZES[0], dtype))
-    halves = {geglu.LESS_EXACT, flash_attention.LESS_EXACT, grouped_linear.LESS_EXACT}
-    every = {channels_last.LESS_EXACT, group_norm.LESS_EXACT} | (halves if dtype == torch.float16 else set())
+    halves = {geglu.LESS_EXACT, attention_kernel.LESS_EXACT, linear_groups.LESS_EXACT}
+    every = {channels_last.LESS_EXACT, norm_neighbours.LESS_EXACT} | (halves if dtype == torch.float16 else set())
     assert set(rules.apply(tape)) == every
 
 
@@ -522,7 +522,7 @@ def test_which_attention_is_to_a_prompt(model, words, taken):
 @pytest.mark.parametrize("count, taken", [(2, True), (4, False)])
 def test_attention_that_would_be_planned_is_not(monkeypatch, count, taken):
     """An image's own tokens, heads of 64 channels: as where cuDNN is, which plans each number of tokens."""
-    monkeypatch.setattr(flash_attention, "PLANNED", "_scaled_dot_product_flash_attention_for_cpu")
+    monkeypatch.setattr(attention_kernel, "PLANNED", "_scaled_dot_product_flash_attention_for_cpu")
     model = Asking(own=True, width=128, count=count)
     for tokens in (12, 300):
         given = torch.randn(2, tokens, 128).half(), torch.randn(2, 7, 128).half()
@@ -646,16 +646,16 @@ def test_kernels_by_hand_are_compiled_on_one_small_call_of_each_form():
     model, forms = Pictures(torch.float16), []
     for size in ((2, 8, 6, 5), (1, 12, 10, 7), (1, 8, 6, 300), (1, 8, 6, 2049)):
         tape, _ = programmed(model, inputs(size, torch.float16))
-        found = ahead.distinct([*tape.operations, *tape.ahead])
+        found = hand_kernels.distinct([*tape.operations, *tape.ahead])
         for operation in found:
-            args = ahead.small(operation, torch.device("meta"))
+            args = hand_kernels.small(operation, torch.device("meta"))
             (small, *_), (own, *_) = ([x] if not isinstance(x, list) else x for x in (args[0], operation.args[0]))
             shape, given = small.shape, own.shape
             channels = 1 if len(shape) == 4 else -1
             assert shape.numel() == shape[channels] == given[channels]
             out = operation.func(*args)
             assert [each.shape[channels] for each in (out if isinstance(out, list) else [out])]
-        forms.append(sorted(str(ahead._form(operation)) for operation in found))
+        forms.append(sorted(str(hand_kernels._form(operation)) for operation in found))
     assert forms[0] == forms[1] == forms[2] == forms[3]
     assert 8 < len(forms[0]) < 20
 
@@ -666,7 +666,7 @@ def test_a_plan_that_serves_again_compiles_no_kernel_by_hand():
     for size in (SIZES[0], (2, 12, 10, 7)):
         tape = taped(model, inputs(size, torch.float16))
         rules.apply(tape)
-        called.append(len(ahead.distinct(outlines.plan(tape).called)))
+        called.append(len(hand_kernels.distinct(outlines.plan(tape).called)))
     assert outlines.reused == 1 and called[0] > 8 and called[1] == 0
 
 

@@ -216,7 +216,7 @@ def test_unloaded_and_loaded_again_nothing_is_recorded_again():
 @pytest.mark.usefixtures("clean_stats")
 def test_warm_up_of_a_video_vae(patcher):
     """Without a compiled model: the VAE's sizes and frames alone. Sound has none."""
-    from anyshape.accel.families.warm_up import warm_up
+    from anyshape.accel.families.warming import warm_up
     from anyshape.accel.reasons import say
 
     from tools.driving import compiled_vae

@@ -19,7 +19,7 @@ LISTED = {(136, 120, 1), (64, 96, 2), (128, 128, 1)}
 
 
 def parse(text):
-    from anyshape.accel.warm_up import parse
+    from anyshape.accel.size_list import parse
 
     shapes, problems = parse(text)
     return [(s.width, s.height, s.batch) for s in shapes if s.frames == 1], problems
@@ -91,7 +91,7 @@ def test_a_size_that_comfyui_does_not_make(pack, line, words) -> None:
     ],
 )  # fmt: skip
 def test_frames_of_a_video(pack, line, wanted, shown) -> None:
-    from anyshape.accel.warm_up import parse
+    from anyshape.accel.size_list import parse
 
     ((found,), problems) = parse(line)
     assert (found.width, found.height, found.batch, found.frames) == wanted
@@ -99,7 +99,7 @@ def test_frames_of_a_video(pack, line, wanted, shown) -> None:
 
 
 def test_presets_add_their_sizes_to_the_list(pack) -> None:
-    from anyshape.accel.warm_up import PRESETS, with_preset
+    from anyshape.accel.size_list import PRESETS, with_preset
 
     assert parse(with_preset("64x64\nx", "none")) == parse("64x64\nx")
     found, problems = parse(with_preset("1024x1024 batch 2\nx", "SDXL"))
@@ -120,7 +120,7 @@ def test_blank_lines_comments_and_repetitions(pack) -> None:
 def test_comfyui_makes_the_same_size(models) -> None:
     """Of a size that is no multiple of 8; the report says so."""
     from anyshape.accel.families.latents import latents_of
-    from anyshape.accel.warm_up import parse
+    from anyshape.accel.size_list import parse
     from comfy.latent_formats import SD15
 
     import nodes
@@ -177,9 +177,9 @@ def clean(clean_stats):
 
 
 def test_a_preset_is_warmed_up(pack, patcher, clean, monkeypatch) -> None:
-    from anyshape.accel import warm_up
+    from anyshape.accel import size_list
 
-    monkeypatch.setitem(warm_up.PRESETS, "SD1.5", "64x96, 96x64")
+    monkeypatch.setitem(size_list.PRESETS, "SD1.5", "64x96, 96x64")
     report = warm(pack, compiled(patcher), "64x64", preset="SD1.5")
     assert ran().keys() == {(64, 64, 1), (64, 96, 1), (96, 64, 1)} and len(report.splitlines()) == 4
 
@@ -277,7 +277,7 @@ def test_bad_lines_with_good_ones(pack, patcher, clean) -> None:
 
 def test_a_long_list_of_bad_lines_is_told_in_short(pack, patcher, clean) -> None:
     """Every open browser gets what a node says, and the log has it too."""
-    from anyshape.accel.families.warm_up import warm_up
+    from anyshape.accel.families.warming import warm_up
 
     done = warm_up(compiled(patcher), "64x64\n" + "no size\n" * 10_000)
     assert (done.listed, done.ready, done.bad) == (1, 1, 10_000)
@@ -290,7 +290,7 @@ def test_a_long_list_of_bad_lines_is_told_in_short(pack, patcher, clean) -> None
 def test_eager_is_measured_beside_ours(pack, models, fresh, clean, monkeypatch, mode) -> None:
     """On another clone of the same model: nothing is recorded for it, counted as a call, or left in place."""
     from anyshape.accel import gain
-    from anyshape.accel.families.warm_up import warm_up
+    from anyshape.accel.families.warming import warm_up
 
     monkeypatch.setattr(gain, "can_gain", lambda: True)
     fast = compiled(fresh, mode=mode)
@@ -314,7 +314,7 @@ def test_the_gain_is_measured_on_a_gpu(pack, models, clean) -> None:
     """A model for which the host is the limit: its graph is faster, by what a clock around both says as well."""
     import time
 
-    from anyshape.accel.families.warm_up import warm_up
+    from anyshape.accel.families.warming import warm_up
 
     from tools.driving import SMALL_UNET
 
@@ -336,7 +336,7 @@ def test_the_gain_is_measured_on_a_gpu(pack, models, clean) -> None:
 
 
 def test_what_is_ready_is_counted(pack, models, patcher, clean) -> None:
-    from anyshape.accel.families.warm_up import warm_up
+    from anyshape.accel.families.warming import warm_up
 
     counted = [
         (done.listed, done.ready, done.bad)
@@ -403,9 +403,9 @@ def test_progress(pack, patcher, clean, monkeypatch) -> None:
 
 
 def test_a_failure_of_ours_costs_nothing(pack, patcher, clean, monkeypatch) -> None:
-    from anyshape.accel.families import warm_up
+    from anyshape.accel.families import warming
 
-    monkeypatch.setattr(warm_up, "_in_order", lambda *_: 1 / 0)
+    monkeypatch.setattr(warming, "_in_order", lambda *_: 1 / 0)
     assert "ZeroDivisionError" in warm(pack, compiled(patcher), "64x64")
 
 
@@ -531,9 +531,9 @@ def test_latents_are_those_of_comfyuis_nodes(models, format_name, node, given) -
 
 def budget(pins):
     """What the node thinks of a budget of 100 MiB."""
-    from anyshape.accel.families import warm_up
+    from anyshape.accel.families import warming
 
-    return warm_up._Budget(torch.device("cpu"), 100 << 20, pins)
+    return warming._Budget(torch.device("cpu"), 100 << 20, pins)
 
 
 def test_a_graph_that_did_not_fit_ends_the_warm_up(pack) -> None:
@@ -544,10 +544,10 @@ def test_a_graph_that_did_not_fit_ends_the_warm_up(pack) -> None:
 
 
 def test_a_graph_that_is_gone_is_said(pack, monkeypatch) -> None:
-    from anyshape.accel.families import warm_up
-    from anyshape.accel.warm_up import Row, Shape
+    from anyshape.accel.families import warming
+    from anyshape.accel.size_list import Row, Shape
 
-    monkeypatch.setattr(warm_up.graphs, "held", lambda _: {("UNet", "there"): 1})
+    monkeypatch.setattr(warming.graphs, "held", lambda _: {("UNet", "there"): 1})
     rows = [Row(Shape(64, 64), "model", "graph", keys=frozenset({("UNet", key)})) for key in ("gone", "there")]
     assert [row.state for row in budget(None).settled(rows)] == ["evicted", "graph"]
     assert "memory ran short" in rows[0].why and not rows[1].why

@@ -39,7 +39,7 @@ def warm(models, patchers):
 @pytest.fixture
 def patches(monkeypatch):
     """Whether programs have called patches since the last time that this was asked."""
-    from anyshape.accel.tape.live import LiveCall
+    from anyshape.accel.tape.called_patches import LiveCall
 
     calls, own = [], LiveCall.__call__
     monkeypatch.setattr(LiveCall, "__call__", lambda *args: calls.append(1) or own(*args))

@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from tools.driving import SHORT_RUN, SMALL_UNET, TINY_UNET, compiled, sample_prompts
+from tools.loras import ALL_KINDS, LAYERS, family, lora, with_lora
 from tools.oracles import FUSED, assert_fast, error, shapes
-from tools.weights import ALL_KINDS, LAYERS, family, lora, with_lora
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 

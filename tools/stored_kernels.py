@@ -22,8 +22,8 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.artifacts import keeper, machine  # noqa: E402
-from anyshape.accel.kernels.pointwise import geglu_kernel, upsample_kernel  # noqa: E402
+from anyshape.accel.artifacts import compiled_for, keeper  # noqa: E402
+from anyshape.accel.kernels.geglu_upsample import geglu_kernel, upsample_kernel  # noqa: E402
 from anyshape.accel.stats import STATS, ArtifactStats, snapshot  # noqa: E402
 
 from tools.compile_kernels import compile_for  # noqa: E402
@@ -52,7 +52,7 @@ def run(cache: str, store: str, capability: int = 90, key: str = "") -> dict[str
     hits: list[bool] = []
     os.environ |= {"TRITON_CACHE_DIR": cache, "ANYSHAPE_ARTIFACTS_KEY": key}
     knobs.compilation.listener = lambda cache_hit, **compilation: hits.append(cache_hit)
-    machine.architecture = lambda device: f"sm_{capability}"
+    compiled_for.architecture = lambda device: f"sm_{capability}"
     STATS.artifacts, own, variants = ArtifactStats(), keeper.Keeper(), []
     own.use(Path(store))
     own.watch(DEVICE, variants.copy)

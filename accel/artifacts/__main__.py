@@ -22,7 +22,7 @@ import fsspec
 import torch
 
 from ..errors import AnyShapeError, ArtifactError
-from . import bundle, machine, places
+from . import bundle, compiled_for, places
 from .store import MANIFEST, Entry, Store, size_of
 
 MIB = 1 << 20
@@ -47,8 +47,8 @@ def _line(entry: Entry, size: int) -> str:
 
 
 def _mismatch(entry: Entry) -> str:
-    here = machine.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    return machine.mismatch(entry.kind, entry.key, here)
+    here = compiled_for.describe(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return compiled_for.mismatch(entry.kind, entry.key, here)
 
 
 def export_to(store: Store, file: str) -> None:

@@ -14,7 +14,7 @@ import torch
 from ..attempt import Judge, attempt, named
 from ..errors import AnyShapeError, ArtifactError, Damaged
 from ..stats import STATS
-from . import machine, places
+from . import compiled_for, places
 from .store import Entry, Store
 
 log = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ class Keeper:
                 attempt(partial(self._load, device), _judge("store"))
 
     def _load(self, device: torch.device) -> None:
-        here = machine.describe(device)
+        here = compiled_for.describe(device)
         for name in self._store.ids():
             loaded, _ = attempt(partial(self._load_one, name, here), self._judge_entry(name))
             STATS.artifacts.loaded += bool(loaded)
@@ -102,7 +102,7 @@ class Keeper:
         entry = self._store.entry(name)
         if entry.kind not in COMPILED:
             return False
-        if reason := machine.mismatch(entry.kind, entry.key, here):
+        if reason := compiled_for.mismatch(entry.kind, entry.key, here):
             raise ArtifactError(reason)
         return place(self._store, entry) and self._store.touch(entry)
 
@@ -122,7 +122,7 @@ class Keeper:
         """What ``keep_measured`` was given under this name for such a card; None if that is not there."""
         if self._store is None:
             return None
-        folder = Entry("times", name, machine.key_of("times", machine.describe(device)), {}).id
+        folder = Entry("times", name, compiled_for.key_of("times", compiled_for.describe(device)), {}).id
         text, _ = attempt(partial(self._text, folder), self._judge_entry(folder))
         STATS.artifacts.loaded += text is not None
         return text
@@ -139,7 +139,7 @@ class Keeper:
         """Saves it now, and gives what all processes take from here on: another one may have been faster."""
         if self._store is None:
             return text
-        put = partial(keep, self._store, "times", name, machine.describe(device), {TIMES: text.encode()})
+        put = partial(keep, self._store, "times", name, compiled_for.describe(device), {TIMES: text.encode()})
         new, failure = attempt(put, _judge("store"))
         attempt(partial(self._count, bool(new)), _judge("store"))
         return text if new or failure else self.measured(name, device) or text
@@ -183,7 +183,7 @@ class Keeper:
     def _save_watched(self, device: torch.device) -> int:
         from . import triton_cache
 
-        saved, here = 0, machine.describe(device)
+        saved, here = 0, compiled_for.describe(device)
         for kernels in list(self._watched[device]):
             given, _ = attempt(lambda kernels=kernels: list(kernels()), _judge("store"))
             for variant in triton_cache.variants(given or ()):
@@ -217,7 +217,7 @@ def place(store: Store, entry: Entry) -> bool:
 def keep(store: Store, kind: str, name: str, here: dict[str, str], files: dict[str, bytes]) -> bool:
     """Adds an artefact of the machine ``here`` to the store; False if it is there."""
     sums = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
-    return store.put(Entry(kind, name, machine.key_of(kind, here), sums), files)
+    return store.put(Entry(kind, name, compiled_for.key_of(kind, here), sums), files)
 
 
 def keep_found(store: Store, found: Any, here: dict[str, str]) -> bool:

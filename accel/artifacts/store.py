@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..errors import ArtifactError, Damaged
 from . import folder
-from .machine import KINDS
+from .compiled_for import KINDS
 
 FORMAT = 2
 MANIFEST = "manifest.json"

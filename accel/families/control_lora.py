@@ -15,8 +15,8 @@ from ..engine import Engine
 from ..fingerprint import ModuleFingerprint
 from ..stats import STATS
 from .controlnet_run import KIND, Sampling, shadow_of
+from .sampling_state import Fingerprints
 from .surroundings import INTERRUPTS
-from .taped_run import Fingerprints
 
 NAME = "Control-LoRA"  # in the stats
 

@@ -20,7 +20,7 @@ from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from torch import Tensor, nn
 
-from ..attempt import Theirs, attempt, failed
+from ..attempt import Fallback, attempt, failed
 from ..call import Settings
 from ..engine import Engine
 from ..fingerprint import changed_part
@@ -28,7 +28,7 @@ from ..key import ShapeKey
 from ..reasons import say
 from ..tape.values import replaced
 from ..weights import ChannelsLastWeights
-from . import taped_run, taping
+from . import sampling_state, taping
 from .attach import engine_for, settings_of
 from .compat import outside_memory_plan
 from .surroundings import INTERRUPTS
@@ -46,14 +46,14 @@ class Sampling:
     no weight is laid out, and nothing of it is held beyond a run.
     """
 
-    def __init__(self, engine: Engine, fingerprints: taped_run.Fingerprints, built_again: bool = False) -> None:
+    def __init__(self, engine: Engine, fingerprints: sampling_state.Fingerprints, built_again: bool = False) -> None:
         self.engine, self.settings = engine, Settings()
         self.prompts = 1  # that the rows of a call belong to
         # of its results: their containers, with places for tensors. Found again like recordings
         self.forms: OrderedDict[ShapeKey, Any] = OrderedDict()
         self._fingerprints, self._built_again = fingerprints, built_again
         self._users: weakref.WeakSet[comfy.controlnet.ControlNet] = weakref.WeakSet()
-        self._run: taped_run.TapeRun | None = None
+        self._run: sampling_state.SamplingState | None = None
         self._changed: tuple[int | None, str] = (
             None,
             "",
@@ -85,13 +85,13 @@ class Sampling:
                 attempt(self.engine.drop_graphs, failed(self.engine.stats.name, "the run's end"), INTERRUPTS)
 
     @contextmanager
-    def run(self, model: nn.Module) -> Iterator[taped_run.TapeRun]:
+    def run(self, model: nn.Module) -> Iterator[sampling_state.SamplingState]:
         """The run's state, for one forward of ``model``; outside a sampling run one of its own."""
         with self._lock:
             run = self._run
             if run is None or run.model is not model:
                 layout = ChannelsLastWeights() if self._users and not self._built_again else None
-                run = taped_run.TapeRun(model, self._fingerprints, layout)
+                run = sampling_state.SamplingState(model, self._fingerprints, layout)
                 self._run = run if self._users else None
         try:
             yield run
@@ -147,7 +147,7 @@ def sampling_of(model: nn.Module) -> Sampling:
     """That of a network which ComfyUI keeps: one, however many nodes it has."""
     found = _SAMPLING.get(model)
     if found is None:
-        found = Sampling(engine_for(model, NAME, KIND), taped_run.fingerprints(model))
+        found = Sampling(engine_for(model, NAME, KIND), sampling_state.fingerprints(model))
     return _SAMPLING.setdefault(model, found)
 
 
@@ -172,13 +172,13 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The network's result; ComfyUI's own if anything of ours fails."""
-        theirs = Theirs(lambda: self._model(*args, **kwargs))
+        fallback = Fallback(lambda: self._model(*args, **kwargs))
         if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
-            return theirs()
-        ours = partial(self._through_engine, theirs, args, kwargs)
-        return theirs.rescue(ours, failed(self.sampling.engine.stats.name, "a forward"), INTERRUPTS)
+            return fallback()
+        ours = partial(self._through_engine, fallback, args, kwargs)
+        return fallback.rescue(ours, failed(self.sampling.engine.stats.name, "a forward"), INTERRUPTS)
 
-    def _through_engine(self, theirs: Theirs, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _through_engine(self, fallback: Fallback, args: tuple, kwargs: dict[str, Any]) -> Any:
         sampling, model, forms = self.sampling, self._model, []
         settings = replace(sampling.settings, verify=self._verify)
 
@@ -197,11 +197,11 @@ class Forward:
             return tuple(tensors.values())
 
         given = taping.take(model.forward, args, kwargs)
-        theirs.run = lambda: given.call(model)
+        fallback.run = lambda: given.call(model)
         first = next(iter(given.tensors.values()), None)
         size = taping.pixels(tuple(first.shape)) if first is not None else (0, 0, 1)
         with sampling.run(model) as run, outside_memory_plan():
-            call = taping.call_of(model, flat, given, run, lambda: taken_apart(theirs()), size)
+            call = taping.call_of(model, flat, given, run, lambda: taken_apart(fallback()), size)
             if not call.obstacle:
                 whose = sampling.changed(model, call.taped.structure)
                 why = say("foreign_control", whose=f" ({whose})") if whose else ""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from .. import graphs
 from ..errors import is_out_of_memory, let_go
 from ..reasons import say
-from ..tape.weights import modules_of, parts_of
+from ..tape.named_tensors import modules_of, parts_of
 from .small_weights import SmallWeights
 
 try:

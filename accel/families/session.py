@@ -11,15 +11,15 @@ import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
-from ..attempt import Theirs, attempt, failed
+from ..attempt import Fallback, attempt, failed
 from ..call import Call, Settings
 from ..engine import Engine
 from ..reasons import say
-from ..skip.run import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
+from ..skip.features import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..stats import STATS
 from ..tapes import FullStep
 from ..weights import ChannelsLastWeights
-from . import conds, taped_run, taping
+from . import conds, sampling_state, taping
 from .compat import outside_memory_plan
 from .surroundings import INTERRUPTS
 
@@ -38,7 +38,7 @@ class Session:
         self._size = size or taping.pixels
         self._engine = engine
         # by id of the diffusion model; several threads sample several models
-        self._runs: dict[int, taped_run.TapeRun] = {}
+        self._runs: dict[int, sampling_state.SamplingState] = {}
         self._depth = 0
         self.passed_by = ""  # why nothing of the latest sampling run came through here
         self._calls = 0  # that came through here; code that someone else compiled does not
@@ -101,26 +101,26 @@ class Session:
 
     def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """The model's forward, through the engine; ComfyUI's own if anything of ours fails."""
-        theirs = Theirs(lambda: original(*args, **kwargs))
+        fallback = Fallback(lambda: original(*args, **kwargs))
         if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
-            return theirs()
-        return theirs.rescue(
-            lambda: self._through_engine(model, original, theirs, args, kwargs),
+            return fallback()
+        return fallback.rescue(
+            lambda: self._through_engine(model, original, fallback, args, kwargs),
             failed(self.name, "a forward"),
             INTERRUPTS,
         )
 
     def _through_engine(
-        self, model: nn.Module, original: Callable[..., Tensor], theirs: Theirs, args: tuple, kwargs: dict[str, Any]
+        self, model: nn.Module, original: Callable[..., Tensor], fallback: Fallback, args: tuple, kwargs: dict[str, Any]
     ) -> Tensor:
         self._calls += 1
         given = taping.take(original, args, kwargs)
-        theirs.run = lambda: given.call(original)
+        fallback.run = lambda: given.call(original)
         run = self._run(model)
         first = next(iter(given.tensors.values()), None)
         size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
         try:
-            call, skip = taping.call_of(model, original, given, run, theirs, size), given.options.get(RUN_KEY)
+            call, skip = taping.call_of(model, original, given, run, fallback, size), given.options.get(RUN_KEY)
             if skip is None or call.taped is None or not skip.skips:
                 if skip is not None:
                     skip.in_full(call.obstacle or skip.why_all_full)
@@ -154,13 +154,13 @@ class Session:
         prompts = _prompts(skip, given.options, dict(call.key.structure) | forms)
         return skip.call(prompts, first, Programs(full, skipped))
 
-    def _run(self, model: nn.Module) -> taped_run.TapeRun:
+    def _run(self, model: nn.Module) -> sampling_state.SamplingState:
         """What is known of the model in this run; outside a sampling run, for this call."""
         with self._lock:
             found = self._runs.get(id(model))
             if found is None:
-                found = taped_run.TapeRun(
-                    model, taped_run.fingerprints(model), ChannelsLastWeights() if self._depth else None
+                found = sampling_state.SamplingState(
+                    model, sampling_state.fingerprints(model), ChannelsLastWeights() if self._depth else None
                 )
                 if self._depth:
                     self._runs[id(model)] = found

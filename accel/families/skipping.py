@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..attempt import attempt, failed
 from ..call import Settings
 from ..reasons import say
-from ..skip.run import OWN_STEPS, PLANNED, RUN_KEY, SkipRun
+from ..skip.features import OWN_STEPS, PLANNED, RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..skip.settings import AUTO, FEW, SkipSettings
 from ..stats import STATS, SkipStats

@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 import torch
 from torch import Tensor, nn
 
-from ..tape.weights import PLAIN, modules_of
+from ..tape.named_tensors import PLAIN, modules_of
 
 SMALL = 16 << 20  # bytes; what is larger stays where ComfyUI has it
 

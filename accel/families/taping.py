@@ -18,15 +18,15 @@ from ..call import Call
 from ..fingerprint import foreign_method
 from ..key import ShapeKey, shape_key
 from ..reasons import say
-from ..skip.run import RUN_KEY
-from ..tape.attention import without_plans
-from ..tape.live import OVERRIDE, Played
+from ..skip.features import RUN_KEY
+from ..tape.attention_choice import without_plans
+from ..tape.called_patches import OVERRIDE, Played
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
 from ..tapes import Skipping, Taped, named_features
 from . import dynamic
+from .sampling_state import SamplingState
 from .surroundings import autocast
-from .taped_run import TapeRun
 
 OPTIONS = "transformer_options"
 SAMPLED = "cond_or_uncond"  # among the options, from the sampler
@@ -142,8 +142,8 @@ def obstacle(given: Given) -> str:
 
 
 def call_of(
-    model: nn.Module, original: Callable[..., Any], given: Given, run: TapeRun | None, theirs: Callable[[], Any],
-    size: tuple[int, int, int], lean: bool = False,
+    model: nn.Module, original: Callable[..., Any], given: Given, run: SamplingState | None,
+    fallback: Callable[[], Any], size: tuple[int, int, int], lean: bool = False,
 ) -> Call:  # fmt: skip
     """The engine's call. size: (width, height, frames) in image pixels; lean: see ``Tape.lean``."""
     why = obstacle(given)
@@ -171,7 +171,7 @@ def call_of(
     def eager() -> Any:
         if run is not None:
             run.let_go()
-        return theirs()
+        return fallback()
 
     return Call(
         key=shape_key(given.tensors, _structure(given)),
@@ -231,20 +231,20 @@ def _places(options: Mapping[Any, Any], block: nn.Module, uncalled: bool = False
 
 def _prepare(options: NotedOptions, recorder: Recorder) -> None:
     """Attention that is not torch's own goes on the tape as one call, whatever it does inside; torch's as it runs."""
-    theirs = options.get(OVERRIDE)  # noted: another one, another recording
-    if theirs is None and attention.optimized_attention in OPEN_ATTENTION:
+    foreign = options.get(OVERRIDE)  # noted: another one, another recording
+    if foreign is None and attention.optimized_attention in OPEN_ATTENTION:
         if recorder.turned:  # what the recorder hears it writes down as it would be, and what it does not is a copy
             options.hide(OVERRIDE, partial(_planning_little, recorder))
         return
 
-    recorder.calls_packs = recorder.calls_packs or theirs is not None
+    recorder.calls_packs = recorder.calls_packs or foreign is not None
 
     def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        called, given = function if theirs is None else partial(theirs, function), kwargs.get(OPTIONS)
+        called, given = function if foreign is None else partial(foreign, function), kwargs.get(OPTIONS)
         if not isinstance(given, NotedOptions):  # a plain copy, whose every key was noted when it was made
             given = NotedOptions(given, _Copied(recorder)) if isinstance(given, dict) else None
         play = called
-        if theirs is not None:
+        if foreign is not None:
             play = Played(called)
             recorder.played.append(play)
         keep = play.keep if isinstance(play, Played) else lambda out: out

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from .. import devices
-from ..attempt import Theirs, attempt, failed
+from ..attempt import Fallback, attempt, failed
 from ..call import Settings
 from ..engine import Engine
 from ..reasons import say
 from ..stats import STATS
-from . import entries, taped_run, taping
+from . import entries, sampling_state, taping
 from .compat import outside_memory_plan
 from .latents import Latents
 from .surroundings import INTERRUPTS
@@ -93,20 +93,22 @@ class _Way:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What ComfyUI's own gives for these arguments."""
         original = getattr(self._model, self._way)  # another pack may have replaced it meanwhile
-        theirs = Theirs(lambda: original(*args, **kwargs))
+        fallback = Fallback(lambda: original(*args, **kwargs))
         if torch.compiler.is_compiling():
-            return theirs()
+            return fallback()
         judge = failed(self._engine.stats.name, f"a call of {self._way}")
-        return theirs.rescue(lambda: self._through_engine(original, theirs, args, kwargs), judge, INTERRUPTS)
+        return fallback.rescue(lambda: self._through_engine(original, fallback, args, kwargs), judge, INTERRUPTS)
 
-    def _through_engine(self, original: Callable[..., Any], theirs: Theirs, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _through_engine(
+        self, original: Callable[..., Any], fallback: Fallback, args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
         given = taping.take(original, args, kwargs)
-        theirs.run = lambda: given.call(original)
-        run = taped_run.TapeRun(self._model, taped_run.fingerprints(self._model))
+        fallback.run = lambda: given.call(original)
+        run = sampling_state.SamplingState(self._model, sampling_state.fingerprints(self._model))
         first = next(iter(given.tensors.values()), None)
         try:
             size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
-            call = taping.call_of(self._model, original, given, run, theirs, size, lean=True)
+            call = taping.call_of(self._model, original, given, run, fallback, size, lean=True)
             if not call.obstacle and run.is_elsewhere(first.device):
                 call = replace(call, obstacle=say("vae_in_pieces"), taped=None)
             with outside_memory_plan():

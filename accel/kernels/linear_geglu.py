@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .geglu_upsample import gelu
 from .launch import launch
-from .pointwise import gelu
 
 BLOCK = (128, 64, 64)  # rows, columns of each half, depth; measured on an H200
 GROUP = 8  # tiles of rows that share their weights in the cache

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import KernelFailed
 from ..stats import STATS
-from . import flash_attention, group_norm, grouped_linear, linear_geglu, pointwise, reference
+from . import flash_attention, geglu_upsample, group_norm, grouped_linear, linear_geglu, reference
 from .launch import compile_only
 
 log = logging.getLogger(__name__)
@@ -20,11 +20,11 @@ KERNELS = (
     group_norm.moments_kernel,
     group_norm.coefficients_kernel,
     group_norm.apply_kernel,
-    pointwise.geglu_kernel,
+    geglu_upsample.geglu_kernel,
     grouped_linear.grouped_linear_kernel,
     linear_geglu.linear_geglu_kernel,
     flash_attention.flash_attention_kernel,
-    pointwise.upsample_kernel,
+    geglu_upsample.upsample_kernel,
 )
 
 
@@ -87,7 +87,7 @@ class TritonOps:
 
     @_or(reference.geglu)
     def _geglu(self, p: Tensor) -> Tensor:
-        return pointwise.geglu(p)
+        return geglu_upsample.geglu(p)
 
     @_or(reference.flash_attention)
     def flash_attention(self, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
@@ -103,7 +103,7 @@ class TritonOps:
     @_or(reference.upsample2x)
     def upsample2x(self, x: Tensor, size: tuple[int, int]) -> Tensor:
         """[N, C, H, W] -> [N, C, *size], which is (2H, 2W) or one less."""
-        return pointwise.upsample2x(x, size)
+        return geglu_upsample.upsample2x(x, size)
 
     @_or(lambda x, weights, biases, table: reference.grouped_linear(x, weights, biases))
     def grouped_linear(
@@ -115,7 +115,8 @@ class TritonOps:
     def compile_one(self) -> None:
         """Compiles one kernel that most models need, and with it starts Triton. Raises ``KernelFailed``."""
         torch.cuda.set_device(self._device)  # of this thread
-        compile_only(pointwise.geglu_kernel, (1,), torch.float16, torch.float16, 16, 16, *pointwise.GEGLU_BLOCK)
+        block = geglu_upsample.GEGLU_BLOCK
+        compile_only(geglu_upsample.geglu_kernel, (1,), torch.float16, torch.float16, 16, 16, *block)
 
     def compiled_variants(self) -> int:
         """How many variants of these kernels this process has compiled or loaded."""

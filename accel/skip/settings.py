@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
+from .features import AXES, AXIS
 from .forecast import DAMPING
-from .run import AXES, AXIS
 from .schedule import DENSITY, FEW_STEPS, full_steps
 
 PRESETS = {  # what takes the place of interval and depth; docs/performance.md has what each costs and gives

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..fingerprint import FORWARDS, FUNCTIONS, GLOBAL_HOOKS, HOOKS, LEFT_OUT
+from .named_tensors import tensors_of
 from .options import PLAIN
-from .weights import tensors_of
 
 FEWEST = 3  # blocks that are worth a program
 MOST_KINDS = 3  # of classes that alternate in one list

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .weights import modules_of
+from .named_tensors import modules_of
 
 HOLDERS = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict, defaultdict))
 TABLES = frozenset(nn.Module().__dict__)  # torch's own attributes of a module

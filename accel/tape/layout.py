@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
-from . import sizes, views
+from . import static_sizes, views
 from .index import UNIT, ZERO, Number, number
 from .traits import traits
 from .values import ONE, Operation, Size, Value
@@ -116,13 +116,13 @@ class Layouts:
         order = sorted(range(len(value.shape)), key=lambda d: (-value.stride[d], d))
         operation = value.origin
         name = traits(operation.func).name if operation is not None and not operation.opaque else ""
-        if 1 in value.shape and (name in sizes.ELEMENTWISE or name in sizes.CONVOLUTIONS):
+        if 1 in value.shape and (name in static_sizes.ELEMENTWISE or name in static_sizes.CONVOLUTIONS):
             like = next((each for each in operation.inputs if _may_be_like(each, value)), None)
             steps = self._recorded(like) if like is not None else ()
             if steps and all(step.value or size is ONE for step, size in zip(steps, value.sizes, strict=True)):
                 guess = order_of(steps)
                 solid = [d for d in guess if value.shape[d] != 1]
-                known = name in sizes.ELEMENTWISE or guess == [0, *range(2, len(guess)), 1]
+                known = name in static_sizes.ELEMENTWISE or guess == [0, *range(2, len(guess)), 1]
                 if known and solid == [d for d in order if value.shape[d] != 1]:
                     order = guess
         return _dense(value, value.order or order)
@@ -213,7 +213,7 @@ def _may_be_like(argument: Value, result: Value) -> bool:
     """Whether a result may be laid out like this argument: of its form, if for other channels and sides."""
     if argument.is_constant or len(argument.shape) != len(result.shape):
         return False
-    return argument.shape == result.shape or traits(result.origin.func).name in sizes.CONVOLUTIONS
+    return argument.shape == result.shape or traits(result.origin.func).name in static_sizes.CONVOLUTIONS
 
 
 def order_of(steps: Steps) -> list[int]:

@@ -2,8 +2,8 @@
 
 The options get functions of ours in their place. A patch is *written down* if all that its code can read is known
 (``state``): its operations are on the tape, and its state is a guard. If it is not known, changed in the forward, or if
-the patch does what a tape cannot hold, it is *called* in each forward (``live``). Which of the two is found out once
-for each patch's code.
+the patch does what a tape cannot hold, it is *called* in each forward (``called_patches``). Which of the two is found
+out once for each patch's code.
 """
 
 import functools
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ..reasons import say
-from . import live
+from . import called_patches
+from .named_tensors import modules_of
 from .options import NotedOptions, Reads
 from .record import Recorder
 from .state import look
-from .weights import modules_of
 
 FEW = 20_000  # objects of a patch's state that are looked at once, to see whether a call changes it
 MOST_KNOWN = 256
@@ -79,7 +79,7 @@ class Patches:
     def __init__(self, options: NotedOptions, recorder: Recorder, book: PatchBook, whole: bool = True) -> None:
         self.again = False  # one more recording may go better: it is known now which patches have to be called
         self.holds = False  # what they give must be kept in a replay: they must not be called twice
-        self.calls: list[live.LiveCall] = []
+        self.calls: list[called_patches.LiveCall] = []
         self.called = 0  # patches that the forward called, in either way
         self._recorder, self._book, self._whole = recorder, book, whole
         self._raw = {key: dict.get(options, key) for key in dict.keys(options)}
@@ -87,14 +87,14 @@ class Patches:
         self._states: dict[tuple, tuple[Any, Any]] = {}  # of those that are written down: (patch, state before)
         self._parts: set[int] | None = None
         self._inside = 0
-        for kind in live.KINDS:
+        for kind in called_patches.KINDS:
             if self._raw.get(kind) and options.notes(kind):
                 options.get(kind)  # noted: other patches, another recording
-                options.hide(kind, live.wrapped(self._raw[kind], self._proxy, (kind,)))
+                options.hide(kind, called_patches.wrapped(self._raw[kind], self._proxy, (kind,)))
 
-    def forward(self) -> live.Forward:
+    def forward(self) -> called_patches.Forward:
         """What a patch that is called now gets."""
-        return live.Forward(self._raw)
+        return called_patches.Forward(self._raw)
 
     def _proxy(self, place: tuple, patch: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -129,13 +129,13 @@ class Patches:
 
         def noting(item: Any) -> Any:
             """Options as a dict that notes each read of what is the caller's."""
-            if not live.is_options(item, self._raw):
+            if not called_patches.is_options(item, self._raw):
                 return item
             if isinstance(item, NotedOptions):
                 noted = item
             else:
                 own = frozenset(name for name, value in item.items() if self._raw.get(name) is not value)
-                noted = NotedOptions(item, self._reads, own | live.RAW)
+                noted = NotedOptions(item, self._reads, own | called_patches.RAW)
                 given.append((item, noted))
             strict.append((noted, noted.strict))
             noted.strict = True
@@ -164,14 +164,14 @@ class Patches:
             recorder.refuse(say("patched_block", patch=shown(patch)))
             return patch(*args, **kwargs)
         try:
-            given = live.template((args, kwargs), self._raw, self._is_part)
-        except live.NotKnown as error:
+            given = called_patches.template((args, kwargs), self._raw, self._is_part)
+        except called_patches.NotKnown as error:
             recorder.refuse(say("patch_argument", patch=shown(patch), kind=str(error)))
             return patch(*args, **kwargs)
-        call = live.LiveCall(place, who)
+        call = called_patches.LiveCall(place, who)
         with recorder.not_listening():
             state, drawn = look(patch, recorder.module, FEW), _random_state(recorder.device)
-            done = live.perform(patch, *given, self._raw)
+            done = called_patches.perform(patch, *given, self._raw)
             self.holds |= state is None or state != look(patch, recorder.module, FEW)
             self.holds |= drawn != _random_state(recorder.device)
             recorder.guarded(lambda: call.record(done))
@@ -186,7 +186,7 @@ class Patches:
             recorder.guarded(lambda: self._note(call, given, done))
         return done.out
 
-    def _write_back(self, given: tuple, done: live.Done) -> bool:
+    def _write_back(self, given: tuple, done: called_patches.Done) -> bool:
         """Gives what the patch wrote into its tensors to the originals. Whether that cannot be on a tape."""
         wrong, value = False, self._recorder.value
         for tensor, copy in zip(_once(given), done.copies, strict=True):
@@ -197,12 +197,12 @@ class Patches:
 
     def _give_back(self, args: tuple, kwargs: dict[str, Any], wrote: dict[Any, Any]) -> None:
         for item in (*args, *kwargs.values()):
-            if live.is_options(item, self._raw):
+            if called_patches.is_options(item, self._raw):
                 for name, value in wrote.items():
-                    if name not in live.RAW and dict.get(item, name) is not value:
+                    if name not in called_patches.RAW and dict.get(item, name) is not value:
                         item[name] = value
 
-    def _note(self, call: live.LiveCall, given: tuple, done: live.Done) -> None:
+    def _note(self, call: called_patches.LiveCall, given: tuple, done: called_patches.Done) -> None:
         recorder, originals = self._recorder, _once(given)
         recorder.step(call, given, done.tensors)
         for tensor, copy in zip(originals, done.copies, strict=True):
@@ -249,7 +249,7 @@ def _once(given: Any) -> list[Tensor]:
             found.setdefault(id(item), item)
         elif isinstance(item, dict):
             for name, each in item.items():
-                if name is not live.OPTIONS:
+                if name is not called_patches.OPTIONS:
                     walk(each)
         elif isinstance(item, (list, tuple)):
             for each in item:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..preparing import look
-from . import group, joins, repeats, singles, sizes, views
+from . import group, joins, repeats, singles, static_sizes, views
 from .group import FUSE, Group
 from .index import number
 from .kernels import ALIGNED, Launch
@@ -67,7 +67,7 @@ class Plan(Schedule):
     def __init__(self, tape: Tape, wrong: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self._wrong = wrong
-        sizes.annotate(tape)
+        static_sizes.annotate(tape)
         self.layouts, self._repeats = Layouts(), repeats.Repeats()
         self.groups: list[Kernels] = []
         self.singles = singles.copy_what_others_copy(tape, self.layouts)

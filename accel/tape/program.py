@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ..preparing import look
-from .ahead import compiling
+from .hand_kernels import compiling
 from .kernels import Launch, compile_all
+from .named_tensors import modules_of, resolve
 from .plan import Plan, unfused
 from .reuse import Outlines
 from .traits import traits
 from .values import Constant, Derived, Input, Operation, Tape, Value, Weight, replaced
-from .weights import modules_of, resolve
 
 Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
 

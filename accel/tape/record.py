@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ..attempt import named
 from ..reasons import say
 from . import aliasing
-from .attention import unplanned
+from .attention_choice import unplanned
 from .blanks import blank
+from .called_patches import Played
 from .kept import kept_tensor
-from .live import Played
 from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
 from .tensors import PLAIN, Tensors
 from .traits import DROPOUTS, Traits, draws, traits

@@ -16,9 +16,9 @@ from ..reasons import say
 from .kept import tensors_in
 from .layout import contiguous
 from .memo import is_memoised
+from .named_tensors import PLAIN, NamedTensors
 from .refusals import Refusal
 from .values import Constant, Input, Operation, Value, Weight
-from .weights import PLAIN, NamedTensors
 
 NUMBERS = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -23,7 +23,7 @@ from typing import Any
 from triton.runtime.cache import FileCacheManager
 
 from .client import Remote
-from .values import check_kernel, check_module, pack, unpack
+from .signed import check_kernel, check_module, pack, unpack
 
 __all__ = ["Manager", "forget", "remote", "renew", "snapshot"]
 

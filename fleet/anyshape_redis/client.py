@@ -16,7 +16,7 @@ from typing import Any
 
 import triton
 
-from .values import Rejected, seal, unseal
+from .signed import Rejected, seal, unseal
 
 try:
     import redis

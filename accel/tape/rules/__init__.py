@@ -10,17 +10,17 @@ from ...preparing import look
 from ..values import Tape
 from . import (
     attention,
+    attention_kernel,
     by_tokens,
     channels_last,
     conv_bias,
     copies,
     edits,
     epilogue,
-    flash_attention,
     geglu,
-    group_norm,
-    grouped_linear,
     kitchen,
+    linear_groups,
+    norm_neighbours,
     once,
     upsample,
 )  # fmt: skip
@@ -29,7 +29,7 @@ Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
     kitchen.decompose, copies.drop_repeats, once.compute_once, channels_last.lay_out, upsample.double,
-    conv_bias.add_after, group_norm.take_in, geglu.join_product, flash_attention.attend, grouped_linear.join,
+    conv_bias.add_after, norm_neighbours.take_in, geglu.join_product, attention_kernel.attend, linear_groups.join,
     epilogue.fuse_gelu, attention.take_fastest, by_tokens.store_by_tokens,
 )  # fmt: skip
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ...errors import is_out_of_memory
 from ...reasons import say
-from .. import sizes
-from ..attention import LENGTHS, ROWS, Case, coarse, fastest, run, supports
+from .. import static_sizes
+from ..attention_choice import LENGTHS, ROWS, Case, attend, coarse, fastest, supports
 from ..traits import ATTENTIONS, traits
 from ..values import Operation, Tape, Value
 
@@ -23,7 +23,7 @@ class Attention:
     On the recorded one again if that refuses tensors like these.
     """
 
-    sizes = staticmethod(sizes.attention)
+    sizes = staticmethod(static_sizes.attention)
     by_strides = False  # whether its arguments must lie as a rule has chosen
 
     def __init__(self, own: Any, backend: str, stride: tuple[int, ...]) -> None:
@@ -44,7 +44,7 @@ class Attention:
     def _out(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.backend:
             try:
-                return run(self.backend, *_named(self.own, args, kwargs))
+                return attend(self.backend, *_named(self.own, args, kwargs))
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     raise

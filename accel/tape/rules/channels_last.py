@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ...kernels import operations as ours
-from .. import sizes, views
+from .. import static_sizes, views
 from ..layout import contiguous
 from ..traits import aten, traits
 from ..values import Operation, Tape, Value, Weight, replaced
@@ -29,7 +29,7 @@ ORDER, LAST = (0, 2, 3, 1), torch.channels_last
 PIXEL = (1, 1)  # the sides of a picture whose strides do not say how it lies: torch takes it for either
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 # They keep their arguments' layout, or are made to.
-ALIKE = sizes.ELEMENTWISE | {"cat", "clone", "to", "_to_copy", "float", "type_as"}
+ALIKE = static_sizes.ELEMENTWISE | {"cat", "clone", "to", "_to_copy", "float", "type_as"}
 RESAMPLED = frozenset("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d avg_pool2d max_pool2d".split())
 PADS = frozenset(("pad", "constant_pad_nd"))
 # Their results lie the same way wherever their arguments lie.

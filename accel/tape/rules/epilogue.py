@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...reasons import say
-from ..sizes import linear
+from ..static_sizes import linear
 from ..traits import aten, traits
 from ..values import Operation, Tape, Value
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import group, sizes
+from .. import group, static_sizes
 from ..record import Recorder, record
 from ..traits import traits
 from ..values import Constant, Operation, Tape, Value, replaced
@@ -113,7 +113,7 @@ def decompose(tape: Tape) -> str:
     if not ours:
         return ""
     if any(map(_is_normed, ours)):
-        sizes.annotate(tape)
+        static_sizes.annotate(tape)
     makers = {value: operation for operation in tape.operations for value in operation.outputs}
     readers: dict[Value, list[Operation]] = {}
     for operation in tape.operations:

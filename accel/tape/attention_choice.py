@@ -87,7 +87,7 @@ def supports(backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     return bool(getattr(cuda, f"can_use_{backend}_attention")(params, False))
 
 
-def run(
+def attend(
     backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None
 ) -> Tensor:
     """Attention on this backend. q [B, H, N, D], k [B, h, M, D], v [B, h, M, E], mask to be added [B, H, N, M]."""
@@ -143,7 +143,7 @@ def _by_flash(
         return None
     if q.shape[1] != k.shape[1] or not supports("flash", q, k, v, None, is_causal):
         return None
-    return run("flash", q, k, v, None, is_causal, scale)
+    return attend("flash", q, k, v, None, is_causal, scale)
 
 
 @functools.cache
@@ -179,7 +179,7 @@ def _milliseconds(backend: str, tensors: list[Tensor | None], causal: bool) -> f
             torch.cuda._sleep(WAIT)
             start.record()
             for _ in range(CALLS):
-                run(backend, *tensors, causal, None)
+                attend(backend, *tensors, causal, None)
             end.record()
             end.synchronize()
             if turn:  # the first one makes plans

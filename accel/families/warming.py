@@ -25,11 +25,11 @@ from .. import devices, gain, graphs
 from ..attempt import Judge, attempt, failed, named
 from ..errors import is_out_of_memory
 from ..reasons import say
-from ..skip.run import RUN_KEY, SkipRun
+from ..size_list import MIB, Outcome, Row, Shape, in_short, parse, table
+from ..skip.features import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..stats import STATES, STATS, ShapeStats
 from ..times import rehearsal
-from ..warm_up import MIB, Outcome, Row, Shape, in_short, parse, table
 from . import lazy
 from .attach import compile_model, session_of
 from .latents import Latents, latents_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ..kernels import operations as ours
-from .sizes import of_leaf
+from .static_sizes import of_leaf
 from .values import Operation, Value, replaced
 
 FEW = 2  # of many tensors that are alike

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from ..fingerprint import ModuleFingerprint, foreign_code
+from ..tape.named_tensors import modules_of, resolve
 from ..tape.values import Weight
-from ..tape.weights import modules_of, resolve
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import dynamic
 from .surroundings import surroundings
 
 
-class TapeRun:
+class SamplingState:
     """What is known of one model during one sampling run. Holds the model: dropped when the run ends.
 
     layout: lays weights of convolutions out until then; outside a run there is none.
