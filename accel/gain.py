@@ -30,19 +30,9 @@ def total(shapes: Iterable[dict[str, Any]]) -> dict[str, float]:
     return {"factor": round(eager / ours, 3), "saved_seconds": round(sum(s["saved_seconds"] for s in known), 2)}
 
 
-def in_words(gain: dict[str, float]) -> str:
-    """As "1.4x, 12 s saved"; "" if nothing is known."""
-    return f"{times(gain['factor'])}, {saved(gain['saved_seconds'])}" if gain else ""
-
-
 def times(factor: float) -> str:
     """As "1.4x"; near 1 with two digits, so that a loss is seen to be one."""
     return f"{factor:.2f}x" if 0.9 < factor < 1.1 else f"{factor:.1f}x"
-
-
-def saved(seconds: float) -> str:
-    """As "12 s saved" or, before the first calls' cost is won back, "3 s lost so far"."""
-    return f"{duration(abs(seconds))} {'saved' if seconds >= 0 else 'lost so far'}"
 
 
 def duration(seconds: float) -> str:

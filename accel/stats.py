@@ -5,8 +5,7 @@
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -295,33 +294,3 @@ STATS = Stats()
 def snapshot() -> dict[str, Any]:
     """What has been counted so far, by the contract."""
     return STATS.snapshot()
-
-
-@contextmanager
-def expect(**wanted: int) -> Iterator[None]:
-    """Raises AssertionError unless the body moves each named total by exactly that much.
-
-    Names: ``kernels``, ``recompiles``, ``calls``, ``replays``, ``fallbacks``, ``evictions``. An oracle for tests.
-    """
-    before = snapshot()
-    yield
-    now = snapshot()
-    left = {model["name"] for model in now["models"]}  # only so many models are kept: a new one costs the oldest
-    before["models"] = [model for model in before["models"] if model["name"] in left]
-    was = _totals(before)
-    moved = {name: value - was[name] for name, value in _totals(now).items() if name in wanted}
-    if moved != wanted:
-        told = [fallback for fallback in now["fallbacks"] if fallback not in before["fallbacks"]]
-        raise AssertionError(f"expected the counters to move by {wanted}, they moved by {moved}; fallbacks: {told}")
-
-
-def _totals(now: dict[str, Any]) -> dict[str, int]:
-    shapes = [shape for model in now["models"] for shape in model["shapes"]]
-    return {
-        "kernels": sum(m["kernels"] for m in now["models"]),
-        "recompiles": sum(m["recompiles"] for m in now["models"]),
-        "calls": sum(s["calls"] for s in shapes),
-        "replays": sum(s["replays"] for s in shapes),
-        "fallbacks": sum(f["count"] for f in now["fallbacks"]),
-        "evictions": now["graphs"]["evictions"],
-    }

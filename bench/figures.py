@@ -22,19 +22,19 @@ def load(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-def forward_path(model: str, folder: Path = RESULTS) -> Path:
+def forward_path(model: str) -> Path:
     """Where the result of ``bench.forward`` lies."""
-    return folder / f"{model}-forward.json"
+    return RESULTS / f"{model}-forward.json"
 
 
-def mixed_path(model: str, folder: Path = RESULTS) -> Path:
+def mixed_path(model: str) -> Path:
     """Where the result of ``bench.mixed`` lies."""
-    return folder / f"mixed-{model}.json"
+    return RESULTS / f"mixed-{model}.json"
 
 
-def fleet_path(model: str, folder: Path = RESULTS) -> Path:
+def fleet_path(model: str) -> Path:
     """Where the result of ``bench.fleet`` lies."""
-    return folder / f"fleet-{model}.json"
+    return RESULTS / f"fleet-{model}.json"
 
 
 def break_even(start_seconds: float | None, eager_ms: float, compiled_ms: float, images: int) -> int | None:

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 
-def median_ms(fn: Callable[[], Any], repeats: int = 12, warmup: int = 3) -> float:
+def median_ms(fn: Callable[[], Any]) -> float:
     """Median duration of ``fn`` on the device, milliseconds."""
-    for _ in range(warmup):
+    for _ in range(3):
         fn()
-    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(12)]
     for start, end in pairs:
         start.record()
         fn()

@@ -64,9 +64,9 @@ def save_references(images: torch.Tensor, path: Path) -> None:
     to_image(torch.cat(rows, dim=1)).save(path, optimize=True)
 
 
-def load_references(path: Path = REFERENCES) -> torch.Tensor:
+def load_references() -> torch.Tensor:
     """[50, 3, 48, 48] in 0..1, in the order of the proof's prompts."""
-    sheet = torch.from_numpy(np.array(Image.open(path).convert("RGB"))).permute(2, 0, 1).float() / 255
+    sheet = torch.from_numpy(np.array(Image.open(REFERENCES).convert("RGB"))).permute(2, 0, 1).float() / 255
     return torch.stack([cell for row in sheet.split(SIDE, dim=1) for cell in row.split(SIDE, dim=2)])
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.driving import SHORT_RUN, SMALL_UNET, UNETS, compiled, compiled_control, randn, steering
-from tools.oracles import FUSED, assert_fast, assert_untouched, error, fallbacks, footprint, shapes
+from tools.oracles import FUSED, assert_fast, assert_untouched, error, expect, fallbacks, footprint, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -53,7 +53,6 @@ def largest_error(out, wanted):
 
 def test_toggling_leaves_the_shared_control_as_it_was(models, patcher, control):
     """A with the node, B without, A with, on one ControlNet: B to the bit what it was before."""
-    from anyshape.accel import stats
 
     network, plain, known = control.control_model, sampled(models, patcher, control), dict(vars(control))
     before, before_patcher = footprint(network), dict(vars(control.control_model_wrapped))
@@ -61,7 +60,7 @@ def test_toggling_leaves_the_shared_control_as_it_was(models, patcher, control):
     first = sampled(models, patcher, fast)
     assert_untouched(network, before)
     assert vars(control) == known and vars(control.control_model_wrapped) == before_patcher
-    with stats.expect(calls=0):
+    with expect(calls=0):
         assert torch.equal(sampled(models, patcher, control), plain)
     assert torch.equal(sampled(models, patcher, fast), first)
     assert error(first, plain) < CLOSE

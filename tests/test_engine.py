@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from tools import embed
+from tools.oracles import expect
 
 embed.bare_pack()
 
@@ -144,7 +145,7 @@ def test_a_failure_retires_the_tape_and_its_graphs(engine, monkeypatch, caplog, 
     dropped = []
     monkeypatch.setattr(graphs, "drop_owner", dropped.append)
     monkeypatch.setattr(engine._tape, "run", fail)
-    with stats.expect(fallbacks=3):
+    with expect(fallbacks=3):
         for _ in range(3):
             assert torch.equal(engine(call(), Settings()), MODEL(X))
     assert len(tried) == 1 and dropped == [id(engine)]

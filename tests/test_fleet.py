@@ -26,6 +26,7 @@ import pytest
 
 from tools import redis_server
 from tools.fleet_driving import FLEET, KERNELS, KEY, Listener, Worker, mute, not_redis, relay, trickle
+from tools.oracles import expect
 from tools.redis_server import RedisServer
 
 redis = pytest.importorskip("redis", reason="the Python client of Redis (requirements-dev.txt)")
@@ -570,7 +571,7 @@ def test_stats_and_report(fleet, pack, clean_stats, listening, monkeypatch):
     monkeypatch.setenv("ANYSHAPE_FLEET_KEY", KEY)
     monkeypatch.setenv("TRITON_REDIS_HOST", "127.0.0.1")
     monkeypatch.setenv("TRITON_REDIS_PORT", str(port))
-    with stats.expect(fallbacks=1):
+    with expect(fallbacks=1):
         fleet.remote().get("name"), fleet.remote().get("name")
     now = stats.snapshot()
     assert json.loads(json.dumps(now)) == now

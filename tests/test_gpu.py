@@ -10,7 +10,7 @@ import torch
 
 from tools.driving import compiled
 from tools.on_gpu import SMALL, SMALL_FLUX, forward, loaded_forward
-from tools.oracles import FUSED, error, shapes
+from tools.oracles import FUSED, error, expect, shapes
 from tools.paths import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left", "exact_float32")]
@@ -63,7 +63,7 @@ def test_demo_model(demo_pack, name):
 
 
 def test_kernels_that_only_some_sizes_choose_are_compiled_by_the_first(models, monkeypatch):
-    from anyshape.accel import kernels, stats
+    from anyshape.accel import kernels
     from anyshape.accel.kernels import linear_geglu, triton_ops
 
     kernels.load.cache_clear()
@@ -74,17 +74,16 @@ def test_kernels_that_only_some_sizes_choose_are_compiled_by_the_first(models, m
     monkeypatch.setattr(linear_geglu, "is_faster", lambda *sizes: bool(turn))
     forward(fast, 512, 512, tokens=308)
     turn.append("the product")
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         for width, height in ODD:
             assert error(forward(fast, width, height), forward(patcher, width, height)) < TOLERANCE[torch.float16]
 
 
 def test_nothing_compiles_after_the_first_call(models):
-    from anyshape.accel import stats
 
     fast = compiled(models.unet("sdxl", **SMALL))
     forward(fast, 512, 512)
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         for index, (width, height) in enumerate(ODD + [(520, 776), (256, 1000), (64, 64), (1024, 1024)]):
             forward(fast, width, height, rows=1 + index % 4, tokens=77 * (1 + index % 3), seed=index)
 
@@ -92,13 +91,12 @@ def test_nothing_compiles_after_the_first_call(models):
 @pytest.mark.parametrize("mode", ["exact", "auto"])
 def test_mixed_sampling_run(models, mode):
     """Through comfy.sample: other sizes, batches, prompts' lengths, CFG off; the picture of eager, nothing compiled."""
-    from anyshape.accel import stats
 
     patcher = models.unet("sd15", **SMALL)
     fast = compiled(patcher, mode=mode)
     models.sample(fast, 512, 512, steps=2)
     runs = [(512, 768, 1, 7.0, 77), (544, 408, 2, 7.0, 154), (728, 720, 1, 1.0, 77), (512, 512, 4, 3.0, 231)]
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         outs = [models.sample(fast, w, h, b, steps=4, cfg=cfg, tokens=tokens) for w, h, b, cfg, tokens in runs]
     for out, (w, h, b, cfg, tokens) in zip(outs, runs, strict=True):
         assert error(out, models.sample(patcher, w, h, b, steps=4, cfg=cfg, tokens=tokens)) < 1e-2
@@ -116,7 +114,6 @@ def test_weights_are_left_as_they_were(models):
 
 def test_lora_on_and_off(models):
     """A graph captured with other weights is never replayed."""
-    from anyshape.accel import stats
 
     patcher = models.unet("sd15", **SMALL)
     fast = compiled(patcher)
@@ -128,7 +125,7 @@ def test_lora_on_and_off(models):
     changed.add_patches({key: (torch.randn_like(weights[key]),) for key in (name, conv)}, 0.3)
     eager = patcher.clone()
     eager.patches, eager.patches_uuid = changed.patches, changed.patches_uuid
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         plain, with_lora, again = (models.sample(p, 512, 512, steps=3) for p in (fast, changed, fast))
     assert error(with_lora, models.sample(eager, 512, 512, steps=3)) < 1e-2
     assert error(plain, models.sample(patcher, 512, 512, steps=3)) < 1e-2
@@ -293,11 +290,10 @@ def test_flux_of_full_width(models, dtype):
 
 def test_flux_compiles_nothing_after_the_first_call(models):
     """1 to 4 images, other sizes and token counts."""
-    from anyshape.accel import stats
 
     fast = compiled(models.flux(torch.bfloat16, **SMALL_FLUX))
     forward(fast, 512, 512, 1, 512)
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         for index, (width, height) in enumerate(ODD + [(520, 776), (256, 1000), (64, 64), (16, 24), (1024, 1024)]):
             forward(fast, width, height, rows=1 + index % 4, tokens=(512, 77, 1, 333)[index % 3], seed=index)
 
@@ -315,7 +311,6 @@ def test_flux_references_have_graphs_of_their_own(models):
 
 def test_flux_sampling_run_and_lora(models):
     """Through comfy.sample; a graph captured with other weights is never replayed."""
-    from anyshape.accel import stats
 
     patcher = models.flux(torch.bfloat16, **SMALL_FLUX)
     fast = compiled(patcher)
@@ -328,7 +323,7 @@ def test_flux_sampling_run_and_lora(models):
     )
     eager = patcher.clone()
     eager.patches, eager.patches_uuid = changed.patches, changed.patches_uuid
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         plain, with_lora, again = (models.sample(p, 544, 408, steps=3) for p in (fast, changed, fast))
     assert error(with_lora, models.sample(eager, 544, 408, steps=3)) < 2.5e-2
     assert error(plain, models.sample(patcher, 544, 408, steps=3)) < 2.5e-2

@@ -10,7 +10,7 @@ import torch
 
 from tools.driving import compiled, compiled_control, randn, skipping, steering
 from tools.on_gpu import SMALL
-from tools.oracles import assert_untouched, error, footprint, shapes
+from tools.oracles import assert_untouched, error, expect, footprint, shapes
 from tools.paths import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
@@ -63,7 +63,6 @@ def sampled(models, patcher, nets, scene, width=512, height=512, steps=4, **run)
 def test_full_size_parity_and_replay(models, dtype):
     """First call (kernels), second and third (graph) on other input, with 1 row and with 2, within a run."""
     import comfy.model_management as mm
-    from anyshape.accel import stats
 
     model, control = models.unet("sdxl", dtype, **SMALL).model, models.controlnet("sdxl", dtype)
     fast, network = compiled_control(control), control.control_model
@@ -73,7 +72,7 @@ def test_full_size_parity_and_replay(models, dtype):
         wanted = [network(**call) for call in calls]
         fast.pre_run(model, model.model_sampling.percent_to_sigma)
         fast.control_model(**calls[0])
-        with stats.expect(recompiles=0, fallbacks=0):
+        with expect(recompiles=0, fallbacks=0):
             outs = [fast.control_model(**call) for call in calls]
         fast.cleanup()
     for out, expected, call in zip(outs, wanted, calls, strict=True):
@@ -86,14 +85,13 @@ def test_full_size_parity_and_replay(models, dtype):
 @pytest.mark.parametrize("way", ["model", "control", "both"])
 def test_scenes_equal_eager_and_compile_nothing(models, nets, way):
     """Graphs for calls with residuals and without; after the first run nothing compiles."""
-    from anyshape.accel import stats
 
     patcher = models.unet("sd15", **SMALL)
     fast = patcher if way == "control" else compiled(patcher)
     controls = nets if way == "model" else nets | {"net": compiled_control(nets["net"])}
     models.sample(fast, 512, 512, steps=2)
     sampled(models, fast, controls, "one", steps=2)
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         outs = {(scene, size): sampled(models, fast, controls, scene, *size) for scene in SCENES for size in SIZES[1:]}
     for (scene, size), out in outs.items():
         assert error(out, sampled(models, patcher, nets, scene, *size)) < 2e-2, (scene, size)
@@ -117,13 +115,12 @@ def test_a_file_through_comfyuis_loader(models):
 
 
 def test_skipped_steps_are_steered(models, nets):
-    from anyshape.accel import stats
 
     patcher = skipping(models.unet("sd15", **SMALL))
     fast, controls = compiled(patcher), {"net": compiled_control(nets["net"])}
     models.sample(fast, 512, 512, steps=12)
     sampled(models, fast, controls, "one", steps=12)
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         outs = {scene: sampled(models, fast, controls, scene, 544, 408, steps=12) for scene in ("one", "ends")}
     assert {s["state"] for s in shapes()} == {"graph"}  # before eager counts the same shapes
     for scene, out in outs.items():
@@ -182,7 +179,7 @@ def test_a_control_lora(models):
     fast = compiled_control(control)
     outs = [sampled(models, patcher, {"net": fast}, "one")]
     assert stats.snapshot()["graphs"]["used_bytes"] == 0
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         outs.append(sampled(models, patcher, {"net": fast}, "one"))
     wanted = sampled(models, patcher, {"net": control}, "one")
     assert max(error(out, wanted) for out in outs) < 2e-2

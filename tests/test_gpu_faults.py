@@ -8,7 +8,7 @@ import torch
 
 from tools.driving import compiled
 from tools.on_gpu import SMALL, SMALL_FLUX, forward, loaded_forward
-from tools.oracles import error, fallbacks, shapes
+from tools.oracles import error, expect, fallbacks, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
 
@@ -252,7 +252,6 @@ def test_fifty_switches(models):
 def test_loaded_in_part_and_again_as_a_whole(models, patcher):
     """Weights that are cast at each call have no graph; back in memory, at other addresses, they have."""
     import comfy.model_management as mm
-    from anyshape.accel import stats
 
     def one(part):
         mm.unload_all_models()
@@ -267,7 +266,7 @@ def test_loaded_in_part_and_again_as_a_whole(models, patcher):
         assert not part or "low VRAM" in state["reason"], state
 
     fast = compiled(patcher)
-    with stats.expect(recompiles=0):
+    with expect(recompiles=0):
         for part in (False, True, False):
             one(part)
 
@@ -303,7 +302,7 @@ def test_two_models_from_two_threads_and_a_reader(models, patcher):
 
     threads = [threading.Thread(target=sample, args=(number,)) for number in (0, 1)]
     reader = threading.Thread(target=read)
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         for thread in (reader, *threads):
             thread.start()
         for thread in threads:

@@ -7,7 +7,7 @@ import torch
 
 from tools.driving import compiled, sample_tiny, skipping
 from tools.on_gpu import SMALL
-from tools.oracles import counted, error, last_run, shapes
+from tools.oracles import counted, error, expect, last_run, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
 
@@ -18,13 +18,12 @@ SIZES = [(960, 720), (728, 720), (544, 408), (512, 512)]
 @pytest.mark.parametrize("forecast", ["order1", "off"])
 def test_compiled_and_captured_is_the_same_run_as_eager(models, name, forecast):
     """Steps full and skipped, each from its own graph, at odd sizes: the latent of the same run in eager."""
-    from anyshape.accel import stats
 
     patcher = models.unet(name, torch.float16, **SMALL)
     eager = skipping(patcher, forecast=forecast)
     fast = compiled(eager)
     models.sample(fast, 512, 512, steps=9)
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         outs = [models.sample(fast, width, height, steps=12) for width, height in SIZES]
     assert {s["state"] for s in shapes()} == {"graph"}
     assert sum(s["replays"] for s in shapes()) >= len(SIZES) * (3 + 7)

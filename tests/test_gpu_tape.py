@@ -9,7 +9,7 @@ import torch
 from tools import architectures
 from tools.driving import compiled
 from tools.on_gpu import SMALL_FLUX, loaded_forward
-from tools.oracles import error, fallbacks, shapes
+from tools.oracles import error, expect, fallbacks, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
 
@@ -172,14 +172,13 @@ def states():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sampling_run(models, small, counts, kind):
     """The first call is recorded and captured, all others are replays; the same seed gives the same bits."""
-    from anyshape.accel import stats
 
     patcher, run = small[kind], RUNS[kind]
     fast = compiled(patcher)
     first = models.sample(fast, **run)
     (shape,) = shapes()
     assert (shape["state"], shape["calls"], shape["replays"]) == ("graph", 3, 2), shape
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         assert torch.equal(models.sample(fast, **run), first)
         other = models.sample(fast, **run | ANOTHER)
     assert [(s["calls"], s["replays"]) for s in shapes()] == [(6, 5), (3, 2)]
@@ -199,7 +198,6 @@ def test_exact_is_eager_to_the_bit(models, small, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_lora_comes_changes_and_goes(models, small, counts, kind):
     """Weights are slots: graphs are captured again, nothing is recorded again."""
-    from anyshape.accel import stats
 
     key = f"diffusion_model.{WEIGHTS[kind]}.weight"
     change = torch.randn(small[kind].model.state_dict()[key].shape, generator=torch.Generator().manual_seed(0))
@@ -212,7 +210,7 @@ def test_a_lora_comes_changes_and_goes(models, small, counts, kind):
 
     fast = compiled(small[kind])
     plain = models.sample(fast, **RUNS[kind])
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         for strength in (0.3, 0.1, 0.0, 0.3):
             captured = counts["captured"]
             out = models.sample(loaded(fast, strength), **RUNS[kind])
@@ -239,11 +237,10 @@ def test_unloaded_and_loaded_again(models, small, counts):
 
 
 def test_two_models_in_turn(models, small):
-    from anyshape.accel import stats
 
     fast = {kind: compiled(small[kind]) for kind in KINDS}
     first = {kind: models.sample(fast[kind], **RUNS[kind]) for kind in KINDS}
-    with stats.expect(recompiles=0, fallbacks=0, evictions=0):
+    with expect(recompiles=0, fallbacks=0, evictions=0):
         for kind in (*KINDS, *KINDS):
             assert torch.equal(models.sample(fast[kind], **RUNS[kind]), first[kind]), kind
     assert states() == [("graph", "")] * len(KINDS)

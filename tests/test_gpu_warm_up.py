@@ -5,7 +5,7 @@ import torch
 
 from tools.driving import compiled, compiled_control, sample_prompts, skipping, steering
 from tools.on_gpu import SMALL, SMALL_FLUX
-from tools.oracles import shapes
+from tools.oracles import expect, shapes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left")]
 
@@ -22,11 +22,11 @@ def warm(pack, model, sizes=LIST, **inputs):
 
 def only_replays(run):
     """``run``, whose calls of the model are all replays; nothing is captured or compiled."""
-    from anyshape.accel import graphs, stats
+    from anyshape.accel import graphs
 
     before, (calls, replays) = {s["key"] for s in shapes()}, counts()
     held = graphs.held(torch.device("cuda", torch.cuda.current_device()))
-    with stats.expect(recompiles=0, fallbacks=0, evictions=0):
+    with expect(recompiles=0, fallbacks=0, evictions=0):
         out = run()
     after = counts()
     assert after[0] - calls == after[1] - replays > 0
@@ -85,7 +85,7 @@ def test_random_state_is_left_alone(pack, models):
 
 def test_a_full_budget_is_said(pack, models):
     """The largest are there, the rest is named, nothing was pushed out, and a size that did not fit still works."""
-    from anyshape.accel import graphs, stats
+    from anyshape.accel import graphs
 
     patcher = models.unet("sdxl", torch.float16)  # graphs of a small model take hardly more than the pool
     device = torch.device("cuda", torch.cuda.current_device())
@@ -99,7 +99,7 @@ def test_a_full_budget_is_said(pack, models):
     _, two, all_ = held
     budget = (two + all_) // 2
     model = compiled(patcher, graph_budget_mb=budget, verify=False)
-    with stats.expect(evictions=0):
+    with expect(evictions=0):
         report = warm(pack, model, "\n".join(f"{width}x{height}" for width, height in reversed(sizes)))
     states = [line.split()[3] for line in report.splitlines()[1:]]
     fit = states.count("graph")

@@ -64,6 +64,10 @@ def cancels(x):
     return groups.abs().amax(-1) / (groups.var(-1, correction=0) + 1e-5).sqrt()
 
 
+def to_float64(*tensors):
+    return tuple(None if t is None else t.double() for t in tensors)
+
+
 def rounding(x, shift):
     """What float32 may lose in GroupNorm, relative to the whole result."""
     shifted = x if shift is None else x + shift[:, :, None, None]
@@ -81,7 +85,7 @@ def test_group_norm(size, dtype, variant):
     weight, bias = (None, None) if variant == "bare" else (randn(c, dtype=dtype), randn(c, dtype=dtype))
     shift = randn(n, c, dtype=dtype) if variant == "shift" else None
     out = group_norm(x, weight, bias, 32, 1e-5, shift, silu=variant != "no silu")
-    exact = reference.to_float64(x, weight, bias, shift)
+    exact = to_float64(x, weight, bias, shift)
     expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3], variant != "no silu")
     assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3]))
     assert out.is_contiguous(memory_format=torch.channels_last)
@@ -96,7 +100,7 @@ def test_group_norm_of_a_joined_skip_connection(widths, layout, dtype):
     x, c = torch.cat([h, skip.contiguous(memory_format=layout)], dim=1), sum(widths)
     assert x.is_contiguous(memory_format=layout)
     weight, bias, shift = randn(c, dtype=dtype), randn(c, dtype=dtype), randn(2, c, dtype=dtype)
-    exact = reference.to_float64(x, weight, bias, shift)
+    exact = to_float64(x, weight, bias, shift)
     expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3])
     out = group_norm(x, weight, bias, 32, 1e-5, shift)
     assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3]))
@@ -109,7 +113,7 @@ def test_group_norm_adds_pending_biases(count, shifted, dtype):
     x, weight, bias = randn(2, 96, 7, 9, dtype=dtype), randn(96, dtype=dtype), randn(96, dtype=dtype)
     shift = randn(2, 96, dtype=dtype) if shifted else None
     pending = tuple(randn(96, dtype=dtype) for _ in range(count))
-    exact, more = reference.to_float64(x, weight, bias, shift), reference.to_float64(*pending)
+    exact, more = to_float64(x, weight, bias, shift), to_float64(*pending)
     expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3], pending=more)
     assert torch.equal(expected, reference.group_norm(*exact[:3], 32, 1e-5, _sum(exact[3], more)))
     out = group_norm(x, weight, bias, 32, 1e-5, shift, pending=pending)
@@ -133,7 +137,7 @@ def test_group_norm_does_not_cancel(size):
     c = size[1]
     weight, bias = randn(c), randn(c)
     out = group_norm(x, weight, bias, 32, 1e-5, silu=False)
-    exact = reference.to_float64(x, weight, bias)
+    exact = to_float64(x, weight, bias)
     expected = reference.group_norm(*exact, 32, 1e-5, silu=False)
     each = cancels(exact[0]).repeat_interleave(c // 32, 1) * weight.abs()  # [N, C]
     allowed = 4 * torch.finfo(torch.float32).eps * each[:, :, None, None] + 1e-5 * (1 + expected.abs())
@@ -159,7 +163,7 @@ def test_linear_geglu(rows, depth, inner, with_bias, dtype):
     bias = randn(2 * inner, dtype=dtype) if with_bias else None
     assert linear_geglu.fits(x, weight)
     out = linear_geglu.linear_geglu(x, weight, bias)
-    assert_close(out, reference.linear_geglu(*reference.to_float64(x, weight, bias)), dtype)
+    assert_close(out, reference.linear_geglu(*to_float64(x, weight, bias)), dtype)
 
 
 def test_linear_geglu_refuses_what_it_cannot_describe():
@@ -185,7 +189,7 @@ def test_flash_attention(queries, keys, heads, channels, dtype):
     k, v = (randn(2, keys, 2 * channels, dtype=dtype)[:, :, ::2] for _ in range(2))
     assert flash_attention.fits(q, k, heads)
     out = flash_attention.flash_attention(q, k, v, heads)
-    assert_close(out, reference.flash_attention(*reference.to_float64(q, k, v), heads), dtype)
+    assert_close(out, reference.flash_attention(*to_float64(q, k, v), heads), dtype)
 
 
 def test_flash_attention_leaves_the_rest_to_the_library():

@@ -16,7 +16,7 @@ from tools.driving import (
     skipping,
     unet_inputs,
 )
-from tools.oracles import counted, error, fallbacks, shapes
+from tools.oracles import counted, error, expect, fallbacks, shapes
 
 embed.bare_pack()
 
@@ -228,14 +228,14 @@ def test_sampling_a_network_that_is_not_sds():
 
 def test_fused_halves_share_their_kernels(models, plain_kernels, monkeypatch):
     """Through Compile Model in Triton's interpreter: right, and no kernel for another size."""
-    from anyshape.accel import stats, tape_tier
+    from anyshape.accel import tape_tier
     from anyshape.accel.tape import kernels
 
     monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
     monkeypatch.setattr(kernels, "_COMPILED", {})  # whatever other tests have compiled
     patchers = [models.unet("sd15", torch.float16, **NARROW_UNET | TINY_UNET) for _ in range(2)]
     ways = skipping(patchers[0]), compiled(skipping(patchers[1]))
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         for width in (64, 72):
             eager, out = (models.sample(each, width=width, height=64, steps=9, cfg=1.0) for each in ways)
             assert error(out, eager) < 2e-2

@@ -10,7 +10,7 @@ import torch
 
 from tools import embed
 from tools.driving import SMALL_UNET, compiled, skip_with_message, skipping
-from tools.oracles import FUSED, counted, error, fallbacks, last_run
+from tools.oracles import FUSED, counted, error, expect, fallbacks, last_run
 
 embed.bare_pack()
 
@@ -132,7 +132,7 @@ def test_with_compile_model_in_either_order(models, patcher, order):
     wanted = [models.sample(skipping(patcher), **run) for run in (RUN, OTHER)]
     both = skipping(compiled(patcher)) if order == "compile first" else compiled(skipping(patcher))
     models.sample(both, **RUN)
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         outs = [models.sample(both, **run) for run in (RUN, OTHER)]
     for out, want in zip(outs, wanted, strict=True):
         assert error(out, want) < 1e-3

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools import embed
-from tools.oracles import STATS_KEYS
+from tools.oracles import STATS_KEYS, expect
 from tools.paths import ROOT
 
 embed.bare_pack()
@@ -157,16 +157,16 @@ def test_clear_drops_what_nodes_said(counted) -> None:
 
 
 def test_expect_is_an_oracle(counted) -> None:
-    with stats.expect(fallbacks=1, calls=0):
+    with expect(fallbacks=1, calls=0):
         counted.fallback("here", "why")
-    with pytest.raises(AssertionError, match=r"'fallbacks': 0.*'fallbacks': 1"), stats.expect(fallbacks=0):
+    with pytest.raises(AssertionError, match=r"'fallbacks': 0.*'fallbacks': 1"), expect(fallbacks=0):
         counted.fallback("here", "why")
-    with pytest.raises(AssertionError), stats.expect(calls=1):
+    with pytest.raises(AssertionError), expect(calls=1):
         pass
-    with pytest.raises(AssertionError), stats.expect(no_such_counter=0):
+    with pytest.raises(AssertionError), expect(no_such_counter=0):
         pass
     (model,) = counted._models
-    with stats.expect(kernels=2, recompiles=1, replays=1, evictions=1):
+    with expect(kernels=2, recompiles=1, replays=1, evictions=1):
         model.kernels, model.recompiles, counted.graphs.evictions = 2, 1, 1
         model.shapes["k"].replays += 1
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tools.driving import compiled, unet_forward
-from tools.oracles import FUSED, error, shapes
+from tools.oracles import FUSED, error, expect, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -57,11 +57,10 @@ def sampler(patcher, wanted):
 
 def test_two_models_and_a_reader(models, small_unets, fusing):
     """Their first calls too, which are recorded and need new kernels, at the same time."""
-    from anyshape.accel import stats
 
     patchers = [small_unets["sd15"], small_unets["sdxl"]]
     wanted = [[unet_forward(p, *size, seed=seed) for seed, size in enumerate(SIZES)] for p in patchers]
-    with stats.expect(recompiles=0, fallbacks=0):
+    with expect(recompiles=0, fallbacks=0):
         assert not run_together(*(sampler(p, w) for p, w in zip(patchers, wanted, strict=True)), reader)
     assert {s["state"] for s in shapes()} == {FUSED}
     assert sum(s["calls"] for s in shapes()) == 2 * 3 * len(SIZES)

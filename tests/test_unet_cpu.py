@@ -5,7 +5,7 @@ import torch
 
 from tools import oracles
 from tools.driving import SHORT_RUN, SMALL_UNET, UNETS, compiled, randn, residuals, unet_forward
-from tools.oracles import assert_fast, error, shapes
+from tools.oracles import assert_fast, error, expect, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -125,14 +125,13 @@ def assert_untouched(patcher, before):
 
 def test_a_model_shared_with_a_plain_workflow(models, patcher):
     """A with the node, B without, A with: B is what it was before, to the bit."""
-    from anyshape.accel import stats
 
     plain = models.sample(patcher, **SHORT_RUN)
     before = oracles.footprint(patcher.model)
     fast = compiled(patcher)
     first = models.sample(fast, **SHORT_RUN)
     assert_untouched(patcher, before)
-    with stats.expect(calls=0):
+    with expect(calls=0):
         assert torch.equal(models.sample(patcher, **SHORT_RUN), plain)
     assert torch.equal(models.sample(fast, **SHORT_RUN), first)
     assert error(first, plain) < CLOSE
@@ -140,21 +139,19 @@ def test_a_model_shared_with_a_plain_workflow(models, patcher):
 
 
 def test_mode_off_is_eager(models, patcher):
-    from anyshape.accel import stats
 
-    with stats.expect(calls=0):
+    with expect(calls=0):
         for each in (compiled(patcher, mode="off"), compiled(compiled(patcher), mode="off")):
             assert not any(each.wrappers.values()) and not any(each.callbacks.values())
             assert torch.equal(models.sample(each, **SHORT_RUN), models.sample(patcher, **SHORT_RUN))
 
 
 def test_two_nodes_in_a_row_are_one(models, patcher):
-    from anyshape.accel import stats
 
     twice = compiled(compiled(patcher), graph_budget_mb=0)
     found = [wrappers for keyed in twice.wrappers.values() for wrappers in keyed.values()]
     assert [len(each) for each in found if each] == [1, 1, 1]
-    with stats.expect(calls=3):
+    with expect(calls=3):
         models.sample(twice, **SHORT_RUN | {"steps": 3})
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from tools.driving import SHORT_RUN, compiled, unet_forward
-from tools.oracles import FUSED, assert_fast, error, fallbacks, shapes
+from tools.oracles import FUSED, assert_fast, error, expect, fallbacks, shapes
 from tools.patching import PATCHES, attn1, attn2_replace_one
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -79,7 +79,7 @@ def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, mon
     attn1(patched, [])
     models.sample(patched, **SHORT_RUN | {"steps": 2})
     before = len(compiled_)
-    with stats.expect(recompiles=0):
+    with expect(recompiles=0):
         assert error(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN)) < CLOSE
     assert len(compiled_) == before + 1
     models.sample(fast, **SHORT_RUN | {"width": 72})
@@ -119,7 +119,6 @@ def wrapped(patcher, log):
 
 @pytest.mark.parametrize("ours", ["before", "after", "between"])
 def test_another_wrapper(models, patcher, ours):
-    from anyshape.accel import stats
 
     before, after = ours != "before", ours != "after"
     wanted_log, log = [], []
@@ -127,7 +126,7 @@ def test_another_wrapper(models, patcher, ours):
     wanted = wrapped(wanted, wanted_log) if ours == "between" else wanted
     out = compiled(wrapped(patcher, log) if before else patcher)
     out = wrapped(out, log) if after else out
-    with stats.expect(calls=2):
+    with expect(calls=2):
         fast = models.sample(out, **SHORT_RUN | {"steps": 2})
     assert error(fast, models.sample(wanted, **SHORT_RUN | {"steps": 2})) < CLOSE
     assert log == wanted_log and log

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools.driving import as_own, compiled_vae, programs_short_of_memory
-from tools.oracles import FUSED, error, fallbacks, shapes
+from tools.oracles import FUSED, error, expect, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("pack", "clean_stats")
 
@@ -82,11 +82,10 @@ def test_tiled_equals_eager(vae, batch):
 
 def test_no_size_compiles(vae, fusing):
     """After the first decode and the first encode: no size, no batch, and no second VAE."""
-    from anyshape.accel import stats
 
     fast = compiled_vae(vae)
     decode(fast, 64, 64), encode(fast, 64, 64)
-    with stats.expect(recompiles=0, kernels=0, fallbacks=0):
+    with expect(recompiles=0, kernels=0, fallbacks=0):
         for width, height, batch in [*SIZES, (128, 64, 3), (64, 128, 1), (8, 16, 1)]:
             decode(fast, width, height, batch), encode(fast, width, height, batch)
         decode(compiled_vae(vae), 80, 80)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tools.driving import compiled, compiled_control, every_progress, sample_prompts, skipping, steering
-from tools.oracles import FUSED, error, fallbacks, last_run, shapes
+from tools.oracles import FUSED, error, expect, fallbacks, last_run, shapes
 
 FORMS = "write 1024x1152, 896x768 batch 2, or 832x480x33 for 33 frames"
 SIZES = "136x120\n64x96 batch 2\n128x128"
@@ -157,10 +157,9 @@ def first_calls():
 
 def nothing_new(run):
     """``run``, in which no shape is new and nothing compiles."""
-    from anyshape.accel import stats
 
     before = first_calls()
-    with stats.expect(recompiles=0, kernels=0, fallbacks=0):
+    with expect(recompiles=0, kernels=0, fallbacks=0):
         out = run()
     assert first_calls() == before
     return out
@@ -187,7 +186,6 @@ def test_a_preset_is_warmed_up(pack, patcher, clean, monkeypatch) -> None:
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_listed_sizes_are_known_before_their_first_prompt(pack, models, small_unets, clean, name) -> None:
     """And of others nothing compiles either."""
-    from anyshape.accel import stats
 
     model = compiled(small_unets[name])
     report = warm(pack, model)
@@ -196,7 +194,7 @@ def test_listed_sizes_are_known_before_their_first_prompt(pack, models, small_un
         ["128x128", "1", "model", FUSED], ["136x120", "1", "model", FUSED], ["64x96", "2", "model", FUSED],
     ]  # fmt: skip
     nothing_new(lambda: sample_listed(models, model))
-    with stats.expect(recompiles=0, kernels=0, fallbacks=0):
+    with expect(recompiles=0, kernels=0, fallbacks=0):
         models.sample(model, 200, 72, 3, steps=1)
     assert (200, 72, 3) in ran()
 

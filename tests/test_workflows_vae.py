@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.driving import compiled_vae, every_progress, programs_short_of_memory, randn, short_of_memory
-from tools.oracles import FUSED, error, fallbacks, shapes
+from tools.oracles import FUSED, error, expect, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -93,11 +93,10 @@ def test_inpaint_nodes(vae, grow):
 
 def test_no_size_compiles_in_a_workflow(vae, fusing):
     """After one decode and one encode: tiles, odd sizes and batches 1 to 4."""
-    from anyshape.accel import stats
 
     fast = compiled_vae(vae)
     node("VAEEncode", fast, node("VAEDecode", fast, latent(8, 8)))
-    with stats.expect(recompiles=0, kernels=0, fallbacks=0):
+    with expect(recompiles=0, kernels=0, fallbacks=0):
         for batch, (height, width) in enumerate([(9, 8), (8, 11), (5, 7), ODD], start=1):
             node("VAEEncode", fast, node("VAEDecode", fast, latent(height, width, batch)))
             node("VAEDecodeTiled", fast, latent(height, width, batch), 64, 0)
@@ -214,13 +213,12 @@ def test_workflows_in_turn(vae):
 
 def test_two_vaes_in_turn(models, vae):
     """Other weights and other widths: no result of one in the other, and nothing compiles for the second."""
-    from anyshape.accel import stats
 
     other = build(models, ch=64)
     models.randomise(other.first_stage_model, seed=9)
     ways = [(each, compiled_vae(each)) for each in (vae, other)]
     node("VAEDecode", ways[0][1], latent())
-    with stats.expect(recompiles=0):
+    with expect(recompiles=0):
         for plain, fast in ways * 2:
             assert error(node("VAEDecode", fast, latent()), node("VAEDecode", plain, latent())) < CLOSE
     assert states() == {FUSED}

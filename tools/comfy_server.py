@@ -34,6 +34,7 @@ __all__ = ["ComfyServer", "PromptError", "ServerError", "prompt_seconds"]
 Workflow = dict[str, dict[str, Any]]
 
 # Folder name in custom_nodes -> the folder that holds the pack.
+START_TIMEOUT = 180  # seconds until the server must answer
 PACKS = {"AnyShape": ROOT, "anyshape_demo": ROOT / "demo"}
 
 
@@ -60,26 +61,20 @@ class ComfyServer:
     """A running ComfyUI with the pack and the demo nodes; a context manager.
 
     packs: the node packs to load, `{folder name in custom_nodes: folder}`. A pack that fails to import is an error.
-    cpu: None means where there is no CUDA device.
     arguments: more command line arguments for ComfyUI.
-    start_timeout: seconds until the server must answer.
     home: a ComfyUI to start as its user would, with its own custom_nodes, models and output, and without `packs`.
     """
 
     def __init__(
         self,
         packs: dict[str, Path] | None = None,
-        cpu: bool | None = None,
         arguments: tuple[str, ...] = (),
-        start_timeout: float = 180,
         home: Path | None = None,
     ) -> None:
         self.packs = {name: folder for name, folder in PACKS.items() if (folder / "__init__.py").exists()}
         if packs is not None:
             self.packs = packs
-        self.cpu = not has_cuda() if cpu is None else cpu
         self.arguments = arguments
-        self.start_timeout = start_timeout
         self.home = home
         self.client_id = "anyshape-tools"
         self.http = requests.Session()
@@ -127,7 +122,7 @@ class ComfyServer:
         command += ["--disable-auto-launch", "--dont-print-server", "--disable-api-nodes"]
         command += [
             "--use-pytorch-cross-attention",
-            *(["--cpu"] if self.cpu else []),
+            *(["--cpu"] if not has_cuda() else []),
             *self._frontend(),
             *self.arguments,
         ]
@@ -143,7 +138,7 @@ class ComfyServer:
         return ["--front-end-root", str(page)]
 
     def _wait_until_up(self) -> None:
-        deadline = time.monotonic() + self.start_timeout
+        deadline = time.monotonic() + START_TIMEOUT
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
                 raise self.error(f"ComfyUI ended with exit code {self.process.returncode} while it was starting.")
@@ -151,7 +146,7 @@ class ComfyServer:
                 return self._request("GET", "/system_stats", timeout=5).raise_for_status()
             except requests.ConnectionError:
                 time.sleep(0.2)
-        raise self.error(f"ComfyUI did not answer within {self.start_timeout:.0f} s of its start.")
+        raise self.error(f"ComfyUI did not answer within {START_TIMEOUT:.0f} s of its start.")
 
     def _check_packs(self) -> None:
         failed = [line for line in self.log().splitlines() if "IMPORT FAILED" in line and str(self.base) in line]

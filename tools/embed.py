@@ -57,20 +57,18 @@ def make_base(folder: Path) -> Path:
     return folder
 
 
-def use_comfyui(cpu: bool | None = None, extra: dict[str, Any] | None = None) -> Path:
+def use_comfyui(extra: dict[str, Any] | None = None) -> Path:
     """Make ComfyUI importable in this process and return its folder.
 
-    cpu: run ComfyUI on the CPU; None means where there is no CUDA device.
     extra: more of ComfyUI's command line arguments by their Python names, such as `{"force_fp32": True}`.
 
     Must be called before anything imports `comfy.model_management`, which reads the arguments when it is imported.
     """
     path = comfyui_path()
-    cpu = not has_cuda() if cpu is None else cpu
     hide_repo()
     if str(path) not in sys.path:
         sys.path.insert(0, str(path))
-    _set_arguments({"cpu": cpu, **_defaults(), **(extra or {})})
+    _set_arguments({"cpu": not has_cuda(), **_defaults(), **(extra or {})})
     # nodes.py puts ComfyUI's comfy/ folder on sys.path, where a bare `utils` is comfy/utils.py: the package goes first.
     importlib.import_module("utils.extra_config")
     return path

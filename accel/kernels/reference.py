@@ -5,7 +5,6 @@ Each function states the mathematics once. The Triton kernels are tested against
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -63,8 +62,3 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
 def upsample2x(x: Tensor, size: tuple[int, int]) -> Tensor:
     """[N, C, H, W] -> [N, C, *size], nearest neighbour; ``size`` is (2H, 2W), or one less where the image was odd."""
     return F.interpolate(x, size=size, mode="nearest")
-
-
-def to_float64(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Copies in float64 (for tests: the reference of the reference)."""
-    return tuple(None if t is None else t.to(torch.float64) for t in tensors)

@@ -6,7 +6,6 @@ keeps for its next call. After a refusal, and after a fault of the recorder's ow
 listened. One operation costs about 15 µs, most of them torch's for calling a mode.
 """
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -304,17 +303,11 @@ def _format(x: Tensor) -> torch.memory_format:
 
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:
     """(``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
-    collecting = gc.isenabled()
     with torch.inference_mode(), ExitStack() as stack:
         if recorder.device.type == "cpu":
             stack.enter_context(HostReads(recorder.read_back))
-        gc.disable()  # a tape is many small objects, which it would go through again and again
-        try:
-            with recorder:
-                out = forward()
-        finally:
-            if collecting:
-                gc.enable()
+        with recorder:
+            out = forward()
         tape = None
         try:
             tape = recorder.finish(out)

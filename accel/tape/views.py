@@ -153,10 +153,10 @@ def permutation(operation: Operation, rank: int) -> list[int] | None:
     return None
 
 
-def dimension(operation: Operation, place: int, rank: int, default: int = 0) -> int:
+def dimension(operation: Operation, place: int, rank: int) -> int:
     """The dimension that ``operation`` was given as argument ``place`` or by name."""
     args = operation.args
-    dim = args[place] if len(args) > place else operation.kwargs.get("dim", default)
+    dim = args[place] if len(args) > place else operation.kwargs.get("dim", 0)
     return dim % rank
 
 
