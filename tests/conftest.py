@@ -282,31 +282,34 @@ def _plan_kernels(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def recordings(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys that were recorded as a whole."""
-    from anyshape.accel import tapes
+    from anyshape.accel.tapes import Tapes
 
-    seen, record = [], tapes.Tapes.record
-
-    def counted(self: Any, key: Any, *args: Any) -> Any:
-        seen.append(str(key))
-        return record(self, key, *args)
-
-    monkeypatch.setattr(tapes.Tapes, "record", counted)
-    return seen
+    return driving.calls_of(monkeypatch, Tapes, "record", lambda self, key, *args: str(key))
 
 
 @pytest.fixture
 def block_programs(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How many blocks ran on a program of their own."""
+    """The blocks that ran on a program of their own."""
     from anyshape.accel.block_tier import BlockTier
 
-    seen, replay = [], BlockTier._replay
+    return driving.calls_of(monkeypatch, BlockTier, "_replay", lambda self, take, path, *args: path)
 
-    def counted(self: Any, take: Any, path: str, *args: Any) -> Any:
-        seen.append(path)
-        return replay(self, take, path, *args)
 
-    monkeypatch.setattr(BlockTier, "_replay", counted)
-    return seen
+@pytest.fixture(scope="module")
+def tiny(request: pytest.FixtureRequest, pack: ModuleType) -> "Callable[..., ModelPatcher]":  # noqa: F821
+    """A tiny model by name, with the file's BLOCKS; made once for a file, unless it is to be fresh."""
+    from tools.architectures import patchers
+
+    blocks, known = getattr(request.module, "BLOCKS", 0), {}
+
+    def make(name: str, fresh: bool = False) -> "ModelPatcher":  # noqa: F821
+        if fresh:
+            return patchers.make(name, blocks=blocks)
+        if name not in known:
+            known[name] = patchers.make(name, blocks=blocks)
+        return known[name]
+
+    return make
 
 
 @pytest.fixture(scope="session")

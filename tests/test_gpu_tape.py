@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools import architectures
-from tools.driving import compiled
+from tools.driving import calls_of, compiled
 from tools.on_gpu import SMALL_FLUX, loaded_forward
 from tools.oracles import error, expect, fallbacks, shapes
 
@@ -126,24 +126,12 @@ def small(models):
 
 @pytest.fixture
 def counts(pack, monkeypatch):
-    """How many forwards were recorded, and how many graphs captured."""
+    """() -> (how many forwards were recorded, how many graphs captured)."""
     from anyshape.accel.graphs import GraphCache
     from anyshape.accel.tapes import Tapes
 
-    found = {"recorded": 0, "captured": 0}
-
-    def count(owner, name, what):
-        own = getattr(owner, name)
-
-        def counting(*args, **kwargs):
-            found[what] += 1
-            return own(*args, **kwargs)
-
-        monkeypatch.setattr(owner, name, counting)
-
-    count(Tapes, "record", "recorded")
-    count(GraphCache, "capture", "captured")
-    return found
+    recorded, captured = calls_of(monkeypatch, Tapes, "record"), calls_of(monkeypatch, GraphCache, "capture")
+    return lambda: (len(recorded), len(captured))
 
 
 @pytest.fixture(autouse=True)
@@ -182,7 +170,7 @@ def test_a_sampling_run(models, small, counts, kind):
         assert torch.equal(models.sample(fast, **run), first)
         other = models.sample(fast, **run | ANOTHER)
     assert [(s["calls"], s["replays"]) for s in shapes()] == [(6, 5), (3, 2)]
-    assert counts == {"recorded": 2, "captured": 2}
+    assert counts() == (2, 2)
     assert_close(first, models.sample(patcher, **run))
     assert_close(other, models.sample(patcher, **run | ANOTHER))
 
@@ -212,9 +200,9 @@ def test_a_lora_comes_changes_and_goes(models, small, counts, kind):
     plain = models.sample(fast, **RUNS[kind])
     with expect(recompiles=0, fallbacks=0):
         for strength in (0.3, 0.1, 0.0, 0.3):
-            captured = counts["captured"]
+            captured = counts()[1]
             out = models.sample(loaded(fast, strength), **RUNS[kind])
-            assert counts["recorded"] == 1 and counts["captured"] > captured
+            assert counts()[0] == 1 and counts()[1] > captured
             assert_close(out, models.sample(loaded(small[kind], strength), **RUNS[kind]))
             assert torch.equal(out, plain) if strength == 0 else error(out, plain) > 1e-2
     assert states() == [("graph", "")]
@@ -233,7 +221,7 @@ def test_unloaded_and_loaded_again(models, small, counts):
     assert given_back >= fast.model_size(), (given_back, fast.model_size())
     assert all(weight.device.type == "cpu" for weight in fast.model.parameters())
     assert torch.equal(models.sample(fast, **RUNS["flux"]), first)
-    assert counts == {"recorded": 1, "captured": 2} and states() == [("graph", "")]
+    assert counts() == (1, 2) and states() == [("graph", "")]
 
 
 def test_two_models_in_turn(models, small):
@@ -252,7 +240,7 @@ def test_two_models_in_turn(models, small):
 def test_no_budget_no_graphs(models, small, counts):
     fast = compiled(small["flux"], graph_budget_mb=0)
     outs = [models.sample(fast, **RUNS["flux"]) for _ in range(2)]
-    assert torch.equal(*outs) and counts == {"recorded": 1, "captured": 0}
+    assert torch.equal(*outs) and counts() == (1, 0)
     assert_close(outs[0], models.sample(small["flux"], **RUNS["flux"]))
     ((state, reason),) = states()
     assert state == "tape" and "graph_budget_mb is 0" in reason

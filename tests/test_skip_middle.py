@@ -119,24 +119,6 @@ STEPS = 12
 SAMPLED = ("Flux", "QwenImage", "ZImage", "WAN21_T2V", "LTXV", "AuraFlow")
 
 
-@pytest.fixture(scope="module")
-def tiny(pack):
-    """A tiny model by name, made once for this file."""
-    from tools.architectures import patchers
-
-    made = {}
-
-    def make(name, fresh=False):
-        if fresh or name not in made:
-            patcher = patchers.make(name, blocks=BLOCKS)
-            if fresh:
-                return patcher
-            made[name] = patcher
-        return made[name]
-
-    return make
-
-
 def sample(patcher, name, **run):
     return sample_tiny(patcher, name, **{"steps": STEPS, "width": 10} | run)
 

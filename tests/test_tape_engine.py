@@ -15,26 +15,6 @@ from tools.driving import compiled, sample_tiny
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
-WIDTHS = ("context_in_dim", "joint_attention_dim", "text_dim")
-
-
-@pytest.fixture(scope="module")
-def tiny(pack):
-    """A tiny model by name; made once for this file, as is what eager makes of it."""
-    from tools.architectures import patchers
-
-    made = {}
-
-    def make(name, fresh=False):
-        if fresh or name not in made:
-            patcher = patchers.make(name)
-            if fresh:
-                return patcher
-            made[name] = patcher
-        return made[name]
-
-    return make
-
 
 def sample(patcher, name, height=8, width=8, seed=0, steps=2, options=None):
     """A sampling run, with more ``options`` for the model."""
@@ -42,21 +22,6 @@ def sample(patcher, name, height=8, width=8, seed=0, steps=2, options=None):
         patcher = patcher.clone()
         patcher.model_options["transformer_options"].update(options)
     return sample_tiny(patcher, name, seed=seed, height=height, width=width, steps=steps)
-
-
-@pytest.fixture
-def recordings(pack, monkeypatch):
-    """The keys that were recorded."""
-    from anyshape.accel import tapes
-
-    seen, record = [], tapes.Tapes.record
-
-    def counted(self, key, *args):
-        seen.append(str(key))
-        return record(self, key, *args)
-
-    monkeypatch.setattr(tapes.Tapes, "record", counted)
-    return seen
 
 
 def reasons():

@@ -6,31 +6,22 @@ A model that does not fit is loaded in part: other layers get their weights at e
 import pytest
 import torch
 
-from tools.driving import SMALL_UNET, compiled, randn, unet_forward
+from tools import loras
+from tools.driving import SHORT_RUN, SMALL_UNET, compiled, unet_forward
 from tools.loras import ALL_KINDS, lora
-from tools.loras import with_lora as loaded_lora
 from tools.oracles import error, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "fusing")
 
 CLOSE = 1e-5  # relative L2 in fp32
+SAMPLED = 1e-4  # after a run with CFG
 CHANGED = 1e-3  # by how much a change must show, so that a test can tell
 SIZES = [(128, 128), (136, 104), (128, 128), (136, 104)]
 BLOCK = "input_blocks.1.1.transformer_blocks.0"
 
 
 def with_lora(patcher, *layers):
-    """ComfyUI's own LoRA loading: rank 4."""
-    import comfy.sd
-
-    weights, lora = patcher.model.state_dict(), {}
-    for name in layers:
-        shape = weights[f"diffusion_model.{name}.weight"].flatten(1).shape
-        lora[f"diffusion_model.{name}.lora_up.weight"] = randn(shape[0], 4, seed=7)
-        lora[f"diffusion_model.{name}.lora_down.weight"] = randn(4, shape[1], seed=8)
-    loaded, _ = comfy.sd.load_lora_for_models(patcher, None, lora, 0.1, 0)
-    assert len(loaded.patches) == len(layers)
-    return loaded
+    return loras.with_lora(patcher, loras.of_layers(patcher, *layers), 0.1)
 
 
 def cast(patcher, *layers):
@@ -81,11 +72,16 @@ def test_weights_that_are_kept_in_another_dtype(models, recordings):
     model = settings.get_model({}, "", device="cpu")
     models.randomise(model)
     patcher = ModelPatcher(model, load_device=torch.device("cpu"), offload_device=torch.device("cpu"))
+    assert model.diffusion_model.dtype == torch.bfloat16 and model.manual_cast_dtype == torch.float32
     fast = compiled(patcher)
     for seed in range(2):
         for size in SIZES[:2]:
             assert error(unet_forward(fast, *size, seed=seed), unet_forward(patcher, *size, seed=seed)) < CLOSE
-    assert {shape["state"] for shape in shapes()} == {"tape"} and len(recordings) == 2
+    assert len(recordings) == 2
+    for batch in (1, 2):
+        run = SHORT_RUN | {"steps": 2, "batch": batch}
+        assert error(models.sample(fast, **run), models.sample(patcher, **run)) < SAMPLED
+    assert {shape["state"] for shape in shapes()} == {"tape"}
 
 
 def test_a_layer_that_comes_from_another_device(fresh, block_programs, monkeypatch):
@@ -141,7 +137,7 @@ def test_every_kind_of_lora_at_each_call(models, kind):
     patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
     state, outs = lora(patcher, kind), []
     for each in (patcher, compiled(patcher)):
-        loaded = loaded_lora(each, state)
+        loaded = loras.with_lora(each, state)
         loaded.patch_model(torch.device("cpu"), lowvram_model_memory=1, force_patch_weights=False)
         try:
             assert any(getattr(m, "weight_function", None) for m in loaded.model.modules())

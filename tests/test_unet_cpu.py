@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tools import oracles
-from tools.driving import SHORT_RUN, SMALL_UNET, UNETS, compiled, randn, residuals, unet_forward
+from tools import loras, oracles
+from tools.driving import SHORT_RUN, UNETS, compiled, residuals, unet_forward
 from tools.oracles import assert_fast, error, expect, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -88,18 +88,9 @@ def test_loras_compile_nothing(models, warm, nothing_compiles):
 
 
 def with_lora(patcher, strength=1.0):
-    """ComfyUI's own LoRA loading: rank 4 on an attention, a feed-forward and a convolution."""
-    import comfy.sd
-
-    weights = patcher.model.state_dict()
-    lora = {}
-    for name in (f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn2.to_k", f"{BLOCK}.ff.net.2", "input_blocks.1.0.in_layers.2"):
-        shape = weights[f"diffusion_model.{name}.weight"].flatten(1).shape
-        lora[f"diffusion_model.{name}.lora_up.weight"] = randn(shape[0], 4, seed=7)
-        lora[f"diffusion_model.{name}.lora_down.weight"] = randn(4, shape[1], seed=8)
-    loaded, _ = comfy.sd.load_lora_for_models(patcher, None, lora, strength, 0)
-    assert len(loaded.patches) == 4
-    return loaded
+    """On two attentions, a feed-forward and a convolution."""
+    layers = f"{BLOCK}.attn1.to_q", f"{BLOCK}.attn2.to_k", f"{BLOCK}.ff.net.2", "input_blocks.1.0.in_layers.2"
+    return loras.with_lora(patcher, loras.of_layers(patcher, *layers), strength)
 
 
 def test_lora_equals_eager(models, patcher):
@@ -201,29 +192,6 @@ def test_control_net_in_the_sampler(models, patcher, monkeypatch):
 
 
 # Cast weights -----------------------------------------------------------------------------------------------------
-
-
-def manual_cast_unet(models):
-    """Weights in bf16, computed in fp32: what ComfyUI makes of a bf16 file on hardware without bf16."""
-    from comfy.model_patcher import ModelPatcher
-
-    family, config = models.UNETS["sd15"]
-    settings = family(models.SPATIAL | config | SMALL_UNET)
-    settings.unet_config.update(SMALL_UNET)
-    settings.set_inference_dtype(torch.bfloat16, torch.float32)
-    model = settings.get_model({}, "", device="cpu")
-    models.randomise(model)
-    return ModelPatcher(model, load_device=torch.device("cpu"), offload_device=torch.device("cpu"))
-
-
-def test_manual_cast_equals_eager(models):
-    patcher = manual_cast_unet(models)
-    assert patcher.model.diffusion_model.dtype == torch.bfloat16 and patcher.model.manual_cast_dtype == torch.float32
-    fast = compiled(patcher)
-    for batch in (1, 2):
-        run = SHORT_RUN | {"steps": 2, "batch": batch}
-        assert error(models.sample(fast, **run), models.sample(patcher, **run)) < CLOSE
-    assert_fast()
 
 
 def test_low_vram_lora_equals_eager(models, fresh):

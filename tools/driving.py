@@ -106,6 +106,18 @@ def compiled_control(control: Any) -> Any:
     return out
 
 
+def calls_of(patch: Any, owner: Any, name: str, noted: Callable[..., Any] = lambda *args, **kwargs: None) -> list:
+    """What is ``noted`` of each call of ``owner.name`` from here on; the call is made as before."""
+    seen, own = [], getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        seen.append(noted(*args, **kwargs))
+        return own(*args, **kwargs)
+
+    patch.setattr(owner, name, call)
+    return seen
+
+
 def steering(*controls: Any, width: int = 128, height: int = 128, **apply: Any) -> Callable[[list, list], tuple]:
     """Apply ControlNet (Advanced) for each control, as ``steer`` of bench.models.sample; random hints of that size.
 

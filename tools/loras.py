@@ -87,6 +87,16 @@ def lora(patcher: Patcher, kind: str = "lora", seed: int = 0) -> State:
     return state
 
 
+def of_layers(patcher: Patcher, *layers: str) -> State:
+    """A LoRA of these layers alone, all of them changed by the same numbers."""
+    own, state = patcher.model_state_dict(), {}
+    for name in layers:
+        out, into = own[f"diffusion_model.{name}.weight"].flatten(1).shape
+        state[f"diffusion_model.{name}.lora_up.weight"] = randn(out, RANK, seed=7)
+        state[f"diffusion_model.{name}.lora_down.weight"] = randn(RANK, into, seed=8)
+    return state
+
+
 def _factored(kind: str, weight: Tensor, seed: int) -> State:
     """A convolution is a matrix here too, but for what multiplies its channels alone (GLoRA) or scales them (DoRA)."""
     out, into = weight.flatten(1).shape

@@ -12,6 +12,13 @@ SMALL_FLUX = {  # of bench.models.flux
 Patcher = Any  # comfy.model_patcher.ModelPatcher; ComfyUI is imported when the tests' fixtures say so
 
 
+def small(models: Any, name: str, dtype: torch.dtype = torch.float16, **changes: Any) -> Patcher:
+    """A small "sd15", "sdxl" or "flux" of ``bench.models``."""
+    if name == "flux":
+        return models.flux(dtype, **SMALL_FLUX | changes)
+    return models.unet(name, dtype, **SMALL | changes)
+
+
 def forward(patcher: Patcher, *args: Any, **kwargs: Any) -> Tensor:
     """One call of the diffusion model inside a sampling run, on random input: see ``loaded_forward``."""
     import comfy.model_management as mm

@@ -8,7 +8,7 @@ Used by the tests of families and by ``tools.compatibility_table``. Needs the pa
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -70,21 +70,24 @@ class Studied:
 
 
 class Recording:
-    """One forward: ``out``, its ``tape`` or the ``refusal``, and the inputs of its program."""
+    """One forward, or another ``way`` of a module: ``out``, its ``tape`` or the ``refusal``, its program's inputs.
+
+    lean: see ``Tape.lean``.
+    """
 
     def __init__(
         self, model: torch.nn.Module, arguments: tuple, named: dict[str, Any], outlines: Any = None,
-        skipping: bool = False,
+        skipping: bool = False, way: str = "forward", lean: bool = False,
     ) -> None:  # fmt: skip
         from anyshape.accel.families import taping
         from anyshape.accel.key import shape_key
         from anyshape.accel.tapes import Skipping, Taped, Tapes
 
-        self._given = taping.take(model.forward, arguments, named)
-        self._original = model.forward
+        self._original = getattr(model, way)
+        self._given = taping.take(self._original, arguments, named)
         taped = Taped(
-            model, lambda options: self._given.call(model.forward, options), self._given.options, 0, taping._prepare,
-            places=partial(taping._places, self._given.options),
+            model, lambda options: self._given.call(self._original, options), self._given.options, 0, taping._prepare,
+            lean=lean, places=partial(taping._places, self._given.options),
             skipping=Skipping(None, lambda added: None) if skipping else None,
         )  # fmt: skip
         with torch.inference_mode():
@@ -112,7 +115,7 @@ class Recording:
         return [*inputs[:given], *features, *inputs[given:]]
 
     def program(self, fuse: bool, alone: bool = False, tape: Any = None) -> Any:
-        """The program of the tape, on the model's weights; a fused one after all rules.
+        """The program of the tape, on the model's weights; a fused one after all rules, but for a lean tape.
 
         alone: planned by itself, not from what earlier sizes had in common with it. tape: another one than the whole.
         """
@@ -120,7 +123,7 @@ class Recording:
         from anyshape.accel.tape.program import Program
 
         tape = self.tape if tape is None else tape
-        if fuse:
+        if fuse and not tape.lean:
             rules.apply(tape)
         program = Program(tape, fuse, outlines=None if alone else self._outlines)
         program.bind(self._model)
@@ -152,14 +155,19 @@ def kernels_of(program: Any) -> set[tuple]:
 
 def study(architecture: Architecture, variants: int = VARIANTS, run: bool = True) -> Found:
     """Records every variant; compares results of a few (not of fused programs without ``run``)."""
-    studied, found, known = Studied(architecture), Found(architecture.name), set()
+    studied = Studied(architecture)
     small = studied.smallest_of(architecture) if run and not studied.is_too_long else -1
-    for k in range(variants):
-        recording = studied.record(k)
+    return found_of(architecture.name, map(studied.record, range(variants)), COMPARED, small)
+
+
+def found_of(name: str, recordings: Iterable[Recording], unfused: Container[int], fused: int) -> Found:
+    """What is true of these variants. unfused, fused: whose programs are run."""
+    found, known = Found(name), set()
+    for k, recording in enumerate(recordings):
         if recording.tape is None:
             found.refusal = recording.refusal
             return found
-        if k in COMPARED:
+        if k in unfused:
             program, wanted = recording.program(fuse=False), recording.eager()
             error = max(recording.error(program, wanted), far(recording.out, wanted))
             found.unfused_error = max(error, found.unfused_error or 0.0)
@@ -170,7 +178,7 @@ def study(architecture: Architecture, variants: int = VARIANTS, run: bool = True
         found.new_kernels.append(len(new))
         if k == 0:
             found.operations, found.kernels, found.calls = operations, program.report.kernels, program.report.calls
-        if k == small and sum(launch.grid[0] for launch in program.launches) <= MAX_BLOCKS:
+        if k == fused and sum(launch.grid[0] for launch in program.launches) <= MAX_BLOCKS:
             found.fused_error = recording.error(program)
     return found
 

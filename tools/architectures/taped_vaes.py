@@ -7,41 +7,18 @@ recorded without oneDNN here, or kernels would be counted that only a CPU needs.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tools.architectures import autoencoders
 from tools.architectures.autoencoders import VARIANTS, Autoencoder
-from tools.architectures.taped import COMPARED, MAX_BLOCKS, Found, far, kernels_of, options_of_study
+from tools.architectures.taped import COMPARED, Found, Recording, found_of, options_of_study
 
-
-class Recording:
-    """One decode or encode: ``out``, its ``tape`` or the ``refusal``. lean: see ``Tape.lean``."""
-
-    def __init__(self, model: nn.Module, way: str, arguments: tuple[Tensor, ...], lean: bool = True) -> None:
-        from anyshape.accel.families import taping
-        from anyshape.accel.key import shape_key
-        from anyshape.accel.tapes import Taped, Tapes
-
-        original: Callable[..., Any] = getattr(model, way)
-        given = taping.take(original, arguments, {})
-        taped = Taped(model, lambda options: given.call(original), given.options, 0, taping._prepare, lean=lean)
-        with torch.inference_mode():
-            self.out, take, self.tape = Tapes().record(shape_key(given.tensors, {}), True, taped, given.tensors)
-        self.refusal, self.inputs, self._model = take.reason, list(given.tensors.values()), model
-
-    def program(self, fuse: bool) -> Any:
-        """The program of the tape, on the model's weights."""
-        from anyshape.accel.tape.program import Program
-
-        program = Program(self.tape, fuse)
-        program.bind(self._model)
-        return program
+FUSED = 2  # the variant whose fused program is run
 
 
 @contextmanager
@@ -51,31 +28,17 @@ def as_on_gpu() -> Iterator[None]:
         yield
 
 
+def recording(model: nn.Module, way: str, arguments: tuple[Tensor, ...]) -> Recording:
+    """One decode or encode, on a lean tape."""
+    return Recording(model, arguments, {}, way=way, lean=True)
+
+
 def study(entry: Autoencoder, way: str, variants: int = VARIANTS, run: bool = True) -> Found:
-    """Records every variant; compares results of a few (not of fused programs without ``run``)."""
-    model, found, known = autoencoders.model(entry.name), Found(f"{entry.name}, {way}"), set()
+    """Records every variant; compares results of a few, if they are to be run."""
+    model = autoencoders.model(entry.name)
+    recorded = (recording(model, way, entry.inputs(way, k)) for k in range(variants))
     with as_on_gpu():
-        for k in range(variants):
-            recording = Recording(model, way, entry.inputs(way, k))
-            if recording.tape is None:
-                found.refusal = recording.refusal
-                return found
-            if run and k in COMPARED:
-                with torch.inference_mode():
-                    wanted = getattr(model, way)(*recording.inputs)
-                    again = recording.program(fuse=False).run(recording.inputs)
-                found.unfused_error = max(far(again, wanted), far(recording.out, wanted), found.unfused_error or 0.0)
-            operations = len(recording.tape.operations)
-            program = recording.program(fuse=True)
-            new = kernels_of(program) - known
-            known |= new
-            found.new_kernels.append(len(new))
-            if k == 0:
-                found.operations, found.kernels, found.calls = operations, program.report.kernels, program.report.calls
-            if run and k == 2 and sum(launch.grid[0] for launch in program.launches) <= MAX_BLOCKS:
-                with torch.inference_mode():
-                    found.fused_error = far(program.run(recording.inputs), recording.out)
-    return found
+        return found_of(f"{entry.name}, {way}", recorded, COMPARED if run else (), FUSED if run else -1)
 
 
 def main() -> None:
