@@ -325,3 +325,12 @@ def server() -> "Iterator[ComfyServer]":
 
     with ComfyServer(packs=PACKS | {"other_pack": embed.ROOT / "tools" / "other_pack"}) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> "Iterator[Browser]":  # noqa: F821  (playwright's, which few files need)
+    """A Chromium without a window."""
+    from tools.web_page import chromium
+
+    with chromium() as launched:
+        yield launched

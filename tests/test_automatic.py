@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tools.api_format import node
+from tools.api_format import node, text_to_image
 from tools.comfy_nodes import extras
 from tools.comfy_server import ComfyServer
 
@@ -294,17 +294,7 @@ def test_a_failure_of_ours_costs_no_prompt(accelerated, monkeypatch, clean_stats
 
 def flow(seed: int = 5, **loader: Any) -> dict[str, Any]:
     """Text to image on the demo model, by ComfyUI's own nodes alone."""
-    return {
-        "1": node("AnyShapeDemoLoader", dtype="fp32", **loader),
-        "2": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text="rocket"),
-        "3": node("EmptyLatentImage", width=64, height=72, batch_size=1),
-        "4": node(
-            "KSampler", model=["1", 0], positive=["2", 0], negative=["2", 0], latent_image=["3", 0], seed=seed, steps=2,
-            cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0,
-        ),
-        "5": node("VAEDecode", samples=["4", 0], vae=["1", 1]),
-        "6": node("SaveImage", images=["5", 0], filename_prefix="automatic"),
-    }  # fmt: skip
+    return text_to_image("1 2 3 4 5 6", (64, 72, 1), saved="automatic", loader=loader, seed=seed, cfg=2.0)
 
 
 def by_hand(mode: str = "auto") -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools import browser as installed
-from tools.api_format import inputs, node, to_api
+from tools.api_format import inputs, node, text_to_image, to_api
 from tools.comfy_server import ComfyServer, front_end
 from tools.paths import ROOT
 
@@ -20,7 +20,7 @@ if front_end() is None:
 
 from playwright.sync_api import TimeoutError  # noqa: E402
 
-from tools.web_page import OURS, TRIES, WebPage, chromium, shows  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, TRIES, WebPage, shows  # noqa: E402 - it imports playwright
 
 if not installed.find():
     pytest.skip(installed.MISSING, allow_module_level=True)
@@ -32,28 +32,11 @@ SIZE = "136×120"  # image pixels; an odd latent
 
 def flow() -> dict[str, dict[str, Any]]:
     """Text to image on the demo model, by ComfyUI's own nodes alone."""
-    return {
-        "1": node("AnyShapeDemoLoader", dtype="fp32"),
-        "2": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text="rocket"),
-        "3": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text=""),
-        "4": node("EmptyLatentImage", width=136, height=120, batch_size=2),
-        "5": node(
-            "KSampler", model=["1", 0], positive=["2", 0], negative=["3", 0], latent_image=["4", 0], seed=5, steps=3,
-            cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0,
-        ),
-        "6": node("VAEDecode", samples=["5", 0], vae=["1", 1]),
-        "7": node("PreviewImage", images=["6", 0]),
-    }  # fmt: skip
+    return text_to_image("1 2 4 5 6 7 3", (136, 120, 2), steps=3, cfg=2.0)
 
 
 PLACES = {"1": (120, 160), "4": (120, 330), "2": (120, 600), "3": (420, 600), "5": (740, 160), "6": (1070, 160),
           "7": (1260, 160)}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as launched:
-        yield launched
 
 
 class Built:

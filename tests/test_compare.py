@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from tools import browser as installed
-from tools.api_format import node
+from tools.api_format import node, text_to_image
 from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.web_page import WebPage, chromium  # noqa: E402 - it imports playwright
+from tools.web_page import WebPage  # noqa: E402 - it imports playwright
 
 if not installed.find():
     pytest.skip(installed.MISSING, allow_module_level=True)
@@ -28,33 +28,19 @@ COMPARE = f"{PANEL} .anyshape-compare"
 
 def flow(seed: int = 11, width: int = 72, height: int = 64) -> dict[str, dict[str, Any]]:
     """Text to image through all kinds of our nodes, its picture saved. Its size is in no other test."""
-    return {
-        "1": node("AnyShapeDemoLoader", dtype="fp32"),
-        "2": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text="rocket"),
-        "3": node("EmptyLatentImage", width=width, height=height, batch_size=1),
+    size, sampling = (width, height, 1), {"seed": seed, "steps": 4, "cfg": 2.0}
+    return text_to_image("1 2 3 6 7 8", size, model=["10", 0], vae=["10", 1], saved="compared", **sampling) | {
         "4": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024),
         "5": node("AnyShapeCompileVAE", vae=["1", 1], enabled=True),
         "10": node("AnyShapeWarmUp", model=["4", 0], shapes=f"{width}x{height}", vae=["5", 0]),
-        "6": node(
-            "KSampler", model=["10", 0], positive=["2", 0], negative=["2", 0], latent_image=["3", 0], seed=seed,
-            steps=4, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0,
-        ),
-        "7": node("VAEDecode", samples=["6", 0], vae=["10", 1]),
-        "8": node("SaveImage", images=["7", 0], filename_prefix="compared"),
         "9": node("AnyShapeShapeCacheInfo", after=["7", 0]),
         "11": node("PreviewAny", source=["9", 0]),
-    }  # fmt: skip
+    }
 
 
 PLACES = {"1": (20, 160), "2": (20, 330), "3": (20, 600), "4": (420, 160), "5": (420, 420), "10": (740, 160),
           "6": (740, 560), "7": (1170, 160), "8": (1170, 260), "9": (1070, 460), "11": (420, 600),
           "12": (20, 460)}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as launched:
-        yield launched
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tools.api_format import node
+from tools.api_format import node, text_to_image
 from tools.comfy_server import ComfyServer, PromptError
 from tools.oracles import STATS_KEYS
 
@@ -85,7 +85,7 @@ CONTRACT = {
     ),
 }
 CLOSE = 4 / 255  # of a pixel's range; what the demo allows
-SIZE = {"width": 136, "height": 120, "batch_size": 2}  # a latent of 17 x 15
+SIZE = (136, 120, 2)  # a latent of 17 x 15
 
 
 # Schemas ----------------------------------------------------------------------------------------------------------
@@ -148,19 +148,8 @@ def test_the_ids_are_the_packs_own(pack) -> None:
 
 def demo(sampled: list, decoded: list, seed: int = 5, **more: dict) -> dict:
     """Text to image on the demo model, with the MODEL ``sampled`` and the VAE ``decoded``; ``more``: further nodes."""
-    return {
-        "loader": node("AnyShapeDemoLoader", dtype="fp32"),
-        "yes": node("AnyShapeDemoPrompt", text_encoder=["loader", 2], text="rocket"),
-        "no": node("AnyShapeDemoPrompt", text_encoder=["loader", 2], text=""),
-        "latent": node("EmptyLatentImage", **SIZE),
-        "sampler": node(
-            "KSampler", model=sampled, positive=["yes", 0], negative=["no", 0], latent_image=["latent", 0], seed=seed,
-            steps=3, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0,
-        ),
-        "decode": node("VAEDecode", samples=["sampler", 0], vae=decoded),
-        "save": node("SaveImage", images=["decode", 0], filename_prefix="nodes"),
-        **more,
-    }  # fmt: skip
+    ids = "loader yes latent sampler decode save no"
+    return text_to_image(ids, SIZE, sampled, decoded, "nodes", seed=seed, steps=3, cfg=2.0) | more
 
 
 def without(**more: dict) -> dict:

@@ -9,27 +9,18 @@ from typing import Any
 import pytest
 import torch
 
-from tools.api_format import node
+from tools.api_format import node, text_to_image
 from tools.comfy_server import ComfyServer, PromptError
 from tools.paths import ROOT
 
 
 def flow() -> dict[str, dict[str, Any]]:
     """A step of the demo model with our nodes."""
-    return {
-        "1": node("AnyShapeDemoLoader", dtype="fp32"),
-        "2": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text="rocket"),
+    return text_to_image("1 2 4 5 8 9", (64, 64, 1), model=["6", 0], vae=["7", 0], steps=1) | {
         "3": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024),
-        "4": node("EmptyLatentImage", width=64, height=64, batch_size=1),
-        "5": node(
-            "KSampler", model=["6", 0], positive=["2", 0], negative=["2", 0], latent_image=["4", 0], seed=5, steps=1,
-            cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0,
-        ),
         "6": node("AnyShapeWarmUp", model=["3", 0], shapes="64x64\nno size", cfg="off"),
         "7": node("AnyShapeCompileVAE", vae=["1", 1], enabled=False),
-        "8": node("VAEDecode", samples=["5", 0], vae=["7", 0]),
-        "9": node("PreviewImage", images=["8", 0]),
-    }  # fmt: skip
+    }
 
 
 def report(server: ComfyServer) -> list[str]:

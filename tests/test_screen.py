@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 from tools import browser as installed
-from tools.api_format import node
+from tools.api_format import node, text_to_image
 from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.web_page import OURS, SCREENSHOTS, SEARCH, WebPage, chromium  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, SCREENSHOTS, SEARCH, WebPage  # noqa: E402 - it imports playwright
 
 if not installed.find():
     pytest.skip(installed.MISSING, allow_module_level=True)
@@ -28,30 +28,15 @@ MUTED, BYPASSED = 2, 4  # of a node's `mode`, in every front end
 
 def flow() -> dict[str, dict[str, Any]]:
     """Text to image on the demo model, through three of our nodes."""
-    return {
-        "1": node("AnyShapeDemoLoader", dtype="fp32"),
-        "2": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text="rocket"),
-        "3": node("EmptyLatentImage", width=64, height=72, batch_size=1),
+    return text_to_image("1 2 3 6 7 8", (64, 72, 1), model=["4", 0], vae=["5", 0]) | {
         "4": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024),
         "5": node("AnyShapeCompileVAE", vae=["1", 1], enabled=True),
-        "6": node(
-            "KSampler", model=["4", 0], positive=["2", 0], negative=["2", 0], latent_image=["3", 0], seed=5, steps=2,
-            cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0,
-        ),
-        "7": node("VAEDecode", samples=["6", 0], vae=["5", 0]),
-        "8": node("PreviewImage", images=["7", 0]),
         "9": node("AnyShapeShapeCacheInfo"),
-    }  # fmt: skip
+    }
 
 
 PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (420, 160), "5": (420, 420), "6": (740, 160),
           "7": (1070, 160), "8": (1260, 160), "9": (740, 560)}  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as launched:
-        yield launched
 
 
 def opened(browser: Any, server: ComfyServer, prepare: Any = None, **settings: Any) -> WebPage:

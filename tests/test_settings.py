@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tools import browser as installed
-from tools.api_format import node
+from tools.api_format import text_to_image
 from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.web_page import OURS, WebPage, chromium  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, WebPage  # noqa: E402 - it imports playwright
 
 if not installed.find():
     pytest.skip(installed.MISSING, allow_module_level=True)
@@ -36,26 +36,10 @@ NAMES = {
 
 def flow() -> dict[str, dict[str, Any]]:
     """Text to image on the demo model, without a node of ours."""
-    return {
-        "1": node("AnyShapeDemoLoader", dtype="fp32"),
-        "2": node("AnyShapeDemoPrompt", text_encoder=["1", 2], text="rocket"),
-        "3": node("EmptyLatentImage", width=64, height=72, batch_size=1),
-        "4": node(
-            "KSampler", model=["1", 0], positive=["2", 0], negative=["2", 0], latent_image=["3", 0], seed=5, steps=2,
-            cfg=1.0, sampler_name="euler", scheduler="simple", denoise=1.0,
-        ),
-        "5": node("VAEDecode", samples=["4", 0], vae=["1", 1]),
-        "6": node("PreviewImage", images=["5", 0]),
-    }  # fmt: skip
+    return text_to_image("1 2 3 4 5 6", (64, 72, 1))
 
 
 PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (740, 160), "5": (1070, 160), "6": (1260, 160)}
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as launched:
-        yield launched
 
 
 @pytest.fixture

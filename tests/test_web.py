@@ -306,12 +306,13 @@ async def _events(server: ComfyServer, flow: dict[str, Any]) -> list[dict[str, A
         run = asyncio.get_running_loop().run_in_executor(None, server.run, flow)
         while True:
             try:
-                message = json.loads((await socket.receive(timeout=1.0)).data)
+                message = await socket.receive(timeout=1.0)
             except asyncio.TimeoutError:
                 if run.done():
                     return found
-            else:
-                found += [message["data"]] if message["type"] == "anyshape.stats" else []
+            else:  # a preview is binary
+                content = message.json() if message.type is aiohttp.WSMsgType.TEXT else {"type": ""}
+                found += [content["data"]] if content["type"] == "anyshape.stats" else []
 
 
 def test_what_changes_is_pushed_and_nothing_twice(server) -> None:

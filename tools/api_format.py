@@ -21,6 +21,34 @@ def node(class_type: str, **inputs: Any) -> dict[str, Any]:
     return {"class_type": class_type, "inputs": inputs}
 
 
+def text_to_image(
+    ids: str, size: tuple[int, int, int], model: list | None = None, vae: list | None = None, saved: str = "",
+    loader: dict[str, Any] | None = None, **sampling: Any,
+) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Text to image on the demo model. ids: of loader, prompt, latent, sampler, decoder, picture, and an empty prompt.
+
+    size: width, height, batch. model, vae: links, in place of the loader's. saved: the prefix of the picture's file;
+    without, it is a preview. loader: more of its inputs. sampling: what the sampler is given otherwise.
+    """
+    load, prompt, latent, sampler, decoder, picture, *empty = ids.split()
+    usual = {"seed": 5, "steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    width, height, batch = size
+    shown = node("SaveImage", filename_prefix=saved) if saved else node("PreviewImage")
+    shown["inputs"]["images"] = [decoder, 0]
+    return {
+        load: node("AnyShapeDemoLoader", dtype="fp32", **loader or {}),
+        prompt: node("AnyShapeDemoPrompt", text_encoder=[load, 2], text="rocket"),
+        **{each: node("AnyShapeDemoPrompt", text_encoder=[load, 2], text="") for each in empty},
+        latent: node("EmptyLatentImage", width=width, height=height, batch_size=batch),
+        sampler: node(
+            "KSampler", model=model or [load, 0], positive=[prompt, 0], negative=[(empty or [prompt])[0], 0],
+            latent_image=[latent, 0], **usual | sampling,
+        ),
+        decoder: node("VAEDecode", samples=[sampler, 0], vae=vae or [load, 1]),
+        picture: shown,
+    }  # fmt: skip
+
+
 def inputs(described: Described) -> dict[str, list]:
     """All inputs of a node by name, in their order: [type or choices, options]."""
     return {**described["input"].get("required", {}), **described["input"].get("optional", {})}
