@@ -39,6 +39,9 @@ HUNYUAN = {
     "in_channels": 3, "out_channels": 3, "num_res_blocks": 1, "downsample_match_channel": True,
     "upsample_match_channel": True,
 }  # fmt: skip
+HUNYUAN_VIDEO = HUNYUAN | {
+    "block_out_channels": [32, 32, 32, 64, 64], "ffactor_spatial": 16, "ffactor_temporal": 4, "z_channels": 32,
+}  # fmt: skip
 WAN = {
     "dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 1, "attn_scales": [],
     "temperal_downsample": [False, True, True], "dropout": 0.0,
@@ -267,9 +270,7 @@ TABLE = {
             lambda: _class("comfy.ldm.cascade.stage_a:StageA")(c_hidden=32, bottleneck_blocks=2, codebook_size=16),
             SD + "StageA", 4, scale=4,
         ),
-        Autoencoder(
-            "Cascade stage C", _stage_c, SD + "StageC_coder", 16, scale=32,
-        ),
+        Autoencoder("Cascade stage C", _stage_c, SD + "StageC_coder", 16, scale=32),
         Autoencoder(
             "HunyuanImage 2.1",
             lambda: _engine(
@@ -280,25 +281,12 @@ TABLE = {
         ),
         Autoencoder(
             "HunyuanImage 2.1 refiner",
-            lambda: _engine(
-                REFINER + "Encoder", REFINER + "Decoder",
-                HUNYUAN | {
-                    "block_out_channels": [32, 32, 32, 64, 64], "ffactor_spatial": 16, "ffactor_temporal": 4,
-                    "z_channels": 32, "refiner_vae": False,
-                },
-            ),
+            lambda: _engine(REFINER + "Encoder", REFINER + "Decoder", HUNYUAN_VIDEO | {"refiner_vae": False}),
             SD + "AutoencodingEngine", 32, 3, 16, lambda frames: 4 * frames,
         ),
         Autoencoder(
             "HunyuanVideo 1.5",
-            lambda: _engine(
-                REFINER + "Encoder", REFINER + "Decoder",
-                HUNYUAN | {
-                    "block_out_channels": [32, 32, 32, 64, 64], "ffactor_spatial": 16, "ffactor_temporal": 4,
-                    "z_channels": 32,
-                },
-                "Empty",
-            ),
+            lambda: _engine(REFINER + "Encoder", REFINER + "Decoder", HUNYUAN_VIDEO, "Empty"),
             SD + "AutoencodingEngine", 32, 3, 16, lambda frames: _first(frames, 4),
         ),
         Autoencoder(
@@ -356,7 +344,7 @@ TABLE = {
         Autoencoder(
             "Stable Audio",
             lambda: _class("comfy.ldm.audio.autoencoder:AudioOobleckVAE")(channels=8),
-            SD + "AudioOobleckVAE", 64, 1, 2048, colours=2, ways=("decode", "encode"),
+            SD + "AudioOobleckVAE", 64, 1, 2048, colours=2,
         ),
     )
 }  # fmt: skip
