@@ -4,12 +4,13 @@ import hashlib
 import json
 import os
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+
+from tools.driving import in_threads
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="rights of files are POSIX ones")
 
@@ -374,25 +375,16 @@ def test_many_writers_at_once(tmp_path, here):
     from anyshape.accel.artifacts.keeper import keep
     from anyshape.accel.artifacts.store import Store
 
-    start, new, failures = threading.Barrier(6), [], []
+    new = []
 
-    def work():
-        store = Store(tmp_path / "store", SECRET)
-        start.wait()
+    def work(store):
         for index in range(12):
-            try:
-                new.append(keep(store, "kernel", f"{index:064x}", here, CONTENT))
-                store.read(store.entry(store.ids()[-1]))
-            except Exception as error:  # noqa: BLE001  any is a failure
-                failures.append(error)
+            new.append(keep(store, "kernel", f"{index:064x}", here, CONTENT))
+            store.read(store.entry(store.ids()[-1]))
 
-    threads = [threading.Thread(target=work) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, [Store(tmp_path / "store", SECRET) for _ in range(6)])
     store = Store(tmp_path / "store", SECRET)
-    assert failures == [] and sum(new) == 12 == len(list(store.folder.iterdir()))
+    assert sum(new) == 12 == len(list(store.folder.iterdir()))
     assert all(store.read(store.entry(name)) == CONTENT for name in store.ids())
 
 

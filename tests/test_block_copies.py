@@ -69,17 +69,22 @@ def recorded(model, tapes=None):
     return take, tape
 
 
+def assert_replays(model, tape, *seeds) -> None:
+    """The tape's program gives what eager gives for other inputs, bit by bit."""
+    program = Program(tape, fuse=False)
+    program.bind(model)
+    with torch.inference_mode():
+        for seed in seeds:
+            assert torch.equal(program.run([x_of(seed)]), model(x_of(seed), {}))
+
+
 def copied_right(body=plain, call=usual, copies=COUNT - 1) -> None:
-    """As many blocks are copies, and the program gives what eager gives for other inputs, bit by bit."""
+    """As many blocks are copies, and the program is right."""
     model = Model(body, call)
     take, tape = recorded(model)
     assert tape is not None, take.reason
     assert take.copies == copies
-    program = Program(tape, fuse=False)
-    program.bind(model)
-    with torch.inference_mode():
-        for seed in (1, 2):
-            assert torch.equal(program.run([x_of(seed)]), model(x_of(seed), {}))
+    assert_replays(model, tape, 1, 2)
 
 
 def test_blocks_are_copies_of_the_first() -> None:
@@ -186,10 +191,7 @@ def test_weights_of_another_form_or_class() -> None:
     model.layers[3].lin.forward = lambda x: x * 2
     take, tape = recorded(model)
     assert take.copies == 2
-    program = Program(tape, fuse=False)
-    program.bind(model)
-    with torch.inference_mode():
-        assert torch.equal(program.run([x_of(1)]), model(x_of(1), {}))
+    assert_replays(model, tape, 1)
 
 
 def test_blocks_that_differ_after_all_are_recorded_one_by_one() -> None:
@@ -208,10 +210,7 @@ def test_blocks_that_differ_after_all_are_recorded_one_by_one() -> None:
     assert tape is None and take.copies == COUNT - 1 and "no input, no weight" in take.reason
     take, tape = recorded(model, tapes)
     assert tape is not None and take.copies == 0
-    program = Program(tape, fuse=False)
-    program.bind(model)
-    with torch.inference_mode():
-        assert torch.equal(program.run([x_of(1)]), model(x_of(1), {}))
+    assert_replays(model, tape, 1)
 
 
 def test_a_program_that_is_wrong_puts_an_end_to_copies() -> None:
@@ -224,10 +223,7 @@ def test_a_program_that_is_wrong_puts_an_end_to_copies() -> None:
     assert tapes.doubt(take)
     take, tape = recorded(model, tapes)
     assert take.copies == 0 and not tapes.doubt(take)
-    program = Program(tape, fuse=False)
-    program.bind(model)
-    with torch.inference_mode():
-        assert torch.equal(program.run([x_of(1)]), model(x_of(1), {}))
+    assert_replays(model, tape, 1)
 
 
 def test_a_block_within_a_block() -> None:
@@ -239,10 +235,7 @@ def test_a_block_within_a_block() -> None:
         block.inner = nn.ModuleList(Block(plain) for _ in range(4)).requires_grad_(False)
     take, tape = recorded(outer)
     assert take.copies == COUNT - 1
-    program = Program(tape, fuse=False)
-    program.bind(outer)
-    with torch.inference_mode():
-        assert torch.equal(program.run([x_of(1)]), outer(x_of(1), {}))
+    assert_replays(outer, tape, 1)
 
 
 # ComfyUI's models -----------------------------------------------------------------------------------------------------

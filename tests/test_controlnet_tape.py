@@ -1,12 +1,10 @@
 """Every ControlNet is recorded. CPU; unfused, what it gives is ComfyUI's to the bit. Those of SD also fused."""
 
-import threading
-
 import pytest
 import torch
 
 from tools import driving
-from tools.driving import FLUX_RUN, SMALL_FLUX, SMALL_UNET, compiled, compiled_control, randn, steering
+from tools.driving import FLUX_RUN, SMALL_FLUX, SMALL_UNET, compiled, compiled_control, in_threads, randn, steering
 from tools.oracles import assert_untouched, error, fallbacks, footprint
 from tools.peak import peak
 
@@ -282,23 +280,15 @@ def test_no_more_memory_than_eager(models, monkeypatch, kind):
 def test_two_threads(models):
     """Each records and replays on one network; none takes the other's for a change of it."""
     control = models.controlnet("sd15", torch.float32, **SMALL_UNET)
-    sizes, problems = [(64, 64, 1), (72, 64, 2), (64, 96, 1)], []
+    sizes = [(64, 64, 1), (72, 64, 2), (64, 96, 1)]
 
     def body(order):
-        try:
-            fast = compiled_control(control)
-            for seed, size in enumerate(order * 3):
-                given = inputs(*size, torch.float32, seed)
-                with torch.inference_mode():
-                    out, wanted = fast.control_model(**given), control.control_model(**given)
-                assert error(out["middle"][0], wanted["middle"][0]) < 1e-4
-        except BaseException as fault:  # noqa: BLE001  told to the test
-            problems.append(repr(fault))
+        fast = compiled_control(control)
+        for seed, size in enumerate(order * 3):
+            given = inputs(*size, torch.float32, seed)
+            with torch.inference_mode():
+                out, wanted = fast.control_model(**given), control.control_model(**given)
+            assert error(out["middle"][0], wanted["middle"][0]) < 1e-4
 
-    threads = [threading.Thread(target=body, args=(order,)) for order in (sizes, sizes[::-1])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(300)
-    assert not problems and not any(thread.is_alive() for thread in threads)
+    in_threads(body, (sizes, sizes[::-1]))
     assert not [found for found in fallbacks() if "hooked" in found["reason"]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tools.driving import SHORT_RUN, SMALL_UNET, compiled, options_of, unet_inputs
+from tools.driving import SHORT_RUN, SMALL_UNET, calls_of, compiled, options_of, unet_inputs
 from tools.oracles import assert_fast, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -49,33 +49,21 @@ def load(models, pages, card):
 
 
 @pytest.fixture
-def recorded(pack, monkeypatch):
-    """One entry for each recording."""
-    from anyshape.accel.tapes import Tapes
-
-    made, record = [], Tapes.record
-    monkeypatch.setattr(Tapes, "record", lambda *args: made.append(args[1]) or record(*args))
-    return made
-
-
-@pytest.fixture
 def bound(pack, monkeypatch):
     """One entry for each time that a program takes its weights."""
     from anyshape.accel.tape.program import Program
 
-    made, bind = [], Program.bind
-    monkeypatch.setattr(Program, "bind", lambda self, module: made.append(self) or bind(self, module))
-    return made
+    return calls_of(monkeypatch, Program, "bind")
 
 
-def test_the_users_own_patcher_runs(models, load, card, recorded):
+def test_the_users_own_patcher_runs(models, load, card, recordings):
     """Nothing is loaded a second time, and no page is kept when a call is over."""
     source = load.patcher
     fast = compiled(source)
     assert fast.model is source.model
     eager = models.sample(source, **SHORT_RUN)
     out = models.sample(fast, **SHORT_RUN)
-    assert error(out, eager) < CLOSE and len(recorded) == 1
+    assert error(out, eager) < CLOSE and len(recordings) == 1
     assert_fast()
     assert not fallbacks() and not load.pages.pinned and load.pages.there
 
@@ -114,22 +102,22 @@ def test_what_is_read_are_the_mapped_weights(models, load):
 
 
 @both
-def test_weights_that_went_and_came_back(models, load, recorded, bound):
+def test_weights_that_went_and_came_back(models, load, recordings, bound):
     fast = compiled(load.patcher)
     first = models.sample(fast, **SHORT_RUN)
     before = len(bound)
     load.pages.give_away()
     load()
     again = models.sample(fast, **SHORT_RUN)
-    assert torch.equal(first, again) and len(recorded) == 1 and len(bound) == before
+    assert torch.equal(first, again) and len(recordings) == 1 and len(bound) == before
     load.pages.give_away(1, 3)  # a part of them, and nobody loads
-    assert torch.equal(first, models.sample(fast, **SHORT_RUN)) and len(recorded) == 1
+    assert torch.equal(first, models.sample(fast, **SHORT_RUN)) and len(recordings) == 1
     assert_fast()
     assert not fallbacks() and not load.pages.pinned
 
 
 @both
-def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recorded):
+def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recordings):
     """To the bit, with a reason that helps; and on the tape again as soon as it fits."""
     fast, source = compiled(load.patcher), load.patcher
     card.pages = load.pages.count // 2
@@ -137,7 +125,7 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recorded):
     (shape,) = shapes()
     assert shape["state"] == "eager" and shape["reason"].startswith("weights streamed: of ")
     assert [found["reason"] for found in fallbacks()] == [shape["reason"]]
-    assert not recorded and not load.pages.pinned
+    assert not recordings and not load.pages.pinned
     ours = len(load.pages.there)
     load.pages.give_away()
     load()
@@ -146,19 +134,19 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recorded):
     card.pages = ENOUGH
     load()
     assert torch.equal(out, models.sample(source, **SHORT_RUN))
-    assert error(models.sample(fast, **SHORT_RUN), out) < CLOSE and len(recorded) == 1
+    assert error(models.sample(fast, **SHORT_RUN), out) < CLOSE and len(recordings) == 1
     assert_fast()
     card.pages = load.pages.count // 2
     load.pages.give_away()
     assert torch.equal(out, models.sample(fast, **SHORT_RUN)) and shapes()[0]["state"] == "eager"
     card.pages = ENOUGH
     load()
-    assert error(models.sample(fast, **SHORT_RUN), out) < CLOSE and len(recorded) == 1
+    assert error(models.sample(fast, **SHORT_RUN), out) < CLOSE and len(recordings) == 1
     assert_fast()
 
 
 @both
-def test_a_page_that_goes_in_the_recorded_forward(models, load, recorded):
+def test_a_page_that_goes_in_the_recorded_forward(models, load, recordings):
     """What was written down of such a forward counts for nothing; the next one is recorded."""
     fast, source = compiled(load.patcher), load.patcher
     wanted = models.sample(source, **SHORT_RUN)
@@ -192,7 +180,7 @@ def test_pages_are_kept_while_a_program_runs(models, load, monkeypatch):
     assert not load.pages.pinned
 
 
-def test_small_weights_stay_where_they_were(models, load, recorded, bound):
+def test_small_weights_stay_where_they_were(models, load, recordings, bound):
     """ComfyUI copies them at each load. A program is not bound again, and a graph would find them."""
     fast = compiled(load.patcher)
     first = models.sample(fast, **SHORT_RUN)
@@ -204,10 +192,10 @@ def test_small_weights_stay_where_they_were(models, load, recorded, bound):
         load()
         assert torch.equal(first, models.sample(fast, **SHORT_RUN))
     assert {part: part._parameters["weight"].data_ptr() for part in small} == small
-    assert len(bound) == before and len(recorded) == 1
+    assert len(bound) == before and len(recordings) == 1
 
 
-def test_small_weights_that_were_patched_are_read(models, load, recorded):
+def test_small_weights_that_were_patched_are_read(models, load, recordings):
     fast, source = compiled(load.patcher), load.patcher
     first = models.sample(fast, **SHORT_RUN)
     norm = next(part for part in load.own if isinstance(part, nn.GroupNorm))
@@ -217,10 +205,10 @@ def test_small_weights_that_were_patched_are_read(models, load, recorded):
     eager = models.sample(source, **SHORT_RUN)
     load()
     out = models.sample(fast, **SHORT_RUN)
-    assert error(out, eager) < CLOSE < error(out, first) and len(recorded) == 1
+    assert error(out, eager) < CLOSE < error(out, first) and len(recordings) == 1
 
 
-def test_a_lora_on_and_off(models, load, recorded):
+def test_a_lora_on_and_off(models, load, recordings):
     """ComfyUI writes the patched weight where the weight lies, once: to a program it is another value, no more."""
     from comfy.model_patcher import LowVramPatch
 
@@ -240,11 +228,11 @@ def test_a_lora_on_and_off(models, load, recorded):
         assert error(patched, models.sample(source, **SHORT_RUN)) < CLOSE < error(patched, plain)
         load(dirty=True)
         assert torch.equal(models.sample(fast, **SHORT_RUN), plain)
-    assert len(recorded) == 1
+    assert len(recordings) == 1
     assert_fast()
 
 
-def test_a_layer_that_is_no_longer_mapped_is_recorded_again(models, load, recorded):
+def test_a_layer_that_is_no_longer_mapped_is_recorded_again(models, load, recordings):
     """A LoRA that changes a weight's size is loaded as a whole: what lies in its pages is of nobody."""
     fast, source = compiled(load.patcher), load.patcher
     first = models.sample(fast, **SHORT_RUN)
@@ -254,7 +242,7 @@ def test_a_layer_that_is_no_longer_mapped_is_recorded_again(models, load, record
     load.layers.remove(layer)
     load()
     out = models.sample(fast, **SHORT_RUN)
-    assert error(out, first) < CLOSE and len(recorded) == 2
+    assert error(out, first) < CLOSE and len(recordings) == 2
     assert error(out, models.sample(source, **SHORT_RUN)) < CLOSE
     assert_fast()
 
@@ -406,7 +394,7 @@ def forward(patcher, name, compiled_by=None):
 
 
 @pytest.mark.parametrize("form", ["int8_tensorwise", "float8_e4m3fn", "nvfp4"])
-def test_quantised_weights(pack, pages, card, form, recorded, bound):
+def test_quantised_weights(pack, pages, card, form, recordings, bound):
     """A mapped weight is taken apart like another: to the bit, and it may go and come back."""
     quant_ops = pytest.importorskip("comfy.quant_ops")
     if form not in getattr(quant_ops, "QUANT_ALGOS", {}):
@@ -423,12 +411,12 @@ def test_quantised_weights(pack, pages, card, form, recorded, bound):
         assert torch.equal(forward(patcher, "Flux", fast), eager)
         load.pages.give_away()
         load()
-    assert len(recorded) == 1 and len(bound) == 1 and not load.pages.pinned
+    assert len(recordings) == 1 and len(bound) == 1 and not load.pages.pinned
     assert_fast()
     assert not fallbacks()
 
 
-def test_weights_that_are_cast_on_their_way(pack, pages, card, recorded):
+def test_weights_that_are_cast_on_their_way(pack, pages, card, recordings):
     """From a file in float32 to pages in bfloat16."""
     from tools.architectures import patchers
 
@@ -443,11 +431,11 @@ def test_weights_that_are_cast_on_their_way(pack, pages, card, recorded):
     for _ in range(2):
         assert torch.equal(forward(patcher, "QwenImage", fast), eager)
         load.pages.give_away()
-    assert {part._v_weight.dtype for part in load.layers} == {torch.bfloat16} and len(recorded) == 1
+    assert {part._v_weight.dtype for part in load.layers} == {torch.bfloat16} and len(recordings) == 1
     assert_fast()
 
 
-def test_a_controlnet(models, pages, card, recorded):
+def test_a_controlnet(models, pages, card, recordings):
     """Its pages are its own, and so are its reasons."""
     from tools.driving import compiled_control, steering
 
@@ -464,7 +452,7 @@ def test_a_controlnet(models, pages, card, recorded):
     card.pages = load.pages.count // 2
     load()
     assert error(models.sample(patcher, **SHORT_RUN, steer=steering(fast)), eager) < CLOSE
-    assert shapes()[0]["reason"].startswith("weights streamed: of ") and len(recorded) == 1
+    assert shapes()[0]["reason"].startswith("weights streamed: of ") and len(recordings) == 1
 
 
 def test_skip_blocks(models, load, card):

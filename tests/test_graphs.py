@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import gc
-import threading
 
 import pytest
 import torch
 
 from tools import embed
+from tools.driving import in_threads
 
 embed.bare_pack()
 
@@ -355,11 +355,7 @@ def test_several_threads(cache) -> None:
             if step % 45 == 0:
                 graphs.clear()
 
-    threads = [threading.Thread(target=work, args=(owner,)) for owner in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, range(4))
     assert cache.used_bytes == 5 * len(cache) <= BUDGET
 
 

@@ -6,14 +6,13 @@ seconds a block. One test lets it.
 """
 
 import functools
-import threading
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tools import architectures
-from tools.driving import compiled
+from tools.driving import compiled, in_threads
 from tools.oracles import error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "fusing")
@@ -314,22 +313,14 @@ def test_an_error_of_a_block_is_the_users_to_see(make, monkeypatch):
 
 def test_two_threads_on_one_model(make):
     patcher = make()
-    fast, wanted, problems = compiled(patcher), [forward(patcher, k=k) for k in range(3)], []
+    fast, wanted = compiled(patcher), [forward(patcher, k=k) for k in range(3)]
 
-    def run():
-        try:
-            for _ in range(3):
-                for k, want in enumerate(wanted):
-                    assert error(forward(fast, k=k), want) < CLOSE
-        except BaseException as fault:  # noqa: BLE001  told to the test
-            problems.append(repr(fault))
+    def run(times):
+        for k, want in list(enumerate(wanted)) * times:
+            assert error(forward(fast, k=k), want) < CLOSE
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not problems and is_as_it_was(patcher)
+    in_threads(run, (3, 3))
+    assert is_as_it_was(patcher)
 
 
 def test_the_programs_let_go_of_a_model(make):

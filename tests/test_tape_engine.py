@@ -4,14 +4,13 @@
 """
 
 import gc
-import threading
 import types
 import weakref
 
 import pytest
 import torch
 
-from tools.driving import compiled, sample_tiny
+from tools.driving import compiled, in_threads, sample_tiny
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -393,32 +392,24 @@ def test_what_could_not_be_compared_is_not_used(tiny, recordings, verify) -> Non
 
 
 def test_two_threads_sample_two_models(tiny, recordings) -> None:
-    names, problems = ("Flux", "SD3"), []
+    names = ("Flux", "SD3")
     fast = {name: compiled(tiny(name, fresh=True), mode="exact") for name in names}
     import comfy.model_management
 
     comfy.model_management.load_models_gpu(list(fast.values()))
 
     def run(name):
-        try:
-            for k in (0, 1, 0):
-                from tools.architectures import patchers
+        from tools.architectures import patchers
 
-                with torch.inference_mode():
-                    eager = patchers.apply(tiny(name), k, name)[0]
-                    options = {"wrappers": fast[name].wrappers} if name == "Flux" else {}
-                    out = patchers.apply(fast[name], k, name, options)[0]
-                if not torch.equal(out, eager):
-                    problems.append((name, k))
-        except BaseException as error:  # noqa: BLE001  told to the test
-            problems.append((name, repr(error)))
+        for k in (0, 1, 0):
+            with torch.inference_mode():
+                eager = patchers.apply(tiny(name), k, name)[0]
+                options = {"wrappers": fast[name].wrappers} if name == "Flux" else {}
+                out = patchers.apply(fast[name], k, name, options)[0]
+            assert torch.equal(out, eager), (name, k)
 
-    threads = [threading.Thread(target=run, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert problems == [] and gc.isenabled() and reasons() == []
+    in_threads(run, names)
+    assert gc.isenabled() and reasons() == []
     assert len(recordings) == 4, "each size of each model once"
 
 
@@ -434,12 +425,7 @@ def test_two_first_calls_make_one_engine(pack, monkeypatch) -> None:
         return engine(*args, **kwargs)
 
     monkeypatch.setattr(attach, "Engine", slow)
-    module, made = torch.nn.Linear(1, 1), []
-    threads = [threading.Thread(target=lambda: made.append(attach.engine_for(module, "M", "model"))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    made = in_threads(lambda module: attach.engine_for(module, "M", "model"), [torch.nn.Linear(1, 1)] * 4)
     assert len({id(each) for each in made}) == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tools.comfy_nodes import CALLED, NODES, OWN_RUNS, TAPED, WITHOUT_EFFECT, extras, node
-from tools.driving import COMPILED_PARTS, DEEP_UNET, SMALL_UNET, TINY_UNET, compiled, randn, sample_prompts
+from tools.driving import COMPILED_PARTS, DEEP_UNET, SMALL_UNET, TINY_UNET, calls_of, compiled, randn, sample_prompts
 from tools.oracles import FUSED, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -41,8 +41,7 @@ def patches(monkeypatch):
     """Whether programs have called patches since the last time that this was asked."""
     from anyshape.accel.tape.called_patches import LiveCall
 
-    calls, own = [], LiveCall.__call__
-    monkeypatch.setattr(LiveCall, "__call__", lambda *args: calls.append(1) or own(*args))
+    calls = calls_of(monkeypatch, LiveCall, "__call__")
 
     def asked():
         found = CALLED if calls else TAPED

@@ -5,8 +5,10 @@ Models are patchers of ComfyUI's own classes with random weights (``bench.models
 
 import itertools
 import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -116,6 +118,19 @@ def calls_of(patch: Any, owner: Any, name: str, noted: Callable[..., Any] = lamb
 
     patch.setattr(owner, name, call)
     return seen
+
+
+def in_threads(work: Callable[[Any], Any], each: Iterable[Any]) -> list[Any]:
+    """What ``work`` gives of each, all of them at once in threads of their own. Raises what one of them raises."""
+    each = list(each)
+    together = threading.Barrier(len(each))
+
+    def begun(one: Any) -> Any:
+        together.wait()
+        return work(one)
+
+    with ThreadPoolExecutor(len(each)) as pool:
+        return list(pool.map(begun, each))
 
 
 def steering(*controls: Any, width: int = 128, height: int = 128, **apply: Any) -> Callable[[list, list], tuple]:
