@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from tools.comfy_nodes import first_output
 from tools.driving import compiled_vae, programs_short_of_memory, short_of_memory
 from tools.oracles import FUSED, error, expect, fallbacks, shapes
 
@@ -26,11 +27,7 @@ def picture(width, height, batch=1):
 
 def node(name, *args):
     """The first output of one of ComfyUI's nodes, as a tensor."""
-    import nodes
-
-    made = getattr(nodes, name)
-    with torch.inference_mode():
-        out = getattr(made(), made.FUNCTION)(*args)[0]
+    out = first_output(name, *args)
     return out["samples"] if isinstance(out, dict) else out
 
 

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from tools.comfy_nodes import GUIDANCE, NODES, OWN_RUNS, WITHOUT_EFFECT
+from tools.comfy_nodes import GUIDANCE, NODES, OWN_RUNS, WITHOUT_EFFECT, torch_compiled
 from tools.driving import COMPILED_PARTS, TINY_UNET, compiled, memory_by_turns, sample_prompts
-from tools.loras import ALL_KINDS, LAYERS, family, lora, with_lora
+from tools.loras import ALL_KINDS, LAYERS, family, lora, stacked, with_lora
 from tools.on_gpu import SMALL
 from tools.oracles import error, shapes
+from tools.patching import changing_in_mid_run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("clean_stats", "no_graphs_left", "exact_float32")]
 
@@ -64,9 +65,7 @@ def test_prompts_of_one_afternoon(models, patchers, warm, nothing_compiles, monk
     stacks = [[], [(first, 0.5)], [(first, -0.5)], [(second, 1.0)], [(first, 0.5), (second, 1.0)], [], [(first, 0.5)]]
 
     def loaded(patcher, stack):
-        patcher = patcher.clone()
-        for state, strength in stack:
-            patcher = with_lora(patcher, state, strength)
+        patcher = stacked(patcher, stack)
         monkeypatch.setattr(patcher, "weight_inplace_update", in_place)
         return patcher
 
@@ -154,25 +153,12 @@ def test_node(models, patchers, warm, kind, name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hook_that_comes_in_mid_run(models, patchers, warm, kind):
     """From that step on it acts, and no graph is replayed over it."""
-    from comfy.patcher_extension import WrappersMP
-
     layer = {"unet": "output_blocks.11.0.out_layers.3", "flux": "single_blocks.1.linear1"}[kind]
 
     def hooking(model):
-        calls, model = [], model.clone()
-        module = model.model.diffusion_model.get_submodule(layer)
-
-        def wrapper(executor, *args, **kwargs):
-            calls.append(1)
-            handle = module.register_forward_hook(lambda m, a, out: out * 1.5) if len(calls) in (2, 3) else None
-            try:
-                return executor(*args, **kwargs)
-            finally:
-                if handle:
-                    handle.remove()
-
-        model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "another pack", wrapper)
-        return model
+        return changing_in_mid_run(
+            model, layer, lambda module: module.register_forward_hook(lambda m, a, out: out * 1.5).remove
+        )
 
     run = RUNS[kind] | {"steps": 5}
     wanted = models.sample(hooking(patchers[kind]), **run)
@@ -202,17 +188,10 @@ def test_another_attention_for_every_model(models, patchers, warm, monkeypatch, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_compile(models, patchers, kind, parts):
     """ComfyUI's TorchCompileModel with inductor next to ours: no graph holds what others compiled."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
-    from comfy_extras.nodes_torch_compile import TorchCompileModel
-
     patcher = models.unet("sd15", torch.float32, **SMALL | TINY_UNET) if kind == "unet" else patchers["flux"]
 
     def compiling(model):
-        if parts == "the whole model":
-            return TorchCompileModel.execute(model, "inductor").args[0]
-        model = model.clone()
-        set_torch_compile_wrapper(model, "inductor", keys=COMPILED_PARTS[kind])
-        return model
+        return torch_compiled(model, "inductor", COMPILED_PARTS[kind] if parts == "some blocks" else ())
 
     fast, plain = compiled(patcher), models.sample(patcher, **RUNS[kind])
     models.sample(fast, **RUNS[kind])

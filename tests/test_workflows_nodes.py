@@ -5,9 +5,10 @@ import inspect
 import pytest
 import torch
 
-from tools.comfy_nodes import CALLED, NODES, OWN_RUNS, TAPED, WITHOUT_EFFECT, extras, node
+from tools.comfy_nodes import CALLED, NODES, OWN_RUNS, TAPED, WITHOUT_EFFECT, extras, node, torch_compiled
 from tools.driving import COMPILED_PARTS, DEEP_UNET, SMALL_UNET, TINY_UNET, calls_of, compiled, randn, sample_prompts
 from tools.oracles import FUSED, error, fallbacks, shapes
+from tools.patching import changing_in_mid_run
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -163,23 +164,9 @@ def cast(module):
 @pytest.mark.parametrize("kind", RUNS)
 def test_a_layer_that_changes_in_mid_run(models, patchers, warm, kind, change):
     """A pack that does so in a wrapper of its own when sampling has begun, and undoes it before the end."""
-    from comfy.patcher_extension import WrappersMP
 
     def changing(model):
-        calls, model = [], model.clone()
-        module = model.model.diffusion_model.get_submodule(LAYER[kind])
-
-        def wrapper(executor, *args, **kwargs):
-            calls.append(1)
-            undo = change(module) if len(calls) in (2, 3) else None
-            try:
-                return executor(*args, **kwargs)
-            finally:
-                if undo:
-                    undo()
-
-        model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "another pack", wrapper)
-        return model
+        return changing_in_mid_run(model, LAYER[kind], change)
 
     run = RUNS[kind] | {"steps": 4}
     wanted = models.sample(changing(patchers[kind]), **run)
@@ -231,14 +218,9 @@ def tiny(models):
 @pytest.mark.parametrize("kind", RUNS)
 def test_torch_compile(models, tiny, kind, parts):
     """ComfyUI's TorchCompileModel (the whole model: ours steps aside), and other packs' use of its function."""
-    from comfy_api.torch_helpers import set_torch_compile_wrapper
 
     def compiling(model):
-        if parts == "the whole model":
-            return node("nodes_torch_compile", "TorchCompileModel", "eager")(model)
-        model = model.clone()
-        set_torch_compile_wrapper(model, "eager", keys=COMPILED_PARTS[kind])
-        return model
+        return torch_compiled(model, "eager", COMPILED_PARTS[kind] if parts == "some blocks" else ())
 
     from anyshape.accel.families.entries import passed_by
 

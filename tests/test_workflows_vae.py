@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from tools.comfy_nodes import first_output as node
 from tools.driving import compiled_vae, every_progress, programs_short_of_memory, randn, short_of_memory
 from tools.oracles import FUSED, error, expect, fallbacks, shapes
 
@@ -36,15 +37,6 @@ def latent(height=ODD[0], width=ODD[1], batch=1):
 
 def picture(height, width, batch=1):
     return torch.rand(batch, height, width, 3, generator=torch.Generator().manual_seed(height * 31 + width))
-
-
-def node(name, *args, **kwargs):
-    """The first output of one of ComfyUI's nodes, in inference mode as its executor runs it."""
-    import nodes
-
-    made = getattr(nodes, name)
-    with torch.inference_mode():
-        return getattr(made(), made.FUNCTION)(*args, **kwargs)[0]
 
 
 def states():

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from tools.driving import SHORT_RUN, SMALL_UNET, TINY_UNET, compiled, sample_prompts
-from tools.loras import ALL_KINDS, LAYERS, family, lora, with_lora
+from tools.loras import ALL_KINDS, LAYERS, family, lora, stacked, with_lora
 from tools.oracles import FUSED, assert_fast, error, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -91,8 +91,7 @@ def test_prompts_of_one_afternoon(models, patchers, warm, plain, monkeypatch, na
     stacks = [[], [(first, 0.5)], [(first, -0.5)], [(first, 0.5), (second, 1.0)], [(second, 1.0)], [], [(first, 0.5)]]
 
     def loaded(patcher, stack):
-        for state, strength in stack:
-            patcher = with_lora(patcher, state, strength)
+        patcher = stacked(patcher, stack)
         monkeypatch.setattr(patcher, "weight_inplace_update", in_place)
         return patcher
 

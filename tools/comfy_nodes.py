@@ -28,6 +28,26 @@ def node(module: str, name: str, *args: Any, **kwargs: Any) -> Apply:
     return apply
 
 
+def torch_compiled(model: Model, backend: str, parts: tuple[str, ...] = ()) -> Model:
+    """By ComfyUI's TorchCompileModel; parts of it by its function, as other packs use it."""
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    if not parts:
+        return node("nodes_torch_compile", "TorchCompileModel", backend)(model)
+    model = model.clone()
+    set_torch_compile_wrapper(model, backend, keys=parts)
+    return model
+
+
+def first_output(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Of one of ComfyUI's own nodes, in inference mode as its executor runs it."""
+    import nodes
+
+    made = getattr(nodes, name)
+    with torch.inference_mode():
+        return getattr(made(), made.FUNCTION)(*args, **kwargs)[0]
+
+
 def extras(module: str) -> types.ModuleType:
     """A file of ComfyUI's nodes. Of two that import one another, newer ones bear only one order."""
     importlib.import_module("comfy_extras.nodes_post_processing")

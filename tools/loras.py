@@ -1,6 +1,6 @@
 """LoRAs of every kind that ComfyUI knows, with random weights, and the layers that tests change by them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -125,3 +125,11 @@ def with_lora(patcher: Patcher, state: State, strength: float = 1.0) -> Patcher:
     layers = {name.rsplit(".", 2 if name.endswith(".weight") else 1)[0] for name in state}
     assert sum(map(len, loaded.patches.values())) - before >= len(layers)
     return loaded
+
+
+def stacked(patcher: Patcher, stack: Iterable[tuple[State, float]]) -> Patcher:
+    """A clone with several of them, each at its strength."""
+    patcher = patcher.clone()
+    for state, strength in stack:
+        patcher = with_lora(patcher, state, strength)
+    return patcher

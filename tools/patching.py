@@ -81,3 +81,23 @@ PATCHES = [
     input_block, input_block_after_skip, output_block_in_place, attn1, attn2, attn1_output, attn2_output,
     attn1_replace_one, attn2_replace_one, middle, embedding, attention_override,
 ]  # fmt: skip
+
+
+def changing_in_mid_run(model: Any, layer: str, change: Callable[[Any], Callable[[], None]]) -> Any:
+    """A clone by which another pack changes a layer for a run's second and third call. change: gives what undoes it."""
+    from comfy.patcher_extension import WrappersMP
+
+    calls, model = [], model.clone()
+    module = model.model.diffusion_model.get_submodule(layer)
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        undo = change(module) if len(calls) in (2, 3) else None
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            if undo:
+                undo()
+
+    model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "another pack", wrapper)
+    return model
