@@ -15,7 +15,7 @@ import torch
 from . import group
 from .layout import Layouts, contiguous
 from .traits import aten, traits
-from .values import Operation, Tape, Value, replaced
+from .values import Operation, Readers, Tape, Value, replaced
 
 CLOSING = frozenset(("contiguous", "clone"))
 MAY_COPY = frozenset(("reshape", "flatten", "reshape_as"))
@@ -40,10 +40,7 @@ class Single:
 def copy_what_others_copy(tape: Tape, layouts: Layouts) -> list[Single]:
     """Makes each reshape a copy that is one at other sizes of the call; what was done."""
     done: list[Single] = []
-    readers: dict[Value, list[Operation]] = {}
-    for operation in tape.operations:
-        for value in operation.inputs:
-            readers.setdefault(value, []).append(operation)
+    readers = tape.readers()
     kept = {value.root for value in tape.outputs} | {
         operation.writes.root for operation in tape.operations if operation.writes is not None
     }
@@ -90,7 +87,7 @@ def _closes_gaps(operation: Operation) -> bool:
     return 0 not in solid and solid[-1:] == [1] and source.shape[-1] != 1 and solid == sorted(solid, reverse=True)
 
 
-def _views_of(value: Value, readers: dict[Value, list[Operation]], calls: bool) -> list[Operation] | None:
+def _views_of(value: Value, readers: Readers, calls: bool) -> list[Operation] | None:
     """The views of ``value`` in order; None if somebody reads one of them who minds how it lies.
 
     calls: whether calls may read it, of the kind that does not mind.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
 
 # Always a view of the first argument, by name of the operation.
 VIEWS = frozenset(

@@ -180,6 +180,9 @@ class Operation:
         return f"{self.outputs} = {self.func}({self.args}, {self.kwargs})"
 
 
+Readers = dict[Value, list[Operation]]
+
+
 @dataclass
 class Tape:
     """One recorded forward. ``output``: the forward's result with values in place of tensors.
@@ -202,6 +205,19 @@ class Tape:
     def outputs(self) -> list[Value]:
         """The values in ``output``."""
         return list(values_in(self.output))
+
+    def readers(self) -> Readers:
+        """The operations that read each value, once each."""
+        found: Readers = {}
+        for operation in self.operations:
+            inputs = operation.inputs
+            for value in inputs if len(inputs) < 2 else dict.fromkeys(inputs):
+                known = found.get(value)
+                if known is None:
+                    found[value] = [operation]
+                else:
+                    known.append(operation)
+        return found
 
     def dissolve(self) -> None:
         """Lets go of the operations, and of what ties them to values: thousands of cycles for the garbage collector."""

@@ -6,16 +6,13 @@ it is taken where cuDNN would have been, which plans each number of tokens at it
 
 from typing import Any
 
-import torch
-
 from ...kernels import operations as ours
 from ..layout import contiguous
-from ..traits import ATTENTIONS, aten, traits
-from ..values import Operation, Tape, Value
+from ..traits import ATTENTIONS, HALVES, aten, traits
+from ..values import Operation, Readers, Tape, Value
 from . import edits
 
 LESS_EXACT = "Attention runs on a kernel that needs no plan: its sums are in another order, and as exact"
-HALVES = (torch.float16, torch.bfloat16)
 PLANNED = "_scaled_dot_product_cudnn_attention"
 
 
@@ -23,7 +20,7 @@ def attend(tape: Tape) -> str:
     """Attention to up to 256 tokens of a prompt, and what would be planned. Sums in another order than eager."""
     from ...kernels import flash_attention as kernel
 
-    readers, given_back = edits.readers_of(tape), set(tape.outputs)
+    readers, given_back = tape.readers(), set(tape.outputs)
     changed = False
     for operation in tape.operations:
         found = _found(operation, readers, given_back, kernel.MAX_HEAD)
@@ -44,9 +41,7 @@ def attend(tape: Tape) -> str:
     return LESS_EXACT if changed else ""
 
 
-def _found(
-    operation: Operation, readers: edits.Readers, given_back: set[Value], widest: int
-) -> tuple[tuple, Value] | None:
+def _found(operation: Operation, readers: Readers, given_back: set[Value], widest: int) -> tuple[tuple, Value] | None:
     """((queries, keys, values, heads), the result) of attention from [B, T, C] to [B, T, C]."""
     if operation.opaque or traits(operation.func).name not in ATTENTIONS:
         return None
@@ -98,7 +93,7 @@ def _turns(operation: Operation) -> bool:
     return {dim % 4 for dim in operation.args[1:3]} == {1, 2}
 
 
-def _joined(value: Value, readers: edits.Readers, given_back: set[Value]) -> Value | None:
+def _joined(value: Value, readers: Readers, given_back: set[Value]) -> Value | None:
     """Heads [B, H, T, D] that are only turned and joined to [B, T, C]: that value."""
     for name in ("transpose", "reshape"):
         (reader, *others) = readers.get(value, [None])

@@ -16,12 +16,10 @@ def drop_repeats(tape: Tape) -> str:
     if not any(map(_repeats, tape.operations)):
         return ""
     views: dict[Value, list[Operation]] = {}  # by whose memory they share
-    readers: dict[Value, list[Operation]] = {}
+    readers = tape.readers()
     for operation in tape.operations:
         for root in {value.base for value in operation.outputs if value is not None and value.base is not None}:
             views.setdefault(root, []).append(operation)
-        for value in operation.inputs:
-            readers.setdefault(value, []).append(operation)
     written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
     kept = written | {value.root for value in tape.outputs}
     for operation in tape.operations:

@@ -3,23 +3,7 @@
 from collections.abc import Iterable
 
 from .. import aliasing
-from ..values import Operation, Tape, Value, replaced
-
-Readers = dict[Value, list[Operation]]
-
-
-def readers_of(tape: Tape) -> Readers:
-    """The operations that read each value, once each."""
-    found: Readers = {}
-    for operation in tape.operations:
-        inputs = operation.inputs
-        for value in inputs if len(inputs) < 2 else dict.fromkeys(inputs):
-            known = found.get(value)
-            if known is None:
-                found[value] = [operation]
-            else:
-                known.append(operation)
-    return found
+from ..values import Operation, Readers, Tape, Value, replaced
 
 
 def replace_inputs(operation: Operation, other: dict[Value, Value]) -> None:

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from ...reasons import say
 from ..static_sizes import linear
-from ..traits import aten, traits
+from ..traits import HALVES, aten, traits
 from ..values import Operation, Tape, Value
 
 LESS_EXACT = say("gelu_rounds_less")
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -29,10 +28,7 @@ def fuse_gelu(tape: Tape) -> str:
         return ""
     if not any(map(_is_gelu, tape.operations)):
         return ""
-    readers: dict[Value, list[Operation]] = {}
-    for operation in tape.operations:
-        for value in operation.inputs:
-            readers.setdefault(value, []).append(operation)
+    readers = tape.readers()
     given_back = set(tape.outputs)
     made: dict[Operation, Operation] = {}
     for operation in tape.operations:

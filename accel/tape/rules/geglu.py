@@ -3,22 +3,21 @@
 import torch
 
 from ...kernels import operations as ours
-from ..traits import aten, traits
-from ..values import Operation, Tape, Value
+from ..traits import HALVES, aten, traits
+from ..values import Operation, Readers, Tape, Value
 from . import edits
 
 LESS_EXACT = (
     "GEGLU is computed on its linear layer's float32 sums, where that is faster: three roundings to 16 bits less than "
     "in eager, and GELU within 1.5e-7"
 )
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def join_product(tape: Tape) -> str:
     """A linear layer whose result is only cut in two, of which one half gates the other. Rounds less than eager."""
     if not _serves(tape.device):
         return ""
-    readers, given_back = edits.readers_of(tape), set(tape.outputs)
+    readers, given_back = tape.readers(), set(tape.outputs)
     changed = False
     for operation in tape.operations:
         product = _product(operation, readers, given_back)
@@ -39,7 +38,7 @@ def _serves(device: torch.device) -> bool:
     return linear_geglu.works_on(torch.cuda.get_device_capability(device))
 
 
-def _product(operation: Operation, readers: edits.Readers, given_back: set[Value]) -> Operation | None:
+def _product(operation: Operation, readers: Readers, given_back: set[Value]) -> Operation | None:
     """The linear layer whose halves ``operation`` multiplies, one of them through GELU."""
     if operation.opaque or operation.func is not aten.mul.Tensor or len(operation.inputs) != 2:
         return None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .. import group, static_sizes
 from ..record import Recorder, record
 from ..traits import traits
-from ..values import Constant, Operation, Tape, Value, replaced
+from ..values import Constant, Operation, Readers, Tape, Value, replaced
 
 META = torch.device("meta")
 
@@ -115,10 +115,7 @@ def decompose(tape: Tape) -> str:
     if any(map(_is_normed, ours)):
         static_sizes.annotate(tape)
     makers = {value: operation for operation in tape.operations for value in operation.outputs}
-    readers: dict[Value, list[Operation]] = {}
-    for operation in tape.operations:
-        for value in operation.inputs:
-            readers.setdefault(value, []).append(operation)
+    readers = tape.readers()
     found: list[Operation] = []
     known: dict[tuple, Tape | None] = {}  # by form: a model's blocks are alike
     left = set(map(id, ours))
@@ -155,7 +152,7 @@ def _table(operation: Operation) -> Value | None:
     return next((value for value in operation.inputs if len(value.shape) == 6), None)
 
 
-def _pays(operation: Operation, makers: dict[Value, Operation], readers: dict[Value, list[Operation]]) -> bool:
+def _pays(operation: Operation, makers: dict[Value, Operation], readers: Readers) -> bool:
     """Whether it has a neighbour that fuses. A norm must also know its rows, which a table given from outside hides."""
     if _is_normed(operation) and not _table(operation).sizes[-1].static:
         return False
@@ -176,7 +173,7 @@ def _fuses_before(operation: Operation, makers: dict[Value, Operation]) -> bool:
     return False
 
 
-def _fuses_after(operation: Operation, readers: dict[Value, list[Operation]]) -> bool:
+def _fuses_after(operation: Operation, readers: Readers) -> bool:
     """Whether a kernel may read what this operation makes, views between them or not."""
     left = [reader for value in operation.outputs for reader in readers.get(value, ())]
     while left:

@@ -11,14 +11,13 @@ from functools import partial
 import torch
 
 from ...kernels import operations as ours
-from ..traits import aten
+from ..traits import HALVES, aten
 from ..values import Derived, Operation, Tape, Value, Weight
 
 LESS_EXACT = (
     "Small linear layers of one input, such as a prompt's keys and values, run as one kernel: their sums are in "
     "another order, and as exact"
 )
-HALVES = (torch.float16, torch.bfloat16)
 FEWEST = 8  # layers; queries, keys and values of one block are three, and large
 MOST_ROWS = 2048  # of the input, above which each layer fills the card by itself
 MOST_WEIGHTS = 1 << 22  # of a layer: reading more takes longer than a launch, and fills the card too

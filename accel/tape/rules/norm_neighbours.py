@@ -6,7 +6,7 @@ nothing there. Norm and SiLU are one pass over memory.
 
 from ...kernels import operations as ours
 from ..traits import aten
-from ..values import Operation, Tape, Value, Weight
+from ..values import Operation, Readers, Tape, Value, Weight
 from . import edits
 
 LESS_EXACT = (
@@ -18,7 +18,7 @@ MOST_PENDING = 2  # as many as the kernel takes
 
 def take_in(tape: Tape) -> str:
     """GroupNorms in channels_last, if nobody else reads what is taken in. Rounds less than eager."""
-    readers, given_back = edits.readers_of(tape), set(tape.outputs)
+    readers, given_back = tape.readers(), set(tape.outputs)
     gone: set[int] = set()
     changed = False
     for operation in tape.operations:
@@ -33,11 +33,11 @@ def take_in(tape: Tape) -> str:
     return LESS_EXACT
 
 
-def _alone(value: Value, reader: Operation, readers: edits.Readers, given_back: set[Value]) -> bool:
+def _alone(value: Value, reader: Operation, readers: Readers, given_back: set[Value]) -> bool:
     return readers.get(value) == [reader] and value not in given_back
 
 
-def _take_silu(norm: Operation, readers: edits.Readers, given_back: set[Value], gone: set[int]) -> bool:
+def _take_silu(norm: Operation, readers: Readers, given_back: set[Value], gone: set[int]) -> bool:
     (silu, *others) = readers.get(norm.outputs[0], [None])
     if others or silu is None or silu.opaque or silu.func is not aten.silu.default:
         return False
@@ -50,7 +50,7 @@ def _take_silu(norm: Operation, readers: edits.Readers, given_back: set[Value], 
     return True
 
 
-def _take_sum(norm: Operation, readers: edits.Readers, given_back: set[Value]) -> bool:
+def _take_sum(norm: Operation, readers: Readers, given_back: set[Value]) -> bool:
     """Takes in the sum that a GroupNorm reads, if it adds one number to each channel."""
     x, weight, bias, groups, eps, shift, silu, pending = norm.args
     made = x.origin

@@ -2,7 +2,8 @@
 
 from ..pointwise import COSTLY
 from ..traits import traits
-from ..values import Operation, Tape, Value, replaced
+from ..values import Operation, Tape, Value
+from .edits import replace_inputs
 
 
 def compute_once(tape: Tape) -> str:
@@ -13,12 +14,7 @@ def compute_once(tape: Tape) -> str:
     same: dict[Value, Value] = {}
     left: list[Operation] = []
     for operation in tape.operations:
-        if any(value in same for value in operation.inputs):
-            operation.args, operation.kwargs = (
-                replaced(given, Value, lambda value: same.get(value, value))
-                for given in (operation.args, operation.kwargs)
-            )
-            operation.inputs = [same.get(value, value) for value in operation.inputs]
+        replace_inputs(operation, same)
         if _is_function(operation):
             source, output = operation.inputs[0], operation.outputs[0]
             key = operation.func, source, tuple(operation.kwargs.items())
