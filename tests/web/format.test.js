@@ -1,16 +1,12 @@
 /** The pure part of the web extension, in Node.js; tests/test_browser.py starts it. */
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
 import * as format from "../../web/anyshape/format.js";
 import { count, fill } from "../../web/anyshape/phrases.js";
+import { EN, ZH } from "./locales.js";
 
-const read = (language) =>
-  JSON.parse(readFileSync(new URL(`../../locales/${language}/main.json`, import.meta.url))).anyshape;
-const EN = read("en");
-const ZH = read("zh");
 const MIB = 1 << 20;
 
 const shape = (more = {}) => ({

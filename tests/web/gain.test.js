@@ -1,17 +1,12 @@
 /** How much faster, of which sizes, and what a comparison queues: pure, in Node.js; tests/test_web.py starts it. */
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
 import { runs, without } from "../../web/anyshape/compare_prompts.js";
 import * as format from "../../web/anyshape/format.js";
 import { duration, gain, gainText, preparingText, scoped, times } from "../../web/anyshape/gain.js";
-
-const read = (language) =>
-  JSON.parse(readFileSync(new URL(`../../locales/${language}/main.json`, import.meta.url))).anyshape;
-const EN = read("en");
-const ZH = read("zh");
+import { EN, ZH } from "./locales.js";
 
 const shape = (more = {}) => ({
   key: "k", width: 512, height: 512, batch: 1, frames: 1, state: "graph", calls: 10, median_ms: 20, eager_ms: 30,

@@ -1,16 +1,12 @@
 /** Reasons in the page's language, in Node.js; tests/test_web.py starts it. */
 
 import assert from "node:assert/strict";
-import { readFileSync } from "node:fs";
 import { test } from "node:test";
 
 import { badge, inShort } from "../../web/anyshape/format.js";
 import { inWords } from "../../web/anyshape/reasons.js";
+import { EN, ZH } from "./locales.js";
 
-const read = (language) =>
-  JSON.parse(readFileSync(new URL(`../../locales/${language}/main.json`, import.meta.url))).anyshape;
-const EN = read("en");
-const ZH = read("zh");
 const DRAWS = "it draws random numbers (ldm/x.py:7)";
 const SMALL = "graph_budget_mb is 0, so no graphs are captured; raise it for more speed at small sizes";
 const REASONS = [
