@@ -330,7 +330,12 @@ def server() -> "Iterator[ComfyServer]":
 @pytest.fixture(scope="module")
 def browser() -> "Iterator[Browser]":  # noqa: F821  (playwright's, which few files need)
     """A Chromium without a window."""
+    from tools import browser, comfy_server
     from tools.web_page import chromium
 
+    if not browser.find():
+        pytest.skip(browser.MISSING)
+    if comfy_server.front_end() is None:
+        pytest.skip("there is no front end to test: make setup")
     with chromium() as launched:
         yield launched

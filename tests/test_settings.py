@@ -8,16 +8,12 @@ from typing import Any
 
 import pytest
 
-from tools import browser as installed
 from tools.api_format import text_to_image
 from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
 from tools.web_page import OURS, WebPage  # noqa: E402 - it imports playwright
-
-if not installed.find():
-    pytest.skip(installed.MISSING, allow_module_level=True)
 
 PANEL = ".anyshape-panel"
 IDS = [f"AnyShape.{name}" for name in ("Automatic", "Exceptions", "GraphBudget", "SizesAtStart", "Language")]
