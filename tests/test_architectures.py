@@ -92,11 +92,3 @@ def test_weights_are_the_same_again_for_the_same_seed():
 
     a, b, c = (patchers.make("Flux", seed=seed).model.diffusion_model.img_in.weight for seed in (0, 0, 1))
     assert torch.equal(a, b) and not torch.equal(a, c)
-
-
-@pytest.mark.usefixtures("comfy")
-@pytest.mark.parametrize("name, runs", [("Flux", True), ("SD3", False)])
-def test_which_forwards_run_wrappers(name: str, runs: bool):
-    from tools.architectures import patchers
-
-    assert patchers.runs_wrappers(patchers.make(name), architectures.TABLE[name]) == runs

@@ -3,7 +3,6 @@
 from typing import Any
 
 import comfy.model_patcher
-import comfy.patcher_extension
 import comfy.supported_models
 import comfy.utils
 import torch
@@ -11,7 +10,7 @@ from comfy.model_patcher import ModelPatcher
 from torch import Tensor, nn
 
 from tools.architectures import TABLE, version
-from tools.architectures.table import Architecture, moved, parts_of
+from tools.architectures.table import moved, parts_of
 
 # Buffers that are read from a checkpoint, and hold nothing until then.
 EMPTY_BUFFERS = ("pos_embed", "y_embedding", "positive_conditioning", "negative_conditioning")
@@ -97,18 +96,3 @@ def apply(patcher: ModelPatcher, k: int, name: str, options: dict[str, Any] | No
         **conditions,
     )
     return comfy.utils.unpack_latents(out, conditions["latent_shapes"]) if len(latents) > 1 else [out]
-
-
-def runs_wrappers(patcher: ModelPatcher, architecture: Architecture) -> bool:
-    """Whether the forward runs what other packs have put around it as DIFFUSION_MODEL wrappers."""
-    seen = []
-
-    def wrapper(executor: Any, *arguments: Any, **named: Any) -> Any:
-        seen.append(True)
-        return executor(*arguments, **named)
-
-    arguments, named = architecture.inputs(0)
-    kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
-    named["transformer_options"]["wrappers"] = {kind: {"test": [wrapper]}}
-    patcher.model.diffusion_model(*arguments, **named)
-    return bool(seen)
