@@ -1,7 +1,8 @@
-"""Whether all parts of a model are as they were, in half the time that it takes to find out what changed.
+"""What the parts of a model look like, and whether they still do.
 
-Most looks see no change, and each prompt waits for one. So a part's attributes are compared as a whole: their names,
-the types of their values, the plain values, and by identity what may be called. Holds no part and no function.
+Most looks see no change, and each prompt waits for one. So a part's attributes are compared as a whole, in half the
+time that it takes to find out what changed: their names, the types of their values, the plain values, what lies in
+lists and the like, and by identity what may be called. Holds no part and no function.
 """
 
 import operator
@@ -9,46 +10,82 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
+
+from .origin import is_known
+from .tape.pictures import is_held, picture
+
+PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
+TUPLES = frozenset({tuple, torch.Size})  # of plain values
+FUNCTIONS = ("weight_function", "bias_function")  # lists of what ComfyUI does to a weight at each call
+FORWARDS = ("forward", "_forward")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# attributes that every module has, and torch looks after
+STANDARD = frozenset(nn.Module().__dict__) - {"training"}
+# What ComfyUI notes of weights that it maps in (DynamicVRAM), and does to them then and not at each call: a LoRA is
+# another function at each load, and what it makes of the weight lies where the weight lay.
+MAPPING = frozenset((
+    "_v", "_v_weight", "_v_bias", "_v_signature", "_v_block", "_v_block_faulted", "_prefetch",
+    "weight_lowvram_function", "bias_lowvram_function", "seed_key", "_pin_state", "_pins",
+))  # fmt: skip
+LEFT_OUT = STANDARD | MAPPING
+NO_SETTINGS = LEFT_OUT.union(FUNCTIONS)
 
 
 class PartsSeen:
-    """What the parts of a model looked like. is_plain, is_code: which values are compared, and which by identity.
+    """What the parts of a model looked like."""
 
-    but: attributes that do not matter. lists: those whose items matter. tables: those whose values do.
-    """
-
-    def __init__(
-        self, parts: Iterable[nn.Module], is_plain: Callable[[Any], bool], is_code: Callable[[Any], bool],
-        but: Collection[str], lists: Sequence[str], tables: Sequence[str],
-    ) -> None:  # fmt: skip
-        self._seen = [_Part(part, is_plain, is_code, but, lists, tables) for part in parts]
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._seen = [_Part(part) for part in parts]
 
     def fits(self, parts: Sequence[nn.Module]) -> bool:
         """Whether these are the same parts, unchanged. False says little: what changed may not matter."""
         return len(parts) == len(self._seen) and all(map(_Part.fits, self._seen, parts))
 
 
+def settings_of(part: nn.Module) -> list[tuple[str, type, Any]]:
+    """(name, type, value) of its plain attributes; of lists, dicts and objects of settings a picture as the value.
+
+    The type as well: 1 is not True in a forward.
+    """
+    found = []
+    for name, value in part.__dict__.items():
+        if name not in LEFT_OUT and is_plain(value):
+            found.append((name, type(value), value))
+        elif name not in NO_SETTINGS and is_held(value):
+            found.append((name, type(value), picture(value)))
+    return found
+
+
+def is_hooked(part: nn.Module) -> bool:
+    """Whether another pack's code hangs on this part, for itself."""
+    own = part.__dict__
+    return any(_hooks(own)) or any(name in own and not is_known(own[name]) for name in FORWARDS)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is compared as it is: a number, a word, a dtype, or a tuple of them."""
+    return type(value) in PLAIN or (type(value) in TUPLES and all(map(is_plain, value)))
+
+
 class _Part:
     """What one part looked like."""
 
-    __slots__ = ("part", "kind", "names", "types", "get", "values", "code", "lists", "tables", "all_tables")
+    __slots__ = ("part", "kind", "names", "types", "get", "values", "code", "held", "lists", "tables")
 
-    def __init__(
-        self, part: nn.Module, is_plain: Callable[[Any], bool], is_code: Callable[[Any], bool], but: Collection[str],
-        lists: Sequence[str], tables: Sequence[str],
-    ) -> None:  # fmt: skip
+    def __init__(self, part: nn.Module) -> None:
         own = part.__dict__
         self.part, self.kind = weakref.ref(part), type(part)
         self.names, self.types = tuple(own), tuple(map(type, own.values()))
-        plain = [name for name, value in own.items() if name not in but and is_plain(value)]
+        plain = [name for name, value in own.items() if name not in LEFT_OUT and is_plain(value)]
         self.get = operator.itemgetter(*plain) if plain else None
         self.values = self.get(own) if plain else None
-        self.lists = [(name, _refs(own[name])) for name in lists if name in own]
-        self.all_tables = operator.itemgetter(*tables)
-        self.tables = [_refs(table.values()) for table in self.all_tables(own)] if any(self.all_tables(own)) else None
-        others = [(name, value) for name, value in own.items() if name not in but and name not in lists]
-        self.code = [(name, *_refs([value])) for name, value in others if not is_plain(value) and is_code(value)]
+        self.lists = [(name, _refs(own[name])) for name in FUNCTIONS if name in own]
+        self.tables = [_refs(table.values()) for table in _hooks(own)] if any(_hooks(own)) else None
+        others = [(name, value) for name, value in own.items() if name not in NO_SETTINGS and not is_plain(value)]
+        self.code = [(name, *_refs([value])) for name, value in others if callable(value)]
+        self.held = [(name, picture(value)) for name, value in others if is_held(value)]
 
     def fits(self, part: nn.Module) -> bool:
         own = part.__dict__
@@ -58,13 +95,17 @@ class _Part:
             and tuple(own) == self.names
             and tuple(map(type, own.values())) == self.types
             and (self.get is None or self.get(own) == self.values)
-            and (not any(self.all_tables(own)) if self.tables is None else self._tables_fit(own))
+            and (not any(_hooks(own)) if self.tables is None else self._tables_fit(own))
             and (not self.lists or all([_same(refs, own[name]) for name, refs in self.lists]))
             and (not self.code or all([ref() is own[name] for name, ref in self.code]))
+            and (not self.held or all([picture(own[name]) == seen for name, seen in self.held]))
         )
 
     def _tables_fit(self, own: dict[str, Any]) -> bool:
-        return all(_same(refs, table.values()) for refs, table in zip(self.tables, self.all_tables(own), strict=True))
+        return all(_same(refs, table.values()) for refs, table in zip(self.tables, _hooks(own), strict=True))
+
+
+_hooks = operator.itemgetter(*HOOKS)
 
 
 def _refs(values: Iterable[Any]) -> list[Callable[[], Any]]:

@@ -24,14 +24,19 @@ class WeightWatch:
     def __init__(self, module: nn.Module) -> None:
         modules = parts_of(module)
         self._mapped = [m.__dict__ for m in modules if "_v" in m.__dict__]
-        self._tables = [m._parameters for m in modules if m._parameters]
-        if self._mapped:  # every load copies these again
-            self._tables += [m._buffers for m in modules if m._buffers]
+        self._tables = [table for m in modules for table in (m._parameters, m._buffers) if table]
+        self._attributes = [
+            (m.__dict__, name)
+            for m in modules
+            for name, value in m.__dict__.items()
+            if isinstance(value, Tensor) and name not in MAPPED
+        ]
         self._convolutions = [m._parameters for m in modules if m._parameters and isinstance(m, nn.Conv2d)]
 
     def fingerprint(self) -> int:
         """Changes when a weight moved, was replaced or changed its layout; about 0.3 ms for SDXL's 1,680 weights."""
         addresses = [p.data_ptr() for table in self._tables for p in table.values() if p is not None]
+        addresses += [own[name].data_ptr() for own, name in self._attributes if isinstance(own.get(name), Tensor)]
         layouts = [table["weight"].stride() for table in self._convolutions]
         mapped = [weight for own in self._mapped for name in MAPPED if (weight := own.get(name)) is not None]
         places = [(weight.data_ptr(), weight.dtype, weight.stride()) for weight in mapped]

@@ -17,7 +17,7 @@ LAYERS = (
      "prompt_calls", "reasons", "skip_stats", "stats", "times"),
     ("artifacts",),
     ("kernels",),
-    ("tape", "fingerprint", "parts_seen"),
+    ("tape", "fingerprint", "foreign", "functions_read", "origin", "parts_seen"),
     ("block_call", "block_calls", "block_copies", "block_forwards", "capture", "clock", "graphs", "last_sizes", "skip",
      "size_list", "tapes", "verify", "weights"),
     ("block_take", "block_tier", "call", "halves", "maker", "tape_tier"),

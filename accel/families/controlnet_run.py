@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..attempt import Fallback, attempt, failed
 from ..call import Settings
 from ..engine import Engine
-from ..fingerprint import changed_part
+from ..foreign import changed_part
 from ..key import ShapeKey
 from ..reasons import say
 from ..tape.values import replaced

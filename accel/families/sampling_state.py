@@ -6,12 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fingerprint import ModuleFingerprint, foreign_code
+from ..fingerprint import ModuleFingerprint
+from ..foreign import foreign_code, replaced_in_torch
+from ..reasons import say
 from ..tape.named_tensors import modules_of, resolve
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import dynamic
 from .surroundings import surroundings
+
+MOST_CHANGES = 3  # of a model in one run: each costs a recording
 
 
 class SamplingState:
@@ -26,10 +30,13 @@ class SamplingState:
         self.model, self._layout = model, layout
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self._watch = fingerprints, WeightWatch(model)
+        self._changes, self._restless = 0, ""  # of the model in this run; why it is not recorded any more
         self._look(model)
 
     def _look(self, model: nn.Module) -> None:
         self._structure, self._foreign = self._fingerprints.of(model), self._fingerprints.foreign(model)
+        replaced = self._fingerprints.replaced
+        self._replaced = say("torch_replaced", name=replaced) if replaced else ""
         self.mapped = dynamic.mapped(model)
         self._names = self.mapped.names if self.mapped is not None else ()
         if self._layout is not None:
@@ -40,6 +47,8 @@ class SamplingState:
 
         device, dtype: of the model's inputs.
         """
+        if self._restless or self._replaced:
+            return self._restless or self._replaced
         return self.mapped.ready(device, dtype) if self.mapped is not None else ""
 
     def hold(self) -> str:
@@ -84,9 +93,13 @@ class SamplingState:
 
     def structure(self, model: nn.Module) -> int:
         """The model's code, now, and what else decides its result besides inputs and weights."""
-        if self._fingerprints.changed(model):
+        if not self._restless and self._fingerprints.changed(model):
+            before, change = self._structure, self._fingerprints.changes()
             self._watch = WeightWatch(model)
             self._look(model)
+            self._changes += self._structure != before
+            if self._changes > MOST_CHANGES:
+                self._restless = say("changes_itself", change=change)
         return hash((self._structure, self._names, surroundings(), torch.is_autocast_enabled()))
 
     def changed(self) -> str:
@@ -108,18 +121,20 @@ class Fingerprints:
         self._current: ModuleFingerprint | None = None
         self._number = 0
         self._has_foreign = False
+        self.replaced = ""  # a function of torch's that another pack replaced
 
     def of(self, model: nn.Module) -> int:
         """The number of the model as it is now; a new one if it changed since the last look."""
         if self._current is None or self._current.look():
             self._current = ModuleFingerprint(model)
             self._number += 1
-            self._has_foreign = bool(foreign_code(model))
+            self._has_foreign = bool(foreign_code(model, self._current.functions))
+            self.replaced = replaced_in_torch(self._current.functions)
         return self._number
 
     def foreign(self, model: nn.Module) -> list[tuple[str, Any]]:
         """Other packs' code in the model. Not kept: it may hold the model."""
-        return foreign_code(model) if self._has_foreign else []
+        return foreign_code(model, self._current.functions) if self._has_foreign else []
 
     def changed(self, model: nn.Module) -> bool:
         """A quick look."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..call import Call
-from ..fingerprint import foreign_method
+from ..foreign import foreign_method
 from ..key import ShapeKey, shape_key
 from ..reasons import say
 from ..skip.features import RUN_KEY
@@ -275,8 +275,8 @@ class _Copied(Reads):
         super().__init__(recorder.value)  # it must be one that we know
         self._recorder = recorder
 
-    def note(self, key: Any, value: Any) -> None:
+    def note(self, key: Any, value: Any, used: bool = True) -> None:
         """As in ``Reads``."""
         if key in COPIED_ALONG:
             self._recorder.refuse(say("attention_option", option=repr(key)))
-        super().note(key, value)
+        super().note(key, value, used)

@@ -41,6 +41,10 @@ REASONS = dict(
         "another node hooked or replaced a part of the model, and its code may keep something from one call to the "
         "next ({name}), so the forward is not recorded as a whole",
     ),
+    torch_replaced=(
+        "another node replaced torch's {name}",
+        "another node put its own function in the place of torch's {name}: ComfyUI's own forward runs",
+    ),
     foreign_control=(
         "another node changed the ControlNet",
         "another node replaced or hooked a part of the ControlNet{whose}, so it runs in eager",
@@ -122,7 +126,7 @@ REASONS = dict(
     no_result=("its result is no tensor", "its result is no tensor"),
     odd_result=("its result is no tensor", "its result is neither a tensor nor a list of tensors"),
     constant=("its result does not depend on its input", "its result does not depend on what it is given"),
-    changes_itself=("the model changes itself while it runs", "the forward changes the model itself, {change}"),
+    changes_itself=("the model changes while it runs", "the model is changed while it runs, {change}"),
     recording_failed=("Please report it: recording failed", "recording failed, {error}; please report it"),
     # Blocks recorded one by one
     block_passing=(

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..fingerprint import FORWARDS, FUNCTIONS, GLOBAL_HOOKS, HOOKS, LEFT_OUT
+from ..fingerprint import GLOBAL_HOOKS
+from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT
 from .named_tensors import tensors_of
 from .options import PLAIN
 

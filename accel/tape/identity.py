@@ -34,3 +34,12 @@ def _reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:  # numbers of other libraries, and their kin: small
         return lambda: value
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names of a class's attributes that are in no ``__dict__``."""
+    found: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else slots
+    return [name for name in found if name not in ("__dict__", "__weakref__")]

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..origin import is_known
+from ..parts_seen import is_hooked
 from .named_tensors import modules_of
 
 HOLDERS = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict, defaultdict))
@@ -45,7 +47,10 @@ def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
 def _is_read(module: nn.Module, name: str) -> bool:
     """Whether code of the model reads an attribute of this name. Some models only write one, to look at it by hand."""
     parts = list(module.modules())
-    owners = [vars(kind) for kind in {kind for part in parts for kind in type(part).__mro__} if not _is_of_torch(kind)]
+    kinds = {kind for part in parts for kind in type(part).__mro__}
+    if not all(map(is_known, kinds)) or any(map(is_hooked, parts)):
+        return True  # another pack's code may read it anywhere
+    owners = [vars(kind) for kind in kinds if not _is_of_torch(kind)]
     owners += [part.__dict__ for part in parts]
     functions = (getattr(item, "__func__", item) for owner in owners for item in list(owner.values()))
     codes = [code for function in functions if isinstance(code := getattr(function, "__code__", None), CodeType)]

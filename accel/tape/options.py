@@ -15,6 +15,7 @@ from .identity import EQUAL, PLAIN, Same
 from .state import look
 
 MISSING = object()
+MOST = 200  # objects in the state of one option
 # Different in every run, and copied along with all the rest by code that does not look at them.
 COPIED_ALONG = frozenset(
     ("uuids", "sigmas", "sample_sigmas", "cond_or_uncond", "wrappers", "callbacks", "context_window")
@@ -27,19 +28,22 @@ class Reads:
     def __init__(self, on_tensor: Callable[[Tensor], None]) -> None:
         self.tensors: dict[Any, tuple] = {}
         self.kept: dict[Any, Any] = {}
+        self.used: set[Any] = set()  # of those: what was asked for by its name, not just copied with the rest
         self.keys: tuple[frozenset, frozenset] | None = None  # the caller's, and those that the forward had written
         self.states: dict[tuple, tuple] = {}  # of recorded patches by their places in the options: see ``state``
         self._on_tensor = on_tensor
 
-    def note(self, key: Any, value: Any) -> None:
-        """``key`` was asked for, and ``value`` was there (or ``MISSING``)."""
-        if key in self.kept or key in self.tensors:
+    def note(self, key: Any, value: Any, used: bool = True) -> None:
+        """``key`` was asked for, and ``value`` was there (or ``MISSING``). used: not just copied with the rest."""
+        if (key in self.kept and (key in self.used or not used)) or key in self.tensors:
             return
         if isinstance(value, Tensor):
             self.tensors[key] = _spec(value)
             self._on_tensor(value)
         else:
-            self.kept[key] = frozen(value)
+            self.kept[key] = frozen(value, used)
+            if used:
+                self.used.add(key)
 
     def note_keys(self, keys: Iterator[Any], own: Iterable[Any]) -> None:
         """Somebody looked at all keys, so one more or one less may matter."""
@@ -79,7 +83,7 @@ class NotedOptions(dict):
         if self.heard is not None and value is not MISSING:
             self.heard[key] = value
         if key not in self._own:
-            self._reads.note(key, value)
+            self._reads.note(key, value, key is not self._passing)
 
     def _note_keys(self) -> None:
         self._reads.note_keys(dict.keys(self), self._own)
@@ -196,7 +200,7 @@ class Guards:
     def __init__(self, reads: Reads) -> None:
         self.tensors = list(reads.tensors)
         self._kept, self._specs, self._keys = dict(reads.kept), dict(reads.tensors), reads.keys
-        self._states = dict(reads.states)
+        self._states, self._used = dict(reads.states), frozenset(reads.used)
 
     def differs(
         self, options: Mapping[Any, Any], module: nn.Module | None = None, free: frozenset[str] = frozenset()
@@ -211,7 +215,7 @@ class Guards:
         if self._keys is not None and frozenset(options) - self._keys[1] != self._keys[0]:
             return next(iter(map(str, (frozenset(options) - self._keys[1]) ^ self._keys[0])))
         for key, old in self._kept.items():
-            if key not in free and not _equal(old, options.get(key, MISSING)):
+            if key not in free and old != frozen(options.get(key, MISSING), key in self._used):
                 return str(key)
         place = self.changed_state(options, module)
         return str(place[0]) if place else ""
@@ -231,21 +235,21 @@ def at(options: Any, place: tuple) -> Any:
     return options
 
 
-def frozen(value: Any) -> Any:
-    """``value`` as something that can be compared later and keeps no model alive."""
+def frozen(value: Any, deep: bool = False) -> Any:
+    """``value`` as something that can be compared later and keeps no model alive.
+
+    Functions by identity. deep: objects of settings not by identity alone, but by what lies in them.
+    """
     if isinstance(value, EQUAL):
         return type(value), value
     if isinstance(value, (list, tuple)):
-        return type(value), tuple(frozen(item) for item in value)
+        return type(value), tuple(frozen(item, deep) for item in value)
     if isinstance(value, dict):
-        return dict, tuple((key, frozen(item)) for key, item in dict.items(value))
+        return dict, tuple((key, frozen(item, deep)) for key, item in dict.items(value))
     if isinstance(value, (set, frozenset)) and all(isinstance(item, PLAIN) for item in value):
         return type(value), frozenset(value)
-    return Same(value)
-
-
-def _equal(old: Any, value: Any) -> bool:
-    return old == frozen(value)
+    state = look(value, most=MOST) if deep and not isinstance(value, Tensor) and not callable(value) else None
+    return Same(value) if state is None else (Same(value), state)
 
 
 def _spec(value: Any) -> tuple | None:

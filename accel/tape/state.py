@@ -7,19 +7,23 @@ patch is called in each forward.
 """
 
 import collections
+import dis
 import enum
 import functools
 import logging
+import os
 import sys
 import types
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .identity import EQUAL, Same
+from ..parts_seen import FUNCTIONS, LEFT_OUT
+from .identity import EQUAL, Same, slots_of
 
 MOST = 1500  # objects in the state of one patch: it is looked at before each replay
 # Packages whose functions do the same for the same arguments; their own modules' values are compared by identity.
@@ -80,6 +84,8 @@ class _Look:
             return kind, frozenset(value)
         if isinstance(value, FIXED):
             return kind, repr(value)
+        if value is os.environ:
+            return "environment", tuple(value.items())
         return self._object(value, kind, root)
 
     def _object(self, value: Any, kind: type, root: bool) -> State:
@@ -105,14 +111,16 @@ class _Look:
             return "same", Same(value)
         if isinstance(value, nn.Module):
             return self._part(value)
-        if _is_library(kind.__module__) and not kind.__module__.startswith("comfy"):
+        if isinstance(value, types.SimpleNamespace):
+            return kind, Same(value), tuple(self._attributes(value))
+        if is_library(kind.__module__) and not kind.__module__.startswith("comfy"):
             if type(kind) is type and not callable(value):  # a generator, a lock, a file: what it holds is hidden
                 raise _Unknown
             return "same", Same(value)  # torch's own operations
         return kind.__qualname__, Same(value), self._class(kind), tuple(self._attributes(value))
 
     def _attributes(self, value: Any) -> Iterator[tuple[str, State]]:
-        slots = [name for base in type(value).__mro__ for name in _slots(base)]
+        slots = slots_of(type(value))
         own = getattr(value, "__dict__", None)
         if own is None and not slots:
             raise _Unknown
@@ -124,7 +132,7 @@ class _Look:
 
     def _function(self, function: types.FunctionType, root: bool) -> State:
         closed = function.__closure__ or ()
-        if not root and not closed and _is_library(function.__module__ or ""):
+        if not root and not closed and is_library(function.__module__ or ""):
             return "same", Same(function)
         cells = []
         for cell in closed:
@@ -136,8 +144,8 @@ class _Look:
         return "function", Same(function.__code__), tuple(cells), named, tuple(self._globals(function))
 
     def _globals(self, function: types.FunctionType) -> Iterator[tuple[str, State]]:
-        names, there = _names(function.__code__), function.__globals__
-        for name in names:
+        names, there = names_of(function.__code__), function.__globals__
+        for name in _globals_of(function.__code__):
             if name in there:
                 value = there[name]
                 yield name, self.of(value)
@@ -146,14 +154,14 @@ class _Look:
 
     def _of_module(self, module: types.ModuleType, names: frozenset[str]) -> Iterator[tuple[str, State]]:
         """Those of a module's values that code with these names may read."""
-        library, there = _is_library(module.__name__), vars(module)
+        library, there = is_library(module.__name__), vars(module)
         for name in sorted(names & there.keys()):
-            value = there[name]
+            value = there[name] if there[name] is not os.getenv else os.environ
             if isinstance(value, types.ModuleType):
                 if id(value) not in self._places:
                     yield name, self.of(value)
                     yield from self._of_module(value, names)
-            elif library and not isinstance(value, EQUAL):
+            elif library and not isinstance(value, EQUAL) and value is not os.environ:
                 yield name, ("same", Same(value))
             else:
                 yield name, self.of(value)
@@ -161,7 +169,7 @@ class _Look:
     def _class(self, kind: type) -> State:
         found = []
         for base in kind.__mro__:
-            if base is object or _is_library(base.__module__):
+            if base is object or is_library(base.__module__):
                 found.append(Same(base))
                 continue
             if id(base) in self._places and base is not kind:
@@ -177,8 +185,10 @@ class _Look:
         """A module: of the model, or of the patch's own."""
         if self._own is None:
             self._own = {id(each) for each in self._module.modules()} if self._module is not None else set()
-        if id(part) in self._own:
-            return "part", Same(part)
+        if id(part) in self._own:  # what is watched of every part is left out here
+            but = LEFT_OUT.union(FUNCTIONS)
+            own = [(name, value) for name, value in part.__dict__.items() if name not in but and not callable(value)]
+            return "part", Same(part), tuple([(name, self.of(value)) for name, value in own])
         plain = [(name, self.of(value)) for name, value in part.__dict__.items() if name not in OF_MODULES]
         tensors = [(name, self.of(each)) for table in (part._parameters, part._buffers) for name, each in table.items()]
         below = [(name, self.of(child)) for name, child in part._modules.items()]
@@ -186,25 +196,34 @@ class _Look:
         return "module", Same(part), part.training, tuple(plain), tuple(tensors), tuple(below), tuple(hooks)
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
-
-
 @functools.lru_cache(maxsize=4096)
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
+    """Whether a module of this name is of a package whose functions do the same for the same arguments."""
     top = module.partition(".")[0]
-    return top in LIBRARIES or top in sys.stdlib_module_names
+    return top in LIBRARIES or top in sys.stdlib_module_names or _is_installed(top)
+
+
+def _is_installed(top: str) -> bool:
+    """Whether it is a package that was installed, as xformers is, and no pack of nodes."""
+    file = Path(getattr(sys.modules.get(top), "__file__", None) or "")
+    return any(folder.name in ("site-packages", "dist-packages") for folder in list(file.parents)[:2])
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(code: types.CodeType) -> frozenset[str]:
-    """The names that code reads, of globals and of attributes, functions inside of it too."""
+def _globals_of(code: types.CodeType) -> frozenset[str]:
+    """The names of globals that code reads, functions inside of it too."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    inside = (_globals_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return frozenset(names.union(*inside))
+
+
+@functools.lru_cache(maxsize=1024)
+def names_of(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and of attributes that code reads, and words: ``getattr(module, "name")``."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _names(constant)
+            names |= names_of(constant)
         elif isinstance(constant, str):  # getattr(module, "name")
             names.add(constant)
     return frozenset(names)

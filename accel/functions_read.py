@@ -1,0 +1,92 @@
+"""Functions and classes that a model's code names, wherever they are, so that one in another's place is seen.
+
+A pack may put its own function in place of one that models call: ``optimized_attention`` of a model's module, a rotary
+embedding, ``torch.nn.functional.scaled_dot_product_attention``. What was recorded then holds the old one.
+"""
+
+import functools
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .origin import KNOWN, is_known, origin
+from .parts_seen import kept
+from .tape.state import is_library, names_of
+
+NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
+DEEP = 4  # modules within modules that code names: torch.nn.functional
+LIBRARY = "torch"  # whose functions are noted where models name them, and not followed
+
+
+class FunctionsRead:
+    """What the methods of ``kinds`` name, and the functions that these call, as it was. Holds none of them."""
+
+    def __init__(self, kinds: Iterable[type]) -> None:
+        self._found: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        kinds = list(kinds)
+        own = [kind for kind in kinds if _top(kind) != LIBRARY]
+        theirs = [vars(kind)["forward"] for kind in kinds if _top(kind) == LIBRARY and "forward" in vars(kind)]
+        methods = [value for kind in own for value in vars(kind).values()]
+        self._follow(methods + theirs, {_top(kind) for kind in own} | KNOWN)
+        self._entries = [(there, name, kept(value)) for (_, name), (there, value) in self._found.items()]
+        del self._found
+
+    def fits(self) -> bool:
+        """Whether each is what it was."""
+        return all([there.get(name) is value() for there, name, value in self._entries])
+
+    def difference(self) -> tuple[str, Any] | None:
+        """(its name, what is there now) of the first one that is another; None if all are the same."""
+        return next(((name, now) for name, now, then in self._looked_up() if now is not then), None)
+
+    def brought(self) -> list[tuple[str, Any]]:
+        """(its name, it) of what another pack has put into a module of ComfyUI's or torch's."""
+        found = [(name, now) for name, now, _ in self._looked_up() if name.partition(".")[0] in KNOWN]
+        return [(name, now) for name, now in found if not is_known(now) and not is_library(origin(now))]
+
+    def _looked_up(self) -> Iterator[tuple[str, Any, Any]]:
+        return ((f"{there.get('__name__')}.{name}", there.get(name), value()) for there, name, value in self._entries)
+
+    def _follow(self, left: list[Any], packages: set[str]) -> None:
+        """Goes through these functions, and through those that they call in the same packages."""
+        seen: set[types.CodeType] = set()
+        while left:
+            for function in _functions(left.pop()):
+                if function.__code__ not in seen:
+                    seen.add(function.__code__)
+                    left += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+                    left += self._named(function.__globals__, names_of(function.__code__), packages, DEEP)
+
+    def _named(self, there: dict[str, Any], names: frozenset[str], packages: set[str], deep: int) -> Iterator[Any]:
+        """Notes what ``names`` stand for there; those that are to be followed."""
+        for name in names & there.keys():
+            value = there[name]
+            if isinstance(value, types.ModuleType):
+                if deep and vars(value) is not there:
+                    yield from self._named(vars(value), names, packages, deep - 1)
+            elif isinstance(value, NAMED) and (id(there), name) not in self._found:
+                self._found[id(there), name] = there, value
+                if isinstance(value, types.FunctionType) and _top(value) in packages and _top(value) != LIBRARY:
+                    yield value
+
+
+def _top(value: Any) -> str:
+    return (value.__module__ or "").partition(".")[0]
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """The functions in a class's attribute."""
+    if isinstance(value, property):
+        yield from (each for each in (value.fget, value.fset) if isinstance(each, types.FunctionType))
+        return
+    value = value.func if isinstance(value, functools.partial) else getattr(value, "__func__", value)
+    if isinstance(value, types.FunctionType):
+        yield value
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True

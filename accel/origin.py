@@ -1,0 +1,19 @@
+"""Whose code something is: torch's, ComfyUI's own, Python's, ours, or another pack's."""
+
+import sys
+from typing import Any
+
+KNOWN = frozenset(("torch", "comfy", "comfy_kitchen", "builtins", "einops"))  # packages whose code keeps nothing
+
+
+def origin(value: Any) -> str:
+    """The module that a function, a hook, a class or a layer is from."""
+    function = getattr(value, "func", value)  # of a functools.partial
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def is_known(value: Any) -> bool:
+    """Whether its code is torch's, ComfyUI's own, Python's or ours."""
+    whose = origin(value)
+    top = whose.partition(".")[0]
+    return whose.startswith(f"{__package__}.") or top in KNOWN or top in sys.stdlib_module_names

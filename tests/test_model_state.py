@@ -1,0 +1,290 @@
+"""What other packs keep in a model, or beside it: a change shows, between two runs and in the middle of one. CPU."""
+
+import os
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from tools.driving import compiled, sample_tiny
+from tools.oracles import error, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-5  # relative L2 in fp32
+CHANGED = 1e-3  # by how much a change must show, so that a test can tell
+NAME = "QwenImage"
+FIRST = "diffusion_model.transformer_blocks.0"
+MODULE = types.SimpleNamespace(gain=1.0)
+FEATURES = {}
+
+
+def number():
+    """A pack's function, which another one may stand in for."""
+    return 1.0
+
+
+class Gain:
+    __slots__ = ("gain",)
+
+    def __init__(self, gain):
+        self.gain = gain
+
+
+@pytest.fixture
+def tiny(pack):
+    from tools.architectures import patchers
+
+    return patchers.make
+
+
+def first(patcher):
+    return patcher.model.diffusion_model.transformer_blocks[0]
+
+
+def as_class(patcher, gain):
+    """Another class for one block."""
+    block = first(patcher)
+
+    class Louder(type(block)):
+        def forward(self, *args, **kwargs):
+            return louder(super().forward(*args, **kwargs), gain(self, kwargs))
+
+    block.__class__ = Louder
+    return block
+
+
+def as_patch(patcher, gain):
+    """Another forward for one block."""
+    block = first(patcher)
+    own = block.forward
+    patcher.add_object_patch(
+        f"{FIRST}.forward", lambda *args, **kwargs: louder(own(*args, **kwargs), gain(block, kwargs))
+    )
+    return block
+
+
+def as_layer(patcher, gain):
+    """A layer of the pack's own around one block."""
+
+    class Around(nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.block = block
+
+        def forward(self, *args, **kwargs):
+            return louder(self.block(*args, **kwargs), gain(self, kwargs))
+
+    around = patcher.model.diffusion_model.transformer_blocks[0] = Around(first(patcher))
+    return around
+
+
+def as_hook(patcher, gain):
+    block = first(patcher)
+    block.register_forward_hook(lambda block, args, kwargs, out: louder(out, gain(block, kwargs)), with_kwargs=True)
+    return block
+
+
+def louder(out, gain):
+    return tuple(part * gain for part in out)
+
+
+def kept_mean(block, kwargs):
+    before, block.mean = getattr(block, "mean", None), kwargs["hidden_states"].mean()
+    return 1.0 if before is None else 1.0 + before
+
+
+def kept_beside(block, kwargs):
+    before, FEATURES["mean"] = FEATURES.get("mean"), kwargs["hidden_states"].mean()
+    return 1.0 if before is None else 1.0 + before
+
+
+def counted(block, kwargs):
+    block.calls += 1
+    return 1.0 + 0.1 * block.calls
+
+
+def replaced(block):
+    global number  # noqa: PLW0603
+    number = lambda: 1.5  # noqa: E731
+
+
+# what the block's gain is, how it begins, and what another node does to it later
+CASES = {
+    "a list": (lambda b, k: b.gains[0], lambda b: setattr(b, "gains", [1.0]), lambda b: b.gains.__setitem__(0, 1.5)),
+    "a dict": (
+        lambda b, k: b.gains["x"], lambda b: setattr(b, "gains", {"x": 1.0}), lambda b: b.gains.update(x=1.5)
+    ),
+    "an object": (
+        lambda b, k: b.own.gain, lambda b: setattr(b, "own", Gain(1.0)), lambda b: setattr(b.own, "gain", 1.5)
+    ),
+    "a number": (lambda b, k: b.gain, lambda b: setattr(b, "gain", 1.0), lambda b: setattr(b, "gain", 1.5)),
+    "a number of the class": (
+        lambda b, k: getattr(b, "gain", 1.0), lambda b: None, lambda b: setattr(type(b), "gain", 1.5)
+    ),
+    "a number elsewhere": (
+        lambda b, k: MODULE.gain, lambda b: setattr(MODULE, "gain", 1.0), lambda b: setattr(MODULE, "gain", 1.5)
+    ),
+    "a function": (lambda b, k: number(), lambda b: None, replaced),
+    "the environment": (
+        lambda b, k: float(os.environ["GAIN"]), lambda b: os.environ.update(GAIN="1"),
+        lambda b: os.environ.update(GAIN="1.5"),
+    ),
+    "a tensor": (
+        lambda b, k: b.gain, lambda b: setattr(b, "gain", torch.ones(1)),
+        lambda b: setattr(b, "gain", torch.full((1,), 1.5)),
+    ),
+    "a buffer": (
+        lambda b, k: b.gain, lambda b: b.register_buffer("gain", torch.ones(1)),
+        lambda b: setattr(b, "gain", torch.full((1,), 1.5)),
+    ),
+    "a tensor of the last call": (kept_mean, lambda b: None, None),
+    "a tensor of the last call elsewhere": (kept_beside, lambda b: FEATURES.clear(), None),
+    "a count": (counted, lambda b: setattr(b, "calls", 0), None),
+}  # fmt: skip
+BETWEEN = [
+    *((name, as_class) for name in CASES),
+    *((name, as_patch) for name in ("a list", "a tensor of the last call", "a number of the class")),
+    *((name, as_layer) for name in ("a dict", "a function", "a tensor of the last call")),
+    *((name, as_hook) for name in ("an object", "a buffer", "a tensor of the last call")),
+]
+MID_RUN = [
+    ("a list", as_class), ("an object", as_patch), ("a number", as_layer), ("a number", as_hook),
+    ("a number of the class", as_hook), ("a number elsewhere", as_class), ("a tensor", as_class),
+]  # fmt: skip
+
+
+@pytest.fixture
+def undo(monkeypatch):
+    """What cases change for the whole process is as before."""
+    monkeypatch.setenv("GAIN", "1")
+    monkeypatch.setitem(globals(), "number", number)
+
+
+def pictures(tiny, install, gain, begin, change, fast, at_step=None, runs=4):
+    """Of ``runs`` runs; between the second and the third, or after a step of the second, another node changes it."""
+    patcher = tiny(NAME)
+    block = install(patcher, gain)
+    begin(block)
+    patcher, found = compiled(patcher) if fast else patcher, []
+    kind = type(block)
+    had = dict(vars(kind))
+
+    def step(number, *_):
+        if number == at_step and len(found) == 1:
+            change(block)
+
+    for seed in range(runs):
+        if seed == 2 and at_step is None and change is not None:
+            change(block)
+        found.append(sample_tiny(patcher, NAME, seed=seed, steps=4, height=10, callback=step))
+    for name in vars(kind).keys() - had.keys():
+        delattr(kind, name)
+    return found
+
+
+@pytest.mark.parametrize(("case", "install"), BETWEEN)
+def test_between_two_runs(tiny, undo, monkeypatch, case, install):
+    wanted = pictures(tiny, install, *CASES[case], fast=False)
+    monkeypatch.setitem(globals(), "number", lambda: 1.0)
+    found = pictures(tiny, install, *CASES[case], fast=True)
+    assert max(map(error, found, wanted)) < CLOSE
+
+
+@pytest.mark.parametrize(("case", "install"), MID_RUN)
+def test_in_mid_run(tiny, undo, case, install):
+    wanted, found = (pictures(tiny, install, *CASES[case], fast=fast, at_step=1, runs=3) for fast in (False, True))
+    assert max(map(error, found, wanted)) < CLOSE
+
+
+def test_a_model_that_changes_at_each_step(tiny, undo, recordings):
+    """It is recorded a few times, and then left to ComfyUI; the reason says what changes."""
+    install, (gain, begin, _) = as_class, CASES["a number"]
+
+    def image(fast):
+        patcher = tiny(NAME)
+        block = install(patcher, gain)
+        begin(block)
+        step = lambda number, *_: setattr(block, "gain", 1.0 + number / 10)  # noqa: E731
+        return sample_tiny(compiled(patcher) if fast else patcher, NAME, steps=9, callback=step)
+
+    assert error(image(True), image(False)) < CLOSE
+    assert len(recordings) <= 4
+    assert "transformer_blocks.0.gain" in shapes()[-1]["reason"]
+
+
+# Functions that ComfyUI's code names ------------------------------------------------------------------------------
+
+
+def places():
+    import comfy.ldm.common_dit
+    import comfy.ldm.qwen_image.model as model
+    import torch.nn.functional as F
+
+    return {
+        "attention of the model's module": (model, "optimized_attention_masked"),
+        "rotary embedding": (model, "apply_rope1"),
+        "a helper of another module": (comfy.ldm.common_dit, "pad_to_patch_size"),
+        "torch's attention": (F, "scaled_dot_product_attention"),
+        "a function of torch's layers": (F, "silu"),
+    }
+
+
+@pytest.mark.parametrize("at_step", [None, 1])
+@pytest.mark.parametrize("name", ["attention of the model's module", "rotary embedding", "a helper of another module",
+                                  "torch's attention", "a function of torch's layers"])  # fmt: skip
+def test_a_function_in_the_place_of_comfyuis(tiny, monkeypatch, name, at_step):
+    """As packs do that bring their own attention for every model; and theirs is taken away again."""
+    where = places()[name]
+    own = getattr(*where)
+
+    def louder(*args, **kwargs):
+        out = own(*args, **kwargs)
+        return tuple(part * 1.1 for part in out) if isinstance(out, tuple) else out * 1.1
+
+    def images(fast):
+        with monkeypatch.context() as patch:
+            found = pictures(
+                tiny, lambda patcher, gain: first(patcher), None, lambda block: None,
+                lambda block: patch.setattr(*where, louder), fast, at_step, runs=3,
+            )  # fmt: skip
+        return found
+
+    wanted, found = images(False), images(True)
+    assert max(map(error, found, wanted)) < CLOSE
+
+
+# Options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Gain, types.SimpleNamespace])
+@pytest.mark.parametrize("install", [as_class, as_patch])
+def test_an_object_among_the_options(tiny, kind, install):
+    """Whose value another node changes in place, between two steps."""
+
+    def image(fast):
+        patcher, setting = tiny(NAME), kind(gain=1.0)
+        install(patcher, lambda block, kwargs: kwargs["transformer_options"]["setting"].gain)
+        patcher = compiled(patcher) if fast else patcher.clone()
+        patcher.model_options["transformer_options"]["setting"] = setting
+        step = lambda number, *_: setattr(setting, "gain", 1.5 if number > 1 else 1.0)  # noqa: E731
+        return sample_tiny(patcher, NAME, steps=5, callback=step), sample_tiny(patcher, NAME, steps=2, seed=1)
+
+    wanted, found = image(False), image(True)
+    assert max(map(error, found, wanted)) < CLOSE
+
+
+def test_a_list_of_comfyuis_own(tiny):
+    """Chroma leaves out the blocks that it names, and other nodes write into it."""
+    wanted, found = [], []
+    for fast, images in ((False, wanted), (True, found)):
+        patcher = tiny("Chroma")
+        model = patcher.model.diffusion_model
+        patcher = compiled(patcher) if fast else patcher
+        for left_out in (None, 0):
+            if left_out is not None:
+                model.skip_dit.append(left_out)
+            images.append(sample_tiny(patcher, "Chroma"))
+    assert error(wanted[1], wanted[0]) > CHANGED
+    assert max(map(error, found, wanted)) < CLOSE
