@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .functions_read import FunctionsRead
 from .origin import is_known, origin
 from .parts_seen import (
     FORWARDS,
@@ -49,13 +48,11 @@ OF_TORCH = (*FORWARDS, "__call__", "_call_impl")  # methods of torch's own class
 class Watch:
     """A quick look at a module's parts. Holds the modules.
 
-    functions: that its code names. held: (number of a part, name) of its lists, dicts and objects of settings.
+    held: (number of a part, name) of its lists, dicts and objects of settings.
     """
 
-    def __init__(
-        self, module: nn.Module, functions: FunctionsRead | None = None, held: Iterable[tuple[int, str]] = ()
-    ) -> None:
-        self._modules, self._functions = parts_of(module), functions
+    def __init__(self, module: nn.Module, held: Iterable[tuple[int, str]] = ()) -> None:
+        self._modules = parts_of(module)
         self._dicts = [part.__dict__ for part in self._modules]
         self._hooks = [part.__dict__[name] for part in self._modules for name in HOOKS]
         self._children = [part._modules for part in self._modules if part._modules]
@@ -69,16 +66,18 @@ class Watch:
         theirs = {kind for kind in set(map(type, self._modules)) if not is_known(kind)}
         watched = [part for part in self._modules if part is module or type(part) in theirs or is_hooked(part)]
         self._settings = [(part.__dict__, _names_of_settings(part)) for part in watched]
-        self._seen, self._pictures = self._look(), self._picture()
+        self._seen, self._pictures, self._values = self._look(), self._picture(), self._now()
 
     def changed(self) -> bool:
-        """Whether a part was hooked, replaced or set to be cast, or a function of its code replaced for every model.
+        """Whether a part was hooked, replaced or set to be cast, or a method of a class replaced for every model.
 
         Settings too: those of the model itself and of other packs' parts, and of all parts what lies in lists.
         """
-        if self._functions is not None and not self._functions.fits():
-            return True
-        return not all(map(_same, self._seen, self._look())) or self._pictures != self._picture()
+        same = all(map(_same, self._seen, self._look())) and self._pictures == self._picture()
+        return not (same and all(map(_is_equal, self._values, self._now())))
+
+    def _now(self) -> list[Any]:
+        return [own.get(name) for own, names in self._settings for name in names]
 
     def _picture(self) -> list[Any]:
         return [picture(own.get(name)) for own, name in self._held]
@@ -95,7 +94,6 @@ class Watch:
             list(chain.from_iterable(map(dict.values, filter(None, self._hooks)))),
             list(chain.from_iterable(map(dict.values, self._children))),
             [methods.get(name) for methods, name in self._methods],
-            [own.get(name) for own, names in self._settings for name in names],
             global_hooks(),
         ]
 
@@ -107,14 +105,13 @@ class ModuleFingerprint:
         self._module = weakref.ref(module)
         self._seen = {key: kept(value) for key, value in objects_of(module)}
         self._plain = [settings_of(part) for part in parts_of(module)]
-        self.functions = FunctionsRead(classes_of(parts_of(module)))
         self._watch: Watch | None = self._watched(module)
         self._parts: PartsSeen | None = None  # of the last full look that saw no change
 
     def _watched(self, module: nn.Module) -> Watch:
         settings = enumerate(self._plain)
         held = [(number, name) for number, found in settings for name, _, value in found if not is_plain(value)]
-        return Watch(module, self.functions, held)
+        return Watch(module, held)
 
     def quick(self) -> bool:
         """Whether a cheap look sees a change; the first one after ``release`` is a full one."""
@@ -138,8 +135,6 @@ class ModuleFingerprint:
         if module is None:
             return "the module is gone"
         parts = parts_of(module)
-        if (changed := self.functions.difference()) is not None:
-            return f"{changed[0]} ({origin(changed[1])})"
         if self._parts is not None and self._parts.fits(parts) and self._classes_are_as_seen(parts):
             return ""
         found = self._difference(module)
@@ -172,7 +167,7 @@ class ModuleFingerprint:
         for key, value in objects_of(module):
             if key[1] and (key not in left or left.pop(key)() is not value):
                 return False
-        return not left and self.functions.fits() and [settings_of(part) for part in parts_of(module)] == self._plain
+        return not left and [settings_of(part) for part in parts_of(module)] == self._plain
 
     def changed(self) -> str:
         """``full`` where a cheap look sees a change, else ""."""
@@ -257,6 +252,10 @@ def global_hooks() -> list[Callable]:
 
 def _same(before: list[Any], now: list[Any]) -> bool:
     return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def _is_equal(before: Any, now: Any) -> bool:
+    return before is now or (type(before) is type(now) and is_plain(now) and before == now)
 
 
 def shown(module: nn.Module, key: Key) -> str:

@@ -15,37 +15,43 @@ from .tape.state import is_library, names_of
 
 NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
 DEEP = 4  # modules within modules that code names: torch.nn.functional
+MOST_STATES = 8  # a pack puts its attention in place, and takes it away again
 LIBRARY = "torch"  # whose functions are noted where models name them, and not followed
 
 
 class FunctionsRead:
-    """What the methods of ``kinds`` name, and the functions that these call, as it was. Holds none of them."""
+    """What the methods of ``kinds`` name, and the functions that these call. Holds none of them."""
 
     def __init__(self, kinds: Iterable[type]) -> None:
-        self._found: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._found: dict[tuple[int, str], dict[str, Any]] = {}
         kinds = list(kinds)
         own = [kind for kind in kinds if _top(kind) != LIBRARY]
         theirs = [vars(kind)["forward"] for kind in kinds if _top(kind) == LIBRARY and "forward" in vars(kind)]
         methods = [value for kind in own for value in vars(kind).values()]
         self._follow(methods + theirs, {_top(kind) for kind in own} | KNOWN)
-        self._entries = [(there, name, kept(value)) for (_, name), (there, value) in self._found.items()]
+        self._places = [(there, name) for (_, name), there in self._found.items()]
         del self._found
+        self._states = {0: [kept(there.get(name)) for there, name in self._places]}
+        self._number = 0
 
-    def fits(self) -> bool:
-        """Whether each is what it was."""
-        return all([there.get(name) is value() for there, name, value in self._entries])
-
-    def difference(self) -> tuple[str, Any] | None:
-        """(its name, what is there now) of the first one that is another; None if all are the same."""
-        return next(((name, now) for name, now, then in self._looked_up() if now is not then), None)
+    def state(self) -> int:
+        """A number for what they are now: the same as long as they are the same, and when they are so again."""
+        now = [there.get(name) for there, name in self._places]
+        for number in (self._number, *self._states):
+            if all([seen() is value for seen, value in zip(self._states[number], now, strict=True)]):
+                self._number = number
+                return number
+        self._number = max(self._states, default=0) + 1
+        self._states[self._number] = list(map(kept, now))
+        if len(self._states) > MOST_STATES:
+            del self._states[min(self._states)]
+        return self._number
 
     def brought(self) -> list[tuple[str, Any]]:
         """(its name, it) of what another pack has put into a module of ComfyUI's or torch's."""
-        found = [(name, now) for name, now, _ in self._looked_up() if name.partition(".")[0] in KNOWN]
-        return [(name, now) for name, now in found if not is_known(now) and not is_library(origin(now))]
-
-    def _looked_up(self) -> Iterator[tuple[str, Any, Any]]:
-        return ((f"{there.get('__name__')}.{name}", there.get(name), value()) for there, name, value in self._entries)
+        found = [(f"{there.get('__name__')}.{name}", there.get(name)) for there, name in self._places]
+        known = [(name, now) for name, now in found if name.partition(".")[0] in KNOWN]
+        return [(name, now) for name, now in known if not is_known(now) and not is_library(origin(now))]
 
     def _follow(self, left: list[Any], packages: set[str]) -> None:
         """Goes through these functions, and through those that they call in the same packages."""
@@ -65,7 +71,7 @@ class FunctionsRead:
                 if deep and vars(value) is not there:
                     yield from self._named(vars(value), names, packages, deep - 1)
             elif isinstance(value, NAMED) and (id(there), name) not in self._found:
-                self._found[id(there), name] = there, value
+                self._found[id(there), name] = there
                 if isinstance(value, types.FunctionType) and _top(value) in packages and _top(value) != LIBRARY:
                     yield value
 

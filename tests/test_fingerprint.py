@@ -172,6 +172,29 @@ def test_what_weights_do_is_no_change(model) -> None:
     assert found.full() == "" == found.changed()
 
 
+def test_an_equal_setting_is_no_change(model) -> None:
+    """A forward may note a size at each call. Another size is a change."""
+    model[0].size, model[0].scale = (10, 20), 1000.5
+    found = ModuleFingerprint(model)
+    model[0].size, model[0].scale = tuple([10, 20]), float("1000.5")
+    assert not found.quick()
+    model[0].size = (10, 21)
+    assert found.quick() and "0.size" in found.full()
+
+
+def test_what_lies_in_a_list_or_an_object(model) -> None:
+    """A quick look sees it in every part, and a full one says where."""
+    model[1].norm.skipped, model[0].own = [1, [2]], types.SimpleNamespace(theta={"x": 1})
+    found = ModuleFingerprint(model)
+    assert not found.quick() and found.full() == found.full() == ""
+    model[1].norm.skipped[1].append(3)
+    assert found.quick() and "1.norm.skipped" in found.full()
+    model[1].norm.skipped[1].pop()
+    assert not found.quick() and found.full() == ""
+    model[0].own.theta["x"] = True
+    assert found.quick() and "0.own" in found.full()
+
+
 def test_another_empty_list_is_no_change(model) -> None:
     """ComfyUI puts one there whenever it loads a model."""
     found = ModuleFingerprint(model)

@@ -13,7 +13,7 @@ from tools.paths import ROOT
 SCRIPT = """
 import json, torch
 from tools import embed
-embed.use_comfyui(cpu=True)
+embed.use_comfyui({"cpu": True})
 import comfy.controlnet, comfy.sd
 from bench import models
 from tools import driving

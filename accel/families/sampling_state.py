@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..fingerprint import ModuleFingerprint
+from ..fingerprint import ModuleFingerprint, classes_of
 from ..foreign import foreign_code, replaced_in_torch
+from ..functions_read import FunctionsRead
 from ..reasons import say
-from ..tape.named_tensors import modules_of, resolve
+from ..tape.named_tensors import modules_of, parts_of, resolve
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import dynamic
@@ -34,8 +35,8 @@ class SamplingState:
         self._look(model)
 
     def _look(self, model: nn.Module) -> None:
-        self._structure, self._foreign = self._fingerprints.of(model), self._fingerprints.foreign(model)
-        replaced = self._fingerprints.replaced
+        self._structure, self._functions = self._fingerprints.of(model), self._fingerprints.functions()
+        self._foreign, replaced = self._fingerprints.foreign(model), self._fingerprints.replaced
         self._replaced = say("torch_replaced", name=replaced) if replaced else ""
         self.mapped = dynamic.mapped(model)
         self._names = self.mapped.names if self.mapped is not None else ()
@@ -100,7 +101,9 @@ class SamplingState:
             self._changes += self._structure != before
             if self._changes > MOST_CHANGES:
                 self._restless = say("changes_itself", change=change)
-        return hash((self._structure, self._names, surroundings(), torch.is_autocast_enabled()))
+        elif self._fingerprints.functions() != self._functions:
+            self._look(model)
+        return hash((self._structure, self._functions, self._names, surroundings(), torch.is_autocast_enabled()))
 
     def changed(self) -> str:
         """What a forward changed of the model itself: a counter, say."""
@@ -119,22 +122,30 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._current: ModuleFingerprint | None = None
+        self._functions: FunctionsRead | None = None
         self._number = 0
-        self._has_foreign = False
+        self._has_foreign, self._seen = False, (0, 0)  # whether, and of which code
         self.replaced = ""  # a function of torch's that another pack replaced
 
     def of(self, model: nn.Module) -> int:
         """The number of the model as it is now; a new one if it changed since the last look."""
         if self._current is None or self._current.look():
-            self._current = ModuleFingerprint(model)
+            self._current, self._functions = ModuleFingerprint(model), FunctionsRead(classes_of(parts_of(model)))
             self._number += 1
-            self._has_foreign = bool(foreign_code(model, self._current.functions))
-            self.replaced = replaced_in_torch(self._current.functions)
         return self._number
+
+    def functions(self) -> int:
+        """As ``FunctionsRead.state``, of the model at the last look."""
+        return self._functions.state() if self._functions is not None else 0
 
     def foreign(self, model: nn.Module) -> list[tuple[str, Any]]:
         """Other packs' code in the model. Not kept: it may hold the model."""
-        return foreign_code(model, self._current.functions) if self._has_foreign else []
+        if self._seen == (self._number, self.functions()):
+            return foreign_code(model, self._functions) if self._has_foreign else []
+        found = foreign_code(model, self._functions)
+        self._has_foreign, self._seen = bool(found), (self._number, self.functions())
+        self.replaced = replaced_in_torch(self._functions)
+        return found
 
     def changed(self, model: nn.Module) -> bool:
         """A quick look."""
