@@ -23,7 +23,9 @@ _LINE = re.compile(
     rf"{_NUMBER}{_BY}{_NUMBER}(?:{_BY}{_NUMBER}|[\s,]+{_NUMBER}\s*frames?)?(?:[\s,]+b(?:atch)?\s*{_NUMBER})?",
     re.IGNORECASE,
 )
-_NEXT = re.compile(r"[,;]\s*(?=[0-9]+\s*[x×*])")  # between two sizes on one line
+# Between two entries on one line. A batch or a number of frames belongs to the size before it. A number alone could be
+# either, so it spoils its size.
+_NEXT = re.compile(r"[,;](?!\s*(?:b(?:atch)?\s*(?:[0-9]|\b)|[0-9]+\s*(?:frames?\b|b|$|[,;])))", re.IGNORECASE)
 # What a Chinese or Japanese keyboard types in the place of "0" to "9", "x", "," and so on, and its space and comma.
 _WIDE = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)} | {0x3000: " ", 0x3001: ","}
 _QUOTED = 40  # characters of a bad line

@@ -67,6 +67,17 @@ def test_several_sizes_on_a_line(pack) -> None:
     assert [problem.split(" - ")[0] for problem in problems] == ["line 2: '8x8'", "line 2: '72x'"]
 
 
+def test_a_bad_entry_leaves_the_others_of_its_line(pack) -> None:
+    for line in ("64x64, foo", "foo, 64x64", "64x64; Foo", "６４ｘ６４、foo"):
+        found, problems = parse(line)
+        assert found == [(64, 64, 1)], line
+        assert [problem.split(" - ")[0].lower() for problem in problems] == ["line 1: 'foo'"]
+    assert parse("64x64, bar, 72x72, b2")[0] == [(64, 64, 1), (72, 72, 2)]
+    for line in ("64x64, batch two", "64x64, 512"):  # what could belong to the size is no other entry
+        found, (problem,) = parse(line)
+        assert found == [] and f"'{line}'" in problem
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [
