@@ -5,7 +5,7 @@
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -172,6 +172,7 @@ class NodeStats:
     settings: dict[str, Any] = field(default_factory=dict)  # its inputs that are no links; for reports alone
     file: str = ""  # of the model that the node got, by its name; "" where no loader of its workflow names one
     sizes: dict[str, int] = field(default_factory=dict)  # of Warm Up: how many are "listed", "ready", and entries "bad"
+    ended: str = ""  # "cancelled" | "failed": how its latest prompt was broken off
     instead: Callable[[], str] = str  # why its latest run went past it, if it did; holds no model
     _known: list[str] = field(default_factory=list, repr=False)
 
@@ -181,6 +182,7 @@ class NodeStats:
 
     def clear(self) -> None:
         """Forgets what was said of its run; why a model cannot be compiled at all holds on."""
+        self.ended = ""
         if self.state != "eager":
             self.message = ""
 
@@ -188,7 +190,7 @@ class NodeStats:
         """The contract's entry. Keeps the names when the model is gone, as its entries stay too."""
         self._known = self.names() or self._known
         names = ("id", "workflow", "type", "state", "message")
-        more = {"file": self.file, "sizes": self.sizes, "instead": self.instead()}
+        more = {"file": self.file, "sizes": self.sizes, "instead": self.instead(), "ended": self.ended}
         given = {name: value for name, value in more.items() if value}
         return {name: getattr(self, name) for name in names} | {"models": list(self._known)} | given
 
@@ -235,6 +237,13 @@ class Stats:
             self._nodes[entry.workflow, entry.id] = entry
             for oldest in list(self._nodes)[:-MAX_NODES]:
                 del self._nodes[oldest]
+
+    def ended(self, workflow: str, ids: Collection[str], how: str) -> None:
+        """Notes on the nodes of a prompt how it was broken off; "" if it was not."""
+        with self._lock:
+            for node in self._nodes.values():
+                if node.workflow == workflow and node.id in ids:
+                    node.ended = how
 
     def nodes(self) -> list[NodeStats]:
         """Those that ran, the latest last."""

@@ -4,7 +4,7 @@ from typing import Any
 
 from server import PromptServer
 
-from ..accel import gain, preparing, stats
+from ..accel import preparing, stats
 from ..accel.attempt import attempt, failed
 from . import prompts, sizes
 from .ahead import AHEAD
@@ -21,7 +21,7 @@ class Live:
         self._server = server
         self._sent: dict[str, Any] = {}
         self._watching = False
-        self._told: dict[str, str] = {}  # nodes that say that their model is being prepared -> for how long
+        self._ended = ""  # the id of the latest prompt whose end was noted
         server.add_on_prompt_handler(self._on_prompt)
 
     def _on_prompt(self, prompt: dict[str, Any]) -> dict[str, Any]:
@@ -34,6 +34,8 @@ class Live:
         queue = self._server.prompt_queue
         busy = queue.get_tasks_remaining() > 0  # before the look, so that the last one sees the end
         attempt(lambda: prompts.conclude(queue), failed("server", "summing a prompt up"))
+        ended, _ = attempt(lambda: prompts.note_ends(queue, self._ended), failed("server", "a prompt's end"))
+        self._ended = ended or self._ended
         attempt(self._tell, failed("server", "a node's message"))
         attempt(self.push, failed("server", "sending the stats to the browser"))
         if not busy:
@@ -60,7 +62,7 @@ class Live:
             self._server.send_sync(EVENT, now)
 
     def _tell(self) -> None:
-        """Under each node of a model that is being prepared: for how long, and in the end how long it took."""
+        """Under each node of a model that is being prepared: for how long. The page takes the text away at the end."""
         work = preparing.snapshot()
         nodes: list[str] = []
         if work and work["seconds"] >= LONG:
@@ -68,10 +70,7 @@ class Live:
             there = prompts.running_nodes(self._server.prompt_queue)  # other workflows have other nodes of these ids
             nodes = list(dict.fromkeys(node.id for node in known if there.get(node.id) == node.type))
         for node in nodes:
-            self._told[node] = gain.duration(work["seconds"])
             self._server.send_progress_text(f"preparing {work['size']}: {int(work['seconds'])} s", node)
-        for node in [node for node in self._told if node not in nodes]:
-            self._server.send_progress_text(f"prepared for {self._told.pop(node)}", node)
 
 
 def _without_clock(now: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Prompts in ComfyUI's queue: which one runs, of which workflow, and a line of what it came to when it has ended."""
 
 import logging
+from itertools import takewhile
 from typing import Any
 
 from comfy_execution.utils import get_executing_context
@@ -14,6 +15,7 @@ from .badge import workflow_of
 log = logging.getLogger(__name__)
 
 KEY = "anyshape"  # of what is added to a prompt's entry in ComfyUI's history
+BROKEN_OFF = {"execution_interrupted": "cancelled", "execution_error": "failed"}  # -> what a node's line says
 START, END = "execution_start", ("execution_success", "execution_error", "execution_interrupted")
 
 
@@ -52,6 +54,18 @@ def conclude(queue: Any) -> None:
         log.info("AnyShape: prompt %s: %s", prompt_id, line)
         with queue.mutex:
             entry[KEY] = figures | {"text": line}
+
+
+def note_ends(queue: Any, seen: str) -> str:
+    """Notes on the nodes of each prompt that ended after ``seen`` whether it was broken off; the id of the latest."""
+    with queue.mutex:
+        entries = list(takewhile(lambda item: item[0] != seen, reversed(queue.history.items())))
+    for _, entry in reversed(entries):
+        _, _, prompt, extra, *_ = entry["prompt"]
+        told = dict((entry.get("status") or {}).get("messages", []))
+        ended = next((word for name, word in BROKEN_OFF.items() if name in told), "")
+        STATS.ended(workflow_of(extra.get("extra_pnginfo")), prompt.keys(), ended)
+    return entries[0][0] if entries else seen
 
 
 def summary(prompt: Prompt, seconds: float) -> tuple[str, dict[str, Any]]:

@@ -280,12 +280,15 @@ def test_preparing_is_shown_with_a_clock_and_cancel_ends_it(page, server) -> Non
         "() => { window.told = []; app.api.addEventListener('progress_text', ({ detail }) => told.push(detail)); }"
     )
     page.page.keyboard.press("Control+Enter")
+    height = page.size_of(4)[1]
+    under = "() => app.graph.getNodeById(4).widgets.map((one) => one.name).filter((name) => name.includes('preview'))"
     first = seconds(page.wait_for_line(4, "preparing 152×144… ", begins=True))
     assert await_text(page, f"{PANEL} .anyshape-work", "preparing 152×144")
     row = page.page.locator(f"{PANEL} tr[data-level=preparing]")
     assert [row.locator("td").nth(i).inner_text() for i in (0, 2, 4)] == ["152×144", "preparing", "–"]
     page.page.wait_for_function("() => window.told.some((one) => one.text.startsWith('preparing 152x144: '))")
     assert seconds(page.badge(4)) > first  # its own clock
+    assert len(page.page.evaluate(under)) == 1 and page.size_of(4)[1] > height
     assert {one["nodeId"] for one in page.page.evaluate("() => window.told")} == {"4"}
     page.shot("preparing")
     known = server.get("/anyshape/stats").json()["fallbacks"]
@@ -293,7 +296,8 @@ def test_preparing_is_shown_with_a_clock_and_cancel_ends_it(page, server) -> Non
     server.interrupt()
     wait_until(lambda: not running(server))
     assert time.monotonic() - cancelled < 2
-    page.page.wait_for_function("() => window.told.at(-1).text.startsWith('prepared for ')")
+    page.wait_for_line(4, "the latest prompt was cancelled")
+    assert page.page.evaluate(under) == [] and page.size_of(4)[1] == height
     page.page.wait_for_function("() => !document.querySelector('tr[data-level=preparing]')")
     assert "preparing" not in page.badge(4)
     now = server.get("/anyshape/stats").json()

@@ -197,6 +197,13 @@ test("a node that has not run, is off, cannot be compiled, or has not sampled", 
   assert.match(badge([], { message: "more than the card has" }).title, /ready.*\nmore than the card has/);
 });
 
+test("a node whose latest prompt was broken off does not say what the one before did", () => {
+  const six = [model([shape()])];
+  assert.equal(badge(six, { ended: "cancelled" }).text, "the latest prompt was cancelled");
+  assert.equal(badge(six, { ended: "failed" }).text, "the latest prompt failed");
+  assert.equal(badge(six, { ended: "cancelled", state: "off" }).level, "off");
+});
+
 test("a bypassed or muted node says so, whatever ran before", () => {
   const mode = (n) => format.badge(entry(), stats([model([shape()])]), EN, "en", n);
   assert.deepEqual([mode(0).level, mode(2).level, mode(4).level], ["fast", "as_comfyui", "off"]);

@@ -7,6 +7,8 @@ import { badge, entryOf } from "./format.js";
 import * as store from "./store.js";
 import { language, words } from "./texts.js";
 
+const PROGRESS = "$$node-text-preview"; // ComfyUI's widget for the text under a node
+const PREPARING = "preparing "; // how that text begins, of nodes/live.py; other texts stay
 const HEIGHT = 28; // pixels; fixed, so that a node never changes its size
 const MARGIN = 4; // of the element within its line
 const TYPES = new Set([
@@ -19,6 +21,7 @@ const TYPES = new Set([
 ]);
 
 const badges = new Map(); // node -> its element
+const heights = new WeakMap(); // node -> its height without the text of what is prepared
 const cached = new Set(); // "workflow node" of those that ComfyUI did not run, because their inputs were the same
 
 /** For the extension's `setup`. */
@@ -68,7 +71,17 @@ export function show(stats) {
     element.classList.toggle("anyshape-loss", Boolean(shown.loss));
     setText(element, shown.text);
     setTitle(element, shown.title);
+    if (shown.level !== "preparing") takeTextAway(node);
   }
+}
+
+/** Ends the text under a node whose model is no longer prepared, which made the node higher; the line says the rest. */
+function takeTextAway(node) {
+  const text = node.widgets?.find((widget) => widget.name === PROGRESS);
+  if (!text) heights.set(node, node.size[1]);
+  if (!String(text?.value ?? "").startsWith(PREPARING)) return;
+  node.removeWidget?.(text);
+  node.setSize?.([node.size[0], heights.get(node) ?? node.computeSize()[1]]);
 }
 
 export const rootGraph = () => app.rootGraph ?? app.graph?.rootGraph ?? app.graph;

@@ -124,6 +124,7 @@ export function badge(entry, stats, words, language = "en", mode = 0) {
   if (!entry) return plain("none", words.badge.not_run);
   if (entry.models.includes(stats.preparing?.model)) return plain("preparing", preparingText(stats.preparing, words));
   if (entry.state === "off") return plain("off", words.badge.off);
+  if (entry.ended) return plain("none", words.badge[entry.ended]);
   if (entry.sizes) return withMessage(warmed(entry.sizes, words, language), entry.message);
   if (entry.state === "eager") return asComfyUI(entry.message, stats, words);
   if (entry.instead) return asComfyUI(entry.instead, stats, words); // whatever ran before
