@@ -42,6 +42,8 @@ test("a node says how much faster it is: the latest prompt's factor, and all tha
   assert.deepEqual([shown.text, shown.loss], ["1.5x, 12 s saved, fast: 512×512", false]);
   const slower = badge([shape({ factor: 0.8, eager_ms: 16, saved_seconds: -2 })]);
   assert.deepEqual([slower.text, slower.loss], ["0.8x, 2.0 s lost so far, fast: 512×512", true]);
+  const byChance = badge([shape({ factor: 0.91, eager_ms: 18, saved_seconds: -2 })], { device: "cpu" });
+  assert.deepEqual([byChance.level, byChance.loss], ["as_comfyui", false]); // red is for a GPU
   assert.equal(badge([unknown()]).text, "fast: 512×512");
   assert.equal(badge([unknown({ state: "eager", reason: "a patch" })]).text, "as ComfyUI: a patch");
   assert.equal(badge([shape()], {}, ZH, "zh").text, "1.5x，节省 0.1 秒，加速：512×512");

@@ -7,7 +7,7 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { isOurs, runs } from "./compare_prompts.js";
-import { duration, times } from "./gain.js";
+import { duration, isLoss, times } from "./gain.js";
 import { fill } from "./phrases.js";
 import * as store from "./store.js";
 import { words } from "./texts.js";
@@ -72,8 +72,9 @@ async function compared() {
     fill(words().compare.result, { without: time(plain), with: time(fast), factor: times(factor) }),
     levels === null ? words().compare.no_pictures : fill(words().compare.levels, { levels, all: LEVELS }),
     fill(words().compare.firsts, { without: time(firstPlain), with: time(firstFast) }),
+    ...(store.stats.device === "cpu" ? [words().gain.cpu, words().compare.chance] : []),
   ];
-  return { text: said.join(" "), loss: factor < 1 };
+  return { text: said.join(" "), loss: isLoss(factor, store.stats.device) };
 }
 
 /** Queues one run and gives {seconds, outputs} when it has ended. Throws with what the user should know. */

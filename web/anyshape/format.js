@@ -4,7 +4,7 @@
  * The stats are those of docs/scripts.md; `words` are the texts of locales/<language>/main.json.
  */
 
-import { gain, gainText, preparingText, sum } from "./gain.js";
+import { gain, gainText, isLoss, preparingText, sum } from "./gain.js";
 import { count, fill } from "./phrases.js";
 
 const MIB = 1 << 20;
@@ -204,7 +204,7 @@ function ran(models, stats, words, language) {
   const text = [...gained, first, ...counted].join(words.comma);
   const nothing = device === "cpu" ? [words.gain.cpu] : [];
   const title = [text, ...nothing, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
-  return { ...plain(level, shorten(text), title.join("\n")), loss: now?.factor < 1 };
+  return { ...plain(level, shorten(text), title.join("\n")), loss: isLoss(now?.factor, device) };
 }
 
 const ratio = (fast, shapes, words) => fill(words.badge.of, { fast: sizes(fast), all: sizes(shapes) });

@@ -29,6 +29,9 @@ export function duration(seconds, words) {
   return fill(words.units.s, { n: seconds.toFixed(seconds < 10 ? 1 : 0) });
 }
 
+/** Whether a factor is shown as a loss: never on a CPU, where the two times differ by chance. */
+export const isLoss = (factor, device) => factor > 0 && factor < 1 && device !== "cpu";
+
 /** "1.4x, 12 s saved", or "1.4x, 3 s lost so far" until the cost of the first calls is won back. */
 export function gainText({ factor, saved }, words) {
   const time = duration(Math.abs(saved), words);

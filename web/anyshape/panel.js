@@ -3,7 +3,7 @@
 import { compare, isRunning, status } from "./compare.js";
 import { el, setText, setTitle, sync } from "./dom.js";
 import { budget, fallbacks, inShort, inexact, together, totals } from "./format.js";
-import { gain, gainText } from "./gain.js";
+import { gain, gainText, isLoss } from "./gain.js";
 import { count, fill } from "./phrases.js";
 import { emptyText, makeScope } from "./scope.js";
 import * as store from "./store.js";
@@ -115,7 +115,7 @@ function showPanel(element, parts, buttons, stats) {
 /** The first line: how much faster than ComfyUI, or how to find out, or that there is nothing to gain. */
 function showGain(line, stats, texts) {
   const found = gain(stats.models.flatMap((model) => model.shapes));
-  line.classList.toggle("anyshape-loss", found?.factor < 1);
+  line.classList.toggle("anyshape-loss", isLoss(found?.factor, stats.device));
   const none = stats.device === "cpu" ? texts.gain.cpu : texts.gain.unknown;
   setText(line, found ? gainText(found, texts) : none);
   setTitle(line, texts.gain.help);

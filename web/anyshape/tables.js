@@ -2,7 +2,7 @@
 
 import { el, setText, setTitle, sync } from "./dom.js";
 import { files, inShort, megabytes, milliseconds, reasons, seconds, shares, size, sizes, speed, step } from "./format.js";
-import { times } from "./gain.js";
+import { isLoss, times } from "./gain.js";
 import { count, fill } from "./phrases.js";
 import { language, words } from "./texts.js";
 
@@ -39,7 +39,7 @@ function showModel(part, model, file, stats, brief) {
   const levelOf = (s) => (s.first_call_seconds > 0 || !work ? speed(s, stats.device) : "preparing"); // its first call goes on
   const first = shares(model.shapes.map((s) => s.first_call_seconds));
   const now = shares(model.shapes.map((s) => s.median_ms));
-  const lines = model.shapes.map((s, i) => ({ shape: s, level: levelOf(s), bars: [first[i], now[i]] }));
+  const lines = model.shapes.map((s, i) => ({ shape: s, level: levelOf(s), bars: [first[i], now[i]], device: stats.device }));
   sync(table.tBodies[0], lines, (line) => line.shape.key, () => el("tr"), showShape);
   sync(list, reasons(model.shapes, texts, language()), (one) => one.where + one.reason, () => el("li"), (item, { where, reason }) => {
     setText(item, where + (brief ? inShort(reason, stats) : reason));
@@ -56,7 +56,7 @@ function caption(model, file, texts) {
   return `${name}${texts.colon}${counted.join(texts.comma)}`;
 }
 
-function showShape(row, { shape, level, bars }) {
+function showShape(row, { shape, level, bars, device }) {
   if (!row.cells.length) row.append(...COLUMNS.map(() => el("td")));
   const texts = words();
   row.dataset.state = shape.state;
@@ -77,7 +77,7 @@ function showShape(row, { shape, level, bars }) {
   cells.forEach((text, index) => setText(row.cells[index], String(text)));
   setTitle(row.cells[2], `${shape.state}${texts.colon}${texts.technical[shape.state]}`);
   setTitle(row.cells[5], shape.eager_ms > 0 ? fill(texts.eager_ms, { ms: milliseconds(shape.eager_ms) }) : "");
-  row.cells[6].classList.toggle("anyshape-loss", shape.factor > 0 && shape.factor < 1);
+  row.cells[6].classList.toggle("anyshape-loss", isLoss(shape.factor, device));
   bars.forEach((share, index) => {
     row.cells[4 + index].className = "anyshape-bar";
     row.cells[4 + index].style.setProperty("--share", `${(100 * share).toFixed(1)}%`);
