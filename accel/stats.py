@@ -172,6 +172,7 @@ class NodeStats:
     settings: dict[str, Any] = field(default_factory=dict)  # its inputs that are no links; for reports alone
     file: str = ""  # of the model that the node got, by its name; "" where no loader of its workflow names one
     sizes: dict[str, int] = field(default_factory=dict)  # of Warm Up: how many are "listed", "ready", and entries "bad"
+    prompt: str = ""  # the id of the one that it ran in
     ended: str = ""  # "cancelled" | "failed": how its latest prompt was broken off
     instead: Callable[[], str] = str  # why its latest run went past it, if it did; holds no model
     _known: list[str] = field(default_factory=list, repr=False)
@@ -190,7 +191,13 @@ class NodeStats:
         """The contract's entry. Keeps the names when the model is gone, as its entries stay too."""
         self._known = self.names() or self._known
         names = ("id", "workflow", "type", "state", "message")
-        more = {"file": self.file, "sizes": self.sizes, "instead": self.instead(), "ended": self.ended}
+        more = {
+            "prompt": self.prompt,
+            "file": self.file,
+            "sizes": self.sizes,
+            "instead": self.instead(),
+            "ended": self.ended,
+        }
         given = {name: value for name, value in more.items() if value}
         return {name: getattr(self, name) for name in names} | {"models": list(self._known)} | given
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from comfy_api.latest import io
+from comfy_execution.utils import get_executing_context
 
 from ..accel.attempt import attempt, failed
 from ..accel.families.entries import Names
@@ -37,7 +38,13 @@ def _note(node: type[io.ComfyNode], state: str, message: str, names: Names, patc
         return
     kind, workflow = node.define_schema().node_id, workflow_of(node.hidden.extra_pnginfo)
     file = file_of(node.hidden.prompt, str(found)) or loaded_from(patcher)
-    STATS.node(NodeStats(str(found), workflow, kind, state, message, names, file=file, **more))
+    STATS.node(NodeStats(str(found), workflow, kind, state, message, names, file=file, prompt=running(), **more))
+
+
+def running() -> str:
+    """The id of the prompt that runs in this thread."""
+    context = get_executing_context()
+    return context.prompt_id if context else ""
 
 
 def file_of(prompt: object, node_id: str) -> str:

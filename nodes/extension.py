@@ -7,7 +7,7 @@ from ..accel import preparing
 from ..accel.artifacts import KEEPER, places
 from ..accel.stats import STATS
 from ..accel.tape import triton_start
-from . import NODES, prompts, queued, routes
+from . import NODES, badge, prompts, queued, routes
 
 
 class AnyShape(ComfyExtension):
@@ -22,7 +22,7 @@ async def comfy_entrypoint() -> AnyShape:
     return AnyShape()
 
 
-STATS.prompts.follow(prompts.running, prompts.workflow)
+STATS.prompts.follow(badge.running, prompts.workflow)
 preparing.follow(comfy.model_management.throw_exception_if_processing_interrupted)
 routes.register()
 queued.register()

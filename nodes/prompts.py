@@ -4,7 +4,6 @@ import logging
 from itertools import takewhile
 from typing import Any
 
-from comfy_execution.utils import get_executing_context
 from server import PromptServer
 
 from ..accel import gain
@@ -17,12 +16,6 @@ log = logging.getLogger(__name__)
 KEY = "anyshape"  # of what is added to a prompt's entry in ComfyUI's history
 BROKEN_OFF = {"execution_interrupted": "cancelled", "execution_error": "failed"}  # -> what a node's line says
 START, END = "execution_start", ("execution_success", "execution_error", "execution_interrupted")
-
-
-def running() -> str:
-    """The id of the prompt that runs in this thread."""
-    context = get_executing_context()
-    return context.prompt_id if context else ""
 
 
 def workflow(prompt_id: str) -> str:

@@ -5,6 +5,7 @@ Pictures of the page lie in .cache/screenshots afterwards.
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -388,6 +389,23 @@ def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(page, server) -
     assert page.badge(80) == "not run yet"
     page.run(server)
     page.wait_for_line(80, f"as ComfyUI: {SIZE} ×2")
+    assert page.errors == []
+
+
+def test_a_script_is_not_shown_on_a_workflow_that_never_ran(page, server) -> None:
+    """Its node has the same number and class."""
+    compiled = flow() | {"81": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=960)}
+    compiled["5"]["inputs"]["model"] = ["81", 0]
+    page.load_workflow(compiled, PLACES | {"81": (410, 160)})
+    with ThreadPoolExecutor(1) as thread:  # the browser has a loop in this one
+        thread.submit(server.run, compiled).result()
+    page.page.wait_for_function(
+        "async () => (await (await app.api.fetchApi('/anyshape/stats')).json()).nodes.some((one) => one.id === '81')"
+    )
+    page.page.wait_for_timeout(1500)  # the news come within half a second
+    assert page.badge(81) == "not run yet"
+    page.run(server)
+    page.wait_for_line(81, f"as ComfyUI: {SIZE} ×2")  # from ComfyUI's cache
     assert page.errors == []
 
 

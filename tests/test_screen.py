@@ -269,6 +269,11 @@ def test_nothing_that_matters_is_hidden_on_a_small_screen(browser, server) -> No
         page.route("**/api/anyshape/stats", lambda route: route.fulfill(json=FIGURES))
 
     page = opened(browser, server, figures)
+    page.page.evaluate(  # the entry is of this workflow, whose id only the page knows
+        "(figures) => { figures.nodes[0].workflow = (app.rootGraph ?? app.graph).id;"
+        " app.api.dispatchEvent(new CustomEvent('anyshape.stats', { detail: figures })); }",
+        FIGURES,
+    )
     page.page.set_viewport_size({"width": 1000, "height": 600})
     page.page.locator(OURS).click()
     page.page.locator(f"{PANEL} tr[data-level=fast]").wait_for()

@@ -162,11 +162,13 @@ test("bars grow with the logarithm: one long compilation does not flatten the ot
 
 test("an entry belongs to the node of its id, class and workflow", () => {
   const foreign = entry({ workflow: "another" });
-  const script = entry({ workflow: "", message: "script" });
+  const script = entry({ workflow: "", message: "script", prompt: "p" });
   const where = { id: "4", type: "AnyShapeCompileModel", workflow: "w" };
   assert.equal(format.entryOf(stats([], { nodes: [foreign] }), where), undefined);
   assert.equal(format.entryOf(stats([], { nodes: [foreign, script, entry()] }), where).workflow, "w");
-  assert.equal(format.entryOf(stats([], { nodes: [foreign, script] }), where), script);
+  assert.equal(format.entryOf(stats([], { nodes: [foreign, script] }), where), undefined); // a script's
+  const queued = new Set(["p"]); // from this page
+  assert.equal(format.entryOf(stats([], { nodes: [foreign, script] }), { ...where, queued }), script);
   assert.equal(format.entryOf(stats([], { nodes: [entry()] }), { ...where, type: "AnyShapeCompileVAE" }), undefined);
   assert.equal(format.entryOf({}, where), undefined); // an older server
   const cached = { ...where, cached: true }; // the node ran in a copy of the workflow

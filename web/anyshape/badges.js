@@ -22,6 +22,7 @@ const TYPES = new Set([
 
 const badges = new Map(); // node -> its element
 const heights = new WeakMap(); // node -> its height without the text of what is prepared
+const queued = new Set(); // ids of prompts from this page: ComfyUI tells only who queued a prompt that it begins
 const cached = new Set(); // "workflow node" of those that ComfyUI did not run, because their inputs were the same
 
 /** For the extension's `setup`. */
@@ -30,6 +31,7 @@ export function listen() {
     detail.nodes.forEach((id) => cached.add(`${rootGraph()?.id} ${id}`));
     store.refresh();
   });
+  api.addEventListener("execution_start", ({ detail }) => queued.add(detail.prompt_id));
   api.addEventListener("graphChanged", store.refresh); // a node may have been bypassed or muted
 }
 
@@ -65,7 +67,7 @@ export function show(stats) {
   const found = idsOf(root);
   for (const [node, element] of badges) {
     const { id, mode } = found.get(node) ?? { id: String(node.id), mode: node.mode };
-    const where = { id, type: node.comfyClass, workflow: root?.id, cached: cached.has(`${root?.id} ${id}`) };
+    const where = { id, type: node.comfyClass, workflow: root?.id, queued, cached: cached.has(`${root?.id} ${id}`) };
     const shown = badge(entryOf(stats, where), stats, words(), language(), mode);
     element.dataset.level = shown.level;
     element.classList.toggle("anyshape-loss", Boolean(shown.loss));

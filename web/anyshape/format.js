@@ -94,13 +94,14 @@ export function together(texts) {
 }
 
 /**
- * The entry of a node, if it has run: of its own workflow, or one that came without the name of its workflow. A node
- * that ComfyUI took from its cache ran in another workflow, a copy of this one: the entry that ran last, because
- * ComfyUI's cache holds no older ones. It may have another id there.
+ * The entry of a node, if it has run: of its own workflow, or one that came without the name of its workflow in a prompt
+ * that this page queued (the ids in `queued`): a script's nodes may have the same numbers. A node that ComfyUI took from
+ * its cache ran in another workflow, a copy of this one: the entry that ran last, because ComfyUI's cache holds no older
+ * ones. It may have another id there.
  */
-export function entryOf(stats, { id, type, workflow, cached = false }) {
+export function entryOf(stats, { id, type, workflow, cached = false, queued = new Set() }) {
   const mine = stats.nodes?.filter((entry) => entry.id === id && entry.type === type) ?? [];
-  const own = mine.find((entry) => entry.workflow === workflow) ?? mine.find((entry) => !entry.workflow);
+  const own = mine.find((entry) => entry.workflow === workflow) ?? mine.find((entry) => !entry.workflow && queued.has(entry.prompt));
   return own ?? (cached ? (mine.at(-1) ?? ranLast(stats, type)) : undefined);
 }
 
