@@ -294,7 +294,7 @@ def test_a_full_queue_and_an_impatient_reader(server, plain) -> None:
 # Stats ------------------------------------------------------------------------------------------------------------
 
 
-OPTIONAL = {"file", "sizes", "instead"}  # of a node's entry, where there is something to say
+OPTIONAL = {"file", "sizes", "instead", "prompt", "ended"}  # of a node's entry, where there is something to say
 
 
 def check_stats(found: dict) -> None:

@@ -698,6 +698,8 @@ from tools import embed
 embed.bare_pack()
 import torch
 torch.set_num_threads(1)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from anyshape.accel.tape.record import Recorder, record
 
 model = torch.nn.Linear(8, 8).requires_grad_(False)
@@ -713,6 +715,20 @@ def plain():
         forward(x)
         return time.thread_time() - started
 
+class Heard(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+def heard():
+    with torch.inference_mode(), Heard(), Dispatched():
+        started = time.thread_time()
+        forward(x)
+        return time.thread_time() - started
+
 def recorded():
     recorder = Recorder([x], model, x.device)
     started = time.thread_time()
@@ -721,14 +737,15 @@ def recorded():
     return time.thread_time() - started
 
 x = torch.randn(2, 4, 8)
-best = [min(each() for _ in range(6)) for each in (plain, recorded)]
-assert "torch._dynamo" not in sys.modules
-print((best[1] - best[0]) / 600 * 1e6)
+bare, ours = [min(each() for _ in range(8)) for each in (plain, recorded)]
+assert "torch._dynamo" not in sys.modules  # which the modes here import
+modes = min(heard() for _ in range(8))
+print((ours - bare) / (modes - bare), (ours - bare) / 600 * 1e6)
 """
 
 
 def test_one_operation_costs_microseconds_and_no_dynamo() -> None:
-    """About 12 on a quiet core, of which torch takes 8 for the two modes."""
+    """About 12 on a quiet core, of which torch takes 8 for the two modes: they are the measure, as machines differ."""
     done = subprocess.run([sys.executable, "-c", SPEED], cwd=embed.ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 40
+    assert float(done.stdout.split()[0]) < 3, done.stdout
