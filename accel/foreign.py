@@ -16,7 +16,7 @@ BUILT_IN = ("scaled_dot_product_attention", "linear", "gelu", "conv1d", "conv2d"
 
 
 def changed_part(module: nn.Module) -> str:
-    """The first part with a hook or with a ``forward`` of its own, and in brackets whose that is; "" if none has."""
+    """The first part that is hooked or has another ``forward`` than its class, and whose that is; "" if none."""
     if hooks := global_hooks():
         return f"every module, {origin(hooks[0])}"
     for number, part in enumerate(parts_of(module)):

@@ -33,15 +33,21 @@ class FunctionsRead:
         del self._found
         self._states = {0: [kept(there.get(name)) for there, name in self._places]}
         self._number = 0
+        self.latest = ""  # of those that are another than before: the name of the first
 
     def state(self) -> int:
         """A number for what they are now: the same as long as they are the same, and when they are so again."""
         now = [there.get(name) for there, name in self._places]
-        for number in (self._number, *self._states):
-            if all([seen() is value for seen, value in zip(self._states[number], now, strict=True)]):
+        same = [seen() is value for seen, value in zip(self._states[self._number], now, strict=True)]
+        if all(same):
+            return self._number
+        there, name = self._places[same.index(False)]
+        self.latest = f"{there.get('__name__')}.{name}"
+        for number, state in self._states.items():
+            if all([seen() is value for seen, value in zip(state, now, strict=True)]):
                 self._number = number
                 return number
-        self._number = max(self._states, default=0) + 1
+        self._number = max(self._states) + 1
         self._states[self._number] = list(map(kept, now))
         if len(self._states) > MOST_STATES:
             del self._states[min(self._states)]

@@ -255,6 +255,23 @@ def test_a_function_in_the_place_of_comfyuis(tiny, monkeypatch, name, at_step):
     assert max(map(error, found, wanted)) < CLOSE
 
 
+def test_a_function_that_is_another_one_at_each_step(tiny, monkeypatch, recordings):
+    """It is recorded a few times, and then left to ComfyUI; the reason names the function."""
+    module, name = places()["attention of the model's module"]
+    own = getattr(module, name)
+
+    def image(fast):
+        def step(number, *_):
+            patch.setattr(module, name, lambda *args, **kwargs: own(*args, **kwargs) * (1 + number / 10))
+
+        with monkeypatch.context() as patch:
+            patcher = tiny(NAME)
+            return sample_tiny(compiled(patcher) if fast else patcher, NAME, steps=9, callback=step)
+
+    assert error(image(True), image(False)) < CLOSE
+    assert len(recordings) <= 4 and name in shapes()[-1]["reason"]
+
+
 # Options ----------------------------------------------------------------------------------------------------------
 
 

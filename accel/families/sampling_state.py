@@ -94,15 +94,15 @@ class SamplingState:
 
     def structure(self, model: nn.Module) -> int:
         """The model's code, now, and what else decides its result besides inputs and weights."""
-        if not self._restless and self._fingerprints.changed(model):
-            before, change = self._structure, self._fingerprints.changes()
+        calls_others = self._fingerprints.functions() != self._functions
+        if not self._restless and (calls_others or self._fingerprints.changed(model)):
+            before = self._structure, self._functions
+            change = self._fingerprints.changes() or self._fingerprints.latest()
             self._watch = WeightWatch(model)
             self._look(model)
-            self._changes += self._structure != before
+            self._changes += (self._structure, self._functions) != before
             if self._changes > MOST_CHANGES:
                 self._restless = say("changes_itself", change=change)
-        elif self._fingerprints.functions() != self._functions:
-            self._look(model)
         return hash((self._structure, self._functions, self._names, surroundings(), torch.is_autocast_enabled()))
 
     def changed(self) -> str:
@@ -154,6 +154,10 @@ class Fingerprints:
     def changes(self) -> str:
         """What is not as it was at the last look, and whose it is; "" if all is."""
         return self._current.full() if self._current is not None else ""
+
+    def latest(self) -> str:
+        """The function that was replaced last."""
+        return self._functions.latest if self._functions is not None else ""
 
     def release(self) -> None:
         """Lets go of the model."""
