@@ -141,6 +141,20 @@ def test_lengths_that_were_equal_by_chance_may_differ():
     assert reuse(joined, *calls).reused == 3
 
 
+def test_two_streams_that_were_equally_long_by_chance():
+    """Text and picture of one length run one kernel with the same numbers; with one row, nothing but these differs."""
+
+    def streams(self: Model, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        normed = [torch.nn.functional.layer_norm(layer(z) * gate, (CHANNELS,)) * (1 + gate)
+                  for layer, z in ((self.first, x), (self.last, y))]  # fmt: skip
+        return self.first(normed[0]).amax(1, keepdim=True) + self.last(normed[1])
+
+    lengths = ((20, 20), (20, 40), (40, 20), (33, 7), (9, 9), (20, 20))
+    calls = [(rand(1, t, CHANNELS), rand(1, u, CHANNELS), rand(1, 1, CHANNELS)) for t, u in lengths]
+    outlines = reuse(streams, *calls)
+    assert outlines.reused == 4 and "lengths of groups that share a kernel" in outlines.misfits
+
+
 def test_an_input_that_lies_otherwise():
     def wide(t: int) -> Tensor:
         return rand(2, t, 2 * CHANNELS)[..., :CHANNELS]

@@ -98,6 +98,7 @@ class Outline:
     offsets: list[tuple[int, int, int]] = field(default_factory=list)  # (constant, its memory, where it begins there)
     cuts: list[tuple[int, int, int]] = field(default_factory=list)  # (line, result, where it begins, in the source)
     alike: list[tuple[Ref, Ref]] = field(default_factory=list)  # starts that one argument of a kernel stands for
+    chance: set[tuple[int, int]] = field(default_factory=set)  # classes of the planned size's equal lengths, likewise
     kernels: list[Kernel] = field(default_factory=list)
     steps: list[tuple] = field(default_factory=list)
     parts: list[tuple[int, int]] = field(default_factory=list)
@@ -248,6 +249,16 @@ class _Maker:
                         self._begins(value, memory, start)
             for operation, planned in zip(group.members, first.members, strict=True):
                 self._cut(operation, planned)
+            for value, planned in zip(values, first.form.values, strict=True):
+                self._equal(value, planned)
+
+    def _equal(self, value: Value, planned: Value) -> None:
+        """One kernel computes both, though their lengths may differ at another size: text and picture, say."""
+        if value.sizes is planned.sizes:
+            return
+        for size, other in zip(value.sizes, planned.sizes, strict=True):
+            if not size.static and size.first is not other.first:
+                self.made.chance.add((self._length(size), self._length(other)))
 
     def _layout(self, value: Value) -> int:
         layout = tuple(map(self._product, self._layouts.of(value)))

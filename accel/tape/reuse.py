@@ -175,6 +175,8 @@ class _Fitting:
             raise Misfit("where a cut begins")
         if any(self._number(one) != self._number(other) for one, other in known.alike):
             raise Misfit("where cuts begin that begin alike")
+        if any(self._lengths[one] != self._lengths[other] for one, other in known.chance):
+            raise Misfit("lengths of groups that share a kernel")
         numbers = [self._number(ref) for ref in known.refs]
         report = copy.copy(known.report)
         report.left = dict(report.left)
