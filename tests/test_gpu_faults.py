@@ -185,9 +185,9 @@ def test_memory_is_really_short(models, patcher, little_memory, share):
     wanted = [forward(patcher, 1024, 1024, seed=seed) for seed in range(3)]
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
+    held = torch.cuda.memory_reserved()
     forward(patcher, 1024, 1024)
-    need = torch.cuda.max_memory_allocated() - held
+    need = torch.cuda.max_memory_reserved() - held  # with what the allocator cannot use: eager alone needs that too
     fast = compiled(patcher)
     little_memory(int(need * share) + (8 << 20))
     for seed, expected in enumerate(wanted):
