@@ -1,7 +1,7 @@
 """One forward of full-size models at several sizes: eager and compiled, first calls, error, memory.
 
 python -m bench.forward [--model flux,zimage,...] [--sizes 1024x1024,832x480x33,768x768*4] [--mode auto|exact|off]
-                        [--repeat N] [--profile N] [--starts] [--json FILE]
+                        [--repeat N] [--profile N] [--starts] [--dynamic] [--json FILE]
 
 A forward is one call of the model inside a sampling run, as ComfyUI's sampler makes it (``bench.step``), in one
 process, which begins with empty compiler caches: for each size eager's first call, its later ones, ours, and eager's
@@ -13,13 +13,21 @@ first call of a size beyond eager's first call of that size; CUDA has started be
 of fresh processes too (``bench.first_call``); break-even is the number of 20-step images after which such a start is
 won back. What fails is told and noted; the sizes and models after it are measured.
 
+``--dynamic``: ComfyUI with DynamicVRAM, as most people have it. "zimage-int8": a model with quantised weights.
+
 The JSON is written after each size. Several models have a file each: FILE with the model's name before it.
 """
 
-from tools import embed
+import sys
 
-embed.use_comfyui()
-embed.load_pack(store=False)
+from tools import dynamic_vram, embed
+
+DYNAMIC = "--dynamic"
+if DYNAMIC in sys.argv:  # its library must be there before ComfyUI is imported
+    dynamic_vram.start(store=False)
+else:
+    embed.use_comfyui()
+    embed.load_pack(store=False)
 
 import argparse  # noqa: E402
 import gc  # noqa: E402
@@ -58,6 +66,7 @@ WITHOUT_CFG = {
     "sdxl": [(1024, 1024), (896, 768), (512, 512), (1280, 1280)],
     "sd15": [(512, 512), (512, 768), (768, 768)],
 }
+NAMED = f"{', '.join(zoo.NAMES)}, or one of them with its weights in {', '.join(zoo.FORMS)}: zimage-int8"
 MOST_SECONDS = 4.0  # that the repeats of one way at one size take
 FRESH = ((11, 0.3), (12, 0.7))  # seed and part of the run of the inputs that the error is measured on
 SMALL = Case(256, 256)  # a first forward of this size starts CUDA, which then counts for nobody
@@ -147,13 +156,13 @@ def table(model: str, chosen: argparse.Namespace, result: dict[str, Any]) -> Non
     """Fills ``result`` with every row; saves it after each."""
     took: dict[str, float] = {}
     with measure.seconds(took, "weights"):
-        eager = zoo.make(model)
+        eager = dynamic_vram.made(model) if chosen.dynamic else zoo.make(model)
     result["parameters"] = sum(parameter.numel() for parameter in eager.model.diffusion_model.parameters())
     compiled, result["message"] = product.compile_model(eager, product.Settings(mode=chosen.mode))
     print(f"== {model}: {result['parameters'] / 1e9:.2f} B parameters in {took['weights']} s {result['message']}")
     attempted(result, "the first forward", lambda: inside(eager, SMALL, lambda step: step()))
     before = settled_mib()
-    for case in chosen.sizes or cases(model):
+    for case in chosen.sizes or cases(model.partition("-")[0]):
         found = attempted(result, str(case), lambda case=case: row(eager, compiled, case, chosen))
         if found is not None:
             result["rows"].append(figures.with_break_even(found, result["starts"]))
@@ -248,16 +257,17 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = measure.options(__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--model", default="sdxl", help=f"a list of {', '.join(zoo.NAMES)}")
+    parser.add_argument("--model", default="sdxl", help=f"a list of {NAMED}")
     parser.add_argument("--sizes", help="a list; without it the model's own")
     parser.add_argument("--mode", choices=("auto", "exact", "off"), default="auto", help="off: eager against itself")
     parser.add_argument("--repeat", type=int, default=10, help="timed calls of each way; fewer where a call is long")
     parser.add_argument("--profile", type=int, default=0, help="print so many of the largest kernels of a call")
+    parser.add_argument(DYNAMIC, action="store_true", help="ComfyUI with DynamicVRAM, as its main.py starts it")
     parser.add_argument("--starts", action=argparse.BooleanOptionalAction, default=False, help="measure starts too")
     chosen = parser.parse_args()
     chosen.model = chosen.model.split(",")
-    if unknown := set(chosen.model) - set(zoo.NAMES):
-        parser.error(f"--model {','.join(sorted(unknown))} is not known; choose from {', '.join(zoo.NAMES)}")
+    if unknown := [name for name in chosen.model if not zoo.known(name)]:
+        parser.error(f"--model {','.join(unknown)} is not known; choose from {NAMED}")
     try:
         chosen.sizes = [size(text) for text in chosen.sizes.split(",")] if chosen.sizes else []
     except argparse.ArgumentTypeError as error:
@@ -267,9 +277,16 @@ def arguments() -> argparse.Namespace:
 
 def measured(model: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """The result of a model, whatever becomes of it."""
-    result: dict[str, Any] = {"model": model, "mode": chosen.mode, "starts": None, "failed": [], "rows": []}
+    result: dict[str, Any] = {
+        "model": model,
+        "mode": chosen.mode,
+        "dynamic": chosen.dynamic,
+        "starts": None,
+        "failed": [],
+        "rows": [],
+    }
     if chosen.starts:
-        case = (chosen.sizes or cases(model))[0]
+        case = (chosen.sizes or cases(model.partition("-")[0]))[0]
         result["starts"] = attempted(result, "starts", lambda: first_call.starts(model, case[:4], chosen.mode))
     started = time.perf_counter()
     attempted(result, "the model", lambda: table(model, chosen, result))

@@ -52,7 +52,10 @@ def speed_path(model: str) -> Path:
 def speed_part(result: dict[str, Any]) -> str:
     """Seconds of a sampling run with and without skipping, in eager and on Compile Model."""
     head = "Size | Eager, s | skipping | Faster | Compiled, s | skipping | Faster | Depth | Full steps | Features"
-    how = f"One image of {result['steps']} Euler steps with CFG in fp16, interval {result['interval']}, depth auto."
+    how = (
+        f"{result['steps']} Euler steps with the CFG that is usual for the model, interval {result['interval']}, depth "
+        "auto."
+    )
     title = f"Skip Blocks: speed of {figures.MODELS[result['model']]}"
     return headed(title, result, how, table(head.split(" | "), map(speed_row, result["rows"])))
 
@@ -61,6 +64,9 @@ def speed_row(row: Row) -> list[str]:
     """One size."""
     cells = [size(row)]
     for way in ("eager", "compiled"):
+        if way not in row["seconds"]:
+            cells += ["", "", ""]
+            continue
         took, skipping = row["seconds"][way], row["seconds"][f"{way}_skip"]
         cells += [f"{took:.3f}", f"{skipping:.3f}", f"{took / skipping:.2f}x"]
     steps = f"{row['full']} of {row['full'] + row['skipped']}"

@@ -68,6 +68,7 @@ ZOO = {
 }  # fmt: skip
 if "vec_in_dim" in ChromaParams.__dataclass_fields__:  # newer than ComfyUI 0.3.75
     ZOO["chroma"].config.update(txt_ids_dims=[], vec_in_dim=None)
+FORMS = {"int8": "int8_tensorwise", "convrot": "int8_convrot", "fp8": "float8_e4m3fn"}  # of weights
 NAMES = ("flux", "zimage", "qwen", "sd35l", "chroma", "wan", "cosmos", "sdxl", "sd15", "krea", "ltxv")
 
 
@@ -75,11 +76,21 @@ class NotThere(RuntimeError):
     """The ComfyUI at hand is too old for a model."""
 
 
+def known(name: str) -> bool:
+    """Whether ``name`` is a model, or a model and a form of its weights: "zimage-int8"."""
+    model, _, form = name.partition("-")
+    return model in NAMES and (not form or form in FORMS)
+
+
 def make(name: str, dtype: torch.dtype | None = None, **changes: Any) -> ModelPatcher:
     """The model ``name`` on ComfyUI's device; ``changes`` to its config make a smaller one. Raises NotThere.
 
-    dtype: the one that the model is used in, if not given.
+    name: one of NAMES, or with a form of its weights ("zimage-int8"), which needs comfy-kitchen. dtype: the one that
+    the model is used in, if not given.
     """
+    name, _, form = name.partition("-")
+    if form:
+        return _quantised(make(name, dtype, **changes), form)
     given = {} if dtype is None else {"dtype": dtype}
     if name in models.UNETS:
         return models.unet(name, **given, **changes)
@@ -90,3 +101,15 @@ def make(name: str, dtype: torch.dtype | None = None, **changes: Any) -> ModelPa
     if family is None:
         raise NotThere(f"ComfyUI {comfyui_version.__version__} has no {entry.family}; {name} needs a newer one")
     return models.random_model(family(entry.config | changes), dtype or entry.dtype)
+
+
+def _quantised(plain: ModelPatcher, form: str) -> ModelPatcher:
+    """The same model with the weights of its large linear layers in ``form``."""
+    from tools.architectures import quantised
+
+    own = plain.model.model_config
+    config = type(own)(own.unet_config)
+    model = quantised.of_config(
+        config, plain.model.diffusion_model, FORMS[form], plain.model.get_dtype(), plain.load_device
+    )
+    return ModelPatcher(model, load_device=plain.load_device, offload_device=plain.offload_device)

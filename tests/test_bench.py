@@ -166,6 +166,27 @@ def test_every_model_of_the_zoo(forward, name):
     assert models.sample(patcher, 128, 96, 2, steps=1).isfinite().all()
 
 
+@pytest.mark.parametrize("form", ["int8", "convrot", "fp8"])
+def test_a_model_with_quantised_weights(pack, form):
+    """Its large layers are in that form, and the others as they were."""
+    pytest.importorskip("comfy_kitchen")
+    from comfy import quant_ops
+
+    from bench import forward, zoo
+
+    if "int8_tensorwise" not in getattr(quant_ops, "QUANT_ALGOS", {}):
+        pytest.skip("this ComfyUI has no such weights")
+    patcher = zoo.make(f"zimage-{form}", torch.bfloat16, **SMALL["zimage"])
+    kinds = {name: type(part.weight).__name__ for name, part in patcher.model.diffusion_model.named_modules()
+             if getattr(part, "weight", None) is not None}  # fmt: skip
+    assert "QuantizedTensor" in kinds["layers.0.feed_forward.w1"] and "Quant" not in kinds["layers.0.attention_norm1"]
+    assert getattr(patcher.model.diffusion_model.layers[0].feed_forward.w1.weight._params, "convrot", False) == (
+        form == "convrot"
+    )
+    assert forward.inside(patcher, forward.Case(64, 64), lambda step: step()).isfinite().all()
+    assert zoo.known(f"zimage-{form}") and not zoo.known("zimage-int5") and not zoo.known("nothing")
+
+
 def test_what_a_step_is_given(forward):
     """Its inputs depend on seed and noise level alone, and the error is that of what the model itself gave."""
     from bench import zoo

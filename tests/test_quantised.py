@@ -14,7 +14,7 @@ embed.bare_pack()
 pytest.importorskip("comfy_kitchen")
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread")
-FORMS = ("int8_tensorwise", "float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4")
+FORMS = ("int8_tensorwise", "int8_convrot", "float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4")
 MODELS = ("Flux", "QwenImage")
 VARIANTS = (2, 0, 1, 5)
 # Several pictures are cut apart before a product that wants its rows without gaps, one picture is not.

@@ -21,8 +21,11 @@ HEADROOM = GIB  # what ComfyUI and comfy-aimdo keep free
 GRAPHS = 2 * GIB
 
 
-def start() -> None:
-    """ComfyUI and the pack importable, with DynamicVRAM on. Raises RuntimeError where it cannot be."""
+def start(store: bool = True) -> None:
+    """ComfyUI and the pack importable, with DynamicVRAM on. Raises RuntimeError where it cannot be.
+
+    store: see ``embed.load_pack``.
+    """
     import comfy_aimdo.control as control
 
     if not control.init():
@@ -41,7 +44,7 @@ def start() -> None:
         raise RuntimeError("comfy-aimdo finds no device")
     comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
     comfy.memory_management.aimdo_enabled = True
-    embed.load_pack()
+    embed.load_pack(store)
 
 
 def zimage(layers: int = 12, seed: int = 0) -> Any:
@@ -59,7 +62,8 @@ def made(name: str, seed: int = 0, **changes: Any) -> Any:
 
     with with_weights():
         model = zoo.make(name, **changes).model
-    models.randomise(model, seed)
+    if seed:
+        models.randomise(model, seed)
     model.to("cpu")
     gc.collect()
     torch.cuda.empty_cache()

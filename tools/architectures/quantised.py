@@ -7,43 +7,62 @@ import json
 
 import comfy.ops
 import comfy.supported_models
+import comfy.supported_models_base
 import torch
 from comfy import quant_ops
+from comfy.model_base import BaseModel
 from torch import Tensor, nn
 
 from tools.architectures import TABLE, patchers, version
 
 GROUP = 64  # a layer's sizes are multiples of it, or it stays as it is
+TURNED = 256  # columns that are turned together
+CONVROT = {"int8_convrot": "int8_tensorwise"}  # weights that are turned before they are rounded, and what they are then
 
 
 def make(name: str, form: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """The diffusion model ``name`` with random weights, those of large linear layers in ``form`` (``QUANT_ALGOS``)."""
+    """The diffusion model ``name`` with random weights, those of large linear layers in ``form``.
+
+    form: one of ComfyUI's ``QUANT_ALGOS``, or int8_convrot.
+    """
     plain = patchers.make(name, dtype).model.diffusion_model
     architecture = TABLE[name]
     kind = getattr(comfy.supported_models, architecture.family_name)
     tiny = dict(architecture.config) | (dict(architecture.newer) if version() > (0, 3, 75) else {})
     config = kind(kind.unet_config | tiny)
     config.unet_config.update(tiny)
+    return of_config(config, plain, form, dtype, torch.device("cpu")).diffusion_model
+
+
+def of_config(
+    config: comfy.supported_models_base.BASE, plain: nn.Module, form: str, dtype: torch.dtype, device: torch.device
+) -> BaseModel:
+    """The model of ``config`` with the weights of the diffusion model ``plain``, large linear layers in ``form``."""
     config.set_inference_dtype(dtype, None)
     config.quant_config = {"mixed_ops": True}
-    model = config.get_model({}, "", device="cpu").diffusion_model
+    model = config.get_model({}, "", device=device)
     state: dict[str, Tensor] = {}
     for key, weight in plain.state_dict().items():
         layer = plain.get_submodule(key.rpartition(".")[0])
         large = weight.ndim == 2 and not any(n % GROUP for n in weight.shape)
+        if form == "int8_convrot":
+            large = large and weight.shape[1] % TURNED == 0
         if key.endswith(".weight") and large and isinstance(layer, nn.Linear):
             state |= quantised(key.removesuffix("weight"), weight, form)
         else:
             state[key] = weight
-    model.load_state_dict(state)
+    model.diffusion_model.load_state_dict(state)
     return model.requires_grad_(False)
 
 
 def quantised(prefix: str, weight: Tensor, form: str) -> dict[str, Tensor]:
     """A layer's part of a checkpoint."""
-    layout = quant_ops.get_layout_class(quant_ops.QUANT_ALGOS[form]["comfy_tensor_layout"])
-    numbers, params = layout.quantize(weight)
-    note = torch.frombuffer(bytearray(json.dumps({"format": form}).encode()), dtype=torch.uint8)
+    algorithm, turned = CONVROT.get(form, form), form in CONVROT
+    layout = quant_ops.get_layout_class(quant_ops.QUANT_ALGOS[algorithm]["comfy_tensor_layout"])
+    options = {"is_weight": True, "per_channel": True, "convrot": True} if turned else {}
+    numbers, params = layout.quantize(weight, **options)
+    said = {"format": algorithm} | ({"convrot": True, "convrot_groupsize": TURNED} if turned else {})
+    note = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
     scales = {"weight_scale": params.scale}
     if form == "nvfp4":  # a scale for each block, and one for all
         scales = {"weight_scale": params.block_scale, "weight_scale_2": params.scale}
