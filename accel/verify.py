@@ -47,6 +47,11 @@ BOUNDS = {
 }
 
 
+# A model that amplifies rounding may have so many times what one step in its latent makes (``sensitivity``), but never
+# more than a quarter of the result: beyond it a wrong result would look no different.
+NOISE, MOST = 3.0, 0.25
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What a comparison found; false where there was nothing to compare, because the reference is not finite."""
@@ -62,26 +67,49 @@ class Comparison:
 NOTHING = Comparison(compared=False)
 
 
-def compare(what: str, out: Output, reference: Output) -> Comparison:
+def compare(what: str, out: Output, reference: Output, noise: Comparison = NOTHING) -> Comparison:
     """The errors of ``out``; raises ``WrongResult`` if rounding does not explain them. Waits for the GPU once.
 
-    A reference that is not finite says nothing: then the model itself overflows, in eager too.
+    noise: what one step in the model's input makes of its result, if that was measured. A reference that is not finite
+    says nothing: then the model itself overflows, in eager too.
     """
+    rows = _errors(what, out, reference)
+    if not all(row[1] for row in rows):
+        return NOTHING
+    if not all(row[0] for row in rows):
+        raise _not_finite(what)
+    for (_, _, whole, part), theirs in zip(rows, tensors_of(reference), strict=True):
+        bounds = _bounds(theirs.dtype, noise)
+        if whole > bounds.whole:
+            raise _wrong(what, f"relative error {whole:.2g}, allowed {bounds.whole:.2g}")
+        if part > bounds.part:
+            raise _wrong(what, f"relative error {part:.2g} in a part of it, allowed {bounds.part:.2g}")
+    return _worst_of(rows)
+
+
+def difference(out: Output, reference: Output) -> Comparison:
+    """The errors of ``out``, whatever they are; false where one of the two is not finite. Waits for the GPU once."""
+    rows = _errors("it", out, reference)
+    return _worst_of(rows) if all(row[0] and row[1] for row in rows) else NOTHING
+
+
+def _errors(what: str, out: Output, reference: Output) -> list[list[float]]:
+    """``_measured`` of each tensor."""
     pairs = list(zip(tensors_of(out), tensors_of(reference), strict=True))
     if odd := next((pair for pair in pairs if pair[0].shape != pair[1].shape), None):
         raise _wrong(what, f"its shape is {list(odd[0].shape)}, not {list(odd[1].shape)}")
-    rows = torch.stack([_measured(*pair) for pair in pairs]).tolist()
-    if not all(reference_is_finite for _, reference_is_finite, _, _ in rows):
-        return NOTHING
-    if not all(is_finite for is_finite, _, _, _ in rows):
-        raise _not_finite(what)
-    for (_, _, whole, part), (_, theirs) in zip(rows, pairs, strict=True):
-        bounds = BOUNDS.get(theirs.dtype, BOUNDS[torch.bfloat16])
-        if whole > bounds.whole:
-            raise _wrong(what, f"relative error {whole:.2g}, allowed {bounds.whole}")
-        if part > bounds.part:
-            raise _wrong(what, f"relative error {part:.2g} in a part of it, allowed {bounds.part}")
+    return torch.stack([_measured(*pair) for pair in pairs]).tolist()
+
+
+def _worst_of(rows: list[list[float]]) -> Comparison:
     return Comparison(True, max(row[2] for row in rows), max(row[3] for row in rows))
+
+
+def _bounds(dtype: torch.dtype, noise: Comparison) -> Bounds:
+    """Those of the dtype, or of a model that amplifies rounding."""
+    usual = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
+    own = (min(NOISE * error, MOST) for error in (noise.whole, noise.part))
+    return Bounds(*map(max, (usual.whole, usual.part), own))
 
 
 def _wrong(what: str, how: str) -> WrongResult:

@@ -14,6 +14,7 @@ from anyshape.accel.call import Call, Settings  # noqa: E402
 from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
+from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tapes import Taped  # noqa: E402
 
 # Settings ---------------------------------------------------------------------------------------------------------
@@ -179,6 +180,72 @@ def test_an_error_that_eager_raises_too_is_not_ours(engine, monkeypatch, caplog)
     engine(call(), Settings())
     assert states(engine) == [("tape", "")]
     assert not [record for record in caplog.records if "Traceback" in record.message]
+
+
+# What rounding explains ---------------------------------------------------------------------------------------------
+
+
+class Growing(nn.Module):
+    """A map under which a small difference of its input grows, by about 2 at each of its steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.sigmoid()
+        for _ in range(self.steps):
+            x = 3.9 * x * (1 - x)
+        return x
+
+
+@pytest.fixture
+def rounding(engine, monkeypatch):
+    """(a first call of a model whose program rounds otherwise, its forwards)."""
+    from anyshape.accel.sensitivity import nudged
+
+    x, ran = torch.randn(2, 4, 32, 32, generator=torch.Generator().manual_seed(1)).bfloat16(), []
+    monkeypatch.setattr(Program, "run", lambda self, inputs, bound=None: given[0](nudged(-inputs[0]).neg()))
+    given = []
+
+    def first(model, wrong=0.0, **changes):
+        own, before = x.clone(), len(ran)
+        given[:] = [lambda y: model(y) + wrong]
+
+        def forward(options):
+            ran.append(True)
+            return model(x)
+
+        taped = Taped(model, forward, {}, 0, lambda options, recorder: None, **changes)
+        engine(Call(shape_key({"x": x}), {"x": x}, lambda: model(x), 0, 64, 64, 2, taped=taped), Settings())
+        assert torch.equal(x, own)
+        return states(engine)[-1], len(ran) - before
+
+    return first
+
+
+@pytest.mark.parametrize(("steps", "forwards"), [(2, 1), (5, 2)])  # within the bounds nobody asks
+def test_a_model_that_amplifies_rounding_is_asked_how_far(rounding, steps, forwards) -> None:
+    """Its program is right though it is beyond the bounds of most models; a wrong one is wrong here too."""
+    assert rounding(Growing(steps)) == (("tape", ""), forwards)
+
+
+def test_what_rounding_does_not_explain_is_wrong(rounding) -> None:
+    (state, reason), ran = rounding(Growing(5), wrong=0.5)
+    assert state == "eager" and "even unfused" in reason and ran == 2
+
+
+@pytest.mark.parametrize("changes", [{"calls_others": True}, {"foreign": [("x", None)]}])
+def test_a_forward_that_must_not_run_twice_is_not_asked(rounding, changes) -> None:
+    (state, _), ran = rounding(Growing(5), **changes)
+    assert state == "eager" and ran == 1
+
+
+def test_weights_that_have_moved_meanwhile(rounding) -> None:
+    """ComfyUI's own forward may let go of them, and what is bound to them must not go on."""
+    held = iter(("", "gone"))
+    (state, _), ran = rounding(Growing(5), hold=lambda: next(held))
+    assert state == "eager" and ran == 2
 
 
 def test_calls_are_timed(engine) -> None:

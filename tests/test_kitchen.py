@@ -171,18 +171,34 @@ def test_results_lie_in_memory_as_the_operation_lays_them(monkeypatch):
             assert torch.allclose(mine, eager, atol=1e-5) and (fuse or torch.equal(mine, eager))
 
 
-@pytest.mark.parametrize("factor", [None, 2])
-def test_alone_it_stays_one_call(factor):
-    """Also where the table is made by a kernel: that is one table for all blocks."""
+def alone(name, made_inside):
+    """(a model of one call between products and attention, its arguments); perhaps its forward makes the table."""
     turned = table(5, 12)
-    model, args = Model("rms_rope", torch.float32, alone=True), (randn(2, 5, 36), turned)
-    if factor:
+    model, args = Model(name, torch.float32, alone=True), (randn(2, 5, 36), turned)
+    if made_inside:
         own = model.forward
-        model.forward = lambda x, turns: own(x, torch.stack([turns[..., 0] * 0.5, turns[..., 1] * 0.5], -1) * factor)
+        model.forward = lambda x, turns: own(x, torch.stack([turns[..., 0] * 0.5, turns[..., 1] * 0.5], -1) * 2)
+    return model, args
+
+
+@pytest.mark.parametrize(("name", "made_inside"), [("apply_rope", False), ("apply_rope", True), ("rms_rope", False)])
+def test_alone_it_stays_one_call(name, made_inside):
+    """Also where a kernel makes the table: that is one for all blocks. Of one from outside no rows are known."""
+    model, args = alone(name, made_inside)
     out, tape = taped(model, *args)
     kitchen.decompose(tape)
-    assert calls(tape) == ["comfy_kitchen::rms_rope"]
+    assert calls(tape) == [f"comfy_kitchen::{name}"]
     assert torch.equal(ran(model, tape, args, False)[0][0], out[0])
+
+
+def test_with_a_norm_it_is_ours_alone_too():
+    """Queries and keys are normed and turned in a kernel each, which reads them as they lie in the projection."""
+    model, args = alone("rms_rope", True)
+    out, tape = taped(model, *args)
+    kitchen.decompose(tape)
+    assert calls(tape) == []
+    found, program = ran(model, tape, args, True)
+    assert torch.allclose(found[0], out[0], atol=1e-5) and program.report.kernels >= 2
 
 
 def test_a_table_in_16_bits_stays_one_call():

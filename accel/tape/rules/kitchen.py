@@ -1,7 +1,8 @@
 """comfy-kitchen's rotary embeddings by their meaning, so that they fuse with what is around them.
 
 Newer versions of ComfyUI call that library's operations, and to a tape each is one call. Here is what they compute, in
-plain torch operations; these take the call's place where a neighbour fuses. Alone a call is one launch already.
+plain torch operations; these take the call's place where a neighbour fuses, and where a norm is part of it. Else a call
+is one launch already.
 """
 
 import copy
@@ -153,9 +154,13 @@ def _table(operation: Operation) -> Value | None:
 
 
 def _pays(operation: Operation, makers: dict[Value, Operation], readers: Readers) -> bool:
-    """Whether it has a neighbour that fuses. A norm must also know its rows, which a table given from outside hides."""
-    if _is_normed(operation) and not _table(operation).sizes[-1].static:
-        return False
+    """Whether our kernels are faster: with a neighbour that fuses, or with a norm, whose rows must be known.
+
+    A table that is given from outside hides them. Of Z-Image's heads the library's kernel norms and turns queries and
+    keys in 0.148 ms, ours in 0.078 (H200, 1024x1024).
+    """
+    if _is_normed(operation):
+        return _table(operation).sizes[-1].static
     return _fuses_before(operation, makers) or _fuses_after(operation, readers)
 
 
