@@ -13,6 +13,7 @@ MODELS = {  # the order of the tables
     "sdxl": "SDXL", "sd15": "SD1.5", "flux": "Flux", "zimage": "Z-Image", "qwen": "Qwen-Image", "sd35l": "SD3.5 large",
     "chroma": "Chroma", "wan": "Wan 2.1 14B", "cosmos": "Cosmos-Predict2 2B", "krea": "Krea 2", "ltxv": "LTX-Video 13B",
 }  # fmt: skip
+FORMS = {"int8": "int8", "convrot": "int8, turned (convrot)", "fp8": "fp8"}  # of weights; else bf16
 HOWS = ("eager", "anyshape", "unverified", "blocks", "core")
 CONDITIONS = ("machine", "versions", "allocator", "date", "command")
 
@@ -25,6 +26,12 @@ def load(path: Path) -> dict[str, Any]:
 def forward_path(model: str) -> Path:
     """Where the result of ``bench.forward`` lies."""
     return RESULTS / f"{model}-forward.json"
+
+
+def dynamic_paths() -> list[Path]:
+    """Where the results of ``bench.forward --dynamic`` lie, in the order of the tables."""
+    names = [f"{model}{form}" for model in MODELS for form in ("", *(f"-{form}" for form in FORMS))]
+    return [path for name in names if (path := RESULTS / f"dynamic-{name}.json").exists()]
 
 
 def mixed_path(model: str) -> Path:
