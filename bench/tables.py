@@ -52,9 +52,9 @@ def even(row: dict[str, Any], result: dict[str, Any], name: str) -> str:
 
 
 UNFUSED = (
-    "Krea 2 ran there without rules, and the models in fp8 without fusion: their first result was further from eager's than "
-    "rounding explains in most models, and was called wrong. Now such a model is asked how far rounding carries it; that "
-    "was not yet measured on a card."
+    "Krea 2 ran there without rules, and the models in fp8 without fusion: their first result was further from eager's "
+    "than rounding explains in most models, and was called wrong. Now such a model is asked how far rounding carries "
+    "it; that was not yet measured on a card."
 )
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")
