@@ -2,8 +2,8 @@
 
 Bounds for rounding suit most models. Some amplify it: with 8-bit activations, or many layers, one step in the latent
 makes a result that is 2 to 8 % off, which is more than the bounds allow for a right program. A model whose first result
-is beyond them is therefore asked itself. On four models with random weights (docs/decisions.md) this differs little from
-what one step in each attention's result makes, which is how a program differs from eager.
+is beyond them is therefore asked itself. On four models with random weights the answer was near what one step in each
+attention's result makes, which is how a program differs from eager (docs/decisions.md).
 """
 
 import torch
