@@ -155,6 +155,19 @@ def test_two_streams_that_were_equally_long_by_chance():
     assert outlines.reused == 4 and "lengths of groups that share a kernel" in outlines.misfits
 
 
+def test_one_picture_hides_that_a_weight_has_none_per_picture():
+    """Of one picture the sum is torch's own kernel, of several it reads the weight for each: ours from the first on."""
+
+    def shifted(self: Model, x: Tensor) -> Tensor:
+        return self.last(self.first(x) + self.first.bias[None])
+
+    model, known = Model(shifted), []
+    for b in (1, 2, 3):
+        program = Program(tape_of(model, rand(b, CHANNELS))[1], fuse=True)
+        known.append({launch.source.text for launch in program.launches})
+    assert known[0] and known[0] == known[1] == known[2]
+
+
 def test_an_input_that_lies_otherwise():
     def wide(t: int) -> Tensor:
         return rand(2, t, 2 * CHANNELS)[..., :CHANNELS]

@@ -186,14 +186,22 @@ def is_best_alone(operation: Operation, layouts: Layouts) -> bool:
         return True
     tensors = [value for value in operation.inputs if value.scalar() is None]
     if len(tensors) == 1 and name not in NORMS:
-        return tensors[0].shape == output.shape and layouts.has_rows(tensors[0])
+        return _is_whole(tensors[0], output) and layouts.has_rows(tensors[0])
     if not all(map(layouts.is_straight, tensors)):
         return False
     if name in NORMS:
         return output.shape[-1] >= LONG_ROW
     if name in ("cat", "stack"):
         return True
-    return all(value.shape == output.shape for value in tensors)
+    return all(_is_whole(value, output) for value in tensors)
+
+
+def _is_whole(value: Value, output: Value) -> bool:
+    """Whether ``value`` has all of the result's elements, at every size of the call: a weight has none per picture."""
+    if value.shape != output.shape:
+        return False
+    pairs = zip(value.sizes, output.sizes, strict=True)
+    return not any(own.static and own.value == 1 and not other.static for own, other in pairs)
 
 
 def is_copy(operation: Operation) -> bool:
