@@ -52,13 +52,12 @@ class Halves:
         return found
 
     def finish(
-        self, call: Call, settings: Settings, take: Take, halves: Cut, out: Output, recorded: Output, fuse: bool,
-        first: bool,
-    ) -> None:  # fmt: skip
+        self, call: Call, settings: Settings, take: Take, halves: Cut, out: Output, fuse: bool, first: bool
+    ) -> None:
         """Makes the program of skipped steps. out: what the whole one gave. first: of all sizes."""
         features = tuple(out[-take.features :])
         _, reason = attempt(
-            lambda: self._rest(call, settings, take, halves, features, recorded, fuse, first),
+            lambda: self._rest(call, settings, take, halves, features, take.own(out), fuse, first),
             self._failed,
             self._passthrough,
         )
@@ -68,16 +67,16 @@ class Halves:
 
     def _rest(
         self, call: Call, settings: Settings, whole: Take, halves: Cut, features: tuple[Tensor, ...],
-        recorded: Output, fuse: bool, first: bool,
+        result: Output, fuse: bool, first: bool,
     ) -> None:  # fmt: skip
         take, tape = self._tapes.like(whole), halves.skipped
         given = call.inputs | named_features(features)
         inputs = list(take.inputs(given, call.taped.options).values())
         program = self._make(tape, fuse, call)
         self._count(program, first, call)
-        if settings.verify and not self._is_right(call, program, inputs, recorded):
+        if settings.verify and not self._is_right(call, program, inputs, result):
             program = Program(tape, fuse=False)
-            if not self._is_right(call, program, inputs, recorded):
+            if not self._is_right(call, program, inputs, result):
                 raise WrongResult("without what is left out, but with its features, the forward is another one")
         program.bind(call.taped.module)
         program.settled()
@@ -86,11 +85,11 @@ class Halves:
         whole.rest = call.taped.skipping.key(features)
         self._tapes.keep(whole.rest, fuse, take)
 
-    def _is_right(self, call: Call, program: Program, inputs: list[Tensor], recorded: Output) -> bool:
+    def _is_right(self, call: Call, program: Program, inputs: list[Tensor], result: Output) -> bool:
         program.bind(call.taped.module)
         out = program.run(inputs)
         try:
-            verify.compare("a skipped step", out if isinstance(out, Tensor) else tuple(out), recorded)
+            verify.compare("a skipped step", out if isinstance(out, Tensor) else tuple(out), result)
             return True
         except WrongResult as error:
             STATS.fallback(self._stats.name, str(error))

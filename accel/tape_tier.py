@@ -202,7 +202,7 @@ class TapeTier:
             self._maker.begun = known
             raise
         if halves is not None and out is not None:
-            self._halves.finish(call, settings, take, halves, out, flat(recorded), fuse, first)
+            self._halves.finish(call, settings, take, halves, out, fuse, first)
         if not turned:  # eager has other convolutions
             shape.eager.note(take.clock.eager_ms(operations))
         take.clock = None
