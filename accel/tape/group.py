@@ -201,7 +201,8 @@ def _is_whole(value: Value, output: Value) -> bool:
     if value.shape != output.shape:
         return False
     pairs = zip(value.sizes, output.sizes, strict=True)
-    return not any(own.static and own.value == 1 and not other.static for own, other in pairs)
+    spread = any(own.static and own.value == 1 and not other.static for own, other in pairs)
+    return not (spread and views.is_table(value))
 
 
 def is_copy(operation: Operation) -> bool:
