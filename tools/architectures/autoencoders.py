@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from tools.architectures import version
 
 VARIANTS = 4
-# Height and width of a latent (halved where one of its elements is many pixels), its frames, and the batch.
+# Height and width of a latent (halved where one of its elements is many pixels, or a video), its frames, the batch.
 SIZES = ((4, 6), (5, 4), (3, 7), (4, 4))
 FRAMES = (4, 5, 3, 1)
 BATCHES = (1, 2, 1, 3)
@@ -81,7 +81,8 @@ class Autoencoder:
 
     def shape(self, way: str, k: int) -> tuple[int, ...]:
         """Of what variant ``k`` decodes or encodes."""
-        height, width = ((side + 1) // 2 if self.scale > 8 else side for side in SIZES[k % len(SIZES)])
+        many = self.scale > 8 or self.dimensions == 3
+        height, width = ((side + 1) // 2 if many else side for side in SIZES[k % len(SIZES)])
         batch, frames = self.batches[k % len(self.batches)], FRAMES[k % len(FRAMES)]
         if self.dimensions == 1:
             length = height * width

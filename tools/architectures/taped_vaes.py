@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,12 @@ def as_on_gpu() -> Iterator[None]:
         yield
 
 
+@lru_cache(maxsize=1)
+def _model(name: str) -> nn.Module:
+    """For all that is studied of one VAE, one way after the other."""
+    return autoencoders.model(name)
+
+
 def recording(model: nn.Module, way: str, arguments: tuple[Tensor, ...]) -> Recording:
     """One decode or encode, on a lean tape."""
     return Recording(model, arguments, {}, way=way, lean=True)
@@ -35,7 +42,7 @@ def recording(model: nn.Module, way: str, arguments: tuple[Tensor, ...]) -> Reco
 
 def study(entry: Autoencoder, way: str, variants: int = VARIANTS, run: bool = True) -> Found:
     """Records every variant; compares results of a few, if they are to be run."""
-    model = autoencoders.model(entry.name)
+    model = _model(entry.name)
     recorded = (recording(model, way, entry.inputs(way, k)) for k in range(variants))
     with as_on_gpu():
         return found_of(f"{entry.name}, {way}", recorded, COMPARED if run else (), FUSED if run else -1)
