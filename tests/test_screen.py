@@ -16,7 +16,7 @@ from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.web_page import OURS, SCREENSHOTS, SEARCH, WebPage  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, SCREENSHOTS, SEARCH, TRIES, WebPage  # noqa: E402 - it imports playwright
 
 PANEL = ".anyshape-panel"
 MUTED, BYPASSED = 2, 4  # of a node's `mode`, in every front end
@@ -42,26 +42,50 @@ def opened(browser: Any, server: ComfyServer, prepare: Any = None, **settings: A
     return page
 
 
-@pytest.fixture
-def page(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+@pytest.fixture(scope="module")
+def english(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+    """One page for several tests: the front end takes three seconds to load."""
     shown = opened(browser, server)
     yield shown
     shown.close()
 
 
+@pytest.fixture
+def page(english: WebPage) -> WebPage:
+    """The same page with the workflow as it was."""
+    search = english.page.locator(SEARCH)
+    for _ in range(TRIES):
+        if not search.count():
+            break
+        english.page.keyboard.press("Escape")
+        english.page.wait_for_timeout(200)
+    english.load_workflow(flow(), PLACES)
+    english.page.wait_for_timeout(600)  # or the next click on a node is the second of a double click
+    return english
+
+
 @pytest.fixture(scope="module")
-def searched(browser: Any, server: ComfyServer) -> Iterator[Callable[[str], str]]:
+def searched(english: WebPage) -> Callable[[str], str]:
     """What the search box finds for a text."""
-    page = opened(browser, server)
-    page._open_search(1000, 500)
 
     def search(text: str) -> str:
-        page.page.locator(f"{SEARCH} input").first.fill(text)
-        page.page.wait_for_timeout(700)  # it waits for the next letter
-        return "\n".join(page.page.locator(f"{SEARCH} [role=option]").all_inner_texts())
+        field = english.page.locator(f"{SEARCH} input").first
+        if not field.count():
+            english._open_search(1000, 500)
+        field.fill(text)
+        english.page.wait_for_timeout(700)  # it waits for the next letter
+        return "\n".join(english.page.locator(f"{SEARCH} [role=option]").all_inner_texts())
 
-    yield search
-    page.close()
+    return search
+
+
+@pytest.fixture(scope="module")
+def chinese(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+    """A page that is Chinese from the start."""
+    shown = opened(browser, server, Comfy_Locale="zh")
+    wait_for_title(shown, 4, CHINESE["title"])
+    yield shown
+    shown.close()
 
 
 def pixels(server: ComfyServer, entry: dict[str, Any]) -> np.ndarray:
@@ -116,9 +140,8 @@ def wait_for_title(page: WebPage, node_id: int, title: str) -> None:
     page.page.wait_for_function("([id, title]) => app.graph.getNodeById(id)?.title === title", arg=[node_id, title])
 
 
-def test_nodes_are_chinese_and_change_with_the_setting(browser, server) -> None:
-    page = opened(browser, server, Comfy_Locale="zh")
-    wait_for_title(page, 4, CHINESE["title"])
+def test_nodes_are_chinese_and_change_with_the_setting(chinese, server) -> None:
+    page = chinese
     assert page.page.evaluate(SHOWN, 4) == CHINESE
     assert page.page.evaluate(SHOWN, 9)["outputs"] == ["报告", "统计", "图表"]
     assert tooltip_of_title(page, 4).startswith("加快任意模型（图像或视频）的采样")
@@ -133,19 +156,16 @@ def test_nodes_are_chinese_and_change_with_the_setting(browser, server) -> None:
     assert page.page.evaluate(SHOWN, 4) == CHINESE
     page.page.locator(f"{OURS}[aria-label='尺寸缓存']").wait_for()
     assert page.errors == []
-    page.close()
 
 
-def test_what_the_user_named_keeps_its_name(browser, server) -> None:
-    page = opened(browser, server, Comfy_Locale="zh")
-    wait_for_title(page, 4, CHINESE["title"])
+def test_what_the_user_named_keeps_its_name(chinese) -> None:
+    page = chinese
     page.page.evaluate(
         "async () => { const node = app.graph.getNodeById(4); node.title = 'Mine'; node.inputs[0].label = 'base';"
         " await app.loadGraphData(app.graph.serialize()); }"
     )
     shown = page.page.evaluate(SHOWN, 4)
     assert (shown["title"], shown["inputs"][:2]) == ("Mine", ["base", "模式"])
-    page.close()
 
 
 # Search -----------------------------------------------------------------------------------------------------------

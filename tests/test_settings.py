@@ -54,6 +54,27 @@ def opened(browser: Any, server: ComfyServer) -> Iterator[Any]:
     server.http.post(f"{server.url}/api/settings", json=DEFAULTS | {"Comfy.Locale": "en"}).raise_for_status()
 
 
+@pytest.fixture(scope="module")
+def shared(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+    """One English page for several tests: the front end takes three seconds to load."""
+    page = WebPage(browser, server)
+    yield page
+    page.close()
+    server.http.post(f"{server.url}/api/settings", json=DEFAULTS).raise_for_status()
+
+
+@pytest.fixture
+def page(shared: WebPage) -> WebPage:
+    """That page with the workflow, the panel closed and our settings as a new user's."""
+    for name, value in DEFAULTS.items():
+        shared.set(name, value)
+    if shared.page.locator(PANEL).count():
+        shared.page.locator(OURS).click()
+        shared.page.locator(PANEL).wait_for(state="detached")
+    shared.load_workflow(flow(), PLACES)
+    return shared
+
+
 def open_settings(page: WebPage) -> None:
     """The dialog, at our page."""
     page.page.keyboard.press("Control+,")
@@ -109,8 +130,7 @@ def test_the_page_is_chinese(opened) -> None:
     wait_for_names(page, NAMES["zh"])
 
 
-def test_new_nodes_take_the_budget_and_saved_ones_keep_theirs(opened) -> None:
-    page = opened()
+def test_new_nodes_take_the_budget_and_saved_ones_keep_theirs(page) -> None:
     page.set(IDS[2], 512)
     budget = "id => app.graph.getNodeById(id).widgets.find((one) => one.name === 'graph_budget_mb').value"
     added = page.add_node("Accelerate", 410, 400)
@@ -120,9 +140,8 @@ def test_new_nodes_take_the_budget_and_saved_ones_keep_theirs(opened) -> None:
     assert page.page.evaluate(budget, added) == 64
 
 
-def test_the_language_of_what_we_say(opened) -> None:
+def test_the_language_of_what_we_say(page) -> None:
     """Of the panel and the lines; titles follow ComfyUI's. At once, and back again."""
-    page = opened()
     added = page.add_node("Accelerate", 410, 400)
     page.wait_for_line(added, "not run yet")
     page.page.locator(OURS).click()
@@ -138,9 +157,8 @@ def test_the_language_of_what_we_say(opened) -> None:
     assert page.errors == []
 
 
-def test_warm_up_these(opened, server) -> None:
+def test_warm_up_these(page, server) -> None:
     """The panel's button, there if the workflow has a Warm Up: its list is what the panel shows, and runs."""
-    page = opened()
     server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
     page.set(IDS[0], True)
     page.run(server)
