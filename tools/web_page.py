@@ -142,10 +142,10 @@ class WebPage:
     def _open_search(self, x: int, y: int) -> None:
         """As a person does, again where the canvas took the first double click for something else."""
         field = self.page.locator(f"{SEARCH} input").first
-        for _ in range(TRIES):
+        for patience in (1, 2, 4, 8, 20):  # seconds; where it opens at all, that takes a third of one
             self.page.mouse.dblclick(*self._on_page(x, y))
             try:
-                return field.wait_for(timeout=5_000)
+                return field.wait_for(timeout=patience * 1_000)
             except TimeoutError:
                 continue
         field.wait_for()
