@@ -6,14 +6,14 @@ On the CPU; ``test_gpu_faults.py`` has kernels, captures, replays and memory.
 import pytest
 import torch
 
-from tools.driving import SHORT_RUN, compile_with_message, compiled, skip_with_message, skipping
+from tools.driving import compile_with_message, compiled, skip_with_message, skipping
 from tools.oracles import FUSED, error, fallbacks, last_run, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
-RUN = SHORT_RUN | {"steps": 2}
-LONG_RUN = SHORT_RUN | {"steps": 10}  # long enough for blocks to be skipped
+RUN = {"width": 64, "height": 64, "steps": 2}
+LONG_RUN = RUN | {"steps": 10}  # long enough for blocks to be skipped
 
 # Everything that a forward of a compiled model goes through, by module of the pack.
 FORWARD = [
@@ -95,7 +95,7 @@ def test_a_fault_in_a_forward_with_a_patch(models, fresh, inject, target):
         outs.append([models.sample(patched, **RUN | {"seed": 0})])
         if each is not fresh:
             inject(target)
-        outs[-1].append(models.sample(patched, **RUN | {"seed": 1, "width": 136}))
+        outs[-1].append(models.sample(patched, **RUN | {"seed": 1, "width": 72}))
         outs[-1].append(models.sample(patched, **RUN | {"seed": 1}))
         logs.append(log)
     assert all(error(out, plain) < CLOSE for plain, out in zip(*outs, strict=True))

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-5  # relative L2 in fp32
 CHANGED = 1e-3  # by how much a patch must show, so that a test can tell
-SIZE = {"width": 136, "height": 128}
+SIZE = {"width": 72, "height": 64}
 
 
 def takes_of(patcher):
