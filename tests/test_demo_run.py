@@ -1,6 +1,7 @@
 """The demo's main job, on a few of its cases, through the real server."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,15 @@ PROMPT_KEYS = {"width", "height", "batch", "first_seconds", "seconds", "eager_se
 
 
 @pytest.fixture(scope="module")
-def finished(server, tmp_path_factory) -> tuple[Path, list[str]]:
+def few_steps() -> Iterator[None]:
+    """Half of the demo's: what is drawn is seen, and the server takes half as long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(workflows.SAMPLER, "steps", 4)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(server, few_steps, tmp_path_factory) -> tuple[Path, list[str]]:
     """The folder that the demo wrote, and what it found wrong."""
     server.http.post(f"{server.url}/anyshape/clear").raise_for_status()  # of other tests' models
     out = tmp_path_factory.mktemp("demo") / "out"
