@@ -6,13 +6,13 @@ import weakref
 import pytest
 import torch
 
-from tools.driving import SHORT_RUN, SMALL_UNET, UNETS, compiled, compiled_control, randn, steering
+from tools.driving import SMALL_RUN, SMALL_UNET, UNETS, compiled, compiled_control, randn, steering
 from tools.oracles import FUSED, assert_fast, assert_untouched, error, expect, fallbacks, footprint, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4
-RUN = SHORT_RUN | {"steps": 2}
+RUN = SMALL_RUN | {"steps": 2}
 
 
 @pytest.fixture(scope="module")

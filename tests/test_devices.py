@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools import embed
-from tools.driving import SHORT_RUN, compile_with_message, compiled, compiled_vae, skip_with_message
+from tools.driving import SMALL_RUN, compile_with_message, compiled, compiled_vae, skip_with_message
 from tools.oracles import fallbacks, shapes
 
 embed.bare_pack()
@@ -57,7 +57,7 @@ def test_no_kernels_and_no_thread_at_the_start(other, monkeypatch):
 def test_a_cpu_has_no_kernels_and_runs_the_tape(models, fresh, clean_stats):
     """ComfyUI's own operations, to the bit, and its weights as they lie."""
     fast = compiled(fresh)
-    assert torch.equal(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN))
+    assert torch.equal(models.sample(fast, **SMALL_RUN), models.sample(fresh, **SMALL_RUN))
     (shape,) = shapes()
     assert shape["state"] == "tape" and shape["reason"] == ""
     assert fallbacks() == []
@@ -91,4 +91,4 @@ def test_skip_blocks_needs_no_kernels(models, fresh, monkeypatch, clean_stats):
     out, message = skip_with_message(fresh)
     assert message == "" and any(out.wrappers.values())
     fresh.load_device = out.load_device = fresh_device
-    assert torch.isfinite(models.sample(out, **SHORT_RUN | {"steps": 12})).all()
+    assert torch.isfinite(models.sample(out, **SMALL_RUN | {"steps": 12})).all()

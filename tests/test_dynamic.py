@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tools.driving import SHORT_RUN, SMALL_UNET, calls_of, compiled, options_of, unet_inputs
+from tools.driving import SMALL_RUN, SMALL_UNET, calls_of, compiled, options_of, unet_inputs
 from tools.oracles import assert_fast, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -61,8 +61,8 @@ def test_the_users_own_patcher_runs(models, load, card, recordings):
     source = load.patcher
     fast = compiled(source)
     assert fast.model is source.model
-    eager = models.sample(source, **SHORT_RUN)
-    out = models.sample(fast, **SHORT_RUN)
+    eager = models.sample(source, **SMALL_RUN)
+    out = models.sample(fast, **SMALL_RUN)
     assert error(out, eager) < CLOSE and len(recordings) == 1
     assert_fast()
     assert not fallbacks() and not load.pages.pinned and load.pages.there
@@ -76,7 +76,7 @@ def test_blocks_are_alike_wherever_their_weights_lie(models, pages, card, monkey
 
     takes, record = [], Tapes.record
     monkeypatch.setattr(Tapes, "record", lambda *args: takes.append(record(*args)) or takes[-1])
-    run = SHORT_RUN | {"cfg": 1.0}
+    run = SMALL_RUN | {"cfg": 1.0}
     for maps in (False, True):
         patcher = patchers.make("Lumina2", blocks=4)
         if maps:
@@ -95,7 +95,7 @@ def test_what_is_read_are_the_mapped_weights(models, load):
         patch.setattr(
             Program, "bind", lambda self, m: found.update(v.leaf.name for _, v in self._weights) or bind(self, m)
         )
-        models.sample(fast, **SHORT_RUN)
+        models.sample(fast, **SMALL_RUN)
     assert {"_v_weight", "_v_bias"} <= found
     big = [part for part in load.layers if part._v_weight.data_ptr() == part._v[1]]
     assert len(big) == len(load.layers)
@@ -104,14 +104,14 @@ def test_what_is_read_are_the_mapped_weights(models, load):
 @both
 def test_weights_that_went_and_came_back(models, load, recordings, bound):
     fast = compiled(load.patcher)
-    first = models.sample(fast, **SHORT_RUN)
+    first = models.sample(fast, **SMALL_RUN)
     before = len(bound)
     load.pages.give_away()
     load()
-    again = models.sample(fast, **SHORT_RUN)
+    again = models.sample(fast, **SMALL_RUN)
     assert torch.equal(first, again) and len(recordings) == 1 and len(bound) == before
     load.pages.give_away(1, 3)  # a part of them, and nobody loads
-    assert torch.equal(first, models.sample(fast, **SHORT_RUN)) and len(recordings) == 1
+    assert torch.equal(first, models.sample(fast, **SMALL_RUN)) and len(recordings) == 1
     assert_fast()
     assert not fallbacks() and not load.pages.pinned
 
@@ -121,7 +121,7 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recordings):
     """To the bit, with a reason that helps; and on the tape again as soon as it fits."""
     fast, source = compiled(load.patcher), load.patcher
     card.pages = load.pages.count // 2
-    out = models.sample(fast, **SHORT_RUN)
+    out = models.sample(fast, **SMALL_RUN)
     (shape,) = shapes()
     assert shape["state"] == "eager" and shape["reason"].startswith("weights streamed: of ")
     assert [found["reason"] for found in fallbacks()] == [shape["reason"]]
@@ -129,19 +129,19 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recordings):
     ours = len(load.pages.there)
     load.pages.give_away()
     load()
-    models.sample(source, **SHORT_RUN)
+    models.sample(source, **SMALL_RUN)
     assert ours == len(load.pages.there) > card.pages // 2  # as much of it stays as without us
     card.pages = ENOUGH
     load()
-    assert torch.equal(out, models.sample(source, **SHORT_RUN))
-    assert error(models.sample(fast, **SHORT_RUN), out) < CLOSE and len(recordings) == 1
+    assert torch.equal(out, models.sample(source, **SMALL_RUN))
+    assert error(models.sample(fast, **SMALL_RUN), out) < CLOSE and len(recordings) == 1
     assert_fast()
     card.pages = load.pages.count // 2
     load.pages.give_away()
-    assert torch.equal(out, models.sample(fast, **SHORT_RUN)) and shapes()[0]["state"] == "eager"
+    assert torch.equal(out, models.sample(fast, **SMALL_RUN)) and shapes()[0]["state"] == "eager"
     card.pages = ENOUGH
     load()
-    assert error(models.sample(fast, **SHORT_RUN), out) < CLOSE and len(recordings) == 1
+    assert error(models.sample(fast, **SMALL_RUN), out) < CLOSE and len(recordings) == 1
     assert_fast()
 
 
@@ -149,7 +149,7 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recordings):
 def test_a_page_that_goes_in_the_recorded_forward(models, load, recordings):
     """What was written down of such a forward counts for nothing; the next one is recorded."""
     fast, source = compiled(load.patcher), load.patcher
-    wanted = models.sample(source, **SHORT_RUN)
+    wanted = models.sample(source, **SMALL_RUN)
     layer = load.layers[len(load.layers) // 2]
     free: list[set] = []  # what is kept while ComfyUI's own forward runs: no more than its layer asks for
 
@@ -158,12 +158,12 @@ def test_a_page_that_goes_in_the_recorded_forward(models, load, recordings):
         load.pages.give_away(0)
 
     handle = layer.register_forward_hook(hook)
-    out = models.sample(fast, **SHORT_RUN)
+    out = models.sample(fast, **SMALL_RUN)
     handle.remove()
     assert free == [set()]
     assert error(out, wanted) < CLOSE and shapes()[0]["state"] == "eager"
     assert shapes()[0]["reason"].startswith("weights streamed: of ")
-    assert error(models.sample(fast, **SHORT_RUN), wanted) < CLOSE
+    assert error(models.sample(fast, **SMALL_RUN), wanted) < CLOSE
     assert_fast()
 
 
@@ -174,7 +174,7 @@ def test_pages_are_kept_while_a_program_runs(models, load, monkeypatch):
     seen, run = [], Program.run
     monkeypatch.setattr(Program, "run", lambda *args, **kw: seen.append(set(load.pages.pinned)) or run(*args, **kw))
     fast = compiled(load.patcher)
-    models.sample(fast, **SHORT_RUN | {"steps": 3})
+    models.sample(fast, **SMALL_RUN | {"steps": 3})
     first, last = load.layers[0]._v[1], load.layers[-1]._v[1] + load.layers[-1]._v[2]
     assert len(seen) >= 2 and all(pinned >= set(load.pages._range(first, last - first)) for pinned in seen)
     assert not load.pages.pinned
@@ -183,28 +183,28 @@ def test_pages_are_kept_while_a_program_runs(models, load, monkeypatch):
 def test_small_weights_stay_where_they_were(models, load, recordings, bound):
     """ComfyUI copies them at each load. A program is not bound again, and a graph would find them."""
     fast = compiled(load.patcher)
-    first = models.sample(fast, **SHORT_RUN)
+    first = models.sample(fast, **SMALL_RUN)
     small = {
         part: part._parameters["weight"].data_ptr() for part in load.own if part._parameters.get("weight") is not None
     }
     before = len(bound)
     for _ in range(3):
         load()
-        assert torch.equal(first, models.sample(fast, **SHORT_RUN))
+        assert torch.equal(first, models.sample(fast, **SMALL_RUN))
     assert {part: part._parameters["weight"].data_ptr() for part in small} == small
     assert len(bound) == before and len(recordings) == 1
 
 
 def test_small_weights_that_were_patched_are_read(models, load, recordings):
     fast, source = compiled(load.patcher), load.patcher
-    first = models.sample(fast, **SHORT_RUN)
+    first = models.sample(fast, **SMALL_RUN)
     norm = next(part for part in load.own if isinstance(part, nn.GroupNorm))
     with torch.no_grad():
         load.own[norm]["weight"].mul_(1.5)
     load()
-    eager = models.sample(source, **SHORT_RUN)
+    eager = models.sample(source, **SMALL_RUN)
     load()
-    out = models.sample(fast, **SHORT_RUN)
+    out = models.sample(fast, **SMALL_RUN)
     assert error(out, eager) < CLOSE < error(out, first) and len(recordings) == 1
 
 
@@ -213,7 +213,7 @@ def test_a_lora_on_and_off(models, load, recordings):
     from comfy.model_patcher import LowVramPatch
 
     fast, source = compiled(load.patcher), load.patcher
-    plain = models.sample(fast, **SHORT_RUN)
+    plain = models.sample(fast, **SMALL_RUN)
     layer = max(load.layers, key=lambda part: part.weight.numel())
     (name,) = (f"{name}.weight" for name, part in load.model.named_modules() if part is layer)
     delta = 0.05 * torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(1))
@@ -223,11 +223,11 @@ def test_a_lora_on_and_off(models, load, recordings):
 
     for _ in range(2):
         load({name: patch}, dirty=True)
-        patched = models.sample(fast, **SHORT_RUN)
+        patched = models.sample(fast, **SMALL_RUN)
         load({name: patch}, dirty=True)
-        assert error(patched, models.sample(source, **SHORT_RUN)) < CLOSE < error(patched, plain)
+        assert error(patched, models.sample(source, **SMALL_RUN)) < CLOSE < error(patched, plain)
         load(dirty=True)
-        assert torch.equal(models.sample(fast, **SHORT_RUN), plain)
+        assert torch.equal(models.sample(fast, **SMALL_RUN), plain)
     assert len(recordings) == 1
     assert_fast()
 
@@ -235,15 +235,15 @@ def test_a_lora_on_and_off(models, load, recordings):
 def test_a_layer_that_is_no_longer_mapped_is_recorded_again(models, load, recordings):
     """A LoRA that changes a weight's size is loaded as a whole: what lies in its pages is of nobody."""
     fast, source = compiled(load.patcher), load.patcher
-    first = models.sample(fast, **SHORT_RUN)
+    first = models.sample(fast, **SMALL_RUN)
     layer = load.layers[3]
     del layer._v
     load.pages.give_away()
     load.layers.remove(layer)
     load()
-    out = models.sample(fast, **SHORT_RUN)
+    out = models.sample(fast, **SMALL_RUN)
     assert error(out, first) < CLOSE and len(recordings) == 2
-    assert error(out, models.sample(source, **SHORT_RUN)) < CLOSE
+    assert error(out, models.sample(source, **SMALL_RUN)) < CLOSE
     assert_fast()
 
 
@@ -290,7 +290,7 @@ def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     from anyshape.accel.weights import ChannelsLastWeights
 
     model, cpu = load.model, torch.device("cpu")
-    eager = models.sample(load.patcher, **SHORT_RUN)
+    eager = models.sample(load.patcher, **SMALL_RUN)
     names = {part: name for name, part in model.named_modules()}
     large = [part for part in load.layers if part.weight.ndim == 4 and part.weight.shape[2:].numel() > 1]
     wanted = frozenset(Weight(names[part], "_v_weight") for part in large)
@@ -315,7 +315,7 @@ def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     there = [part for part in large if part._v[1] >= load.pages.base_addr + gone * 4096]
     assert there and all(torch.equal(part._v_weight, part.weight) and part._v_weight.is_contiguous() for part in there)
     load()
-    assert torch.equal(models.sample(load.patcher, **SHORT_RUN), eager)
+    assert torch.equal(models.sample(load.patcher, **SMALL_RUN), eager)
 
 
 def test_graphs_give_way_to_weights(models, load, card, monkeypatch):
@@ -350,9 +350,9 @@ def test_the_user_may_cancel_while_weights_are_filled(models, load, monkeypatch)
     fast = compiled(load.patcher)
     monkeypatch.setattr(mm, "interrupt_processing", True)
     with pytest.raises(mm.InterruptProcessingException):
-        models.sample(fast, **SHORT_RUN)
+        models.sample(fast, **SMALL_RUN)
     assert not load.pages.pinned
-    assert error(models.sample(fast, **SHORT_RUN), models.sample(load.patcher, **SHORT_RUN)) < CLOSE
+    assert error(models.sample(fast, **SMALL_RUN), models.sample(load.patcher, **SMALL_RUN)) < CLOSE
     assert_fast()
 
 
@@ -444,14 +444,14 @@ def test_a_controlnet(models, pages, card, recordings):
     load = pages.Loads(control.control_model, card)
     load()
     fast = compiled_control(control)
-    eager = models.sample(patcher, **SHORT_RUN, steer=steering(control))
+    eager = models.sample(patcher, **SMALL_RUN, steer=steering(control))
     for _ in range(2):
-        assert error(models.sample(patcher, **SHORT_RUN, steer=steering(fast)), eager) < CLOSE
+        assert error(models.sample(patcher, **SMALL_RUN, steer=steering(fast)), eager) < CLOSE
         load.pages.give_away()
     assert_fast()
     card.pages = load.pages.count // 2
     load()
-    assert error(models.sample(patcher, **SHORT_RUN, steer=steering(fast)), eager) < CLOSE
+    assert error(models.sample(patcher, **SMALL_RUN, steer=steering(fast)), eager) < CLOSE
     assert shapes()[0]["reason"].startswith("weights streamed: of ") and len(recordings) == 1
 
 
@@ -460,7 +460,7 @@ def test_skip_blocks(models, load, card):
     from tools.driving import skipping
     from tools.oracles import counted
 
-    run = SHORT_RUN | {"steps": 12}
+    run = SMALL_RUN | {"steps": 12}
     skip = skipping(compiled(load.patcher))
     models.sample(skip, **run)
     assert counted() == {"full": 4, "skipped": 8, "resets": {}} and not load.pages.pinned

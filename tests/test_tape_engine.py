@@ -55,12 +55,12 @@ def test_exact_is_bit_equal_at_every_size_and_recorded_once(tiny, recordings, na
 
 def test_unet_in_exact_mode_is_recorded_once(tiny, models, fresh, recordings) -> None:
     """Its blocks copy every option, those too that differ in each sampling run."""
-    from tools.driving import SHORT_RUN
+    from tools.driving import SMALL_RUN
 
     fast = compiled(fresh, mode="exact")
     for seed in range(3):
-        wanted = models.sample(fresh, **SHORT_RUN | {"seed": seed, "steps": 2})
-        assert torch.equal(models.sample(fast, **SHORT_RUN | {"seed": seed, "steps": 2}), wanted)
+        wanted = models.sample(fresh, **SMALL_RUN | {"seed": seed, "steps": 2})
+        assert torch.equal(models.sample(fast, **SMALL_RUN | {"seed": seed, "steps": 2}), wanted)
     assert len(recordings) == 1 and reasons() == []
 
 

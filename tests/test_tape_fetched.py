@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools import loras
-from tools.driving import SHORT_RUN, SMALL_UNET, compiled, unet_forward
+from tools.driving import SMALL_RUN, SMALL_UNET, compiled, unet_forward
 from tools.loras import ALL_KINDS, lora
 from tools.oracles import error, shapes
 
@@ -79,7 +79,7 @@ def test_weights_that_are_kept_in_another_dtype(models, recordings):
             assert error(unet_forward(fast, *size, seed=seed), unet_forward(patcher, *size, seed=seed)) < CLOSE
     assert len(recordings) == 2
     for batch in (1, 2):
-        run = SHORT_RUN | {"steps": 2, "batch": batch}
+        run = SMALL_RUN | {"steps": 2, "batch": batch}
         assert error(models.sample(fast, **run), models.sample(patcher, **run)) < SAMPLED
     assert {shape["state"] for shape in shapes()} == {"tape"}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools.driving import (
-    SHORT_RUN,
+    SMALL_RUN,
     compile_with_message,
     compiled,
     options_of,
@@ -43,7 +43,7 @@ def test_interrupt_between_steps(models, patcher):
     fast = compiled(patcher)
     with pytest.raises(InterruptProcessingException):
         sample_with_callback(models, fast, stop)
-    assert error(models.sample(fast, **SHORT_RUN), models.sample(patcher, **SHORT_RUN)) < CLOSE
+    assert error(models.sample(fast, **SMALL_RUN), models.sample(patcher, **SMALL_RUN)) < CLOSE
     assert not fallbacks()
     assert_fast()
 
@@ -59,9 +59,9 @@ def test_interrupt_inside_a_forward(models, patcher):
     stopping = fast.clone()
     stopping.set_model_input_block_patch(lambda h, o: mm.interrupt_current_processing(True) or h)
     with pytest.raises(mm.InterruptProcessingException):
-        models.sample(stopping, **SHORT_RUN)
+        models.sample(stopping, **SMALL_RUN)
     mm.interrupt_current_processing(False)
-    assert error(models.sample(fast, **SHORT_RUN), models.sample(patcher, **SHORT_RUN)) < CLOSE
+    assert error(models.sample(fast, **SMALL_RUN), models.sample(patcher, **SMALL_RUN)) < CLOSE
     assert not fallbacks()
     assert shapes()[-1]["state"] == FUSED
 
@@ -77,9 +77,9 @@ def test_a_failing_program_gives_the_eager_image(models, fresh, monkeypatch):
         raise RuntimeError("injected")
 
     monkeypatch.setattr(Program, "run", fail)
-    plain, fast = models.sample(fresh, **SHORT_RUN | {"steps": 3}), compiled(fresh)
+    plain, fast = models.sample(fresh, **SMALL_RUN | {"steps": 3}), compiled(fresh)
     for _ in range(2):
-        assert torch.equal(models.sample(fast, **SHORT_RUN | {"steps": 3}), plain)
+        assert torch.equal(models.sample(fast, **SMALL_RUN | {"steps": 3}), plain)
     assert len(tried) == 1
     (fallback,) = fallbacks()
     assert "injected" in fallback["reason"] and fallback["count"] >= 1
@@ -113,10 +113,10 @@ def test_out_of_memory_is_no_reason_to_give_up(models, fresh, monkeypatch):
         return own(self, inputs, *args)
 
     monkeypatch.setattr(Program, "run", tight)
-    fast, large = compiled(fresh), SHORT_RUN | {"width": 264}
+    fast, large = compiled(fresh), SMALL_RUN | {"width": 264}
     assert torch.equal(models.sample(fast, **large), models.sample(fresh, **large))
     assert "out of memory" in shapes()[0]["reason"] and any("out of memory" in f["reason"] for f in fallbacks())
-    models.sample(fast, **SHORT_RUN)
+    models.sample(fast, **SMALL_RUN)
     assert [s["state"] for s in shapes()] == ["eager", FUSED]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools.driving import SHORT_RUN, compiled, unet_forward
+from tools.driving import SMALL_RUN, compiled, unet_forward
 from tools.oracles import FUSED, assert_fast, error, expect, fallbacks, shapes
 from tools.patching import PATCHES, attn1, attn2_replace_one
 
@@ -43,7 +43,7 @@ def test_freeu_node(models, patcher, version):
 
     (wanted,) = getattr(nodes_freelunch, version)().patch(patcher, 1.3, 1.4, 0.9, 0.2)
     (freeu,) = getattr(nodes_freelunch, version)().patch(compiled(patcher), 1.3, 1.4, 0.9, 0.2)
-    assert error(models.sample(freeu, **SHORT_RUN), models.sample(wanted, **SHORT_RUN)) < CLOSE
+    assert error(models.sample(freeu, **SMALL_RUN), models.sample(wanted, **SMALL_RUN)) < CLOSE
 
 
 def test_one_replaced_block_is_one_call_of_a_program(patcher):
@@ -77,12 +77,12 @@ def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, mon
     fast = compiled(fresh)
     patched = fast.clone()
     attn1(patched, [])
-    models.sample(patched, **SHORT_RUN | {"steps": 2})
+    models.sample(patched, **SMALL_RUN | {"steps": 2})
     before = len(compiled_)
     with expect(recompiles=0):
-        assert error(models.sample(fast, **SHORT_RUN), models.sample(fresh, **SHORT_RUN)) < CLOSE
+        assert error(models.sample(fast, **SMALL_RUN), models.sample(fresh, **SMALL_RUN)) < CLOSE
     assert len(compiled_) == before + 1
-    models.sample(fast, **SHORT_RUN | {"width": 72})
+    models.sample(fast, **SMALL_RUN | {"width": 72})
     assert stats.snapshot()["models"][-1]["recompiles"] == 3  # another size of it
 
 
@@ -96,8 +96,8 @@ def test_an_error_in_a_patch_is_the_users_to_see(models, patcher):
 
     broken.set_model_input_block_patch(patch)
     with pytest.raises(ValueError, match="the patch's own error"):
-        models.sample(broken, **SHORT_RUN)
-    assert error(models.sample(fast, **SHORT_RUN), models.sample(patcher, **SHORT_RUN)) < CLOSE
+        models.sample(broken, **SMALL_RUN)
+    assert error(models.sample(fast, **SMALL_RUN), models.sample(patcher, **SMALL_RUN)) < CLOSE
     assert shapes()[-1]["state"] == FUSED
 
 
@@ -127,10 +127,10 @@ def test_another_wrapper(models, patcher, ours):
     out = compiled(wrapped(patcher, log) if before else patcher)
     out = wrapped(out, log) if after else out
     with expect(calls=2):
-        fast = models.sample(out, **SHORT_RUN | {"steps": 2})
-    assert error(fast, models.sample(wanted, **SHORT_RUN | {"steps": 2})) < CLOSE
+        fast = models.sample(out, **SMALL_RUN | {"steps": 2})
+    assert error(fast, models.sample(wanted, **SMALL_RUN | {"steps": 2})) < CLOSE
     assert log == wanted_log and log
-    assert error(fast, models.sample(patcher, **SHORT_RUN | {"steps": 2})) > 1e-2
+    assert error(fast, models.sample(patcher, **SMALL_RUN | {"steps": 2})) > 1e-2
     assert_fast()
 
 
@@ -142,7 +142,7 @@ def test_easy_cache_node(models, patcher, ours):
     def easy_cache(model):
         return EasyCacheNode.execute(model, 0.5, 0.1, 0.95, False).args[0]
 
-    run = SHORT_RUN | {"steps": 8}
+    run = SMALL_RUN | {"steps": 8}
     wanted = models.sample(easy_cache(patcher), **run)
     fast = easy_cache(compiled(patcher)) if ours == "before" else compiled(easy_cache(patcher))
     assert error(models.sample(fast, **run), wanted) < CLOSE
@@ -160,7 +160,7 @@ def test_a_unet_function_wrapper(models, patcher):
         )
         return model
 
-    assert error(models.sample(wrap(compiled(patcher)), **SHORT_RUN), models.sample(wrap(patcher), **SHORT_RUN)) < CLOSE
+    assert error(models.sample(wrap(compiled(patcher)), **SMALL_RUN), models.sample(wrap(patcher), **SMALL_RUN)) < CLOSE
     assert_fast()
 
 
@@ -206,12 +206,12 @@ def test_an_object_patch_takes_effect(models, patcher, name):
         model.add_object_patch(f"{owner}.{method}", lambda *args, **kwargs: own(*args, **kwargs) * 1.5)
         return model
 
-    plain, wanted = models.sample(patcher, **SHORT_RUN), models.sample(patched(patcher), **SHORT_RUN)
+    plain, wanted = models.sample(patcher, **SMALL_RUN), models.sample(patched(patcher), **SMALL_RUN)
     assert error(wanted, plain) > 1e-4
-    assert error(models.sample(patched(compiled(patcher)), **SHORT_RUN), wanted) < CLOSE / 10
+    assert error(models.sample(patched(compiled(patcher)), **SMALL_RUN), wanted) < CLOSE / 10
     assert_fast()  # its effect is on the tape
     fast = compiled(patcher)
-    assert error(models.sample(fast, **SHORT_RUN), plain) < CLOSE
+    assert error(models.sample(fast, **SMALL_RUN), plain) < CLOSE
     assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tools.driving import (
-    SHORT_RUN,
+    SMALL_RUN,
     SMALL_UNET,
     compiled,
     unet_forward,
@@ -41,7 +41,7 @@ def assert_like_eager(models, patcher, run):
 def test_a_model_that_was_left_in_training_mode_is_fast(models, fresh):
     """ComfyUI before 0.3.75 samples so, with dropouts of 0."""
     fresh.model.diffusion_model.train()
-    assert_like_eager(models, fresh, SHORT_RUN)
+    assert_like_eager(models, fresh, SMALL_RUN)
 
 
 def test_a_dropout_that_drops_is_not_recorded(models, fresh):
@@ -137,7 +137,7 @@ def test_patches_of_a_kind_that_nobody_calls(models, patcher):
     """ComfyUI passes over them, and so does the tape."""
     patched, calls = compiled(patcher), []
     patched.set_model_patch(lambda *args: calls.append(args), "patch_of_tomorrow")
-    assert error(models.sample(patched, **SHORT_RUN), models.sample(patcher, **SHORT_RUN)) < CLOSE
+    assert error(models.sample(patched, **SMALL_RUN), models.sample(patcher, **SMALL_RUN)) < CLOSE
     assert not calls and not fallbacks()
     assert_fast()
 
@@ -160,7 +160,7 @@ def test_what_we_allocate_stays_out_of_a_recorded_memory_plan(models, fresh, mon
 
     monkeypatch.setattr(compat, "prefetch", types.SimpleNamespace(pause_malloc_graph=pause_malloc_graph))
     monkeypatch.setattr(Program, "run", lambda *args, **kw: seen.append(len(depth)) or run(*args, **kw))
-    models.sample(compiled(fresh), **SHORT_RUN)
+    models.sample(compiled(fresh), **SMALL_RUN)
     fast, _ = vae_family.compile_vae(models.vae(torch.float32, ch=32, num_res_blocks=1))
     unet_calls = len(seen)
     with torch.inference_mode():
