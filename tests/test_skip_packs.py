@@ -9,7 +9,7 @@ from tools.patching import PATCHES
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
-RUN = {"width": 136, "height": 104, "steps": 12}
+RUN = {"width": 72, "height": 56, "steps": 12}
 NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
 
 
