@@ -1,5 +1,6 @@
 """A later size runs the plan of an earlier one: the same as it would have by itself, or planned by itself."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -166,6 +167,38 @@ def test_one_picture_hides_that_a_weight_has_none_per_picture():
         program = Program(tape_of(model, rand(b, CHANNELS))[1], fuse=True)
         known.append({launch.source.text for launch in program.launches})
     assert known[0] and known[0] == known[1] == known[2]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_elements_further_apart_than_32_bits_count(alone: bool, tmp_path: Path):
+    """Their kernels count in 64 bits, whatever size the source was first made at; no others do."""
+
+    def normed(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        return torch.nn.functional.layer_norm(x * 3 + 1, (CHANNELS,)) * (1 + y[:, None])
+
+    memory = torch.from_file(str(tmp_path / "hole"), True, 2**31 + 4 * CHANNELS, dtype=torch.bfloat16)
+    model, outlines = Model(normed), None if alone else Outlines()
+    for apart in (CHANNELS + 8, 2**30, CHANNELS + 16, 2**30 + 8):
+        x = memory.as_strided((2, 3, CHANNELS), (CHANNELS, apart, 1) if apart > 2**29 else (3 * apart, apart, 1))
+        x.copy_(rand(2, 3, CHANNELS))
+        given = x, rand(2, CHANNELS).bfloat16()
+        out, tape = tape_of(model, *given)
+        program = Program(tape, fuse=True, outlines=outlines)
+        reading = [launch for launch in program.launches if tape.inputs[0] in launch.operands]
+        assert reading and all(launch.source.large == (apart > 2**29) for launch in reading)
+        program.bind(model)
+        assert (program.run(given) - out).norm() <= 1e-2 * out.norm()
+    assert alone or outlines.reused == 2
+
+
+def test_more_elements_than_32_bits_count(monkeypatch: pytest.MonkeyPatch):
+    """As if 32 bits held less, so that a test holds them."""
+    from anyshape.accel.tape import values
+
+    monkeypatch.setattr(values, "LARGE", 2000)
+    calls = [(rand(2, t, CHANNELS), rand(2, CHANNELS)) for t in (9, 20, 7, 33, 8)]
+    outlines = reuse(modulated, *calls)
+    assert outlines.reused == 3 and set(outlines.misfits) == {"how many elements"}
 
 
 def test_an_input_that_lies_otherwise():

@@ -28,7 +28,6 @@ LOOSE_COLUMNS = 256  # of a block, where they are a size of the call
 TILE_ROWS, TILE_COLUMNS = (4, 64), 256
 REDUCTIONS = frozenset(("layer_norm", "rms_norm", "mean"))
 LONG_CODE = re.compile(r"tl\.(sin|cos)\(")  # for each element of a thread: the compiler takes a second for 32 of them
-LARGEST = 2**31
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,7 @@ class Source:
     outputs: tuple[Value, ...]
     integers: tuple[tuple[Size, ...], ...]  # each argument is a product
     floats: tuple[float, ...]
+    large: bool  # it counts in 64 bits
 
 
 @dataclass
@@ -59,14 +59,14 @@ class _Loops:
     tile: Axis | None = None
 
 
-def source(outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts: Layouts) -> Source:
+def source(
+    outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts: Layouts, large: bool = False
+) -> Source:
     """The kernel that computes ``outputs``, all of one shape, through the operations of ``inside``.
 
-    Raises ``NoKernel`` with the reason.
+    large: it counts in 64 bits, for values that are (``Value.is_large``). Raises ``NoKernel`` with the reason.
     """
     width = _width(outputs, inside)
-    if any(value.numel >= LARGEST for value in outputs):
-        raise NoKernel("more than 2**31 elements")
     loops = _loops(outputs[0], layouts, width, None)
     lowering, results = _lowered(outputs, inside, layouts, loops)
     heads = _heads(outputs[0], layouts, width, lowering)
@@ -74,7 +74,7 @@ def source(outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts:
     if tile is not None:
         loops = _loops(outputs[0], layouts, 0 if heads else width, tile)
         lowering, results = _lowered(outputs, inside, layouts, loops)
-    return _assembled(outputs, inside, loops, lowering, results)
+    return _assembled(outputs, inside, loops, lowering, results, large)
 
 
 def _computed(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> Iterator[Operation]:
@@ -205,7 +205,7 @@ def _heads(value: Value, layouts: Layouts, width: int, lowering: Lowering) -> st
 
 def _assembled(
     outputs: Sequence[Value], inside: Mapping[Value, Operation], loops: _Loops, lowering: Lowering,
-    results: Sequence[tuple[Term, str]],
+    results: Sequence[tuple[Term, str]], large: bool,
 ) -> Source:  # fmt: skip
     column, tile = loops.column.size, loops.tile
     power = _power(column.value) if column.static else 0
@@ -221,7 +221,7 @@ def _assembled(
         columns = power if lowering.reduces else min(power, COLUMNS, block)
         rows = max(1, min(32, block // columns))
     single = lowering.reduces or tile is not None  # one block holds all columns
-    body = _head(loops, lowering, single)
+    body = _head(loops, lowering, single, large)
     body += lowering.lines
     for k, ((term, place), value) in enumerate(zip(results, outputs, strict=True)):
         body.append(
@@ -238,24 +238,25 @@ def _assembled(
     others = tuple(axis.size for axis in loops.lead if axis is not tile)
     return Source(
         text, name, rows, columns, _warps(rows, columns, filled), tile is not None, others, column,
-        tuple(lowering.operands), tuple(outputs), tuple(lowering.integers), tuple(lowering.floats),
+        tuple(lowering.operands), tuple(outputs), tuple(lowering.integers), tuple(lowering.floats), large,
     )  # fmt: skip
 
 
-def _head(loops: _Loops, lowering: Lowering, single: bool) -> list[str]:
+def _head(loops: _Loops, lowering: Lowering, single: bool, large: bool) -> list[str]:
     """The lines that give each loop variable its value."""
-    column, tile = loops.column.size, loops.tile
+    column, tile, wide = loops.column.size, loops.tile, ".to(tl.int64)" if large else ""
     lines = [f"C = {column.value}"] if column.static else []
     first = "" if single else "tl.program_id(0) % parts * BC + "
     if single:
-        lines += ["block = tl.program_id(0)"]
+        lines += [f"block = tl.program_id(0){wide}"]
     else:
-        lines += ["parts = tl.cdiv(C, BC)", "block = tl.program_id(0) // parts"]
-    lines.append(f"c = {first}tl.arange(0, BC)[None, :]")
+        lines += ["parts = tl.cdiv(C, BC)", f"block = tl.program_id(0){wide} // parts"]
+    lines.append(f"c = {first}tl.arange(0, BC)[None, :]{wide}")
     if lowering.pairs:
         lines += [f"cc = {first and f'({first}0) * 2 + '}tl.arange(0, 2 * BC)[None, :]", "ccmask = cc < 2 * C"]
     if tile is not None:
-        lines += ["r = tl.arange(0, R)[:, None]", f"rmask = r < {tile.size.value}", f"{tile.name} = r", "rest = block"]
+        lines += [f"r = tl.arange(0, R)[:, None]{wide}", f"rmask = r < {tile.size.value}"]
+        lines += [f"{tile.name} = r", "rest = block"]
     else:
         lines += ["r = (block * R + tl.arange(0, R))[:, None]", "rmask = r < rows", "rest = r"]
     lines.append("cmask = c < C")
@@ -265,7 +266,7 @@ def _head(loops: _Loops, lowering: Lowering, single: bool) -> list[str]:
         lines += [f"{axis.name} = rest % {size}", f"rest = rest // {size}"]
     if axes:
         lines.append(f"{axes[0].name} = rest")
-    return lines
+    return [f"n{k} = n{k}{wide}" for k in range(len(lowering.integers)) if large] + lines
 
 
 def _name(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> str:

@@ -18,9 +18,8 @@ from torch import Tensor
 from ..preparing import finished, workers
 from .codegen import Source
 from .pointwise import HEADER, INTERPRETED
-from .values import Value
+from .values import LARGE, Value
 
-WIDE = 2**31  # a number from here on is one of 64 bits
 ALIGNED = 16  # bytes; Triton would compile another variant for a pointer that is not
 _LOCK = threading.Lock()
 _FUNCTIONS: dict[str, Any] = {}  # by source text
@@ -99,7 +98,7 @@ class Launch:
     def variant(self) -> tuple:
         """What Triton compiles a variant for: no number but for those that take 64 bits."""
         form = self.source.rows, self.source.columns, self.source.warps
-        wide = tuple([type(n) is int and n >= WIDE for n in self.numbers])
+        wide = tuple([type(n) is int and n >= LARGE for n in self.numbers])
         dtypes = tuple([value.dtype for value in self.operands])
         return self.source.text, form, dtypes, self.outputs[0].device, wide
 

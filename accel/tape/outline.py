@@ -44,6 +44,7 @@ class Form(NamedTuple):
     order: tuple[int, ...] | None
     leaf: type
     scalar: float | None
+    large: bool  # see ``Value.is_large``
 
 
 class Line(NamedTuple):
@@ -187,7 +188,8 @@ class _Maker:
             lengths = self._lengths.get(id(value.sizes))
             if lengths is None:
                 lengths = self._lengths[id(value.sizes)] = tuple(map(self._length, value.sizes))
-        form = Form(lengths, value.dtype, value.device, value.order, type(value.leaf), scalar)
+        rest = value.dtype, value.device, value.order, type(value.leaf), scalar, value.is_large
+        form = Form(lengths, *rest)
         place = self._forms.setdefault(form, len(self._forms))
         if place == len(self.made.forms):
             self.made.forms.append(form)
@@ -339,10 +341,8 @@ class _Maker:
         place = self._sources.get(id(source))
         if place is None:
             place = self._sources[id(source)] = len(self._sources)
-            rows, integers = (
-                tuple(map(self._ref, source.row_sizes)),
-                tuple(tuple(map(self._ref, sizes)) for sizes in source.integers),
-            )
+            rows = tuple(map(self._ref, source.row_sizes))
+            integers = tuple(tuple(map(self._ref, sizes)) for sizes in source.integers)
             bare = dataclasses.replace(source, operands=(), outputs=(), row_sizes=(), integers=())
             self.made.kernels.append(Kernel(bare, rows, self._ref(source.column_size), integers))
             self._written.append([self._layout(value) for value in source.outputs])

@@ -22,7 +22,6 @@ from .plan import Plan, Schedule
 from .values import Constant, Operation, Size, Tape, Value
 
 MAX_OUTLINES = 8  # per model: kinds of sizes (one picture, several; one frame, several) and of inputs
-LARGEST = 2**31  # elements that kernels count
 
 
 class Misfit(Exception):
@@ -162,6 +161,8 @@ class _Fitting:
                 self._lengths[length] = n
             elif self._lengths[length] != n:
                 raise Misfit("lengths that were equal, or 1")
+        if value.is_large != form.large:
+            raise Misfit("how many elements")
         self._shapes[place] = value.shape
 
     # Its numbers ----------------------------------------------------------------------------------------------------
@@ -244,9 +245,9 @@ class _Fitting:
         operands, outputs = tuple([values[slot] for slot in read]), tuple([values[slot] for slot in written])
         launch = made[place]
         if launch is None:
-            if any(value.numel >= LARGEST for value in outputs):
-                raise Misfit("how many elements")
             kernel = self._known.kernels[place]
+            if any(value.is_large for value in (*operands, *outputs)) and not kernel.source.large:
+                raise Misfit("how many elements")
             fixed_column = kernel.source.column_size.static
             source = dataclasses.replace(
                 kernel.source, operands=operands, outputs=outputs,

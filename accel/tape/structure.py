@@ -48,7 +48,8 @@ class _Structure:
                 order += dict.fromkeys(new)
             else:
                 continue
-        self.key = tuple(parts)
+        self.large = any(value.is_large for value in self.values)
+        self.key = self.large, *parts
 
     def _value(self, value: Value) -> tuple:
         if value in self.values:
@@ -115,7 +116,7 @@ def planned(outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts
         raise NoKernel(known)
     if known is None:
         try:
-            made = source(outputs, inside, layouts)
+            made = source(outputs, inside, layouts, structure.large)
         except NoKernel as reason:
             with _LOCK:
                 _KNOWN[structure.key] = str(reason)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+LARGE = 2**31  # a number from here on is one of 64 bits
+
 
 class Size:
     """The length of one dimension of one value.
@@ -128,6 +130,12 @@ class Value:
     def numel(self) -> int:
         """How many elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its elements, or how far apart they lie, are counted in 64 bits."""
+        reach = sum((n - 1) * stride for n, stride in zip(self.shape, self.stride, strict=True))
+        return max(self.numel, reach) >= LARGE
 
     def part(self, shape: tuple[int, ...], sizes: Sizes) -> "Value":
         """A part of this value's memory, as a value of its own."""
