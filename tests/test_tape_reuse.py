@@ -256,6 +256,29 @@ def test_parts_that_are_stored_where_a_join_lies():
     assert [step[0] for step in outlines._known[0].steps if step[0] in ("join", "part")] == ["join", "part", "part"]
 
 
+def test_what_torch_runs_lies_as_its_readers_expect():
+    """Its argument is a kernel's, which stores in order; recorded it had its channels first, and so had the result."""
+
+    def stepping(self: Model, x: Tensor) -> Tensor:
+        y = (x.transpose(1, 2) * 2 + 1)[:, ::2] + 1  # no kernel takes every other token
+        return torch.nn.functional.layer_norm(self.first(y) * 3 + y, (CHANNELS,))
+
+    calls = [(rand(b, CHANNELS, t),) for b, t in ((2, 10), (3, 8), (2, 14))]
+    assert reuse(stepping, *calls).reused == 2
+
+
+def test_parts_of_a_join_that_was_no_kernel():
+    """Sums over rows of two lengths are two kernels; what was prepared for one of both is forgotten."""
+
+    def joined(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.nn.functional.layer_norm(self.first(x) * (1 + y[:, None]), (CHANNELS,))
+        half = torch.nn.functional.layer_norm(z[..., : CHANNELS // 2], (CHANNELS // 2,))
+        return torch.cat((half, z), 2)
+
+    calls = [(rand(b, t, CHANNELS), rand(b, CHANNELS)) for b, t in ((2, 9), (2, 7), (3, 4))]
+    assert reuse(joined, *calls).reused == 2
+
+
 def test_a_few_outlines_are_kept():
     """The one that served last stays in front, what was not needed for long goes."""
     from anyshape.accel.tape.reuse import MAX_OUTLINES

@@ -45,6 +45,11 @@ class Layouts:
         value.stride = contiguous(value.shape)
         self.moved[value] = _dense(value, range(len(value.shape)))
 
+    def put_back(self, value: Value, stride: tuple[int, ...]) -> None:
+        """``value`` is stored as it was recorded after all, with this stride."""
+        value.stride = stride
+        self.moved.pop(value, None)
+
     def follow(self, value: Value, other: Value) -> None:
         """``value`` is stored as ``other`` is, which has its form."""
         if other in self.moved:

@@ -79,7 +79,7 @@ class Kernel:
 
 @dataclass
 class Outline:
-    """See the module. steps: ("call", line) | ("kernel", number, slots read, slots written) | ("join", slot) |
+    """See the module. steps: ("call", line, kind) | ("kernel", number, slots read, slots written) | ("join", slot) |
     ("part", slot of the join, dimension, slot)."""
 
     inputs: list[int]
@@ -329,13 +329,13 @@ class _Maker:
         line = self._lines.get(id(step))
         made = step.outputs[0]
         if line is not None:
-            self.made.steps.append(("call", line))
+            self.made.steps.append(("call", line, step.kind))
         elif not step.inputs:
             self.made.steps.append(("join", self._places[made]))
         elif made not in self._places:
             self.made.steps.append(("part", self._places[step.inputs[0]], step.args[1], self._slot(made)))
         else:  # the copy of an operation
-            self.made.steps.append(("call", self._lines[id(made.origin)]))
+            self.made.steps.append(("call", self._lines[id(made.origin)], step.kind))
 
     def _kernel(self, source: Source) -> int:
         place = self._sources.get(id(source))

@@ -100,13 +100,18 @@ class Plan(Schedule):
             if value is not None and any(user is None or id(user) not in own for user in self._users.get(value, ()))
         }
         stored, after = group.wanted(members, outside)
+        strides, parts = [value.stride for value in stored], len(self.parts)
         try:
             steps = self._planned(members, stored)
+            launches = [step for step in steps if isinstance(step, Launch)]
+            if any(launch.source.text in self._wrong for launch in launches):
+                raise NoKernel("its result was wrong here")
         except NoKernel as reason:
+            for value, stride in zip(stored, strides, strict=True):
+                self.layouts.put_back(value, stride)
+            for place in list(self.parts)[parts:]:
+                del self.parts[place]
             return self._smaller(members, str(reason))
-        launches = [step for step in steps if isinstance(step, Launch)]
-        if any(launch.source.text in self._wrong for launch in launches):
-            return self._smaller(members, "its result was wrong here")
         self.launches += launches
         self.report.fused += sum(operation.kind == FUSE for operation in members)
         return [*steps, *after]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..preparing import look
+from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
 from .named_tensors import modules_of, resolve
@@ -230,7 +231,9 @@ class Program:
 def _run_of(operation: Operation) -> Callable[..., Any]:
     """What runs an operation; one of another library that works in place may give nothing back, where we want it."""
     first = operation.outputs[0]
-    chosen = len(operation.outputs) == 1 and first is not None and first.base is None and first.order is not None
+    alone = len(operation.outputs) == 1 and first is not None and first.base is None
+    # what a kernel might have computed reads what kernels store: if that lies otherwise than recorded, so would this
+    chosen = alone and (first.order is not None or operation.kind == FUSE)
     if chosen and not operation.opaque and operation.writes is None:
         places = tuple(d for d, n in enumerate(first.shape) if n != 1)
         return partial(_laid_out, operation.func, first.shape, first.stride, places)
@@ -250,7 +253,7 @@ def _laid_out(
     func: Callable[..., Tensor], shape: tuple[int, ...], stride: tuple[int, ...], places: tuple[int, ...], *args: Any,
     **kwargs: Any,
 ) -> Tensor:  # fmt: skip
-    """An operation whose only result lies as a rule has chosen, whatever torch finds best.
+    """An operation whose only result lies as a rule has chosen, or as planned, whatever torch finds best.
 
     places: its dimensions of more than one element; the stride of another one says nothing.
     """

@@ -186,7 +186,9 @@ class _Fitting:
         joined: dict[int, int] = {}  # how much of each join has been given away
         for step in known.steps:
             if step[0] == "call":
-                found.steps.append(self._tape.operations[step[1]])
+                operation = self._tape.operations[step[1]]
+                operation.kind = step[2]
+                found.steps.append(operation)
             elif step[0] == "kernel":
                 launch = self._launch(made, numbers, *step[1:])
                 found.steps.append(launch)
