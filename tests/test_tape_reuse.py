@@ -267,6 +267,19 @@ def test_what_torch_runs_lies_as_its_readers_expect():
     assert reuse(stepping, *calls).reused == 2
 
 
+def test_what_was_a_copy_is_one():
+    """What a kernel stores lies in order already, but the original is read after something wrote into the copy."""
+
+    def writing(self: Model, x: Tensor) -> Tensor:
+        y = x.transpose(1, 2) * 2 + 1
+        z, copy = self.first(y), y.contiguous()
+        copy.view(copy.shape[0], -1).mul_(2)
+        return torch.nn.functional.layer_norm(copy * 2 + z, (CHANNELS,)) + y
+
+    calls = [(rand(b, CHANNELS, t),) for b, t in ((2, 10), (3, 8))]
+    assert reuse(writing, *calls).reused == 1
+
+
 def test_parts_of_a_join_that_was_no_kernel():
     """Sums over rows of two lengths are two kernels; what was prepared for one of both is forgotten."""
 

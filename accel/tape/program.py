@@ -5,7 +5,7 @@ structure) and emptied by ``unbind`` when ComfyUI unloads it.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,6 +85,7 @@ class Program:
         self.report.compiled += by_hand.count
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         steps = plan.steps
+        self._written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
         self._steps = [self._step(step) for step in steps]
         self._output = replaced(tape.output, Value, self._slot)
         self._free(steps, tape)
@@ -115,9 +116,9 @@ class Program:
         flat = [(place, number(item)) for place, item in enumerate(step.args) if type(item) is Value]
         if len(flat) == len(step.inputs):
             args = tuple([None if type(item) is Value else item for item in step.args])
-            return Step(_run_of(step), args, step.kwargs, outputs, places=tuple(flat))
+            return Step(_run_of(step, self._written), args, step.kwargs, outputs, places=tuple(flat))
         args, kwargs = replaced(step.args, Value, self._slot), replaced(step.kwargs, Value, self._slot)
-        return Step(_run_of(step), args, kwargs, outputs)
+        return Step(_run_of(step, self._written), args, kwargs, outputs)
 
     def _free(self, steps: Sequence[Operation | Launch], tape: Tape) -> None:
         """Each step frees what nobody reads after it."""
@@ -228,15 +229,19 @@ class Program:
         return replaced(self._output, _Slot, lambda slot: values[slot.number])
 
 
-def _run_of(operation: Operation) -> Callable[..., Any]:
-    """What runs an operation; one of another library that works in place may give nothing back, where we want it."""
+def _run_of(operation: Operation, written: Collection[Value]) -> Callable[..., Any]:
+    """What runs an operation; one of another library that works in place may give nothing back, where we want it.
+
+    written: whose memory something is written into.
+    """
     first = operation.outputs[0]
     alone = len(operation.outputs) == 1 and first is not None and first.base is None
     # what a kernel might have computed reads what kernels store: if that lies otherwise than recorded, so would this
     chosen = alone and (first.order is not None or operation.kind == FUSE)
     if chosen and not operation.opaque and operation.writes is None:
         places = tuple(d for d, n in enumerate(first.shape) if n != 1)
-        return partial(_laid_out, operation.func, first.shape, first.stride, places)
+        apart = traits(operation.func).maybe_view and (first in written or operation.inputs[0].root in written)
+        return partial(_laid_out, operation.func, first.shape, first.stride, places, apart)
     if operation.writes is None or operation.opaque or operation.func._schema.name.startswith("aten::"):
         return operation.func
     func, place = operation.func, traits(operation.func).writes
@@ -250,16 +255,18 @@ def _run_of(operation: Operation) -> Callable[..., Any]:
 
 
 def _laid_out(
-    func: Callable[..., Tensor], shape: tuple[int, ...], stride: tuple[int, ...], places: tuple[int, ...], *args: Any,
-    **kwargs: Any,
+    func: Callable[..., Tensor], shape: tuple[int, ...], stride: tuple[int, ...], places: tuple[int, ...], apart: bool,
+    *args: Any, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """An operation whose only result lies as a rule has chosen, or as planned, whatever torch finds best.
 
-    places: its dimensions of more than one element; the stride of another one says nothing.
+    places: its dimensions of more than one element; the stride of another one says nothing. apart: it was recorded as a
+    copy, and must not be its argument itself now that this lies otherwise.
     """
     out = func(*args, **kwargs)
     own = out.stride()
-    if own == stride or all(own[d] == stride[d] for d in places):
+    lies_so = own == stride or all(own[d] == stride[d] for d in places)
+    if lies_so and not (apart and torch._C._is_alias_of(out, args[0])):
         return out
     return torch.empty_strided(shape, stride, dtype=out.dtype, device=out.device).copy_(out)
 
