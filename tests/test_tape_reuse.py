@@ -263,8 +263,13 @@ def test_what_torch_runs_lies_as_its_readers_expect():
         y = (x.transpose(1, 2) * 2 + 1)[:, ::2] + 1  # no kernel takes every other token
         return torch.nn.functional.layer_norm(self.first(y) * 3 + y, (CHANNELS,))
 
+    def residual(self: Model, x: Tensor) -> Tensor:
+        y = x.transpose(1, 2) * 2 + 1
+        y = y + self.first(y)  # torch adds as fast
+        return torch.nn.functional.layer_norm(self.last(y) * 3 + y, (CHANNELS,))
+
     calls = [(rand(b, CHANNELS, t),) for b, t in ((2, 10), (3, 8), (2, 14))]
-    assert reuse(stepping, *calls).reused == 2
+    assert reuse(stepping, *calls).reused == reuse(residual, *calls).reused == 2
 
 
 def test_what_was_a_copy_is_one():
