@@ -230,6 +230,10 @@ class Plan(Schedule):
         fused = [operation for operation in members if operation.kind == FUSE]
         if len(fused) <= 1:
             self.report.left[reason] = self.report.left.get(reason, 0) + 1
+            for operation in fused:
+                value, straight = operation.outputs[0], map(self.layouts.is_straight, operation.inputs)
+                if value.base is None and all(straight) and not self._stays(value):
+                    self.layouts.straighten(value)  # as torch makes it, now that kernels store its arguments so
             return list(members)
         cut = next((op for op in reversed(fused[1:]) if group.is_heavy(op)), fused[len(fused) // 2])
         late: list[Operation] = []
