@@ -1,5 +1,6 @@
 """A later size runs the plan of an earlier one: the same as it would have by itself, or planned by itself."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tools import architectures, embed
+from tools.architectures.table import Draw
 
 embed.bare_pack()
 
@@ -33,6 +35,13 @@ MODELS = (
     "ACEStep",
 )
 VARIANTS = 8
+# Of their pictures and prompts, which run the same kernels.
+SEVERAL_LENGTHS = ("Flux", "Lumina2", "QwenImage", "WAN21_T2V", "HunyuanVideo", "SDXL")
+# Pictures, their sides, frames and words: a prompt as long as the picture, as a head is wide, as there are pictures.
+BY_CHANCE = (
+    (1, 8, 8, 1, 16), (1, 8, 8, 1, 19), (1, 12, 8, 1, 16), (2, 8, 8, 2, 32), (2, 8, 12, 2, 9), (2, 8, 8, 3, 2),
+    (1, 8, 12, 1, 16),
+)  # fmt: skip
 
 
 def steps_of(program: Program) -> list[tuple]:
@@ -70,6 +79,29 @@ def test_a_reused_plan_is_the_one_that_the_size_would_have_by_itself(name: str):
         reused = studied.record(k).program(fuse=True)
         assert steps_of(reused) == steps_of(studied.record(k).program(fuse=True, alone=True)), k
     assert studied.outlines.reused >= 1, studied.outlines.misfits
+
+
+@dataclass(frozen=True)
+class ByChance(architectures.Architecture):
+    """Variants of the sizes in ``BY_CHANCE``."""
+
+    def draw(self, k: int, dtype: torch.dtype = torch.float32) -> Draw:
+        batch, *sides, frames, tokens = BY_CHANCE[k]
+        height, width = ((side * self.scale + self.base) // self.multiple * self.multiple for side in sides)
+        seed, frames = torch.Generator().manual_seed(k), min(frames, self.frames)
+        return Draw(self.config, batch, height, width, frames, tokens, dtype, seed)
+
+
+@pytest.mark.usefixtures("pack", "one_thread")
+@pytest.mark.parametrize("name", [entry.name for entry in architectures.present() if entry.name in SEVERAL_LENGTHS])
+def test_a_plan_that_was_made_where_lengths_are_equal_by_chance(name: str):
+    from tools.architectures import taped
+
+    studied = taped.Studied(ByChance(**vars(architectures.TABLE[name])))
+    for k in range(len(BY_CHANCE)):
+        reused = studied.record(k).program(fuse=True)
+        assert steps_of(reused) == steps_of(studied.record(k).program(fuse=True, alone=True)), k
+    assert studied.outlines.reused >= 2, studied.outlines.misfits
 
 
 # What makes a size another one ----------------------------------------------------------------------------------------
