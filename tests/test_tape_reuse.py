@@ -201,6 +201,22 @@ def test_one_picture_hides_that_a_weight_has_none_per_picture():
     assert known[0] and known[0] == known[1] == known[2]
 
 
+def test_a_size_that_does_not_fit_is_planned_as_it_was_recorded():
+    """With one row joining tokens copies nothing but in a plan, which is undone where it turns out not to fit."""
+
+    def streams(self: Model, x: Tensor, y: Tensor, gate: Tensor) -> Tensor:
+        normed = [torch.nn.functional.layer_norm(layer(z) * gate, (CHANNELS,)) * (1 + gate)
+                  for layer, z in ((self.first, x), (self.last, y))]  # fmt: skip
+        tokens = self.first(normed[0]).transpose(0, 1).reshape(-1, CHANNELS)
+        return self.first(tokens * 2 + 1).amax(0) + self.last(normed[1])
+
+    lengths = ((20, 20), (20, 40), (40, 20), (33, 7), (9, 9), (11, 12))
+    calls = [(rand(1, t, CHANNELS), rand(1, u, CHANNELS), rand(1, 1, CHANNELS)) for t, u in lengths]
+    outlines = reuse(streams, *calls)
+    assert outlines.reused == 4 and [len(known.singles) for known in outlines._known] == [1, 1]
+    assert set(outlines.misfits) == {"lengths of groups that share a kernel"}
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_elements_further_apart_than_32_bits_count(alone: bool, tmp_path: Path):
     """Their kernels count in 64 bits, whatever size the source was first made at; no others do."""

@@ -71,11 +71,28 @@ class _Fitting:
         self._shapes: list[tuple[int, ...] | None] = [None] * len(known.forms)
 
     def reused(self) -> Schedule:
-        """The plan of the tape."""
+        """The plan of the tape. A tape that does not fit is as it was."""
         self._match()
+        of_tape = self._tape.operations
+        changed = [of_tape[place] for single in self._known.singles for place in (single.line, *single.views)]
+        moved = [self._values[slot] for slot in self._known.moved]
+        moved += [value for each in changed for value in each.outputs if value is not None]
+        calls = [(each, each.func, each.args, each.kwargs, each.inputs) for each in changed]
+        places = [(value, value.base, value.stride) for value in moved]
+        try:
+            return self._changed()
+        except Misfit:
+            for operation, *call in calls:
+                operation.func, operation.args, operation.kwargs, operation.inputs = call
+            for value, base, stride in places:
+                value.base, value.stride = base, stride
+            raise
+
+    def _changed(self) -> Schedule:
+        """The plan of the tape, once what the planned one changed on its own is changed here."""
         for single in self._known.singles:
-            moved = [self._tape.operations[place] for place in single.views]
-            if not singles.again(self._tape.operations[single.line], single.copied, moved):
+            views_of = [self._tape.operations[place] for place in single.views]
+            if not singles.again(self._tape.operations[single.line], single.copied, views_of):
                 raise Misfit("a copy")
         for slot in self._known.moved:
             value = self._values[slot]
