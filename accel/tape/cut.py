@@ -108,11 +108,17 @@ def _kept(tape: Tape, value: Value, behind: Sequence[Operation]) -> Value:
     if value.stride == straight(value) and not _is_written(value, behind):
         return value
     copies = Copies(lambda value: value)
-    kept = copies.add(aten.clone.default, (value,), value, memory_format=torch.contiguous_format)
-    kept.stride = straight(value)
+    kept = _straightened(copies, value)
     place = next(place for place, operation in enumerate(tape.operations) if operation is value.origin)
     tape.operations[place + 1 : place + 1] = copies.operations
     return kept
+
+
+def _straightened(copies: Copies, value: Value) -> Value:
+    """A copy of ``value`` that is straight in memory, as the tape of a skipped step expects it."""
+    made = copies.add(aten.clone.default, (value,), value, memory_format=torch.contiguous_format)
+    made.stride = straight(value)
+    return made
 
 
 # Around blocks --------------------------------------------------------------------------------------------------------
@@ -212,6 +218,7 @@ def _full(tape: Tape, identity: _Identity, streams: Sequence[Value]) -> None:
     for operation in identity.between:
         copies.copy(operation)
     added = [copies.add(aten.sub.Tensor, (stream, copies.own(stream)), stream) for stream in streams]
+    added = [value if value.stride == straight(value) else _straightened(copies, value) for value in added]
     place = identity.end + 1
     tape.operations[place:place] = copies.operations
     tape.output = [*tape.outputs, *added]
