@@ -293,6 +293,17 @@ def test_where_a_cut_begins():
     assert reuse(cut, *calls).reused == 2
 
 
+def test_more_than_there_are_from_the_end():
+    """Of one frame the last two are that frame, as a video VAE keeps them for its next call."""
+
+    def last_two(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        z = torch.nn.functional.silu(self.first(x) * 2 + y[:, None])
+        return self.last(z[:, -2:] * 3 + 1)
+
+    calls = [(rand(b, t, CHANNELS), rand(b, CHANNELS)) for b, t in ((2, 1), (2, 2), (2, 5), (3, 1), (2, 9))]
+    assert reuse(last_two, *calls).reused == 2
+
+
 def test_parts_that_are_stored_where_a_join_lies():
     def parts(self: Model, x: Tensor, y: Tensor) -> Tensor:
         a, b = self.first(x), self.last(x)

@@ -236,7 +236,7 @@ def start(operation: Operation, value: Value) -> int:
         return pieces(operation, value)
     length = source.shape[dimension(operation, 1, len(source.shape))]
     begin = (args[2] if len(args) > 2 else operation.kwargs.get("start")) or 0
-    return min(begin + length if begin < 0 else begin, length)
+    return min(max(begin + length, 0) if begin < 0 else begin, length)  # the last two of one are that one
 
 
 def is_table(value: Value) -> bool:
