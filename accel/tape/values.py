@@ -134,8 +134,11 @@ class Value:
     @property
     def is_large(self) -> bool:
         """Whether its elements, or how far apart they lie, are counted in 64 bits."""
-        reach = sum((n - 1) * stride for n, stride in zip(self.shape, self.stride, strict=True))
-        return max(self.numel, reach) >= LARGE
+        count, reach = 1, 0
+        for n, stride in zip(self.shape, self.stride, strict=True):
+            count *= n
+            reach += (n - 1) * stride
+        return count >= LARGE or reach >= LARGE
 
     def part(self, shape: tuple[int, ...], sizes: Sizes) -> "Value":
         """A part of this value's memory, as a value of its own."""
