@@ -331,6 +331,22 @@ def test_what_torch_runs_lies_as_its_readers_expect():
     assert reuse(stepping, *calls).reused == reuse(residual, *calls).reused == 2
 
 
+def test_what_is_computed_once_of_a_view_of_what_is_computed_here():
+    """The cosine comes before the kernel that stores its argument, so it computes that itself."""
+
+    def turned(self: Model, x: Tensor, y: Tensor) -> Tensor:
+        z = x + y
+        return z * 2, torch.cos(z[:, None]) + self.first.weight[:3, :1], z[:, None]
+
+    calls = [(rand(b, CHANNELS), rand(b, CHANNELS)) for b in (5, 3)]
+    model = Model(turned)
+    for given in calls:
+        out, tape = tape_of(model, *given)
+        program = Program(tape, fuse=True)
+        program.bind(model)
+        assert all(torch.allclose(mine, wanted) for mine, wanted in zip(program.run(given), out, strict=True))
+
+
 def test_what_was_a_copy_is_one():
     """What a kernel stores lies in order already, but the original is read after something wrote into the copy."""
 

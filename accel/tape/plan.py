@@ -177,7 +177,7 @@ class Plan(Schedule):
                 early = costly and any(_is_spread(value, result) for result in stored)
             if not early:
                 continue
-            if value in stored or any(given in inside and inside[given].kind == FUSE for given in operation.inputs):
+            if value in stored or any(given in inside for given in operation.inputs):  # a view of such one, too
                 steps.append(planned([value], inside, self.layouts))
             else:
                 steps.append(operation)
