@@ -80,6 +80,21 @@ def test_without_its_middle_and_with_what_it_adds_a_forward_is_the_same(name: st
         assert inputs is not recording.inputs or far(own, recording.out) == 0.0
 
 
+@pytest.mark.parametrize(("name", "by_picture"), [("CosmosT2V", False), ("WAN21_T2V", True)])
+def test_as_many_frames_as_pictures_are_not_taken_for_them(name: str, by_picture: bool):
+    """Features are kept by picture: those by frame would be another prompt's where prompts change their places."""
+    from tools.architectures.taped import Studied
+
+    recording = Studied(architectures.TABLE[name], blocks=BLOCKS).record(6, skipping=True)
+    pictures, _, frames, *_ = recording.inputs[0].shape
+    assert pictures == frames == 3
+    if by_picture:
+        assert recording.cut().features >= 1
+        return
+    with pytest.raises(middle.NotCut, match="not one part per picture"):
+        recording.cut()
+
+
 @pytest.mark.parametrize(
     "name", [name for name in ("Flux", "QwenImage", "SD3", "WAN21_T2V", "CogVideoX_T2V") if name in NAMES]
 )

@@ -17,7 +17,7 @@ from itertools import takewhile
 
 import torch
 
-from . import aliasing, cost, deep, middle
+from . import aliasing, cost, deep, middle, static_sizes
 from .middle import BlockCall, NotCut, Passing
 from .rest import Copies, Rest, straight
 from .values import Operation, Tape, Value
@@ -55,9 +55,15 @@ def cut(tape: Tape, calls: Sequence[BlockCall], depth: int | None, rows: int, gi
     return _around_blocks(tape, calls, depth, rows, given)
 
 
-def _check(features: Sequence[Value], rows: int) -> None:
+def _check(tape: Tape, features: Sequence[Value], rows: int) -> None:
+    """Features are kept by picture, so pictures must be their first dimension, not frames that are as many."""
+    latent = tape.inputs[0]
+    alike = rows > 1 and rows in latent.shape[1:]
+    if alike:
+        static_sizes.annotate(tape)
+    others = {size.first for size in latent.sizes[1:]} if alike else set()
     for value in features:
-        if len(value.shape) < 2 or value.shape[0] != rows:
+        if len(value.shape) < 2 or value.shape[0] != rows or alike and value.sizes[0].first in others:
             raise NotCut(f"a stream of it has the form {list(value.shape)}, which is not one part per picture")
 
 
@@ -68,7 +74,7 @@ def _at_a_value(tape: Tape, values: Sequence[Value], depth: int | None, rows: in
     if depth is None or depth >= len(values):
         depth = len(list(takewhile(lambda value: _share_without(tape, value) <= MAX_SHARE, values[1:])))
     value = values[depth]
-    _check([value], rows)
+    _check(tape, [value], rows)
     behind, share = _without(tape, value), _share_without(tape, value)
     rest = Rest(tape, given, 1)
     rest.copies.values[value] = _laid_out(rest.copies, rest.feature(value), value, behind)
@@ -129,7 +135,7 @@ def _around_blocks(tape: Tape, calls: Sequence[BlockCall], depth: int | None, ro
     first, last, share = _ends(tape, run, depth)
     identity = _Identity(tape, run[first : last + 1])
     streams = identity.streams()
-    _check(streams, rows)
+    _check(tape, streams, rows)
     skipped = _skipped(tape, identity, streams, given)
     _full(tape, identity, streams)
     return Cut(tape, skipped, len(streams), first, share)
