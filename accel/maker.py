@@ -32,6 +32,7 @@ class Maker:
         self.begun: set[tuple] = set()
         self._rules = True  # whether tapes are rewritten by rules
         self._noise = verify.NOTHING  # how far rounding carries the model, if that was measured
+        self._told = ""  # and what the user reads of it
 
     def is_first(self, call: Call) -> bool:
         """Whether no size of this kind has had its first forward: residuals, say, or code of others, need kernels."""
@@ -99,7 +100,10 @@ class Maker:
             if noise.whole <= self._noise.whole and noise.part <= self._noise.part:
                 raise
             self._noise = noise
-            return bool(verify.compare(what, out, recorded, noise))
+            found = bool(verify.compare(what, out, recorded, noise))
+            before, self._told = self._told, say("amplifies", share=f"{noise.whole:.1%}")
+            self.stats.inexact = sorted({*self.stats.inexact, self._told} - {before})
+            return found
 
 
 def _kind(call: Call) -> tuple:

@@ -225,9 +225,10 @@ def rounding(engine, monkeypatch):
 
 
 @pytest.mark.parametrize(("steps", "forwards"), [(2, 1), (5, 2)])  # within the bounds nobody asks
-def test_a_model_that_amplifies_rounding_is_asked_how_far(rounding, steps, forwards) -> None:
-    """Its program is right though it is beyond the bounds of most models; a wrong one is wrong here too."""
+def test_a_model_that_amplifies_rounding_is_asked_how_far(engine, rounding, steps, forwards) -> None:
+    """Its program is right though it is beyond the bounds of most models; a wrong one is wrong here too. It is told."""
     assert rounding(Growing(steps)) == (("tape", ""), forwards)
+    assert [sentence[:27] for sentence in engine.stats.inexact] == ["The model amplifies roundin"] * (forwards - 1)
 
 
 def test_what_rounding_does_not_explain_is_wrong(rounding) -> None:
