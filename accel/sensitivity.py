@@ -14,7 +14,6 @@ from .call import Call
 from .outputs import Output, flat
 
 SEED = 0
-NONE = verify.NOTHING
 
 
 def measured(call: Call, recorded: Output) -> verify.Comparison:
@@ -24,7 +23,7 @@ def measured(call: Call, recorded: Output) -> verify.Comparison:
     """
     taped, x = call.taped, next(iter(call.inputs.values()))
     if taped.calls_others or taped.foreign or taped.leaves_out or not (x.is_floating_point() and _is_dense(x)):
-        return NONE
+        return verify.NOTHING
     with torch.inference_mode():
         own = x.clone()
         x.copy_(nudged(own))
@@ -33,7 +32,7 @@ def measured(call: Call, recorded: Output) -> verify.Comparison:
         finally:
             x.copy_(own)
         found = verify.difference(out, recorded)
-    return NONE if taped.hold() else found
+    return verify.NOTHING if taped.hold() else found
 
 
 def nudged(x: Tensor) -> Tensor:
