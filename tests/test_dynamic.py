@@ -68,6 +68,24 @@ def test_the_users_own_patcher_runs(models, load, card, recordings):
     assert not fallbacks() and not load.pages.pinned and load.pages.there
 
 
+@both
+def test_a_model_that_is_asked_how_far_rounding_carries_it(models, load, recordings, monkeypatch):
+    """Its own forward runs once more, which lets go of the weights; the program goes on with them, and none is kept."""
+    from anyshape.accel import sensitivity, verify
+    from anyshape.accel.tape.program import Program
+
+    run = Program.run
+    other = lambda x: sensitivity.nudged(-x).neg()  # noqa: E731 - one step the other way
+    monkeypatch.setattr(Program, "run", lambda self, given: run(self, [other(given[0]), *given[1:]]))
+    monkeypatch.setattr(verify, "BOUNDS", dict.fromkeys(verify.BOUNDS, verify.Bounds(0.0, 0.0)))
+    asked = calls_of(monkeypatch, sensitivity, "measured")
+    eager = models.sample(load.patcher, **SMALL_RUN)
+    assert error(models.sample(compiled(load.patcher), **SMALL_RUN), eager) < CLOSE
+    assert len(asked) == len(recordings) == 1 and not load.pages.pinned
+    assert_fast()
+    assert not fallbacks()
+
+
 def test_blocks_are_alike_wherever_their_weights_lie(models, pages, card, monkeypatch):
     """As many of them are written down as copies as without DynamicVRAM."""
     from anyshape.accel.tapes import Tapes
