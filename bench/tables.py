@@ -184,7 +184,8 @@ def dynamic_part() -> str:
     head = "Model | Weights | Size | Rows | Eager, ms | AnyShape, ms | Faster | First call, s | Error"
     lines = table(head.split(" | "), [dynamic_row(row, result) for result in results for row in result["rows"]])
     title = f"ComfyUI {results[0]['versions']['comfyui']} with DynamicVRAM, one forward"
-    return headed(title, results[0], lines, said(texts.ENGLISH, [UNFUSED], wrap=True))
+    commands = "`, `".join(dict.fromkeys(result["command"] for result in results))
+    return headed(title, results[0] | {"command": commands}, lines, said(texts.ENGLISH, [UNFUSED], wrap=True))
 
 
 def dynamic_row(row: dict[str, Any], result: dict[str, Any]) -> list[str]:

@@ -21,8 +21,7 @@ from .values import ONE, Operation, Size, Value
 NARROW = 64  # columns: fewer, and a row takes in the dimension before
 WIDEST_ROW = 16384  # that one program sums
 BLOCK = 4096  # elements that four warps hold
-PASS = 2048  # elements of 16 bits that eight warps load at once
-FILLED = 0.9  # of their lanes
+FILLED = 0.9  # of a block, and hardly a lane is idle
 COLUMNS = 1024  # of a block, where nothing is summed
 LOOSE_COLUMNS = 256  # of a block, where they are a size of the call
 TILE_ROWS, TILE_COLUMNS = (4, 64), 256
@@ -210,7 +209,7 @@ def _assembled(
     column, tile = loops.column.size, loops.tile
     power = _power(column.value) if column.static else 0
     block = BLOCK // 8 if any(LONG_CODE.search(line) for line in lowering.lines) else BLOCK
-    filled = lowering.reduces and tile is None and _is_filled(column.value)
+    filled = lowering.reduces and _is_filled(column.value, tile.size.value if tile is not None else 1)
     if filled:
         block = min(block, BLOCK // 2)
     if not column.static:
@@ -278,13 +277,17 @@ def _name(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> str:
     return "fused_" + ("_".join(reversed(list(dict.fromkeys(names))[:6])) or "copy")
 
 
-def _is_filled(columns: int) -> bool:
-    """Whether a row leaves few lanes of eight warps idle: one of 2048 or 3840 columns does, 3072 or 5120 do not."""
-    return columns >= FILLED * PASS * -(-columns // PASS)
+def _is_filled(columns: int, rows: int) -> bool:
+    """Whether a block of so many columns, or of a tile's rows of them, is half or all of BLOCK and leaves little idle.
+
+    One of 2048 columns is, and 30 heads of 128; 3072 or 5120 columns and 24 heads are not.
+    """
+    whole = _power(columns) * _power(rows)
+    return BLOCK // 2 <= whole <= BLOCK and columns * rows >= FILLED * whole
 
 
 def _warps(rows: int, columns: int, filled: bool) -> int:
-    """Measured on an H200: 4 hold up to 64 elements a thread. Where 8 are filled, sums are a sixth faster with 16."""
+    """Measured on an H200: 4 hold up to 64 elements a thread. Sums over filled blocks are a sixth or more faster with 16."""
     return 8 if rows * columns > (BLOCK // 2 if filled else 2 * BLOCK) else 4
 
 
