@@ -9,20 +9,11 @@ import re
 from tools import architectures, browser
 from tools.paths import OLDER_COMFYUI
 
-HOOKS = ("test_a_hook_takes_effect", "test_a_hook_without_a_state_is_on_the_tape")
 ENGINE = (
     "test_versions.py",
     "test_changed_models.py",
     "test_conds.py",
-    "test_unet_packs.py::test_patch_equals_eager",
-    "test_unet_packs.py::test_freeu_node",
-    "test_unet_packs.py::test_another_wrapper",
-    "test_unet_packs.py::test_easy_cache_node",
-    "test_unet_packs.py::test_a_unet_function_wrapper",
-    "test_unet_packs.py::test_an_object_patch_takes_effect",
-    "test_unet_packs.py::test_an_error_in_a_patch_is_the_users_to_see",
-    # torch's hooks are the same on both: a layer, a block, and a part of the model
-    *(f"test_unet_packs.py::{test}[{name}]" for test in HOOKS for name in ("out", "out.2", "input_blocks.1.1")),
+    "test_unet_packs.py",
     "test_workflows_nodes.py::test_node[unet-LatentApplyOperationCFG]",
     "test_workflows_nodes.py::test_context_windows",
     "test_workflows_nodes.py::test_a_patch_added_after_a_run_acts_at_once",

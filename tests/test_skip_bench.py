@@ -38,8 +38,7 @@ def quality_bench(runs, monkeypatch) -> ModuleType:
 def test_the_table(runs, quality_bench, architecture, sampler):
     """The forwards of others are counted one by one; those of programs by their runs."""
     with torch.inference_mode():
-        demo = runs.Demo(2 if architecture == "unet" else 1, architecture)  # the other one takes four times as long
-        found = quality_bench.measured(demo, quality_bench.Case(sampler, STEPS, SIZE))
+        found = quality_bench.measured(runs.Demo(2, architecture), quality_bench.Case(sampler, STEPS, SIZE))
     rows: dict[str, list[dict]] = {}
     for row in found:
         rows.setdefault(row["method"], []).append(row)

@@ -24,7 +24,7 @@ from anyshape.accel.tape import deep, middle  # noqa: E402 - the package exists 
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread", "clean_stats")
 
-SIZES = [(104, 72), (64, 64)]  # odd latent sides, and even ones
+SIZES = [(104, 72), (72, 136), (64, 64)]  # odd latent sides included
 KINDS = ["controlnet", "with gaps", "short", "t2i adapter"]
 
 
