@@ -187,3 +187,83 @@ def test_a_mask_is_laid_as_the_kernel_loads_it(length):
     found = aligned(mask)
     assert torch.equal(found, mask) and all(step % ALIGNED == 0 for step in found.stride()[:-1])
     assert aligned(found) is found
+
+
+def repeated(backend, times=(4, 4), dim=1, masked=False):
+    """A tape of attention whose keys and values are heads repeated, and the values that were."""
+    from anyshape.accel.tape.values import Operation
+
+    operation, tape = tape_of(backend, masked=masked, heads_of_keys=6)
+    own = operation.args[1:3]
+    made = []
+    for number, (value, count) in enumerate(zip(own, times, strict=True)):
+        tensor = torch.empty(1, 24, 4096, 128, device="meta", dtype=torch.bfloat16)
+        made.append(Operation(aten.repeat_interleave.self_int, (value, count, dim), {}, [value]))
+        made[-1].outputs.append(type(value)(tensor, 20 + number))
+        made[-1].outputs[0].origin = made[-1]
+    twins = [operation.args[0], *(each.outputs[0] for each in made), *operation.args[3:]]
+    operation.args, operation.inputs = tuple(twins), [*twins[:3], *operation.inputs[3:]]
+    tape.operations[:0] = made
+    return operation, tape, own
+
+
+@pytest.mark.parametrize("backend", [CUDNN, FLASH])
+@pytest.mark.parametrize("taken", [False, True])
+def test_heads_that_are_shared_are_not_copied(card, backend, taken):
+    """Whether another backend was taken before or not; nobody repeats them any more."""
+    from anyshape.accel.tape.rules import attention, edits, shared_heads
+
+    operation, tape, own = repeated(backend)
+    if taken:
+        attention.replace(operation, FLASH)
+    assert shared_heads.share(tape) == ""
+    assert operation.args[1:3] == own and operation.inputs[1:3] == list(own) and operation.func.shared == 4
+    edits.settle(tape)
+    assert tape.operations == [operation] and tape.outputs == operation.outputs
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"backend": EFFICIENT}, {"backend": CUDNN, "masked": True}, {"backend": CUDNN, "dim": 2},
+        {"backend": CUDNN, "times": (4, 2)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_other_copies_of_heads_stay(card, case):
+    """Of a backend that cannot, with a mask, in other dimensions, of unlike numbers."""
+    from anyshape.accel.tape.rules import shared_heads
+
+    operation, tape, _ = repeated(**case)
+    before = list(operation.inputs)
+    assert shared_heads.share(tape) == "" and operation.inputs == before and len(tape.operations) == 3
+
+
+def test_copies_of_heads_that_somebody_else_reads_stay(card):
+    from anyshape.accel.tape.rules import shared_heads
+    from anyshape.accel.tape.values import Operation
+
+    operation, tape, _ = repeated(CUDNN)
+    tape.operations.append(Operation(aten.neg.default, (operation.inputs[1],), {}, [operation.inputs[1]]))
+    assert shared_heads.share(tape) == "" and operation.inputs[1].origin.outputs == [operation.inputs[1]]
+
+
+def test_shared_heads_are_repeated_where_a_kernel_refuses_them():
+    from anyshape.accel.tape.rules.attention import Attention
+
+    calls = []
+
+    def own(q, k, v):
+        calls.append(k.shape[1])
+        if k.shape[1] != q.shape[1]:
+            raise RuntimeError("as many heads, please")
+        return (torch.nn.functional.scaled_dot_product_attention(q, k, v),)
+
+    q, k = torch.randn(2, 6, 5, 16), torch.randn(2, 3, 7, 16)
+    called = Attention(own, "", q.stride())
+    called.shared = 2
+    wanted = own(q, k.repeat_interleave(2, 1), k.repeat_interleave(2, 1))[0]
+    calls.clear()
+    for _ in range(2):
+        assert torch.equal(called(q, k, k), wanted)
+    assert calls == [3, 6, 6]

@@ -210,3 +210,43 @@ def test_later_processes_take_the_same(tmp_path):
     assert first["timed"] > 0 and first["loaded"] == 0 and kept > 0
     assert (second["timed"], second["loaded"], second["rejected"]) == (0, kept, [])
     assert first["used"] == second["used"]
+
+
+class Shares(nn.Module):
+    """Grouped-query attention, as models write it: heads of keys and values are repeated before the call."""
+
+    def __init__(self, first, times):
+        super().__init__()
+        self.times, self.order = times, [ASKED[first], SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+    def forward(self, q, k, v):
+        k, v = (x.repeat_interleave(self.times, dim=1) for x in (k, v))
+        with sdpa_kernel(self.order, set_priority=True):
+            return F.silu(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)) + 1
+
+
+@pytest.mark.parametrize("times", [4, 3])
+@pytest.mark.parametrize("first", ["cudnn", "flash"])
+def test_shared_heads_are_read_where_they_lie(first, times):
+    """To the bit as with copies of them, at an odd length too."""
+    from anyshape.accel.tape import rules
+    from anyshape.accel.tape.program import Program
+    from anyshape.accel.tape.record import Recorder, record
+
+    model = Shares(first, times)
+    for length in (2048, 1567):
+        q, k, v = tensors((2, 12, length, length, 128), False)
+        given = [q, k[:, : 12 // times], v[:, : 12 // times]]
+        recorder = Recorder(given, model, q.device)
+        wanted, tape = record(lambda given=given: model(*given), recorder)
+        assert tape is not None, recorder.refusal
+        rules.apply(tape)
+        called = [operation.func for operation in tape.operations if hasattr(operation.func, "shared")]
+        with torch.inference_mode():
+            program = Program(tape, fuse=True)
+            program.bind(model)
+            out = program.run(given)
+        assert [each.shared for each in called] == [times] and not called[0]._repeats
+        if called[0].backend == "":  # the one that ran: what comes of it is the same to the bit
+            assert (out != wanted).float().mean() <= 1e-4
+        assert ((out - wanted).float().norm() / wanted.float().norm()).item() <= 1e-2

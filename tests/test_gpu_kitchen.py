@@ -13,17 +13,19 @@ NAMES = (
     "apply_rope", "apply_rope1", "apply_rope_split_half", "apply_rope_split_half1",
     "rms_rope", "rms_rope1", "rms_rope_split_half", "rms_rope_split_half1",
 )  # fmt: skip
+MODULATED = ("adaln", "rms_adaln")
 STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-def arguments(name, dtype, heads_first, tokens=1033, channels=128):
+def arguments(name, dtype, heads_first, tokens=1033, channels=128, table=torch.float32):
+    """table: the dtype of the turns."""
     draw = torch.Generator("cuda").manual_seed(0)
     randn = lambda *shape: torch.randn(shape, generator=draw, device="cuda").to(dtype)  # noqa: E731
     qkv = randn(2, tokens, 3, 12, channels)
     q, k, _ = (x.transpose(1, 2) if heads_first else x for x in qkv.unbind(2))
     angles = torch.outer(torch.arange(tokens), 0.9 ** torch.arange(channels // 2)).cuda()
     turns = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
-    turns = turns[None, None] if heads_first else turns[None, :, None]
+    turns = (turns[None, None] if heads_first else turns[None, :, None]).to(table)
     scales = [1 + 0.1 * randn(channels) for _ in range(2)]
     if name.endswith("1"):
         return [q, turns] + (scales[:1] if "rms" in name else [])
@@ -46,27 +48,43 @@ def rounded_as(out, eager):
 @pytest.mark.parametrize("heads_first", [True, False])
 @pytest.mark.parametrize("dtype", DIFFERENT, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_what_an_operation_means(name, dtype, heads_first):
+@pytest.mark.parametrize("short", [False, True], ids=["table in float32", "table in 16 bits"])
+def test_what_an_operation_means(name, dtype, heads_first, short):
     from anyshape.accel.tape.rules.kitchen import TABLE
 
-    args = arguments(name, dtype, heads_first)
+    args = arguments(name, dtype, heads_first, table=dtype if short else torch.float32)
     with torch.inference_mode():
         eager = listed(getattr(torch.ops.comfy_kitchen, name)(*args))
         for out, wanted in zip(listed(TABLE[name](*args)), eager, strict=True):
             rounded_as(out, wanted)
 
 
+@pytest.mark.parametrize("channels", [4096, 320])
+@pytest.mark.parametrize("dtype", DIFFERENT, ids=str)
+@pytest.mark.parametrize("name", MODULATED)
+def test_what_a_modulated_norm_means(name, dtype, channels):
+    from anyshape.accel.tape.rules.kitchen import TABLE
+
+    draw = torch.Generator("cuda").manual_seed(0)
+    x, scale, shift = (torch.randn(2, n, channels, generator=draw, device="cuda").to(dtype) for n in (1033, 1, 1))
+    with torch.inference_mode():
+        args = x, 0.3 * scale, shift, 1e-6
+        rounded_as(TABLE[name](*args), getattr(torch.ops.comfy_kitchen, name)(*args))
+
+
 class Joined(nn.Module):
     """The operation behind a join, as in Flux, and attention's transposition behind it."""
 
-    def __init__(self, name, scales):
+    def __init__(self, name, scales, table):
         super().__init__()
+        self.table = table
         self.name, self.scales = name, nn.ParameterList(nn.Parameter(scale, False) for scale in scales)
 
     def forward(self, x, angles):
         q, k, _ = x.permute(2, 0, 3, 1, 4)
         q, k = torch.cat([q, q * 2], 2), torch.cat([k, k + 1], 2)
         turns = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
+        turns = turns.to(self.table)
         operation = getattr(torch.ops.comfy_kitchen, self.name)
         given = (q, turns[None, None]) if self.name.endswith("1") else (q, k, turns[None, None])
         return [each.transpose(1, 2).flatten(2) * 0.5 for each in listed(operation(*given, *self.scales))]
@@ -74,14 +92,15 @@ class Joined(nn.Module):
 
 @pytest.mark.parametrize("dtype", DIFFERENT, ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_program_made_of_it(name, dtype):
+@pytest.mark.parametrize("short", [False, True], ids=["table in float32", "table in 16 bits"])
+def test_a_program_made_of_it(name, dtype, short):
     """Also where the library's results lie with tokens first, as it makes them on a GPU."""
     from anyshape.accel.tape.program import Program
     from anyshape.accel.tape.record import Recorder, record
     from anyshape.accel.tape.rules import kitchen
 
     args = arguments(name, dtype, True)
-    model = Joined(name, [x for x in args if x.ndim == 1])
+    model = Joined(name, [x for x in args if x.ndim == 1], dtype if short else torch.float32)
     x = torch.randn(2, 517, 3, 12, 128, device="cuda").to(dtype)
     angles = torch.outer(torch.arange(1034), 0.9 ** torch.arange(64)).cuda()
     recorder = Recorder([x, angles], model, x.device)
@@ -95,3 +114,51 @@ def test_a_program_made_of_it(name, dtype):
         for mine, eager in zip(program.run([x, angles]), out, strict=True):
             rounded_as(mine, eager)
     assert left == [] and program.report.kernels > 0
+
+
+class Layers(nn.Module):
+    """Three int8 layers of one input and one of another, as ComfyUI calls them; the second weight has a scale a row."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        draw = torch.Generator("cuda").manual_seed(0)
+        for n, rows in enumerate((384, 256, 1024, 256)):
+            weight = torch.randint(-127, 128, (rows, 256), generator=draw, device="cuda", dtype=torch.int8)
+            self.register_buffer(f"w{n}", weight)
+            spread = torch.rand(rows if n == 1 else 1, generator=draw, device="cuda") * 1e-3 + 1e-4
+            self.register_buffer(f"s{n}", spread if n == 1 else spread.reshape(()))
+        self.register_buffer("bias", torch.randn(1024, generator=draw, device="cuda").to(dtype))
+        self.code = {torch.float16: 1, torch.bfloat16: 2}[dtype]
+
+    def layer(self, n, x, bias=None):
+        return torch.ops.comfy_kitchen.int8_linear(x, getattr(self, f"w{n}"), getattr(self, f"s{n}"), bias, self.code)
+
+    def forward(self, x):
+        q, k, v = self.layer(0, x), self.layer(1, x), self.layer(2, x, self.bias)
+        return [q.sigmoid() * 2, k + 1, v * 0.5, self.layer(3, k.contiguous()) - 1]
+
+
+@pytest.mark.parametrize("dtype", DIFFERENT, ids=str)
+def test_int8_layers_share_the_rounding_of_their_input(dtype):
+    """To the bit what the library's own layers give, for one picture and for several, with odd rows."""
+    from anyshape.accel.tape import rules
+    from anyshape.accel.tape.program import Program
+    from anyshape.accel.tape.record import Recorder, record
+    from anyshape.accel.tape.rules.int8 import Product
+
+    model = Layers(dtype)
+    for shape in ((1, 1033, 256), (3, 77, 256)):
+        x = torch.randn(shape, device="cuda").to(dtype)
+        recorder = Recorder([x], model, x.device)
+        out, tape = record(lambda x=x: model(x), recorder)
+        assert tape is not None, recorder.refusal
+        assert rules.apply(tape) == []
+        products = [op for op in tape.operations if isinstance(op.func, Product)]
+        roundings = [op for op in tape.operations if "quantize_int8_rowwise" in str(op.func)]
+        assert len(products) == 4 and len(roundings) == 2
+        with torch.inference_mode():
+            for fuse in (False, True):
+                program = Program(tape, fuse)
+                program.bind(model)
+                for mine, eager in zip(program.run([x]), out, strict=True):
+                    assert torch.equal(mine, eager) or (fuse and (mine != eager).double().mean() <= DIFFERENT[dtype])

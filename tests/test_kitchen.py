@@ -15,6 +15,7 @@ from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 from anyshape.accel.tape.rules import kitchen  # noqa: E402
 
 CPU = torch.device("cpu")
+TURNS = [name for name in kitchen.TABLE if name not in kitchen.MODULATED]
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}  # a program's, whose kernels run in Triton's interpreter
 ops = torch.ops.comfy_kitchen
 
@@ -51,7 +52,7 @@ def outputs(out):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", kitchen.TABLE)
+@pytest.mark.parametrize("name", TURNS)
 def test_what_an_operation_means(name, dtype):
     """To the bit, in both orders of heads and tokens, with a table for more tokens, with and without the last ones."""
     cases = [given(name, dtype, heads_first) for heads_first in (True, False)]
@@ -113,7 +114,7 @@ def ran(model, tape, given, fuse):
 
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
-@pytest.mark.parametrize("name", kitchen.TABLE)
+@pytest.mark.parametrize("name", TURNS)
 def test_it_fuses_with_its_neighbours(name, dtype):
     """Recorded as it is; by the rule it becomes part of a kernel with the joins before and the product behind it."""
     torch.manual_seed(0)
@@ -135,7 +136,7 @@ def test_it_fuses_with_its_neighbours(name, dtype):
     assert program.report.kernels <= before.kernels
 
 
-@pytest.mark.parametrize("name", kitchen.TABLE)
+@pytest.mark.parametrize("name", TURNS)
 def test_a_table_from_outside(name):
     """An input, as a block is given it: nothing says how long its pairs are, and a norm is no row of a kernel then."""
     model, args = Model(name, torch.float32), (randn(2, 5, 36), table(10, 12))
@@ -201,12 +202,51 @@ def test_with_a_norm_it_is_ours_alone_too():
     assert torch.allclose(found[0], out[0], atol=1e-5) and program.report.kernels >= 2
 
 
-def test_a_table_in_16_bits_stays_one_call():
-    """The library's kernels for a GPU may round elsewhere then."""
+def test_a_table_in_16_bits_stays_one_call_on_a_cpu():
+    """There the library rounds as its kernels for a GPU do not."""
     x = randn(2, 5, 36, dtype=torch.bfloat16)
     tape = taped(Model("apply_rope", torch.bfloat16), x, table(10, 12).bfloat16())[1]
     kitchen.decompose(tape)
     assert calls(tape) == ["comfy_kitchen::apply_rope"]
+
+
+class Modulated(nn.Module):
+    """A sum, the library's norm with scale and shift of each picture, and a product."""
+
+    def __init__(self, name, dtype):
+        super().__init__()
+        self.name = name
+        self.lin = nn.Linear(48, 48, dtype=dtype).requires_grad_(False)
+
+    def forward(self, x, scale, shift):
+        x = x + self.lin(x)
+        return self.lin(operation(self.name)(x, scale, shift, 1e-5)) + x
+
+
+def modulated(dtype):
+    return randn(2, 7, 48, dtype=dtype), randn(2, 1, 48, dtype=dtype, seed=1), randn(2, 1, 48, dtype=dtype, seed=2)
+
+
+@pytest.mark.parametrize("name", kitchen.MODULATED)
+def test_a_modulated_norm(name):
+    """It joins the sum before it: one kernel instead of two calls. To the bit in plain torch."""
+    torch.manual_seed(0)
+    model, args = Modulated(name, torch.float32), modulated(torch.float32)
+    with torch.inference_mode():
+        assert torch.equal(kitchen.TABLE[name](*args, 1e-5), operation(name)(*args, 1e-5))
+    out, tape = taped(model, *args)
+    before = ran(model, tape, args, True)[1].report
+    assert kitchen.decompose(tape) == "" and calls(tape) == []
+    assert torch.equal(ran(model, tape, args, False)[0][0], out[0])
+    found, program = ran(model, tape, args, True)
+    assert torch.allclose(found[0], out[0], atol=1e-5)
+    assert program.report.calls < before.calls and program.report.kernels == 1
+
+
+def test_a_modulated_norm_in_16_bits_stays_one_call_on_a_cpu():
+    tape = taped(Modulated("adaln", torch.bfloat16), *modulated(torch.bfloat16))[1]
+    kitchen.decompose(tape)
+    assert calls(tape) == ["comfy_kitchen::adaln"]
 
 
 def test_another_version_of_the_library(monkeypatch):

@@ -86,3 +86,44 @@ def test_another_quantised_weight_needs_no_new_recording(quantised: Any):
     wanted = each.eager()
     program.bind(model)
     assert each.error(program, wanted) == 0.0 and each.error(program, before) > 1e-3
+
+
+def test_an_input_is_rounded_once_for_all_layers_that_read_it(quantised: Any, monkeypatch: Any):
+    """The GPU's rule with plain torch in place of the library's kernels: a block's 8 layers have 5 inputs in Krea 2."""
+    from anyshape.accel.tape.rules import edits, int8
+
+    def multiply(x_int8, weight_int8, x_scale, weight_scale, bias, out_dtype):
+        assert weight_scale.shape == weight_int8.shape[:1] and x_scale.shape[:-1].numel() == len(x_int8)
+        out = x_int8.double() @ weight_int8.double().T * x_scale.double().reshape(-1, 1) * weight_scale
+        return (out if bias is None else out + bias).to(out_dtype)
+
+    if "Krea2" not in {each.name for each in architectures.present()}:
+        pytest.skip("this ComfyUI has no Krea 2")
+    arguments, named = architectures.TABLE["Krea2"].inputs(2)
+    half = {key: _half(value) for key, value in named.items()}
+    from tools.architectures import taped
+
+    each = taped.Recording(quantised.make("Krea2", "int8_tensorwise"), tuple(map(_half, arguments)), half)
+    layers = [op for op in each.tape.operations if "int8_linear" in str(op.func)]
+    assert int8.round_once(each.tape) == "" and layers[0].func is not None and not layers[0].opaque  # not on a CPU
+    monkeypatch.setattr(int8, "_product", lambda device: multiply)
+    int8.round_once(each.tape)
+    edits.settle(each.tape)
+    roundings = [op for op in each.tape.operations if "quantize_int8_rowwise" in str(op.func)]
+    assert all(isinstance(layer.func, int8.Product) for layer in layers)
+    assert len(roundings) == len({layer.args[0] for layer in layers}) < len(layers)
+    assert each.error(each.program(fuse=False)) <= 0.1  # of a sum in another order, which 8 bits make visible
+
+
+def test_turned_weights_and_single_rows_stay_with_the_library(quantised: Any, monkeypatch: Any):
+    from anyshape.accel.tape.rules import int8
+
+    monkeypatch.setattr(int8, "_product", lambda device: pytest.fail)
+    each = next(recordings(quantised.make("Flux", "int8_convrot"), "Flux"))
+    before = [op.func for op in each.tape.operations]
+    int8.round_once(each.tape)
+    assert [op.func for op in each.tape.operations] == before
+    each = next(recordings(quantised.make("Flux", "int8_tensorwise"), "Flux"))
+    int8.round_once(each.tape)
+    left = [op for op in each.tape.operations if "int8_linear" in str(op.func)]
+    assert all(op.args[0].numel == op.args[0].shape[-1] for op in left)

@@ -89,6 +89,9 @@ class Program:
         self._steps = [self._step(step) for step in steps]
         self._output = replaced(tape.output, Value, self._slot)
         self._free(steps, tape)
+        for value in [value for value in self._slots if isinstance(value.leaf, Derived)]:
+            for source in value.leaf.sources:
+                self._number(source)
         leaves = [value for value in self._slots if value.leaf is not None]
         self._inputs = [(self._slots[v], v.leaf.index) for v in leaves if isinstance(v.leaf, Input)]
         self._weights = [(self._slots[v], v) for v in leaves if isinstance(v.leaf, Weight)]

@@ -201,6 +201,8 @@ def _quantised(operation: Operation, output: Value) -> Sizes | None:
     source = operation.inputs[0]
     if source.shape == output.shape:
         return source.sizes
+    if output.shape == (*source.shape[:-1], 1):  # a scale for each row
+        return (*source.sizes[:-1], ONE)
     if all(size.static for value in operation.inputs for size in value.sizes):
         return tuple(ONE if n == 1 else Size(n, static=True) for n in output.shape)
     return None
@@ -293,7 +295,10 @@ def _table() -> dict[str, Rule]:
         ("linear", linear),
         ("linear_geglu", _geglu),
         ("grouped_linear", _side_by_side),
-        ("int8_linear gemv_awq_w4a16 scaled_mm_mxfp8 scaled_mm_nvfp4 _scaled_mm _int_mm", _quantised_product),
+        (
+            "int8_linear gemv_awq_w4a16 scaled_mm_mxfp8 scaled_mm_nvfp4 _scaled_mm _scaled_mm_v2 _int_mm",
+            _quantised_product,
+        ),
         (
             "quantize_fp8 quantize_mxfp8 quantize_nvfp4 quantize_int8_rowwise quantize_int8_tensorwise dequantize_fp8 "
             "dequantize_mxfp8 dequantize_nvfp4 dequantize_int8_simple dequantize_int8_simple_dtype "

@@ -38,7 +38,7 @@ def of_config(
     config: comfy.supported_models_base.BASE, plain: nn.Module, form: str, dtype: torch.dtype, device: torch.device
 ) -> BaseModel:
     """The model of ``config`` with the weights of the diffusion model ``plain``, large linear layers in ``form``."""
-    config.set_inference_dtype(dtype, None)
+    config.set_inference_dtype(dtype, dtype)  # ComfyUI always names the dtype to compute in with such weights
     config.quant_config = {"mixed_ops": True}
     model = config.get_model({}, "", device=device)
     state: dict[str, Tensor] = {}

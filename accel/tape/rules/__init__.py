@@ -18,19 +18,21 @@ from . import (
     edits,
     epilogue,
     geglu,
+    int8,
     kitchen,
     linear_groups,
     norm_neighbours,
     once,
+    shared_heads,
     upsample,
 )  # fmt: skip
 
 Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
-    kitchen.decompose, copies.drop_repeats, once.compute_once, channels_last.lay_out, upsample.double,
+    kitchen.decompose, int8.round_once, copies.drop_repeats, once.compute_once, channels_last.lay_out, upsample.double,
     conv_bias.add_after, norm_neighbours.take_in, geglu.join_product, attention_kernel.attend, linear_groups.join,
-    epilogue.fuse_gelu, attention.take_fastest, by_tokens.store_by_tokens,
+    epilogue.fuse_gelu, attention.take_fastest, shared_heads.share, by_tokens.store_by_tokens,
 )  # fmt: skip
 
 

@@ -25,21 +25,33 @@ class Attention:
 
     sizes = staticmethod(static_sizes.attention)
     by_strides = False  # whether its arguments must lie as a rule has chosen
+    shared = 1  # heads of queries for each head of keys and values, which the tape repeated so often
 
     def __init__(self, own: Any, backend: str, stride: tuple[int, ...]) -> None:
         self.own, self.backend, self.stride = own, backend, stride
+        self._repeats = False  # whether it was refused as many heads as there are
 
     @property
     def likeness(self) -> tuple:
         """What a plan depends on."""
-        return Attention, self.own, self.by_strides
+        return Attention, self.own, self.by_strides, self.shared
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """With the arguments of the recorded operation. Views and kernels behind it rely on the result's strides."""
-        out = self._out(*args, **kwargs)
+        out = self._shared(*args, **kwargs) if self.shared > 1 else self._out(*args, **kwargs)
         if out.stride() == self.stride:
             return out
         return torch.empty_strided(out.shape, self.stride, dtype=out.dtype, device=out.device).copy_(out)
+
+    def _shared(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._repeats:
+            try:
+                return self._out(q, k, v, *args, **kwargs)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    raise
+                self._repeats = True
+        return self._out(q, *(x.repeat_interleave(self.shared, 1) for x in (k, v)), *args, **kwargs)
 
     def _out(self, *args: Any, **kwargs: Any) -> Tensor:
         if self.backend:

@@ -1,4 +1,4 @@
-"""comfy-kitchen's rotary embeddings by their meaning, so that they fuse with what is around them.
+"""comfy-kitchen's rotary embeddings and modulated norms by their meaning, so that they fuse with what is around them.
 
 Newer versions of ComfyUI call that library's operations, and to a tape each is one call. Here is what they compute, in
 plain torch operations; these take the call's place where a neighbour fuses, and where a norm is part of it. Else a call
@@ -26,15 +26,27 @@ def _pairs(x: Tensor, freqs_cis: Tensor) -> Tensor:
     """x [..., D] turned in pairs of neighbours; freqs_cis [..., D / 2, 2, 2], a matrix for each pair."""
     pairs = x.to(freqs_cis.dtype).reshape(*x.shape[:-1], -1, 1, 2)
     table = _cut(x, freqs_cis)
-    return torch.addcmul(table[..., 0] * pairs[..., 0], table[..., 1], pairs[..., 1]).reshape(x.shape).type_as(x)
+    if table.dtype == torch.float32:
+        out = torch.addcmul(table[..., 0] * pairs[..., 0], table[..., 1], pairs[..., 1])
+    else:
+        out = _turned(table, pairs)
+    return out.reshape(x.shape).type_as(x)
 
 
 def _halves(x: Tensor, freqs_cis: Tensor) -> Tensor:
     """The same where a pair's second number lies in the second half of x."""
     pairs = x.reshape(*x.shape[:-1], 2, -1).movedim(-2, -1).unsqueeze(-2).to(freqs_cis.dtype)
     table = _cut(x, freqs_cis)
-    out = table[..., 0] * pairs[..., 0] + table[..., 1] * pairs[..., 1]
+    if table.dtype == torch.float32:
+        out = table[..., 0] * pairs[..., 0] + table[..., 1] * pairs[..., 1]
+    else:
+        out = _turned(table, pairs)
     return out.movedim(-1, -2).reshape(x.shape).type_as(x)
+
+
+def _turned(table: Tensor, pairs: Tensor) -> Tensor:
+    """In 16 bits throughout: the library's kernels round the second product, then the sum with the first (measured)."""
+    return torch.addcmul(table[..., 1] * pairs[..., 1], table[..., 0], pairs[..., 0])
 
 
 def _cut(x: Tensor, table: Tensor) -> Tensor:
@@ -63,7 +75,7 @@ def _apply_rope_split_half(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[T
 
 
 def _rms_rope1(x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
-    return _pairs(_normed(x, scale, epsilon), freqs_cis)
+    return _pairs(_normed(x, scale, epsilon), freqs_cis.float())
 
 
 def _rms_rope(
@@ -74,7 +86,7 @@ def _rms_rope(
 
 
 def _rms_rope_split_half1(x: Tensor, freqs_cis: Tensor, scale: Tensor, epsilon: float = 1e-6) -> Tensor:
-    return _halves(_normed(x, scale, epsilon), freqs_cis)
+    return _halves(_normed(x, scale, epsilon), freqs_cis.float())
 
 
 def _rms_rope_split_half(
@@ -86,10 +98,19 @@ def _rms_rope_split_half(
     for x, scale in ((q, q_scale), (k, q_scale if k_scale is None else k_scale)):
         x = _normed(x, scale, epsilon)
         turned = rot_dim or x.shape[-1]
-        out.append(_halves(x[..., :turned], freqs_cis))
+        out.append(_halves(x[..., :turned], freqs_cis.float()))
         if turned != x.shape[-1]:
             out[-1] = torch.cat((out[-1], x[..., turned:]), dim=-1)
     return out[0], out[1]
+
+
+def _adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """In float32 up to the last rounding, unlike the same in plain torch."""
+    return (F.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale.float()) + shift.float()).type_as(x)
+
+
+def _rms_adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    return (F.rms_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale.float()) + shift.float()).type_as(x)
 
 
 TABLE: dict[str, Callable[..., Any]] = {
@@ -101,15 +122,14 @@ TABLE: dict[str, Callable[..., Any]] = {
     "rms_rope1": _rms_rope1,
     "rms_rope_split_half": _rms_rope_split_half,
     "rms_rope_split_half1": _rms_rope_split_half1,
+    "adaln": _adaln,
+    "rms_adaln": _rms_adaln,
 }
+MODULATED = ("adaln", "rms_adaln")
 
 
 def decompose(tape: Tape) -> str:
-    """Puts plain operations in place of comfy-kitchen's. Exact but for contracted multiply-adds in its own kernels.
-
-    Those compute in float32 and round once, as plain torch does. With a table in 16 bits they may not: such a call
-    stays as it is.
-    """
+    """Puts plain operations in place of comfy-kitchen's. Exact but for contracted multiply-adds in its own kernels."""
     ours = [operation for operation in tape.operations if _meaning(operation)]
     if not ours:
         return ""
@@ -145,8 +165,16 @@ def _meaning(operation: Operation) -> Callable[..., Any] | None:
     arguments = operation.func._schema.arguments
     if [argument.name for argument in arguments] != list(inspect.signature(meaning).parameters):
         return None  # another version of the library may mean something else
+    return meaning if _is_rounded_so(operation) else None
+
+
+def _is_rounded_so(operation: Operation) -> bool:
+    """Whether the library rounds where the meaning does. In 16 bits its plain torch for CPUs rounds more often."""
+    x, on_gpu = operation.inputs[0], operation.outputs[0].device.type == "cuda"
+    if traits(operation.func).name in MODULATED:
+        return on_gpu or x.dtype == torch.float32
     table = _table(operation)
-    return meaning if table is not None and table.dtype == torch.float32 else None
+    return table is not None and (table.dtype == torch.float32 or (on_gpu and table.dtype == x.dtype))
 
 
 def _table(operation: Operation) -> Value | None:
@@ -156,16 +184,17 @@ def _table(operation: Operation) -> Value | None:
 def _pays(operation: Operation, makers: dict[Value, Operation], readers: Readers) -> bool:
     """Whether our kernels are faster: with a neighbour that fuses, or with a norm, whose rows must be known.
 
-    A table that is given from outside hides them. The library's kernel norms and turns Z-Image's queries and keys in
-    0.148 ms, our two took 0.038 with an older ComfyUI (H200, 1024x1024).
+    A table for turns that is given from outside hides them. The library's kernel norms and turns Z-Image's queries and
+    keys in 0.148 ms, our two took 0.038 with an older ComfyUI (H200, 1024x1024).
     """
     if _is_normed(operation):
-        return _table(operation).sizes[-1].static
+        return (_table(operation) or operation.inputs[0]).sizes[-1].static
     return _fuses_before(operation, makers) or _fuses_after(operation, readers)
 
 
 def _is_normed(operation: Operation) -> bool:
-    return traits(operation.func).name.startswith("rms")
+    name = traits(operation.func).name
+    return name.startswith("rms") or name in MODULATED
 
 
 def _fuses_before(operation: Operation, makers: dict[Value, Operation]) -> bool:

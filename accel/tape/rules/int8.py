@@ -1,0 +1,124 @@
+"""Inputs of int8 layers that are rounded once, however many layers share them: queries, keys, values and gates.
+
+comfy-kitchen's ``int8_linear`` rounds its input to int8, a scale for each row, and multiplies. These are two operations
+here, and layers with the same input share the first. A scale that a weight has as a whole is spread over its rows when
+a program is bound, not in each call. The same kernels with the same numbers: exact.
+"""
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..layout import contiguous
+from ..values import Derived, Operation, Size, Sizes, Tape, Value
+
+LIBRARY = "comfy_kitchen"
+BACKEND = "cuda"
+PRODUCT = "_int4_linear_via_int8_values"  # of that backend: ``int8_linear`` without the rounding before it
+TAKES = ["x_int8", "weight_int8", "x_scale", "weight_scale", "bias", "out_dtype"]
+
+
+class Product:
+    """An int8 layer behind the rounding of its input. q [..., K] int8, scales [..., 1], weight [N, K], factors [N]."""
+
+    def __init__(self, multiply: Callable[..., Tensor], dtype: torch.dtype) -> None:
+        self._multiply, self._dtype = multiply, dtype
+
+    @staticmethod
+    def sizes(operation: Operation, output: Value) -> Sizes:
+        """Those of the input, with a channel for each row of the weight."""
+        q, _, weight, *_ = operation.args
+        return (*q.sizes[:-1], Size(output.shape[-1], all(size.static for size in weight.sizes)))
+
+    @property
+    def likeness(self) -> tuple:
+        """What a plan depends on."""
+        return Product, self._dtype
+
+    def __call__(self, q: Tensor, scales: Tensor, weight: Tensor, factors: Tensor, bias: Tensor | None) -> Tensor:
+        """[..., N]."""
+        out = self._multiply(q.reshape(-1, q.shape[-1]), weight, scales, factors, bias, self._dtype)
+        return out.view(*q.shape[:-1], -1)
+
+
+def round_once(tape: Tape) -> str:
+    """Every int8 layer of several rows whose weight is not turned (convrot), on comfy-kitchen's own kernels."""
+    layers = [operation for operation in tape.operations if _fits(operation)]
+    multiply = _product(tape.device) if layers else None
+    if multiply is None:
+        return ""
+    rounded: dict[Value, Operation] = {}
+    spread: dict[Value, Value] = {}
+    left = set(map(id, layers))
+    found: list[Operation] = []
+    for operation in tape.operations:
+        if id(operation) in left:
+            x, weight, scale, bias = operation.args[:4]
+            if x not in rounded:
+                rounded[x] = _rounding(x)
+                found.append(rounded[x])
+            q, scales = rounded[x].outputs
+            if scale not in spread:
+                spread[scale] = _spread(scale, weight.shape[0])
+            factors = spread[scale]
+            operation.func, operation.kwargs, operation.opaque = Product(multiply, operation.outputs[0].dtype), {}, True
+            operation.args = (q, scales, weight, factors, bias)
+            operation.inputs = [value for value in operation.args if value is not None]
+        found.append(operation)
+    tape.operations[:] = found
+    return ""
+
+
+def _fits(operation: Operation) -> bool:
+    if operation.opaque or operation.kwargs or operation.func._schema.name != f"{LIBRARY}::int8_linear":
+        return False
+    names = [argument.name for argument in operation.func._schema.arguments]
+    if names[:4] != ["x", "weight", "weight_scale", "bias"]:
+        return False
+    given = dict(zip(names, operation.args, strict=False))
+    x, scale = given["x"], given["weight_scale"]
+    plain = not given.get("convrot") and given.get("input_act") in (None, "none")
+    whole = scale.numel in (1, given["weight"].shape[0]) and scale.dtype == torch.float32
+    return plain and whole and math.prod(x.shape[:-1]) > 1 and x.stride == contiguous(x.shape)
+
+
+def _product(device: torch.device) -> Callable[..., Tensor] | None:
+    """The library's own product of what is rounded already; None where it would not take its CUDA kernels."""
+    if device.type != "cuda":
+        return None
+    try:
+        registry: Any = importlib.import_module(f"{LIBRARY}.registry").registry
+        kernels: ModuleType = importlib.import_module(f"{LIBRARY}.backends.{BACKEND}")
+        found = getattr(kernels, PRODUCT, None)
+        known = found is not None and list(inspect.signature(found).parameters) == TAKES
+        return found if known and registry.get_capable_backend("int8_linear", None) == BACKEND else None
+    except (ImportError, AttributeError, TypeError):
+        return None  # another version of the library
+
+
+def _rounding(x: Value) -> Operation:
+    q = Value.made(x.shape, x.stride, torch.int8, x.device)
+    shape = (*x.shape[:-1], 1)
+    scales = Value.made(shape, contiguous(shape), torch.float32, x.device)
+    func = getattr(torch.ops, LIBRARY).quantize_int8_rowwise.default
+    made = Operation(func, (x,), {}, [x], [q, scales])
+    q.origin = scales.origin = made
+    return made
+
+
+def _spread(scale: Value, rows: int) -> Value:
+    """One scale for each row of the weight, made when a program is bound."""
+    if scale.numel == rows and len(scale.shape) == 1:
+        return scale
+    return Value.made((rows,), (1,), scale.dtype, scale.device, Derived(partial(_for_each, rows), (scale,)))
+
+
+def _for_each(rows: int, scale: Tensor) -> Tensor:
+    return scale.detach().reshape(-1).expand(rows).contiguous()
