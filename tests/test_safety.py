@@ -149,7 +149,7 @@ def test_rounding_is_no_fault(dtype, form) -> None:
 def test_a_model_that_amplifies_rounding_has_bounds_of_its_own() -> None:
     """Three times what a step in its latent makes, at most a quarter; never tighter ones than the others."""
     x = X.bfloat16()
-    asked = {share: verify.Comparison(True, share, share) for share in (0.001, 0.03, 0.2)}
+    asked = {share: verify.Comparison(True, share, 1.4 * share) for share in (0.001, 0.03, 0.2)}
     for share, allowed in ((0.001, 0.05), (0.03, 0.085), (0.2, 0.24)):
         assert verify.compare("it", noise(x, allowed).bfloat16(), x, asked[share])
         with pytest.raises(WrongResult):
