@@ -28,6 +28,7 @@ STANDARD = frozenset(nn.Module().__dict__) - {"training"}
 MAPPING = frozenset((
     "_v", "_v_weight", "_v_bias", "_v_signature", "_v_block", "_v_block_faulted", "_prefetch",
     "weight_lowvram_function", "bias_lowvram_function", "seed_key", "_pin_state", "_pins",
+    "dynamic_vbars", "dynamic_pins", "dynamic_patchers", "model_loaded_weight_memory", "model_offload_buffer_memory",
 ))  # fmt: skip
 LEFT_OUT = STANDARD | MAPPING
 NO_SETTINGS = LEFT_OUT.union(FUNCTIONS)

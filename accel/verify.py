@@ -94,6 +94,15 @@ def difference(out: Output, reference: Output) -> Comparison:
     return _worst_of(rows) if all(row[0] and row[1] for row in rows) else NOTHING
 
 
+def is_noise(out: Output, reference: Output, noise: Comparison) -> bool:
+    """Whether ``out`` is no further from ``reference`` than rounding carries the model, however far that is.
+
+    It says little where that is much: what computed ``out`` is then to be checked piece by piece.
+    """
+    found = difference(out, reference)
+    return bool(found and noise) and found.whole <= NOISE * noise.whole and found.part <= NOISE * noise.part
+
+
 def _errors(what: str, out: Output, reference: Output) -> list[list[float]]:
     """``_measured`` of each tensor."""
     pairs = list(zip(tensors_of(out), tensors_of(reference), strict=True))

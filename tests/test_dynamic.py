@@ -163,6 +163,26 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recordings):
     assert_fast()
 
 
+def test_a_streamed_model_is_not_looked_at_in_each_step(models, load, card, monkeypatch):
+    """From the second step on one page is asked for, until there is room."""
+    from anyshape.accel.families.sampling_state import SamplingState
+
+    fast, run = compiled(load.patcher), SMALL_RUN | {"steps": 4}
+    card.pages = load.pages.count // 2
+    looks = calls_of(monkeypatch, SamplingState, "structure")
+    models.sample(fast, **run)
+    assert len(looks) == 1 and shapes()[0]["state"] == "eager" and not load.pages.pinned
+
+    def room(step, *_):
+        if step == 1:
+            card.pages = ENOUGH
+            load()
+
+    looks.clear()
+    models.sample(fast, **run, callback=room)
+    assert 1 < len(looks) < 4 and shapes()[0]["state"] != "eager"
+
+
 @both
 def test_a_page_that_goes_in_the_recorded_forward(models, load, recordings):
     """What was written down of such a forward counts for nothing; the next one is recorded."""

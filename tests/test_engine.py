@@ -236,6 +236,24 @@ def test_what_rounding_does_not_explain_is_wrong(rounding) -> None:
     assert state == "eager" and "even unfused" in reason and ran == 2
 
 
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_model_of_which_rounding_makes_another_result(engine, rounding, monkeypatch, wrong) -> None:
+    """Then its kernels are asked one by one, on eager's own inputs. One that is wrong there is wrong."""
+    from anyshape.accel import tape_tier, verify
+    from anyshape.accel.tape import diagnose
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    if wrong:
+        monkeypatch.setattr(diagnose, "wrong_kernels", lambda *args: frozenset(("a source",)))
+    far = []
+    own = verify.is_noise
+    monkeypatch.setattr(verify, "is_noise", lambda *args: far.append(verify.difference(*args[:2])) or own(*args))
+    (state, reason), _ = rounding(Growing(9))
+    assert state == ("eager" if wrong else "tape") and ("unfused" in reason) == wrong
+    assert wrong or far[0].whole > verify.MOST.whole
+    assert any("amplifies" in sentence for sentence in engine.stats.inexact) != wrong
+
+
 def test_a_forward_that_must_not_run_twice_is_not_asked(rounding) -> None:
     (state, _), ran = rounding(Growing(5), calls_others=True)
     assert state == "eager" and ran == 1

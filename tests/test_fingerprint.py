@@ -172,6 +172,17 @@ def test_what_weights_do_is_no_change(model) -> None:
     assert found.full() == "" == found.changed()
 
 
+def test_what_comfyui_notes_of_a_load_is_no_change(model) -> None:
+    """On a VAE and a ControlNet it lies on the module itself, and changes while that runs (DynamicVRAM)."""
+    model.dynamic_pins, model.dynamic_vbars, model.dynamic_patchers = {}, {}, set()
+    model.model_loaded_weight_memory = 0
+    found = ModuleFingerprint(model)
+    model.dynamic_pins["cuda"] = {"active": True}
+    model.dynamic_vbars["cuda"], model.model_loaded_weight_memory = object(), 1 << 20
+    model.dynamic_patchers.add(1)
+    assert not found.quick() and found.full() == ""
+
+
 def test_an_equal_setting_is_no_change(model) -> None:
     """A forward may note a size at each call. Another size is a change."""
     model[0].size, model[0].scale = (10, 20), 1000.5

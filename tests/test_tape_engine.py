@@ -439,6 +439,7 @@ def key_of(forward, *args, **kwargs):
         lay_out=None,
         foreign=(),
         obstacle=lambda *_: "",
+        streams=lambda: "",
         mapped=None,
         hold=str,
         let_go=None,

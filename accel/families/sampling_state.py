@@ -52,6 +52,10 @@ class SamplingState:
             return self._restless or self._replaced
         return self.mapped.ready(device, dtype) if self.mapped is not None else ""
 
+    def streams(self) -> str:
+        """Why ComfyUI still streams the weights, or "". Asked before any look at the model, which takes longer."""
+        return self.mapped.still_streamed() if self.mapped is not None else ""
+
     def hold(self) -> str:
         """Has the weights stay where they are, after ComfyUI's own layers have run; why they are gone, or ""."""
         return "" if self.mapped is None or self.mapped.hold() else self.mapped.streamed()

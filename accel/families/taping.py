@@ -146,7 +146,7 @@ def call_of(
     fallback: Callable[[], Any], size: tuple[int, int, int], lean: bool = False,
 ) -> Call:  # fmt: skip
     """The engine's call. size: (width, height, frames) in image pixels; lean: see ``Tape.lean``."""
-    why = obstacle(given)
+    why = obstacle(given) or (run.streams() if run is not None else "")
     taped = None
     structure = run.structure(model) if run is not None and not why else 0
     x = next(iter(given.tensors.values()), None)
@@ -177,7 +177,7 @@ def call_of(
         key=shape_key(given.tensors, _structure(given)),
         inputs=given.tensors,
         eager=eager,
-        weights=run.weights() if run is not None else 0,
+        weights=run.weights() if run is not None and not why else 0,
         width=size[0],
         height=size[1],
         frames=size[2],
