@@ -64,11 +64,12 @@ def test_demo_model(demo_pack, name):
 
 def test_kernels_that_only_some_sizes_choose_are_compiled_by_the_first(models, monkeypatch):
     from anyshape.accel import kernels
-    from anyshape.accel.kernels import linear_geglu, triton_ops
+    from anyshape.accel.kernels import launch, linear_geglu, triton_ops
 
     kernels.load.cache_clear()
     for kernel in triton_ops.KERNELS:  # what other tests have compiled
         kernel.device_caches.clear()
+    launch._VARIANTS.clear()
     patcher = small(models, "sd15")
     fast, turn = compiled(patcher), []
     monkeypatch.setattr(linear_geglu, "is_faster", lambda *sizes: bool(turn))

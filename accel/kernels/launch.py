@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton import JITFunction
 from triton.errors import TritonError
 
 from ..allocator import addresses_are_promised
@@ -71,9 +72,7 @@ def launch_compiled(kernel: Any, compiled: Any, grid: tuple[int, int, int], args
     Triton's own way looks the variant up again, which takes longer than all the rest. Raises ``KernelFailed``.
     """
     try:
-        if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
-            args = _addresses(args)
-        compiled[grid](*args, stream=stream)
+        _start(compiled, grid, args, stream)
     except FAILURES as error:
         if is_out_of_memory(error):
             raise
@@ -86,15 +85,26 @@ def _named(kernel: Any, error: Exception) -> KernelFailed:
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> None:
-    if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
-        compiled = kernel.warmup(*args, grid=grid, **options)  # from Triton's cache: the shape has run before
-        compiled[(*grid, 1, 1)[:3]](*_addresses(args))
-    else:
+    if not isinstance(kernel, JITFunction):  # Triton's interpreter
         kernel[grid](*args, **options)
+        return
+    device = torch.cuda.current_device()
+    traits = tuple([_trait(parameter, value) for parameter, value in zip(kernel.params, args, strict=True)])
+    name = id(kernel), device, traits, tuple(options.items())
+    known = _VARIANTS.get(name)
+    if known is None:  # compiled, or from Triton's cache: nothing is launched
+        known = _VARIANTS[name] = kernel, kernel.warmup(*args, grid=grid, **options)
+    _start(known[1], (*grid, 1, 1)[:3], args, torch._C._cuda_getCurrentRawStream(device))
 
 
-def _addresses(args: tuple) -> tuple:
-    return tuple(item.data_ptr() if isinstance(item, Tensor) else item for item in args)
+def _start(compiled: Any, grid: tuple[int, ...], args: tuple, stream: int) -> None:
+    if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
+        args = tuple([item.data_ptr() if isinstance(item, Tensor) else item for item in args])
+    compiled[grid](*args, stream=stream)
+
+
+# (kernel, its variant) by the kernel's id and all that Triton compiles a variant for.
+_VARIANTS: dict[tuple, tuple[Any, Any]] = {}
 
 
 def _first_line(error: BaseException) -> str:
@@ -156,11 +166,13 @@ def _stand_in(value: Any) -> Any:
 
 
 def _trait(parameter: Any, value: Any) -> Any:
-    """What Triton compiles a variant for; finer than its own key costs a look into its cache, coarser a compilation."""
-    if parameter.is_constexpr:
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return "int" if parameter.do_not_specialize else (value == 1, value % 16 == 0)
+    """What Triton compiles a variant for. Finer than its own key costs a look into its cache, coarser is wrong."""
     if isinstance(value, Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
-    return type(value), tuple(getattr(value, "block_shape", ()))  # a number, or a tensor's descriptor
+    if parameter.is_constexpr or isinstance(value, bool):
+        return type(value), value
+    if isinstance(value, int):
+        bits = -(1 << 31) <= value < 1 << 31, value < 1 << 63
+        return bits if parameter.do_not_specialize else (bits, value == 1, value % 16 == 0)
+    blocks = tuple(getattr(value, "block_shape", ()))  # of a tensor's descriptor
+    return (type(value), blocks, value.base.dtype) if blocks else type(value)

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from ..layout import contiguous
+from ..traits import traits
 from ..values import Derived, Operation, Size, Sizes, Tape, Value
 
 LIBRARY = "comfy_kitchen"
 BACKEND = "cuda"
+LAYER = "int8_linear"
 PRODUCT = "_int4_linear_via_int8_values"  # of that backend: ``int8_linear`` without the rounding before it
 TAKES = ["x_int8", "weight_int8", "x_scale", "weight_scale", "bias", "out_dtype"]
 
@@ -50,7 +52,7 @@ class Product:
 
 def round_once(tape: Tape) -> str:
     """Every int8 layer of several rows whose weight is not turned (convrot), on comfy-kitchen's own kernels."""
-    layers = [operation for operation in tape.operations if _fits(operation)]
+    layers = list(filter(_fits, tape.operations))
     multiply = _product(tape.device) if layers else None
     if multiply is None:
         return ""
@@ -77,10 +79,10 @@ def round_once(tape: Tape) -> str:
 
 
 def _fits(operation: Operation) -> bool:
-    if operation.opaque or operation.kwargs or operation.func._schema.name != f"{LIBRARY}::int8_linear":
+    if operation.opaque or operation.kwargs or traits(operation.func).name != LAYER:
         return False
     names = [argument.name for argument in operation.func._schema.arguments]
-    if names[:4] != ["x", "weight", "weight_scale", "bias"]:
+    if not operation.func._schema.name.startswith(LIBRARY) or names[:4] != ["x", "weight", "weight_scale", "bias"]:
         return False
     given = dict(zip(names, operation.args, strict=False))
     x, scale = given["x"], given["weight_scale"]
@@ -98,7 +100,7 @@ def _product(device: torch.device) -> Callable[..., Tensor] | None:
         kernels: ModuleType = importlib.import_module(f"{LIBRARY}.backends.{BACKEND}")
         found = getattr(kernels, PRODUCT, None)
         known = found is not None and list(inspect.signature(found).parameters) == TAKES
-        return found if known and registry.get_capable_backend("int8_linear", None) == BACKEND else None
+        return found if known and registry.get_capable_backend(LAYER, None) == BACKEND else None
     except (ImportError, AttributeError, TypeError):
         return None  # another version of the library
 

@@ -14,6 +14,8 @@ ABLE = ("cudnn", "flash")  # the efficient kernel wants as many heads of keys as
 
 def share(tape: Tape) -> str:
     """Attention whose keys and values are heads repeated in turn, for it alone."""
+    if not any(map(_repeats, tape.operations)):
+        return ""
     readers = tape.readers()
     given_back = set(tape.outputs)
     for operation in tape.operations:
@@ -42,10 +44,14 @@ def _backend(operation: Operation) -> str:
     return (called and called.backend) or NAMES.get(traits(own).name, "")
 
 
+def _repeats(operation: Operation) -> bool:
+    return not operation.opaque and traits(operation.func).name == "repeat_interleave"
+
+
 def _times(value: Value) -> int:
     """How often each head of [B, H, T, D] is repeated, one after the other; 0 if it is not that."""
     maker = value.origin
-    if maker is None or maker.opaque or len(value.shape) != 4 or traits(maker.func).name != "repeat_interleave":
+    if maker is None or len(value.shape) != 4 or not _repeats(maker):
         return 0
     given = dict(zip((argument.name for argument in maker.func._schema.arguments), maker.args, strict=False))
     given |= maker.kwargs
