@@ -5,6 +5,7 @@ The configs are those that ComfyUI finds in the published checkpoints (``comfy.m
 
 from typing import Any, NamedTuple
 
+import comfy.model_patcher
 import comfy.supported_models
 import comfyui_version
 import torch
@@ -109,7 +110,9 @@ def _quantised(plain: ModelPatcher, form: str) -> ModelPatcher:
 
     own = plain.model.model_config
     config = type(own)(own.unet_config)
-    model = quantised.of_config(
-        config, plain.model.diffusion_model, FORMS[form], plain.model.get_dtype(), plain.load_device
-    )
+    # A patcher that copies weights does so while it samples, in inference mode, and then takes only those made there.
+    with torch.inference_mode(getattr(comfy.model_patcher, "CoreModelPatcher", ModelPatcher) is ModelPatcher):
+        model = quantised.of_config(
+            config, plain.model.diffusion_model, FORMS[form], plain.model.get_dtype(), plain.load_device
+        )
     return ModelPatcher(model, load_device=plain.load_device, offload_device=plain.offload_device)
