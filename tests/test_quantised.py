@@ -127,3 +127,49 @@ def test_turned_weights_and_single_rows_stay_with_the_library(quantised: Any, mo
     int8.round_once(each.tape)
     left = [op for op in each.tape.operations if "int8_linear" in str(op.func)]
     assert all(op.args[0].numel == op.args[0].shape[-1] for op in left)
+
+
+class Rounded(torch.nn.Module):
+    """Three fp8 layers' roundings of one input, as ComfyUI has them do it: each makes rows of it, and a scale of 1."""
+
+    def __init__(self, scales=(1.0, 1.0, 1.0), writes=False):
+        super().__init__()
+        self.scales, self.writes = scales, writes
+
+    def forward(self, x):
+        out, x = [], x + 1
+        for number in self.scales:
+            scale = torch.full((), number, device=x.device)
+            rounded = torch.ops.comfy_kitchen.quantize_fp8(x.reshape(-1, x.shape[-1]), scale, 5)
+            out.append(torch.ops.comfy_kitchen.dequantize_fp8(rounded, scale, 0) * (len(out) + 1))
+            if self.writes:
+                x.mul_(2)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("model", "roundings"),
+    [(Rounded(), 1), (Rounded((1.0, 2.0, 1.0)), 2), (Rounded(writes=True), 3)],
+    ids=["alike", "another scale", "written"],
+)
+def test_layers_of_one_input_share_its_rounding_to_fp8(model: torch.nn.Module, roundings: int):
+    """To the bit; not with another scale, nor where the input is written into meanwhile."""
+    from anyshape.accel.tape.program import Program
+    from anyshape.accel.tape.record import Recorder, record
+    from anyshape.accel.tape.rules import edits, once
+
+    x = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        given = x.clone()
+        recorder = Recorder([given], model, x.device)
+        wanted, tape = record(lambda: model(given), recorder)
+        assert tape is not None, recorder.refusal
+        once.compute_once(tape)
+        edits.settle(tape)
+        assert (
+            sum("dequantize" not in str(op.func) and "quantize" in str(op.func) for op in tape.operations) == roundings
+        )
+        program = Program(tape, fuse=False)
+        program.bind(model)
+        for mine, own in zip(program.run([x.clone()]), wanted, strict=True):
+            assert torch.equal(mine, own)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .values import Operation, Value
+from .values import Constant, Operation, Value
 
 
 def blank(tensor: Tensor, number: Any, value: Value | None = None) -> Operation:
@@ -63,6 +63,12 @@ class Blanks:
         """Whether one of them was not what it should be. Waits for the GPU if there were any."""
         odd = self._odd + [(tensor != number).any() for tensor, number in self._kept.values()]
         return bool(odd) and bool(torch.stack(odd).any())
+
+    def note(self) -> None:
+        """Has each constant that holds its number say so. For the end, when that was looked at."""
+        for value, (tensor, number) in self._kept.items():
+            if type(value.leaf) is Constant:
+                value.leaf = Constant(tensor, number)
 
     def clear(self) -> None:
         """Lets go of what is left."""

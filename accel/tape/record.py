@@ -282,6 +282,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(UNWRITTEN)
         if self.refuse.reason:
             return None
+        self._blanks.note()
         aliasing.settle(self.operations, found, self.apart)
         for value in self._tensors.constants():
             value.origin = None  # or each constant would keep what it was made of

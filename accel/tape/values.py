@@ -73,9 +73,13 @@ class Weight:
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A leaf: a tensor made of sizes and numbers of the model alone, so it is the same at each replay of this tape."""
+    """A leaf: a tensor made of sizes and numbers of the model alone, so it is the same at each replay of this tape.
+
+    number: what it is full of, if that is known.
+    """
 
     tensor: Tensor
+    number: Any = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,9 +1,17 @@
-"""Functions of one value that several blocks compute for themselves: SiLU of the time step's embedding, say. Exact."""
+"""Functions of one value that several blocks or layers compute for themselves: SiLU of the time step's embedding, or a
+layer's input rounded to fp8, which queries, keys and values have in common. Exact.
+"""
 
+from typing import Any
+
+from .. import views
 from ..pointwise import COSTLY
 from ..traits import traits
 from ..values import Operation, Tape, Value
 from .edits import replace_inputs
+
+ROUNDINGS = frozenset(("quantize_fp8",))  # of comfy-kitchen
+SHAPED = views.RESHAPES | {"view"}
 
 
 def compute_once(tape: Tape) -> str:
@@ -17,7 +25,7 @@ def compute_once(tape: Tape) -> str:
         replace_inputs(operation, same)
         if _is_function(operation):
             source, output = operation.inputs[0], operation.outputs[0]
-            key = operation.func, source, tuple(operation.kwargs.items())
+            key = operation.func, tuple(map(_form, operation.args)), tuple(operation.kwargs.items())
             known = first.setdefault(key, output)
             alone = {source.root, output.root, known.root} & written or output in given_back
             if known is not output and known.stride == output.stride and not alone:
@@ -33,6 +41,26 @@ def compute_once(tape: Tape) -> str:
 
 
 def _is_function(operation: Operation) -> bool:
-    if operation.opaque or operation.writes is not None or len(operation.inputs) != 1:
+    if operation.opaque or operation.writes is not None or not operation.inputs:
         return False
-    return traits(operation.func).name in COSTLY and len(operation.args) == 1
+    name = traits(operation.func).name
+    if name in ROUNDINGS:
+        return len(operation.outputs) == 1 and all(map(_is_plain, operation.args))
+    return name in COSTLY and len(operation.inputs) == len(operation.args) == 1
+
+
+def _is_plain(argument: Any) -> bool:
+    return argument is None or isinstance(argument, (Value, int, float, str))
+
+
+def _form(argument: Any) -> Any:
+    """The same for arguments that are the same: each layer makes a scale of 1 again, and rows of its input."""
+    if not isinstance(argument, Value):
+        return argument
+    number = argument.root.leaf.number if argument.root.is_constant else None
+    if number is not None:
+        return number, argument.shape, argument.stride, argument.dtype, argument.device
+    maker = argument.origin
+    if maker is not None and not maker.opaque and traits(maker.func).name in SHAPED and len(maker.inputs) == 1:
+        return maker.inputs[0], argument.shape, argument.stride
+    return argument
