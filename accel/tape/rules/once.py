@@ -11,7 +11,6 @@ from ..values import Operation, Tape, Value
 from .edits import replace_inputs
 
 ROUNDINGS = frozenset(("quantize_fp8",))  # of comfy-kitchen
-SHAPED = views.RESHAPES | {"view"}
 
 
 def compute_once(tape: Tape) -> str:
@@ -61,6 +60,6 @@ def _form(argument: Any) -> Any:
     if number is not None:
         return number, argument.shape, argument.stride, argument.dtype, argument.device
     maker = argument.origin
-    if maker is not None and not maker.opaque and traits(maker.func).name in SHAPED and len(maker.inputs) == 1:
+    if maker is not None and not maker.opaque and traits(maker.func).name in views.RESHAPES and len(maker.inputs) == 1:
         return maker.inputs[0], argument.shape, argument.stride
     return argument
