@@ -179,6 +179,18 @@ def test_a_result_lies_as_it_was_recorded(monkeypatch):
         assert found.stride() == stride and torch.equal(found, out)
 
 
+def test_how_far_single_pictures_are_apart_is_no_other_place(monkeypatch):
+    """torch writes any stride for a dimension of 1; a copy of the same memory was made for that."""
+    from anyshape.accel.tape.rules import attention
+
+    out = torch.randn(1, 5, 3, 16).transpose(1, 2)
+    odd = out.as_strided(out.shape, (7, *out.stride()[1:]))
+    monkeypatch.setattr(attention, "attend", lambda *arguments: odd)
+    own = aten._scaled_dot_product_flash_attention.default
+    found = attention.Attention(own, EFFICIENT, out.stride())(out, out, out, 0.0, False, scale=None)
+    assert found is odd
+
+
 @pytest.mark.parametrize("length", [16, 77, 80])
 def test_a_mask_is_laid_as_the_kernel_loads_it(length):
     from anyshape.accel.tape.attention_choice import ALIGNED, aligned

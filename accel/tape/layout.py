@@ -256,6 +256,11 @@ def _neighbour(value: Value, steps_of: Callable[[Value], Steps]) -> tuple[Value,
     return source, start
 
 
+def lie_alike(shape: Sequence[int], stride: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether both are where elements of this shape lie: the strides of dimensions of 1 say nothing."""
+    return all(n == 1 or own == wanted for n, own, wanted in zip(shape, stride, other, strict=True))
+
+
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of memory in order."""
     strides, step = [], 1

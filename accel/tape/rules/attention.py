@@ -9,6 +9,7 @@ from ...errors import is_out_of_memory
 from ...reasons import say
 from .. import static_sizes
 from ..attention_choice import LENGTHS, ROWS, Case, attend, coarse, fastest, supports
+from ..layout import lie_alike
 from ..traits import ATTENTIONS, traits
 from ..values import Operation, Tape, Value
 
@@ -39,7 +40,7 @@ class Attention:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """With the arguments of the recorded operation. Views and kernels behind it rely on the result's strides."""
         out = self._shared(*args, **kwargs) if self.shared > 1 else self._out(*args, **kwargs)
-        if out.stride() == self.stride:
+        if lie_alike(out.shape, out.stride(), self.stride):
             return out
         return torch.empty_strided(out.shape, self.stride, dtype=out.dtype, device=out.device).copy_(out)
 

@@ -6,7 +6,7 @@ Exact: the same numbers in another order of memory.
 """
 
 from .. import group
-from ..layout import contiguous
+from ..layout import contiguous, lie_alike
 from ..traits import ATTENTIONS, traits
 from ..values import Operation, Tape, Value
 from .attention import Attention, replace
@@ -60,14 +60,12 @@ def _chain(value: Value, readers: dict[Value, list[Operation]]) -> list[Value]:
         value = value.origin.inputs[0]
         found.append(value)
     alone = all(len(readers.get(each, ())) == 1 for each in found)
-    alike = all(each.shape[:3] == value.shape[:3] and _is_contiguous(each) for each in found)
+    alike = all(
+        each.shape[:3] == value.shape[:3] and lie_alike(each.shape, each.stride, contiguous(each.shape))
+        for each in found
+    )
     made = value.base is None and value.leaf is None and value.origin is not None
     return found if made and alone and alike and group.probably_fuses(value.origin) else []
-
-
-def _is_contiguous(value: Value) -> bool:
-    places = zip(value.stride, contiguous(value.shape), value.shape, strict=True)
-    return all(own == wanted for own, wanted, length in places if length > 1)
 
 
 def _turns_to_tokens(operation: Operation) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import contiguous
+from ..layout import contiguous, lie_alike
 from ..traits import traits
 from ..values import Derived, Operation, Size, Sizes, Tape, Value
 
@@ -88,7 +88,7 @@ def _fits(operation: Operation) -> bool:
     x, scale = given["x"], given["weight_scale"]
     plain = not given.get("convrot") and given.get("input_act") in (None, "none")
     whole = scale.numel in (1, given["weight"].shape[0]) and scale.dtype == torch.float32
-    return plain and whole and math.prod(x.shape[:-1]) > 1 and x.stride == contiguous(x.shape)
+    return plain and whole and math.prod(x.shape[:-1]) > 1 and lie_alike(x.shape, x.stride, contiguous(x.shape))
 
 
 def _product(device: torch.device) -> Callable[..., Tensor] | None:

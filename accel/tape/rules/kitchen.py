@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import group, static_sizes
+from ..layout import lie_alike
 from ..record import Recorder, record
 from ..traits import traits
 from ..values import Constant, Operation, Readers, Tape, Value, replaced
@@ -240,17 +241,16 @@ def _written(operation: Operation) -> Tape | None:
         return [_laid_out(tensor, value.stride) for tensor, value in made]
 
     out, tape = record(forward, Recorder(given, nn.Module(), META))
-    fits = all(_lies_like(tensor, value.stride) for tensor, value in zip(out, operation.outputs, strict=True))
+    fits = all(
+        lie_alike(tensor.shape, tensor.stride(), value.stride)
+        for tensor, value in zip(out, operation.outputs, strict=True)
+    )
     return tape if fits else None
-
-
-def _lies_like(tensor: Tensor, stride: Sequence[int]) -> bool:
-    return all(n == 1 or own == other for n, own, other in zip(tensor.shape, tensor.stride(), stride, strict=True))
 
 
 def _laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     """``tensor`` with its dimensions in memory in the order of ``stride``, as the operation's own result has them."""
-    if _lies_like(tensor, stride):
+    if lie_alike(tensor.shape, tensor.stride(), stride):
         return tensor
     order = sorted(range(tensor.ndim), key=lambda d: -stride[d])
     return tensor.permute(order).contiguous().permute(sorted(range(tensor.ndim), key=order.__getitem__))
