@@ -24,6 +24,8 @@ LIBRARY = "comfy_kitchen"
 BACKEND = "cuda"
 LAYER = "int8_linear"
 PRODUCT = "_int4_linear_via_int8_values"  # of that backend: ``int8_linear`` without the rounding before it
+AMPERE = (8, 0)
+ALIGNED = 16  # channels in and out, which that kernel takes on every card
 TAKES = ["x_int8", "weight_int8", "x_scale", "weight_scale", "bias", "out_dtype"]
 
 
@@ -87,19 +89,24 @@ def _fits(operation: Operation) -> bool:
     given = dict(zip(names, operation.args, strict=False))
     x, scale = given["x"], given["weight_scale"]
     plain = not given.get("convrot") and given.get("input_act") in (None, "none")
-    whole = scale.numel in (1, given["weight"].shape[0]) and scale.dtype == torch.float32
+    rows, columns = given["weight"].shape
+    whole = scale.numel in (1, rows) and scale.dtype == torch.float32 and not (rows % ALIGNED or columns % ALIGNED)
     return plain and whole and math.prod(x.shape[:-1]) > 1 and lie_alike(x.shape, x.stride, contiguous(x.shape))
 
 
 def _product(device: torch.device) -> Callable[..., Tensor] | None:
-    """The library's own product of what is rounded already; None where it would not take its CUDA kernels."""
-    if device.type != "cuda":
+    """The library's own product of what is rounded already; None where it would not take its CUTLASS kernel.
+
+    What it takes instead is handed tensors in a way that a capture forbids.
+    """
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < AMPERE:
         return None
     try:
         registry: Any = importlib.import_module(f"{LIBRARY}.registry").registry
         kernels: ModuleType = importlib.import_module(f"{LIBRARY}.backends.{BACKEND}")
         found = getattr(kernels, PRODUCT, None)
         known = found is not None and list(inspect.signature(found).parameters) == TAKES
+        known = known and not kernels._DISABLE_CUTLASS_INT8
         return found if known and registry.get_capable_backend(LAYER, None) == BACKEND else None
     except (ImportError, AttributeError, TypeError):
         return None  # another version of the library
