@@ -87,9 +87,11 @@ def _fits(operation: Operation) -> bool:
     if not operation.func._schema.name.startswith(LIBRARY) or names[:4] != ["x", "weight", "weight_scale", "bias"]:
         return False
     given = dict(zip(names, operation.args, strict=False))
-    x, scale = given["x"], given["weight_scale"]
+    x, scale, weight = given["x"], given["weight_scale"], given["weight"]
+    if len(weight.shape) != 2:
+        return False
     plain = not given.get("convrot") and given.get("input_act") in (None, "none")
-    rows, columns = given["weight"].shape
+    rows, columns = weight.shape
     whole = scale.numel in (1, rows) and scale.dtype == torch.float32 and not (rows % ALIGNED or columns % ALIGNED)
     return plain and whole and math.prod(x.shape[:-1]) > 1 and lie_alike(x.shape, x.stride, contiguous(x.shape))
 
