@@ -61,7 +61,7 @@ LONGEST = (
     "test_workflows_nodes", "test_tape_patches", "test_soak", "test_tape_pictures", "test_kernels", "test_skip_deep",
     "test_skip_middle", "test_faults", "test_fleet", "test_demo_model", "test_workflows_vae", "test_architectures",
     "test_skip_runs", "test_tape_unets", "test_unet_cpu", "test_controlnet_tape", "test_vae_cpu", "test_skip_packs",
-    "test_workflows_weights", "test_tape_reuse", "test_unet_packs", "test_package", "test_artifacts_kernels",
+    "test_workflows_weights", "test_tape_reuse_models", "test_unet_packs", "test_package", "test_artifacts_kernels",
     "test_model_state", "test_bench", "test_control_lora", "test_workflows_batches", "test_warm_up",
     "test_tape_fetched", "test_lazy", "test_skip_bench", "test_dynamic", "test_tape_engine",
 )  # fmt: skip

@@ -1,0 +1,97 @@
+"""A later size of ComfyUI's models runs the plan of an earlier one: the one that it would have by itself."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tools import architectures, embed
+from tools.architectures.table import Draw
+
+embed.bare_pack()
+
+from anyshape.accel.tape.kernels import Launch  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.program import Program  # noqa: E402
+from anyshape.accel.tape.rules.attention import Attention  # noqa: E402
+
+# Of each kind: UNets, joint and single blocks, frames, prompts as inputs, pictures in loops.
+MODELS = (
+    "SDXL",
+    "Flux",
+    "Lumina2",
+    "SVD_img2vid",
+    "Stable_Cascade_B",
+    "WAN21_T2V",
+    "WAN22_S2V",
+    "HunyuanVideo",
+    "ACEStep",
+)
+VARIANTS = 8
+# Of their pictures and prompts, which run the same kernels.
+SEVERAL_LENGTHS = ("Flux", "Lumina2", "QwenImage", "WAN21_T2V", "HunyuanVideo", "SDXL")
+# Pictures, their sides, frames and words: a prompt as long as the picture, as a head is wide, as there are pictures.
+BY_CHANCE = (
+    (1, 8, 8, 1, 16), (1, 8, 8, 1, 19), (1, 12, 8, 1, 16), (2, 8, 8, 2, 32), (2, 8, 12, 2, 9), (2, 8, 8, 3, 2),
+    (1, 8, 12, 1, 16),
+)  # fmt: skip
+
+
+def steps_of(program: Program) -> list[tuple]:
+    """What a program does, without its tensors: two with equal steps do the same."""
+    return [_kernel(step) if type(step.run) is Launch else _call(step) for step in program._steps]
+
+
+def _kernel(step: Any) -> tuple:
+    launch = step.run
+    values = [(value.shape, _strides(value), value.dtype) for value in (*launch.operands, *launch.outputs)]
+    return launch.source.text, launch.numbers, launch.grid, values, step.args, step.outputs, sorted(step.free)
+
+
+def _call(step: Any) -> tuple:
+    run = step.run
+    if isinstance(run, Attention):
+        func: tuple = *run.likeness, run.stride, run.backend
+    else:  # one that was made for a join has its sizes as arguments
+        func = getattr(run, "func", run), getattr(run, "args", ()), getattr(run, "keywords", {})
+    return *func, repr(step.args), repr(step.kwargs), step.outputs, sorted(step.free)
+
+
+def _strides(value: Any) -> tuple:
+    """Those of dimensions with more than one element, the others say nothing."""
+    return tuple(stride for stride, n in zip(value.stride, value.shape, strict=True) if n != 1)
+
+
+@pytest.mark.usefixtures("pack", "one_thread")
+@pytest.mark.parametrize("name", [entry.name for entry in architectures.present() if entry.name in MODELS])
+def test_a_reused_plan_is_the_one_that_the_size_would_have_by_itself(name: str):
+    from tools.architectures import taped
+
+    studied = taped.Studied(architectures.TABLE[name])
+    for k in range(VARIANTS):
+        reused = studied.record(k).program(fuse=True)
+        assert steps_of(reused) == steps_of(studied.record(k).program(fuse=True, alone=True)), k
+    assert studied.outlines.reused >= 1, studied.outlines.misfits
+
+
+@dataclass(frozen=True)
+class ByChance(architectures.Architecture):
+    """Variants of the sizes in ``BY_CHANCE``."""
+
+    def draw(self, k: int, dtype: torch.dtype = torch.float32) -> Draw:
+        batch, *sides, frames, tokens = BY_CHANCE[k]
+        height, width = ((side * self.scale + self.base) // self.multiple * self.multiple for side in sides)
+        seed, frames = torch.Generator().manual_seed(k), min(frames, self.frames)
+        return Draw(self.config, batch, height, width, frames, tokens, dtype, seed)
+
+
+@pytest.mark.usefixtures("pack", "one_thread")
+@pytest.mark.parametrize("name", [entry.name for entry in architectures.present() if entry.name in SEVERAL_LENGTHS])
+def test_a_plan_that_was_made_where_lengths_are_equal_by_chance(name: str):
+    from tools.architectures import taped
+
+    studied = taped.Studied(ByChance(**vars(architectures.TABLE[name])))
+    for k in range(len(BY_CHANCE)):
+        reused = studied.record(k).program(fuse=True)
+        assert steps_of(reused) == steps_of(studied.record(k).program(fuse=True, alone=True)), k
+    assert studied.outlines.reused >= 2, studied.outlines.misfits
