@@ -1,0 +1,270 @@
+"""What a tape repeats: each replay is bit-equal to the forward, with the weights as they lie then.
+
+Plain torch modules on the CPU, no ComfyUI.
+"""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tools import embed
+
+embed.bare_pack()
+
+from anyshape.accel.key import shape_key  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.program import NotBound, Program  # noqa: E402
+from anyshape.accel.tape.record import Recorder, record  # noqa: E402
+from anyshape.accel.tapes import Taped, Tapes  # noqa: E402
+
+from tools.small_forwards import CPU, inputs, module, replayed_right, taped  # noqa: E402
+
+
+def slices(self, x):
+    out = torch.empty_like(x)
+    out[:, :2] = x[:, 2:] * 2
+    out[:, 2:] = self.lin(x)[:, :2]
+    return out + 1
+
+
+def early_view(self, x):
+    h = x * 2
+    first = h[0]
+    h.add_(1)
+    return h + first
+
+
+def write_through_a_view(self, x):
+    h = x * 2
+    before = h + 0
+    h[1].mul_(3)
+    h.view(-1)[::2].sub_(1)
+    return h * before
+
+
+def added_to_a_constant(self, x):
+    total = torch.zeros(3, 4)
+    early = total + 5
+    total += x
+    total += self.lin(x)
+    return total * early
+
+
+def constant_read_and_written(self, x):
+    ramp = torch.arange(4.0)
+    a = x * ramp
+    ramp += 1
+    return a + x * ramp
+
+
+def constant_in_parts(self, x):
+    out = torch.ones(3, 4)
+    view = out[1:]
+    out[0] = 7
+    out[1, ::2] = 0.5
+    y = x + view[0]
+    view += x[1:]
+    return out * y
+
+
+def given_out(self, x):
+    out = torch.empty(3, 4)
+    torch.mul(x, self.scale, out=out)
+    other = torch.zeros(3, 4)
+    torch.add(out, x, out=other[:])
+    return other - out
+
+
+def rounded_in_place(self, x):
+    h = x.to(torch.bfloat16)
+    h += x * 0.3337  # in float32, rounded to bfloat16
+    return h * 1.1
+
+
+def compared_in_place(self, x):
+    h = x * 1.0
+    h.gt_(0.1)
+    return h + 1
+
+
+def turned_in_place(self, x):
+    h = x * 2
+    row = h[0]
+    row.unsqueeze_(0)
+    row.mul_(3)
+    back = (x + 1).t_()
+    return h + row + back.t()
+
+
+def filled(self, x):
+    h = x * 2
+    h.masked_fill_(x > 0, -1)
+    h[0] = 3
+    h[:, 1:] = -0.25
+    h[[1, 2]] = 2.5
+    h.clamp_(min=-0.5)
+    return h.copy_(h + x)
+
+
+def swaps(self, x):
+    a, b = (x * 1).chunk(2, dim=1)
+    a.add_(b)
+    b.sub_(a)
+    return torch.cat((b, a), 1)
+
+
+def constants_read_back(self, x):
+    steps = torch.arange(x.shape[0]).tolist()
+    table = torch.linspace(0, 1, 5)
+    if bool((table > 0.5).any()) and torch.ones(3).nonzero().shape[0] == 3:
+        return x * sum(steps) * table[3].item() + float(table.numpy()[1])
+    return x
+
+
+def of_sizes(self, x):
+    rows, columns = x.shape
+    grid = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
+    return x + torch.stack(grid).sum(0).to(x) + self.table[: x.shape[0]] + F.pad(x, (1, 0))[:, :4]
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        slices, early_view, write_through_a_view, added_to_a_constant, constant_read_and_written, constant_in_parts,
+        given_out, rounded_in_place, compared_in_place, turned_in_place, filled, swaps, constants_read_back, of_sizes,
+    ],
+)  # fmt: skip
+def test_replays_as_eager(forward) -> None:
+    replayed_right(forward)
+
+
+# Weights --------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_found_again_after_they_moved_and_changed() -> None:
+    model = module(lambda self, x: self.lin(x) * self.scale + self.table)
+    _, tape, _ = taped(model, inputs(0))
+    program = Program(tape, fuse=False)
+    with torch.inference_mode():
+        for _ in range(2):
+            model.lin.weight = nn.Parameter(torch.randn(4, 4), requires_grad=False)
+            model.scale.data = torch.randn(4)
+            model.table.add_(1)
+            program.bind(model)
+            assert torch.equal(program.run([inputs(1)]), model(inputs(1)))
+        model.lin.weight = nn.Parameter(torch.randn(4, 4).half(), requires_grad=False)
+        with pytest.raises(NotBound, match="lin.weight"):
+            program.bind(model)
+        del model.lin.weight
+        with pytest.raises(NotBound, match="lin.weight"):
+            program.bind(model)
+
+
+class Converting(nn.Module):
+    """It converts a table in its first forward, or keeps what it computes in each."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.table, self.always = torch.arange(32.0).view(8, 4), always
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table.dtype != x.dtype or self.always:
+            self.table = (self.table * 1).to(x.dtype)
+        return x * self.table[: x.shape[0]] + 1
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_a_table_that_the_first_forward_converts(always) -> None:
+    """The next call records the size again, once."""
+    model, tapes, x = Converting(always), Tapes(), torch.randn(3, 4).bfloat16()
+    taped, key = Taped(model, lambda noted: model(x), {}, 0, lambda options, recorder: None), shape_key({"x": x}, {})
+    _, take, tape = tapes.record(key, True, taped, {"x": x})
+    assert tape is None and "keeps" in take.reason and tapes.find(key, True, taped) is None
+    _, take, tape = tapes.record(key, True, taped, {"x": x})
+    assert (tape is None) == always and tapes.find(key, True, taped) is take
+
+
+def test_nothing_of_ours_keeps_a_tensor_or_the_model() -> None:
+    import gc
+    import weakref
+
+    model = module(lambda self, x: self.lin(x + torch.arange(4)) * self.scale)
+    x = inputs(0)
+    recorder = Recorder([x], model, CPU)
+    out, tape = record(lambda model=model, x=x: model(x), recorder)
+    program = Program(tape, fuse=False)
+    del tape, recorder
+    program.bind(model)
+    gone = [weakref.ref(each) for each in (model, model.lin.weight, model.scale, x)]
+    program.unbind()
+    gc.disable()
+    try:
+        del model, x
+        assert [each() for each in gone] == [None] * 4
+    finally:
+        gc.enable()
+    assert not vars(out), "the result carries no mark of ours"
+
+
+# Speed ----------------------------------------------------------------------------------------------------------------
+
+SPEED = """
+import sys, time
+from tools import embed
+embed.bare_pack()
+import torch
+torch.set_num_threads(1)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from anyshape.accel.tape.record import Recorder, record
+
+model = torch.nn.Linear(8, 8).requires_grad_(False)
+def forward(x):
+    for _ in range(100):
+        x = torch.nn.functional.linear(x, model.weight, model.bias)
+        x = x.view(2, 4, 2, 4).transpose(1, 2).reshape(2, 4, 8) * 0.1 + 1
+    return x
+
+def plain():
+    with torch.inference_mode():
+        started = time.thread_time()
+        forward(x)
+        return time.thread_time() - started
+
+class Heard(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+def heard():
+    with torch.inference_mode(), Heard(), Dispatched():
+        started = time.thread_time()
+        forward(x)
+        return time.thread_time() - started
+
+def recorded():
+    recorder = Recorder([x], model, x.device)
+    started = time.thread_time()
+    _, tape = record(lambda: forward(x), recorder)
+    assert len(tape.operations) == 600, recorder.refusal
+    return time.thread_time() - started
+
+x = torch.randn(2, 4, 8)
+bare, ours = [min(each() for _ in range(8)) for each in (plain, recorded)]
+assert "torch._dynamo" not in sys.modules  # which the modes here import
+modes = min(heard() for _ in range(8))
+print((ours - bare) / (modes - bare), (ours - bare) / 600 * 1e6)
+"""
+
+
+def test_one_operation_costs_microseconds_and_no_dynamo() -> None:
+    """About 12 on a quiet core, of which torch takes 8 for the two modes: they are the measure, as machines differ."""
+    done = subprocess.run([sys.executable, "-c", SPEED], cwd=embed.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[0]) < 3, done.stdout
