@@ -1,9 +1,8 @@
 """Rules for networks of pictures (UNets and their kin), on a small one of plain torch. CPU, in Triton's interpreter.
 
-Each rule runs alone and with all others, at sizes that the first recording did not have, odd ones included.
+Each rule runs alone and with all others, at sizes that the first recording did not have, odd ones included. Most tests
+are about how pictures lie in memory; what a rule takes in of a layer is in ``test_tape_pictures_layers``.
 """
-
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -23,144 +22,28 @@ from anyshape.accel.tape.rules import (  # noqa: E402
     attention_kernel,
     channels_last,
     conv_bias,
-    edits,
     geglu,
     linear_groups,
     norm_neighbours,
     upsample,
 )
-from anyshape.accel.tape.values import Tape, Value  # noqa: E402
 
-CPU, LAST = torch.device("cpu"), torch.channels_last
-WIDTH, TEXT, HEADS = 32, 24, 2
-SIZES = ((2, 8, 6, 5), (1, 4, 8, 5), (3, 2, 6, 7), (1, 5, 7, 3), (2, 2, 2, 1))  # pictures, height, width, words
-BOUND = {torch.float32: 1e-5, torch.float16: 4e-3}
+from tools.pictures import (  # noqa: E402
+    BOUND,
+    CPU,
+    SIZES,
+    WIDTH,
+    Pictures,
+    Stack,
+    calls,
+    error,
+    inputs,
+    lies_as_said,
+    programmed,
+    taped,
+)
 
-
-class Residual(nn.Module):
-    """A residual block with a time step's embedding."""
-
-    def __init__(self, wide: int, narrow: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.GroupNorm(8, wide), nn.GroupNorm(8, narrow)
-        self.into, self.out = nn.Conv2d(wide, narrow, 3, padding=1), nn.Conv2d(narrow, narrow, 3, padding=1)
-        self.embedding = nn.Linear(WIDTH, narrow)
-        self.skip = nn.Conv2d(wide, narrow, 1) if wide != narrow else nn.Identity()
-
-    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
-        h = self.into(F.silu(self.first(x)))
-        h = h + self.embedding(F.silu(embedding))[:, :, None, None]
-        return self.skip(x) + self.out(F.silu(self.second(h)))
-
-
-class Transformer(nn.Module):
-    """Attention to the picture and to a prompt, and a feed-forward with GEGLU."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.inner = nn.GroupNorm(8, width, eps=1e-6), nn.LayerNorm(width)
-        self.own = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
-        self.text = nn.ModuleList(nn.Linear(TEXT, width, bias=False) for _ in range(2))
-        self.query = nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(2 * width, width)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.view(x.shape[0], -1, HEADS, x.shape[-1] // HEADS).transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(q.shape[0], -1, q.shape[-1] * HEADS)
-
-    def forward(self, x: Tensor, text: Tensor) -> Tensor:
-        n, c, h, w = x.shape
-        tokens = self.norm(x).movedim(1, 3).flatten(1, 2).contiguous()
-        normed = self.inner(tokens)
-        tokens = tokens + self.attend(*(layer(normed) for layer in self.own))
-        keys, values = (layer(text) for layer in self.text)
-        tokens = tokens + self.attend(self.query(self.inner(tokens)), keys, values)
-        value, gate = self.up(self.inner(tokens)).chunk(2, dim=-1)
-        tokens = tokens + self.down(value * F.gelu(gate))
-        return tokens.reshape(n, h, w, c).movedim(3, 1).contiguous() + x
-
-
-class Pictures(nn.Module):
-    """Down, through the middle, and up again with a skip connection."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.into = nn.Conv2d(4, WIDTH, 3, padding=1)
-        self.blocks = nn.ModuleList([Residual(WIDTH, WIDTH), Residual(WIDTH, 2 * WIDTH), Residual(3 * WIDTH, WIDTH)])
-        self.transformers = nn.ModuleList(Transformer(width) for width in (2 * WIDTH, 2 * WIDTH, WIDTH, WIDTH))
-        self.smaller = nn.Conv2d(WIDTH, WIDTH, 3, stride=2, padding=1)
-        self.larger = nn.Conv2d(2 * WIDTH, 2 * WIDTH, 3, padding=1)
-        self.last, self.out = nn.GroupNorm(8, WIDTH), nn.Conv2d(WIDTH, 4, 3, padding=1)
-        self.to(dtype).requires_grad_(False)
-
-    def forward(self, x: Tensor, embedding: Tensor, text: Tensor) -> Tensor:
-        h = skip = self.blocks[0](self.into(x), embedding)
-        h = self.blocks[1](self.smaller(h), embedding)
-        for transformer in self.transformers[:2]:
-            h = transformer(h, text)
-        h = self.larger(F.interpolate(h, size=skip.shape[2:], mode="nearest"))
-        h = self.blocks[2](torch.cat([h, skip], dim=1), embedding)
-        for transformer in self.transformers[2:]:
-            h = transformer(h, text)
-        return self.out(F.silu(self.last(h)))
-
-
-def inputs(size: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    n, h, w, words = size
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (n, 4, h, w), (n, WIDTH), (n, words, TEXT)
-    return tuple(torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-
-
-def taped(model: nn.Module, given: tuple[Tensor, ...]) -> Tape:
-    recorder = Recorder(list(given), model, CPU)
-    _, tape = record(lambda: model(*given), recorder)
-    assert tape is not None, recorder.refusal
-    return tape
-
-
-def programmed(model: nn.Module, given: tuple[Tensor, ...], *chosen: Callable[[Tape], str]) -> tuple[Tape, Program]:
-    """The tape after these rules (all, if none is named), and its program."""
-    tape = taped(model, given)
-    for rule in chosen:
-        rule(tape)
-    edits.settle(tape)
-    if not chosen:
-        rules.apply(tape)
-    program = Program(tape, fuse=True)
-    program.bind(model)
-    return tape, program
-
-
-def error(model: nn.Module, program: Program, given: tuple[Tensor, ...]) -> float:
-    with torch.inference_mode():
-        out, wanted = program.run(list(given)), model(*given)
-    assert out.shape == wanted.shape and out.stride() == wanted.stride()
-    return ((out - wanted).float().norm() / wanted.float().norm()).item()
-
-
-def calls(tape: Tape, func: object) -> list:
-    return [operation for operation in tape.operations if operation.func is func]
-
-
-def lies_as_said(program: Program, given: tuple[Tensor, ...]) -> None:
-    """Whether what calls give lies as the tape says, which is where kernels read it."""
-    values = {slot: value for value, slot in program._slots.items()}
-    seen = 0
-
-    def look(slot: int, tensor: Tensor) -> None:
-        nonlocal seen
-        value: Value = values[slot]
-        seen += 1
-        places = zip(tensor.stride(), value.stride, value.shape, strict=True)
-        assert all(n == 1 or own == said for own, said, n in places), (value, tensor.stride(), value.stride)
-
-    with torch.inference_mode():
-        program._execute(list(given), look)
-    assert seen
-
-
+LAST = torch.channels_last
 EACH = {
     "channels last": [channels_last.lay_out],
     "upsampling": [channels_last.lay_out, upsample.double],
@@ -287,21 +170,6 @@ def test_a_weight_that_others_read_stays_as_it_was():
     assert error(model, program, given) < 1e-5
 
 
-class Stack(nn.Module):
-    """Convolutions with something between them."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)).requires_grad_(False)
-        self.between = between
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = self.between(layer(x))
-        return x
-
-
 MINDING = {
     "a view of rows": lambda x: x.view(x.shape[0], 2, -1).softmax(-1).view(x.shape),
     "a flat view": lambda x: (x.view(-1) + 1).view(x.shape),
@@ -395,229 +263,6 @@ def test_norms_take_in_embedding_bias_and_silu(model, dtype):
     assert sum(norm.args[6] for norm in norms) == 2 * 3 + 1  # transformers have no SiLU
     assert [len(norm.args[7]) for norm in norms if norm.args[5] is not None] == [1, 1, 1]
     assert len(calls(tape, torch.ops.aten.silu.default)) == 3  # of the embedding
-
-
-class Normed(nn.Module):
-    def __init__(self, forward: Callable[["Normed", Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4))
-        self.norm, self.offset = nn.GroupNorm(4, 16), nn.Parameter(torch.randn(1, 16, 1, 1))
-        self.body = forward
-        self.requires_grad_(False)
-
-    def forward(self, x: Tensor, e: Tensor) -> Tensor:
-        return self.body(self, self.layers[3](self.layers[2](self.layers[1](self.layers[0](x)))), e[:, :, None, None])
-
-
-SUMS = {  # (what is normed, has it an embedding within, how many numbers a channel)
-    "an embedding": (lambda m, x, e: m.norm(x + e), True, 1),
-    "the other way round": (lambda m, x, e: m.norm(e + x), True, 1),
-    "two offsets": (lambda m, x, e: m.norm(x + m.offset + e), True, 2),
-    "three offsets": (lambda m, x, e: m.norm(x + m.offset + m.offset + e), True, 2),
-    "two embeddings": (lambda m, x, e: m.norm(x + e + e), True, 0),
-    "another picture": (lambda m, x, e: m.norm(x + x.sin()), False, 0),
-    "a sum that others read": (lambda m, x, e: m.norm(y := x + e) + y, False, 0),
-    "a product": (lambda m, x, e: m.norm(x * e), False, 0),
-    "a scaled sum": (lambda m, x, e: m.norm(torch.add(x, e, alpha=2)), False, 0),
-    "SiLU twice": (lambda m, x, e: F.silu(y := m.norm(x + e)) * y, True, 1),
-}
-
-
-@pytest.mark.parametrize("size", [(1, 16, 5, 3), (2, 16, 5, 3), (1, 16, 1, 1)], ids=str)
-@pytest.mark.parametrize("name", SUMS)
-def test_what_a_norm_takes_in(name, size):
-    """The same of a picture of one pixel, which has one number per channel too."""
-    body, shifted, offsets = SUMS[name]
-    model, given = Normed(body), (torch.randn(size), torch.randn(size[:2]))
-    tape, program = programmed(model, given)
-    (norm,) = calls(tape, operations.group_norm_last)
-    assert (norm.args[5] is not None, len(norm.args[7])) == (shifted, offsets)
-    assert error(model, program, (torch.randn(size), torch.randn(size[:2]))) < 1e-5
-
-
-# GEGLU, attention, layers of one input -----------------------------------------------------------------------------
-
-
-def test_blocks_have_one_operation_for_geglu_and_one_for_the_prompt():
-    model = Pictures(torch.float16)
-    tape, _ = programmed(model, inputs(SIZES[0], torch.float16))
-    assert len(calls(tape, operations.linear_geglu)) == len(calls(tape, operations.flash_attention)) == 4
-    (text,) = calls(tape, operations.grouped_linear)
-    assert len(text.args[1]) == 8 and text.args[2] == [None] * 8
-    assert not calls(tape, torch.ops.aten.gelu.default)
-
-
-class Gated(nn.Module):
-    def __init__(self, gate: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.gate = nn.Linear(16, 32).half().requires_grad_(False), gate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.gate(*self.layer(x).chunk(2, dim=-1))
-
-
-GATES = {
-    "geglu": (lambda value, gate: value * F.gelu(gate), True),
-    "the first half gates": (lambda gate, value: value * F.gelu(gate), False),
-    "tanh": (lambda value, gate: value * F.gelu(gate, approximate="tanh"), False),
-    "silu": (lambda value, gate: value * F.silu(gate), False),
-    "read again": (lambda value, gate: value * F.gelu(gate) + gate, False),
-}
-
-
-@pytest.mark.parametrize("name", GATES)
-def test_which_gates_are_part_of_their_product(name):
-    gate, taken = GATES[name]
-    model, given = Gated(gate), (torch.randn(2, 5, 16).half(),)
-    tape, program = programmed(model, given)
-    assert bool(calls(tape, operations.linear_geglu)) == taken
-    assert error(model, program, given) < BOUND[torch.float16]
-
-
-class Asking(nn.Module):
-    """Attention of 12 tokens to a prompt, or to whatever."""
-
-    def __init__(self, own: bool = False, width: int = 32, count: int = 2, **options: object) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.q, self.k, self.v = (nn.Linear(width, width).half().requires_grad_(False) for _ in range(3))
-        self.own, self.count, self.options = own, count, options
-
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.count, -1))
-
-    def forward(self, x: Tensor, text: Tensor) -> Tensor:
-        text = x if self.own else text
-        q, k, v = (self.heads(each).transpose(1, 2) for each in (self.q(x), self.k(text), self.v(text)))
-        return F.scaled_dot_product_attention(q, k, v, **self.options).transpose(1, 2).flatten(2) * 2
-
-
-class AskingAsNewer(Asking):
-    """As newer ComfyUI cuts tokens into heads."""
-
-    def heads(self, x: Tensor) -> Tensor:
-        return x.unsqueeze(3).reshape(len(x), -1, 2, 16)
-
-
-@pytest.mark.parametrize(
-    "model, words, taken",
-    [
-        (AskingAsNewer(), 7, True), (Asking(), 7, True), (Asking(), 256, True), (Asking(), 257, False),
-        (Asking(own=True), 7, False), (Asking(scale=0.5), 7, False),
-        (Asking(attn_mask=torch.zeros(12, 7).half()), 7, False),
-    ],
-)  # fmt: skip
-def test_which_attention_is_to_a_prompt(model, words, taken):
-    given = torch.randn(2, 12, 32).half(), torch.randn(2, words, 32).half()
-    model.mask = model.options.get("attn_mask")  # a tensor of the model's own
-    tape, program = programmed(model, given)
-    assert bool(calls(tape, operations.flash_attention)) == taken
-    assert error(model, program, given) < BOUND[torch.float16]
-    # its kernel is compiled all the same, as a shorter prompt will need it
-    assert [operation.func for operation in tape.ahead] == ([operations.flash_attention] if words == 257 else [])
-
-
-@pytest.mark.parametrize("count, taken", [(2, True), (4, False)])
-def test_attention_that_would_be_planned_is_not(monkeypatch, count, taken):
-    """An image's own tokens, heads of 64 channels: as where cuDNN is, which plans each number of tokens."""
-    monkeypatch.setattr(attention_kernel, "PLANNED", "_scaled_dot_product_flash_attention_for_cpu")
-    model = Asking(own=True, width=128, count=count)
-    for tokens in (12, 300):
-        given = torch.randn(2, tokens, 128).half(), torch.randn(2, 7, 128).half()
-        tape, program = programmed(model, given)
-        assert bool(calls(tape, operations.flash_attention)) == taken and not tape.ahead
-        assert error(model, program, given) < BOUND[torch.float16]
-
-
-class Layers(nn.Module):
-    def __init__(self, count: int, bias: bool = True, width: int = 16) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(width, 8 * i + 8, bias=bias) for i in range(count))
-        self.half().requires_grad_(False)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return torch.cat([layer(x) for layer in self.layers], dim=-1) + 1
-
-
-class Wide(Layers):
-    """Each of more weights than a small layer has."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(1, width=2056)
-        wide = nn.Linear(2056, 2056).half().requires_grad_(False)
-        self.layers = nn.ModuleList(wide if i else nn.Linear(2056, 8).half() for i in range(count)).requires_grad_(
-            False
-        )
-
-
-@pytest.mark.parametrize(
-    "model, rows, taken",
-    [
-        (Layers(8), 3, True), (Layers(9, bias=False), 3, True), (Layers(7), 3, False), (Layers(8, width=12), 3, False),
-        (Layers(8), 2049, False), (Wide(8), 3, False),
-    ],
-)  # fmt: skip
-def test_which_layers_run_together(model, rows, taken):
-    given = (torch.randn(rows, model.layers[0].in_features).half(),)
-    tape, program = programmed(model, given)
-    assert bool(calls(tape, operations.grouped_linear)) == taken
-    assert error(model, program, given) < BOUND[torch.float16]
-    assert [operation.func for operation in tape.ahead] == ([operations.grouped_linear] if rows == 2049 else [])
-
-
-class Modulated(nn.Module):
-    """Two layers behind each other for each part, as adaLN with a low rank has them."""
-
-    def __init__(self, count: int, width: int = 24) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.low = nn.ModuleList(nn.Linear(16, 8, bias=False) for _ in range(count))
-        self.high = nn.ModuleList(nn.Linear(8, width, bias=False) for _ in range(count))
-        self.half().requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for low, high in zip(self.low, self.high, strict=True):
-            shift, scale = high(low(F.silu(x[:, :16]))).chunk(2, dim=-1)
-            x = torch.tanh(torch.cat([x[:, :12] * scale + shift, x[:, 12:]], dim=-1)) + low(F.silu(x[:, :16])).mean()
-        return x
-
-
-class Early(Modulated):
-    """All of them of the same vector."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x
-        for low, high in zip(self.low, self.high, strict=True):
-            shift, scale = high(low(F.silu(x))).chunk(2, dim=-1)
-            out = torch.cat([out[:, :12] * scale + shift, out[:, 12:]], dim=-1)
-        return torch.tanh(out)
-
-
-@pytest.mark.parametrize("model, together", [(Early(8), [1, 8]), (Early(7), []), (Modulated(8), [])])
-def test_layers_behind_layers_run_together_too(model, together):
-    for rows in (1, 3):
-        given = (torch.randn(rows, 16).half(),)
-        tape, program = programmed(model, given)
-        assert [len(operation.args[0]) for operation in calls(tape, operations.grouped_linear)] == together
-        assert error(model, program, (torch.randn(rows, 16).half(),)) < BOUND[torch.float16]
-
-
-def test_layers_that_moved_have_another_table():
-    model, given = Layers(8), (torch.randn(3, 16).half(),)
-    _, program = programmed(model, given)
-    (table,) = program.constants()
-    for layer in model.layers:
-        layer.weight.data = layer.weight.data.clone() * 2
-        layer.bias.data = layer.bias.data.clone() + 1
-    program.bind(model)
-    (other,) = program.constants()
-    assert other is not table and not torch.equal(other, table)
-    assert error(model, program, given) < BOUND[torch.float16]
-    program.unbind()
-    assert not program.constants()
 
 
 # Upsampling ---------------------------------------------------------------------------------------------------------
