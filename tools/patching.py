@@ -1,14 +1,22 @@
-"""Patches as other packs set them on a model, each of which logs where it is called. For the tests of several files."""
+"""Patches as other packs set them on a model, and what a patched model must give. For the tests of several files.
+
+Each patch of ``PATCHES`` logs where it is called.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from tools.oracles import error
+
 ATTN_INPUT = ("input", 1)  # where that block lies, as patches see it
 Options = dict[str, Any]
 Log = list[Any]
 Patcher = Any  # comfy.model_patcher.ModelPatcher
+CLOSE = 1e-5  # relative L2 in fp32
+CHANGED = 1e-3  # by how much a patch must show, so that a test can tell
+SIZE = {"width": 72, "height": 64}
 
 
 def place(options: dict[str, Any]) -> tuple:
@@ -101,3 +109,30 @@ def changing_in_mid_run(model: Any, layer: str, change: Callable[[Any], Callable
 
     model.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "another pack", wrapper)
     return model
+
+
+def takes_of(patcher: Patcher) -> list[Any]:
+    """The recordings of a compiled model."""
+    from anyshape.accel.families.attach import engine_of
+
+    takes = engine_of(patcher)(patcher.model.diffusion_model)._tape._tapes._takes
+    return [take for group in takes.values() for take in group]
+
+
+def with_patch(patcher: Patcher, set_patch: Callable[[Patcher], Any]) -> Patcher:
+    """A clone that is patched."""
+    patched = patcher.clone()
+    set_patch(patched)
+    return patched
+
+
+def run(models: Any, patcher: Patcher, **changes: Any) -> Tensor:
+    """A sampling run of four steps. models: ``bench.models``."""
+    return models.sample(patcher, **SIZE | {"steps": 4} | changes)
+
+
+def assert_equal(models: Any, plain: Patcher, fast: Patcher, **changes: Any) -> Tensor:
+    """Both give the same picture; the second is the compiled one."""
+    wanted = run(models, plain, **changes)
+    assert error(run(models, fast, **changes), wanted) < CLOSE
+    return wanted

@@ -1,0 +1,86 @@
+"""Patches of ComfyUI's own nodes on recorded models, and kernels around patches. On the CPU."""
+
+import importlib
+
+import pytest
+import torch
+
+from tools.driving import compiled
+from tools.oracles import error, fallbacks, shapes
+from tools.patching import CHANGED, CLOSE, SIZE, takes_of
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+
+def node(module, name, *settings):
+    """What ComfyUI's node makes of a model."""
+
+    def patched(patcher):
+        kind = getattr(importlib.import_module(f"comfy_extras.{module}"), name)
+        if hasattr(kind, "execute"):
+            return kind.execute(patcher, *settings)[0]
+        return getattr(kind(), kind.FUNCTION)(patcher, *settings)[0]
+
+    return patched
+
+
+NODES = {  # and how many recordings there are at most
+    "FreeU": (node("nodes_freelunch", "FreeU", 1.3, 1.4, 0.9, 0.2), 1),
+    "FreeU_V2": (node("nodes_freelunch", "FreeU_V2", 1.3, 1.4, 0.9, 0.2), 1),
+    "PAG": (node("nodes_pag", "PerturbedAttentionGuidance", 3.0), 2),
+    "SAG": (node("nodes_sag", "SelfAttentionGuidance", 0.5, 2.0), 4),
+    "HyperTile": (node("nodes_hypertile", "HyperTile", 128, 2, 3, False), 8),
+    "Deep Shrink": (
+        node("nodes_model_downscale", "PatchModelAddDownscale", 1, 2.0, 0.0, 0.35, True, "bicubic", "bicubic"), 3,
+    ),
+    "ToMe": (node("nodes_tomesd", "TomePatchModel", 0.3), 6),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_of_comfyui(models, fresh, recordings, request, name, fuse):
+    if fuse:
+        request.getfixturevalue("fusing")
+    patched, most = NODES[name]
+    wide = {"width": 256, "height": 192} if name == "HyperTile" else SIZE  # two tiles wide: else it cuts nothing
+    plain, fast = patched(fresh), patched(compiled(fresh))
+    for seed in range(3):
+        outs = []
+        for each in (plain, fast):
+            torch.manual_seed(seed)
+            outs.append(models.sample(each, **wide | {"steps": 6, "seed": seed}))
+        assert error(outs[1], outs[0]) < CLOSE, (seed, fallbacks())
+    assert error(outs[0], models.sample(fresh, **wide | {"steps": 6, "seed": 2})) > CHANGED
+    assert len(recordings) <= most, fallbacks()
+    print(name, fuse, len(recordings), [(s["state"], s["reason"], s["note"]) for s in shapes()], fallbacks())
+
+
+@pytest.mark.parametrize("name", ["FreeU_V2", "counting"])
+def test_kernels_around_patches(fresh, plain_kernels, monkeypatch, name):
+    """As on a GPU: fused, in Triton's interpreter, with other inputs than those that were recorded."""
+    from anyshape.accel import maker, tape_tier
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    monkeypatch.setattr(maker.KEEPER, "watch", lambda *_: None)
+
+    def counting(patcher):
+        log, patcher = [], patcher.clone()
+
+        def mean(q, k, v, options):
+            log.append(options["block"])
+            return v.mean(1, keepdim=True).expand_as(q)
+
+        patcher.set_model_attn2_replace(mean, "input", 1)
+        patcher.set_model_output_block_patch(lambda h, skip, options: (log.append(1) or h, skip.mul_(0.9)))
+        return patcher
+
+    patched = counting if name == "counting" else NODES[name][0]
+    plain, fast = patched(fresh), patched(compiled(fresh))
+    from tools.driving import unet_forward
+
+    for seed in range(3):
+        wanted = unet_forward(plain, 64, 64, seed=seed)
+        assert error(unet_forward(fast, 64, 64, seed=seed), wanted) < CLOSE
+    (take,) = takes_of(fast)
+    assert take.program.report.kernels and bool(take.live) == (name == "counting") and not fallbacks()
