@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.driving import compile_with_message, compiled, skip_with_message, skipping
-from tools.oracles import FUSED, error, fallbacks, last_run, shapes
+from tools.oracles import FUSED, error, fallbacks, last_run, reasons, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -66,10 +66,6 @@ def inject(monkeypatch):
 def wanted(models, patcher):
     """What a model with the weights of ``fresh`` gives without us: after the short run, and after the long one."""
     return {"short": models.sample(patcher, **RUN), "long": models.sample(patcher, **LONG_RUN)}
-
-
-def reasons():
-    return [fallback["reason"] for fallback in fallbacks()]
 
 
 @pytest.mark.parametrize("target", FORWARD + ENDS)

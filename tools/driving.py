@@ -281,16 +281,21 @@ def as_own(owner: type, function: Callable[..., Any]) -> Callable[..., Any]:
 def sample_tiny(
     patcher: Patcher, name: str, seed: int = 0, height: int = 8, width: int = 8, batch: int = 1, steps: int = 2,
     cfg: float = 3.0, sampler: str = "euler", tokens: int | None = None, callback: Callable[..., None] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Tensor:  # fmt: skip
     """A run of the model ``name`` of ``tools.architectures``, as SamplerCustom does it; latents of height x width.
 
     tokens: of the negative prompt, if not as many as the positive one has. Videos have three latent frames.
+    options: more of the model's transformer_options.
     """
     import comfy.sample
     import comfy.samplers
 
     from tools.architectures import TABLE
 
+    if options:
+        patcher = patcher.clone()
+        patcher.model_options["transformer_options"].update(options)
     kind = TABLE[name]
     parts = kind.request(0)["conditions"]
     context, extra = parts["context"][:1], {"pooled_output": parts["y"][:1]} if "y" in parts else {}

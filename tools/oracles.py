@@ -109,3 +109,8 @@ def _totals(now: dict[str, Any]) -> dict[str, int]:
 def fallbacks() -> list[dict[str, Any]]:
     """The counted fallbacks, by the contract."""
     return stats.snapshot()["fallbacks"]
+
+
+def reasons() -> list[str]:
+    """Why these fell back."""
+    return [fallback["reason"] for fallback in fallbacks()]

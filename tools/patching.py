@@ -136,3 +136,13 @@ def assert_equal(models: Any, plain: Patcher, fast: Patcher, **changes: Any) -> 
     wanted = run(models, plain, **changes)
     assert error(run(models, fast, **changes), wanted) < CLOSE
     return wanted
+
+
+def reading(model: Any, read: Callable[[Tensor, Options], Tensor]) -> Callable[..., Tensor]:
+    """The forward of a model whose last layer reads the options of the forward."""
+    forward = model.forward
+
+    def ours(*args: Any, **kwargs: Any) -> Tensor:
+        return read(forward(*args, **kwargs), kwargs["transformer_options"])
+
+    return ours
