@@ -6,10 +6,10 @@ import torch
 from tools.driving import DEEP_UNET, SMALL_UNET, compiled, randn, skipping
 from tools.oracles import counted, error, last_run
 from tools.patching import PATCHES
+from tools.skip_driving import RUN
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
-RUN = {"width": 72, "height": 56, "steps": 12}
 NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
 
 

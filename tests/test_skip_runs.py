@@ -1,5 +1,7 @@
 """Skip Blocks on ComfyUI's real sampler path, on the CPU: one test for each fault of the existing ports, and more.
 
+Models that it is not for and faults of our own are in ``test_skip_faults``.
+
 The oracle for state is a fresh run: whatever went on before or beside it, a run gives what it gives alone.
 """
 
@@ -9,8 +11,9 @@ import pytest
 import torch
 
 from tools import embed
-from tools.driving import SMALL_UNET, compiled, skip_with_message, skipping
-from tools.oracles import FUSED, counted, error, expect, fallbacks, last_run
+from tools.driving import compiled, skipping
+from tools.oracles import FUSED, counted, error, expect, last_run
+from tools.skip_driving import RUN
 
 embed.bare_pack()
 
@@ -18,7 +21,6 @@ from anyshape.accel.skip.schedule import full_steps  # noqa: E402 - the package 
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
-RUN = {"width": 72, "height": 56, "steps": 12}  # odd latent sides
 OTHER = {"width": 56, "height": 88, "steps": 10, "seed": 3}
 CLOSE = 1e-5
 
@@ -286,94 +288,3 @@ def test_the_model_is_left_alone(models, fresh):
 def test_the_second_node_decides(models, patcher):
     models.sample(skipping(skipping(patcher, interval=2), interval=4), **RUN)
     assert counted() == {"full": 3, "skipped": 9, "resets": {}}
-
-
-# Models and inputs that it is not for -----------------------------------------------------------------------------
-
-
-def test_a_model_without_repeated_blocks_passes_through(models):
-    flux = models.flux(
-        torch.float32, hidden_size=64, num_heads=2, depth=1, depth_single_blocks=1, context_in_dim=32, vec_in_dim=16,
-        axes_dim=[8, 12, 12],
-    )  # fmt: skip
-    out, message = skip_with_message(flux)
-    assert message == "Flux has no repeated blocks: no blocks are skipped, it runs as without this node"
-    assert not out.wrappers and fallbacks()[-1]["reason"] == message
-
-
-def test_a_depth_that_the_model_does_not_have(unets):
-    assert skip_with_message(unets["sd15"], depth="10")[1] == ""
-    _, message = skip_with_message(unets["sd15"], depth="11")
-    assert message == "depth is 11, and this model has 0 to 10: auto is used"
-
-
-# Faults of our own ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fault", ["halves.cut", "halves.Halves._is_right", "tape.program.Program.run"])
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_a_failure_of_ours_costs_speed_and_no_picture(models, fresh, monkeypatch, fault, mode):
-    """No step is skipped then, and the run says why."""
-    wanted = models.sample(fresh, **RUN)
-    monkeypatch.setattr(f"anyshape.accel.{fault}", lambda *args: 1 / 0)
-    skip = skipping(fresh)
-    assert torch.equal(models.sample(compiled(skip) if mode == "compiled" else skip, **RUN), wanted)
-    assert last_run()["skipped"] == 0 and last_run()["full"] == 12
-    (reason,) = last_run()["resets"]
-    assert "ZeroDivisionError" in reason or any("ZeroDivisionError" in f["reason"] for f in fallbacks())
-
-
-def test_a_skipped_step_that_fails_runs_in_full(models, fresh, monkeypatch):
-    """And every step after it."""
-    from anyshape.accel.skip.features import FAILED, UNRECORDED
-    from anyshape.accel.tape.program import Program
-
-    skip, own = skipping(fresh), Program.run
-    wanted = models.sample(fresh, **RUN)
-    assert error(models.sample(skip, **RUN), wanted) > 1e-3
-    # of the latent, the time step and the prompt; a skipped step has its feature besides
-    monkeypatch.setattr(Program, "run", lambda self, inputs: own(self, inputs) if len(inputs) == 3 else 1 / 0)
-    assert torch.equal(models.sample(skip, **RUN), wanted)
-    assert last_run()["skipped"] == 0 and set(last_run()["resets"]) == {FAILED, UNRECORDED}
-
-
-def test_what_compile_model_could_not_do_is_no_fallback_without_it(models, monkeypatch, fresh):
-    from anyshape.accel import stats
-    from anyshape.accel.tape.program import Program
-
-    with monkeypatch.context() as broken:
-        broken.setattr(Program, "run", lambda *args: 1 / 0)
-        models.sample(compiled(fresh), **RUN)
-    assert fallbacks()
-    stats.STATS.clear()
-    models.sample(skipping(fresh), **RUN)
-    assert fallbacks() == [] and last_run()["skipped"] == 8
-
-
-@pytest.mark.parametrize("counts", [False, True])
-def test_a_replaced_forward(models, fresh, counts):
-    """Another node's object patch on the UNet's forward, which names none of its arguments.
-
-    It is recorded as it is, unless it keeps something: then every step is in full.
-    """
-    calls, own = [], fresh.model.diffusion_model._forward
-
-    def louder(*args, **kwargs):
-        return own(*args, **kwargs) * 1.1
-
-    def counting(*args, **kwargs):
-        calls.append(1)
-        return louder(*args, **kwargs)
-
-    patched = fresh.clone()
-    patched.add_object_patch("diffusion_model._forward", counting if counts else louder)
-    out = models.sample(skipping(patched), **RUN)
-    if counts:
-        assert len(calls) == 12 and torch.equal(out, models.sample(patched, **RUN))
-        assert last_run()["skipped"] == 0 and "could not be recorded" in next(iter(last_run()["resets"]))
-        return
-    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
-    same = models.unet("sd15", torch.float32, **SMALL_UNET)
-    for parameter in same.model.diffusion_model.out[2].parameters():
-        parameter.mul_(1.1)
-    assert error(out, models.sample(skipping(same), **RUN)) < CLOSE < error(out, models.sample(skipping(fresh), **RUN))
