@@ -59,7 +59,7 @@ SERVER = {
 LONGEST = (
     "server", "test_older_comfyui", "test_tape_families", "test_tape_vaes", "test_controlnet_cpu",
     "test_workflows_nodes", "test_tape_patches_comfyui", "test_soak", "test_tape_patches_called", "test_tape_pictures",
-    "test_kernels", "test_skip_deep",
+    "test_kernels", "test_skip_deep", "test_skip_cut",
     "test_skip_middle", "test_faults", "test_fleet", "test_demo_model", "test_workflows_vae", "test_architectures",
     "test_skip_runs", "test_tape_unets", "test_unet_cpu", "test_controlnet_tape", "test_vae_cpu", "test_skip_packs",
     "test_workflows_weights", "test_tape_reuse_models", "test_unet_packs", "test_package", "test_artifacts_kernels",
