@@ -1,61 +1,20 @@
-"""What graphs cost, which give way to which, and when they go. On the CPU: only the capture itself is replaced."""
+"""What graphs cost, which give way to which, and whose they are. On the CPU: only the capture itself is replaced."""
 
-import contextlib
 import dataclasses
-import gc
 
 import pytest
 import torch
 
 from tools import embed
-from tools.driving import in_threads
 
 embed.bare_pack()
 
-from anyshape.accel import graphs, stats  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.capture import Recording, collector_off  # noqa: E402
-from anyshape.accel.errors import CaptureFailed, NoRoom  # noqa: E402
-from anyshape.accel.graphs import GraphCache, Name  # noqa: E402
+from anyshape.accel import graphs  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.capture import Recording  # noqa: E402
+from anyshape.accel.graphs import Name  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
 
-BUDGET = 100
-CPU = torch.device("cpu")
-
-
-class Graph:
-    """Runs again what was captured, into the same tensors."""
-
-    def __init__(self, run):
-        self.replay = run
-
-
-class Capturer:
-    """In place of CUDA's. A capture makes the pool as large as ``needs`` says, and takes ``driver`` bytes besides."""
-
-    def __init__(self):
-        self.broken, self.pool_bytes, self.needs, self.driver = "", 0, 0, 0
-        self.live, self.captures, self.warmed, self.errors = 0, 0, 0, []
-
-    def warm(self, run):
-        self.warmed += 1
-        run()
-
-    def capture(self, run):
-        self.captures += 1
-        if self.errors:
-            raise self.errors.pop(0)
-        run()
-        self.live += 1
-        self.pool_bytes = max(self.pool_bytes, self.needs)
-        return Graph(run), self.driver
-
-    def replaying(self):
-        return contextlib.nullcontext()
-
-    def free(self, graph):
-        self.live -= 1
-        if not self.live:
-            self.pool_bytes = 0
+from tools.captures import BUDGET, Capturer, capture, held, name, only_cache, recording  # noqa: E402
 
 
 @pytest.fixture
@@ -65,36 +24,7 @@ def capturer():
 
 @pytest.fixture
 def cache(monkeypatch, capturer):
-    monkeypatch.setattr(graphs, "_CACHES", {})
-    monkeypatch.setattr(graphs, "STATS", stats.Stats())
-    graphs._CACHES[CPU] = found = GraphCache(CPU, capturer)
-    return found
-
-
-def recording(size=0, output=0, weights=0, constants=(), scale=2, label="UNet"):
-    """Of a forward that takes and gives so many bytes."""
-    x = torch.ones(size, dtype=torch.uint8)
-    out = torch.full((output,), scale, dtype=torch.uint8)
-    return Recording(lambda inputs: out.clone(), {"x": x}, weights, constants, out, label)
-
-
-def name(key, owner=0, program=1):
-    return Name(owner, key, program)
-
-
-def capture(cache, budget=BUDGET, **sizes):
-    """Captures graphs of these bytes; their reasons where they were refused."""
-    refused = {}
-    for key, size in sizes.items():
-        try:
-            cache.capture(name(key), recording(size), budget)
-        except CaptureFailed as error:
-            refused[key] = str(error)
-    return refused
-
-
-def held(cache):
-    return {key for _, key in cache.held()}
+    return only_cache(monkeypatch, capturer)
 
 
 # The run before a capture -----------------------------------------------------------------------------------------
@@ -258,105 +188,6 @@ def test_caches_may_be_made_while_others_are_dropped(cache, monkeypatch) -> None
     monkeypatch.setattr(cache, "drop_owner", makes_another)
     graphs.drop_owner(0)
     assert len(graphs._CACHES) == 2
-
-
-# What fails -------------------------------------------------------------------------------------------------------
-
-SHORT = torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_a_capture_that_memory_failed_makes_room_and_is_tried_again(cache, capturer) -> None:
-    capture(cache, a=10)
-    capturer.errors = [SHORT]
-    assert capture(cache, b=10) == {}
-    assert held(cache) == {"b"}
-
-
-def test_memory_is_short_also_where_another_error_follows(cache, capturer) -> None:
-    follows = RuntimeError("operation failed due to a previous error during capture")
-    follows.__context__ = SHORT
-    capture(cache, a=10)
-    capturer.errors = [follows]
-    assert capture(cache, b=10) == {} and held(cache) == {"b"}
-
-
-def test_a_capture_that_fails_for_another_reason_evicts_nothing_and_is_remembered(cache, capturer) -> None:
-    capture(cache, a=10)
-    capturer.errors = [RuntimeError("cuBLAS error: 13")]
-    for _ in range(3):
-        refused = capture(cache, b=10)
-        assert "cuBLAS error: 13" in refused["b"] and "memory is short" not in refused["b"].lower()
-    assert held(cache) == {"a"} and capturer.captures == 2
-    assert capture(cache, c=10) == {}
-
-
-def test_memory_that_pins_hold_is_no_reason_for_good(cache, capturer) -> None:
-    with cache.pinning():
-        capture(cache, a=10)
-        capturer.errors = [SHORT, SHORT]
-        with pytest.raises(NoRoom):
-            cache.capture(name("b"), recording(10), BUDGET)
-        assert held(cache) == {"a"}
-    assert capture(cache, b=10) == {}
-
-
-def test_no_capture_begins_where_one_broke_the_allocator(cache, capturer) -> None:
-    capture(cache, a=10)
-    capturer.broken = "no memory"
-    assert "until ComfyUI is restarted" in capture(cache, b=10)["b"]
-    assert held(cache) == {"a"} and capturer.captures == 1
-
-
-# The collector ----------------------------------------------------------------------------------------------------
-
-
-def test_no_garbage_is_collected_within_a_capture() -> None:
-    with collector_off():
-        assert not gc.isenabled()
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with collector_off():
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_an_engine_that_is_collected_within_a_capture_ends_no_graph(cache, capturer) -> None:
-    from anyshape.accel.engine import Engine
-
-    engine = Engine(stats.Stats().model("Engine", "model"))
-    cache.capture(name("a", owner=id(engine)), recording(10), BUDGET)
-    owners = [engine]
-
-    def forward(inputs):
-        owners.clear()
-        assert capturer.live == 1  # noted, not dropped
-        return torch.zeros(1)
-
-    del engine
-    cache.capture(name("b", owner=-1), Recording(forward, {}, 0, (), torch.zeros(1)), BUDGET)
-    assert {key for _, key in cache.held()} == {"b"}
-
-
-def test_several_threads(cache) -> None:
-    """Captures, replays, drops and clears at once leave the account right."""
-    x = {"x": torch.ones(5, dtype=torch.uint8)}
-
-    def work(owner):
-        for step in range(100):
-            key = name(step % 7, owner)
-            if cache.replay(key, step // 50, x) is None:
-                with contextlib.suppress(CaptureFailed):
-                    cache.capture(key, recording(5, weights=step // 50), BUDGET)
-            if step % 30 == 0:
-                graphs.abandon(owner)
-            if step % 45 == 0:
-                graphs.clear()
-
-    in_threads(work, range(4))
-    assert cache.used_bytes == 5 * len(cache) <= BUDGET
 
 
 # The key ----------------------------------------------------------------------------------------------------------
