@@ -1,6 +1,6 @@
 """Kernels round where eager rounds: in bfloat16 each of them gives eager's very numbers from eager's own inputs.
 
-In Triton's interpreter, against torch's operations on the CPU; ``test_gpu_tape.py`` says the same of a card.
+In Triton's interpreter, against torch's operations on the CPU; ``test_gpu_tape_kernels.py`` says the same of a card.
 """
 
 from typing import Any
