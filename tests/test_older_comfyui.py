@@ -30,7 +30,7 @@ SERVER = (
     "test_examples.py::test_links_join_what_fits",
     "test_examples.py::test_only_optional_inputs_are_left_open",
     "test_examples.py::test_the_server_misses_nothing_but_models",
-    "test_nodes.py::test_schema",
+    "test_schemas.py::test_schema",
     "test_nodes.py::test_with_without_with",
     "test_automatic_server.py::test_the_picture_is_that_of_the_nodes",
     "test_web.py::test_a_node_names_its_models_entry_from_the_first_forward_on",
