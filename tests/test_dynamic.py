@@ -6,46 +6,33 @@ is tested there (test_gpu_dynamic.py): graphs, pinned pages under launches, memo
 
 import pytest
 import torch
-from torch import nn
 
-from tools.driving import SMALL_RUN, SMALL_UNET, calls_of, compiled, options_of, unet_inputs
+from tools import pages
+from tools.driving import SMALL_RUN, calls_of, compiled, options_of, unet_inputs
 from tools.oracles import assert_fast, error, fallbacks, shapes
+from tools.pages import ENOUGH
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
-ENOUGH = 1 << 20  # pages
 
 
 @pytest.fixture
-def pages(pack, monkeypatch):
-    pytest.importorskip("comfy_aimdo.model_vbar")
-    import comfy.ops
-
-    if not hasattr(comfy.ops, "cast_modules_with_vbar"):
-        pytest.skip("this ComfyUI maps no weights in")
-    from tools import pages
-
+def card(pack, monkeypatch, request):
+    """With room for all; ComfyUI maps weights in."""
+    if problem := pages.missing():
+        pytest.skip(problem)
     pages.use(monkeypatch)
-    return pages
-
-
-@pytest.fixture
-def card(pages, request):
-    return pages.Card(ENOUGH, getattr(request, "param", True))
+    return pages.Card(counts=getattr(request, "param", True))
 
 
 both = pytest.mark.parametrize("card", [True, False], ids=["counted", "flagged"], indirect=True)  # comfy-aimdo's ways
 
 
 @pytest.fixture
-def load(models, pages, card):
-    """Makes a UNet, and what a load of it does; its patcher is ``load.patcher``."""
-    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
-    made = pages.Loads(patcher.model.diffusion_model, card)
-    made.patcher = patcher
-    made()
-    return made
+def load(models, card):
+    """A UNet, and what a load of it does."""
+    return pages.loaded_unet(models, card)
 
 
 @pytest.fixture
@@ -86,7 +73,7 @@ def test_a_model_that_is_asked_how_far_rounding_carries_it(models, load, recordi
     assert not fallbacks()
 
 
-def test_blocks_are_alike_wherever_their_weights_lie(models, pages, card, monkeypatch):
+def test_blocks_are_alike_wherever_their_weights_lie(models, card, monkeypatch):
     """As many of them are written down as copies as without DynamicVRAM."""
     from anyshape.accel.tapes import Tapes
 
@@ -218,73 +205,6 @@ def test_pages_are_kept_while_a_program_runs(models, load, monkeypatch):
     assert not load.pages.pinned
 
 
-def test_small_weights_stay_where_they_were(models, load, recordings, bound):
-    """ComfyUI copies them at each load. A program is not bound again, and a graph would find them."""
-    fast = compiled(load.patcher)
-    first = models.sample(fast, **SMALL_RUN)
-    small = {
-        part: part._parameters["weight"].data_ptr() for part in load.own if part._parameters.get("weight") is not None
-    }
-    before = len(bound)
-    for _ in range(3):
-        load()
-        assert torch.equal(first, models.sample(fast, **SMALL_RUN))
-    assert {part: part._parameters["weight"].data_ptr() for part in small} == small
-    assert len(bound) == before and len(recordings) == 1
-
-
-def test_small_weights_that_were_patched_are_read(models, load, recordings):
-    fast, source = compiled(load.patcher), load.patcher
-    first = models.sample(fast, **SMALL_RUN)
-    norm = next(part for part in load.own if isinstance(part, nn.GroupNorm))
-    with torch.no_grad():
-        load.own[norm]["weight"].mul_(1.5)
-    load()
-    eager = models.sample(source, **SMALL_RUN)
-    load()
-    out = models.sample(fast, **SMALL_RUN)
-    assert error(out, eager) < CLOSE < error(out, first) and len(recordings) == 1
-
-
-def test_a_lora_on_and_off(models, load, recordings):
-    """ComfyUI writes the patched weight where the weight lies, once: to a program it is another value, no more."""
-    from comfy.model_patcher import LowVramPatch
-
-    fast, source = compiled(load.patcher), load.patcher
-    plain = models.sample(fast, **SMALL_RUN)
-    layer = max(load.layers, key=lambda part: part.weight.numel())
-    (name,) = (f"{name}.weight" for name, part in load.model.named_modules() if part is layer)
-    delta = 0.05 * torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(1))
-
-    def patch(key):
-        return LowVramPatch(key, {key: [(1.0, ("diff", (delta,)), 1.0, None, None)]})
-
-    for _ in range(2):
-        load({name: patch}, dirty=True)
-        patched = models.sample(fast, **SMALL_RUN)
-        load({name: patch}, dirty=True)
-        assert error(patched, models.sample(source, **SMALL_RUN)) < CLOSE < error(patched, plain)
-        load(dirty=True)
-        assert torch.equal(models.sample(fast, **SMALL_RUN), plain)
-    assert len(recordings) == 1
-    assert_fast()
-
-
-def test_a_layer_that_is_no_longer_mapped_is_recorded_again(models, load, recordings):
-    """A LoRA that changes a weight's size is loaded as a whole: what lies in its pages is of nobody."""
-    fast, source = compiled(load.patcher), load.patcher
-    first = models.sample(fast, **SMALL_RUN)
-    layer = load.layers[3]
-    del layer._v
-    load.pages.give_away()
-    load.layers.remove(layer)
-    load()
-    out = models.sample(fast, **SMALL_RUN)
-    assert error(out, first) < CLOSE and len(recordings) == 2
-    assert error(out, models.sample(source, **SMALL_RUN)) < CLOSE
-    assert_fast()
-
-
 def test_nothing_is_fetched_ahead_in_a_recorded_forward(models, load):
     """All weights are there. ComfyUI's own graphs of blocks belong to its prefetch, so they stay out as well."""
     fast, model = compiled(load.patcher), load.patcher.model.diffusion_model
@@ -298,62 +218,6 @@ def test_nothing_is_fetched_ahead_in_a_recorded_forward(models, load):
         del seen[1:]
         options_of(fast)
     assert seen == [False]
-
-
-def test_a_vae(models, pages, card):
-    from anyshape.accel.families.vae import compile_vae
-
-    source = models.vae(torch.float32, ch=32, num_res_blocks=1)
-    load = pages.Loads(source.first_stage_model, card)
-    load()
-    fast, message = compile_vae(source)
-    assert message == "" and fast.patcher.model is source.patcher.model
-    latent = torch.randn(1, 4, 9, 16, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        eager = source.decode(latent)
-        for _ in range(2):
-            assert error(fast.decode(latent), eager) < CLOSE
-            load.pages.give_away()
-        assert_fast()
-        assert not fallbacks() and not load.pages.pinned
-        card.pages = 3
-        assert torch.equal(fast.decode(latent), eager)
-    assert shapes()[0]["state"] == "eager" and shapes()[0]["reason"].startswith("weights streamed: of ")
-
-
-def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
-    """In their own memory, and back only where it is still theirs."""
-    from anyshape.accel.families import sampling_state
-    from anyshape.accel.tape.values import Weight
-    from anyshape.accel.weights import ChannelsLastWeights
-
-    model, cpu = load.model, torch.device("cpu")
-    eager = models.sample(load.patcher, **SMALL_RUN)
-    names = {part: name for name, part in model.named_modules()}
-    large = [part for part in load.layers if part.weight.ndim == 4 and part.weight.shape[2:].numel() > 1]
-    wanted = frozenset(Weight(names[part], "_v_weight") for part in large)
-    run = sampling_state.SamplingState(model, sampling_state.fingerprints(model), ChannelsLastWeights())
-    with torch.inference_mode():
-        assert run.obstacle(cpu, torch.float32) == ""
-        plain = run.weights()
-        laid = run.lay_out(wanted, plain)
-        assert laid != plain and run.lay_out(wanted, laid) == laid and len(large) > 8
-        assert all(part._v_weight.is_contiguous(memory_format=torch.channels_last) for part in large)
-        assert all(torch.equal(part._v_weight, part.weight) for part in large)
-        run.let_go()
-        load.pages.give_away(*range(load.pages.count // 3))
-        assert run.obstacle(cpu, torch.float32) == ""
-        filled = run.weights()
-        assert filled not in (plain, laid) and run.lay_out(wanted, filled) == laid  # what came back is laid out again
-        run.let_go()
-        gone = load.pages.count // 2
-        load.pages.give_away(*range(gone))
-    run.close()
-    assert (load.pages.memory[: gone * 4096] == 0xFF).all() and not load.pages.pinned
-    there = [part for part in large if part._v[1] >= load.pages.base_addr + gone * 4096]
-    assert there and all(torch.equal(part._v_weight, part.weight) and part._v_weight.is_contiguous() for part in there)
-    load()
-    assert torch.equal(models.sample(load.patcher, **SMALL_RUN), eager)
 
 
 def test_graphs_give_way_to_weights(models, load, card, monkeypatch):
@@ -392,105 +256,6 @@ def test_the_user_may_cancel_while_weights_are_filled(models, load, monkeypatch)
     assert not load.pages.pinned
     assert error(models.sample(fast, **SMALL_RUN), models.sample(load.patcher, **SMALL_RUN)) < CLOSE
     assert_fast()
-
-
-def test_blocks_of_a_model_that_cannot_be_recorded_as_a_whole(pack, pages, card, fusing, block_programs):
-    """MiniMax H3 reads its time step back. Pages are asked for before each block's program, and free behind it."""
-    from tools import architectures
-    from tools.architectures import patchers
-
-    if "MiniMaxH3" not in {entry.name for entry in architectures.present()}:
-        pytest.skip("this ComfyUI has no MiniMax H3")
-    patcher = patchers.make("MiniMaxH3", blocks=4)
-    load = pages.Loads(patcher.model.diffusion_model, card)
-    load()
-    fast = compiled(patcher)
-    with torch.inference_mode():
-        eager = patchers.apply(patcher, 1, "MiniMaxH3")
-        for turn in range(4):
-            out = patchers.apply(patcher, 1, "MiniMaxH3", options_of(fast))
-            assert all(error(*pair) < 1e-5 for pair in zip(out, eager, strict=True)) and not load.pages.pinned
-            if turn == 2:
-                load.pages.give_away()
-    assert len(block_programs) >= 8
-    assert shapes()[0]["state"] == "tape" and "one by one" in shapes()[0]["note"]
-
-
-def half(item):
-    return item.bfloat16() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
-
-
-def forward(patcher, name, compiled_by=None):
-    """One call of a model of the table, in bfloat16, through Compile Model's wrappers if there are any."""
-    from tools import architectures
-
-    arguments, named = architectures.TABLE[name].inputs(1)
-    named = {key: half(value) for key, value in named.items()}
-    named["transformer_options"] = {**named.get("transformer_options", {}), **options_of(compiled_by or patcher)}
-    with torch.inference_mode():
-        return patcher.model.diffusion_model(*map(half, arguments), **named)
-
-
-@pytest.mark.parametrize("form", ["int8_tensorwise", "float8_e4m3fn", "nvfp4"])
-def test_quantised_weights(pack, pages, card, form, recordings, bound):
-    """A mapped weight is taken apart like another: to the bit, and it may go and come back."""
-    quant_ops = pytest.importorskip("comfy.quant_ops")
-    if form not in getattr(quant_ops, "QUANT_ALGOS", {}):
-        pytest.skip("this ComfyUI has no such weights")
-    from tools.architectures import patchers, quantised
-
-    patcher = patchers.make("Flux", torch.bfloat16)
-    patcher.model.diffusion_model = quantised.make("Flux", form)
-    load = pages.Loads(patcher.model.diffusion_model, card)
-    load()
-    fast, eager = compiled(patcher), forward(patcher, "Flux")
-    assert any(isinstance(part._v_weight, quant_ops.QuantizedTensor) for part in load.layers)
-    for _ in range(3):
-        assert torch.equal(forward(patcher, "Flux", fast), eager)
-        load.pages.give_away()
-        load()
-    assert len(recordings) == 1 and len(bound) == 1 and not load.pages.pinned
-    assert_fast()
-    assert not fallbacks()
-
-
-def test_weights_that_are_cast_on_their_way(pack, pages, card, recordings):
-    """From a file in float32 to pages in bfloat16."""
-    from tools.architectures import patchers
-
-    patcher = patchers.make("QwenImage", torch.bfloat16)
-    model = patcher.model.diffusion_model
-    wide = {part: part.weight.detach().float() + 1e-4 for part in model.modules() if isinstance(part, nn.Linear)}
-    for part, weight in wide.items():
-        part.weight = nn.Parameter(weight, requires_grad=False)
-    load = pages.Loads(model, card, torch.bfloat16)
-    load()
-    fast, eager = compiled(patcher), forward(patcher, "QwenImage")
-    for _ in range(2):
-        assert torch.equal(forward(patcher, "QwenImage", fast), eager)
-        load.pages.give_away()
-    assert {part._v_weight.dtype for part in load.layers} == {torch.bfloat16} and len(recordings) == 1
-    assert_fast()
-
-
-def test_a_controlnet(models, pages, card, recordings):
-    """Its pages are its own, and so are its reasons."""
-    from tools.driving import compiled_control, steering
-
-    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
-    control = models.controlnet_for(patcher)
-    load = pages.Loads(control.control_model, card)
-    load()
-    fast = compiled_control(control)
-    eager = models.sample(patcher, **SMALL_RUN, steer=steering(control))
-    for _ in range(2):
-        assert error(models.sample(patcher, **SMALL_RUN, steer=steering(fast)), eager) < CLOSE
-        load.pages.give_away()
-    assert_fast()
-    card.pages = load.pages.count // 2
-    load()
-    assert error(models.sample(patcher, **SMALL_RUN, steer=steering(fast)), eager) < CLOSE
-    assert shapes()[0]["reason"].startswith("weights streamed: of ") and len(recordings) == 1
 
 
 def test_skip_blocks(models, load, card):

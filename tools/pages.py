@@ -13,7 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tools.driving import SMALL_UNET
+
 PAGE = 4096
+ENOUGH = 1 << 20  # pages
 GARBAGE = 0xFF  # what lies in a page that was given away: not a number, in every dtype
 
 
@@ -22,7 +25,7 @@ class Card:
     in comfy-aimdo before 0.3 the first one did so for all.
     """
 
-    def __init__(self, pages: int = 1 << 20, counts: bool = True) -> None:
+    def __init__(self, pages: int = ENOUGH, counts: bool = True) -> None:
         self.pages, self.counts, self.tables = pages, counts, list[Pages]()
 
     @property
@@ -124,6 +127,17 @@ def tensor_at(place: tuple[Any, int, int], device: torch.device) -> Tensor:
     return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
 
 
+def missing() -> str:
+    """Why no weights can be mapped in here; "" where they can."""
+    import comfy.ops
+
+    try:
+        import comfy_aimdo.model_vbar  # noqa: F401
+    except ImportError:
+        return "there is no comfy-aimdo"
+    return "" if hasattr(comfy.ops, "cast_modules_with_vbar") else "this ComfyUI maps no weights in"
+
+
 def use(monkeypatch: Any) -> None:
     """Has ComfyUI map weights of layers with ``_v`` in, on the CPU."""
     import comfy.model_management as mm
@@ -207,6 +221,15 @@ class Loads:
             for name, weight in parameters.items():
                 if weight is not None:  # to another place, each time
                     part._parameters[name] = nn.Parameter(weight.detach().clone(), requires_grad=False)
+
+
+def loaded_unet(models: Any, card: Card) -> Loads:
+    """A small UNet of ``bench.models`` after a load; its patcher is ``patcher``."""
+    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
+    made = Loads(patcher.model.diffusion_model, card)
+    made.patcher = patcher
+    made()
+    return made
 
 
 def _size(part: nn.Module) -> int:
