@@ -10,12 +10,10 @@ import zipfile
 import pytest
 import torch
 
+from tools.artifact_driving import CONTENT, SECRET
 from tools.paths import ROOT
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="rights of files are POSIX ones")
-
-CONTENT = {"some_kernel.json": b"{}", "some_kernel.cubin": b"\x7fELF" + bytes(400)}
-SECRET = b"s" * 64
 
 
 @pytest.fixture
