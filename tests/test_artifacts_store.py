@@ -1,4 +1,4 @@
-"""The store of compiled artefacts: what comes out, and what is refused: damaged, changed, of other machines or users."""
+"""The store of compiled artefacts: what comes out, what is refused: damaged, changed, of other machines or users."""
 
 import hashlib
 import json
