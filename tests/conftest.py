@@ -65,7 +65,7 @@ LONGEST = (
     "test_skip_runs", "test_tape_unets", "test_unet_cpu", "test_controlnet_tape", "test_vae_cpu", "test_skip_packs",
     "test_workflows_weights", "test_tape_reuse_models", "test_unet_packs", "test_package", "test_artifacts_kernels",
     "test_model_state", "test_bench", "test_control_lora", "test_workflows_batches", "test_warm_up",
-    "test_tape_fetched", "test_lazy", "test_skip_bench", "test_dynamic", "test_tape_engine",
+    "test_vae_shared", "test_tape_fetched", "test_lazy", "test_skip_bench", "test_dynamic", "test_tape_engine",
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {

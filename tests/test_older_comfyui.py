@@ -20,7 +20,7 @@ ENGINE = (
     "test_workflows_batches.py::test_cond_and_uncond_are_split_and_joined_in_mid_run",
     "test_workflows_vae.py::test_a_latent_of_another_model",
     "test_workflows_vae.py::test_a_picture_with_another_number_of_channels",
-    "test_workflows_vae.py::test_an_interrupt_between_tiles",
+    "test_vae_shared.py::test_an_interrupt_between_tiles",
     "test_warm_up.py::test_progress",
     "test_architectures.py::test_every_model_of_comfyui_is_in_the_table",
 )
