@@ -1,16 +1,15 @@
-"""The benchmarks' own machinery, on the CPU: worker processes, the clock, and whole tables of small models."""
+"""The benchmarks, on the CPU: one forward and whole tables of small models, repeated blocks, and counted kernels."""
 
 import json
 import sys
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from bench import blocks, first_call, measure, mixed, process
+from bench import blocks, first_call, measure
 
 HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}
 LIKE_FLUX = {"hidden_size": 64, "num_heads": 4, "depth": 2, "depth_single_blocks": 3, "axes_dim": [4, 6, 6]}
@@ -33,92 +32,6 @@ SMALL = {  # changes to the configs of bench.zoo that leave a forward of millise
              "txtkvheads": 4},
 }  # fmt: skip
 VIDEO = ("wan", "ltxv")
-
-
-def follow(tmp_path: Path, script: str, limit: float = 60.0) -> process.Ended:
-    return process.follow([sys.executable, "-c", script], tmp_path, limit)
-
-
-def test_a_worker_that_ends(tmp_path):
-    script = """
-import json, os
-print("a warning")
-print(json.dumps({"loaded": True}))
-print(json.dumps({"triton": os.environ["TRITON_CACHE_DIR"]}))
-"""
-    assert follow(tmp_path, script) == ([{"loaded": True}, {"triton": str(tmp_path / "triton")}], 0)
-
-
-def test_a_worker_that_is_stopped_keeps_what_it_did(tmp_path):
-    script = "import time; print('{\"loaded\": true}'); print('{\"seconds\": 1}', flush=True); time.sleep(600)"
-    assert follow(tmp_path, script, limit=1.0) == ([{"loaded": True}, {"seconds": 1}], None)
-
-
-def test_a_worker_that_fails(tmp_path):
-    assert follow(tmp_path, "raise SystemExit(3)") == ([], 3)
-
-
-def test_python_keeps_its_bytecode_between_workers(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.setitem(process.BYTECODE, "PYTHONPYCACHEPREFIX", str(tmp_path))
-    script = "import json, sys, wave; print(json.dumps({'writes': not sys.dont_write_bytecode, 'at': wave.__cached__}))"
-    (line,), _ = follow(tmp_path, script)
-    assert line["writes"] and Path(line["at"]).is_relative_to(tmp_path) and Path(line["at"]).exists()
-
-
-def test_what_a_worker_left_running_does_not_hold_us_up(tmp_path):
-    script = """
-import subprocess, sys
-print('{"loaded": true}', flush=True)
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-"""
-    assert follow(tmp_path, script, limit=30.0) == ([{"loaded": True}], 0)
-
-
-@pytest.mark.parametrize("done, code, finished", [(12, 0, True), (1, None, False), (12, 1, False)])
-def test_a_mixed_run(tmp_path, monkeypatch, done, code, finished):
-    lines = [{"conditions": {"machine": "x"}}, *({"seconds": 2.0} for _ in range(done))]
-    monkeypatch.setattr(mixed.process, "follow", lambda *arguments: process.Ended(lines, code))
-    run, conditions = mixed.run("sdxl", "core", tmp_path, 85.0)
-    assert conditions == {"machine": "x"}
-    assert (run["finished"], run["exit_code"], run["seconds"]) == (finished, code, 2.0 * done)
-    assert ("NOT finished" in mixed.told(run)) is not finished
-
-
-def test_a_mixed_result_is_written_run_by_run(tmp_path, monkeypatch):
-    lines = [{"conditions": {"machine": "x", "command": "y"}}, {"seconds": 2.0}]
-    written = []
-
-    def follow(command: list[str], *rest: object) -> process.Ended:
-        written.append(json.loads(path.read_text())["runs"] if path.exists() else {})
-        return process.Ended(lines, None)
-
-    path = tmp_path / "new" / "mixed.json"
-    monkeypatch.setattr(mixed.process, "follow", follow)
-    monkeypatch.setattr(sys, "argv", ["mixed", "--how", "eager,core", "--limit", "9", "--json", str(path)])
-    mixed.main()
-    assert [list(runs) for runs in written] == [[], ["eager"], ["eager", "core"]]
-    result = json.loads(path.read_text())
-    assert result["machine"] == "x" and list(result["runs"]["core"]) == ["cold", "warm"]
-    assert result["command"] == "python -m bench.mixed --model sdxl --how eager,core --limit 9"
-
-
-def test_a_short_mixed_run(tmp_path, monkeypatch):
-    """Fewer steps, of a model with the usual sizes, without second processes; the command says so."""
-    seen = []
-
-    def follow(command: list[str], *rest: object) -> process.Ended:
-        seen.append(command[command.index("--steps") + 1])
-        return process.Ended([{"seconds": 2.0}] * 12, 0)
-
-    path = tmp_path / "mixed.json"
-    monkeypatch.setattr(mixed.process, "follow", follow)
-    arguments = ["--model", "qwen", "--how", "anyshape", "--steps", "4", "--cold-only", "--json", str(path)]
-    monkeypatch.setattr(sys, "argv", ["mixed", *arguments])
-    mixed.main()
-    result = json.loads(path.read_text())
-    assert seen == ["4"] and result["steps"] == 4 and list(result["runs"]["anyshape"]) == ["cold"]
-    assert result["runs"]["anyshape"]["cold"]["finished"] and "--steps 4 --cold-only" in result["command"]
 
 
 # One forward --------------------------------------------------------------------------------------------------------
@@ -275,33 +188,6 @@ def test_what_the_stats_say_of_a_call(forward):
     assert forward.noted(after, after)["state"] == "eager"
 
 
-# First calls --------------------------------------------------------------------------------------------------------
-
-
-def test_first_calls(tmp_path, monkeypatch):
-    """Cold and warm share a cache that eager has not; the best of each kind is compared."""
-    seconds, seen = iter([1.0, 9.0, 4.0, 2.0, 1.5, 3.0, 2.5]), []
-
-    def follow(command: list[str], caches: Path, limit: float) -> process.Ended:
-        seen.append((command[command.index("--mode") + 1], caches))
-        return process.Ended([{"conditions": {"machine": "x", "command": "y"}}, {"seconds": next(seconds)}], 0)
-
-    monkeypatch.setattr(first_call.process, "follow", follow)
-    path = tmp_path / "first.json"
-    monkeypatch.setattr(sys, "argv", ["first_call", "--model", "qwen", "--repeat", "2", "--json", str(path)])
-    first_call.main()
-    result = json.loads(path.read_text())
-    assert result["machine"] == "x" and result["models"]["qwen"]["cold_seconds"] == 3.0 - 1.5
-    assert result["models"]["qwen"]["warm_seconds"] == 2.0 - 1.5
-    assert [mode for mode, _ in seen] == ["auto", *["off", "auto", "auto"] * 2]
-    assert seen[2][1] == seen[3][1] != seen[5][1]
-
-
-def test_first_calls_that_fail():
-    runs = [{"eager": {"seconds": 2.0}, "cold": {"seconds": None, "exit_code": None}, "warm": {"seconds": 2.5}}]
-    assert first_call.beyond(runs, "cold") is None and first_call.beyond(runs, "warm") == 0.5
-
-
 def test_a_first_call(forward, capsys):
     first_call.worker("zimage", [64, 64, 1, 1], "off")
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
@@ -355,28 +241,3 @@ def test_a_controlnet_row(pack, monkeypatch):
     found = controlnet.row(controlnet.ways(), (72, 64))
     assert {found[f"{way}_latent_error"] for way in ("neither", "model", "control", "both")} == {0.0}  # on a CPU
     assert min(found[f"{way}_ms"] for way in ("neither", "model", "control", "both")) > 0
-
-
-def test_starts_share_what_they_should(tmp_path, monkeypatch):
-    """The cold start fills the caches and the store; each of the next two finds one of them."""
-    from bench import restart
-
-    seen = []
-
-    def follow(command: list[str], caches: Path, limit: float) -> process.Ended:
-        base = Path(command[command.index("--base") + 1])
-        seen.append((command[command.index("--worker") + 1], caches.name, base.name))
-        return process.Ended([{"conditions": {"machine": "x"}}, {"seconds": 2.0}], 0)
-
-    monkeypatch.setattr(restart.process, "follow", follow)
-    path = tmp_path / "restart.json"
-    monkeypatch.setattr(sys, "argv", ["restart", "--model", "sdxl", "--repeat", "2", "--json", str(path)])
-    restart.main()
-    places = [("eager", "full", "base"), ("cold", "full", "base"), ("store", "empty", "base"),
-              ("caches", "full", "no store")]  # fmt: skip
-    assert seen == [("eager", "caches", "base"), *places * 2]
-    result = json.loads(path.read_text())
-    assert result["machine"] == "x" and {start: len(runs) for start, runs in result["starts"].items()} == dict.fromkeys(
-        restart.STARTS, 2
-    )
-    assert result["command"] == "python -m bench.restart --model sdxl --mode auto --steps 20 --repeat 2"
