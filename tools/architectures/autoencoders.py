@@ -250,9 +250,7 @@ TABLE = {
             lambda: _engine(BLOCKS + "Encoder", BLOCKS + "Decoder", KL | {"z_channels": 16}),
             SD + "AutoencodingEngine", 16,
         ),
-        Autoencoder(
-            "Flux.2", lambda: _kl(z_channels=32, batch_norm_latent=True), SD + "AutoencoderKL", 128, scale=16,
-        ),
+        Autoencoder("Flux.2", lambda: _kl(z_channels=32, batch_norm_latent=True), SD + "AutoencoderKL", 128, scale=16),
         Autoencoder(
             "SVD",
             lambda: _engine(
