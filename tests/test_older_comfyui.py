@@ -33,7 +33,7 @@ SERVER = (
     "test_schemas.py::test_schema",
     "test_nodes.py::test_with_without_with",
     "test_automatic_server.py::test_the_picture_is_that_of_the_nodes",
-    "test_web.py::test_a_node_names_its_models_entry_from_the_first_forward_on",
+    "test_node_entries.py::test_a_node_names_its_models_entry_from_the_first_forward_on",
 )
 # Where there is a Chromium, a session on one page: the nodes appear, the panel opens, lines and tables follow a run.
 PAGE = (
