@@ -6,53 +6,17 @@ Pictures of the page lie in .cache/screenshots afterwards.
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
 
 import pytest
 
-from tools.api_format import inputs, node, text_to_image, to_api
-from tools.comfy_server import ComfyServer
+from tools.api_format import node, to_api
 from tools.paths import ROOT
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
-from playwright.sync_api import TimeoutError  # noqa: E402
 
-from tools.web_page import OURS, TRIES, WebPage, shows  # noqa: E402 - it imports playwright
-
-PANEL = ".anyshape-panel"
-EMPTY = "Nothing has run through a compile node yet."
-SIZE = "136×120"  # image pixels; an odd latent
-
-
-def flow() -> dict[str, dict[str, Any]]:
-    """Text to image on the demo model, by ComfyUI's own nodes alone."""
-    return text_to_image("1 2 4 5 6 7 3", (136, 120, 2), steps=3, cfg=2.0)
-
-
-PLACES = {"1": (120, 160), "4": (120, 330), "2": (120, 600), "3": (420, 600), "5": (740, 160), "6": (1070, 160),
-          "7": (1260, 160)}  # fmt: skip
-
-
-class Built:
-    """The page with our nodes in the workflow, and the ids of the nodes."""
-
-    def __init__(self, page: WebPage, server: ComfyServer) -> None:
-        self.page, self.server = page, server
-        page.load_workflow(flow(), PLACES)
-        self.model = page.add_node("Compile Model", 410, 160)
-        self.vae = page.add_node("Compile VAE", 410, 400)
-        self.info = page.add_node("Shape Cache Info", 1000, 500)
-        links = [(1, 0, self.model), (1, 1, self.vae), (6, 0, self.info)]
-        for source, output, target in links:
-            page.connect(source, output, target, 0)
-        page.connect(self.model, 0, 5, 0)
-        page.connect(self.vae, 0, 6, 1)
-
-    def panel(self) -> str:
-        return self.page.page.locator(PANEL).inner_text()
-
-    def stats(self) -> dict[str, Any]:
-        return self.server.get("/anyshape/stats").json()
+from tools import page_session  # noqa: E402 - it imports playwright
+from tools.page_session import EMPTY, PANEL, PLACES, SIZE, VIDEO, WAN, Built, flow  # noqa: E402
+from tools.web_page import OURS, WebPage, shows  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -83,21 +47,10 @@ def test_the_panel_opens_by_keyboard(built) -> None:
     assert reached == ["clear", "free", "copy"]
 
 
-SHIFTS = """() => {
-    window.shifted = [];
-    const fixed = '.anyshape-panel header *, .anyshape-badge, .anyshape-info';  // tables grow within what scrolls
-    const ours = (node) => (node?.matches ? node : node?.parentElement)?.matches(fixed);
-    const note = (list) => list.getEntries().forEach((entry) => entry.sources.forEach((source) => {
-        if (ours(source.node)) shifted.push(source.node.className || source.node.textContent);
-    }));
-    new PerformanceObserver(note).observe({ type: 'layout-shift' });
-}"""
-
-
 def test_a_run_is_shown_without_a_reload(built) -> None:
     page, moved = built.page, "() => [...document.querySelectorAll('.anyshape-buttons')].map((b) => b.offsetTop)"
     sizes, tops = [page.size_of(one) for one in (built.model, built.vae, built.info)], page.page.evaluate(moved)
-    page.page.evaluate(SHIFTS)
+    page.page.evaluate(page_session.SHIFTS)
     page.run(built.server)
     page.wait_for_line(built.model, f"as ComfyUI: {SIZE} ×2")  # on a CPU
     page.wait_for_line(built.vae, f"as ComfyUI: {SIZE} ×2")
@@ -157,15 +110,9 @@ def test_a_workflow_of_an_earlier_version_runs(built) -> None:
 
 def test_a_step_down_is_shown_with_its_reason(built) -> None:
     """A layer that keeps something from call to call: the panel says what ran instead, and why."""
-
-    def link(source: int, target: int) -> None:
-        """The panel, which is open, covers the loader: a mouse does not reach it."""
-        connect = "([from, to]) => app.graph.getNodeById(from).connect(0, app.graph.getNodeById(to), 0)"
-        built.page.page.evaluate(connect, [source, target])
-
     counting = built.page.add_node("Counting Layer", 740, 540)
-    link(1, counting)
-    link(counting, built.model)
+    built.link(1, counting)
+    built.link(counting, built.model)
     built.page.run(built.server)
     stats = built.stats()
     shorts = {told["text"]: told["said"][0]["short"] for told in stats["reasons"]}
@@ -175,7 +122,7 @@ def test_a_step_down_is_shown_with_its_reason(built) -> None:
         shows(built.page.page.locator(PANEL), shorts[reason])
         assert built.panel().count(shorts[reason]) == 1
         assert built.page.page.locator(f'{PANEL} li[title="{reason}"]', has_text=shorts[reason]).count() == 1
-    link(1, built.model)
+    built.link(1, built.model)
     built.page.run(built.server)
 
 
@@ -187,33 +134,12 @@ def test_the_report_is_copied(built) -> None:
     assert copied == built.server.get("/anyshape/stats", format="text").text and "136x120" in copied
 
 
-def luminance(colour: list[float]) -> float:
-    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
-    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-
-def contrast(page: Any, selector: str) -> float:
-    """Of a text and what is painted behind it, by WCAG."""
-    colours = page.evaluate(
-        """(selector) => {
-            const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-            let at = document.querySelector(selector);
-            const front = parse(getComputedStyle(at).color);
-            while (at && (parse(getComputedStyle(at).backgroundColor)[3] ?? 1) === 0) at = at.parentElement;
-            return [front, parse(getComputedStyle(at).backgroundColor)].map((c) => c.slice(0, 3).map((v) => v / 255));
-        }""",
-        selector,
-    )
-    light, dark = sorted(map(luminance, colours), reverse=True)
-    return (light + 0.05) / (dark + 0.05)
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_themes_are_readable(built, theme) -> None:
     built.page.set("Comfy.ColorPalette", theme)
     built.page.page.wait_for_timeout(300)
     for selector in (f"{PANEL} h2", f"{PANEL} tr[data-state] td", ".anyshape-badge", ".anyshape-button"):
-        assert contrast(built.page.page, selector) > 4.5, selector
+        assert page_session.contrast(built.page.page, selector) > 4.5, selector
     built.page.shot(theme)
 
 
@@ -263,10 +189,7 @@ def test_our_scripts_complain_of_nothing(built) -> None:
 
 
 def test_a_silent_server_breaks_nothing(browser, server) -> None:
-    def silence(page: Any) -> None:
-        page.route("**/api/anyshape/**", lambda route: route.fulfill(status=500, body="no"))
-
-    page = WebPage(browser, server, silence)
+    page = WebPage(browser, server, page_session.answering("**/api/anyshape/**", status=500, body="no"))
     page.load_workflow(flow(), PLACES)
     model = page.add_node("Compile Model", 410, 160)
     page.page.locator(OURS).click()
@@ -278,35 +201,13 @@ def test_a_silent_server_breaks_nothing(browser, server) -> None:
     page.close()
 
 
-VIDEO = {
-    "key": "x[1x16x31x144x128]", "width": 1024, "height": 1152, "batch": 1, "frames": 121, "state": "tape", "calls": 20,
-    "replays": 0, "first_call_seconds": 2.5, "median_ms": 700.4, "eager_ms": 812.5, "bytes": 0, "reason": "",
-    "note": "the GPU is the limit at this size (GPU 700 ms, host 60 ms): a graph would not help",
-}  # fmt: skip
-WAN = {
-    "name": "WAN21", "kind": "model", "kernels": 41, "recompiles": 0, "compile_seconds": 3.0, "shapes": [VIDEO],
-    "inexact": ["RMSNorm is rounded once: up to half of bf16's last bit"],
-}  # fmt: skip
-
-
-class Blank(NamedTuple):
-    """A page with two of our nodes and the panel open, whose server has no data."""
-
-    page: WebPage
-    model: int
-    info: int
-
-
 @pytest.fixture(scope="module")
-def blank(browser, server) -> Iterator[Blank]:
-    def empty(page: Any) -> None:
-        page.route("**/api/anyshape/stats", lambda route: route.fulfill(json={}))
-
-    page = WebPage(browser, server, empty)
+def blank(browser, server) -> Iterator[page_session.Blank]:
+    page = WebPage(browser, server, page_session.answering("**/api/anyshape/stats", json={}))
     page.load_workflow(flow(), PLACES)
     model, info = page.add_node("Compile Model", 410, 160), page.add_node("Shape Cache Info", 1000, 500)
     page.page.locator(OURS).click()
-    yield Blank(page, model, info)
+    yield page_session.Blank(page, model, info)
     page.close()
 
 
@@ -336,26 +237,10 @@ def test_a_video_what_is_less_exact_and_a_step_down_are_shown(blank, server) -> 
     assert page.errors == []
 
 
-OLDER = """
-const real = window.comfyAPI.app.app;
-const hidden = new Set(["extensionManager"]);
-export const app = new Proxy(real, {
-  get(target, name) {
-    const value = hidden.has(name) ? undefined : target[name];
-    return typeof value === "function" ? value.bind(target) : value;
-  },
-});
-"""
-
-
 def test_a_frontend_without_a_sidebar(browser, server) -> None:
     """The panel is a tab of the bottom panel then."""
-
-    def older(page: Any) -> None:
-        body = {"content_type": "application/javascript", "body": OLDER}
-        page.route("**/scripts/app.js", lambda route: route.fulfill(**body))
-
-    page = WebPage(browser, server, older)
+    script = {"content_type": "application/javascript", "body": page_session.OLDER}
+    page = WebPage(browser, server, page_session.answering("**/scripts/app.js", **script))
     assert page.page.locator(OURS).count() == 0
     page.page.evaluate("() => app.extensionManager.command.execute('Workspace.ToggleBottomPanel')")
     page.page.get_by_role("tab", name="Shape cache").click()
@@ -389,9 +274,7 @@ def test_every_node_is_found_and_warm_up_says_what_it_warmed(page, server) -> No
 def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(page, server) -> None:
     """The same workflow opened a second time has another id, and its Compile Model comes from ComfyUI's cache."""
     # a number that no workflow of the other tests has
-    compiled = flow() | {"80": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024)}
-    compiled["5"]["inputs"]["model"] = ["80", 0]
-    page.load_workflow(compiled, PLACES | {"80": (410, 160)})
+    page.load_workflow(page_session.compiled_flow("80", 1024), PLACES | {"80": (410, 160)})
     page.run(server)
     page.wait_for_line(80, f"as ComfyUI: {SIZE} ×2")
     page.page.evaluate("async () => { const { id, ...same } = app.graph.serialize(); await app.loadGraphData(same); }")
@@ -403,8 +286,7 @@ def test_a_node_that_comfyui_does_not_run_again_has_its_line_too(page, server) -
 
 def test_a_script_is_not_shown_on_a_workflow_that_never_ran(page, server) -> None:
     """Its node has the same number and class."""
-    compiled = flow() | {"81": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=960)}
-    compiled["5"]["inputs"]["model"] = ["81", 0]
+    compiled = page_session.compiled_flow("81", 960)
     page.load_workflow(compiled, PLACES | {"81": (410, 160)})
     with ThreadPoolExecutor(1) as thread:  # the browser has a loop in this one
         thread.submit(server.run, compiled).result()
@@ -428,14 +310,7 @@ def test_help_pages_show_their_picture(browser, server, page, language) -> None:
     texts = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
     title = texts["AnyShapeCompileVAE"]["display_name"]
     page.page.wait_for_function("title => app.graph.getNodeById(1)?.title === title", arg=title)
-    info = page.page.locator("[data-testid=info-button]")
-    for _ in range(TRIES):  # in a new language the front end makes its nodes again, and none is selected then
-        page.select(1)
-        try:
-            info.click(timeout=4_000)
-            break
-        except TimeoutError:
-            continue
+    page_session.open_help(page, 1)
     heading = {"en": "When to use it", "zh": "适合的情况"}[language]
     page.page.locator(".node-help-content").get_by_role("heading", name=heading, exact=True).wait_for()
     page.page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 100")
@@ -445,11 +320,6 @@ def test_help_pages_show_their_picture(browser, server, page, language) -> None:
     assert [url for url in missing if "/docs/" in url] == []
     if language != "en":
         page.close()
-
-
-def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
-    """What the server reads of a node's inputs; the front end sends the text that Preview Any shows too."""
-    return {name: made["inputs"][name] for name in inputs(known[made["class_type"]]) if name in made["inputs"]}
 
 
 def test_an_example_opens_from_the_template_browser(page, server) -> None:
@@ -470,5 +340,5 @@ def test_an_example_opens_from_the_template_browser(page, server) -> None:
         made = page.page.evaluate(
             "async (saved) => { await app.loadGraphData(saved); return (await app.graphToPrompt()).output; }", saved
         )
-        given = {name: known_inputs(one, known) for name, one in made.items()}
+        given = {name: page_session.known_inputs(one, known) for name, one in made.items()}
         assert given == {name: one["inputs"] for name, one in to_api(saved, known).items()}, path.stem
