@@ -69,8 +69,8 @@ LONGEST = (
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {
-    "test_fleet": "fleet", "test_browser": "browser", "test_compare": "browser", "test_screen": "browser",
-    "test_settings": "browser",
+    "test_fleet": "fleet", "test_fleet_client": "fleet", "test_browser": "browser", "test_compare": "browser",
+    "test_screen": "browser", "test_settings": "browser",
     "test_package": "package", "test_soak": "soak",
 }  # fmt: skip
 

@@ -1,23 +1,19 @@
 """Workers that share compiled kernels through a real Redis, and every way in which that Redis can fail them.
 
 Kernels are ours, compiled for a card that need not be here; each is judged by its machine code. One worker fills Redis
-and its disk; tests begin with a copy of what it stored.
+and its disk; tests begin with a copy of what it stored. What needs no Redis is in ``test_fleet_client``.
 """
 
-import base64
 import json
 import os
 import platform
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,16 +21,32 @@ from typing import Any
 import pytest
 
 from tools import redis_server
-from tools.fleet_driving import FLEET, KERNELS, KEY, Listener, Worker, mute, not_redis, relay, trickle
-from tools.oracles import expect
+from tools.fleet_driving import (
+    COMPILED,
+    DAMAGE,
+    FOUND,
+    KERNELS,
+    KEY,
+    LIMIT,
+    Worker,
+    ask,
+    check_fallback,
+    counted,
+    events,
+    fill,
+    forged,
+    listeners,
+    outage,
+    package,
+    refused,
+    relay,
+    remote_at,
+    values,
+)
 from tools.redis_server import RedisServer
 
 redis = pytest.importorskip("redis", reason="the Python client of Redis (requirements-dev.txt)")
 pytestmark = [pytest.mark.fleet, pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)]
-
-LIMIT = 1.0  # seconds that a Redis in trouble may cost in all
-COMPILED = {"compiled": KERNELS[:2], "found": []}  # the launcher is no kernel
-FOUND = {"compiled": [], "found": KERNELS[:2]}
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +108,6 @@ def full(store, first) -> "redis.Redis":
     return fill(store, first[2])
 
 
-def fill(client: "redis.Redis", values: dict[bytes, bytes]) -> "redis.Redis":
-    for name, value in values.items():
-        client.restore(name, 0, value)
-    return client
-
-
 @pytest.fixture
 def fresh(tmp_path) -> Callable[[], Path]:
     """Empty local caches."""
@@ -111,26 +117,9 @@ def fresh(tmp_path) -> Callable[[], Path]:
 
 @pytest.fixture
 def fleet(monkeypatch) -> Iterator[ModuleType]:
-    """The package in this process, as an operator's PYTHONPATH makes it importable."""
-    monkeypatch.syspath_prepend(str(FLEET))
-    import anyshape_redis
-
-    anyshape_redis.renew()
-    yield anyshape_redis
-    anyshape_redis.renew()
-
-
-def values(store: "redis.Redis") -> list[bytes]:
-    """The names of all values in Redis."""
-    return sorted(name for name in store.keys() if not name.endswith(b":names"))
-
-
-def events(answer: dict[str, Any]) -> dict[str, list[str]]:
-    return {name: answer[name] for name in ("compiled", "found")}
-
-
-def counted(answer: dict[str, Any]) -> tuple[int, ...]:
-    return tuple(answer["fleet"][name] for name in ("hits", "misses", "skipped", "stored"))
+    """The package in this process."""
+    with package(monkeypatch) as imported:
+        yield imported
 
 
 # Sharing ----------------------------------------------------------------------------------------------------------
@@ -177,46 +166,13 @@ def test_names_hold_what_the_values_depend_on(worker, full, running, fresh, flee
 
 @pytest.fixture
 def listening() -> Iterator[Callable[..., int]]:
-    """Starts listeners; gives their ports."""
-    started: list[Listener] = []
-
-    def listen(handle: Callable[[socket.socket], None]) -> int:
-        started.append(Listener(handle))
-        return started[-1].port
-
-    yield listen
-    for each in started:
-        each.close()
-
-
-def check_fallback(answer: dict[str, Any], right: dict[str, str], words: str) -> None:
-    """Right kernels, compiled here, soon, and a reason that says what to do."""
-    assert events(answer) == COMPILED and answer["code"] == right
-    (fallback,) = answer["fallbacks"]
-    assert fallback["where"] == "shared kernel cache" and fallback["count"] == 1
-    assert words in fallback["reason"] and "compiled here. Check" in fallback["reason"], fallback
-    assert answer["fleet"]["waited_seconds"] < LIMIT and answer["fleet"]["state"] == "down"
-    assert counted(answer)[0] == 0 and answer["fleet"]["skipped"] >= 2  # after the first nobody asks
+    with listeners() as listen:
+        yield listen
 
 
 def test_nobody_listens(worker, fresh, right):
     port = redis_server.free_port()
     check_fallback(worker(fresh(), port), right, f"127.0.0.1:{port} cannot be used (Error 111")
-
-
-def outage(remote: Any) -> str:
-    """Why it gives nothing."""
-    assert remote.get("name") is None and remote.put("name", b"data") is None
-    (reason,) = remote.snapshot()["outages"]
-    return reason
-
-
-def test_another_kind_of_server(fleet, listening):
-    assert "cannot be used" in outage(remote_at(listening(not_redis)))
-
-
-def test_a_host_that_does_not_exist(fleet):
-    assert "no-such-host.invalid:6379" in outage(remote_at(6379, TRITON_REDIS_HOST="no-such-host.invalid"))
 
 
 def test_a_connection_that_breaks_in_the_middle_of_a_value(worker, fresh, right, listening, running, full):
@@ -254,46 +210,12 @@ def test_killed_and_started_again(worker, fresh, right, first):
 # Values that must not be used -------------------------------------------------------------------------------------
 
 
-def flipped(value: bytes) -> bytes:
-    place = random.randrange(80, len(value))
-    return value[:place] + bytes([value[place] ^ 1]) + value[place + 1 :]
-
-
-DAMAGE = {
-    "garbage": (lambda value: os.urandom(300), "not written by this cache"),
-    "empty of sense": (lambda value: b"{}", "not written by this cache"),
-    "truncated": (lambda value: value[:-7], "damaged"),
-    "cut to nothing": (lambda value: value[:50], "cut off"),
-    "one bit": (flipped, "damaged"),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_values(fleet, kind):
-    from anyshape_redis.signed import Rejected, seal, unseal
-
-    damage, words = DAMAGE[kind]
-    value = seal("name", b"data" * 50, KEY.encode())
-    assert unseal("name", value, KEY.encode()) == b"data" * 50
-    for name, wrong in (("name", damage(value)), ("another", value)):
-        with pytest.raises(Rejected, match=words if name == "name" else "damaged"):
-            unseal(name, wrong, KEY.encode())
-
-
 def test_what_is_damaged_is_compiled_here_and_healed(worker, full, running, fresh, right):
     for name, kind in zip(values(full), ("garbage", "truncated", "one bit"), strict=True):
         full.set(name, DAMAGE[kind][0](full.get(name)))
     assert refused(worker(fresh(), running.port), right) == 3
     healed = worker(fresh(), running.port)
     assert events(healed) == FOUND and healed["fallbacks"] == []
-
-
-def refused(answer: dict[str, Any], right: dict[str, str]) -> int:
-    """How many values were; what they hold was compiled instead, and each reason is counted where users look."""
-    assert events(answer) == COMPILED and answer["code"] == right and answer["fleet"]["hits"] == 0
-    shown = {fallback["reason"]: fallback["count"] for fallback in answer["fallbacks"]}
-    assert shown == answer["fleet"]["rejected"] and answer["fleet"]["state"] == "up"
-    return sum(shown.values())
 
 
 def test_a_value_of_another_type(fleet, store, running):
@@ -313,13 +235,6 @@ def test_only_who_knows_the_key_can_write(worker, full, running, fresh, right, f
     assert KEY.encode() not in b"".join(stored.values())
 
 
-def forged(name: bytes, value: bytes, key: str) -> bytes:
-    """The value again, with a right checksum, but signed by somebody else."""
-    from anyshape_redis.signed import MAGIC, seal
-
-    return seal(name.decode(), value[len(MAGIC) + 64 :], key.encode())
-
-
 def test_without_a_key_nothing_is_asked_for(worker, full, running, fresh, right, fleet):
     answer = worker(fresh(), running.port, env={"ANYSHAPE_FLEET_KEY": None})
     assert events(answer) == COMPILED and answer["code"] == right and answer["fleet"]["stored"] == 0
@@ -329,57 +244,6 @@ def test_without_a_key_nothing_is_asked_for(worker, full, running, fresh, right,
     remote = remote_at(running.port, **unsigned)
     remote.put("name", b"data"), remote.flush()
     assert remote_at(running.port, **unsigned).get("name") == b"data" and not remote.snapshot()["signed"]
-
-
-NO_FILES = [
-    b"", b"[1]\nx", b"null\n", b"3\n", b'"abc"\nabc', b"\xff\n", b"[" * 100_000, b'{"a":' * 100_000,
-    b'{"a": 5}\nabc', b'{"a": "b"}\n', b'{"a": 3.0}\nabc', b'{"a": true}\nx', b'{"a": null}\n', b'{"a": [3]}\nabc',
-    b'{"a": -1, "b": 4}\nabc', b'{"a": 1e400}\nabc', b'{"a": NaN}\nabc', b'{"a": ' + b"9" * 5000 + b"}\nabc",
-    b'{"..": 3}\nabc', b'{".": 3}\nabc', b'{"": 3}\nabc', b'{"../a": 3}\nabc', b'{"/a": 3}\nabc', b'{"a\\\\b": 3}\nabc',
-    b'{"C:a": 3}\nabc', b'{"a\\u0000": 3}\nabc', b'{"\\ud800": 3}\nabc', b'{".hidden": 3}\nabc', b'{"x/y": 3}\nabc',
-    b'{"' + b"a" * 300 + b'": 3}\nabc', json.dumps(dict.fromkeys(map(str, range(1000)), 0)).encode() + b"\n",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("value", NO_FILES, ids=lambda value: repr(value[:16]))
-def test_what_is_no_kernel(fleet, value):
-    from anyshape_redis.signed import Rejected, pack, unpack
-
-    with pytest.raises(Rejected):
-        unpack(value)
-    assert unpack(pack({"a": b"\0\n", "b": b""})) == {"a": b"\0\n", "b": b""}
-
-
-HASH = "ab" * 32
-TARGET = {"backend": "cuda", "arch": 90, "warp_size": 32}
-SAID = {"hash": HASH, "target": TARGET, "name": "k", "num_warps": 4, "num_ctas": 1, "shared": 0}
-GOOD = {"k.json": json.dumps(SAID).encode(), "k.cubin": b"\x7fELF\xff", "k.ptx": b"//"}
-OTHER_KERNELS = {
-    "another kernel": {"k.json": json.dumps(SAID | {"hash": "cd" * 32}).encode()},
-    "no target": {"k.json": json.dumps(SAID | {"target": None}).encode()},
-    "half a target": {"k.json": json.dumps(SAID | {"target": {"backend": "cuda"}}).encode()},
-    "a backend of another type": {"k.json": json.dumps(SAID | {"target": TARGET | {"backend": []}}).encode()},
-    "no name": {"k.json": json.dumps({"hash": HASH, "target": TARGET}).encode()},
-    "fields of no tuple": {"k.json": json.dumps(SAID | {"class": 1}).encode()},
-    "a backend that nobody knows": {"k.json": json.dumps(SAID | {"target": TARGET | {"backend": "x"}}).encode()},
-    "metadata that are none": {"k.json": b"[]"},
-    "no metadata": {"k.json": None},
-    "deep metadata": {"k.json": b"[" * 100_000},
-    "two of them": {"l.json": b"{}"},
-    "no machine code": {"k.cubin": None},
-    "text that is none": {"k.ptx": b"\xff"},
-}
-
-
-@pytest.mark.parametrize("kind", OTHER_KERNELS)
-def test_files_that_triton_could_not_read(fleet, kind):
-    from anyshape_redis.signed import Rejected, check_kernel
-
-    key = base64.b32encode(bytes.fromhex(HASH)).decode().rstrip("=")
-    assert check_kernel(GOOD, "k.json", key) == GOOD
-    files = {name: content for name, content in (GOOD | OTHER_KERNELS[kind]).items() if content is not None}
-    with pytest.raises(Rejected):
-        check_kernel(files, "k.json", key)
 
 
 def test_wrong_values_that_were_signed_cost_one_compilation(worker, full, running, fresh, right, fleet):
@@ -400,30 +264,6 @@ WRONG = {"a value is not a kernel", "a value is not a launcher"}
 
 
 # Time -------------------------------------------------------------------------------------------------------------
-
-
-def remote_at(port: int, **env: str) -> Any:
-    from anyshape_redis.client import Remote
-
-    return Remote({"TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port), "ANYSHAPE_FLEET_KEY": KEY} | env)
-
-
-def ask(remote: Any, threads: int, count: int = 60) -> tuple[float, dict[str, Any]]:
-    """(seconds, counters) of asking for ``count`` names, and of storing what is not there."""
-    begun = time.monotonic()
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(lambda n: remote.get(f"name{n}") or remote.put(f"name{n}", bytes(1000)), range(count)))
-    return time.monotonic() - begun, remote.snapshot()
-
-
-@pytest.mark.parametrize("threads", [1, 16])
-@pytest.mark.parametrize("handle", [mute, trickle, None])
-def test_trouble_costs_less_than_a_second(fleet, listening, handle, threads):
-    port = listening(handle) if handle else redis_server.free_port()
-    seconds, counts = ask(remote_at(port), threads)
-    assert seconds < LIMIT and counts["waited_seconds"] < LIMIT
-    assert counts["state"] == "down" and list(counts["outages"].values()) == [1]
-    assert (counts["hits"], counts["misses"], counts["skipped"]) == (0, 0, 60)
 
 
 def test_a_redis_that_becomes_slow(fleet, listening, running, store):
@@ -479,14 +319,6 @@ def test_the_list_of_names_may_be_lost(worker, full, running, fresh, right):
     assert events(worker(fresh(), running.port)) == FOUND
 
 
-def test_the_end_of_the_process_is_not_held_up(fleet, listening):
-    remote = remote_at(listening(mute))
-    remote.put("name", b"data")
-    begun = time.monotonic()
-    remote.flush()
-    assert 0.3 < time.monotonic() - begun < LIMIT
-
-
 # How an operator sets it up ---------------------------------------------------------------------------------------
 
 
@@ -539,47 +371,6 @@ def test_tls(worker, fresh, tmp_path, right):
         assert events(answer) == FOUND and answer["code"] == right
         untrusted = worker(fresh(), 1, env={"ANYSHAPE_REDIS_URL": url.partition("?")[0]})
         check_fallback(untrusted, right, "CERTIFICATE_VERIFY_FAILED")
-
-
-@pytest.mark.parametrize("env", [{"ANYSHAPE_REDIS_URL": "http://secret@x"}, {"TRITON_REDIS_PORT": "many"}])
-def test_settings_that_make_no_sense(fleet, env):
-    reason = outage(remote_at(6379, **env))
-    assert next(iter(env)) in reason and "secret" not in reason
-
-
-def test_a_socket_is_shown_by_its_name(fleet):
-    remote = remote_at(1, ANYSHAPE_REDIS_URL="unix:///run/no such folder/redis.sock")
-    assert "redis.sock cannot be used" in outage(remote) and "/run" not in json.dumps(remote.snapshot())
-
-
-def test_without_the_client(fleet, monkeypatch):
-    from anyshape_redis import client
-
-    monkeypatch.setattr(client, "redis", None)
-    assert "pip install redis" in outage(remote_at(6379))
-
-
-# What the user sees -----------------------------------------------------------------------------------------------
-
-
-def test_stats_and_report(fleet, pack, clean_stats, listening, monkeypatch):
-    from anyshape.accel import stats
-    from anyshape.nodes.report import report
-
-    assert stats.snapshot()["fleet"] == {} and "Shared" not in report(stats.snapshot())
-    port = listening(mute)
-    monkeypatch.setenv("ANYSHAPE_FLEET_KEY", KEY)
-    monkeypatch.setenv("TRITON_REDIS_HOST", "127.0.0.1")
-    monkeypatch.setenv("TRITON_REDIS_PORT", str(port))
-    with expect(fallbacks=1):
-        fleet.remote().get("name"), fleet.remote().get("name")
-    now = stats.snapshot()
-    assert json.loads(json.dumps(now)) == now
-    text = report(now)
-    assert f"Shared kernel cache 127.0.0.1:{port} (down): 0 hits" in text
-    assert f"shared kernel cache, once: the shared kernel cache at 127.0.0.1:{port} does not answer" in text
-    stats.STATS.clear()
-    assert stats.snapshot()["fallbacks"] == [] and stats.snapshot()["fleet"]["skipped"] == 2
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")

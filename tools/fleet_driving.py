@@ -1,14 +1,18 @@
-"""What the tests of the shared kernel cache drive: a worker process, and TCP servers that are trouble."""
+"""What the tests of the shared kernel cache drive and compare: worker processes, values in Redis, servers."""
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tools.paths import ROOT
@@ -17,6 +21,10 @@ FLEET = ROOT / "fleet"
 KEY = "a long secret of the fleet's"
 KERNELS = ["geglu_kernel", "upsample_kernel", "launcher"]
 PAUSES = {"PAUSE": 30.0}
+LIMIT = 1.0  # seconds that a Redis in trouble may cost in all
+COMPILED = {"compiled": KERNELS[:2], "found": []}  # the launcher is no kernel
+FOUND = {"compiled": [], "found": KERNELS[:2]}
+Redis = Any  # redis.Redis, a package that need not be there
 
 
 class Worker:
@@ -113,3 +121,120 @@ def _received(upstream: socket.socket) -> bytes:
         return upstream.recv(1 << 16)
     except TimeoutError:
         return b""
+
+
+@contextmanager
+def listeners() -> Iterator[Callable[..., int]]:
+    """Starts listeners that treat a connection as they are told; gives their ports."""
+    started: list[Listener] = []
+
+    def listen(handle: Callable[[socket.socket], None]) -> int:
+        started.append(Listener(handle))
+        return started[-1].port
+
+    yield listen
+    for each in started:
+        each.close()
+
+
+# A client in this process -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def package(monkeypatch: Any) -> Iterator[ModuleType]:
+    """The package in this process, as an operator's PYTHONPATH makes it importable."""
+    monkeypatch.syspath_prepend(str(FLEET))
+    import anyshape_redis
+
+    anyshape_redis.renew()
+    yield anyshape_redis
+    anyshape_redis.renew()
+
+
+def remote_at(port: int, **env: str) -> Any:
+    """A client of the Redis at this port."""
+    from anyshape_redis.client import Remote
+
+    return Remote({"TRITON_REDIS_HOST": "127.0.0.1", "TRITON_REDIS_PORT": str(port), "ANYSHAPE_FLEET_KEY": KEY} | env)
+
+
+def outage(remote: Any) -> str:
+    """Why it gives nothing."""
+    assert remote.get("name") is None and remote.put("name", b"data") is None
+    (reason,) = remote.snapshot()["outages"]
+    return reason
+
+
+def ask(remote: Any, threads: int, count: int = 60) -> tuple[float, dict[str, Any]]:
+    """(seconds, counters) of asking for ``count`` names, and of storing what is not there."""
+    begun = time.monotonic()
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(lambda n: remote.get(f"name{n}") or remote.put(f"name{n}", bytes(1000)), range(count)))
+    return time.monotonic() - begun, remote.snapshot()
+
+
+# Values in Redis --------------------------------------------------------------------------------------------------
+
+
+def fill(client: Redis, values: dict[bytes, bytes]) -> Redis:
+    """Puts back what was dumped."""
+    for name, value in values.items():
+        client.restore(name, 0, value)
+    return client
+
+
+def values(store: Redis) -> list[bytes]:
+    """The names of all values in Redis."""
+    return sorted(name for name in store.keys() if not name.endswith(b":names"))
+
+
+def forged(name: bytes, value: bytes, key: str) -> bytes:
+    """The value again, with a right checksum, but signed by somebody else."""
+    from anyshape_redis.signed import MAGIC, seal
+
+    return seal(name.decode(), value[len(MAGIC) + 64 :], key.encode())
+
+
+def _flipped(value: bytes) -> bytes:
+    place = random.randrange(80, len(value))
+    return value[:place] + bytes([value[place] ^ 1]) + value[place + 1 :]
+
+
+DAMAGE = {
+    "garbage": (lambda value: os.urandom(300), "not written by this cache"),
+    "empty of sense": (lambda value: b"{}", "not written by this cache"),
+    "truncated": (lambda value: value[:-7], "damaged"),
+    "cut to nothing": (lambda value: value[:50], "cut off"),
+    "one bit": (_flipped, "damaged"),
+}
+
+
+# A worker's answer ------------------------------------------------------------------------------------------------
+
+
+def events(answer: dict[str, Any]) -> dict[str, list[str]]:
+    """What was compiled, and what was found."""
+    return {name: answer[name] for name in ("compiled", "found")}
+
+
+def counted(answer: dict[str, Any]) -> tuple[int, ...]:
+    """(hits, misses, skipped, stored)."""
+    return tuple(answer["fleet"][name] for name in ("hits", "misses", "skipped", "stored"))
+
+
+def check_fallback(answer: dict[str, Any], right: dict[str, str], words: str) -> None:
+    """Right kernels, compiled here, soon, and a reason that says what to do."""
+    assert events(answer) == COMPILED and answer["code"] == right
+    (fallback,) = answer["fallbacks"]
+    assert fallback["where"] == "shared kernel cache" and fallback["count"] == 1
+    assert words in fallback["reason"] and "compiled here. Check" in fallback["reason"], fallback
+    assert answer["fleet"]["waited_seconds"] < LIMIT and answer["fleet"]["state"] == "down"
+    assert counted(answer)[0] == 0 and answer["fleet"]["skipped"] >= 2  # after the first nobody asks
+
+
+def refused(answer: dict[str, Any], right: dict[str, str]) -> int:
+    """How many values were; what they hold was compiled instead, and each reason is counted where users look."""
+    assert events(answer) == COMPILED and answer["code"] == right and answer["fleet"]["hits"] == 0
+    shown = {fallback["reason"]: fallback["count"] for fallback in answer["fallbacks"]}
+    assert shown == answer["fleet"]["rejected"] and answer["fleet"]["state"] == "up"
+    return sum(shown.values())
