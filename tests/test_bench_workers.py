@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench import first_call, mixed, process
+from tools import redis_server
 
 
 def follow(tmp_path: Path, script: str, limit: float = 60.0) -> process.Ended:
@@ -142,3 +143,34 @@ def test_starts_share_what_they_should(tmp_path, monkeypatch):
         restart.STARTS, 2
     )
     assert result["command"] == "python -m bench.restart --model sdxl --mode auto --steps 20 --repeat 2"
+
+
+@pytest.mark.fleet
+@pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
+def test_the_benchmark_of_a_fleet(tmp_path, monkeypatch):
+    """Its runs, their environments and its table; the workers themselves need a GPU."""
+    pytest.importorskip("redis", reason="the Python client of Redis (requirements-dev.txt)")
+    from bench import figures, fleet, fleet_tables, process
+
+    calls = []
+
+    def follow(command: list[str], folder: Path, limit: float, more: dict[str, str]) -> process.Ended:
+        calls.append((folder.name, more.get("TRITON_REDIS_PORT"), more.get("TRITON_CACHE_MANAGER")))
+        done = {"first_seconds": 2.0, "second_seconds": 1.0, "compiled": 5, "found": 0, "fleet": {"bytes_read": 3e6}}
+        conditions = {"machine": "x, y", "allocator": "native", "date": "2026-01-01", "command": "another"}
+        conditions["versions"] = dict.fromkeys(("torch", "triton", "comfyui", "python"), "1")
+        return process.Ended([{"conditions": conditions}, done], 0)
+
+    path = tmp_path / "new" / "fleet-sdxl.json"
+    monkeypatch.setattr(process, "follow", follow)
+    monkeypatch.setattr(sys, "argv", ["fleet", "--repeats", "2", "--json", str(path)])
+    fleet.main()
+    assert [folder for folder, *_ in calls] == ["alone", "first", "joined", "joined", "down", "frozen"] * 2
+    assert calls[0][1:] == (None, None) and all(manager == "anyshape_redis:Manager" for *_, manager in calls[1:6])
+    ports = [port for _, port, _ in calls[1:6]]
+    assert len(set(ports)) == 2 and ports[3] not in ports[:3] + ports[4:]
+    result = json.loads(path.read_text())
+    assert result["repeats"] == 2 and result["command"] == "python -m bench.fleet --model sdxl --repeats 2"
+    assert set(result["runs"]) == set(fleet_tables.NAMES)
+    monkeypatch.setattr(figures, "RESULTS", path.parent)
+    assert "| one that joins: empty disk, filled Redis | 2.00 | 1.00 | 5 | 0 | 3.0 |" in fleet_tables.document()

@@ -8,10 +8,7 @@ import json
 import os
 import platform
 import shutil
-import signal
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,29 +17,8 @@ from typing import Any
 
 import pytest
 
-from tools import redis_server
-from tools.fleet_driving import (
-    COMPILED,
-    DAMAGE,
-    FOUND,
-    KERNELS,
-    KEY,
-    LIMIT,
-    Worker,
-    ask,
-    check_fallback,
-    counted,
-    events,
-    fill,
-    forged,
-    listeners,
-    outage,
-    package,
-    refused,
-    relay,
-    remote_at,
-    values,
-)
+from tools import fleet_driving, redis_server
+from tools.fleet_driving import COMPILED, FOUND, KERNELS, KEY, ask, counted, events, fill, outage, remote_at, values
 from tools.redis_server import RedisServer
 
 redis = pytest.importorskip("redis", reason="the Python client of Redis (requirements-dev.txt)")
@@ -50,16 +26,14 @@ pytestmark = [pytest.mark.fleet, pytest.mark.skipif(redis_server.find() is None,
 
 
 @pytest.fixture(scope="module")
-def workers() -> Iterator[tuple[Worker, Worker]]:
+def workers() -> Iterator[tuple[fleet_driving.Worker, fleet_driving.Worker]]:
     """Two processes, which start side by side."""
-    both = Worker(), Worker()
-    yield both
-    for each in both:
-        each.end()
+    with fleet_driving.started(2) as both:
+        yield both
 
 
 @pytest.fixture(scope="module")
-def worker(workers) -> Worker:
+def worker(workers) -> fleet_driving.Worker:
     """One process for many orders, each as if it had just begun."""
     return workers[0]
 
@@ -118,7 +92,7 @@ def fresh(tmp_path) -> Callable[[], Path]:
 @pytest.fixture
 def fleet(monkeypatch) -> Iterator[ModuleType]:
     """The package in this process."""
-    with package(monkeypatch) as imported:
+    with fleet_driving.package(monkeypatch) as imported:
         yield imported
 
 
@@ -166,24 +140,24 @@ def test_names_hold_what_the_values_depend_on(worker, full, running, fresh, flee
 
 @pytest.fixture
 def listening() -> Iterator[Callable[..., int]]:
-    with listeners() as listen:
+    with fleet_driving.listeners() as listen:
         yield listen
 
 
 def test_nobody_listens(worker, fresh, right):
     port = redis_server.free_port()
-    check_fallback(worker(fresh(), port), right, f"127.0.0.1:{port} cannot be used (Error 111")
+    fleet_driving.check_fallback(worker(fresh(), port), right, f"127.0.0.1:{port} cannot be used (Error 111")
 
 
 def test_a_connection_that_breaks_in_the_middle_of_a_value(worker, fresh, right, listening, running, full):
-    broken = listening(relay(running.port, {"seconds": 0.0}, limit=5000))
-    check_fallback(worker(fresh(), broken), right, "cannot be used")
+    broken = listening(fleet_driving.relay(running.port, {"seconds": 0.0}, limit=5000))
+    fleet_driving.check_fallback(worker(fresh(), broken), right, "cannot be used")
 
 
 def test_a_frozen_redis(worker, fresh, right, running, full):
     running.freeze()
     try:
-        check_fallback(worker(fresh(), running.port), right, "does not answer")
+        fleet_driving.check_fallback(worker(fresh(), running.port), right, "does not answer")
     finally:
         running.freeze(False)
 
@@ -212,8 +186,8 @@ def test_killed_and_started_again(worker, fresh, right, first):
 
 def test_what_is_damaged_is_compiled_here_and_healed(worker, full, running, fresh, right):
     for name, kind in zip(values(full), ("garbage", "truncated", "one bit"), strict=True):
-        full.set(name, DAMAGE[kind][0](full.get(name)))
-    assert refused(worker(fresh(), running.port), right) == 3
+        full.set(name, fleet_driving.DAMAGE[kind][0](full.get(name)))
+    assert fleet_driving.refused(worker(fresh(), running.port), right) == 3
     healed = worker(fresh(), running.port)
     assert events(healed) == FOUND and healed["fallbacks"] == []
 
@@ -229,9 +203,10 @@ def test_only_who_knows_the_key_can_write(worker, full, running, fresh, right, f
     stored = {name: full.get(name) for name in values(full)}
     assert remote_at(running.port, ANYSHAPE_FLEET_KEY="a guess").prefix != remote_at(running.port).prefix
     for name, key in zip(stored, ("", "a guess", "another"), strict=True):
-        full.set(name, forged(name, stored[name], key))
+        full.set(name, fleet_driving.forged(name, stored[name], key))
     answer = worker(fresh(), running.port)
-    assert refused(answer, right) == 3 and "not signed with this worker's" in answer["fallbacks"][0]["reason"]
+    assert fleet_driving.refused(answer, right) == 3
+    assert "not signed with this worker's" in answer["fallbacks"][0]["reason"]
     assert KEY.encode() not in b"".join(stored.values())
 
 
@@ -255,7 +230,7 @@ def test_wrong_values_that_were_signed_cost_one_compilation(worker, full, runnin
     for name, data in ((kernels[0], b'{"a": 3.0}\nabc'), (kernels[1], b'{"..": 3}\nabc'), (module, b"no module")):
         full.set(name, seal(name.decode(), data, KEY.encode()))
     answer = worker(fresh(), running.port)
-    assert refused(answer, right) == 3
+    assert fleet_driving.refused(answer, right) == 3
     assert {words for fallback in answer["fallbacks"] for words in WRONG if words in fallback["reason"]} == WRONG
     assert events(worker(fresh(), running.port)) == FOUND
 
@@ -271,12 +246,12 @@ def test_a_redis_that_becomes_slow(fleet, listening, running, store):
     first = remote_at(running.port)
     ask(first, 1), first.flush()
     delay = {"seconds": 0.0}
-    remote = remote_at(listening(relay(running.port, delay)))
+    remote = remote_at(listening(fleet_driving.relay(running.port, delay)))
     assert remote.get("name0") is not None
     delay["seconds"] = 0.25
     seconds, counts = ask(remote, 1)
     assert "too slowly" in next(iter(counts["outages"])) and counts["hits"] <= 10, counts
-    assert seconds - counts["hits"] * 0.15 < LIMIT, counts  # a hit spares at least as much
+    assert seconds - counts["hits"] * 0.15 < fleet_driving.LIMIT, counts  # a hit spares at least as much
 
 
 @pytest.mark.parametrize("threads", [1, 16])
@@ -290,20 +265,10 @@ def test_a_quick_redis_is_never_given_up(fleet, running, store, threads):
 
 def test_a_busy_process_does_not_take_redis_for_slow(fleet, running, store):
     """Threads that compile hold Python's lock most of the time."""
-    first, done = remote_at(running.port), threading.Event()
+    first = remote_at(running.port)
     ask(first, 8), first.flush()
-
-    def compile_something() -> None:
-        while not done.is_set():
-            sum(range(10_000))
-
-    threads = [threading.Thread(target=compile_something) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
+    with fleet_driving.busy(4):
         counts = ask(remote_at(running.port), 8, count=10)[1]
-    finally:
-        done.set()
     assert counts["hits"] == 10 and counts["outages"] == {}, counts
 
 
@@ -339,7 +304,7 @@ def test_a_wrong_password(worker, fresh, right, fleet):
         assert "refuses this worker" in outage(remote_at(server.port))
         url = {"ANYSHAPE_REDIS_URL": f"redis://:wrong-secret@127.0.0.1:{server.port}"}
         answer = worker(fresh(), 1, env=url)
-        check_fallback(answer, right, "Check ANYSHAPE_REDIS_URL and the ACL")
+        fleet_driving.check_fallback(answer, right, "Check ANYSHAPE_REDIS_URL and the ACL")
         assert "wrong-secret" not in json.dumps(answer)
 
 
@@ -356,21 +321,15 @@ def test_a_full_redis_still_gives(worker, fresh, right, first):
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_tls(worker, fresh, tmp_path, right):
-    paths = {"--tls-cert-file": tmp_path / "cert.pem", "--tls-key-file": tmp_path / "key.pem"}
-    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
-            "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
-    make += ["-out", str(paths["--tls-cert-file"]), "-keyout", str(paths["--tls-key-file"])]
-    subprocess.run(make, check=True, capture_output=True)
-    port = redis_server.free_port()
-    options = [str(part) for item in paths.items() for part in item]
-    options += ["--tls-port", str(port), "--tls-auth-clients", "no", "--requirepass", "pass"]
-    with RedisServer(*options):
-        url = f"rediss://:pass@127.0.0.1:{port}/0?ssl_ca_certs={paths['--tls-cert-file']}"
+    certificate, port = redis_server.certificate(tmp_path), redis_server.free_port()
+    options = ["--tls-port", str(port), "--tls-auth-clients", "no", "--requirepass", "pass"]
+    with RedisServer(*certificate, *options):
+        url = f"rediss://:pass@127.0.0.1:{port}/0?ssl_ca_certs={tmp_path / 'cert.pem'}"
         assert counted(worker(fresh(), 1, env={"ANYSHAPE_REDIS_URL": url})) == (0, 3, 0, 3)
         answer = worker(fresh(), 1, env={"ANYSHAPE_REDIS_URL": url})
         assert events(answer) == FOUND and answer["code"] == right
         untrusted = worker(fresh(), 1, env={"ANYSHAPE_REDIS_URL": url.partition("?")[0]})
-        check_fallback(untrusted, right, "CERTIFICATE_VERIFY_FAILED")
+        fleet_driving.check_fallback(untrusted, right, "CERTIFICATE_VERIFY_FAILED")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
@@ -383,40 +342,4 @@ def test_a_forked_process_starts_from_scratch(fleet, running, store, monkeypatch
     child = os.fork()
     if child == 0:
         os._exit(0 if fleet.snapshot() == {} and fleet.remote().get("name") == b"data" else 1)
-    end = time.monotonic() + 10
-    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.02)
-    assert done[1] == 0
-
-
-# The benchmark ----------------------------------------------------------------------------------------------------
-
-
-def test_the_benchmark_of_a_fleet(tmp_path, monkeypatch):
-    """Its runs, their environments and its table; the workers themselves need a GPU."""
-    from bench import figures, fleet, fleet_tables, process
-
-    calls = []
-
-    def follow(command: list[str], folder: Path, limit: float, more: dict[str, str]) -> process.Ended:
-        calls.append((folder.name, more.get("TRITON_REDIS_PORT"), more.get("TRITON_CACHE_MANAGER")))
-        done = {"first_seconds": 2.0, "second_seconds": 1.0, "compiled": 5, "found": 0, "fleet": {"bytes_read": 3e6}}
-        conditions = {"machine": "x, y", "allocator": "native", "date": "2026-01-01", "command": "another"}
-        conditions["versions"] = dict.fromkeys(("torch", "triton", "comfyui", "python"), "1")
-        return process.Ended([{"conditions": conditions}, done], 0)
-
-    path = tmp_path / "new" / "fleet-sdxl.json"
-    monkeypatch.setattr(process, "follow", follow)
-    monkeypatch.setattr(sys, "argv", ["fleet", "--repeats", "2", "--json", str(path)])
-    fleet.main()
-    assert [folder for folder, *_ in calls] == ["alone", "first", "joined", "joined", "down", "frozen"] * 2
-    assert calls[0][1:] == (None, None) and all(manager == "anyshape_redis:Manager" for *_, manager in calls[1:6])
-    ports = [port for _, port, _ in calls[1:6]]
-    assert len(set(ports)) == 2 and ports[3] not in ports[:3] + ports[4:]
-    result = json.loads(path.read_text())
-    assert result["repeats"] == 2 and result["command"] == "python -m bench.fleet --model sdxl --repeats 2"
-    assert set(result["runs"]) == set(fleet_tables.NAMES)
-    monkeypatch.setattr(figures, "RESULTS", path.parent)
-    assert "| one that joins: empty disk, filled Redis | 2.00 | 1.00 | 5 | 0 | 3.0 |" in fleet_tables.document()
+    assert fleet_driving.exit_status(child) == 0

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -51,6 +52,42 @@ class Worker:
     def end(self) -> None:
         self.process.stdin.close()
         self.process.wait(10)
+
+
+@contextmanager
+def started(count: int) -> Iterator[tuple[Worker, ...]]:
+    """So many workers, which start side by side."""
+    workers = tuple(Worker() for _ in range(count))
+    yield workers
+    for each in workers:
+        each.end()
+
+
+def exit_status(child: int, limit: float = 10.0) -> int:
+    """Of a forked process; one that does not end in time is killed."""
+    end = time.monotonic() + limit
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > end:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
+    return done[1]
+
+
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many threads of this process that do nothing but compute."""
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            sum(range(10_000))
+
+    for _ in range(count):
+        threading.Thread(target=compute).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 class Listener:

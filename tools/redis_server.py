@@ -93,6 +93,16 @@ class RedisServer:
         self.process.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
 
 
+def certificate(folder: Path) -> list[str]:
+    """Makes cert.pem, for this machine alone, and its key.pem with openssl; the server's options for them."""
+    paths = {"--tls-cert-file": folder / "cert.pem", "--tls-key-file": folder / "key.pem"}
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
+            "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]  # fmt: skip
+    make += ["-out", str(paths["--tls-cert-file"]), "-keyout", str(paths["--tls-key-file"])]
+    subprocess.run(make, check=True, capture_output=True)
+    return [str(part) for item in paths.items() for part in item]
+
+
 if __name__ == "__main__":
     problem = install()
     print(
