@@ -31,6 +31,7 @@ COMFYUI = frozenset(
 )
 FOLDERS = ("accel", "nodes", "fleet", "bench", "demo", "tests", "tools")
 FILES = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+LONGEST = 350  # lines of a file
 JS_IMPORT = re.compile(r'^import .* from "(\./.*)";$', re.MULTILINE)
 
 
@@ -108,3 +109,9 @@ def test_comfyui_is_imported_by_nodes_and_families_alone() -> None:
 def test_no_two_files_of_the_pack_have_one_name() -> None:
     names = Counter(p.name for p in FILES if p.relative_to(ROOT).parts[0] in ("accel", "nodes", "fleet"))
     assert {name for name, count in names.items() if count > 1} == {"__init__.py"}
+
+
+def test_no_file_is_longer_than_one_can_read_at_once() -> None:
+    written = [*FILES, *sorted((ROOT / "web").rglob("*.js"))]
+    lengths = {path.relative_to(ROOT): len(path.read_text(encoding="utf-8").splitlines()) for path in written}
+    assert {path: length for path, length in lengths.items() if length > LONGEST} == {}
