@@ -48,9 +48,8 @@ BOUNDS = {
 
 
 # A model that amplifies rounding may have so many times what one step in its latent makes (``sensitivity``), but never
-# more than a quarter of the result, and of a part as much more as above: beyond it a wrong result would look no
-# different.
-NOISE, MOST = 3.0, Bounds(0.25, 0.33)
+# more than a quarter of the result: beyond it a wrong result would look no different (``is_noise``).
+NOISE, MOST = 3.0, 0.25
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,8 @@ def _worst_of(rows: list[list[float]]) -> Comparison:
 def _bounds(dtype: torch.dtype, noise: Comparison) -> Bounds:
     """Those of the dtype, or of a model that amplifies rounding."""
     usual = BOUNDS.get(dtype, BOUNDS[torch.bfloat16])
-    whole, part = min(NOISE * noise.whole, MOST.whole), min(NOISE * noise.part, MOST.part)
-    return Bounds(max(usual.whole, whole), max(usual.part, part))
+    own = (min(NOISE * error, MOST) for error in (noise.whole, noise.part))
+    return Bounds(*map(max, (usual.whole, usual.part), own))
 
 
 def _wrong(what: str, how: str) -> WrongResult:

@@ -115,6 +115,47 @@ def test_an_input_is_rounded_once_for_all_layers_that_read_it(quantised: Any, mo
     assert each.error(each.program(fuse=False)) <= 0.1  # of a sum in another order, which 8 bits make visible
 
 
+class OneScale(torch.nn.Module):
+    """Two int8 layers of one input and one scale for both, perhaps computed; their weights have 64 and 32 rows."""
+
+    def __init__(self, computed=False):
+        super().__init__()
+        self.computed = computed
+        draw = torch.Generator().manual_seed(0)
+        for name, rows in (("wide", 64), ("narrow", 32)):
+            weight = torch.randint(-127, 128, (rows, 16), generator=draw, dtype=torch.int8)
+            self.register_buffer(name, weight)
+        self.register_buffer("scale", torch.tensor(1e-3))
+
+    def forward(self, x):
+        scale = x.abs().mean() * 1e-3 if self.computed else self.scale
+        return [torch.ops.comfy_kitchen.int8_linear(x, weight, scale, None, 0) for weight in (self.wide, self.narrow)]
+
+
+@pytest.mark.parametrize("computed", [False, True])
+def test_a_scale_of_several_weights(computed: bool, monkeypatch: Any):
+    """It is spread over the rows of each; one that is computed leaves the layer to the library."""
+    from anyshape.accel.tape.program import Program
+    from anyshape.accel.tape.record import Recorder, record
+    from anyshape.accel.tape.rules import edits, int8
+
+    def multiply(x_int8, weight_int8, x_scale, weight_scale, bias, out_dtype):
+        assert weight_scale.shape == weight_int8.shape[:1]
+        return (x_int8.double() @ weight_int8.double().T * x_scale.double().reshape(-1, 1) * weight_scale).to(out_dtype)
+
+    monkeypatch.setattr(int8, "_product", lambda device: multiply)
+    model, x = OneScale(computed), torch.randn(1, 7, 16, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted, tape = record(lambda: model(x), Recorder([x], model, x.device))
+        int8.round_once(tape)
+        edits.settle(tape)
+        assert sum(isinstance(op.func, int8.Product) for op in tape.operations) == (0 if computed else 2)
+        program = Program(tape, fuse=False)
+        program.bind(model)
+        for mine, own in zip(program.run([x]), wanted, strict=True):
+            assert torch.allclose(mine, own, atol=1e-5)
+
+
 def test_turned_weights_and_single_rows_stay_with_the_library(quantised: Any, monkeypatch: Any):
     from anyshape.accel.tape.rules import int8
 

@@ -32,6 +32,7 @@ from ..reasons import say
 # compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 MAX_WORKERS = 16
+_VARIANTS: dict[tuple, tuple[Any, Any]] = {}  # (kernel, variant) by its id and all that Triton compiles a variant for
 STARTED = threading.Event()  # a kernel of this process is compiled, for which Triton has hashed its own sources
 
 
@@ -101,10 +102,6 @@ def _start(compiled: Any, grid: tuple[int, ...], args: tuple, stream: int) -> No
     if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
         args = tuple([item.data_ptr() if isinstance(item, Tensor) else item for item in args])
     compiled[grid](*args, stream=stream)
-
-
-# (kernel, its variant) by the kernel's id and all that Triton compiles a variant for.
-_VARIANTS: dict[tuple, tuple[Any, Any]] = {}
 
 
 def _first_line(error: BaseException) -> str:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..artifacts import KEEPER
 from .layout import lie_alike
+from .traits import by_name
 
 aten = torch.ops.aten
 cuda = torch.backends.cuda
@@ -125,7 +126,7 @@ def without_plans(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 def unplanned(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
     """What cuDNN's attention gives, computed by FlashAttention; None where that cannot."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = by_name(func, args, kwargs)
     q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_bias"))
     if given["compute_log_sumexp"]:
         return None

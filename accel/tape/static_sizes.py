@@ -187,7 +187,7 @@ def _side_by_side(operation: Operation, output: Value) -> Sizes:
     return (*operation.args[0][0].sizes[:-1], weight.sizes[0])
 
 
-def _quantised_product(operation: Operation, output: Value) -> Sizes:
+def quantised_product(operation: Operation, output: Value) -> Sizes:
     """A product with a quantised weight, which lies in a form of its own; rows may have been filled up."""
     x, weight = operation.args[:2]
     rows = x.sizes[:-1]
@@ -297,7 +297,7 @@ def _table() -> dict[str, Rule]:
         ("grouped_linear", _side_by_side),
         (
             "int8_linear gemv_awq_w4a16 scaled_mm_mxfp8 scaled_mm_nvfp4 _scaled_mm _scaled_mm_v2 _int_mm",
-            _quantised_product,
+            quantised_product,
         ),
         (
             "quantize_fp8 quantize_mxfp8 quantize_nvfp4 quantize_int8_rowwise quantize_int8_tensorwise dequantize_fp8 "

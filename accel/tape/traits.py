@@ -100,6 +100,11 @@ class Traits:
         return number if isinstance(number, (int, float)) and number == number else None
 
 
+def by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of an operation, without those that are left to their defaults."""
+    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+
+
 _KNOWN: dict[int, tuple[Any, Traits]] = {}  # by the operation's id, which keeping it makes safe; its hash is slow
 
 

@@ -10,7 +10,7 @@ from ...reasons import say
 from .. import static_sizes
 from ..attention_choice import LENGTHS, ROWS, Case, attend, coarse, fastest, supports
 from ..layout import lie_alike
-from ..traits import ATTENTIONS, traits
+from ..traits import ATTENTIONS, by_name, traits
 from ..values import Operation, Tape, Value
 
 LESS_EXACT = say("other_attention")
@@ -93,7 +93,7 @@ def replace(operation: Operation, backend: str) -> None:
 
 def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     """(queries, keys, values, mask or None, whether it is causal, scale or None) of a backend's arguments."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    given = by_name(func, args, kwargs)
     mask = given.get("attn_bias", given.get("attn_mask"))
     return *args[:3], mask, given.get("is_causal", False), given.get("scale")
 

@@ -4,11 +4,9 @@ To a prompt it is faster than libraries, and between an image's own tokens about
 it is taken where cuDNN would have been, which plans each number of tokens at its first call, for longer than it runs.
 """
 
-from typing import Any
-
 from ...kernels import operations as ours
 from ..layout import contiguous
-from ..traits import ATTENTIONS, HALVES, aten, traits
+from ..traits import ATTENTIONS, HALVES, aten, by_name, traits
 from ..values import Operation, Readers, Tape, Value
 from . import edits
 
@@ -45,7 +43,7 @@ def _found(operation: Operation, readers: Readers, given_back: set[Value], wides
     """((queries, keys, values, heads), the result) of attention from [B, T, C] to [B, T, C]."""
     if operation.opaque or traits(operation.func).name not in ATTENTIONS:
         return None
-    given = _given(operation)
+    given = by_name(operation.func, operation.args, operation.kwargs)
     mask = given.get("attn_bias", given.get("attn_mask"))
     if mask is not None or given.get("is_causal") or given.get("dropout_p") or given.get("scale") is not None:
         return None
@@ -61,11 +59,6 @@ def _found(operation: Operation, readers: Readers, given_back: set[Value], wides
     if result is None or result.shape != q.shape:
         return None
     return (q, k, v, count), result
-
-
-def _given(operation: Operation) -> dict[str, Any]:
-    names = (argument.name for argument in operation.func._schema.arguments)
-    return dict(zip(names, operation.args, strict=False)) | operation.kwargs
 
 
 def _tokens(value: Value) -> tuple[Value, int, int] | None:

@@ -16,37 +16,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import static_sizes
 from ..layout import contiguous, lie_alike
-from ..traits import traits
-from ..values import Derived, Operation, Size, Sizes, Tape, Value
+from ..traits import by_name, traits
+from ..values import Constant, Derived, Operation, Tape, Value, Weight
 
 LIBRARY = "comfy_kitchen"
 BACKEND = "cuda"
 LAYER = "int8_linear"
 PRODUCT = "_int4_linear_via_int8_values"  # of that backend: ``int8_linear`` without the rounding before it
+BEGINS = ["x", "weight", "weight_scale", "bias"]  # the layer's arguments
 AMPERE = (8, 0)
 ALIGNED = 16  # channels in and out, which that kernel takes on every card
 TAKES = ["x_int8", "weight_int8", "x_scale", "weight_scale", "bias", "out_dtype"]
 
 
 class Product:
-    """An int8 layer behind the rounding of its input. q [..., K] int8, scales [..., 1], weight [N, K], factors [N]."""
+    """An int8 layer behind the rounding of its input. q [..., K] int8, weight [N, K], scales [..., 1], factors [N]."""
+
+    sizes = staticmethod(static_sizes.quantised_product)
 
     def __init__(self, multiply: Callable[..., Tensor], dtype: torch.dtype) -> None:
         self._multiply, self._dtype = multiply, dtype
-
-    @staticmethod
-    def sizes(operation: Operation, output: Value) -> Sizes:
-        """Those of the input, with a channel for each row of the weight."""
-        q, _, weight, *_ = operation.args
-        return (*q.sizes[:-1], Size(output.shape[-1], all(size.static for size in weight.sizes)))
 
     @property
     def likeness(self) -> tuple:
         """What a plan depends on."""
         return Product, self._dtype
 
-    def __call__(self, q: Tensor, scales: Tensor, weight: Tensor, factors: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, q: Tensor, weight: Tensor, scales: Tensor, factors: Tensor, bias: Tensor | None) -> Tensor:
         """[..., N]."""
         out = self._multiply(q.reshape(-1, q.shape[-1]), weight, scales, factors, bias, self._dtype)
         return out.view(*q.shape[:-1], -1)
@@ -59,7 +57,7 @@ def round_once(tape: Tape) -> str:
     if multiply is None:
         return ""
     rounded: dict[Value, Operation] = {}
-    spread: dict[Value, Value] = {}
+    spread: dict[tuple[Value, int], Value] = {}
     left = set(map(id, layers))
     found: list[Operation] = []
     for operation in tape.operations:
@@ -69,11 +67,11 @@ def round_once(tape: Tape) -> str:
                 rounded[x] = _rounding(x)
                 found.append(rounded[x])
             q, scales = rounded[x].outputs
-            if scale not in spread:
-                spread[scale] = _spread(scale, weight.shape[0])
-            factors = spread[scale]
+            rows = weight.shape[0]
+            if (scale, rows) not in spread:
+                spread[scale, rows] = _spread(scale, rows)
             operation.func, operation.kwargs, operation.opaque = Product(multiply, operation.outputs[0].dtype), {}, True
-            operation.args = (q, scales, weight, factors, bias)
+            operation.args = (q, weight, scales, spread[scale, rows], bias)
             operation.inputs = [value for value in operation.args if value is not None]
         found.append(operation)
     tape.operations[:] = found
@@ -83,12 +81,11 @@ def round_once(tape: Tape) -> str:
 def _fits(operation: Operation) -> bool:
     if operation.opaque or operation.kwargs or traits(operation.func).name != LAYER:
         return False
-    names = [argument.name for argument in operation.func._schema.arguments]
-    if not operation.func._schema.name.startswith(LIBRARY) or names[:4] != ["x", "weight", "weight_scale", "bias"]:
+    given = by_name(operation.func, operation.args, operation.kwargs)
+    if not operation.func._schema.name.startswith(LIBRARY) or list(given)[:4] != BEGINS:
         return False
-    given = dict(zip(names, operation.args, strict=False))
-    x, scale, weight = given["x"], given["weight_scale"], given["weight"]
-    if len(weight.shape) != 2:
+    x, weight, scale = operation.args[:3]
+    if len(weight.shape) != 2 or not isinstance(scale.leaf, (Weight, Constant)):
         return False
     plain = not given.get("convrot") and given.get("input_act") in (None, "none")
     rows, columns = weight.shape

@@ -4,7 +4,7 @@ Models repeat them before they call attention. torch's cuDNN and Flash kernels r
 same sums in the same order, so the results are the same to the bit.
 """
 
-from ..traits import traits
+from ..traits import by_name, traits
 from ..values import Operation, Tape, Value
 from . import edits
 from .attention import NAMES, Attention, replace
@@ -53,7 +53,6 @@ def _times(value: Value) -> int:
     maker = value.origin
     if maker is None or len(value.shape) != 4 or not _repeats(maker):
         return 0
-    given = dict(zip((argument.name for argument in maker.func._schema.arguments), maker.args, strict=False))
-    given |= maker.kwargs
+    given = by_name(maker.func, maker.args, maker.kwargs)
     fits = len(maker.inputs) == 1 and isinstance(given.get("repeats"), int) and given.get("dim") in (1, -3)
     return given["repeats"] if fits else 0
