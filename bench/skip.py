@@ -20,6 +20,7 @@ from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 from anyshape.accel import stats  # noqa: E402
+from anyshape.accel.skip.schedule import FEW_STEPS  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 
 from bench import measure, models, zoo  # noqa: E402
@@ -34,7 +35,7 @@ SIZES = {
 }
 USUAL = [Case(1024, 1024)]
 STEPS = 30
-WARM_UP, WARM_STEPS = 2, 8  # as many as have full and skipped ones, whatever the interval
+WARM_UP, WARM_STEPS = 2, FEW_STEPS + 1  # the shortest run that has skipped steps
 WAYS = ("eager", "compiled")
 
 

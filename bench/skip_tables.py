@@ -1,7 +1,6 @@
 """What bench/results says of Skip Blocks, for README, docs/performance.md and the plot. Needs no torch."""
 
 from itertools import groupby
-from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -36,28 +35,29 @@ class Point(NamedTuple):
 
 def parts() -> list[str]:
     """The sections, as far as they have been measured."""
-    found = [(speed_path(model), speed_part) for model in figures.MODELS]
-    found += [(QUALITY, quality_part), *((path, ablation_part) for path in ABLATIONS)]
-    return [part(figures.load(path)) for path, part in found if path.exists()]
+    found = [(QUALITY, quality_part), *((path, ablation_part) for path in ABLATIONS)]
+    return [speed_part(speeds()), *(part(figures.load(path)) for path, part in found if path.exists())]
 
 
 # Speed ------------------------------------------------------------------------------------------------------------
 
 
-def speed_path(model: str) -> Path:
-    """Where the result of ``bench.skip`` lies."""
-    return figures.RESULTS / f"skip-{model}.json"
+def speeds() -> list[dict[str, Any]]:
+    """The results of ``bench.skip``, in the order of the tables."""
+    paths = [figures.RESULTS / f"skip-{model}.json" for model in figures.MODELS]
+    return [figures.load(path) for path in paths if path.exists()]
 
 
-def speed_part(result: dict[str, Any]) -> str:
+def speed_part(results: list[dict[str, Any]]) -> str:
     """Seconds of a sampling run with and without skipping, in eager and on Compile Model."""
-    head = "Size | Eager, s | skipping | Faster | Compiled, s | skipping | Faster | Depth | Full steps | Features"
+    head = "Model | Size | Eager, s | skipping | Faster | Compiled, s | skipping | Faster | Depth | Full | Features"
+    first, commands = results[0], "`, `".join(dict.fromkeys(result["command"] for result in results))
     how = (
-        f"{result['steps']} Euler steps with the CFG that is usual for the model, interval {result['interval']}, depth "
-        "auto."
+        f"{first['steps']} Euler steps with the CFG that is usual for the model, interval {first['interval']}, depth "
+        "auto. *Full*: how many of the steps run every block."
     )
-    title = f"Skip Blocks: speed of {figures.MODELS[result['model']]}"
-    return headed(title, result, how, table(head.split(" | "), map(speed_row, result["rows"])))
+    rows = [[figures.MODELS[result["model"]], *speed_row(row)] for result in results for row in result["rows"]]
+    return headed("Skip Blocks: speed", first | {"command": commands}, how, table(head.split(" | "), rows))
 
 
 def speed_row(row: Row) -> list[str]:
@@ -68,9 +68,14 @@ def speed_row(row: Row) -> list[str]:
             cells += ["", "", ""]
             continue
         took, skipping = row["seconds"][way], row["seconds"][f"{way}_skip"]
-        cells += [f"{took:.3f}", f"{skipping:.3f}", f"{took / skipping:.2f}x"]
-    steps = f"{row['full']} of {row['full'] + row['skipped']}"
-    return [*cells, str(row["depth"]), steps, f"{row['feature_mb']:.0f} MB"]
+        cells += [f"{took:.2f}", f"{skipping:.2f}", f"{took / skipping:.2f}x"]
+    return [*cells, str(row["depth"]), str(row["full"]), f"{row['feature_mb']:.0f} MB"]
+
+
+def usual_speedups() -> str:
+    """By how much skipping makes a compiled model faster, each model at its first size."""
+    found = ((result["model"], result["rows"][0]["compiled_speedup"]) for result in speeds())
+    return ", ".join(f"{figures.MODELS[model]} {factor:.2f}x" for model, factor in found)
 
 
 # Quality ----------------------------------------------------------------------------------------------------------

@@ -97,12 +97,11 @@ def others(words: dict[str, Any]) -> str:
     vae, controlnet = (figures.load(figures.RESULTS / f"{name}.json") for name in ("vae", "controlnet"))
     vae, control = vae["rows"][0], controlnet["rows"][0]
     both = {"eager_ms": control["neither_ms"], "compiled_ms": control["both_ms"]}
-    skip = figures.load(skip_tables.speed_path("sdxl"))
-    skipped = f"{skip['rows'][0]['compiled_speedup']:.2f}x"
+    skip = skip_tables.speeds()[0]
     return words["others"].format(
         video=size(video), wan=factor(video), sd15=factor(small), sd15_size=size(small), vae=factor(vae),
-        size=size(vae), control=factor(both), interval=skip["interval"], skip=skipped,
-        old=max(result["date"] for result in (sd15, controlnet, skip)),
+        size=size(vae), control=factor(both), interval=skip["interval"], steps=skip["steps"],
+        skip=skip_tables.usual_speedups(), old=max(result["date"] for result in (sd15, controlnet)),
     )  # fmt: skip
 
 
