@@ -22,7 +22,7 @@ class Blocks:
     def __init__(self, stages: bool = False) -> None:
         self._stages = stages
         self._structure: int | None = None  # of the model that all of the following is about
-        self._paths: list[str] = []
+        self.paths: list[str] = []
         self._alike: dict[str, int | None] = {}
         self._kinds: dict[Hashable, int] = {}  # likenesses are long, and compared at each call
 
@@ -32,7 +32,7 @@ class Blocks:
             return False
         self._alike.clear()
         self._kinds.clear()
-        self._paths, self._structure = blocks.find(model, self._stages), structure
+        self.paths, self._structure = blocks.find(model, self._stages), structure
         return True
 
     def forget(self) -> None:
@@ -59,7 +59,7 @@ class Blocks:
 
         try:
             with _INSTALLING:
-                for path in self._paths:
+                for path in self.paths:
                     block = model.get_submodule(path)
                     if "forward" not in block.__dict__:  # else it is somebody's, or ours for another thread
                         ours = functools.partial(run, path, block, block.forward)

@@ -93,7 +93,7 @@ class TapeTier:
                 self._tapes.first(new)
             return out
         if take.program is None:
-            return self._in_blocks(call, settings, shape, take, fuse)
+            return self._unrecorded(call, settings, shape, take, fuse)
         call = _laid_out(call, take.program.permuted)
         inputs = take.inputs(call.inputs, call.taped.options)
         if take.graph and settings.graph_budget_mb:
@@ -144,17 +144,17 @@ class TapeTier:
         self._tapes.release()
         self._blocks.release()
 
-    def _in_blocks(self, call: Call, settings: Settings, shape: ShapeStats, take: Take, fuse: bool) -> Any:
+    def _unrecorded(self, call: Call, settings: Settings, shape: ShapeStats, take: Take, fuse: bool) -> Any:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
         if not (fuse and take.in_blocks):
             self._note(shape, "eager", take.reason)
-            return call.eager()
+            return _apart(call, take, call.eager())
         with self._blocks.visit(call, settings, self._maker.is_first(call)) as visit:
             out = call.eager()
         state, reason, note = told(visit, take.reason)
         shape.note = note or shape.note
         self._note(shape, state, reason)
-        return out
+        return _apart(call, take, out)
 
     # The first call of a size ---------------------------------------------------------------------------------------
 
@@ -184,9 +184,9 @@ class TapeTier:
             take.calls, take.live = [], []
             # once more, as later calls will run: the same seed, the same picture
             if fuse and take.twice:
-                return self._in_blocks(call, settings, shape, take, fuse)
+                return self._unrecorded(call, settings, shape, take, fuse)
             self._note(shape, "eager", take.reason)
-            return recorded
+            return _apart(call, take, recorded)
         operations, first, known = len(tape.operations), self._maker.is_first(call), set(self._maker.begun)
         own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
         take.form = own
@@ -329,6 +329,10 @@ class TapeTier:
         shape.state, shape.reason = state, reason
         if reason and STATS.fallback(self.stats.name, reason) == 1:
             log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
+
+
+def _apart(call: Call, take: Take, out: Any) -> Any:
+    return FullStep(out, None, apart=take.reason) if call.taped.skipping is not None and take.twice else out
 
 
 def _laid_out(call: Call, wanted: frozenset[Weight]) -> Call:

@@ -51,13 +51,15 @@ class Skipping:
 class FullStep:
     """A forward's result, and its features [rows, ...] (see ``tape.cut``); depth, share: those of the cut.
 
-    In place of features: why there never are any; None if there are none just now.
+    In place of features: why there never are any; None if there are none just now. apart: why the forward is on no
+    tape, where its blocks may be left out all the same (see ``skip.unrecorded``).
     """
 
     out: Any
     features: tuple[Tensor, ...] | str | None
     depth: int = 0
     share: float = 0.0
+    apart: str = ""
 
 
 @dataclass(frozen=True)

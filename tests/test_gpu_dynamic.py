@@ -98,3 +98,14 @@ def test_a_lora_on_and_off():
     assert found["apart"] > 5 * CLOSE / 2 and max(found["errors"]) < CLOSE
     assert (found["first"], found["recorded"], found["captured"]) == (1, 0, 0)
     assert found["states"] == ["graph"] and found["fallbacks"] == {}
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_weights_of_skipped_blocks_are_not_fetched(share):
+    """Of 12 steps 4 are full: the others take the time of what is left of the model."""
+    found = case("skip", share=share)
+    for run in found["runs"]:
+        assert run["message"] == "" and (run["full"], run["skipped"], run["resets"]) == (4, 8, {})
+        assert 0 < run["far"] < 1 and min(run["s"]) < 0.6 * min(found["eager_s"])
+        assert run["peak"] - found["peak"] < GIB // 2
+    assert found["states"] == ["eager"] and only_streamed(found)

@@ -10,12 +10,13 @@ from torch import nn
 
 from tools import architectures, embed
 from tools.driving import compiled, sample_tiny, skip_with_message, skipping
-from tools.oracles import counted, error, fallbacks, last_run
+from tools.oracles import counted, error, fallbacks, last_run, reasons
 from tools.skip_driving import BLOCKS, FIRST_RUNS
 
 embed.bare_pack()
 
-from anyshape.accel.skip.schedule import full_steps  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.reasons import say  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.skip.schedule import full_steps  # noqa: E402
 from anyshape.accel.tape import cut  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
@@ -205,7 +206,8 @@ def test_a_program_that_fails_costs_one_recording(tiny, recordings, monkeypatch)
     assert len(recordings) == 1
 
 
-def test_a_model_that_is_not_recorded(tiny, monkeypatch):
+def test_a_model_that_reads_a_value_back(tiny, monkeypatch):
+    """It is on no tape, which its first step finds out; the second one gives features of its own forward."""
     patcher = tiny("Flux", fresh=True)
     kind = type(patcher.model.diffusion_model)
     own = kind.forward_orig
@@ -214,8 +216,29 @@ def test_a_model_that_is_not_recorded(tiny, monkeypatch):
         assert float(args[4].sum()) >= 0  # the time step, on the host
         return own(self, *args, **kwargs)
 
+    wanted = sample(patcher, "Flux")
     monkeypatch.setattr(kind, "forward_orig", reads)
-    check_in_full(patcher, "Flux", "could not be recorded")
+    for made in (skipping(patcher), compiled(skipping(patcher))):
+        out = sample(made, "Flux")
+        assert 0 < error(out, wanted) < 0.7
+        assert counted() == {"full": 5, "skipped": 7, "resets": {say("newcomer"): 1}}
+    assert any("a value came back" in reason for reason in reasons()), reasons()
+
+
+def test_a_model_that_also_keeps_something(tiny, monkeypatch):
+    """Then nobody knows what a forward without some of its blocks would leave to the next."""
+    patcher = tiny("Flux", fresh=True)
+    kind = type(patcher.model.diffusion_model)
+    own = kind.forward_orig
+
+    def reads(self, *args, **kwargs):
+        self.latest = float(args[4].sum())
+        return own(self, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward_orig", reads)
+    wanted = sample(patcher, "Flux")
+    assert torch.equal(sample(skipping(patcher), "Flux"), wanted)
+    assert (last_run()["full"], last_run()["skipped"]) == (STEPS, 0) and last_run()["resets"]
 
 
 @pytest.mark.parametrize("counts", [False, True])

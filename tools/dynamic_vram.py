@@ -260,6 +260,30 @@ def switch(times: int = 30, steps: int = 4, layers: int = 12) -> dict[str, Any]:
         }  # fmt: skip
 
 
+def skip(share: float, steps: int = 12, layers: int = 12) -> dict[str, Any]:
+    """Skip Blocks where only ``share`` of the model fits, without Compile Model and with it."""
+    from anyshape.accel import stats
+
+    from bench import product
+
+    source = zimage(layers)
+    size, room = source.model_size(), room_of(source)
+    with ballast(size * share + room):
+        eager = [sampled(source, steps=steps) for _ in range(2)]
+        runs: list[dict[str, Any]] = []
+        for way in (source, compiled(source)):
+            skipping, message = product.skip_blocks(way, product.SkipSettings(), lambda line: None)
+            took = [sampled(skipping, steps=steps) for _ in range(2)]
+            counted = stats.snapshot()["skip"][-1]
+            runs.append({"message": message, **{key: counted[key] for key in ("full", "skipped", "resets")}})
+            runs[-1] |= {"s": [run["seconds"] for run in took], "peak": max(run["peak"] for run in took)}
+            runs[-1]["far"] = far(took[-1]["out"], eager[-1]["out"])
+        return {
+            "eager_s": [run["seconds"] for run in eager], "peak": max(run["peak"] for run in eager), "runs": runs,
+            "loaded": loaded(source), "size": size, **told(),
+        }  # fmt: skip
+
+
 def lora(layers: int = 12) -> dict[str, Any]:
     """A patch of weights on and off."""
     import torch
@@ -313,6 +337,7 @@ def counts(watch: Watch) -> dict[str, int]:
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "fit": fit, "evict": evict, "switch": switch, "lora": lora, "vae": vae,
+    "skip": skip,
 }  # fmt: skip
 
 

@@ -81,7 +81,7 @@ class MappedWeights:
         self._owners: dict[int, nn.Module] = {}  # by the id of its weight
         self._waited = False  # in this call, for what ran last
         self._again = 0  # how often pages were asked for again after something else had pushed them out
-        self._did_not_fit = False  # at the last call
+        self.did_not_fit = False  # at the last call
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class MappedWeights:
         """
         if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
             return say("low_vram")
-        self._waited = self._did_not_fit = False
+        self._waited = self.did_not_fit = False
         for _ in range(ROUNDS):
             if self.hold():
                 self._small.keep(device)
@@ -110,12 +110,12 @@ class MappedWeights:
                 break
             if filled == 0:  # looked through once more: what was filled last may have cost a page
                 self._note()
-        self._did_not_fit = True
+        self.did_not_fit = True
         return self.streamed()
 
     def still_streamed(self) -> str:
         """``streamed`` if they did not fit at the last call, and still do not: one question; else ""."""
-        if not self._did_not_fit:
+        if not self.did_not_fit:
             return ""
         signature = _fault(self._parts[-1]._v)
         if signature is None:

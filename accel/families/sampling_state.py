@@ -11,6 +11,7 @@ from ..foreign import foreign_code, replaced_in_torch
 from ..functions_read import FunctionsRead
 from ..reasons import say
 from ..tape.named_tensors import modules_of, parts_of, resolve
+from ..tape.state import look
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import dynamic
@@ -55,6 +56,11 @@ class SamplingState:
     def streams(self) -> str:
         """Why ComfyUI still streams the weights, or "". Asked before any look at the model, which takes longer."""
         return self.mapped.still_streamed() if self.mapped is not None else ""
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether ComfyUI streamed the weights at the last look."""
+        return self.mapped is not None and self.mapped.did_not_fit
 
     def hold(self) -> str:
         """Has the weights stay where they are, after ComfyUI's own layers have run; why they are gone, or ""."""
@@ -108,6 +114,18 @@ class SamplingState:
             if self._changes > MOST_CHANGES:
                 self._restless = say("changes_itself", change=change)
         return hash((self._structure, self._functions, self._names, surroundings(), torch.is_autocast_enabled()))
+
+    def foreign_states(self) -> list[Any]:
+        """What other packs' code in the model keeps, now."""
+        return [look(code, self.model) for _, code in self._foreign]
+
+    def kept(self, before: list[Any]) -> str:
+        """Why a forward is not to be repeated with less of it: what it changed or kept since ``before``; else ""."""
+        for (name, _), old, new in zip(self._foreign, before, self.foreign_states(), strict=True):
+            if old is None or old != new:
+                return say("foreign_state", name=name)
+        change = self.changed()
+        return say("changes_itself", change=change) if change else ""
 
     def changed(self) -> str:
         """What a forward changed of the model itself: a counter, say."""

@@ -5,6 +5,7 @@ A sampling run may skip blocks (``skip.run``): then a forward is one of two prog
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from ..call import Call, Settings
 from ..engine import Engine
 from ..reasons import say
 from ..skip.features import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
+from ..skip.unrecorded import NotLeftOut, UnrecordedBlocks
 from ..stats import STATS
+from ..tape import blocks
 from ..tapes import FullStep
 from ..weights import ChannelsLastWeights
 from . import conds, sampling_state, taping
@@ -121,6 +124,8 @@ class Session:
         size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
         try:
             call, skip = taping.call_of(model, original, given, run, fallback, size), given.options.get(RUN_KEY)
+            if skip is not None and skip.skips and (why := _why_apart(model, call, skip, given, run)):
+                return self._apart(model, original, call, skip, given, run, why)
             if skip is None or call.taped is None or not skip.skips:
                 if skip is not None:
                     skip.in_full(call.obstacle or skip.why_all_full)
@@ -139,6 +144,10 @@ class Session:
             out = engine(taping.in_full(call, skip.depth), self.settings)
             if not isinstance(out, FullStep):
                 return out, UNRECORDED
+            if out.apart:
+                if _is_row(model, given):
+                    skip.refused[id(model)] = out.apart
+                return out.out, None if id(model) in skip.refused else UNRECORDED
             skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (out.depth, out.share))
             return out.out, out.features
 
@@ -149,10 +158,43 @@ class Session:
         def skipped(features: Features) -> Tensor:
             return engine(taping.skipped(call, skip.depth, features, instead), self.settings)
 
-        # prompts of one length may be joined to others of another one: their streams are longer then
-        forms = {spec.name: f"{spec.shape[1:]} {spec.dtype}" for spec in call.key.inputs}
-        prompts = _prompts(skip, given.options, dict(call.key.structure) | forms)
-        return skip.call(prompts, first, Programs(full, skipped))
+        return skip.call(_prompts(skip, given.options, call), first, Programs(full, skipped))
+
+    def _apart(
+        self, model: nn.Module, original: Callable[..., Tensor], call: Call, skip: SkipRun, given: taping.Given,
+        run: sampling_state.SamplingState, why: str,
+    ) -> Tensor:  # fmt: skip
+        """As ``_skipping``, where the forward is on no tape: ComfyUI's own, with blocks left out. why: it is not."""
+        engine, first = self._engine(model), next(iter(call.inputs.values()))
+        row = skip.unrecorded.get(id(model))
+        if row is None:
+            row = skip.unrecorded[id(model)] = UnrecordedBlocks(model, skip.depth, INTERRUPTS)
+        found: list[Features | str] = []
+
+        def whole() -> Tensor:
+            states = run.foreign_states()
+            out, features = row.full(model, call.eager, len(first))
+            found.append(run.kept(states) or features)
+            return out
+
+        def full() -> tuple[Tensor, Features | str | None]:
+            out = engine(replace(call, taped=None, obstacle=why, eager=whole), self.settings)
+            skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (row.depth, row.share))
+            return out, found[-1]
+
+        def skipped(features: Features) -> Tensor:
+            def rest() -> Tensor:
+                run.let_go()
+                options = taping.without_prefetch(given.theirs)
+                try:
+                    return row.skipped(model, lambda: given.call(original, options), features)
+                except NotLeftOut:
+                    skip.in_full(FAILED)
+                    return call.eager()
+
+            return engine(taping.left_out(call, skip.depth, features, why, rest), self.settings)
+
+        return skip.call(_prompts(skip, given.options, call, "apart"), first, Programs(full, skipped))
 
     def _run(self, model: nn.Module) -> sampling_state.SamplingState:
         """What is known of the model in this run; outside a sampling run, for this call."""
@@ -172,11 +214,29 @@ def _sigmas(args: tuple, kwargs: dict[str, Any]) -> Sequence:
     return kwargs.get("sigmas", args[3] if len(args) > 3 and isinstance(args[3], Tensor) else ())
 
 
-def _prompts(skip: SkipRun, options: Mapping[str, Any], structure: Mapping[str, Any]) -> list[tuple]:
+def _why_apart(
+    model: nn.Module, call: Call, skip: SkipRun, given: taping.Given, run: sampling_state.SamplingState
+) -> str:
+    """Why this forward is on no tape, where its blocks may be left out all the same; else ""."""
+    why = call.obstacle if call.taped is None and run.is_streaming else skip.refused.get(id(model), "")
+    return why if why and _is_row(model, given) else ""
+
+
+def _is_row(model: nn.Module, given: taping.Given) -> bool:
+    """Whether blocks may be left out of the model's own forward: a row of them, and no patch that counts its calls."""
+    return not (blocks.stages(model) or taping.calls_patches(given.options))
+
+
+def _prompts(skip: SkipRun, options: Mapping[str, Any], call: Call, how: str = "taped") -> list[tuple]:
     """A key for each prompt's rows: its uuid and side, and everything else that the deep blocks depend on.
+
+    how: features of different cuts are different things.
 
     The side, because for an area of the positive prompt ComfyUI makes a negative one with the same uuid.
     """
+    # prompts of one length may be joined to others of another one: their streams are longer then
+    forms = {spec.name: f"{spec.shape[1:]} {spec.dtype}" for spec in call.key.inputs}
+    structure = dict(call.key.structure) | forms | {"how": how}
     patches = tuple((*where, skip.identity(patch)) for where, patch in _patches(options))
     hooks = getattr(skip.hooks(), "hooks", ())
     shared = (patches, tuple(structure.items()), tuple((hook.hook_ref, hook.strength) for hook in hooks))

@@ -154,8 +154,8 @@ def call_of(
         why = run.obstacle(x.device, x.dtype)
     if run is not None and not why:
         options = given.theirs
-        if run.mapped is not None and options.get(dynamic.PREFETCH):  # the weights are there: nothing is fetched
-            options = {**options, dynamic.PREFETCH: False}
+        if run.mapped is not None:  # the weights are there
+            options = without_prefetch(options)
 
         def forward(options: Mapping[Any, Any]) -> Any:
             run.let_go()
@@ -163,7 +163,7 @@ def call_of(
 
         taped = Taped(
             model, forward, options, structure, _prepare, run.changed, run.lay_out, lean,
-            partial(_places, options), any(given.options.get(key) for key in (*PATCH_KEYS, OVERRIDE)),
+            partial(_places, options), calls_patches(given.options),
             run.foreign, hold=run.hold, let_go=run.let_go, no_graph=partial(run.no_graph, x.device),
         )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1
@@ -199,6 +199,22 @@ def skipped(call: Call, depth: int | None, features: Sequence[Tensor], instead: 
     inputs = call.inputs | named_features(features)
     taped = replace(call.taped, leaves_out=True)
     return replace(call, key=_step(call, "skipped", depth, inputs), inputs=inputs, taped=taped, eager=instead)
+
+
+def left_out(call: Call, depth: int | None, features: Sequence[Tensor], why: str, eager: Callable[[], Any]) -> Call:
+    """``call`` at a skipped step that is on no tape, which ``why`` says, but ``eager``."""
+    return replace(call, key=_step(call, "skipped", depth, call.inputs | named_features(features)), taped=None,
+                   obstacle=why, eager=eager)  # fmt: skip
+
+
+def without_prefetch(options: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The options of a forward for which no block's weights are fetched ahead."""
+    return {**options, dynamic.PREFETCH: False} if options.get(dynamic.PREFETCH) else options
+
+
+def calls_patches(options: Mapping[Any, Any]) -> bool:
+    """Whether other packs' patches are called, which may count their calls."""
+    return any(options.get(key) for key in (*PATCH_KEYS, OVERRIDE))
 
 
 def _step(call: Call, step: str, depth: int | None, inputs: dict[str, Tensor]) -> ShapeKey:

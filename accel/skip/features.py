@@ -21,6 +21,7 @@ from torch import Tensor
 from ..reasons import say
 from ..stats import SkipStats
 from .forecast import DAMPING, History
+from .unrecorded import UnrecordedBlocks
 
 RUN_KEY = "anyshape_skip_run"  # in ComfyUI's transformer_options, for as long as the run lasts
 AXES: dict[str, Callable[[int, float], float]] = {
@@ -92,6 +93,8 @@ class SkipRun:
     _entries: dict[Part, _Entry] = field(default_factory=dict)
     _called_twice: set[Part] = field(default_factory=set)
     _never: dict[Part, str] = field(default_factory=dict)  # why a full step gives no features for these rows
+    refused: dict[int, str] = field(default_factory=dict)  # by id of a model: why its forward is on no tape
+    unrecorded: dict[int, UnrecordedBlocks] = field(default_factory=dict)  # and its blocks
     _kept_alive: dict[int, Any] = field(default_factory=dict)  # objects whose id is part of a prompt's key
     _started: float = field(default_factory=time.perf_counter)
 
@@ -146,6 +149,7 @@ class SkipRun:
         """Gives the features back to the allocator."""
         self._entries.clear()
         self._kept_alive.clear()
+        self.unrecorded.clear()
         self.stats.seconds = time.perf_counter() - self._started
 
     def _why_full(self, parts: list[Part]) -> str | None:
