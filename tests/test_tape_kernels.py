@@ -106,6 +106,23 @@ def test_a_rotary_table_is_read_once_and_as_it_lies(found) -> None:
         assert all(launch.source.text.count("mask=ccmask") == 1 for launch in turning)
 
 
+def test_heads_that_lie_apart_in_a_rotary_table(pack) -> None:
+    """LTX-Video: a norm over all heads, whose rows are longer than the table's. Right, and one read again."""
+    from tools import architectures
+    from tools.architectures.taped import Studied, far
+
+    studied, texts = Studied(architectures.TABLE["LTXV"], blocks=2), set()
+    for k in (studied.smallest_of(studied.architecture), 3):
+        recording = studied.record(k)
+        program = recording.program(fuse=True)
+        assert far(program.run(recording.inputs), recording.out) < 1e-5
+        texts |= {
+            launch.source.text for launch in launches(program, "rms_norm_addcmul") if "tl.split" in launch.source.text
+        }
+    (text,) = texts
+    assert text.count("mask=ccmask") == 1 and "(cc // 64)" in text, text
+
+
 def test_attention_lies_token_by_token(found) -> None:
     """So that the heads of a token are joined without a copy."""
     for (rows, tokens), program in found.items():

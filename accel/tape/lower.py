@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import pointwise, rows, views
-from .index import NOTHING, Axis, Digit, Index, Number, at, number, product
+from .index import NOTHING, UNIT, Axis, Digit, Index, Number, at, number, product
 from .kernel_lines import KernelLines
 from .layout import Layouts
 from .terms import EVERYWHERE, FLOATS, Indices, Mask, NoKernel, Term, where
@@ -252,25 +252,38 @@ class Lowering(KernelLines):
     def _neighbours(self, place: Index, mask: Mask) -> tuple[Index, Digit] | None:
         """(where the first of two neighbours lies, the digit of the columns), if ``place`` is one of them.
 
-        Each column of a rotary table has two numbers side by side.
+        Each column of a rotary table has two numbers side by side. Heads may lie apart in it.
         """
-        terms = [term for term in place.terms if self.column in Index((term,)).axes()]
-        if len(terms) != 1 or "c" in mask.axes or not self.column.size.static:
+        if "c" in mask.axes or not self.column.size.static:
             return None
-        coefficient, digit = terms[0]
-        if coefficient != Number(2) or not isinstance(digit, Digit) or digit.div != 1:
+        along = [
+            (coefficient, atom) for coefficient, atom in place.terms if self.column in Index(((UNIT, atom),)).axes()
+        ]
+        if not all(isinstance(atom, Digit) for _, atom in along):
+            return None
+        near = [digit for coefficient, digit in along if coefficient == Number(2) and digit.div == 1]
+        if len(near) != 1:
             return None
         odd = sum(offset.factor for offset in place.offsets if offset.static) % 2
-        return place + at(Number(-odd)), digit
+        return place + at(Number(-odd)), near[0]
 
     def _load_pair(self, operand: int, place: Index, digit: Digit, mask: Mask, convert: str) -> list[Term]:
         """Both neighbours, from one read of whole vectors."""
         axes = self.axes(place) | mask.axes
-        rest = Index(tuple((c, atom) for c, atom in place.terms if atom is not digit), place.offsets)
+        both = Axis("cc", Size(2 * self.column.size.value, static=True), "column")
+        others = [
+            (coefficient, Digit(both, 2 * atom.div, atom.mod) if self._is_of_columns(atom) else atom)
+            for coefficient, atom in place.terms
+            if atom is not digit
+        ]
+        rest = Index(tuple(others), place.offsets)
         wide = "cc" if digit.mod >= self.column.size.value else f"(cc % {2 * digit.mod})"
         self.pairs = True
         text = f"{self.text(rest, f'p{operand}')} + {wide}" + (" + r * 0" if "r" in axes else "")
         condition = where(axes, mask).replace("cmask", "ccmask")
-        both = self.let(f"tl.load(p{operand} + ({text}){condition}){convert}", axes)
+        read = self.let(f"tl.load(p{operand} + ({text}){condition}){convert}", axes)
         height = "R" if "r" in axes else "1"
-        return self.apart(f"tl.reshape({both.name}, [{height}, BC, 2])", axes)
+        return self.apart(f"tl.reshape({read.name}, [{height}, BC, 2])", axes)
+
+    def _is_of_columns(self, atom: Any) -> bool:
+        return isinstance(atom, Digit) and atom.axis is self.column
