@@ -1,4 +1,8 @@
-"""How much faster than ComfyUI's own forwards: only of what was measured, and never of what runs as ComfyUI does."""
+"""How much faster than ComfyUI's own forwards: only of what was measured, and never of what runs as ComfyUI does.
+
+Behind Skip Blocks both kinds of step stand beside the full forward that ComfyUI makes in their place. So the total of
+a run is what its user waits less, and that of its full steps alone is what the same work gained.
+"""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,9 +15,12 @@ def can_gain() -> bool:
     return torch.cuda.is_available()
 
 
-def factor(state: str, eager_ms: float | None, median_ms: float) -> float | None:
-    """Eager's time by ours; None where one of them is not known, or where nothing is gained: in eager, on a CPU."""
-    if state == "eager" or not eager_ms or not median_ms or not can_gain():
+def factor(state: str, eager_ms: float | None, median_ms: float, skips: bool = False) -> float | None:
+    """Eager's time by ours; None where one of them is not known, or where nothing is gained: in eager, on a CPU.
+
+    skips: it is a step of a run with Skip Blocks, which gains on every device.
+    """
+    if state == "eager" or not eager_ms or not median_ms or not (skips or can_gain()):
         return None
     return round(eager_ms / median_ms, 3)
 
@@ -21,13 +28,20 @@ def factor(state: str, eager_ms: float | None, median_ms: float) -> float | None
 def total(shapes: Iterable[dict[str, Any]]) -> dict[str, float]:
     """{"factor", "saved_seconds"} of the sizes where both are known, by how often each ran; {} if there is none.
 
-    shapes: as in the stats. What was saved is less than nothing until the first calls' cost is won back.
+    With "full_steps", the factor of full steps alone, where Skip Blocks skipped some. shapes: as in the stats. What was
+    saved is less than nothing until the first calls' cost is won back.
     """
     known = [s for s in shapes if s["factor"] is not None]
     if not known:
         return {}
+    found = {"factor": _by_calls(known), "saved_seconds": round(sum(s["saved_seconds"] for s in known), 2)}
+    full = [s for s in known if s["step"] == "full"]
+    return found | {"full_steps": _by_calls(full)} if full and any(s["step"] == "skipped" for s in known) else found
+
+
+def _by_calls(known: list[dict[str, Any]]) -> float:
     eager, ours = (sum(s["calls"] * s[name] for s in known) for name in ("eager_ms", "median_ms"))
-    return {"factor": round(eager / ours, 3), "saved_seconds": round(sum(s["saved_seconds"] for s in known), 2)}
+    return round(eager / ours, 3)
 
 
 def times(factor: float) -> str:

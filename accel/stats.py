@@ -39,6 +39,7 @@ class ShapeStats:
     height: int
     batch: int
     frames: int = 1
+    step: str = ""  # "full" | "skipped", of a run with Skip Blocks
     state: str = "eager"  # of STATES; "tape" is any fused forward without a graph
     calls: int = 0
     replays: int = 0
@@ -49,7 +50,7 @@ class ShapeStats:
     prompt: int = 0  # of the latest call: the latest prompt has the highest number; 0 outside of prompts
     workflows: list[str] = field(default_factory=list)  # the browser's ids of those whose prompts used it
     times: CallTimes = field(default_factory=CallTimes, repr=False)
-    eager: Eager = field(default_factory=Eager, repr=False)
+    eager: Eager = field(default_factory=Eager, repr=False)  # of the forward that ComfyUI makes in its place
 
     @property
     def size(self) -> str:
@@ -65,12 +66,12 @@ class ShapeStats:
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
         names = (
-            "key", "width", "height", "batch", "frames", "state", "calls", "replays", "bytes", "reason", "note",
+            "key", "width", "height", "batch", "frames", "step", "state", "calls", "replays", "bytes", "reason", "note",
             "prompt",
         )  # fmt: skip
         entry = {name: getattr(self, name) for name in names}
         median, eager = self.times.median_ms(), self.eager.ms
-        factor = gain.factor(self.state, eager, median)
+        factor = gain.factor(self.state, eager, median, bool(self.step))
         return entry | {
             "reason": bounded(self.reason),
             "note": bounded(self.note),
@@ -110,10 +111,12 @@ class ModelStats:
         """What is known of ComfyUI's own forward at ``key``."""
         return _kept(self.eager, key, Eager)
 
-    def shape(self, key: str, width: int, height: int, batch: int, frames: int = 1) -> ShapeStats:
-        """The entry for ``key``, made when new."""
-        eager = self.eager_at(key)
-        return _kept(self.shapes, key, lambda: ShapeStats(key, width, height, batch, frames, eager=eager))
+    def shape(
+        self, key: str, width: int, height: int, batch: int, frames: int = 1, step: str = "", own: str = ""
+    ) -> ShapeStats:  # fmt: skip
+        """The entry for ``key``, made when new. own: the key of ComfyUI's own forward, where that is another one."""
+        eager = self.eager_at(own or key)
+        return _kept(self.shapes, key, lambda: ShapeStats(key, width, height, batch, frames, step, eager=eager))
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""

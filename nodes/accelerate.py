@@ -5,9 +5,10 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..accel.call import BUDGET_MB, MODES
+from ..accel.families.lazy import compile_controlnet
 from . import badge
 from .compile_controlnet import controlnet_part
-from .compile_model import budget_input, model_part
+from .compile_model import TIMED, budget_input, is_mode, model_part, timed
 from .compile_vae import vae_part
 from .giving import give
 from .messages import VERIFY
@@ -52,11 +53,19 @@ class Accelerate(io.ComfyNode):
         )
 
     @classmethod
+    def validate_inputs(cls, mode: str | None = None) -> bool | str:
+        """As Compile Model's."""
+        return is_mode(mode)
+
+    @classmethod
     def execute(  # noqa: D102
         cls, model: io.Model.Type, mode: str = "auto", graph_budget_mb: int = BUDGET_MB, verify: bool = True,
         vae: Any = None, control_net: Any = None,
     ) -> io.NodeOutput:  # fmt: skip
         settings = {"mode": mode, "graph_budget_mb": graph_budget_mb, "verify": verify}
+        if mode in TIMED:  # a compiled ControlNet is timed with its model; a VAE is where it is recorded
+            control, _ = (control_net, "") if control_net is None else compile_controlnet(control_net, verify)
+            return io.NodeOutput(timed(model, mode), vae, control)
         fused = mode == "auto"  # of the three only a MODEL can run unfused
         return give(
             cls,

@@ -61,7 +61,7 @@ def _marks(axes: Any, shapes: list[tuple[str, dict[str, Any]]]) -> None:
 
 def _label(name: str, s: dict[str, Any]) -> str:
     frames = f"x{s['frames']}" if s["frames"] > 1 else ""
-    step = next((f"  {kind}" for kind in ("full", "skipped") if f"step={kind}" in s["key"]), "")
+    step = f"  {s['step']}" if s["step"] else ""
     return f"{name}  {s['width']}x{s['height']}{frames}  b{s['batch']}{step}"
 
 

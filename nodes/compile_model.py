@@ -60,13 +60,8 @@ class CompileModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, mode: str | None = None) -> bool | str:
-        """In the place of ComfyUI's look at the list, which would refuse a saved workflow with a former mode.
-
-        None: the value comes from another node, and is not known yet.
-        """
-        if mode is None or mode in (*MODES, *FORMER, *TIMED):
-            return True
-        return f"{mode!r} is not in the list; choose one of {', '.join(MODES)}"
+        """In the place of ComfyUI's look at the list, which would refuse a saved workflow with a former mode."""
+        return is_mode(mode)
 
     @classmethod
     def execute(  # noqa: D102
@@ -74,7 +69,7 @@ class CompileModel(io.ComfyNode):
     ) -> io.NodeOutput:
         settings = {"mode": mode, "graph_budget_mb": graph_budget_mb, "verify": verify}
         if mode in TIMED:
-            return io.NodeOutput(_timed(model, Settings(TIMED[mode], timed=True)))
+            return io.NodeOutput(timed(model, mode))
         return give(cls, model_part(model, **settings), **settings)
 
 
@@ -98,6 +93,13 @@ def _current(mode: str) -> tuple[str, str]:
     return "auto", f"mode {mode!r} is of an earlier version and now means auto: choose one of {', '.join(MODES)}"
 
 
-def _timed(model: io.Model.Type, settings: Settings) -> io.Model.Type:
-    """On ComfyUI's own forwards, timed."""
-    return compile_model(model, settings)[0]
+def is_mode(mode: str | None) -> bool | str:
+    """Whether a prompt may have this mode, or why not; None: it comes from another node, and is not known yet."""
+    if mode is None or mode in (*MODES, *FORMER, *TIMED):
+        return True
+    return f"{mode!r} is not in the list; choose one of {', '.join(MODES)}"
+
+
+def timed(model: io.Model.Type, mode: str) -> io.Model.Type:
+    """On ComfyUI's own forwards, timed, those of compiled ControlNets that steer it too. mode: of ``TIMED``."""
+    return compile_model(model, Settings(TIMED[mode], timed=True))[0]

@@ -35,7 +35,10 @@ def _gain(gain: dict[str, float]) -> str:
         return ""
     saved = gain["saved_seconds"]
     what = f"{saved:.1f} s saved" if saved >= 0 else f"{-saved:.1f} s lost so far"
-    return f"Beside ComfyUI's own forwards, at the sizes where both were measured: {gain['factor']:.2f}x, {what}"
+    line = f"Beside ComfyUI's own forwards, at the sizes where both were measured: {gain['factor']:.2f}x, {what}"
+    if "full_steps" not in gain:
+        return line
+    return f"{line}\n  Skipped steps stand beside full ones of ComfyUI's; full steps alone: {gain['full_steps']:.2f}x"
 
 
 def _model(model: dict[str, Any], file: str, shorts: dict[str, str]) -> str:
@@ -65,7 +68,7 @@ def _shape(s: dict[str, Any], shorts: dict[str, str]) -> str:
     why = "; ".join(shorts.get(text, text) for text in _texts(s))
     return (
         f"{_size(s):>14} {s['batch']:>5} {s['state']:>6} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
-        f"{now:>8} {eager:>8} {factor:>5} {s['bytes'] / MIB:>6.0f}  {_step(s['key'])}{why}"
+        f"{now:>8} {eager:>8} {factor:>5} {s['bytes'] / MIB:>6.0f}  {_step(s)}{why}"
     ).rstrip()
 
 
@@ -79,9 +82,9 @@ def _texts(s: dict[str, Any]) -> list[str]:
     return [text for text in (s["reason"], s["note"]) if text]
 
 
-def _step(key: str) -> str:
+def _step(s: dict[str, Any]) -> str:
     """Which of Skip Blocks' two kinds of step this line is; "" without that node."""
-    return next((f"{step} steps " for step in ("full", "skipped") if f"step={step}" in key), "")
+    return f"{s['step']} steps " if s["step"] else ""
 
 
 def _graphs(graphs: dict[str, Any]) -> str:

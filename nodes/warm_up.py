@@ -81,7 +81,7 @@ class WarmUp(io.ComfyNode):
                     default=False,
                     optional=True,
                     tooltip="Runs each size of the model on ComfyUI's own forwards as well, a few times, so that panel "
-                    "and nodes can say how much faster it is. Not with Skip Blocks: use Compare in the panel there.",
+                    "and nodes can say how much faster it is. Compiled ControlNets that steer it are timed too.",
                 ),
             ],
             outputs=[

@@ -102,6 +102,25 @@ def test_the_total_weighs_sizes_by_their_calls(on_a_gpu) -> None:
     assert own.snapshot()["gain"] == {"factor": round(130 / 100, 3), "saved_seconds": 0.04}  # 40 - 5 ms
 
 
+def test_steps_of_skip_blocks_stand_beside_one_forward_of_comfyuis() -> None:
+    """On every device: less work is less work."""
+    own = stats.Stats()
+    model = own.model("UNet", "model")
+    for step, calls, took in (("full", 3, 20.0), ("skipped", 6, 5.0)):
+        shape = model.shape(f"k step={step}", 512, 768, 2, step=step, own="k")
+        shape.calls, shape.state = calls, "tape"
+        for _ in range(calls):
+            called(shape.times, took)
+    model.eager_at("k").note(30.0)
+    entries = own.snapshot()["models"][0]["shapes"]
+    assert [(s["step"], s["eager_ms"], s["factor"]) for s in entries] == [("full", 30.0, 1.5), ("skipped", 30.0, 6.0)]
+    assert own.snapshot()["gain"] == {"factor": 3.0, "saved_seconds": 0.18, "full_steps": 1.5}
+    full = own.model("Flux", "model").shape("f step=full", 8, 8, 1, step="full", own="f")
+    full.calls, full.state, full.eager.once = 1, "tape", 10.0
+    called(full.times, 10.0)
+    assert gain.total([full.as_dict()]) == {"factor": 1.0, "saved_seconds": 0.0}  # nothing was skipped
+
+
 def test_eager_warmed_up_says_more_than_one_forward() -> None:
     eager = Eager()
     assert eager.ms is None

@@ -32,7 +32,7 @@ TYPES = {
     **dict.fromkeys(["factor", "saved_seconds"], type(None)),  # on a CPU nothing is gained
     "workflows": list,
     **dict.fromkeys(["calls", "replays", "bytes", "depth", "full", "skipped"], int),
-    **dict.fromkeys(["name", "kind", "key", "state", "reason", "note", "model"], str),
+    **dict.fromkeys(["name", "kind", "key", "state", "step", "reason", "note", "model"], str),
     "eager_ms": float,
     "inexact": list,
     **dict.fromkeys(["compile_seconds", "first_call_seconds", "median_ms", "seconds", "share"], float),
@@ -241,11 +241,17 @@ def test_chart(counted) -> None:
 
 
 def test_the_chart_says_how_sizes_run_as_the_browser_does(counted) -> None:
-    chart, shape = node_module("chart"), {"state": "tape", "reason": "", "key": "k step=skipped depth*2", "frames": 1}
+    chart, shape = node_module("chart"), {"state": "tape", "reason": "", "key": "k", "step": "skipped", "frames": 1}
     assert chart.speed(shape, "NVIDIA H200") == "fast" and chart.speed(shape, "cpu") == "as ComfyUI"
     assert chart.speed(shape | {"reason": "a patch"}, "NVIDIA H200") == "partly fast"
     assert chart.speed(shape | {"state": "eager"}, "NVIDIA H200") == "as ComfyUI"
     assert chart._label("UNet", shape | {"width": 8, "height": 8, "batch": 1}).endswith("8x8  b1  skipped")
+
+
+def test_a_report_says_what_skipped_steps_are_compared_with(counted) -> None:
+    now = stats.snapshot() | {"gain": {"factor": 3.0, "saved_seconds": 12.0, "full_steps": 1.5}}
+    first, second, *_ = node_module("report").report(now).splitlines()
+    assert first.endswith("3.00x, 12.0 s saved") and second.endswith("full steps alone: 1.50x")
 
 
 def test_a_report_has_no_empty_tables_and_dashes_for_what_was_not_measured(counted) -> None:

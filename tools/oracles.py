@@ -22,7 +22,7 @@ STATS_KEYS = {
     "model": {"name", "kind", "kernels", "recompiles", "compile_seconds", "inexact", "shapes"},
     "shape": {
         "key", "width", "height", "batch", "frames", "state", "calls", "replays", "first_call_seconds", "median_ms",
-        "eager_ms", "bytes", "reason", "note", "prompt", "factor", "saved_seconds", "workflows",
+        "eager_ms", "bytes", "reason", "note", "prompt", "factor", "saved_seconds", "workflows", "step",
     },
     "graphs": {"budget_bytes", "used_bytes", "evictions"},
     "fallback": {"where", "reason", "count"},

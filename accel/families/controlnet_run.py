@@ -66,7 +66,8 @@ class Sampling:
             if control in self._users:
                 return
             self._users.add(control)
-            self.settings = Settings(graph_budget_mb=settings_of(patcher).graph_budget_mb)
+            of_model = settings_of(patcher)
+            self.settings = Settings(graph_budget_mb=of_model.graph_budget_mb, timed=of_model.timed)
         if patcher is not None:  # a run that breaks off is cleaned up on its model's side alone
             patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, RUN_KEY, _Ending(self, control))
 

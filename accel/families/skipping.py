@@ -77,6 +77,11 @@ def remove(patcher: ModelPatcher) -> ModelPatcher:
     return patcher
 
 
+def without_skipping(patcher: ModelPatcher) -> ModelPatcher:
+    """A clone of which every step is full."""
+    return remove(patcher.clone())
+
+
 def skips(patcher: ModelPatcher) -> bool:
     """Whether a run of many steps on ``patcher`` leaves blocks out on some of them."""
     wrappers = patcher.get_wrappers(WrappersMP.OUTER_SAMPLE, KEY)

@@ -191,14 +191,16 @@ def in_full(call: Call, depth: int | None) -> Call:
     """``call`` at a full step of a run that skips blocks: its result is a ``tapes.FullStep``."""
     skipping = Skipping(depth, lambda features: skipped(call, depth, features, call.eager).key)
     taped = replace(call.taped, skipping=skipping)
-    return replace(call, key=_step(call, "full", depth, call.inputs), taped=taped)
+    key = _step(call, "full", depth, call.inputs)
+    return replace(call, key=key, taped=taped, step="full", instead_of=call.key)
 
 
 def skipped(call: Call, depth: int | None, features: Sequence[Tensor], instead: Callable[[], Any]) -> Call:
     """``call`` at a skipped step, given its features. instead: where there is no program of it."""
     inputs = call.inputs | named_features(features)
     taped = replace(call.taped, leaves_out=True)
-    return replace(call, key=_step(call, "skipped", depth, inputs), inputs=inputs, taped=taped, eager=instead)
+    key = _step(call, "skipped", depth, inputs)
+    return replace(call, key=key, inputs=inputs, taped=taped, eager=instead, step="skipped", instead_of=call.key)
 
 
 def left_out(call: Call, depth: int | None, features: Sequence[Tensor], why: str, eager: Callable[[], Any]) -> Call:

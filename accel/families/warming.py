@@ -35,7 +35,7 @@ from .attach import compile_model, session_of
 from .latents import Latents, latents_of
 from .plain_prompt import noise, plain_prompt
 from .session import Session
-from .skipping import skips
+from .skipping import skips, without_skipping
 from .surroundings import INTERRUPTS
 
 STEPS = 30  # of the noise schedule; few of them are evaluated
@@ -124,9 +124,9 @@ def _warmed(
         return shapes, _in_order(jobs, budget, gives_way), warnings
 
 
-def _timed(model: ModelPatcher, session: Session) -> ModelPatcher | None:
-    """The model on ComfyUI's own forwards, timed. None with Skip Blocks, without which eager does other work."""
-    return None if skips(model) else compile_model(model, replace(session.settings, timed=True))[0]
+def _timed(model: ModelPatcher, session: Session) -> ModelPatcher:
+    """The model, and its ControlNets, on ComfyUI's own forwards, timed; every step in full."""
+    return compile_model(without_skipping(model), replace(session.settings, timed=True))[0]
 
 
 def _random_devices(device: torch.device) -> list[torch.device]:
@@ -205,7 +205,7 @@ def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> R
     ran = [(m["name"], s) for m in models for s in m["shapes"] if s["calls"] > before.get((m["name"], s["key"]), 0)]
     states = [s["state"] for _, s in ran]
     several = len({name for name, _ in ran}) > 1
-    gained = gain.total([s for _, s in ran]).get("factor")
+    gained = gain.total(s for _, s in ran if s["step"] != "skipped").get("factor")  # it runs as many as full ones
     told = [(name, text) for name, s in ran for text in (s["reason"], s["note"]) if text]
     reasons = [job.note] * bool(job.note) + [f"{name}: {text}" if several else text for name, text in told]
     captured = frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph")

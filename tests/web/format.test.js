@@ -145,11 +145,6 @@ test("the budget is a fraction, never more than all of it", () => {
   assert.equal(format.budget({ ...graphs, used_bytes: 200 * MIB }).fraction, 1);
 });
 
-test("the step of a line is read off its key", () => {
-  const keys = ["x[1x4x8x8] step=full depth*2 float16", "x step=skipped depth*0 bf16", "x[1] float16"];
-  assert.deepEqual(keys.map(format.step), ["full", "skipped", ""]);
-});
-
 test("bars grow with the logarithm: one long compilation does not flatten the others", () => {
   const near = (found, wanted) => found.forEach((value, i) => assert.ok(Math.abs(value - wanted[i]) < 1e-9, `${found}`));
   near(format.shares([0.1, 1, 10, 0]), [0.12, 0.56, 1, 0]);

@@ -5,7 +5,7 @@ import { test } from "node:test";
 
 import { runs, without } from "../../web/anyshape/compare_prompts.js";
 import * as format from "../../web/anyshape/format.js";
-import { duration, gain, gainText, preparingText, scoped, times } from "../../web/anyshape/gain.js";
+import { duration, factorHelp, gain, gainText, preparingText, scoped, stepsText, times } from "../../web/anyshape/gain.js";
 import { EN, ZH } from "./locales.js";
 
 const shape = (more = {}) => ({
@@ -49,6 +49,41 @@ test("a node says how much faster it is: the latest prompt's factor, and all tha
   assert.equal(badge([shape()], {}, ZH, "zh").text, "1.5x，节省 0.1 秒，加速：512×512");
 });
 
+const skipping = () => [
+  shape({ step: "full", calls: 10, eager_ms: 30, median_ms: 20, factor: 1.5 }),
+  shape({ step: "skipped", calls: 20, eager_ms: 30, median_ms: 5, factor: 6, saved_seconds: 0.5 }),
+];
+
+test("behind Skip Blocks every step stands beside a full one of ComfyUI's, and the tooltip says so", () => {
+  const shown = badge(skipping());
+  assert.equal(shown.text, "3.0x, 0.6 s saved, fast: 512×512");
+  assert.match(shown.title, /\nFull steps alone: 1.5x. Skipped steps stand beside full ones too/);
+  assert.match(badge(skipping(), {}, ZH, "zh").title, /\n只看完整步：1.5x。/);
+  assert.equal(stepsText([shape()], EN), "");
+  assert.equal(stepsText([skipping()[1]], EN), ""); // no full step's time is known: there is nothing to say of them
+  const run = { model: "SDXL", depth: 2, full: 10, skipped: 20, resets: {}, seconds: 1, bytes: 0 };
+  const node = { ...entry, type: "AnyShapeSkipBlocks" };
+  const mine = format.badge(node, stats([model("SDXL", [shape(), ...skipping()])], { skip: [run] }), EN);
+  assert.equal(mine.text, "3.0x, 0.6 s saved, 10 full, 20 skipped, depth 2"); // what ran without it is not counted
+  assert.match(mine.title, /\nFull steps alone: 1.5x/);
+  const onCpu = badge(skipping(), { device: "cpu" });
+  assert.doesNotMatch(onCpu.title, /On a CPU nothing is gained/); // less work is less work anywhere
+});
+
+test("each size says what its factor compares, or why there is none", () => {
+  const [full, skipped] = skipping();
+  const help = (s, device = "a GPU") => factorHelp(s, device, EN);
+  assert.match(help(full), /the same work$/);
+  assert.match(help(skipped), /work that is left out/);
+  assert.equal(help(shape()), "");
+  assert.match(help(unknown()), /Warm Up with measure, or Compare/);
+  assert.match(help(unknown({ eager_ms: 30, median_ms: 0 })), /second call/);
+  assert.match(help(unknown({ state: "eager" })), /as ComfyUI does/);
+  assert.match(help(unknown(), "cpu"), /On a CPU nothing is gained/);
+  assert.match(help(unknown({ step: "full" }), "cpu"), /Warm Up with measure/);
+  for (const name of ["steps", "full", "skipped", "not_known", "one_call", "as_comfyui"]) assert.ok(ZH.gain[name]);
+});
+
 test("what is being prepared is on the line of its model's nodes, with a clock", () => {
   const preparing = { number: 3, model: "SDXL", size: "832x480x33", seconds: 12.7 };
   const shown = badge([shape()], { preparing });
@@ -85,6 +120,8 @@ const core = "nodes";
 const ours = "custom_nodes.AnyShape";
 const DEFINITIONS = {
   Loader: defined(core, {}, ["MODEL", "CLIP", "VAE"]),
+  ControlNetLoader: defined(core, {}, ["CONTROL_NET"]),
+  ControlNetApply: defined(core, { control_net: ["CONTROL_NET"] }, ["CONDITIONING"]),
   Lora: defined(core, { model: ["MODEL"], strength: ["FLOAT"] }, ["MODEL"]),
   KSampler: defined(core, { model: ["MODEL"], seed: ["INT"] }, ["LATENT"]),
   VAEDecode: defined(core, { samples: ["LATENT"], vae: ["VAE"] }, ["IMAGE"]),
@@ -93,6 +130,8 @@ const DEFINITIONS = {
   CheckpointSave: defined(core, { model: ["MODEL"], clip: ["CLIP"] }, []),
   PreviewAny: defined(core, { source: ["*"] }, []),
   AnyShapeCompileModel: defined(ours, { model: ["MODEL"], mode: [["auto"]] }, ["MODEL"]),
+  AnyShapeAccelerate: defined(ours, { model: ["MODEL"], mode: [["auto"]], vae: ["VAE"] }, ["MODEL", "VAE", "CONTROL_NET"]),
+  AnyShapeCompileControlNet: defined(ours, { control_net: ["CONTROL_NET"] }, ["CONTROL_NET"]),
   AnyShapeCompileVAE: defined(ours, { vae: ["VAE"] }, ["VAE"]),
   AnyShapeSkipBlocks: defined(ours, { model: ["MODEL"] }, ["MODEL"]),
   AnyShapeWarmUp: defined(ours, { model: ["MODEL"], vae: ["VAE"] }, ["MODEL", "VAE", "STRING"]),
@@ -155,6 +194,25 @@ test("a workflow without a node of ours runs again too: the server may put some 
     Object.keys(one.prompt).filter((id) => one.prompt[id].inputs.anyshape_compare),
   );
   assert.deepEqual(ids, [["7", "8"], ["7", "8"], ["7", "8"], ["7", "8"]]);
+});
+
+test("where ComfyUI's own forwards are timed, so are those of compiled ControlNets, and Accelerate times as well", () => {
+  const controlled = (compile) => ({
+    ...prompt(),
+    2: made(compile, { model: ["1", 0], mode: "auto" }),
+    14: made("ControlNetLoader", {}),
+    15: made("AnyShapeCompileControlNet", { control_net: ["14", 0] }),
+    16: made("ControlNetApply", { control_net: ["15", 0], seed: 1 }),
+    17: made("KSampler", { model: ["5", 0], seed: 1, positive: ["16", 0] }),
+  });
+  for (const compile of ["AnyShapeCompileModel", "AnyShapeAccelerate"]) {
+    const [timed, plain] = runs(controlled(compile), definition, "salt").map((one) => one.prompt);
+    assert.deepEqual([timed[2].inputs.mode, timed[16].inputs.control_net], ["time auto", ["15", 0]]);
+    assert.deepEqual([plain[2], plain[15], plain[16].inputs.control_net], [undefined, undefined, ["14", 0]]);
+  }
+  const off = controlled("AnyShapeCompileModel");
+  off[2].inputs.mode = "off";
+  assert.equal(runs(off, definition, "salt")[0].prompt[15], undefined); // nothing would be timed
 });
 
 test("Compile Model is bypassed where its mode is off or comes from another node", () => {

@@ -5,6 +5,8 @@
  */
 
 const COMPILE = "AnyShapeCompileModel";
+const TIMING = new Set([COMPILE, "AnyShapeAccelerate"]); // nodes that can time ComfyUI's own forwards
+const CONTROL = "AnyShapeCompileControlNet"; // what it gives is timed with the model that it steers
 const LEFT_OUT = new Set(["AnyShapeWarmUp", "AnyShapeShapeCacheInfo"]); // in runs with AnyShape: they make no picture
 const TIMED = ["auto", "exact"]; // modes in which ComfyUI's own forwards can be timed
 const MODELS = new Set(["MODEL", "VAE", "CONTROL_NET"]);
@@ -63,10 +65,12 @@ function inputOf(node, type, definition) {
   return names.map(([name]) => node.inputs[name]).find(isLink);
 }
 
-/** Without our nodes, but for Compile Model, which times ComfyUI's own forwards. */
+/** Without our nodes, but for those that time ComfyUI's own forwards. */
 function timed(prompt, ours, definition) {
-  const times = (node) => node.class_type === COMPILE && TIMED.includes(node.inputs.mode);
-  const made = without(prompt, (node) => ours(node) && !times(node), definition);
+  const times = (node) => TIMING.has(node.class_type) && TIMED.includes(node.inputs.mode);
+  const any = Object.values(prompt).some(times);
+  const stays = (node) => times(node) || (any && node.class_type === CONTROL);
+  const made = without(prompt, (node) => ours(node) && !stays(node), definition);
   const changed = (node) => (times(node) ? { ...node, inputs: { ...node.inputs, mode: `time ${node.inputs.mode}` } } : node);
   return Object.fromEntries(Object.entries(made).map(([id, node]) => [id, changed(node)]));
 }

@@ -4,7 +4,7 @@
  * The stats are those of docs/scripts.md; `words` are the texts of locales/<language>/main.json.
  */
 
-import { gain, gainText, isLoss, preparingText, sum } from "./gain.js";
+import { gain, gainText, isLoss, preparingText, stepsText, sum } from "./gain.js";
 import { count, fill } from "./phrases.js";
 
 const MIB = 1 << 20;
@@ -13,6 +13,7 @@ const SHORTEST_BAR = 0.12; // of the longest; what is not 0 must be seen
 const DECADE = 10;
 const MUTED = 2; // of a node's `mode`, in every front end
 const BYPASSED = 4;
+const SKIP_BLOCKS = "AnyShapeSkipBlocks";
 const NAMED = 3; // sizes that a reason names; of more their number
 
 export const seconds = (value) => value.toFixed(value < 10 ? 2 : 1);
@@ -66,9 +67,6 @@ export function budget(graphs) {
     evictions: graphs.evictions,
   };
 }
-
-/** Which of Skip Blocks' two kinds of step a line is: "full", "skipped" or "". */
-export const step = (key) => key.match(/\bstep=(full|skipped)\b/)?.[1] ?? "";
 
 export function shorten(text, longest = LONGEST) {
   return text.length <= longest ? text : `${text.slice(0, longest - 1).trimEnd()}…`;
@@ -130,8 +128,8 @@ export function badge(entry, stats, words, language = "en", mode = 0) {
   if (entry.state === "eager") return asComfyUI(entry.message, stats, words);
   if (entry.instead) return asComfyUI(entry.instead, stats, words); // whatever ran before
   const models = stats.models.filter((model) => entry.models.includes(model.name));
-  const skips = entry.type === "AnyShapeSkipBlocks";
-  const found = skips ? skipped(entry, stats, words) : ran(models, stats, words, language);
+  const skips = entry.type === SKIP_BLOCKS;
+  const found = skips ? skipped(entry, models, stats, words) : ran(models, stats, words, language);
   return withMessage(found ?? plain("none", words.badge.ready), entry.message);
 }
 
@@ -200,13 +198,20 @@ function ran(models, stats, words, language) {
   const sized_by = levels.length === 1 ? listed(shapes, words, language) : ratio(fast, shapes, words);
   const counted = recompiles ? [count(words.counts.recompiles, recompiles, language)] : [];
   const now = gain(shapes);
-  const gained = now ? [gainText({ ...now, saved: gain(all).saved }, words)] : [];
+  const gained = gainOf(shapes, all, words);
   const first = `${name}${words.colon}${level === "as_comfyui" && reason ? inShort(reason, stats) : sized_by}`;
   const text = [...gained, first, ...counted].join(words.comma);
-  const nothing = device === "cpu" ? [words.gain.cpu] : [];
-  const title = [text, ...nothing, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
+  const nothing = device === "cpu" && !now ? [words.gain.cpu] : [];
+  const steps = [stepsText(shapes, words)].filter(Boolean);
+  const title = [text, ...steps, ...nothing, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
   return { ...plain(level, shorten(text), title.join("\n")), loss: isLoss(now?.factor, device) };
 }
+
+/** The factor of the latest prompt's sizes, and what all calls at any size saved; [] where nothing is known. */
+const gainOf = (shapes, all, words) => {
+  const now = gain(shapes);
+  return now ? [gainText({ ...now, saved: gain(all).saved }, words)] : [];
+};
 
 const ratio = (fast, shapes, words) => fill(words.badge.of, { fast: sizes(fast), all: sizes(shapes) });
 
@@ -228,11 +233,15 @@ function since(shapes, recompiles, words, language) {
 }
 
 /** Of Skip Blocks: its model's latest sampling run. A run is named by the class, an entry may have a number behind it. */
-function skipped(entry, stats, words) {
+function skipped(entry, models, stats, words) {
   const classes = entry.models.map((name) => name.replace(/ #\d+$/, ""));
   const run = stats.skip.filter((one) => classes.includes(one.model)).at(-1);
   if (!run) return null;
-  const text = fill(words.badge.skipped, run);
+  const all = models.flatMap((model) => model.shapes);
+  const newest = Math.max(...all.map((s) => s.prompt ?? 0));
+  const shapes = all.filter((s) => s.step && (s.prompt ?? 0) === newest);
+  const text = [...gainOf(shapes, all.filter((s) => s.step), words), fill(words.badge.skipped, run)].join(words.comma);
+  const steps = [stepsText(shapes, words)].filter(Boolean);
   const resets = Object.entries(run.resets).map(([reason, n]) => fill(words.skip.reset, { n, reason }));
-  return plain(run.skipped ? "fast" : "as_comfyui", text, [text, words.badge.skipped_help, ...resets].join("\n"));
+  return plain(run.skipped ? "fast" : "as_comfyui", text, [text, ...steps, words.badge.skipped_help, ...resets].join("\n"));
 }

@@ -18,6 +18,26 @@ export function gain(shapes) {
   return { factor: eager / ours, saved: sum(known, (s) => s.saved_seconds) };
 }
 
+/** The factor of full steps alone, where Skip Blocks skipped some; null where none was, or no full step's is known. */
+export function ofFullSteps(shapes) {
+  const skipped = shapes.some((s) => s.step === "skipped" && s.factor > 0);
+  return skipped ? (gain(shapes.filter((s) => s.step === "full"))?.factor ?? null) : null;
+}
+
+/** What the factor of these sizes compares, where Skip Blocks skipped steps; "" elsewhere. */
+export function stepsText(shapes, words) {
+  const full = ofFullSteps(shapes);
+  return full ? fill(words.gain.steps, { factor: times(full) }) : "";
+}
+
+/** What the factor of one size compares, or why there is none. */
+export function factorHelp(s, device, words) {
+  if (s.factor > 0) return s.step ? words.gain[s.step] : "";
+  if (s.state === "eager") return words.gain.as_comfyui;
+  if (device === "cpu" && !s.step) return words.gain.cpu;
+  return s.eager_ms > 0 ? words.gain.one_call : words.gain.not_known;
+}
+
 /** "1.4x"; "–" of none. */
 export const times = (factor) =>
   factor > 0 ? `${factor.toFixed(factor > NEAR[0] && factor < NEAR[1] ? 2 : 1)}x` : "–";

@@ -3,7 +3,7 @@
 import { compare, isRunning, status } from "./compare.js";
 import { el, setText, setTitle, sync } from "./dom.js";
 import { budget, fallbacks, inShort, inexact, together, totals } from "./format.js";
-import { gain, gainText, isLoss } from "./gain.js";
+import { gain, gainText, isLoss, stepsText } from "./gain.js";
 import { count, fill } from "./phrases.js";
 import { emptyText, makeScope } from "./scope.js";
 import * as store from "./store.js";
@@ -114,11 +114,12 @@ function showPanel(element, parts, buttons, stats) {
 
 /** The first line: how much faster than ComfyUI, or how to find out, or that there is nothing to gain. */
 function showGain(line, stats, texts) {
-  const found = gain(stats.models.flatMap((model) => model.shapes));
+  const shapes = stats.models.flatMap((model) => model.shapes);
+  const found = gain(shapes);
   line.classList.toggle("anyshape-loss", isLoss(found?.factor, stats.device));
   const none = stats.device === "cpu" ? texts.gain.cpu : texts.gain.unknown;
   setText(line, found ? gainText(found, texts) : none);
-  setTitle(line, texts.gain.help);
+  setTitle(line, [texts.gain.help, stepsText(shapes, texts)].filter(Boolean).join("\n"));
 }
 
 function showCompare(line, buttons) {

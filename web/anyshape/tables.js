@@ -1,8 +1,8 @@
 /** A table for each model with a line for each size, and its two costs as bars: for the panel and Shape Cache Info. */
 
 import { el, setText, setTitle, sync } from "./dom.js";
-import { files, inShort, megabytes, milliseconds, reasons, seconds, shares, size, sizes, speed, step } from "./format.js";
-import { isLoss, times } from "./gain.js";
+import { files, inShort, megabytes, milliseconds, reasons, seconds, shares, size, sizes, speed } from "./format.js";
+import { factorHelp, isLoss, times } from "./gain.js";
 import { count, fill } from "./phrases.js";
 import { language, words } from "./texts.js";
 
@@ -62,12 +62,11 @@ function showShape(row, { shape, level, bars, device }) {
   row.dataset.state = shape.state;
   row.dataset.level = level;
   setTitle(row, shape.key);
-  const kind = step(shape.key);
   const state = texts.states[level];
   const cells = [
     shape.frames > 1 ? size(shape).replace(/×(?=\d+$)/, `${BREAK}×`) : size(shape),
     shape.batch,
-    kind ? fill(texts.brackets, { text: state.title, more: texts.steps[kind] }) : state.title,
+    shape.step ? fill(texts.brackets, { text: state.title, more: texts.steps[shape.step] }) : state.title,
     shape.calls,
     shape.first_call_seconds > 0 ? seconds(shape.first_call_seconds) : "–",
     milliseconds(shape.median_ms),
@@ -77,6 +76,7 @@ function showShape(row, { shape, level, bars, device }) {
   cells.forEach((text, index) => setText(row.cells[index], String(text)));
   setTitle(row.cells[2], `${shape.state}${texts.colon}${texts.technical[shape.state]}`);
   setTitle(row.cells[5], shape.eager_ms > 0 ? fill(texts.eager_ms, { ms: milliseconds(shape.eager_ms) }) : "");
+  setTitle(row.cells[6], factorHelp(shape, device, texts));
   row.cells[6].classList.toggle("anyshape-loss", isLoss(shape.factor, device));
   bars.forEach((share, index) => {
     row.cells[4 + index].className = "anyshape-bar";
