@@ -43,6 +43,7 @@ PAGE = (
     "test_browser.py::test_our_scripts_complain_of_nothing",
     "test_screen.py::test_nodes_are_chinese_and_change_with_the_setting",
     "test_screen.py::test_a_bypassed_node_gives_comfyuis_own_picture",
+    "test_collapsed.py",
     "test_compare.py::test_compare_shows_both_times_and_the_difference",
     "test_compare.py::test_compare_runs_what_it_says",
     "test_compare.py::test_preparing_is_shown_with_a_clock_and_cancel_ends_it",

@@ -1,7 +1,8 @@
-/** A line at the bottom of each of our nodes that says how its model runs. */
+/** A line at the bottom of each of our nodes that says how its model runs, and a strip where it is collapsed. */
 
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
+import { drawWhenCollapsed, showCollapsed } from "./collapsed.js";
 import { el, setText, setTitle } from "./dom.js";
 import { badge, entryOf } from "./format.js";
 import * as store from "./store.js";
@@ -40,6 +41,7 @@ export function addBadge(node) {
   if (!TYPES.has(node.comfyClass) || !node.addDOMWidget) return;
   const element = el("div", { className: "anyshape-badge" });
   addLine(node, element, { map: badges, value: element, height: HEIGHT, most: HEIGHT });
+  drawWhenCollapsed(node, () => element.dataset.level ?? "none");
   node.setSize?.([node.size[0], node.computeSize()[1]]);
 }
 
@@ -69,12 +71,14 @@ export function show(stats) {
     const { id, mode } = found.get(node) ?? { id: String(node.id), mode: node.mode };
     const where = { id, type: node.comfyClass, workflow: root?.id, queued, cached: cached.has(`${root?.id} ${id}`) };
     const shown = badge(entryOf(stats, where), stats, words(), language(), mode);
+    if (element.dataset.level !== shown.level && node.flags?.collapsed) node.setDirtyCanvas?.(true, true);
     element.dataset.level = shown.level;
     element.classList.toggle("anyshape-loss", Boolean(shown.loss));
     setText(element, shown.text);
     setTitle(element, shown.title);
     if (shown.level !== "preparing") takeTextAway(node);
   }
+  showCollapsed([...badges].map(([node, element]) => [node.id, element.dataset.level]));
 }
 
 /** Ends the text under a node whose model is no longer prepared, which made the node higher; the line says the rest. */
