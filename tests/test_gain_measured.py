@@ -4,6 +4,9 @@ On a CPU nothing is gained, so there it is made known as on a GPU, and what is c
 What a GPU alone can show, its times and its losses, has tests of its own: ``test_gpu_gain``.
 """
 
+import json
+import shutil
+import subprocess
 import time
 
 import pytest
@@ -11,12 +14,15 @@ import torch
 
 from tools import embed
 from tools.driving import SMALL_UNET, compiled, compiled_control, skipping, steering
+from tools.on_gpu import small
 from tools.oracles import error, fallbacks, last_run, shapes
+from tools.paths import ROOT
 from tools.warming import warm
 
 embed.bare_pack()
 
 from anyshape.accel import gain, stats  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.times import Eager  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RUN = {"width": 64, "height": 64, "steps": 12}
@@ -28,10 +34,14 @@ pytestmark = pytest.mark.usefixtures("clean_stats", "no_graphs_left")
 def unet(request, models, monkeypatch):
     """A small UNet on the device, where a factor is given."""
     monkeypatch.setattr(gain, "can_gain", lambda: True)
-    return models.unet("sd15", torch.float32 if request.param == "cpu" else torch.float16, **SMALL_UNET)
+    if request.param == "cpu":
+        return models.unet("sd15", torch.float32, **SMALL_UNET)
+    return small(models, "sd15")
 
 
 def of_kind(kind: str) -> list[dict]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()  # the figures of calls on a GPU are read when it is done with them
     return [shape for model in stats.snapshot()["models"] if model["kind"] == kind for shape in model["shapes"]]
 
 
@@ -123,6 +133,8 @@ def test_eagers_time_is_one_whoever_measured_it(pack, models, unet) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_skipping_gains_on_every_device(models, device) -> None:
     """Where nothing else does: less work is less work. What skips nothing has no factor there."""
+    if device == "cpu" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
     patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
     fast = skipping(patcher)
     models.sample(fast, **RUN)
@@ -155,3 +167,53 @@ def test_what_is_saved_adds_up(models, unet) -> None:
     spent = shape["calls"] * 1.0 - shape["saved_seconds"]
     assert shape["calls"] == 6 and shape["first_call_seconds"] < spent <= took
     assert spent == pytest.approx(shape["first_call_seconds"] + 5 * shape["median_ms"] / 1e3, rel=0.25)
+
+
+# Below 1 ----------------------------------------------------------------------------------------------------------
+
+LINE = """
+import { readFileSync } from "node:fs";
+import { badge } from "./web/anyshape/format.js";
+const words = JSON.parse(readFileSync("locales/en/main.json")).anyshape, stats = JSON.parse(readFileSync(0));
+const entry = { id: "4", workflow: "", type: "AnyShapeCompileModel", state: "ready", message: "" };
+console.log(JSON.stringify(badge({ ...entry, models: stats.models.map((one) => one.name) }, stats, words)));
+"""
+
+
+def line() -> dict:
+    """What the page shows on a node whose model has just run, on a GPU."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("Node.js is not installed")
+    told = json.dumps(stats.snapshot() | {"device": "a GPU"})
+    command = [node, "--input-type=module", "--eval", LINE]
+    return json.loads(subprocess.run(command, input=told, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_what_is_slower_than_comfyui_is_red(models, unet, monkeypatch, slow) -> None:
+    """Programs that really take longer than ComfyUI's forwards do, both measured."""
+    from anyshape.accel.families.warming import warm_up
+    from anyshape.accel.tape.program import Program
+
+    device, own = unet.load_device.type, Program.run
+
+    def run(self, inputs):
+        if slow and device == "cpu":
+            time.sleep(0.3)
+        elif slow:
+            torch.cuda._sleep(200_000_000)  # clock ticks: about a tenth of a second
+        return own(self, inputs)
+
+    monkeypatch.setattr(Program, "run", run)
+    fast = compiled(unet, graph_budget_mb=0)
+    warm_up(fast, "64x64", measure=True)
+    models.sample(fast, **RUN | {"steps": 6})
+    (shape,) = shapes()
+    if not slow and device == "cpu":  # there both times differ by chance
+        (entry,) = [each for model in stats.STATS.models() for each in model.shapes.values()]
+        entry.eager._times, entry.eager.once = Eager()._times, 10_000.0
+        (shape,) = shapes()
+    shown = line()
+    assert (shape["factor"] < 1) is slow and shown["loss"] is slow
+    assert not slow or (shape["saved_seconds"] < 0 and "lost so far" in shown["text"])
