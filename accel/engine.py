@@ -54,7 +54,9 @@ class Engine:
         shape.calls += 1
         STATS.prompts.called(shape)
         try:
-            return self._timed(call, settings, shape)
+            out = self._timed(call, settings, shape)
+            STATS.totals.called(self.stats.kind, shape.state, call.step)
+            return out
         except self.passthrough:
             if shape.calls == 1:  # the next call is this size's first
                 self.stats.shapes.pop(shape.key, None)
@@ -71,6 +73,7 @@ class Engine:
         if call.key.device.type == "cuda":
             torch.cuda.synchronize(call.key.device)  # once per shape: the first call's true cost
         shape.first_call_seconds = time.perf_counter() - started
+        STATS.totals.first_call(self.stats.kind, shape.first_call_seconds)
         shape.times.first(shape.first_call_seconds, shape.state != "eager")
         return out
 

@@ -53,11 +53,14 @@ class Maker:
 
     def count(self, program: Program, first: bool, call: Call) -> None:
         """Counts what was compiled for ``program``; first: compiling was to be expected."""
-        self.stats.kernels += program.report.compiled
-        self.stats.compile_seconds += program.report.compile_seconds
-        self.stats.recompiles += 0 if first else program.report.compiled
+        made, seconds = program.report.compiled, program.report.compile_seconds
+        again = 0 if first else made
+        self.stats.kernels += made
+        self.stats.compile_seconds += seconds
+        self.stats.recompiles += again
+        STATS.totals.compiled(self.stats.kind, made, again, seconds)
         self.begun.add(_kind(call))
-        if program.report.compiled:
+        if made:
             KEEPER.save_soon()
 
     def checked(

@@ -72,6 +72,11 @@ class Prompts:
             if prompt.kernels is None:
                 prompt.kernels = max(0, self._compiled() - prompt.before)  # models that are long gone count no more
 
+    @property
+    def count(self) -> int:
+        """How many have called something."""
+        return self._number
+
     def pending(self) -> list[str]:
         """The ids of prompts that have not been summed up."""
         return list(self._open)

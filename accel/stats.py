@@ -16,6 +16,7 @@ from .bounded import bounded
 from .prompt_calls import Prompts
 from .skip_stats import SkipStats
 from .times import CallTimes, Eager
+from .totals import Totals
 
 VERSION = 2
 STATES = ("graph", "tape", "eager")  # of a shape, fastest first
@@ -216,6 +217,7 @@ class Stats:
         self._skip: deque[SkipStats] = deque(maxlen=MAX_RUNS)
         self._nodes: dict[tuple[str, str], NodeStats] = {}
         self.prompts = Prompts(lambda: sum(model.kernels for model in list(self._models)))
+        self.totals = Totals()
         self.graphs = GraphStats()
         self.artifacts = ArtifactStats()
 
@@ -263,6 +265,7 @@ class Stats:
     def fallback(self, where: str, reason: str) -> int:
         """Counts a step down to something slower and returns how often it has happened."""
         key = where, bounded(reason)
+        self.totals.fell_back(key[1])
         with self._lock:
             self._fallbacks[key] += 1
             for oldest in list(self._fallbacks)[:-MAX_FALLBACKS]:
@@ -270,7 +273,7 @@ class Stats:
             return self._fallbacks[key]
 
     def clear(self) -> None:
-        """Forgets calls, shapes, fallbacks and the nodes' messages; compiled code and captured graphs stay."""
+        """Forgets calls, shapes, fallbacks and the nodes' messages; compiled code, captured graphs and totals stay."""
         fleet.forget()
         with self._lock:
             self._fallbacks.clear()

@@ -13,8 +13,9 @@ from server import PromptServer
 from ..accel import graphs, stats
 from ..accel.attempt import attempt, named
 from . import help_pages
-from .bug_report import particulars
+from .bug_report import comfyui, pack_version, particulars
 from .live import Live
+from .metrics import CONTENT_TYPE, exposition
 from .report import report
 
 FORMATS = ("json", "text")
@@ -36,6 +37,7 @@ def register() -> None:
         return response
 
     server.routes.get("/anyshape/stats")(_stats)
+    server.routes.get("/anyshape/metrics")(_metrics)
     help_pages.register(server)
     server.routes.post("/anyshape/clear")(cleared)
 
@@ -57,6 +59,15 @@ async def _stats(request: web.Request) -> web.Response:
         return web.json_response(now)
     head = await asyncio.to_thread(particulars)  # in another thread: the driver's tool takes its time
     return web.Response(text=f"{head}\n\n{report(now)}")
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    """GET: the counters in Prometheus' text format."""
+    if unknown := sorted(request.query):
+        return _error(f"unknown query {unknown[0]!r}; none is accepted")
+    found, versions = stats.STATS, {"version": pack_version(), "comfyui": comfyui}
+    text = exposition(found.snapshot(), found.totals, found.prompts.count, versions)
+    return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
 
 
 async def _clear(request: web.Request) -> web.Response:
