@@ -17,11 +17,11 @@ def draw(snapshot: dict[str, Any]) -> Tensor:
     """[1, H, W, 3] float32 in 0..1, ComfyUI's IMAGE. Needs matplotlib; without it, a picture that says so."""
     shapes = [(model["name"], s) for model in snapshot["models"] for s in model["shapes"]][-MAX_BARS:]
     if not shapes:
-        return _notice("Nothing has run through a compile node yet.")
+        return notice("Nothing has run through a compile node yet.")
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        return _notice("The chart needs matplotlib: pip install matplotlib")
+        return notice("The chart needs matplotlib: pip install matplotlib")
     figure = Figure(figsize=(10, 1.6 + 0.32 * len(shapes)), dpi=100, layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     colours = [COLOURS[speed(s, snapshot["device"])] for _, s in shapes]
@@ -77,7 +77,8 @@ def _to_image(figure: Any) -> Tensor:
     return _to_tensor(Image.open(buffer))
 
 
-def _notice(text: str) -> Tensor:
+def notice(text: str) -> Tensor:
+    """A picture of one line."""
     picture = Image.new("RGB", (520, 60), "white")
     ImageDraw.Draw(picture).text((12, 22), text, fill="black")
     return _to_tensor(picture)

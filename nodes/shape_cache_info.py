@@ -6,9 +6,12 @@ from typing import Any
 from comfy_api.latest import io, ui
 
 from ..accel import stats
-from .chart import draw
+from .chart import draw, notice
+from .messages import node_id
 from .report import report
 from .schema import schema
+
+CHART = 2  # its place among the outputs
 
 
 class ShapeCacheInfo(io.ComfyNode):
@@ -34,6 +37,7 @@ class ShapeCacheInfo(io.ComfyNode):
                 io.String.Output(display_name="stats", tooltip="The same figures as JSON, for scripts."),
                 io.Image.Output(display_name="chart", tooltip="First-call cost and speed by size."),
             ],
+            hidden=[io.Hidden.unique_id, io.Hidden.prompt],
             is_output_node=True,
         )
 
@@ -46,4 +50,15 @@ class ShapeCacheInfo(io.ComfyNode):
     def execute(cls, after: Any = None) -> io.NodeOutput:  # noqa: D102
         snapshot = stats.snapshot()
         text = report(snapshot)
-        return io.NodeOutput(text, json.dumps(snapshot), draw(snapshot), ui=ui.PreviewText(text))
+        # matplotlib takes as long to load as a small picture takes to make
+        chart = draw(snapshot) if _is_used(cls, CHART) else notice("Connect this output, and the chart is drawn.")
+        return io.NodeOutput(text, json.dumps(snapshot), chart, ui=ui.PreviewText(text))
+
+
+def _is_used(node: type[io.ComfyNode], output: int) -> bool:
+    """Whether anything in the prompt takes this output of ``node``; True where a script calls it, without a prompt."""
+    found, prompt = node_id(node), node.hidden.prompt if node.hidden else None
+    if found is None or not isinstance(prompt, dict):
+        return True
+    taken = [value for other in prompt.values() for value in other.get("inputs", {}).values()]
+    return [found, output] in taken

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 
-def as_run(node: type, node_id: str, extra: Any = None) -> type:
+def as_run(node: type, node_id: str, extra: Any = None, prompt: Any = None) -> type:
     """A node's class as ComfyUI executes it."""
     from comfy_api.latest import io
 
-    hidden = {io.Hidden.unique_id: node_id, io.Hidden.extra_pnginfo: extra}
+    hidden = {io.Hidden.unique_id: node_id, io.Hidden.extra_pnginfo: extra, io.Hidden.prompt: prompt}
     newer = "v3_data" in inspect.signature(node.PREPARE_CLASS_CLONE).parameters
     return node.PREPARE_CLASS_CLONE({"hidden_inputs": hidden} if newer else hidden)
 
@@ -127,3 +127,23 @@ def test_entries_hold_no_model_and_end(pack) -> None:
         own.node(NodeStats(str(index), "another", "T", "off", "", list))
     kept = own.snapshot()["nodes"]
     assert len(kept) == MAX_NODES and kept[0]["workflow"] == "another"
+
+
+@pytest.mark.parametrize(
+    ("links", "drawn"), [([["5:2", 2]], True), ([["5:2", 0], ["7", 2], "5:2"], False), ([], False), (None, True)]
+)
+def test_the_chart_is_drawn_where_it_is_used(pack, clean_stats, monkeypatch, links, drawn) -> None:
+    """By what takes this output in the prompt; a script, which has none, gets it always."""
+    from anyshape.accel import stats
+    from anyshape.nodes import ShapeCacheInfo, shape_cache_info
+
+    drawings: list[Any] = []
+    real = shape_cache_info.draw
+    monkeypatch.setattr(shape_cache_info, "draw", lambda now: drawings.append(now) or real(now))
+    stats.STATS.model("UNet", "model").shape("k", 64, 64, 1)
+    node, prompt = ShapeCacheInfo, {"5:2": {"class_type": "AnyShapeShapeCacheInfo", "inputs": {"after": ["7", 0]}}}
+    if links is not None:
+        prompt |= {str(at): {"class_type": "PreviewImage", "inputs": {"x": one}} for at, one in enumerate(links)}
+        node = as_run(node, "5:2", prompt=prompt)
+    *_, chart = node.execute().args
+    assert bool(drawings) is drawn and chart.ndim == 4 and (chart.shape[2] > 600) is drawn
