@@ -53,8 +53,8 @@ gc.set_threshold(5000, 20, 50)
 # Files that drive the server: all in one process, where it starts once.
 SERVER = {
     "test_automatic_server", "test_automatic_users", "test_browser", "test_collapsed", "test_compare",
-    "test_demo_run", "test_examples", "test_locales", "test_metrics", "test_nodes", "test_report", "test_schemas",
-    "test_screen", "test_server", "test_settings", "test_web",
+    "test_demo_run", "test_examples", "test_gain_page", "test_locales", "test_metrics", "test_nodes", "test_report",
+    "test_schemas", "test_screen", "test_server", "test_settings", "test_web",
 }  # fmt: skip
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
@@ -70,6 +70,7 @@ LONGEST = (
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {
     "test_fleet": "fleet", "test_fleet_client": "fleet", "test_browser": "browser", "test_collapsed": "browser",
+    "test_gain_page": "browser",
     "test_compare": "browser",
     "test_screen": "browser", "test_settings": "browser",
     "test_package": "package", "test_soak": "soak",

@@ -66,8 +66,11 @@ test("behind Skip Blocks every step stands beside a full one of ComfyUI's, and t
   const mine = format.badge(node, stats([model("SDXL", [shape(), ...skipping()])], { skip: [run] }), EN);
   assert.equal(mine.text, "3.0x, 0.6 s saved, 10 full, 20 skipped, depth 2"); // what ran without it is not counted
   assert.match(mine.title, /\nFull steps alone: 1.5x/);
-  const onCpu = badge(skipping(), { device: "cpu" });
-  assert.doesNotMatch(onCpu.title, /On a CPU nothing is gained/); // less work is less work anywhere
+  const onCpu = stats([model("SDXL", skipping())], { skip: [run], device: "cpu" });
+  assert.match(format.badge(node, onCpu, EN).text, /^3.0x, 0.6 s saved, 10 full/); // less work is less work anywhere
+  const compiled = format.badge(entry, onCpu, EN); // but nothing of it is that node's
+  assert.equal(compiled.text, "as ComfyUI: 512×512");
+  assert.match(compiled.title, /On a CPU nothing is gained/);
 });
 
 test("each size says what its factor compares, or why there is none", () => {

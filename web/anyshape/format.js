@@ -197,12 +197,13 @@ function ran(models, stats, words, language) {
   const fast = shapes.filter((s) => speed(s, device) === "fast");
   const sized_by = levels.length === 1 ? listed(shapes, words, language) : ratio(fast, shapes, words);
   const counted = recompiles ? [count(words.counts.recompiles, recompiles, language)] : [];
-  const now = gain(shapes);
-  const gained = gainOf(shapes, all, words);
+  const claims = level === "as_comfyui" ? [] : shapes; // what Skip Blocks gains on a CPU is on that node's line
+  const now = gain(claims);
+  const gained = gainOf(claims, all, words);
   const first = `${name}${words.colon}${level === "as_comfyui" && reason ? inShort(reason, stats) : sized_by}`;
   const text = [...gained, first, ...counted].join(words.comma);
-  const nothing = device === "cpu" && !now ? [words.gain.cpu] : [];
-  const steps = [stepsText(shapes, words)].filter(Boolean);
+  const nothing = device === "cpu" ? [words.gain.cpu] : [];
+  const steps = [stepsText(claims, words)].filter(Boolean);
   const title = [text, ...steps, ...nothing, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
   return { ...plain(level, shorten(text), title.join("\n")), loss: isLoss(now?.factor, device) };
 }
