@@ -50,11 +50,4 @@ class Call:
     batch: int  # images per prompt
     frames: int = 1
     taped: Taped | None = None  # how to record it; None where it cannot be
-    step: str = ""  # "full" | "skipped", of a run that skips blocks
-    instead_of: ShapeKey | None = None  # the forward that ComfyUI makes in its place, where that has another key
     obstacle: str = ""  # why only eager is right; "" if what was recorded is
-
-    @property
-    def own(self) -> str:
-        """The key of ComfyUI's forward for this call, by which its time is known."""
-        return str(self.instead_of or self.key)

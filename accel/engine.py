@@ -45,17 +45,18 @@ class Engine:
         """The model's output for ``call``, in the fastest way that is safe."""
         with devices.current(call.key.device):  # another one may be: kernels and graphs start on the current one
             if settings.timed:
-                with self.stats.eager_at(call.own).measure(call.key.device):
+                with self.stats.eager_at(call.key.own).measure(call.key.device):
                     return call.eager()
             return self._counted(call, settings)
 
     def _counted(self, call: Call, settings: Settings) -> Output:
-        shape = self.stats.shape(str(call.key), call.width, call.height, call.batch, call.frames, call.step, call.own)
+        key = call.key
+        shape = self.stats.shape(str(key), call.width, call.height, call.batch, call.frames, key.step, key.own)
         shape.calls += 1
         STATS.prompts.called(shape)
         try:
             out = self._timed(call, settings, shape)
-            STATS.totals.called(self.stats.kind, shape.state, call.step)
+            STATS.totals.called(self.stats.kind, shape.state, key.step)
             return out
         except self.passthrough:
             if shape.calls == 1:  # the next call is this size's first

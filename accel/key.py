@@ -1,7 +1,7 @@
 """The smallest description of a call that decides which captured graph fits it."""
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +28,14 @@ class ShapeKey:
     inputs: tuple[TensorSpec, ...]  # in the order of the call's inputs, absent ones left out
     # how they are nested (how many residuals a ControlNet gave), and plain values that decide the program
     structure: tuple[tuple[str, int | str], ...] = ()
+    # of a run that skips blocks: "full" | "skipped", and the forward that ComfyUI makes in this one's place
+    step: str = field(default="", compare=False)
+    instead_of: "ShapeKey | None" = field(default=None, compare=False)
+
+    @property
+    def own(self) -> str:
+        """That of ComfyUI's forward, by which its time is known."""
+        return str(self.instead_of or self)
 
     def __str__(self) -> str:
         """What a person wants to see, and a check sum of the rest where that is not as usual."""

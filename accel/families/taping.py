@@ -191,16 +191,14 @@ def in_full(call: Call, depth: int | None) -> Call:
     """``call`` at a full step of a run that skips blocks: its result is a ``tapes.FullStep``."""
     skipping = Skipping(depth, lambda features: skipped(call, depth, features, call.eager).key)
     taped = replace(call.taped, skipping=skipping)
-    key = _step(call, "full", depth, call.inputs)
-    return replace(call, key=key, taped=taped, step="full", instead_of=call.key)
+    return replace(call, key=_step(call, "full", depth, call.inputs), taped=taped)
 
 
 def skipped(call: Call, depth: int | None, features: Sequence[Tensor], instead: Callable[[], Any]) -> Call:
     """``call`` at a skipped step, given its features. instead: where there is no program of it."""
     inputs = call.inputs | named_features(features)
     taped = replace(call.taped, leaves_out=True)
-    key = _step(call, "skipped", depth, inputs)
-    return replace(call, key=key, inputs=inputs, taped=taped, eager=instead, step="skipped", instead_of=call.key)
+    return replace(call, key=_step(call, "skipped", depth, inputs), inputs=inputs, taped=taped, eager=instead)
 
 
 def left_out(call: Call, depth: int | None, features: Sequence[Tensor], why: str, eager: Callable[[], Any]) -> Call:
@@ -220,7 +218,8 @@ def calls_patches(options: Mapping[Any, Any]) -> bool:
 
 
 def _step(call: Call, step: str, depth: int | None, inputs: dict[str, Tensor]) -> ShapeKey:
-    return shape_key(inputs, dict(call.key.structure) | {"step": step, "depth": "auto" if depth is None else depth})
+    key = shape_key(inputs, dict(call.key.structure) | {"step": step, "depth": "auto" if depth is None else depth})
+    return replace(key, step=step, instead_of=call.key)
 
 
 def _structure(given: Given) -> dict[str, str]:

@@ -82,9 +82,10 @@ test("each size says what its factor compares, or why there is none", () => {
   assert.match(help(unknown()), /Warm Up with measure, or Compare/);
   assert.match(help(unknown({ eager_ms: 30, median_ms: 0 })), /second call/);
   assert.match(help(unknown({ state: "eager" })), /as ComfyUI does/);
+  assert.match(help(unknown({ state: "eager", step: "skipped" })), /Compare shows how long a run takes/);
   assert.match(help(unknown(), "cpu"), /On a CPU nothing is gained/);
   assert.match(help(unknown({ step: "full" }), "cpu"), /Warm Up with measure/);
-  for (const name of ["steps", "full", "skipped", "not_known", "one_call", "as_comfyui"]) assert.ok(ZH.gain[name]);
+  for (const name of ["steps", "full", "skipped", "not_known", "one_call", "streamed", "as_comfyui"]) assert.ok(ZH.gain[name]);
 });
 
 test("what is being prepared is on the line of its model's nodes, with a clock", () => {

@@ -33,7 +33,7 @@ export function stepsText(shapes, words) {
 /** What the factor of one size compares, or why there is none. */
 export function factorHelp(s, device, words) {
   if (s.factor > 0) return s.step ? words.gain[s.step] : "";
-  if (s.state === "eager") return words.gain.as_comfyui;
+  if (s.state === "eager") return s.step === "skipped" ? words.gain.streamed : words.gain.as_comfyui;
   if (device === "cpu" && !s.step) return words.gain.cpu;
   return s.eager_ms > 0 ? words.gain.one_call : words.gain.not_known;
 }
