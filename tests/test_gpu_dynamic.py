@@ -1,6 +1,6 @@
 """DynamicVRAM on a real GPU: weights that come and go under programs and graphs, and a card that is too small.
 
-Each case is a process of its own (``tools.dynamic_vram``): comfy-aimdo must be loaded before ComfyUI.
+Each case is a process of its own (``tools.dynamic_cases``): comfy-aimdo must be loaded before ComfyUI.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 def case(scenario: str, **options: Any) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tools.dynamic_vram", scenario, json.dumps(options)]
+    command = [sys.executable, "-m", "tools.dynamic_cases", scenario, json.dumps(options)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)  # noqa: S603
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]

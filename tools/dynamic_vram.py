@@ -1,16 +1,12 @@
 """ComfyUI with DynamicVRAM in one process, as its main.py starts it, and with as much free memory as asked for.
 
-`python -m tools.dynamic_vram CASE` runs one case on a small Z-Image with random weights and prints a line of JSON,
-which tests/test_gpu_dynamic.py judges. It needs an NVIDIA GPU and comfy-aimdo, whose library must be there before
-ComfyUI is imported: so each case is a process of its own.
+It needs an NVIDIA GPU and comfy-aimdo, whose library must be there before ComfyUI is imported.
 """
 
-import argparse
 import contextlib
 import gc
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tools import embed
@@ -188,168 +184,6 @@ def loaded(patcher: Any) -> int:
     return patcher.loaded_size()
 
 
-# The cases ---------------------------------------------------------------------------------------------------------
-
-
-def fit(share: float, mode: str = "auto", graphs: int = GRAPHS, layers: int = 12) -> dict[str, Any]:
-    """As much memory as ``share`` of the model needs, and room for the rest. graphs: bytes for those."""
-    watch, source = Watch(), zimage(layers)
-    size, room = source.model_size(), room_of(source)
-    with ballast(size * share + room + graphs):
-        eager = [sampled(source) for _ in range(3)]
-        at_eager = loaded(source)
-        fast = compiled(source, mode=mode)
-        runs = [sampled(fast) for _ in range(4)]
-        return {
-            "size": size, "room": room, "loaded": [at_eager, loaded(fast)],
-            "recorded": watch.recorded, "captured": watch.captured,
-            "errors": [far(run["out"], eager[-1]["out"]) for run in runs],
-            "eager_s": [run["seconds"] for run in eager], "s": [run["seconds"] for run in runs],
-            "peak": [max(run["peak"] for run in eager), max(run["peak"] for run in runs)], **told(),
-        }  # fmt: skip
-
-
-def evict(name: str = "zimage", **changes: Any) -> dict[str, Any]:
-    """All weights go, something else takes the memory, they come back."""
-    import torch
-
-    watch, source = Watch(), made(name, **changes)
-    eager = sampled(source)
-    fast = compiled(source)
-    before = [sampled(fast) for _ in range(2)][-1]
-    counted = watch.recorded, watch.captured
-    freed = fast.partially_unload(torch.device("cpu"), 1e12)
-    torch.empty(4 * GIB, dtype=torch.uint8, device="cuda").fill_(7)
-    torch.cuda.empty_cache()
-    after = [sampled(fast) for _ in range(2)]
-    return {
-        "freed": freed, "error": far(before["out"], eager["out"]), "s": [run["seconds"] for run in (before, *after)],
-        "same": [bool((run["out"] == before["out"]).all()) for run in after],
-        "recorded": watch.recorded - counted[0], "captured": watch.captured - counted[1], **told(),
-    }  # fmt: skip
-
-
-def switch(times: int = 30, steps: int = 4, layers: int = 12) -> dict[str, Any]:
-    """Two models in turn, of which one fits. Few steps: what a switch costs weighs most."""
-    watch, sources = Watch(), [zimage(layers, seed) for seed in range(2)]
-    room = room_of(sources[0])
-    with ballast(sources[0].model_size() + room + GRAPHS):
-        wanted = [sampled(source, steps=steps)["out"] for source in sources]
-
-        def seconds(patchers: list[Any], check: Callable[[int, Any], None]) -> float:
-            total = 0.0
-            for turn in range(times):
-                run = sampled(patchers[turn % 2], steps=steps)
-                total += run["seconds"]
-                check(turn % 2, run["out"])
-            return total
-
-        errors: list[float] = []
-        eager_s = seconds(sources, lambda which, out: None)
-        fast = [compiled(source) for source in sources]
-        first = [sampled(patcher, steps=steps) for patcher in fast]
-        counted = watch.recorded, watch.captured
-        fast_s = seconds(fast, lambda which, out: errors.append(far(out, wanted[which])))
-        same = [
-            bool((sampled(patcher, steps=steps)["out"] == run["out"]).all())
-            for patcher, run in zip(fast, first, strict=True)
-        ]
-        return {
-            "eager_s": eager_s, "s": fast_s, "errors": [max(errors), sum(errors) / len(errors)], "same": same,
-            "recorded": watch.recorded - counted[0], "captured": watch.captured - counted[1], **told(),
-        }  # fmt: skip
-
-
-def skip(share: float, steps: int = 12, layers: int = 12) -> dict[str, Any]:
-    """Skip Blocks where only ``share`` of the model fits, without Compile Model and with it."""
-    from anyshape.accel import stats
-
-    from bench import product
-
-    source = zimage(layers)
-    size, room = source.model_size(), room_of(source)
-    with ballast(size * share + room):
-        eager = [sampled(source, steps=steps) for _ in range(2)]
-        runs: list[dict[str, Any]] = []
-        for way in (source, compiled(source)):
-            skipping, message = product.skip_blocks(way, product.SkipSettings(), lambda line: None)
-            took = [sampled(skipping, steps=steps) for _ in range(2)]
-            counted = stats.snapshot()["skip"][-1]
-            runs.append({"message": message, **{key: counted[key] for key in ("full", "skipped", "resets")}})
-            runs[-1] |= {"s": [run["seconds"] for run in took], "peak": max(run["peak"] for run in took)}
-            runs[-1]["far"] = far(took[-1]["out"], eager[-1]["out"])
-        return {
-            "eager_s": [run["seconds"] for run in eager], "peak": max(run["peak"] for run in eager), "runs": runs,
-            "loaded": loaded(source), "size": size, **told(),
-        }  # fmt: skip
-
-
-def lora(layers: int = 12) -> dict[str, Any]:
-    """A patch of weights on and off."""
-    import torch
-
-    watch, source = Watch(), zimage(layers)
-    keys = [key for key in source.model.state_dict() if key.endswith("attention.qkv.weight")]
-    patched = source.clone()
-    draw = torch.Generator().manual_seed(5)
-    shape = source.model.state_dict()[keys[0]].shape
-    patched.add_patches({key: ("diff", (torch.randn(shape, generator=draw) * 0.01,)) for key in keys}, 1.0)
-    wanted = [sampled(each)["out"] for each in (source, patched)]
-    fast = [compiled(each) for each in (source, patched)]
-    errors, counted = [], (0, 0)
-    for turn in range(6):
-        run = sampled(fast[turn % 2])
-        errors.append(far(run["out"], wanted[turn % 2]))
-        if turn == 1:
-            counted = watch.recorded, watch.captured
-    return {
-        "apart": far(*wanted), "errors": errors, "first": counted[0], "recorded": watch.recorded - counted[0],
-        "captured": watch.captured - counted[1], **told(),
-    }  # fmt: skip
-
-
-def vae() -> dict[str, Any]:
-    """SDXL's, whose weights go and come back between two pictures."""
-    import torch
-
-    from bench import models, product
-
-    watch = Watch()
-    with with_weights():
-        source = models.vae()
-    latent = torch.randn(1, 4, 128, 128, generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        eager = source.decode(latent)
-        fast, message = product.compile_vae(source)
-        before = [fast.decode(latent) for _ in range(2)][-1]
-        freed = source.patcher.partially_unload(torch.device("cpu"), 1e12)
-        torch.empty(4 * GIB, dtype=torch.uint8, device="cuda").fill_(7)
-        torch.cuda.empty_cache()
-        after = fast.decode(latent)
-    same = bool((after == before).all())
-    return {"message": message, "freed": freed, "error": far(before, eager), "same": same, **counts(watch), **told()}
-
-
 def counts(watch: Watch) -> dict[str, int]:
     """What was counted."""
     return {"recorded": watch.recorded, "captured": watch.captured}
-
-
-CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "fit": fit, "evict": evict, "switch": switch, "lora": lora, "vae": vae,
-    "skip": skip,
-}  # fmt: skip
-
-
-def main() -> None:
-    """Runs one case."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("case", choices=CASES)
-    parser.add_argument("options", nargs="?", default="{}", help="of the case, as JSON")
-    given = parser.parse_args()
-    start()
-    print("RESULT " + json.dumps(CASES[given.case](**json.loads(given.options))), flush=True)  # noqa: T201
-
-
-if __name__ == "__main__":
-    main()
