@@ -78,6 +78,7 @@ class Taped:
     places: Callable[..., frozenset[str]] = lambda block, uncalled=False: NONE  # see ``BlockCopies``
     calls_others: bool = False  # it calls patches of other packs, which may count their calls
     foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
+    unknown: str = ""  # why the whole is not recorded: an argument that no guard can compare; its blocks may be
     skipping: Skipping | None = None
     leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
     # has the weights stay where they are, until ``let_go`` or ComfyUI's own forward; why they are gone, or ""
@@ -161,7 +162,7 @@ class Tapes:
                     self._takes.move_to_end((key, fuse))
                     take.used = True
                     return take
-            return None
+            return self._of_blocks(key, fuse, taped, taped.unknown) if taped.unknown else None
 
     def _differs(self, take: Take, taped: Taped) -> str:
         """What a call would read that the take has read otherwise; "" if it fits."""
@@ -186,9 +187,15 @@ class Tapes:
                 reason = say("foreign_state", name=option)
             else:
                 reason = say("option_differs", option=repr(option))
-            blocks = Take(Guards(Reads(lambda tensor: None)), taped.structure, 0, reason=reason, in_blocks=True)
-            self.keep(key, fuse, blocks)
+            self._of_blocks(key, fuse, taped, reason)
             return reason
+
+    def _of_blocks(self, key: ShapeKey, fuse: bool, taped: Taped, reason: str) -> Take:
+        """A take that stands for the blocks alone; from now on it is found."""
+        take = Take(Guards(Reads(lambda tensor: None)), taped.structure, 0, reason=reason, in_blocks=True)
+        take.twice = reason == taped.unknown
+        self.keep(key, fuse, take)
+        return take
 
     def record(
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor], turned: frozenset[Weight] = NONE

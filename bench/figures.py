@@ -12,6 +12,7 @@ STEPS = 20  # of the picture that break-even counts in
 MODELS = {  # the order of the tables
     "sdxl": "SDXL", "sd15": "SD1.5", "flux": "Flux", "zimage": "Z-Image", "qwen": "Qwen-Image", "sd35l": "SD3.5 large",
     "chroma": "Chroma", "wan": "Wan 2.1 14B", "cosmos": "Cosmos-Predict2 2B", "krea": "Krea 2", "ltxv": "LTX-Video 13B",
+    "minimax": "MiniMax H3, 20 of 50 blocks",
 }  # fmt: skip
 FORMS = {"int8": "int8", "convrot": "int8, turned (convrot)", "fp8": "fp8"}  # of weights; else bf16
 HOWS = ("eager", "anyshape", "unverified", "blocks", "core")

@@ -197,6 +197,7 @@ class Traits(NamedTuple):
     scheduler: str = "simple"
     scale: int = 8  # image pixels a latent pixel, per side
     frames: int = 4  # of a video, a latent frame; the first one stands for itself
+    sound: tuple[int, int, int] | None = None  # channels of pictures and of sound, frames of sound for one of pictures
 
 
 def _sd3_width(config: dict[str, Any]) -> int:
@@ -221,6 +222,7 @@ TRAITS = {  # by class of comfy.model_base; everything else is a UNet
     "WAN21": Traits(512, lambda c: c.get("text_dim", 4096)),
     "CosmosPredict2": Traits(512, lambda c: c["crossattn_emb_channels"]),
     "LTXV": Traits(256, lambda c: c["caption_channels"], extra=_mask, scale=32, frames=8),
+    "MiniMaxH3": Traits(256, lambda c: c.get("text_dim", 5120), scale=16, sound=(24, 32, 4)),
     "Krea2": Traits(128, lambda c: c["txtlayers"] * c["txtdim"]),
 }
 
@@ -245,10 +247,19 @@ def conditioning(patcher: ModelPatcher, tokens: int | None = None, seed: int = 0
 
 
 def empty_latent(patcher: ModelPatcher, width: int, height: int, batch: int = 1, frames: int = 1) -> Tensor:
-    """Zeros [batch, C, H, W], or [batch, C, T, H, W] for a model of videos; sizes in image pixels."""
+    """Zeros [batch, C, H, W], or [batch, C, T, H, W] for a model of videos; sizes in image pixels.
+
+    Of a model of videos with sound both, as ComfyUI nests them: sound is [batch, C, 2, T].
+    """
     kind, form = traits(patcher), patcher.model.latent_format
     time = [(frames - 1) // kind.frames + 1] if form.latent_dimensions == 3 else []
-    return torch.zeros(batch, form.latent_channels, *time, height // kind.scale, width // kind.scale)
+    channels, sound, rate = kind.sound or (form.latent_channels, 0, 0)
+    latent = torch.zeros(batch, channels, *time, height // kind.scale, width // kind.scale)
+    if not sound:
+        return latent
+    from comfy.nested_tensor import NestedTensor
+
+    return NestedTensor([latent, torch.zeros(batch, sound, 2, time[0] * rate)])
 
 
 def sample(

@@ -66,11 +66,12 @@ ZOO = {
         "image_model": "krea2", "features": 6144, "channels": 16, "patch": 2, "layers": 28, "heads": 48, "kvheads": 12,
         "txtlayers": 12, "txtdim": 2560,
     }),
+    "minimax": Entry("MiniMaxH3", {"image_model": "minimax_h3", "num_layers": 20}),  # of 50, which take 64 GB
 }  # fmt: skip
 if "vec_in_dim" in ChromaParams.__dataclass_fields__:  # newer than ComfyUI 0.3.75
     ZOO["chroma"].config.update(txt_ids_dims=[], vec_in_dim=None)
 FORMS = {"int8": "int8_tensorwise", "convrot": "int8_convrot", "fp8": "float8_e4m3fn"}  # of weights
-NAMES = ("flux", "zimage", "qwen", "sd35l", "chroma", "wan", "cosmos", "sdxl", "sd15", "krea", "ltxv")
+NAMES = ("flux", "zimage", "qwen", "sd35l", "chroma", "wan", "cosmos", "sdxl", "sd15", "krea", "ltxv", "minimax")
 
 
 class NotThere(RuntimeError):

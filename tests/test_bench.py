@@ -163,7 +163,7 @@ def test_models_one_after_the_other(forward, monkeypatch, tmp_path, capsys):
     assert "makes no videos" in found["zimage"]["failed"][1]["error"] and len(found["wan"]["failed"]) == 1
     assert found["chroma"]["rows"] == [] and "positional dim" in found["chroma"]["failed"][0]["error"]
     assert "chroma, the model: ValueError" in capsys.readouterr().out.splitlines()[-2]
-    assert set(zoo.NAMES) == set(SMALL)
+    assert set(zoo.NAMES) == {*SMALL, "minimax"}  # see test_minimax
 
 
 def test_sizes_by_name(forward):

@@ -124,11 +124,9 @@ def pixels(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def obstacle(given: Given) -> str:
-    """Why only ComfyUI's own forward is right for this call; "" if it may be recorded."""
+    """Why only ComfyUI's own forward is right for this call; "" if it, or its blocks, may be recorded."""
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         return say("training", what="model")
-    if given.unknown:
-        return say("strange_argument", name=given.unknown)
     if not given.tensors:
         return say("no_tensor")
     first = next(iter(given.tensors.values()))
@@ -157,6 +155,8 @@ def call_of(
         if run.mapped is not None:  # the weights are there
             options = without_prefetch(options)
 
+        unknown = say("strange_argument", name=given.unknown) if given.unknown else ""
+
         def forward(options: Mapping[Any, Any]) -> Any:
             run.let_go()
             return given.call(original, options)
@@ -164,7 +164,7 @@ def call_of(
         taped = Taped(
             model, forward, options, structure, _prepare, run.changed, run.lay_out, lean,
             partial(_places, options), calls_patches(given.options),
-            run.foreign, hold=run.hold, let_go=run.let_go, no_graph=partial(run.no_graph, x.device),
+            run.foreign, unknown=unknown, hold=run.hold, let_go=run.let_go, no_graph=partial(run.no_graph, x.device),
         )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1
 

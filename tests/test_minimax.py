@@ -1,0 +1,60 @@
+"""MiniMax H3 as ComfyUI samples it: pictures and sound in one nested latent, and an object of its own among arguments.
+
+Such an object is nothing that a guard could compare, so the whole forward is not recorded. Its blocks are. CPU.
+"""
+
+import pytest
+
+from tools.driving import compiled, skipping
+from tools.oracles import counted, error, shapes
+
+pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
+
+RUN = {"width": 128, "height": 64, "frames": 9}
+SMALL = {
+    "hidden_size": 64, "num_layers": 5, "token_refiner_num_layers": 1, "num_attention_heads": 2, "text_dim": 40,
+    "attention_head_dim": 32, "ffn_hidden_size": 96, "timestep_input_dim": 32, "time_embed_hidden_size": 64,
+    "time_embed_dim": 48, "rope_inv_freq_len": 4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def made(comfy):
+    if not (comfy / "comfy" / "ldm" / "minimax").is_dir():
+        pytest.skip("this ComfyUI has no MiniMax H3")
+    import torch
+
+    from bench import zoo
+
+    return zoo.make("minimax", torch.float32, **SMALL)
+
+
+def far(ours, theirs):
+    """The larger error of the two parts."""
+    return max(error(a, b) for a, b in zip(ours.unbind(), theirs.unbind(), strict=True))
+
+
+def test_its_blocks_run_on_programs(made, models, fusing):
+    wanted = models.sample(made, **RUN, steps=3)
+    assert far(models.sample(compiled(made), **RUN, steps=3), wanted) < 1e-5
+    (shape,) = shapes()
+    assert shape["state"] == "tape" and "a PackedLayout" in shape["note"]
+
+
+def test_steps_are_skipped(made, models):
+    wanted = models.sample(made, **RUN, steps=12)
+    for skip in (skipping(made), compiled(skipping(made))):
+        out = models.sample(skip, **RUN, steps=12)
+        assert 0 < far(out, wanted) < 0.7
+        found = counted()
+        assert (found["full"], found["skipped"]) == (5, 7) and sum(found["resets"].values()) == 1
+    assert far(models.sample(skipping(made, interval=1), **RUN, steps=12), wanted) == 0.0
+
+
+def test_one_forward_of_it(made):
+    """As the benchmarks call it: the nested latent is packed."""
+    from bench import step
+
+    case = step.Case(RUN["width"], RUN["height"], frames=RUN["frames"])
+    own, fresh = step.inside(made, case, lambda step: (step(), step(step.fresh(1, 0.5))))
+    assert own.shape == fresh.shape == (1, 1, 24 * 3 * 4 * 8 + 32 * 2 * 12) and fresh.isfinite().all()
