@@ -142,10 +142,14 @@ def test_which_attention_is_to_a_prompt(model, words, taken):
     assert [operation.func for operation in tape.ahead] == ([operations.flash_attention] if words == 257 else [])
 
 
-@pytest.mark.parametrize("count, taken", [(2, True), (4, False)])
-def test_attention_that_would_be_planned_is_not(monkeypatch, count, taken):
-    """An image's own tokens, heads of 64 channels: as where cuDNN is, which plans each number of tokens."""
-    monkeypatch.setattr(attention_kernel, "PLANNED", "_scaled_dot_product_flash_attention_for_cpu")
+@pytest.mark.parametrize("name", ["PLANNED", "ASKED_FOR"])
+@pytest.mark.parametrize("plans", [True, False])
+@pytest.mark.parametrize("count", [2, 4])
+def test_attention_that_would_be_planned_is_not(monkeypatch, name, plans, count):
+    """An image's own tokens, heads of 64 channels: as where cuDNN is, which plans each number of tokens, or would be."""
+    monkeypatch.setattr(attention_kernel, name, "_scaled_dot_product_flash_attention_for_cpu")
+    monkeypatch.setattr(attention_kernel, "takes_plans", lambda device: plans)
+    taken = count == 2 and (plans or name == "PLANNED")
     model = Asking(own=True, width=128, count=count)
     for tokens in (12, 300):
         given = torch.randn(2, tokens, 128).half(), torch.randn(2, 7, 128).half()

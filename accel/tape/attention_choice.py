@@ -63,6 +63,11 @@ class Case:
         return [*made, mask]
 
 
+def takes_plans(device: torch.device) -> bool:
+    """Whether torch, if nobody asks for another one, takes cuDNN's attention: on Hopper, where it is the fastest."""
+    return device.type == "cuda" and cuda.cudnn_sdp_enabled() and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def coarse(n: int, steps: tuple[int, ...]) -> int:
     """The nearest of ``steps``, by ratio."""
     return min(steps, key=lambda step: abs(math.log(step / max(n, 1))))

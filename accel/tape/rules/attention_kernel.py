@@ -2,9 +2,11 @@
 
 To a prompt it is faster than libraries, and between an image's own tokens about as fast, where the heads suit it. There
 it is taken where cuDNN would have been, which plans each number of tokens at its first call, for longer than it runs.
+Newer ComfyUI asks for FlashAttention there, which is half as fast.
 """
 
 from ...kernels import operations as ours
+from ..attention_choice import takes_plans
 from ..layout import contiguous
 from ..traits import ATTENTIONS, HALVES, aten, by_name, traits
 from ..values import Operation, Readers, Tape, Value
@@ -12,6 +14,7 @@ from . import edits
 
 LESS_EXACT = "Attention runs on a kernel that needs no plan: its sums are in another order, and as exact"
 PLANNED = "_scaled_dot_product_cudnn_attention"
+ASKED_FOR = "_scaled_dot_product_flash_attention"  # by newer ComfyUI, in its place
 
 
 def attend(tape: Tape) -> str:
@@ -19,6 +22,7 @@ def attend(tape: Tape) -> str:
     from ...kernels import flash_attention as kernel
 
     readers, given_back = tape.readers(), set(tape.outputs)
+    planned = {PLANNED, ASKED_FOR} if takes_plans(tape.device) else {PLANNED}
     changed = False
     for operation in tape.operations:
         found = _found(operation, readers, given_back, kernel.MAX_HEAD)
@@ -27,8 +31,8 @@ def attend(tape: Tape) -> str:
         args, result = found
         q, k, _, heads = args
         own = _source(q) is _source(k)
-        planned = traits(operation.func).name == PLANNED and q.shape[2] // heads == kernel.HEAD
-        if not planned and (own or k.shape[1] > kernel.MAX_KEYS):
+        suits = traits(operation.func).name in planned and q.shape[2] // heads == kernel.HEAD
+        if not suits and (own or k.shape[1] > kernel.MAX_KEYS):
             if not own:  # a shorter prompt will need it
                 tape.ahead.append(Operation(ours.flash_attention, args, {}, list(args[:3]), [result]))
             continue
