@@ -146,7 +146,7 @@ def test_which_attention_is_to_a_prompt(model, words, taken):
 @pytest.mark.parametrize("plans", [True, False])
 @pytest.mark.parametrize("count", [2, 4])
 def test_attention_that_would_be_planned_is_not(monkeypatch, name, plans, count):
-    """An image's own tokens, heads of 64 channels: as where cuDNN is, which plans each number of tokens, or would be."""
+    """An image's own tokens, heads of 64 channels: where cuDNN is, which plans each number of them, or would be."""
     monkeypatch.setattr(attention_kernel, name, "_scaled_dot_product_flash_attention_for_cpu")
     monkeypatch.setattr(attention_kernel, "takes_plans", lambda device: plans)
     taken = count == 2 and (plans or name == "PLANNED")
