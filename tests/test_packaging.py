@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tools import demo_pack, paths, setup_env
+from tools import demo_pack, installer, paths, setup_env
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -47,7 +47,8 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     setup_env.PYTHON.touch()
     setup_env.REQUIREMENTS.write_text("torch==1.0\n")
     monkeypatch.setattr(setup_env, "_venv_works", lambda: True)
-    monkeypatch.setattr(setup_env, "_pip", lambda *arguments: None)
+    for name in ("_install", "_pip"):
+        monkeypatch.setattr(setup_env, name, lambda *arguments: None)
     monkeypatch.delenv("COMFYUI_PATH", raising=False)
     return setup_env
 
@@ -139,7 +140,7 @@ def test_an_interrupted_run_is_repaired(sandbox, monkeypatch) -> None:
     def interrupted(*arguments: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sandbox, "_pip", interrupted)
+    monkeypatch.setattr(sandbox, "_install", interrupted)
     with pytest.raises(KeyboardInterrupt):
         sandbox.install_packages()
     assert not sandbox.packages_ready()
@@ -189,6 +190,41 @@ def test_packages_are_those_that_comfyui_asks_for(bundle) -> None:
     assert (bundle.folder / paths.FRONT_END / "index.html").is_file()
     without = {"comfyui-workflow-templates", "comfyui-embedded-docs"}  # large, and nothing here shows them
     assert {name: version for name, version in asked.items() if name not in without and ours[name] != version} == {}
+
+
+def test_uv_is_told_where_pip_finds_packages() -> None:
+    """The variable of the environment has the word; of several indexes none is lost."""
+    listed = (
+        ":env:.find-links='/wheels'\n:env:.no-cache-dir='1'\nglobal.cert='/a.crt'\nglobal.find-links='/other'\n"
+        "global.extra-index-url='\\nfile:///one\\nfile:///two'\nfreeze.timeout='9'\nglobal.timeout='60'\n"
+    )
+    assert installer.uv_variables(listed) == {
+        "UV_FIND_LINKS": "/wheels", "SSL_CERT_FILE": "/a.crt", "UV_INDEX": "file:///one file:///two",
+        "UV_HTTP_TIMEOUT": "60",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("why", ["an unknown setting", "a cache that someone named", "uv fails"])
+def test_what_uv_cannot_do_pip_does(tmp_path, monkeypatch, why: str) -> None:
+    commands = []
+
+    def run(command: list[str], environment: dict[str, str]) -> None:
+        commands.append(command[1:])
+        if command[0].endswith("uv"):
+            raise paths.ProjectError("uv fails")
+
+    monkeypatch.setattr(installer, "LOG", tmp_path / "log")
+    monkeypatch.setattr(installer, "_run", run)
+    monkeypatch.delenv("PIP_CACHE_DIR", raising=False)
+    if why == "an unknown setting":
+        monkeypatch.setenv("PIP_NO_BINARY", "torch")
+    elif why != "uv fails":
+        monkeypatch.setenv("PIP_CACHE_DIR", str(tmp_path))
+    installer.install(Path(sys.executable), "something")
+    assert commands[-1][-3:] == ["install", "--no-compile", "something"]
+    assert ["pip", "install", "--python", sys.executable, "something"] in commands or why != "uv fails"
+    reasons = {"an unknown setting": "'no-binary'", "uv fails": why, "a cache that someone named": "on purpose"}
+    assert reasons[why] in (tmp_path / "log").read_text()
 
 
 def test_no_python_module_for_environments(sandbox, tmp_path, monkeypatch) -> None:

@@ -13,9 +13,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from tools import release
+from tools import installer, release
 from tools.paths import CACHE, ROOT, ProjectError, project_env
-from tools.setup_env import make_venv, run_pip
+from tools.setup_env import make_venv
 
 FOLDER = CACHE / "comfy-cli"
 PYTHON = FOLDER / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -41,9 +41,8 @@ def prepare() -> None:
     if ready():
         return
     make_venv(FOLDER)
-    # Most of it is never imported. The set-up of `.venv`, which may run meanwhile, drops the project's own cache.
-    cache = [] if "PIP_CACHE_DIR" in os.environ else ["--no-cache-dir"]
-    run_pip(PYTHON, "install", "--no-compile", *cache, "--requirement", str(REQUIREMENTS))
+    installer.install(PYTHON, "--requirement", str(REQUIREMENTS))
+    installer.drop_downloads(PYTHON)
     STAMP.write_text(REQUIREMENTS.read_text())
 
 

@@ -22,26 +22,15 @@ import os
 import shutil
 import subprocess
 import tarfile
-import threading
-import time
 import zipfile
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tools.paths import (
-    CACHE,
-    FRONT_END,
-    OLDER_COMFYUI,
-    ROOT,
-    VENV,
-    VENV_COMFYUI,
-    ProjectError,
-    comfyui_path,
-    project_env,
-)
+from tools import installer
+from tools.installer import say
+from tools.paths import CACHE, FRONT_END, OLDER_COMFYUI, ROOT, VENV, VENV_COMFYUI, ProjectError, comfyui_path
 
 # Raise this when the steps below change in a way that an existing .venv must follow.
 VERSION = "1"
@@ -49,7 +38,6 @@ VERSION = "1"
 REQUIREMENTS = ROOT / "requirements-dev.txt"
 STAMP = VENV / "anyshape.stamp"
 PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-LOG = CACHE / "setup.log"
 DOWNLOADS = CACHE / "comfyui"
 
 
@@ -132,11 +120,11 @@ def install_packages() -> None:
     _need_venv()
     STAMP.unlink(missing_ok=True)
     say("Installing what ComfyUI, the tests and the demo need (torch among them: about 3 GB, some minutes).")
-    _pip("install", "--no-compile", "--requirement", str(REQUIREMENTS))  # most of it is never imported
+    _install("--requirement", str(REQUIREMENTS))
     for extra in extra_requirements():
         say(f"Installing what the ComfyUI at COMFYUI_PATH asks for in its {extra.name}, keeping torch as it is.")
-        _pip("install", "--requirement", str(extra), "--constraint", str(_torch_pins()))
-    drop_downloads()
+        _install("--requirement", str(extra), "--constraint", str(_torch_pins()))
+    installer.drop_downloads(PYTHON)
     STAMP.write_text(fingerprint())
 
 
@@ -186,12 +174,6 @@ def _torch_pins() -> Path:
     path = CACHE / "torch-pins.txt"
     path.write_text("\n".join(pins) + "\n")
     return path
-
-
-def drop_downloads() -> None:
-    """Downloads are kept until all is installed, so that a repaired run need not fetch them again; then they go."""
-    if "PIP_CACHE_DIR" not in os.environ:
-        shutil.rmtree(CACHE / "pip", ignore_errors=True)
 
 
 # ComfyUI ----------------------------------------------------------------------------------------------------------
@@ -254,70 +236,12 @@ def _files(package: Path) -> Iterator[tuple[str, bytes]]:
                 yield member.name, archive.extractfile(member).read()
 
 
-# Running pip ------------------------------------------------------------------------------------------------------
-
-
-def say(text: str) -> None:
-    """A line for the person who waits."""
-    print(f"[setup] {text}", flush=True)
+def _install(*arguments: str) -> None:
+    installer.install(PYTHON, *arguments)
 
 
 def _pip(*arguments: str) -> None:
-    run_pip(PYTHON, *arguments)
-
-
-def run_pip(python: Path, *arguments: str) -> None:
-    """Run a venv's pip; its whole output goes to the log, its large downloads and the time to the screen."""
-    command = [str(python), "-m", "pip", "--disable-pip-version-check", *arguments]
-    said: deque[str] = deque(maxlen=12)
-    with LOG.open("a") as log, Heartbeat() as heart:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **project_env()},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for line in process.stdout:
-            log.write(line)
-            said.append(line.rstrip())
-            heart.note(line.strip())
-    if process.wait():
-        raise ProjectError(_pip_failure(arguments[0], said))
-
-
-def _pip_failure(what: str, said: Iterable[str]) -> str:
-    lines = [line for line in said if line]
-    return (
-        f"pip {what} failed. Its last words:\n  " + "\n  ".join(lines) + "\n"
-        "If the package registry could not be reached, run the same command again: it goes on from here. "
-        f"The whole log is {LOG.relative_to(ROOT)}."
-    )
-
-
-class Heartbeat:
-    """Tells every 15 seconds that pip is still at work, and at what."""
-
-    def __enter__(self) -> "Heartbeat":
-        self.start, self.doing, self.done = time.monotonic(), "starting", threading.Event()
-        threading.Thread(target=self._beat, daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.done.set()
-
-    def note(self, line: str) -> None:
-        """Remember what a line of pip's output says it is doing."""
-        first = line.split(" ")[0]
-        if first in ("Downloading", "Collecting", "Building"):
-            self.doing = " ".join(line.split()[:2]).lower()
-        elif first == "Installing":
-            self.doing = "unpacking what was downloaded (nothing more to fetch)"
-
-    def _beat(self) -> None:
-        while not self.done.wait(15):
-            say(f"  {time.monotonic() - self.start:4.0f} s: {self.doing}")
+    installer.run_pip(PYTHON, *arguments)
 
 
 if __name__ == "__main__":
