@@ -1,12 +1,12 @@
 """The second test bed: what runs again on the older of the two ComfyUIs, in a process of its own.
 
-What depends on ComfyUI's version is chosen: how nodes and patches meet a model, the server, and the page with a front
-end of that time. Its models on a tape are in ``test_tape_families``.
+What depends on ComfyUI's version is chosen: how nodes and patches meet a model, its models and VAEs on a tape, the
+server, and the page with a front end of that time.
 """
 
 import re
 
-from tools import architectures, browser
+from tools import architectures, browser, compatibility_table
 from tools.paths import OLDER_COMFYUI
 
 ENGINE = (
@@ -23,6 +23,10 @@ ENGINE = (
     "test_vae_shared.py::test_an_interrupt_between_tiles",
     "test_warm_up.py::test_progress",
     "test_architectures.py::test_every_model_of_comfyui_is_in_the_table",
+    "test_tape_families.py::test_recorded_right_and_no_kernel_of_one_size",
+    "test_tape_families.py::test_table_of_models_is_current",
+    "test_tape_vaes.py::test_recorded_right_and_no_kernel_of_one_size",
+    "test_tape_vaes.py::test_table_of_vaes_is_current",
 )
 SERVER = (
     "test_server.py",
@@ -58,10 +62,12 @@ def test_older_comfyui(in_older_comfyui):
     # Models whose configurations differ between the two.
     names = [entry.name for entry in architectures.present(OLDER_COMFYUI) if entry.newer]
     assert "Flux" in names and "SD15" not in names
+    on_a_tape = {entry.name for entry in compatibility_table.looked_at_again()}
+    assert {"Flux", "SDXL", "WAN21_Vace"} <= on_a_tape
     tests = [*ENGINE, *SERVER, *(f"test_architectures.py::test_model_runs_at_every_size[{name}]" for name in names)]
     if browser.find():
         tests += PAGE
     result = in_older_comfyui(*(f"tests/{test}" for test in tests))
     counted = re.search(r"^(\d+) passed(, \d+ warnings?)? in ", result.stdout, re.MULTILINE)
     assert result.returncode == 0 and counted, result.stdout[-4000:] + result.stderr[-1000:]
-    assert int(counted[1]) >= len(tests)
+    assert int(counted[1]) >= len(tests) + len(on_a_tape)

@@ -5,10 +5,14 @@ import torch
 
 from tools import architectures, compatibility_table
 from tools.architectures import Architecture
-from tools.paths import OLDER_COMFYUI, VENV_COMFYUI, comfyui_path
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread")
-ENTRIES = [pytest.param(entry, id=entry.name) for entry in architectures.present()]
+# Of the older ComfyUI, in the process of test_older_comfyui, one of each kind.
+IS_OLDER = architectures.is_older()
+ENTRIES = [
+    pytest.param(entry, id=entry.name)
+    for entry in (compatibility_table.looked_at_again() if IS_OLDER else architectures.present())
+]
 # What only ComfyUI's own forward can run, and the reason that the recorder gives.
 REFUSED = {
     "HunyuanDiT": "it writes into an input or a weight",  # pads its prompt where the caller keeps it
@@ -35,7 +39,7 @@ LATER: dict[str, int] = {
     "WAN22_T2V first frame": 6,
 }  # fmt: skip
 FEW = 6  # variants of a model that is built like another
-OLDER = 2  # and of those that the older ComfyUI builds
+OLDER = 2  # and of those that the older ComfyUI builds, whose fused programs are not run
 TOLERANCE = 1e-4  # of fused programs in float32
 
 
@@ -61,8 +65,8 @@ def test_recorded_right_and_no_kernel_of_one_size(entry: Architecture, records: 
 
     # A twin's fused program is another one, but not another kind of program.
     twin = architectures.is_twin(entry)
-    variants = FEW if twin else taped.VARIANTS
-    records[entry.name] = asdict(taped.study(entry, variants, run=not twin))
+    variants = OLDER if IS_OLDER else FEW if twin else taped.VARIANTS
+    records[entry.name] = asdict(taped.study(entry, variants, run=not twin and not IS_OLDER))
     check(records[entry.name], variants)
 
 
@@ -97,26 +101,9 @@ def test_a_change_of_weights_needs_no_new_recording():
     assert recording.error(program, wanted) == 0.0
 
 
-@pytest.fixture(scope="session")
-def in_older() -> list[dict]:
-    """What was found of each kind of model that the older ComfyUI has, in a process of its own."""
-    if comfyui_path() != VENV_COMFYUI or not OLDER_COMFYUI.is_dir():
-        pytest.skip("needs both of the registry's ComfyUIs, and COMFYUI_PATH names another")
-    names = [entry.name for entry in compatibility_table.looked_at_again()]
-    found = compatibility_table.records(OLDER_COMFYUI, OLDER, names)
-    assert [each["name"] for each in found] == names and {"Flux", "SDXL", "WAN21_Vace"} <= set(names)
-    return found
-
-
-def test_models_of_the_older_comfyui(in_older: list[dict]):
-    for found in in_older:
-        check(found, OLDER)
-
-
-def test_table_of_models_is_current(records: dict[str, dict], request: pytest.FixtureRequest):
-    if len(records) < len(ENTRIES):
-        pytest.skip("not every model was looked at in this run")
-    found = [records[entry.name] for entry in architectures.present()]
-    expected = compatibility_table.lines(found, request.getfixturevalue("in_older"))
-    page = compatibility_table.PAGE.read_text(encoding="utf-8")
-    assert compatibility_table.rows(page) == expected, "run python -m tools.compatibility_table"
+def test_table_of_models_is_current(records: dict[str, dict]):
+    """The older ComfyUI's part of it is looked at in the process of test_older_comfyui."""
+    if len(records) < len(ENTRIES) or not compatibility_table.is_about_this():
+        pytest.skip("not every model was looked at in this run, or COMFYUI_PATH names another")
+    names = [entry.name for entry in architectures.present()]
+    assert compatibility_table.outdated(records.values(), names) == [], "run python -m tools.compatibility_table"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import architectures
-from tools.paths import OLDER_COMFYUI, ROOT, VENV_COMFYUI, project_env
+from tools.paths import OLDER_COMFYUI, ROOT, VENV_COMFYUI, comfyui_path, project_env
 
 PAGE = ROOT / "docs" / "compatibility.md"
 MODELS, VAES = "models", "VAEs"
@@ -72,6 +72,31 @@ def row(found: Mapping[str, Any], versions: str) -> str:
 def rows(page: str, kind: str = MODELS) -> list[str]:
     """The lines of a table in a page, without its head."""
     return page.split(_begin(kind))[1].split(_end(kind))[0].strip().splitlines()[2:]
+
+
+def is_about_this() -> bool:
+    """Whether this ComfyUI is one of the two that the page is about."""
+    both = (VENV_COMFYUI, OLDER_COMFYUI)
+    return all(each.is_dir() for each in both) and version(comfyui_path()) in map(version, both)
+
+
+def outdated(found: Iterable[Mapping[str, Any]], names: Iterable[str], kind: str = MODELS) -> list[str]:
+    """What the page says of this ComfyUI and is not so. names: all that it has, in order. found: of some of them."""
+    this, versions = version(comfyui_path()), [version(VENV_COMFYUI), version(OLDER_COMFYUI)]
+    said = [_cells(line) for line in rows(PAGE.read_text(encoding="utf-8"), kind)]
+    wrong = [f"a row of {cells[1]}" for cells in said if cells[1] not in (*versions, ", ".join(versions))]
+    ours = {cells[0]: cells for cells in said if this in cells[1].split(", ")}
+    for each in found:
+        row_of = ours.get(each["name"], ["", ""])
+        figures = len(row_of) if row_of[1].startswith(this) else 3  # they are the first version's
+        if row_of[2:figures] != _cells(row(each, this))[2:figures]:
+            wrong.append(f"{each['name']}: {row_of[2:]}")
+    here = [cells[0] for cells in said if this in cells[1].split(", ")]
+    return wrong if here == list(names) else [*wrong, f"the names: {here}"]
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.split("|")[1:-1]]
 
 
 def replaced(page: str, table: Iterable[str], kind: str = MODELS) -> str:

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from tools.architectures import audio, image, newer, newer_video, video
 from tools.architectures.table import VARIANTS, Architecture, parts_of
-from tools.paths import comfyui_path
+from tools.paths import OLDER_COMFYUI, comfyui_path
 
-__all__ = ["SKIPPED", "TABLE", "VARIANTS", "Architecture", "families", "is_twin", "parts_of", "present", "version"]
+__all__ = [
+    "SKIPPED", "TABLE", "VARIANTS", "Architecture", "families", "is_older", "is_twin", "parts_of", "present", "version",
+]  # fmt: skip
 
 FILES = (image, video, audio, newer, newer_video)
 TABLE = {entry.name: entry for file in FILES for entry in file.ARCHITECTURES}
@@ -58,6 +60,11 @@ def version(comfyui: Path | None = None) -> tuple[int, ...]:
     source = ((comfyui or comfyui_path()) / "comfyui_version.py").read_text(encoding="utf-8")
     number = next(node.value.value for node in ast.parse(source).body if isinstance(node, ast.Assign))
     return tuple(int(part) for part in number.split("."))
+
+
+def is_older() -> bool:
+    """Whether this is the older of the two ComfyUIs that the tests run on: the process of test_older_comfyui."""
+    return OLDER_COMFYUI.is_dir() and version() == version(OLDER_COMFYUI)
 
 
 def present(comfyui: Path | None = None) -> list[Architecture]:
