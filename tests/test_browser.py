@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tools.api_format import node, to_api
+from tools.api_format import to_api
 from tools.paths import ROOT
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
@@ -17,6 +17,8 @@ pytest.importorskip("playwright", reason="the Python package playwright is not i
 from tools import page_session  # noqa: E402 - it imports playwright
 from tools.page_session import EMPTY, PANEL, PLACES, SIZE, VIDEO, WAN, Built, flow  # noqa: E402
 from tools.web_page import OURS, WebPage, shows  # noqa: E402
+
+STATS = "**/api/anyshape/stats"
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +205,7 @@ def test_a_silent_server_breaks_nothing(browser, server) -> None:
 
 @pytest.fixture(scope="module")
 def blank(browser, server) -> Iterator[page_session.Blank]:
-    page = WebPage(browser, server, page_session.answering("**/api/anyshape/stats", json={}))
+    page = WebPage(browser, server, page_session.answering(STATS, json={}))
     page.load_workflow(flow(), PLACES)
     model, info = page.add_node("Compile Model", 410, 160), page.add_node("Shape Cache Info", 1000, 500)
     page.page.locator(OURS).click()
@@ -250,11 +252,12 @@ def test_a_frontend_without_a_sidebar(browser, server) -> None:
 
 
 @pytest.fixture(scope="module")
-def page(browser, server) -> Iterator[WebPage]:
-    """One page for the tests below, each of which opens a workflow of its own: the front end takes its time to load."""
-    opened = WebPage(browser, server)
-    yield opened
-    opened.close()
+def page(blank) -> WebPage:
+    """That page for the tests below, each of which opens a workflow of its own: the front end loads for seconds."""
+    blank.page.page.unroute(STATS)
+    blank.page.page.locator(OURS).click()  # the panel covers the canvas
+    blank.page.page.locator(PANEL).wait_for(state="detached")
+    return blank.page
 
 
 def test_every_node_is_found_and_warm_up_says_what_it_warmed(page, server) -> None:
@@ -298,28 +301,6 @@ def test_a_script_is_not_shown_on_a_workflow_that_never_ran(page, server) -> Non
     page.run(server)
     page.wait_for_line(81, f"as ComfyUI: {SIZE} ×2")  # from ComfyUI's cache
     assert page.errors == []
-
-
-@pytest.mark.parametrize("language", ["en", "zh"])
-def test_help_pages_show_their_picture(browser, server, page, language) -> None:
-    """On a page of that language from the start: the front end fetches a page once, in the language of that moment."""
-    page = page if language == "en" else WebPage(browser, server, Comfy_Locale=language)
-    missing = []
-    page.page.on("response", lambda answer: missing.append(answer.url) if answer.status == 404 else None)
-    page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
-    texts = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
-    title = texts["AnyShapeCompileVAE"]["display_name"]
-    page.page.wait_for_function("title => app.graph.getNodeById(1)?.title === title", arg=title)
-    page_session.open_help(page, 1)
-    heading = {"en": "When to use it", "zh": "适合的情况"}[language]
-    page.page.locator(".node-help-content").get_by_role("heading", name=heading, exact=True).wait_for()
-    page.page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 100")
-    source = page.page.locator(".node-help-content img").get_attribute("src")
-    assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
-    page.shot(f"help-{language}")
-    assert [url for url in missing if "/docs/" in url] == []
-    if language != "en":
-        page.close()
 
 
 def test_an_example_opens_from_the_template_browser(page, server) -> None:

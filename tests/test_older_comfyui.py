@@ -39,7 +39,8 @@ SERVER = (
     "test_automatic_server.py::test_the_picture_is_that_of_the_nodes",
     "test_node_entries.py::test_a_node_names_its_models_entry_from_the_first_forward_on",
 )
-# Where there is a Chromium, a session on one page: the nodes appear, the panel opens, lines and tables follow a run.
+# Where there is a Chromium: the nodes appear, the panel opens, lines and tables follow a run. File by file: each has a
+# browser and a page.
 PAGE = (
     "test_browser.py::test_the_panel_opens_by_keyboard",
     "test_browser.py::test_a_run_is_shown_without_a_reload",
@@ -48,10 +49,10 @@ PAGE = (
     "test_screen.py::test_nodes_are_chinese_and_change_with_the_setting",
     "test_screen.py::test_a_bypassed_node_gives_comfyuis_own_picture",
     "test_collapsed.py",
+    "test_screen.py::test_nothing_that_matters_is_hidden_on_a_small_screen",
     "test_compare.py::test_compare_shows_both_times_and_the_difference",
     "test_compare.py::test_compare_runs_what_it_says",
     "test_compare.py::test_preparing_is_shown_with_a_clock_and_cancel_ends_it",
-    "test_screen.py::test_nothing_that_matters_is_hidden_on_a_small_screen",
     "test_settings.py::test_every_model_is_accelerated_and_the_page_stays_calm",
     "test_settings.py::test_the_page_is_chinese",
 )

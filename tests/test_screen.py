@@ -4,6 +4,7 @@
 .cache/screenshots afterwards.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 
 from tools.api_format import node, text_to_image
 from tools.comfy_server import ComfyServer
+from tools.paths import ROOT
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
+from tools.page_session import PANEL, answering, open_help  # noqa: E402 - it imports playwright
 from tools.web_page import OURS, SCREENSHOTS, SEARCH, TRIES, WebPage  # noqa: E402 - it imports playwright
 
-PANEL = ".anyshape-panel"
 MUTED, BYPASSED = 2, 4  # of a node's `mode`, in every front end
 
 
@@ -35,9 +37,9 @@ PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (420, 160), "5
           "7": (1070, 160), "8": (1260, 160), "9": (740, 560)}  # fmt: skip
 
 
-def opened(browser: Any, server: ComfyServer, prepare: Any = None, **settings: Any) -> WebPage:
+def opened(browser: Any, server: ComfyServer, **settings: Any) -> WebPage:
     """A page with the workflow above."""
-    page = WebPage(browser, server, prepare, **settings)
+    page = WebPage(browser, server, **settings)
     page.load_workflow(flow(), PLACES)
     return page
 
@@ -168,6 +170,25 @@ def test_what_the_user_named_keeps_its_name(chinese) -> None:
     assert (shown["title"], shown["inputs"][:2]) == ("Mine", ["base", "模式"])
 
 
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_help_pages_show_their_picture(request, language) -> None:
+    """On a page of that language from the start: the front end fetches a page once, in the language of that moment."""
+    page = request.getfixturevalue({"en": "page", "zh": "chinese"}[language])
+    missing = []
+    page.page.on("response", lambda answer: missing.append(answer.url) if answer.status == 404 else None)
+    page.load_workflow({"1": node("AnyShapeCompileVAE", enabled=True)}, {"1": (500, 300)})
+    texts = json.loads((ROOT / f"locales/{language}/nodeDefs.json").read_text(encoding="utf-8"))
+    wait_for_title(page, 1, texts["AnyShapeCompileVAE"]["display_name"])
+    open_help(page, 1)
+    heading = {"en": "When to use it", "zh": "适合的情况"}[language]
+    page.page.locator(".node-help-content").get_by_role("heading", name=heading, exact=True).wait_for()
+    page.page.wait_for_function("() => document.querySelector('.node-help-content img').naturalWidth > 100")
+    source = page.page.locator(".node-help-content img").get_attribute("src")
+    assert source.endswith(f"/extensions/AnyShape/docs/assets/AnyShapeCompileVAE.{language}.png")
+    page.shot(f"help-{language}")
+    assert [url for url in missing if "/docs/" in url] == []
+
+
 # Search -----------------------------------------------------------------------------------------------------------
 
 
@@ -282,13 +303,9 @@ LINES = """() => [...document.querySelectorAll('.anyshape-panel td:nth-child(3)'
 })"""
 
 
-def test_nothing_that_matters_is_hidden_on_a_small_screen(browser, server) -> None:
-    """At 1000x600, with the figures of a GPU in the place of the server's."""
-
-    def figures(page: Any) -> None:
-        page.route("**/api/anyshape/stats", lambda route: route.fulfill(json=FIGURES))
-
-    page = opened(browser, server, figures)
+def test_nothing_that_matters_is_hidden_on_a_small_screen(page, server) -> None:
+    """At 1000x600, with the figures of a GPU in the place of the server's: the last test on its page."""
+    answering("**/api/anyshape/stats", json=FIGURES)(page.page)
     page.page.evaluate(  # the entry is of this workflow, whose id only the page knows
         "(figures) => { figures.nodes[0].workflow = (app.rootGraph ?? app.graph).id;"
         " app.api.dispatchEvent(new CustomEvent('anyshape.stats', { detail: figures })); }",
@@ -330,4 +347,3 @@ def test_nothing_that_matters_is_hidden_on_a_small_screen(browser, server) -> No
     assert page.page.evaluate(HIDDEN) == []
     assert max(page.page.evaluate(LINES)) <= (3 if narrow else 2)  # its words are longer
     assert page.errors == []
-    page.close()

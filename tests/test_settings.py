@@ -39,18 +39,12 @@ PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (740, 160), "5
 
 
 @pytest.fixture
-def opened(browser: Any, server: ComfyServer) -> Iterator[Any]:
-    """Opens the workflow in a language; afterwards the settings are as a new user's."""
-    pages: list[WebPage] = []
-
-    def run(language: str = "en", prepare: Any = None) -> WebPage:
-        pages.append(WebPage(browser, server, prepare, Comfy_Locale=language))
-        pages[-1].load_workflow(flow(), PLACES)
-        return pages[-1]
-
-    yield run
-    for page in pages:
-        page.close()
+def chinese(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+    """A page that is Chinese from the start; afterwards the settings are as a new user's."""
+    page = WebPage(browser, server, Comfy_Locale="zh")
+    page.load_workflow(flow(), PLACES)
+    yield page
+    page.close()
     server.http.post(f"{server.url}/api/settings", json=DEFAULTS | {"Comfy.Locale": "en"}).raise_for_status()
 
 
@@ -97,10 +91,10 @@ def stored(server: ComfyServer) -> dict[str, Any]:
     return {name: server.get("/settings").json().get(name) for name in IDS}
 
 
-def test_every_model_is_accelerated_and_the_page_stays_calm(opened, server) -> None:
+def test_every_model_is_accelerated_and_the_page_stays_calm(page, server) -> None:
     """By a click in the settings; the graph stays as it is, and no message of the page is about our nodes."""
     said: list[str] = []
-    page = opened(prepare=lambda page: page.on("console", lambda one: said.append(f"{one.type}: {one.text}")))
+    page.page.on("console", lambda one: said.append(f"{one.type}: {one.text}"))
     before = page.ids()
     page.run(server)
     open_settings(page)
@@ -124,10 +118,9 @@ def test_every_model_is_accelerated_and_the_page_stays_calm(opened, server) -> N
     assert page.errors == [] and page.page.locator(".p-toast-message-error").count() == 0
 
 
-def test_the_page_is_chinese(opened) -> None:
-    page = opened("zh")
-    open_settings(page)
-    wait_for_names(page, NAMES["zh"])
+def test_the_page_is_chinese(chinese) -> None:
+    open_settings(chinese)
+    wait_for_names(chinese, NAMES["zh"])
 
 
 def test_new_nodes_take_the_budget_and_saved_ones_keep_theirs(page) -> None:
