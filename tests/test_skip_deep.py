@@ -9,7 +9,6 @@ from tools import embed
 from tools.driving import (
     NARROW_UNET,
     TINY_UNET,
-    UNETS,
     compiled,
     residuals,
     sample_prompts,
@@ -171,8 +170,7 @@ def test_a_second_way_out_of_the_deep_part_leaves_nothing_out():
 # ComfyUI's --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", list(UNETS))
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(("name", "size"), [("sdxl", SIZES[0]), *(("sd15", size) for size in SIZES)], ids=str)
 def test_both_halves_are_the_forward(unets, name, size):
     model, inputs = unets[name].model.diffusion_model, unet_inputs(unets[name], *size)
     for depth in range(len(model.output_blocks) - 1):
@@ -184,8 +182,7 @@ def test_both_halves_are_the_forward(unets, name, size):
         assert read == set(range(depth + 1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("depth", [0, 2, 4, 7])
+@pytest.mark.parametrize(("depth", "kind"), [*((0, kind) for kind in KINDS), *zip((2, 4, 7), KINDS[1:], strict=True)])
 def test_every_residual_reaches_its_own_block(unets, kind, depth):
     """The ports give the shallow blocks the deepest residuals, whose shapes do not fit: ControlNet is lost."""
     model, inputs = unets["sd15"].model.diffusion_model, unet_inputs(unets["sd15"], *SIZES[0])
@@ -283,8 +280,7 @@ FEWER_BLOCKS = {  # than SDXL's 70, each of which torch counts alone
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["sd15", "sdxl"])
-@pytest.mark.parametrize("depth", [0, 2, 3, 5])
+@pytest.mark.parametrize(("name", "depth"), [("sd15", 0), ("sdxl", 2), ("sd15", 3), ("sdxl", 5)])
 def test_shares_are_those_that_torch_counts(models, name, depth):
     """By torch's own counter of FLOPs, on tensors without memory."""
     from torch.utils.flop_counter import FlopCounterMode

@@ -126,8 +126,6 @@ def test_a_weight_wrapper(models, patchers, warm, plain, name):
 
 RATIOS = {"input_blocks.3": 0.4, "middle": 0.2}
 MERGES = {
-    "simple": lambda merging, one, two: merging.ModelMergeSimple().merge(one, two, 0.6),
-    "add": lambda merging, one, two: merging.ModelAdd().merge(one, two),
     "subtract": lambda merging, one, two: merging.ModelSubtract().merge(one, two, 0.3),
     "blocks": lambda merging, one, two: merging.ModelMergeBlocks().merge(one, two, input=0.7, out=0.9, **RATIOS),
 }
