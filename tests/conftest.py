@@ -58,14 +58,14 @@ SERVER = {
 }  # fmt: skip
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
-    "server", "test_older_comfyui", "test_tape_families", "test_tape_vaes", "test_controlnet_cpu",
-    "test_workflows_nodes", "test_tape_patches_comfyui", "test_soak", "test_tape_patches_called", "test_tape_pictures",
-    "test_kernels", "test_skip_deep", "test_skip_cut",
-    "test_skip_middle", "test_faults", "test_fleet", "test_demo_model", "test_workflows_vae", "test_architectures",
-    "test_skip_runs", "test_tape_unets", "test_unet_cpu", "test_controlnet_tape", "test_vae_cpu", "test_skip_packs",
-    "test_workflows_weights", "test_tape_reuse_models", "test_unet_packs", "test_package", "test_artifacts_kernels",
-    "test_model_state", "test_bench", "test_control_lora", "test_workflows_batches", "test_warm_up",
-    "test_vae_shared", "test_tape_fetched", "test_lazy", "test_skip_bench", "test_dynamic", "test_tape_engine",
+    "server", "test_tape_families", "test_older_comfyui", "test_tape_vaes", "test_controlnet_cpu",
+    "test_workflows_nodes", "test_soak", "test_tape_unets", "test_controlnet_tape", "test_kernels", "test_skip_deep",
+    "test_unet_cpu", "test_faults", "test_fleet", "test_skip_cut", "test_tape_reuse_models", "test_demo_model",
+    "test_architectures", "test_skip_packs", "test_package", "test_workflows_vae", "test_tape_pictures",
+    "test_vae_cpu", "test_tape_patches_comfyui", "test_skip_runs", "test_skip_middle", "test_workflows_weights",
+    "test_model_state", "test_bench", "test_skip_bench", "test_workflows_batches", "test_control_lora", "test_warm_up",
+    "test_unet_packs", "test_artifacts_kernels", "test_tape_patches_called", "test_tape_fetched", "test_vae_shared",
+    "test_dynamic", "test_lazy", "test_tape_engine",
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {

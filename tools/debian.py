@@ -10,8 +10,9 @@ def install(*packages: str) -> str:
     if not shutil.which("apt-get") or os.geteuid() != 0:
         return "It is not installed by itself: that takes apt-get, as root."
     env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}  # services are not started
-    for command in (["update", "-q"], ["install", "-y", "-q", "--no-install-recommends", *packages]):
+    install = ["install", "-y", "-q", "--no-install-recommends", *packages]
+    for command in (install, ["update", "-q"], install):  # the lists may be there, and of today
         done = subprocess.run(["apt-get", *command], capture_output=True, text=True, env=env)
-        if done.returncode:
-            return f"apt-get {command[0]} failed: {done.stderr.strip()[-500:]}"
-    return ""
+        if command is install and not done.returncode:
+            return ""
+    return f"apt-get install failed: {done.stderr.strip()[-500:]}"

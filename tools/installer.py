@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from tools.paths import CACHE, ROOT, ProjectError, project_env
+from tools.paths import CACHE, ROOT, VENV, ProjectError, project_env
 
 UV = "uv==0.13.9"
 LOG = CACHE / "setup.log"
@@ -60,9 +60,12 @@ def install(python: Path, *arguments: str) -> None:
 
 
 def drop_downloads(python: Path) -> None:
-    """Downloads are kept until all is installed, so that a repaired run need not fetch them again; then they go."""
+    """Downloads are kept until all is installed, so that a repaired run need not fetch them again; then they go.
+
+    pip's with `.venv`, beside which another environment may be made.
+    """
     shutil.rmtree(_uv_cache(python), ignore_errors=True)
-    if "PIP_CACHE_DIR" not in os.environ:
+    if "PIP_CACHE_DIR" not in os.environ and python.is_relative_to(VENV):
         shutil.rmtree(CACHE / "pip", ignore_errors=True)
 
 
