@@ -16,6 +16,13 @@ Ours = Callable[[str, nn.Module, Callable[..., Any], tuple, dict[str, Any]], Any
 _INSTALLING = threading.Lock()
 
 
+class _Installed(functools.partial):
+    """A forward of ours on a block."""
+
+    thread: int  # that it answers in
+    before: "_Installed | None"  # what it took the place of
+
+
 class Blocks:
     """The blocks of one model by path, and which of them are alike. Holds no module. stages: see ``blocks.find``."""
 
@@ -48,8 +55,11 @@ class Blocks:
 
     @contextmanager
     def ours(self, model: nn.Module, forward: Ours) -> Iterator[None]:
-        """While the body runs, ``forward`` runs in place of each block's own, in this thread."""
-        installed: list[tuple[nn.Module, Any]] = []
+        """While the body runs, ``forward`` runs in place of each block's own, in this thread.
+
+        Within one another, the inner body's is called first, and the outer's is what it takes for the block's own.
+        """
+        installed: list[tuple[nn.Module, _Installed]] = []
         thread = threading.get_ident()
 
         def run(path: str, block: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -61,8 +71,10 @@ class Blocks:
             with _INSTALLING:
                 for path in self.paths:
                     block = model.get_submodule(path)
-                    if "forward" not in block.__dict__:  # else it is somebody's, or ours for another thread
-                        ours = functools.partial(run, path, block, block.forward)
+                    before = block.__dict__.get("forward")
+                    if before is None or getattr(before, "thread", None) == thread:  # else it is somebody else's
+                        ours = _Installed(run, path, block, block.forward)
+                        ours.thread, ours.before = thread, before
                         installed.append((block, ours))
                         block.__dict__["forward"] = ours
             yield
@@ -71,3 +83,5 @@ class Blocks:
                 for block, ours in installed:
                     if block.__dict__.get("forward") is ours:
                         del block.__dict__["forward"]
+                        if ours.before is not None:
+                            block.__dict__["forward"] = ours.before

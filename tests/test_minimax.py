@@ -5,7 +5,7 @@ Such an object is nothing that a guard could compare, so the whole forward is no
 
 import pytest
 
-from tools.driving import compiled, skipping
+from tools.driving import calls_of, compiled, skipping
 from tools.oracles import counted, error, shapes
 
 pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
@@ -49,6 +49,19 @@ def test_steps_are_skipped(made, models):
         found = counted()
         assert (found["full"], found["skipped"]) == (5, 7) and sum(found["resets"].values()) == 1
     assert far(models.sample(skipping(made, interval=1), **RUN, steps=12), wanted) == 0.0
+
+
+def test_blocks_that_are_not_left_out_run_on_programs(made, models, fusing, monkeypatch):
+    """In both kinds of steps: what watches the blocks lies around their programs."""
+    from anyshape.accel.block_tier import BlockTier
+
+    wanted = models.sample(skipping(made, depth="1"), **RUN, steps=12)
+    ran = calls_of(monkeypatch, BlockTier, "_replay")
+    out = models.sample(skipping(compiled(made), depth="1"), **RUN, steps=12)
+    assert far(out, wanted) < 1e-4 and counted()["skipped"] == 7
+    assert {shape["state"] for shape in shapes() if shape["step"] == "skipped"} == {"tape"}
+    assert len(ran) >= 4 * 5 + 7 * 2 - 4  # five in a full step, two in a skipped one, but for those that are recorded
+    assert not any("forward" in part.__dict__ for part in made.model.diffusion_model.modules())
 
 
 def test_one_forward_of_it(made):

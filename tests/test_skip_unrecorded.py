@@ -223,10 +223,10 @@ def write(x, kept):
     return x
 
 
-def make(kind=Block, between=lambda x, kept: x):
+def make(kind=Block, between=lambda x, kept: x, depth=1):
     torch.manual_seed(0)
     model = Row(kind, between).requires_grad_(False)
-    return model, UnrecordedBlocks(model, 1, ())
+    return model, UnrecordedBlocks(model, depth, ())
 
 
 @pytest.mark.parametrize("kind", [Block, InPlace])
@@ -248,8 +248,9 @@ def test_with_its_own_features_a_skipped_step_is_the_full_one(kind):
     [(Writing, None), (Block, keep), (Block, write), (Block, lambda x, kept: x * 2), (Block, lambda x, kept: x[:, :])],
     ids=["cache", "kept", "written between", "another tensor", "view"],
 )
-def test_what_is_no_row(kind, between):
-    model, blocks = make(kind, between or (lambda x, kept: x))
+@pytest.mark.parametrize("depth", [0, 1])
+def test_what_is_no_row(kind, between, depth):
+    model, blocks = make(kind, between or (lambda x, kept: x), depth)
     x = torch.randn(2, 4, 8)
     out, features = blocks.full(model, lambda: model(x), 2)
     assert torch.equal(out, model(x)) and isinstance(features, str) and "do not follow" in features

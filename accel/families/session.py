@@ -5,7 +5,6 @@ A sampling run may skip blocks (``skip.run``): then a forward is one of two prog
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -172,15 +171,15 @@ class Session:
         found: list[Features | str] = []
 
         def whole() -> Tensor:
-            states = run.foreign_states()
             out, features = row.full(model, call.eager, len(first))
-            found.append(run.kept(states) or features)
+            found.append(features)
             return out
 
         def full() -> tuple[Tensor, Features | str | None]:
-            out = engine(replace(call, taped=None, obstacle=why, eager=whole), self.settings)
+            states = run.foreign_states()
+            out = engine(taping.apart(call, skip.depth, why, whole), self.settings)
             skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (row.depth, row.share))
-            return out, found[-1]
+            return out, run.kept(states) or found[-1]
 
         def skipped(features: Features) -> Tensor:
             def rest() -> Tensor:
@@ -192,7 +191,7 @@ class Session:
                     skip.in_full(FAILED)
                     return call.eager()
 
-            return engine(taping.left_out(call, skip.depth, features, why, rest), self.settings)
+            return engine(taping.apart(call, skip.depth, why, rest, features), self.settings)
 
         return skip.call(_prompts(skip, given.options, call, "apart"), first, Programs(full, skipped))
 

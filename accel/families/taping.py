@@ -201,10 +201,17 @@ def skipped(call: Call, depth: int | None, features: Sequence[Tensor], instead: 
     return replace(call, key=_step(call, "skipped", depth, inputs), inputs=inputs, taped=taped, eager=instead)
 
 
-def left_out(call: Call, depth: int | None, features: Sequence[Tensor], why: str, eager: Callable[[], Any]) -> Call:
-    """``call`` at a skipped step that is on no tape, which ``why`` says, but ``eager``."""
-    return replace(call, key=_step(call, "skipped", depth, call.inputs | named_features(features)), taped=None,
-                   obstacle=why, eager=eager)  # fmt: skip
+def apart(
+    call: Call, depth: int | None, why: str, eager: Callable[[], Any], features: Sequence[Tensor] | None = None
+) -> Call:
+    """``call`` with ``eager`` in the place of the model's own forward, which is on no tape: its blocks alone may be.
+
+    At a full step, or at a skipped one with these ``features``.
+    """
+    inputs = call.inputs | named_features(features or ())
+    key = _step(call, "full" if features is None else "skipped", depth, inputs)
+    taped = None if call.taped is None else replace(call.taped, unknown=why)
+    return replace(call, key=key, taped=taped, eager=eager)
 
 
 def without_prefetch(options: Mapping[Any, Any]) -> Mapping[Any, Any]:

@@ -140,7 +140,7 @@ class _FullStep(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def call(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """In place of a block's own forward."""
+        """In the place of a block's own forward."""
         self._guarded(lambda: self._enter(path, type(block), args, kwargs))
         out = own(*args, **kwargs)
         self._guarded(lambda: self._leave(path, out))
@@ -172,7 +172,8 @@ class _FullStep(TorchDispatchMode):
     def _enter(self, path: str, kind: type, args: tuple, kwargs: dict[str, Any]) -> None:
         given = dict(_arguments(args, kwargs))
         if any(self._is_kept(ref(), given) for ref in self._passed):
-            self._row, self._last = None, {}
+            self._broken = True  # and with that nothing is known of the latest blocks, either
+            return
         goes_on = path in self._middle and self._goes_on(kind, given)
         if not goes_on:
             self._finish()
