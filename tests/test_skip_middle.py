@@ -92,6 +92,23 @@ def test_runs_after_each_other_are_as_fresh_ones(tiny, run):
     assert last_run()["skipped"] >= 8 and last_run()["resets"] == {}  # heun looks twice per step
 
 
+@pytest.mark.parametrize(("name", "frames"), [("Flux", ()), ("QwenImage", (1,))])
+def test_reference_pictures_and_masks(tiny, name, frames):
+    """As Kontext and Qwen-Image-Edit have them: tokens of another picture, of a size of its own, behind the image's."""
+    draw = torch.Generator().manual_seed(1)
+    pictures = [[torch.randn(1, 16, *frames, 12, width, generator=draw)] for width in (10, 14)]
+    mask = (torch.rand(1, 1, 8, 10, generator=draw) > 0.5).float()
+    skip = skipping(tiny(name))
+    for picture in (*pictures, pictures[0]):
+        run = {"conditions": {"reference_latents": picture}, "mask": mask}
+        wanted = sample(tiny(name), name, **run)
+        assert error(wanted, sample(tiny(name), name)) > 0.01  # they matter
+        out = sample(skip, name, **run)
+        assert counted() == {"full": 4, "skipped": 8, "resets": {}} and 0 < error(out, wanted) < 0.7
+        assert torch.equal(sample(skipping(tiny(name), interval=1), name, **run), wanted)
+        assert torch.equal(out, sample(skipping(tiny(name, fresh=True)), name, **run))
+
+
 def test_a_prompt_that_begins_in_mid_run(tiny):
     """Its first step has nothing to go on from, so it is full, and counted; the later ones are skipped."""
     import comfy.sample

@@ -281,12 +281,12 @@ def as_own(owner: type, function: Callable[..., Any]) -> Callable[..., Any]:
 def sample_tiny(
     patcher: Patcher, name: str, seed: int = 0, height: int = 8, width: int = 8, batch: int = 1, steps: int = 2,
     cfg: float = 3.0, sampler: str = "euler", tokens: int | None = None, callback: Callable[..., None] | None = None,
-    options: dict[str, Any] | None = None,
+    options: dict[str, Any] | None = None, conditions: dict[str, Any] | None = None, mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """A run of the model ``name`` of ``tools.architectures``, as SamplerCustom does it; latents of height x width.
 
     tokens: of the negative prompt, if not as many as the positive one has. Videos have three latent frames.
-    options: more of the model's transformer_options.
+    options: more of the model's transformer_options. conditions: more of both prompts. mask: where noise is added.
     """
     import comfy.sample
     import comfy.samplers
@@ -301,6 +301,7 @@ def sample_tiny(
     context, extra = parts["context"][:1], {"pooled_output": parts["y"][:1]} if "y" in parts else {}
     if name == "LTXV":
         extra["attention_mask"] = torch.ones(1, context.shape[1], dtype=torch.int64)
+    extra |= conditions or {}
     prompts = [[[context, extra]], [[context[:, :tokens] * 0.5, extra]]]
     shape = (batch, kind.channels, *([3] if kind.dimensions > 2 else []), height, width)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
@@ -308,5 +309,5 @@ def sample_tiny(
     with torch.inference_mode():
         return comfy.sample.sample_custom(
             patcher, noise, cfg, comfy.samplers.ksampler(sampler), sigmas, *prompts, torch.zeros(shape),
-            disable_pbar=True, seed=seed, callback=callback,
+            disable_pbar=True, seed=seed, callback=callback, noise_mask=mask,
         )  # fmt: skip
