@@ -269,7 +269,7 @@ def test_a_forward_while_another_thread_records_is_no_change(model) -> None:
     from anyshape.accel.block_forwards import Blocks
 
     blocks = Blocks()
-    blocks._paths = ["0"]
+    blocks.paths = ["0"]
     with blocks.ours(model, lambda path, block, own, args, kwargs: own(*args, **kwargs)):
         assert "forward" in model[0].__dict__ and changed_part(model) == ""
 

@@ -71,3 +71,18 @@ def test_one_forward_of_it(made):
     case = step.Case(RUN["width"], RUN["height"], frames=RUN["frames"])
     own, fresh = step.inside(made, case, lambda step: (step(), step(step.fresh(1, 0.5))))
     assert own.shape == fresh.shape == (1, 1, 24 * 3 * 4 * 8 + 32 * 2 * 12) and fresh.isfinite().all()
+
+
+def test_such_an_argument_keeps_no_other_call_off_the_tape(pack):
+    """A call with it and one without are two kinds."""
+    import torch
+    from anyshape.accel.families import taping
+
+    def forward(x, **rest):
+        return x
+
+    keys = set()
+    for rest in ({}, {"layout": object()}, {"layout": object()}):
+        given = taping.take(forward, (torch.zeros(1, 4, 8, 8),), rest)
+        keys.add(taping.call_of(None, forward, given, None, None, (64, 64, 1)).key)
+    assert len(keys) == 2

@@ -232,6 +232,8 @@ def _step(call: Call, step: str, depth: int | None, inputs: dict[str, Tensor]) -
 def _structure(given: Given) -> dict[str, str]:
     """What decides a recording besides shapes and dtypes: plain arguments, layouts, one tensor given twice."""
     found = {name: repr(value) if isinstance(value, str) else str(value) for name, value in given.plain}
+    if given.unknown:  # such a call is on no tape, and one without that argument may be
+        found["unknown"] = given.unknown
     first: dict[int, str] = {}
     for name, tensor in given.tensors.items():
         if not tensor.is_contiguous():
