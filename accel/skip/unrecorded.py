@@ -155,7 +155,7 @@ class _FullStep(TorchDispatchMode):
     def _guarded(self, ours: Callable[[], None]) -> None:
         if not self._broken:
             _, reason = attempt(ours, self._judge, self._passthrough)
-            self._broken = bool(reason)
+            self._broken = self._broken or bool(reason)
 
     def _look(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """An operation is about to run."""
@@ -172,7 +172,8 @@ class _FullStep(TorchDispatchMode):
     def _enter(self, path: str, kind: type, args: tuple, kwargs: dict[str, Any]) -> None:
         given = dict(_arguments(args, kwargs))
         if any(self._is_kept(ref(), given) for ref in self._passed):
-            self._broken = True  # and with that nothing is known of the latest blocks, either
+            self._row, self._last = None, {}
+            self._broken = True  # nothing is known of the latest blocks, either
             return
         goes_on = path in self._middle and self._goes_on(kind, given)
         if not goes_on:
