@@ -222,7 +222,7 @@ class _FullStep(TorchDispatchMode):
 
     def _finish(self) -> None:
         """The row ends with what its latest block gave."""
-        row, last, self._row, self._last = self._row, self._last, None, {}
+        row, last, self._row, self._last, self._passed = self._row, self._last, None, {}, []
         if row is None or len(row.paths) < FEWEST or not last or row.written - set(row.streams.values()):
             return
         pairs = [(last[place], row.starts.get(argument)) for place, argument in row.streams.items()]
