@@ -62,6 +62,8 @@ def settings_of(part: nn.Module) -> list[tuple[str, type, Any]]:
 def is_hooked(part: nn.Module) -> bool:
     """Whether another pack's code hangs on this part, for itself."""
     own = part.__dict__
+    if own.keys().isdisjoint(FORWARDS):  # as nearly all
+        return any(_hooks(own))
     return any(_hooks(own)) or any(name in own and not is_known(own[name]) for name in FORWARDS)
 
 

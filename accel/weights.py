@@ -5,6 +5,7 @@ address and in its layout. ComfyUI moves weights when it patches a LoRA in or ou
 ``WeightWatch.fingerprint`` is how we notice, whatever the cause.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -16,6 +17,10 @@ from .tape.named_tensors import parts_of
 
 # In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
 MAPPED = ("_v_weight", "_v_bias")
+# What most parts of a model have besides, so that a look at the types of all attributes is enough.
+NO_TENSORS = frozenset((
+    bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set, torch.dtype, torch.device, torch.Size,
+))  # fmt: skip
 
 
 class WeightWatch:
@@ -26,9 +31,10 @@ class WeightWatch:
         self._mapped = [m.__dict__ for m in modules if "_v" in m.__dict__]
         self._tables = [table for m in modules for table in (m._parameters, m._buffers) if table]
         self._attributes = [
-            (m.__dict__, name)
-            for m in modules
-            for name, value in m.__dict__.items()
+            (own, name)
+            for own in [m.__dict__ for m in modules]
+            if not NO_TENSORS.issuperset(map(type, own.values()))
+            for name, value in own.items()
             if isinstance(value, Tensor) and name not in MAPPED
         ]
         self._convolutions = [m._parameters for m in modules if m._parameters and isinstance(m, nn.Conv2d)]

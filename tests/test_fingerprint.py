@@ -265,6 +265,30 @@ def test_hooked_and_replaced_parts(model, monkeypatch) -> None:
     assert changed_part(model) == "every module, tests.test_fingerprint"
 
 
+def test_parts_are_torchs_in_their_order(model) -> None:
+    """A part that is there twice is one, and a place may be empty."""
+    from anyshape.accel.tape.named_tensors import modules_of, parts_of
+
+    model.append(model[0])
+    model[0].register_module("nothing", None)
+    assert parts_of(model) == list(model.modules()) == [part for _, part in modules_of(model)]
+
+
+def test_a_tensor_among_attributes_is_a_weight() -> None:
+    from anyshape.accel.weights import WeightWatch
+
+    class Own(list):
+        """Of a kind that nobody knows."""
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].table, model[1].other = torch.ones(2), Own()
+    watch = WeightWatch(model)
+    before = watch.fingerprint()
+    assert watch.fingerprint() == before
+    model[0].table = torch.ones(2)
+    assert watch.fingerprint() != before
+
+
 def test_a_forward_while_another_thread_records_is_no_change(model) -> None:
     from anyshape.accel.block_forwards import Blocks
 
