@@ -13,6 +13,7 @@ from tools.comfy_server import ComfyServer
 
 FILE, LAST = "rockets", ["64x64", "72x64 batch 2", "no size", 3]
 MANY = [f"{8 * n}x64 batch 8" for n in range(9, 17)]
+LONG = [f"{8 * n}x256 batch 8" for n in range(25, 37)]  # that take so long that a cancel comes in time
 NAMED = {"file": f"folder/{FILE}.safetensors"}  # an input that the demo's loader does not look at
 
 
@@ -30,7 +31,7 @@ class OfSeveral(ComfyServer):
             (base / "user" / name / "comfy.settings.json").write_text(json.dumps(values))
         kept = base / "user" / "__anyshape" / "sizes.json"
         kept.parent.mkdir()
-        kept.write_text(json.dumps({"version": 1, "models": {FILE: LAST, "many": MANY, "cancelled": MANY}}))
+        kept.write_text(json.dumps({"version": 1, "models": {FILE: LAST, "many": MANY, "cancelled": LONG}}))
         return base
 
 
@@ -81,7 +82,7 @@ def test_the_sizes_of_the_last_session(of_several) -> None:
     assert cached(again) >= ADDED | {"1", "2", "3"}, "the cache of the user's prompt was lost"
     time.sleep(1.5)  # two looks at the queue
     assert of_several.log().count("at the sizes of the last session: 64x64, 72x64 batch 2") == 1
-    assert kept(of_several) == {"many": MANY, "cancelled": MANY, FILE: ["64x72"]}, "what was only warmed up counts"
+    assert kept(of_several) == {"many": MANY, "cancelled": LONG, FILE: ["64x72"]}, "what was only warmed up counts"
 
 
 def test_warm_up_knows_the_sizes_of_the_last_session(of_several) -> None:
@@ -118,7 +119,7 @@ def test_others_come_first(of_several) -> None:
 
 def test_cancel_ends_it_for_this_session(of_several) -> None:
     """The server knows a model by its loader's inputs: another file, another model."""
-    sizes = {(8 * n, 64, 8) for n in range(9, 17)}
+    sizes = {(8 * n, 256, 8) for n in range(25, 37)}
     of_several.http.post(f"{of_several.url}/anyshape/clear").raise_for_status()
     for seed in (13, 14):
         post(of_several, flow(seed=seed, file="cancelled.safetensors"), "ann")
