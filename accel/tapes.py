@@ -25,7 +25,7 @@ from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
 from .tape.refusals import HARMLESS
-from .tape.state import look
+from .tape.state import first_kept, look, states_of
 from .tape.values import Tape, Weight
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
@@ -210,7 +210,7 @@ class Tapes:
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
         patches = Patches(noted, recorder, self.patches)
-        clock, states = Clock(key.device), _states(taped)
+        clock, states = Clock(key.device), states_of(taped.foreign, taped.module)
         copies = BlockCopies(recorder, self._blocks, taped.places)
         calls = BlockCalls(recorder) if taped.skipping is not None else None
 
@@ -227,7 +227,7 @@ class Tapes:
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
             reason = say("changes_itself", change=changed)
-        kept = _first_kept(taped, states)
+        kept = first_kept(taped.foreign, states, taped.module)
         if kept and not reason:
             reason = say("foreign_state", name=kept)
         with self._lock:
@@ -306,18 +306,6 @@ class Tapes:
         """Drops every take."""
         with self._lock:
             self._takes.clear()
-
-
-def _states(taped: Taped) -> tuple:
-    return tuple([look(code, taped.module) for _, code in taped.foreign])
-
-
-def _first_kept(taped: Taped, before: tuple) -> str:
-    """Other packs' code that keeps something from one call to the next, or may; "" if there is none."""
-    for (name, _), old, new in zip(taped.foreign, before, _states(taped), strict=True):
-        if old is None or old != new:
-            return name
-    return ""
 
 
 def named_features(features: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ FORWARD = [
     "families.taping._structure", "families.session.sampling_state.SamplingState", "weights.WeightWatch.__init__",
     "weights.WeightWatch.fingerprint", "engine.Engine._run", "tape_tier.TapeTier.run",
     "tape_tier.TapeTier._recorded", "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches",
-    "tapes.Patches.finish", "tapes._states", "tape.called_patches.forward", "tape.record.traits", "maker.Program",
+    "tapes.Patches.finish", "tapes.states_of", "tape.called_patches.forward", "tape.record.traits", "maker.Program",
     "tape_tier.bound", "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape",
     "times.CallTimes.measure",
 ]  # fmt: skip

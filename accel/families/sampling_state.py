@@ -11,7 +11,7 @@ from ..foreign import foreign_code, replaced_in_torch
 from ..functions_read import FunctionsRead
 from ..reasons import say
 from ..tape.named_tensors import modules_of, parts_of, resolve
-from ..tape.state import look
+from ..tape.state import first_kept, states_of
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import dynamic
@@ -115,15 +115,14 @@ class SamplingState:
                 self._restless = say("changes_itself", change=change)
         return hash((self._structure, self._functions, self._names, surroundings(), torch.is_autocast_enabled()))
 
-    def foreign_states(self) -> list[Any]:
+    def foreign_states(self) -> tuple:
         """What other packs' code in the model keeps, now."""
-        return [look(code, self.model) for _, code in self._foreign]
+        return states_of(self._foreign, self.model)
 
-    def kept(self, before: list[Any]) -> str:
+    def kept(self, before: tuple) -> str:
         """Why a forward is not to be repeated with less of it: what it changed or kept since ``before``; else ""."""
-        for (name, _), old, new in zip(self._foreign, before, self.foreign_states(), strict=True):
-            if old is None or old != new:
-                return say("foreign_state", name=name)
+        if name := first_kept(self._foreign, before, self.model):
+            return say("foreign_state", name=name)
         change = self.changed()
         return say("changes_itself", change=change) if change else ""
 

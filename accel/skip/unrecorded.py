@@ -10,9 +10,10 @@ is watched here while a full step runs. Blocks of one class are a row where each
 - A block writes into nothing that it is given but its streams.
 
 The feature of a row is what it added to each stream. A skipped step passes the streams by its blocks and adds the
-forecast behind the last. Several rows (Flux has two) are left out each by itself.
+forecast behind the last. Where there are several rows, each is left out by itself.
 """
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,18 +23,20 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attempt import Passthrough, attempt, failed
+from ..block_call import is_plain
 from ..block_forwards import Blocks
 from ..reasons import say
 from ..tape.cut import LEAST_SHARE, MAX_SHARE
 from ..tape.kept import tensors_in
 from ..tape.traits import traits
+from ..tape.values import replaced
 
 LEAST_LIST = 0.1  # of the parameters of all blocks: the blocks of a smaller list (a text refiner's) always run
 FEWEST = 2  # blocks in a row: what a single one adds to is not known
+OTHER = "", 0  # the place of what is no argument of its own
 NESTED = 6  # containers within one another that are looked into
-PLAIN = (type(None), bool, int, float, str)
 
-Place = tuple[Any, ...]  # of a tensor among a block's arguments, or in its result
+Place = tuple[str | int, int]  # of a tensor among a block's arguments: which one, and the number of the tensor in it
 Forward = Callable[[], Any]
 
 
@@ -43,19 +46,19 @@ class NotLeftOut(Exception):  # noqa: N818  a message, as ``NotCut``
 
 @dataclass(frozen=True)
 class _Taken:
-    """In a block's result: here was the tensor of this place."""
+    """In a block's result: here was its tensor of this number."""
 
-    place: Place
+    place: int
 
 
 @dataclass
 class _Row:
-    """Calls of blocks, each on what the one before gave. streams: the place in a result to that among arguments."""
+    """Calls of blocks, each on what the one before gave. streams: a result's tensor, by number, to the argument."""
 
     kind: type
     paths: list[str]
     starts: dict[Place, Tensor] = field(default_factory=dict)  # what the first one was given, until the row ends
-    streams: dict[Place, Place] = field(default_factory=dict)
+    streams: dict[int, Place] = field(default_factory=dict)
     result: Any = None  # the form of a block's result
     written: set[Place] = field(default_factory=set)
 
@@ -123,7 +126,7 @@ class _FullStep(TorchDispatchMode):
         self._row: _Row | None = None
         self._inside = False  # a block
         self._given: dict[int, Place] = {}  # what it was given, by where that lies
-        self._last: dict[Place, Tensor] = {}  # what the row's latest block gave, until somebody uses it
+        self._last: dict[int, Tensor] = {}  # what the row's latest block gave, until somebody uses it
         self._passed: list[weakref.ref[Tensor]] = []  # and what the one before gave
 
     @classmethod
@@ -186,14 +189,14 @@ class _FullStep(TorchDispatchMode):
             starts = {place: tensor.clone() for place, tensor in given.items() if self._may_be_stream(tensor)}
             self._row = _Row(kind, [path], starts)
         everything = tensors_in((args, kwargs), NESTED)
-        self._given = {tensor.untyped_storage()._cdata: ("?",) for tensor in everything}
+        self._given = {tensor.untyped_storage()._cdata: OTHER for tensor in everything}
         self._given |= {tensor.untyped_storage()._cdata: place for place, tensor in given.items()}
 
     def _goes_on(self, kind: type, given: dict[Place, Tensor]) -> bool:
         """Whether a block of this class, given this, goes on with the row."""
         if self._row is None or self._row.kind is not kind or not self._last:
             return False
-        streams: dict[Place, Place] = {}
+        streams: dict[int, Place] = {}
         for place, tensor in self._last.items():
             found = [argument for argument, other in given.items() if other is tensor]
             if len(found) != 1:
@@ -242,7 +245,7 @@ class _SkippedStep:
         self._left = [path for row in rows for path in row.paths]
 
     def call(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """In place of a block's own forward."""
+        """In the place of a block's own forward."""
         row = self._of.get(path)
         if row is None:
             return own(*args, **kwargs)
@@ -257,7 +260,7 @@ class _SkippedStep:
             streams = {place: stream + features[place] for place, stream in streams.items()}
         elif path == row.paths[0]:  # somebody may write into it between the blocks
             streams = {place: stream.clone() for place, stream in streams.items()}
-        return _put_together(row.result, streams)
+        return replaced(row.result, _Taken, lambda taken: streams[taken.place])
 
     def end(self) -> None:
         """Raises ``NotLeftOut`` where not all that the features stand for was left out."""
@@ -277,41 +280,15 @@ def _form(tensor: Tensor) -> tuple:
 
 
 def _arguments(args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[Place, Tensor]]:
-    """The tensors among a block's arguments; of containers, those in lists and tuples."""
+    """The tensors among a block's arguments, but for those in dicts: its options."""
     for name, item in (*enumerate(args), *kwargs.items()):
-        yield from _tensors(item, (name,))
+        if not isinstance(item, dict):
+            yield from (((name, index), tensor) for index, tensor in enumerate(tensors_in(item, NESTED)))
 
 
-def _tensors(item: Any, place: Place) -> Iterator[tuple[Place, Tensor]]:
-    if isinstance(item, Tensor):
-        yield place, item
-    elif isinstance(item, (list, tuple)):
-        for index, each in enumerate(item):
-            yield from _tensors(each, (*place, index))
-
-
-def _taken_apart(out: Any) -> tuple[Any, dict[Place, Tensor]]:
+def _taken_apart(out: Any) -> tuple[Any, dict[int, Tensor]]:
     """(the form of a block's result, its tensors); no form where there is more in it than tensors and plain values."""
-    tensors = dict(_tensors(out, ()))
-
-    def form(item: Any, place: Place) -> Any:
-        if isinstance(item, Tensor):
-            return _Taken(place)
-        if type(item) in (list, tuple):
-            return type(item)(form(each, (*place, index)) for index, each in enumerate(item))
-        if isinstance(item, PLAIN):
-            return item
-        raise NotLeftOut(f"a block gives a {type(item).__name__}")
-
-    try:
-        return form(out, ()), tensors
-    except NotLeftOut:
+    if not is_plain(out):
         return None, {}
-
-
-def _put_together(form: Any, tensors: dict[Place, Tensor]) -> Any:
-    if isinstance(form, _Taken):
-        return tensors[form.place]
-    if isinstance(form, (list, tuple)):
-        return type(form)(_put_together(each, tensors) for each in form)
-    return form
+    places = itertools.count()
+    return replaced(out, Tensor, lambda tensor: _Taken(next(places))), dict(enumerate(tensors_in(out, NESTED)))

@@ -15,7 +15,7 @@ import os
 import sys
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,19 @@ def look(value: Any, module: nn.Module | None = None, most: int = MOST) -> State
         return _Look(module, most).of(value, root=True)
     except _Unknown:
         return None
+
+
+def states_of(foreign: Sequence[tuple[str, Any]], module: nn.Module) -> tuple[State | None, ...]:
+    """``look`` at other packs' code in a model. foreign: (where it is and whose, the code)."""
+    return tuple([look(code, module) for _, code in foreign])
+
+
+def first_kept(foreign: Sequence[tuple[str, Any]], before: tuple[State | None, ...], module: nn.Module) -> str:
+    """The code that keeps something from one call to the next, or may; "" if there is none."""
+    for (name, _), old, new in zip(foreign, before, states_of(foreign, module), strict=True):
+        if old is None or old != new:
+            return name
+    return ""
 
 
 class _Look:

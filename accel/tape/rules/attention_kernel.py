@@ -2,7 +2,7 @@
 
 To a prompt it is faster than libraries, and between an image's own tokens about as fast, where the heads suit it. There
 it is taken where cuDNN would have been, which plans each number of tokens at its first call, for longer than it runs.
-Newer ComfyUI asks for FlashAttention there, which is half as fast.
+Newer ComfyUI asks for FlashAttention there, which takes 1.5 to 1.7 times as long (docs/performance.md).
 """
 
 from ...kernels import operations as ours
