@@ -52,7 +52,7 @@ VAE_CONFIG = {
 
 
 # Buffers that a model leaves without values, because a checkpoint has them. All others hold tables that it computed.
-EMPTY_BUFFERS = ("pos_embed",)
+EMPTY_BUFFERS = (".pos_embed", ".rope.inv_freq")
 
 
 def randomise(module: nn.Module, seed: int = 0) -> None:
@@ -70,7 +70,7 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
             if scale is not None:
                 scale.data.add_(1.0)
     for name, buffer in module.named_buffers():
-        if name.rpartition(".")[2] in EMPTY_BUFFERS:
+        if f".{name}".endswith(EMPTY_BUFFERS):
             buffer.data.normal_(std=0.02, generator=generator)
     module.requires_grad_(False)
 
