@@ -28,6 +28,7 @@ from ..allocator import addresses_are_promised
 from ..errors import KernelFailed, is_out_of_memory
 from ..preparing import finished, workers
 from ..reasons import say
+from . import launchers
 
 # compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
@@ -59,8 +60,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any)
     Gives what ``launch_compiled`` takes.
     """
     try:
-        compiled = kernel.warmup(*args, grid=grid, **options)
-        _ = compiled.run  # builds and loads the launcher, else left to the first launch
+        compiled = launchers.load(kernel.warmup(*args, grid=grid, **options))
     except FAILURES as error:
         raise _named(kernel, error) from error
     STARTED.set()
@@ -94,7 +94,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, 
     name = id(kernel), device, traits, tuple(options.items())
     known = _VARIANTS.get(name)
     if known is None:  # compiled, or from Triton's cache: nothing is launched
-        known = _VARIANTS[name] = kernel, kernel.warmup(*args, grid=grid, **options)
+        known = _VARIANTS[name] = kernel, launchers.load(kernel.warmup(*args, grid=grid, **options))
     _start(known[1], (*grid, 1, 1)[:3], args, torch._C._cuda_getCurrentRawStream(device))
 
 

@@ -1,0 +1,46 @@
+"""The C modules by which Triton starts its kernels: built side by side, loaded one at a time.
+
+They have one name in common. Python keeps one module of that name, and a module that it has loaded before is put into
+that one again: whoever looks into his own while another is loaded finds the other's function there. A kernel that is
+started by it gets arguments of other kinds, or another number of them.
+"""
+
+import functools
+import threading
+from collections.abc import Callable
+from types import FunctionType, SimpleNamespace
+from typing import Any
+
+_LOADING = threading.Lock()
+
+
+def load(compiled: Any) -> Any:
+    """A kernel that Triton compiled, ready to start. Raises what Triton raises."""
+    build = _building()
+    if build is not None:
+        build(SimpleNamespace(), compiled.src, compiled.metadata)
+    with _LOADING:
+        _ = compiled.run  # loads it, and the kernel
+    return compiled
+
+
+@functools.cache
+def _building() -> Callable[..., None] | None:
+    """What Triton does to make a launcher, but for its end, where it is loaded; None where it does otherwise."""
+    from triton.backends.nvidia import driver
+    from triton.runtime import build
+
+    make, launcher = getattr(build, "compile_module_from_src", None), getattr(driver, "CudaLauncher", None)
+    if make is None or launcher is None or getattr(driver, "compile_module_from_src", None) is not make:
+        return None
+    if "_load_module_from_path" not in make.__code__.co_names:
+        return None
+    built = _among(make, _load_module_from_path=lambda name, path: SimpleNamespace(launch=None))
+    return _among(launcher.__init__, compile_module_from_src=built)
+
+
+def _among(function: FunctionType, **names: Any) -> FunctionType:
+    """A copy of ``function`` for which these global names mean something else."""
+    return FunctionType(
+        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
+    )

@@ -1,0 +1,55 @@
+"""Kernels' launchers are loaded one at a time: Python has one module of their name."""
+
+import time
+from types import SimpleNamespace
+
+from tools import embed
+from tools.driving import in_threads
+
+embed.bare_pack()
+
+from anyshape.accel.kernels import launchers  # noqa: E402 - the package exists from the line above on
+
+
+class Compiled:
+    """As Triton's: loading puts a module into the place that all have in common, and looks there again."""
+
+    src, metadata = None, None
+    shared = SimpleNamespace(launch=None)
+
+    def __init__(self, number: int) -> None:
+        self.number, self.launch = number, None
+
+    @property
+    def run(self) -> int:
+        """Its own launcher, if nobody else loads one meanwhile."""
+        self.shared.launch = self.number
+        time.sleep(0.002)
+        self.launch = self.shared.launch
+        return self.launch
+
+
+def test_each_kernel_has_its_own(monkeypatch) -> None:
+    built = []
+    monkeypatch.setattr(launchers, "_building", lambda: lambda launcher, src, metadata: built.append(launcher))
+    kernels = [Compiled(number) for number in range(16)]
+    assert in_threads(launchers.load, kernels) == kernels
+    assert [kernel.launch for kernel in kernels] == list(range(16))
+    assert len(built) == 16  # side by side, before
+
+
+def test_a_launcher_is_built_as_triton_builds_it(monkeypatch) -> None:
+    """All but its end. Of another Triton nothing is known, and it is built where it is loaded."""
+    from triton.backends.nvidia import driver
+
+    launchers._building.cache_clear()
+    try:
+        build = launchers._building()
+        assert build.__code__ is driver.CudaLauncher.__init__.__code__
+        assert build.__globals__["compile_module_from_src"].__code__ is driver.compile_module_from_src.__code__
+        assert build.__globals__["compile_module_from_src"] is not driver.compile_module_from_src
+        launchers._building.cache_clear()
+        monkeypatch.delattr(driver, "CudaLauncher")
+        assert launchers._building() is None
+    finally:
+        launchers._building.cache_clear()
