@@ -13,7 +13,7 @@ import gc
 import inspect
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,10 @@ class Recording:
     constants: tuple[Tensor | None, ...]  # device memory besides weights and inputs that the forward reads
     output: Output  # what the graph's will look like
     label: str = ""  # the model's name in the stats
-    wanted: bool = False  # run it before it is captured, whatever ran before: its result is asked for
+    wanted: bool = False  # its result is asked for
+    # What it calls, if that is known: a library makes what it needs at its first call, which must not be in a capture.
+    # Where another forward has called all of it on the captures' stream, this one is captured before it ever runs.
+    calls: frozenset[Hashable] = frozenset()
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Capturer:
         self._graphs = 0
         self._pools: list[tuple[int, int]] = []  # the last one is for new graphs
         self._stream: torch.cuda.Stream | None = None  # one for all captures: the pools' blocks belong to a stream
-        self._primed: set[int] = set()  # threads whose libraries have run on it
+        self._primed = threading.local()  # whether this thread's libraries have run on it
         self._reserved: tuple[int, int] | None = None  # the pool that a run has begun, until its capture
         self._ballast: list[Tensor] = []
         self._replayed: torch.cuda.Event | None = None
@@ -127,9 +130,10 @@ class Capturer:
         if pool is not None:
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
-    def capture(self, run: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, int]:
+    def capture(self, run: Callable[[], object], replayed: bool = False) -> tuple[torch.cuda.CUDAGraph, int]:
         """(the graph of ``run``, the bytes of the device that it alone took); the pool's are in ``pool_bytes``.
 
+        replayed: the current stream runs the graph once.
         No tensor that ``run`` makes may outlive the capture, not even in a traceback: under ``cudaMallocAsync`` its
         memory may never come to exist, and freeing it later would end the process.
         """
@@ -140,8 +144,10 @@ class Capturer:
             before = self._outside()
             try:
                 graph = self._captured(run)
+                if replayed or addresses_are_promised():  # that allocator gives a graph its memory at its first run
+                    with self.replaying():
+                        graph.replay()
                 if addresses_are_promised():
-                    graph.replay()  # that allocator gives a graph its memory at its first run
                     torch.cuda.synchronize()
             except BaseException:
                 self._release()
@@ -216,8 +222,8 @@ class Capturer:
         They make them at their first product there. Made in the pool these would lie in it for ever.
         """
         self._stream = self._stream or torch.cuda.Stream(self.device)
-        if threading.get_ident() not in self._primed:
-            self._primed.add(threading.get_ident())
+        if not getattr(self._primed, "done", False):
+            self._primed.done = True
             with torch.cuda.stream(self._stream), torch.inference_mode():
                 for dtype in (torch.float16, torch.bfloat16, torch.float32):
                     x = torch.zeros(16, 16, dtype=dtype, device=self.device)

@@ -46,6 +46,12 @@ class Pins:
     refused: dict[Name, str] = field(default_factory=dict)  # for as long as they stay, and why
 
 
+class _Thread(threading.local):
+    """What each thread has called on the captures' stream: libraries have handles and workspaces of each."""
+
+    called: frozenset[Hashable] = frozenset()
+
+
 class GraphCache:
     """The graphs of one device, least recently used first."""
 
@@ -56,6 +62,7 @@ class GraphCache:
         self._refused: dict[Name, str] = {}  # and why
         self._budget = 0  # bytes; refusals are for this budget
         self._warmed: set[tuple[int, Hashable]] = set()  # (owner, program) that have run on the captures' stream
+        self._here = _Thread()
         self._abandoned: deque[int] = deque()  # owners that are gone, whose graphs nobody has dropped yet
         self._pins: Pins | None = None
         self._lock = threading.RLock()
@@ -99,7 +106,7 @@ class GraphCache:
                 raise
 
     def result(self, name: Name) -> Output:
-        """What the run before the capture of a graph gave, if it was ``wanted`` and no replay came since."""
+        """What the first run of a graph's forward gave, if it was ``wanted`` and no replay came since."""
         with self._lock:
             return each(Tensor.clone, self._entries[name].output)
 
@@ -146,6 +153,7 @@ class GraphCache:
             self._drop_abandoned()
             self._evict_down_to(-1)
             self._refused.clear()
+            self._here = _Thread()
 
     def _drop_abandoned(self) -> None:
         while self._abandoned:
@@ -191,11 +199,12 @@ class GraphCache:
         try:
             return self._record(name, recording)
         except RuntimeError as error:
-            short = _memory_was_short(error)
-            if self._capturer.broken or not short:
+            short, known, self._here.called = _memory_was_short(error), self._here.called, frozenset()
+            if self._capturer.broken or not (short or known):
                 raise self._failure(error) from error
-        self._evict_down_to(-1, keep=self._pinned())
-        torch.cuda.empty_cache()
+        if short:
+            self._evict_down_to(-1, keep=self._pinned())
+            torch.cuda.empty_cache()
         try:
             return self._record(name, recording)
         except RuntimeError as error:
@@ -218,12 +227,14 @@ class GraphCache:
         def run() -> None:
             each(Tensor.copy_, output, recording.forward(static))
 
-        program = name.owner, name.program
-        if recording.wanted or program not in self._warmed:
+        program, calls = (name.owner, name.program), recording.calls
+        at_once = bool(calls) and calls <= self._here.called
+        if not at_once and (recording.wanted or program not in self._warmed):
             self._capturer.warm(run)
             self._warmed.add(program)
+            self._here.called |= calls
         before = self._capturer.pool_bytes if self._entries else 0
-        graph, own = self._capturer.capture(run)
+        graph, own = self._capturer.capture(run, replayed=at_once and recording.wanted)
         own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
         growth = max(0, self._capturer.pool_bytes - before)
         return CapturedGraph(

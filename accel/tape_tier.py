@@ -249,9 +249,9 @@ class TapeTier:
         self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape,
         inputs: dict[str, Tensor], recorded: Output,
     ) -> Output | None:  # fmt: skip
-        """The result of the run before the program's capture, checked; None if there is no graph.
+        """The result of the program's graph, or of its run before the capture, checked; None if there is no graph.
 
-        While the GPU still runs it, the host captures the graph. Nothing waits but the check.
+        Nothing waits but the check: while the GPU still runs it, the host captures the graph.
         """
         program, cache, name = take.program, graphs.cache(call.key.device), self._name(call, take)
         take.graph = True
@@ -315,7 +315,7 @@ class TapeTier:
         program = take.program
         recording = graphs.Recording(
             lambda static: flat(program.run(list(static.values()))), inputs, call.weights,
-            tuple(program.constants()), out, self.stats.name, wanted,
+            tuple(program.constants()), out, self.stats.name, wanted, program.calls,
         )  # fmt: skip
         cache = graphs.cache(call.key.device)
         with preparing(self.stats.name, shape.size):

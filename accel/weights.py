@@ -5,7 +5,6 @@ address and in its layout. ComfyUI moves weights when it patches a LoRA in or ou
 ``WeightWatch.fingerprint`` is how we notice, whatever the cause.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -13,14 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from .tape.named_tensors import parts_of
+from .tape.named_tensors import NO_TENSORS, parts_of
 
 # In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
 MAPPED = ("_v_weight", "_v_bias")
-# What most parts of a model have besides, so that a look at the types of all attributes is enough.
-NO_TENSORS = frozenset((
-    bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set, torch.dtype, torch.device, torch.Size,
-))  # fmt: skip
 
 
 class WeightWatch:

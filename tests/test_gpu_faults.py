@@ -55,7 +55,7 @@ def inject(pack, monkeypatch):
 def test_a_fault_costs_no_image(patcher, inject, monkeypatch, target, warm, fault):
     """Before the first call, and once a graph is there; afterwards the model is fast or says why it is not."""
     if warm and target == "capture.Capturer.warm":
-        pytest.skip("once the model is warm, libraries have run on the captures' stream")
+        pytest.skip("once a size is warm, libraries have run on the captures' stream")
     fast = compiled(patcher)
     if warm:
         forward(fast, *SIZE), forward(fast, *SIZE)
@@ -101,22 +101,25 @@ def test_a_kernel_that_computes_nonsense(patcher, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["sd15", "flux"])
-def test_a_run_before_a_capture_that_computes_nonsense(models, monkeypatch, name):
-    """The memory that a graph will have is what the first result is computed in, so it is checked."""
+@pytest.mark.parametrize("step", ["warm", "_captured"])
+def test_a_first_result_that_is_nonsense(models, monkeypatch, name, step):
+    """It is computed in the memory that the graph has, at a later size by the graph itself, so both are checked."""
     from anyshape.accel import capture
 
-    own, copy, spoilt = capture.Capturer.warm, torch.Tensor.copy_, []
+    own, copy, spoilt = getattr(capture.Capturer, step), torch.Tensor.copy_, []
 
-    def warm(self, run):
+    def spoiling(self, run):
         with pytest.MonkeyPatch.context() as patch:  # what a graph computes is copied to where its readers look
             if not spoilt:
                 patch.setattr(torch.Tensor, "copy_", lambda target, *args: copy(target, *args).mul_(2))
             spoilt.append(True)
             return own(self, run)
 
-    monkeypatch.setattr(capture.Capturer, "warm", warm)
     patcher = small(models, name)
     fast = compiled(patcher)
+    if step != "warm":
+        forward(fast, 512, 512)
+    monkeypatch.setattr(capture.Capturer, step, spoiling)
     for seed in (1, 2, 3):
         assert error(forward(fast, *SIZE, seed=seed), forward(patcher, *SIZE, seed=seed)) < CLOSE
     assert spoilt and any("wrong result" in f["reason"] for f in fallbacks())

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tools import embed
+from tools.driving import in_threads
 
 embed.bare_pack()
 
@@ -40,6 +41,27 @@ def test_the_run_before_a_capture_gives_the_first_result(cache, capturer) -> Non
     assert torch.equal(first, torch.full((4,), 7, dtype=torch.uint8))
     cache._entries[name("b")].output.zero_()  # as the next replay may
     assert int(first.sum()) == 28
+
+
+def test_what_was_called_before_is_captured_before_it_runs(cache, capturer) -> None:
+    """The first result of its graph is then that of a replay."""
+    calls = {"a": {"linear"}, "b": {"linear", "conv2d"}, "c": {"conv2d"}, "d": set()}
+    for number, (key, called) in enumerate(calls.items()):
+        given = dataclasses.replace(recording(output=4, scale=number), wanted=True, calls=frozenset(called))
+        cache.capture(name(key, program=number), given, BUDGET)
+        assert torch.equal(cache.result(name(key, program=number)), torch.full((4,), number, dtype=torch.uint8))
+    assert capturer.warmed == 3 and capturer.replayed == 1
+    cache.capture(name("e", program=5), dataclasses.replace(recording(), calls=frozenset({"linear"})), BUDGET)
+    assert capturer.warmed == 3 and capturer.replayed == 1  # its result is not asked for
+
+
+def test_what_another_thread_called_runs_before_it_is_captured(cache, capturer) -> None:
+    """Libraries have handles and workspaces of each thread."""
+    given = dataclasses.replace(recording(), wanted=True, calls=frozenset({"linear"}))
+    for number in (1, 2):  # the second thread may well have the number of the first
+        in_threads(lambda key: cache.capture(name(key, program=key), given, BUDGET), [number])
+    cache.capture(name("b", program=3), given, BUDGET)
+    assert capturer.warmed == 3 and capturer.replayed == 0
 
 
 def test_a_graph_whose_program_was_wrong_is_dropped_alone(cache, capturer) -> None:

@@ -1,6 +1,7 @@
 """Graphs whose capture fails, the garbage collector and several threads. On the CPU: only the capture is replaced."""
 
 import contextlib
+import dataclasses
 import gc
 
 import pytest
@@ -56,6 +57,17 @@ def test_a_capture_that_fails_for_another_reason_evicts_nothing_and_is_remembere
         assert "cuBLAS error: 13" in refused["b"] and "memory is short" not in refused["b"].lower()
     assert held(cache) == {"a"} and capturer.captures == 2
     assert capture(cache, c=10) == {}
+
+
+def test_what_minds_that_it_did_not_run_before_is_captured_after_a_run(cache, capturer) -> None:
+    """And what follows runs first, too."""
+    given = dataclasses.replace(recording(10), wanted=True, calls=frozenset({"linear"}))
+    cache.capture(name("a", program=1), given, BUDGET)
+    capturer.errors = [RuntimeError("operation not permitted when stream is capturing")]
+    cache.capture(name("b", program=2), given, BUDGET)
+    assert held(cache) == {"a", "b"} and (capturer.warmed, capturer.captures, capturer.replayed) == (2, 3, 1)
+    cache.capture(name("c", program=3), given, BUDGET)
+    assert (capturer.warmed, capturer.replayed) == (2, 2)
 
 
 def test_memory_that_pins_hold_is_no_reason_for_good(cache, capturer) -> None:

@@ -39,7 +39,7 @@ def cases() -> dict[str, tuple]:
     """Operation, arguments, and what it must give, by name."""
     x, norm, bias = randn(2, 64, 5, 3), randn(64), randn(64)
     shift, pending = randn(2, 64, 1, 1), [randn(64), randn(64)]
-    conv, added_last = randn(32, 64, 3, 3), randn(32)
+    conv, pixel, added_last = randn(32, 64, 3, 3), randn(32, 64, 1, 1), randn(32)
     tokens, wide, offset = randn(2, 7, 64), randn(96, 64), randn(96)
     q, k, v = randn(2, 9, 64), randn(2, 5, 64), randn(2, 5, 64)
     (weights, biases), several = layers(9, 64), [randn(2, 7, 64) for _ in range(9)]
@@ -50,6 +50,14 @@ def cases() -> dict[str, tuple]:
         "convolution": (
             operations.conv2d_last, (x, conv, added_last, [2, 2], [1, 1], [1, 1], 1),
             F.conv2d(x.double(), conv.double(), added_last.double(), 2, 1),
+        ),
+        "convolution of a pixel": (
+            operations.conv2d_last, (x, pixel, added_last, [1, 1], [0, 0], [1, 1], 1),
+            F.conv2d(x.double(), pixel.double(), added_last.double()),
+        ),
+        "every other pixel": (
+            operations.conv2d_last, (x, pixel, None, [2, 2], [0, 0], [1, 1], 1),
+            F.conv2d(x.double(), pixel.double(), None, 2),
         ),
         "norm": (
             operations.group_norm_last, (x, norm, bias, 8, 1e-5, shift, True, pending),

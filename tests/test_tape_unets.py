@@ -26,12 +26,14 @@ def recorded(patcher, *size):
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_every_size_runs_on_the_kernels_of_the_first(models, name):
-    patcher, known = models.unet(name, HALF, **driving.SMALL_UNETS[name]), set()
+    patcher, known, calls = models.unet(name, HALF, **driving.SMALL_UNETS[name]), set(), frozenset()
     for size in SIZES:
         call = recorded(patcher, *size)
         sources = {launch.source.text for launch in call.program.launches}
         assert sources and (not known or sources <= known), size
         known |= sources
+        calls = calls or call.program.calls
+        assert call.program.calls <= calls and calls  # so it may be captured before it runs
         called = [str(step.run) for step in call.program._steps]
         # nothing is turned, and no copy is left but of what is given back
         assert not [step for step in called if "clone" in step or "conv2d.default" in step or "group_norm.def" in step]

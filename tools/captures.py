@@ -27,14 +27,14 @@ class Capturer:
 
     def __init__(self) -> None:
         self.broken, self.pool_bytes, self.needs, self.driver = "", 0, 0, 0
-        self.live, self.captures, self.warmed, self.errors = 0, 0, 0, []
+        self.live, self.captures, self.warmed, self.replayed, self.errors = 0, 0, 0, 0, []
 
     def warm(self, run: Callable[[], Any]) -> None:
         self.warmed += 1
         run()
 
-    def capture(self, run: Callable[[], Any]) -> tuple[Graph, int]:
-        self.captures += 1
+    def capture(self, run: Callable[[], Any], replayed: bool = False) -> tuple[Graph, int]:
+        self.captures, self.replayed = self.captures + 1, self.replayed + replayed
         if self.errors:
             raise self.errors.pop(0)
         run()

@@ -19,10 +19,10 @@ from ..foreign import foreign_method
 from ..key import ShapeKey, shape_key
 from ..reasons import say
 from ..skip.features import RUN_KEY
-from ..tape.attention_choice import without_plans
 from ..tape.called_patches import OVERRIDE, Played
 from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
+from ..tape.unplanned import without_plans
 from ..tapes import Skipping, Taped, named_features
 from . import dynamic
 from .sampling_state import SamplingState

@@ -67,9 +67,26 @@ def _fake_convolution(x: Tensor, *args: Any) -> Tensor:
     "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
     _fake_convolution,
 )
-def conv2d_last(x: Tensor, *args: Any) -> Tensor:
-    """A convolution from channels_last to channels_last, wherever its weight lies."""
-    return torch.ops.aten.conv2d(x.contiguous(memory_format=LAST), *args).contiguous(memory_format=LAST)
+def conv2d_last(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """A convolution from channels_last to channels_last, wherever its weight lies.
+
+    One that is a linear layer of each pixel runs as one, for which the library plans nothing.
+    """
+    x = x.contiguous(memory_format=LAST)
+    if is_product(weight, *geometry):
+        out = torch.nn.functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
+    else:
+        out = torch.ops.aten.conv2d(x, weight, bias, *geometry)
+    return out.contiguous(memory_format=LAST)
+
+
+def is_product(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
+    """Whether a convolution is a linear layer of each pixel. weight [O, I, ...]."""
+    return groups == 1 and weight.shape[2:].numel() == 1 and _all(stride, 1) and _all(padding, 0)
+
+
+def _all(given: Any, number: int) -> bool:
+    return given == number or (isinstance(given, (list, tuple)) and all(each == number for each in given))
 
 
 def _fake_like(x: Tensor, *args: Any) -> Tensor:

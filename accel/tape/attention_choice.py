@@ -5,22 +5,16 @@ is made once for each card: what is measured is a coarse case and never a call, 
 first, and later processes read the times that the first one wrote.
 """
 
-import functools
 import json
 import math
 import threading
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ..artifacts import KEEPER
-from .layout import lie_alike
-from .traits import by_name
 
 aten = torch.ops.aten
 cuda = torch.backends.cuda
@@ -104,60 +98,6 @@ def attend(
         return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, False, 0.0, causal, scale=scale)[0]
     mask = None if mask is None else aligned(mask).expand(*q.shape[:3], k.shape[2])
     return aten._scaled_dot_product_efficient_attention(q, k, v, mask, False, 0.0, causal, scale=scale)[0]
-
-
-class _ByFlash(TorchFunctionMode):
-    """FlashAttention in place of torch's own choice within, where it can."""
-
-    def __torch_function__(
-        self, func: Any, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
-            out = _by_flash(*args, **kwargs)
-            if out is not None:
-                return out
-        return func(*args, **kwargs)
-
-
-def without_plans(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function``, one of ComfyUI's for attention, on FlashAttention, which plans nothing.
-
-    For a single forward: cuDNN plans its first call of each size for 35 to 50 ms.
-    """
-    with _ByFlash():
-        return function(*args, **kwargs)
-
-
-def unplanned(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-    """What cuDNN's attention gives, computed by FlashAttention; None where that cannot."""
-    given = by_name(func, args, kwargs)
-    q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_bias"))
-    if given["compute_log_sumexp"]:
-        return None
-    out = _by_flash(q, k, v, mask, given.get("dropout_p", 0.0), given.get("is_causal", False), given.get("scale"))
-    if out is None or not lie_alike(q.shape, out.stride(), q.stride()):  # as cuDNN's lies
-        return None
-    return out, *(item.detach() if isinstance(item, Tensor) else item for item in _others(q.device, q.dtype))
-
-
-def _by_flash(
-    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
-    scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor | None:  # fmt: skip
-    """As torch's attention of these arguments; None if it is not for FlashAttention."""
-    if attn_mask is not None or dropout_p or enable_gqa or q.device.type != "cuda" or q.ndim != 4:
-        return None
-    if q.shape[1] != k.shape[1] or not supports("flash", q, k, v, None, is_causal):
-        return None
-    return attend("flash", q, k, v, None, is_causal, scale)
-
-
-@functools.cache
-def _others(device: torch.device, dtype: torch.dtype) -> tuple:
-    """What cuDNN's attention gives besides its result."""
-    like = torch.zeros(1, 1, ALIGNED, 64, device=device, dtype=dtype)
-    return tuple(aten._scaled_dot_product_cudnn_attention(like, like, like, None, False)[1:])
 
 
 def aligned(mask: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
 from .layout import Layouts, order_of
 from .lower import Lowering
 from .terms import EVERYWHERE, FLOATS, NoKernel, Term
-from .traits import traits
 from .values import ONE, Operation, Size, Value
 
 NARROW = 64  # columns: fewer, and a row takes in the dimension before
@@ -94,7 +93,7 @@ def _width(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> int:
     """The length of the rows that are summed; 0 where none is."""
     widths: set[int] = set()
     for operation in _computed(outputs, inside):
-        if traits(operation.func).name in REDUCTIONS:
+        if operation.traits.name in REDUCTIONS:
             widths.add(operation.args[0].shape[-1])
     if len(widths) > 1:
         raise NoKernel("sums over rows of several lengths")
@@ -273,7 +272,7 @@ def _name(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> str:
     names: list[str] = []
     for operation in _computed(outputs, inside):
         if operation.kind == "fuse" and not is_copy(operation):
-            names.append(traits(operation.func).name)
+            names.append(operation.traits.name)
     return "fused_" + ("_".join(reversed(list(dict.fromkeys(names))[:6])) or "copy")
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from .traits import ATTENTION, ATTENTIONS, traits
+from .traits import ATTENTION, ATTENTIONS
 from .values import Operation, Value
 
 PRODUCTS = frozenset("linear mm bmm matmul addmm baddbmm _scaled_mm _int_mm int8_linear".split())
@@ -24,7 +24,7 @@ def multiplications(operation: Operation) -> float:
         return 0.0
     if operation.opaque:  # another node's attention, say
         return _attention(tensors)
-    name = traits(operation.func).name
+    name = operation.traits.name
     if name in ATTENDS:
         return _attention(tensors)
     if name in PRODUCTS or "linear" in name or "_mm" in name:

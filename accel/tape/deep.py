@@ -10,7 +10,6 @@ nothing else of the deep part.
 from dataclasses import dataclass
 
 from . import cost
-from .traits import traits
 from .values import Operation, Tape, Value
 
 PICTURE = 1  # the bit of the call's first input; the others are of operations, in order
@@ -90,7 +89,7 @@ class _Work:
         Another pack's function may be: it gets both, and nobody knows what it makes of them.
         """
         operation = self._operations[place]
-        if not operation.opaque and traits(operation.func).name != "cat":
+        if not operation.opaque and operation.traits.name != "cat":
             return []
         parts = {bits for value in operation.inputs if (bits := self._made_of.get(value, 0)) & PICTURE}
         *_, skip, whole = 0, 0, *sorted(parts, key=int.bit_count)
@@ -115,7 +114,7 @@ class _Work:
                 found = value if gains and value.base is None else found
             made = alive.intersection(operation.outputs)
             if found is not None and made:
-                name = "" if operation.opaque else traits(operation.func).name
+                name = "" if operation.opaque else operation.traits.name
                 works = operation.opaque or cost.multiplications(operation) > 0
                 if name == "cat" or (works and (convolved or name not in cost.CONVOLUTIONS or len(alive) > 1)):
                     break

@@ -14,7 +14,6 @@ from .layout import Layouts
 from .lower import COPIES, NORMS
 from .rows import MAX_JOINED
 from .terms import FLOATS
-from .traits import traits
 from .values import Operation, Tape, Value
 
 LONG_ROW = 1024  # torch gives each row of a norm to a block of threads, which is too many for a head of 128 channels
@@ -39,14 +38,14 @@ def classify(operation: Operation) -> str:
         return CALL
     if all(value is None or value.base is not None for value in operation.outputs):
         return VIEW if is_view(operation) else CALL
-    return FUSE if _fusible(operation, traits(operation.func).name) else CALL
+    return FUSE if _fusible(operation, operation.traits.name) else CALL
 
 
 def is_view(operation: Operation) -> bool:
     """Whether all that an operation gives is memory of its input."""
     if operation.opaque or operation.writes is not None or any(v is not None and not v.base for v in operation.outputs):
         return False
-    known = traits(operation.func)
+    known = operation.traits
     return known.view or known.maybe_view
 
 
@@ -83,7 +82,7 @@ def probably_fuses(operation: Operation) -> bool:
     """Whether a kernel of ours will probably compute the result; asked by rules, before sizes are known."""
     if operation.opaque or operation.writes is not None:
         return False
-    name, overload = traits(operation.func).name, operation.func._overloadname
+    name, overload = operation.traits.name, operation.func._overloadname
     if name in COPIES | NORMS | views.RESHAPES or name == "cat":
         return True
     return pointwise.simple(name, overload, operation.args, operation.kwargs) is not None
@@ -181,7 +180,7 @@ def is_best_alone(operation: Operation, layouts: Layouts) -> bool:
     torch reads memory in order fast. Broadcast or strided arguments it reads element by element, or copies first. One
     argument that was cropped is still read row by row; at another size nothing may be cut off.
     """
-    output, name = operation.outputs[0], traits(operation.func).name
+    output, name = operation.outputs[0], operation.traits.name
     if is_copy(operation):
         return True
     tensors = [value for value in operation.inputs if value.scalar() is None]
@@ -207,10 +206,10 @@ def _is_whole(value: Value, output: Value) -> bool:
 
 def is_copy(operation: Operation) -> bool:
     """Whether it only moves numbers. Where they lie well already, at another size, it is nothing at all."""
-    name = traits(operation.func).name
+    name = operation.traits.name
     return name in COPIES or name in views.RESHAPES
 
 
 def is_heavy(operation: Operation) -> bool:
     """Whether a kernel is best begun before it: a sum over rows, or a join."""
-    return traits(operation.func).name in NORMS | {"mean", "cat", "stack"}
+    return operation.traits.name in NORMS | {"mean", "cat", "stack"}

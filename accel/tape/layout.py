@@ -5,7 +5,6 @@ from itertools import pairwise
 
 from . import static_sizes, views
 from .index import UNIT, ZERO, Number, number
-from .traits import traits
 from .values import ONE, Operation, Size, Value
 
 Steps = tuple[Number, ...]
@@ -120,7 +119,7 @@ class Layouts:
         """
         order = sorted(range(len(value.shape)), key=lambda d: (-value.stride[d], d))
         operation = value.origin
-        name = traits(operation.func).name if operation is not None and not operation.opaque else ""
+        name = operation.traits.name if operation is not None and not operation.opaque else ""
         if 1 in value.shape and (name in static_sizes.ELEMENTWISE or name in static_sizes.CONVOLUTIONS):
             like = next((each for each in operation.inputs if _may_be_like(each, value)), None)
             steps = self._recorded(like) if like is not None else ()
@@ -137,7 +136,7 @@ class Layouts:
         if operation.opaque or not operation.inputs or operation.writes is not None:
             return None
         source = operation.inputs[0]
-        steps, name, rank = self._recorded(source), traits(operation.func).name, len(source.shape)
+        steps, name, rank = self._recorded(source), operation.traits.name, len(source.shape)
         if (order := views.permutation(operation, rank)) is not None:
             return tuple(steps[d] for d in order)
         if name in ("slice", "narrow", "chunk", "split", "split_with_sizes", "tensor_split"):
@@ -218,7 +217,7 @@ def _may_be_like(argument: Value, result: Value) -> bool:
     """Whether a result may be laid out like this argument: of its form, if for other channels and sides."""
     if argument.is_constant or len(argument.shape) != len(result.shape):
         return False
-    return argument.shape == result.shape or traits(result.origin.func).name in static_sizes.CONVOLUTIONS
+    return argument.shape == result.shape or result.origin.traits.name in static_sizes.CONVOLUTIONS
 
 
 def order_of(steps: Steps) -> list[int]:
@@ -246,7 +245,7 @@ def _neighbour(value: Value, steps_of: Callable[[Value], Steps]) -> tuple[Value,
     if value.is_constant:
         start = value.leaf.tensor.storage_offset() - source.leaf.tensor.storage_offset()
         return (source, start) if source.is_constant and 0 <= start < SMALL_STEP else None
-    if operation is None or operation.opaque or traits(operation.func).name != "select":
+    if operation is None or operation.opaque or operation.traits.name != "select":
         return None
     source = operation.inputs[0]
     dim = views.dimension(operation, 1, len(source.shape))

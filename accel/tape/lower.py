@@ -14,7 +14,6 @@ from .index import NOTHING, UNIT, Axis, Digit, Index, Number, at, number, produc
 from .kernel_lines import KernelLines
 from .layout import Layouts
 from .terms import EVERYWHERE, FLOATS, Indices, Mask, NoKernel, Term, where
-from .traits import traits
 from .values import ONE, Operation, Size, Value
 
 COPIES = frozenset("clone contiguous to _to_copy float type_as copy".split())
@@ -52,7 +51,7 @@ class Lowering(KernelLines):
         operation = self._inside.get(value)
         if operation is None:
             return self._load(value, index, mask)
-        name = traits(operation.func).name
+        name = operation.traits.name
         if operation.kind == "view" or name in views.RESHAPES:
             return self._through_view(operation, name, value, index, mask)
         if name in COPIES:

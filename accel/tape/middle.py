@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from . import cost
-from .traits import traits
 from .values import Operation, Tape, Value
 
 # A sum continues its terms, the others their first argument.
@@ -136,7 +135,7 @@ def _starts(value: Value, given: set[Value], own: set[int]) -> Iterator[Value]:
 
 
 def _terms(operation: Operation, result: Value) -> Sequence[Value]:
-    name = traits(operation.func).name
+    name = operation.traits.name
     if name in SUMS:
         return [value for value in operation.inputs if value.numel == result.numel]
     first = operation.args[0] if operation.args else None
@@ -160,7 +159,7 @@ def _comes_from(stream: Value, made: set[Value]) -> bool:
         operation = value.origin
         if operation is None or operation.opaque:
             continue
-        name = traits(operation.func).name
+        name = operation.traits.name
         if name in SUMS or name in ALONG or name in MOVES:
             fresh = [each for each in operation.inputs if each not in seen]
             seen.update(fresh)

@@ -1,13 +1,19 @@
 """A model's tensors by name: how a recorder knows them, and how a program finds them again after they moved."""
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .values import Weight
 
 PLAIN = (Tensor, nn.Parameter)
+# What most parts of a model have besides, so that a look at the types of all attributes is enough.
+NO_TENSORS = frozenset((
+    bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set, torch.dtype, torch.device, torch.Size,
+))  # fmt: skip
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -15,7 +21,9 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for table in (module._parameters, module._buffers):
         if table:
             yield from [(name, tensor) for name, tensor in table.items() if tensor is not None]
-    yield from [(name, value) for name, value in module.__dict__.items() if isinstance(value, Tensor)]
+    own = module.__dict__
+    if not NO_TENSORS.issuperset(map(type, own.values())):
+        yield from [(name, value) for name, value in own.items() if isinstance(value, Tensor)]
 
 
 def inner_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

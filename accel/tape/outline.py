@@ -17,7 +17,6 @@ from .index import Number
 from .kernels import Launch
 from .plan import Plan, Report
 from .structure import SHAPES_IN_RESULT
-from .traits import traits
 from .values import Constant, Operation, Size, Tape, Value
 
 NONE, ANY = -1, -2  # slots: no value; whichever
@@ -219,7 +218,7 @@ class _Maker:
 
     def _check(self, operation: Operation, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> int:
         """Which arguments of an operation inside of a kernel belong to the kernel."""
-        name = traits(operation.func).name
+        name = operation.traits.name
         if name in views.RESHAPES:
             runs = tuple(views.aligned(operation))
             self.made.turns.add((self.made.slots[outputs[0]], self.made.slots[inputs[0]], runs))

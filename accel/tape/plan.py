@@ -12,7 +12,7 @@ from .layout import Layouts
 from .pointwise import COSTLY
 from .structure import planned
 from .terms import NoKernel
-from .traits import aten, traits
+from .traits import aten
 from .values import ONE, Operation, Tape, Value
 
 ALONE = "a single operation"
@@ -173,7 +173,7 @@ class Plan(Schedule):
             if value in stored:
                 early = _is_table(value, inside) and any(value in other.inputs for other in inside.values())
             else:
-                costly = traits(operation.func).name in COSTLY
+                costly = operation.traits.name in COSTLY
                 early = costly and any(_is_spread(value, result) for result in stored)
             if not early:
                 continue
@@ -196,7 +196,7 @@ class Plan(Schedule):
     def _joins(self, value: Value, inside: dict[Value, Operation]) -> bool:
         """Whether ``value`` is a join of parts that can each be stored where it belongs, by a kernel of its own."""
         operation = inside[value]
-        if traits(operation.func).name != "cat" or value.base is not None:
+        if operation.traits.name != "cat" or value.base is not None:
             return False
         if any(user in inside.values() for user in self._users.get(value, ()) if user is not None):
             return False
@@ -251,7 +251,7 @@ def _is_table(value: Value, inside: dict[Value, Operation]) -> bool:
     operation = inside.get(value)
     if operation is None:
         return False
-    return traits(operation.func).name in ("sin", "cos") or any(_is_table(given, inside) for given in operation.inputs)
+    return operation.traits.name in ("sin", "cos") or any(_is_table(given, inside) for given in operation.inputs)
 
 
 def _is_spread(value: Value, result: Value) -> bool:

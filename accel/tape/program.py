@@ -5,14 +5,15 @@ structure) and emptied by ``unbind`` when ComfyUI unloads it.
 """
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..kernels.operations import is_ours
 from ..preparing import look
 from .group import FUSE
 from .hand_kernels import compiling
@@ -20,7 +21,6 @@ from .kernels import Launch, compile_all
 from .named_tensors import modules_of, resolve
 from .plan import Plan, unfused
 from .reuse import Outlines
-from .traits import traits
 from .values import Constant, Derived, Input, Operation, Tape, Value, Weight, replaced
 
 Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
@@ -30,28 +30,63 @@ class NotBound(RuntimeError):
     """The module no longer has a weight as it was recorded."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Step:
-    """One call or one launch. ``free``: slots that nobody reads afterwards.
+    """One call or one launch: takes what it reads from a program's values, and puts there what it makes."""
 
-    places: (argument, slot) of a call whose slots are arguments of their own; None where they lie in lists, say.
+    outputs: tuple[int, ...]  # slots; -1: nobody wants it
+    free: tuple[int, ...] = field(default=(), kw_only=True)  # slots that nobody reads afterwards
+
+
+@dataclass(slots=True)
+class Launched(Step):
+    """A kernel."""
+
+    run: Launch
+    args: tuple[int, ...]
+    device: torch.device
+
+    def __call__(self, values: list[Tensor | None]) -> None:
+        """Launches it."""
+        outputs = [
+            torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=self.device)
+            if v.base is None
+            else values[slot]  # a part of a join, in the join's memory
+            for v, slot in zip(self.run.outputs, self.outputs, strict=True)
+        ]
+        self.run([values[slot] for slot in self.args], outputs)
+        for slot, tensor in zip(self.outputs, outputs, strict=True):
+            values[slot] = tensor
+
+
+@dataclass(slots=True)
+class Called(Step):
+    """An operation.
+
+    places: (argument, slot) of one whose slots are arguments of their own; None where they lie in lists, say.
     """
 
-    run: Any  # Operation | Launch
+    run: Callable[..., Any]
     args: tuple
     kwargs: dict[str, Any]
-    outputs: tuple[int, ...]
-    free: tuple[int, ...] = ()
     places: tuple[tuple[int, int], ...] | None = None
 
-    def filled(self, values: list[Tensor | None]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """(arguments, keyword arguments) of the call."""
+    def __call__(self, values: list[Tensor | None]) -> None:
+        """Calls it."""
         if self.places is None:
-            return _filled(self.args, values), _filled(self.kwargs, values)
-        args = list(self.args)
-        for place, slot in self.places:
-            args[place] = values[slot]
-        return args, self.kwargs
+            args, kwargs = _filled(self.args, values), _filled(self.kwargs, values)
+        else:
+            args, kwargs = list(self.args), self.kwargs
+            for place, slot in self.places:
+                args[place] = values[slot]
+        out = self.run(*args, **kwargs)
+        if not isinstance(out, (tuple, list)):
+            if self.outputs and self.outputs[0] >= 0:
+                values[self.outputs[0]] = out
+            return
+        for slot, tensor in zip(self.outputs, out, strict=False):
+            if slot >= 0:
+                values[slot] = tensor
 
 
 @dataclass(slots=True)
@@ -85,6 +120,7 @@ class Program:
         self.report.compiled += by_hand.count
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         steps = plan.steps
+        self.calls = _calls(steps)
         self._written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
         self._steps = [self._step(step) for step in steps]
         self._output = replaced(tape.output, Value, self._slot)
@@ -111,17 +147,17 @@ class Program:
     def _slot(self, value: Value) -> _Slot:
         return _Slot(self._number(value))
 
-    def _step(self, step: Operation | Launch) -> Step:
+    def _step(self, step: Operation | Launch) -> Launched | Called:
         number = self._number
         outputs = tuple([-1 if value is None else number(value) for value in step.outputs])
         if isinstance(step, Launch):
-            return Step(step, tuple([number(value) for value in step.operands]), {}, outputs)
+            return Launched(outputs, step, tuple([number(value) for value in step.operands]), self.device)
         flat = [(place, number(item)) for place, item in enumerate(step.args) if type(item) is Value]
         if len(flat) == len(step.inputs):
             args = tuple([None if type(item) is Value else item for item in step.args])
-            return Step(_run_of(step, self._written), args, step.kwargs, outputs, places=tuple(flat))
+            return Called(outputs, _run_of(step, self._written), args, step.kwargs, tuple(flat))
         args, kwargs = replaced(step.args, Value, self._slot), replaced(step.kwargs, Value, self._slot)
-        return Step(_run_of(step, self._written), args, kwargs, outputs)
+        return Called(outputs, _run_of(step, self._written), args, kwargs)
 
     def _free(self, steps: Sequence[Operation | Launch], tape: Tape) -> None:
         """Each step frees what nobody reads after it."""
@@ -208,28 +244,32 @@ class Program:
         for step in self._steps:
             if waits:
                 look()
-            run = step.run
-            if type(run) is Launch:
-                outputs = [
-                    torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=self.device)
-                    if v.base is None
-                    else values[slot]  # a part of a join, in the join's memory
-                    for v, slot in zip(run.outputs, step.outputs, strict=True)
-                ]
-                run([values[slot] for slot in step.args], outputs)
-                for slot, tensor in zip(step.outputs, outputs, strict=True):
-                    values[slot] = tensor
-            else:
-                args, kwargs = step.filled(values)
-                out = run(*args, **kwargs)
-                for slot, tensor in zip(step.outputs, out if isinstance(out, (tuple, list)) else (out,), strict=False):
-                    if slot >= 0:
-                        values[slot] = tensor
-                        if seen is not None:
-                            seen(slot, tensor)
+            step(values)
+            if seen is not None:
+                for slot in step.outputs:
+                    seen(slot, values[slot])
             for slot in step.free:
                 values[slot] = None
         return replaced(self._output, _Slot, lambda slot: values[slot.number])
+
+
+def _calls(steps: Sequence[Operation | Launch]) -> frozenset[Hashable]:
+    """What the steps ask of torch's libraries and of ours; empty where they call others, of which nothing is known."""
+    operations = {id(step.func): step for step in steps if not isinstance(step, Launch)}.values()  # some have no hash
+    if not all(map(_is_known, operations)):
+        return frozenset()
+    return frozenset((_called(operation.func), getattr(operation.func, "backend", "")) for operation in operations)
+
+
+def _called(func: Any) -> Hashable:
+    """A function without what it is for: attention's backend, or sizes."""
+    return getattr(func, "likeness", getattr(func, "func", func))
+
+
+def _is_known(operation: Operation) -> bool:
+    own = getattr(operation.func, "own", _called(operation.func))
+    schema = getattr(own, "_schema", None)
+    return own is torch.empty_strided or (schema is not None and (schema.name.startswith("aten::") or is_ours(own)))
 
 
 def _run_of(operation: Operation, written: Collection[Value]) -> Callable[..., Any]:
@@ -243,11 +283,11 @@ def _run_of(operation: Operation, written: Collection[Value]) -> Callable[..., A
     chosen = alone and (first.order is not None or operation.kind == FUSE)
     if chosen and not operation.opaque and operation.writes is None:
         places = tuple(d for d, n in enumerate(first.shape) if n != 1)
-        apart = traits(operation.func).maybe_view and (first in written or operation.inputs[0].root in written)
+        apart = operation.traits.maybe_view and (first in written or operation.inputs[0].root in written)
         return partial(_laid_out, operation.func, first.shape, first.stride, places, apart)
     if operation.writes is None or operation.opaque or operation.func._schema.name.startswith("aten::"):
         return operation.func
-    func, place = operation.func, traits(operation.func).writes
+    func, place = operation.func, operation.traits.writes
     name = func._schema.arguments[place].name
 
     def run(*args: Any, **kwargs: Any) -> Any:

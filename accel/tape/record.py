@@ -8,6 +8,7 @@ listened. One operation costs about 15 µs, most of them torch's for calling a m
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from ..attempt import named
 from ..reasons import say
 from . import aliasing
-from .attention_choice import unplanned
 from .blanks import blank
 from .called_patches import Played
 from .kept import kept_tensor
 from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
 from .tensors import PLAIN, Tensors
 from .traits import DROPOUTS, Traits, draws, traits
+from .unplanned import ATTENTION, CONVOLUTION, format_of, instead
 from .values import Constant, Input, Operation, Tape, Value, Weight
 from .writes import Writes
 
 aten = torch.ops.aten
-CONVOLUTION, PLANNED = aten.conv2d.default, aten._scaled_dot_product_cudnn_attention.default
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 # Of our own mode that changes nothing that a tape could hold.
 IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy", "_has_compatible_shallow_copy_type"))
@@ -163,13 +163,14 @@ class Recorder(TorchDispatchMode):
                 self.writes.before(func, known, args, kwargs, lifted, inputs)
         except Exception as error:  # noqa: BLE001  ours costs the tape, never the forward
             self._failed(error)
-        out = unplanned(func, args, kwargs) if self.turned and func is PLANNED else None
+        planned = self.turned and (func is CONVOLUTION or func is ATTENTION)
+        out = self.guarded(partial(instead, func, args, kwargs)) if planned else None
         if out is None:
             out = func(*args, **kwargs)
         if not self.refuse.reason:
             try:
                 if self.turned and func is CONVOLUTION and lifted[0][1].leaf in self.turned:
-                    out = out.contiguous(memory_format=_format(args[0]))
+                    out = out.contiguous(memory_format=format_of(args[0]))
                 self._note(func, known, args, kwargs, lifted, inputs, out)
             except Exception as error:  # noqa: BLE001
                 self._failed(error)
@@ -294,12 +295,6 @@ class Recorder(TorchDispatchMode):
         self._blanks.clear()
         self.operations = []
         self._module = None
-
-
-def _format(x: Tensor) -> torch.memory_format:
-    """How a convolution's result lies if its weight lies as torch makes it: as its argument."""
-    last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
-    return torch.channels_last if last else torch.contiguous_format
 
 
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:

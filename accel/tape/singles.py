@@ -14,7 +14,7 @@ import torch
 
 from . import group
 from .layout import Layouts, contiguous
-from .traits import aten, traits
+from .traits import aten
 from .values import Operation, Readers, Tape, Value, replaced
 
 CLOSING = frozenset(("contiguous", "clone"))
@@ -47,7 +47,7 @@ def copy_what_others_copy(tape: Tape, layouts: Layouts) -> list[Single]:
     for operation in tape.operations:
         if operation.opaque or not operation.outputs or operation.outputs[0] is None:
             continue
-        name, result = traits(operation.func).name, operation.outputs[0]
+        name, result = operation.traits.name, operation.outputs[0]
         if result.root in kept or name not in MAY_COPY | CLOSING:
             continue
         if name in MAY_COPY and result.base is not None and layouts.is_view_by_chance(operation):
@@ -75,7 +75,7 @@ def again(operation: Operation, copied: bool, views: list[Operation]) -> bool:
 
 def is_steady(operation: Operation) -> bool:
     """Whether a call's results lie the same way wherever its arguments lie."""
-    return not operation.opaque and traits(operation.func).name in STEADY
+    return not operation.opaque and operation.traits.name in STEADY
 
 
 def _closes_gaps(operation: Operation) -> bool:

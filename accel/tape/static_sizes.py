@@ -7,7 +7,7 @@ result has its weight's channels and its input's tokens. What no rule knows belo
 from collections.abc import Callable
 
 from . import views
-from .traits import ATTENTIONS, traits
+from .traits import ATTENTIONS
 from .values import ONE, Constant, Derived, Input, Operation, Size, Sizes, Tape, Value, Weight
 
 ELEMENTWISE = frozenset(
@@ -69,7 +69,7 @@ def _of(operation: Operation, output: Value) -> Sizes:
     if operation.opaque:
         rule = getattr(operation.func, "sizes", None)  # of an operation that a rule put there
     else:
-        rule = _RULES.get(traits(operation.func).name)
+        rule = _RULES.get(operation.traits.name)
     found = rule(operation, output) if rule is not None and operation.inputs else None
     if found is None or tuple([size.value for size in found]) != output.shape:
         return tuple(Size(n) for n in output.shape)
@@ -101,7 +101,7 @@ def _remove(operation: Operation, output: Value) -> Sizes | None:
     source = operation.inputs[0]
     if len(output.shape) == len(source.shape):
         return source.sizes
-    if traits(operation.func).name == "squeeze" and len(operation.args) < 2:
+    if operation.traits.name == "squeeze" and len(operation.args) < 2:
         return None
     dim = views.dimension(operation, 1, len(source.shape))
     return source.sizes[:dim] + source.sizes[dim + 1 :]
@@ -119,7 +119,7 @@ def _part(operation: Operation, output: Value) -> Sizes:
 
 def _piece(operation: Operation, size: Size, length: int) -> Size | None:
     """One of the sizes that were joined to ``size``, if a slice takes just that."""
-    if not size.joined or traits(operation.func).name not in ("slice", "narrow"):
+    if not size.joined or operation.traits.name not in ("slice", "narrow"):
         return None
     start = views.start(operation, operation.outputs[0])
     pieces = list(size.joined)
@@ -214,7 +214,7 @@ def _outer(operation: Operation, output: Value) -> Sizes:
 
 
 def _matmul(operation: Operation, output: Value) -> Sizes | None:
-    a, b = operation.args[-2:] if traits(operation.func).name in ("addmm", "baddbmm") else operation.args[:2]
+    a, b = operation.args[-2:] if operation.traits.name in ("addmm", "baddbmm") else operation.args[:2]
     if len(a.shape) < 2 or len(b.shape) < 2 or len(a.shape) < len(b.shape):
         return None
     return (*a.sizes[:-1], b.sizes[-1])
@@ -263,7 +263,7 @@ def _stacked(operation: Operation, output: Value) -> Sizes:
 
 def _reduced(operation: Operation, output: Value) -> Sizes | None:
     source, rank = operation.inputs[0], len(operation.inputs[0].shape)
-    place = 2 if "norm" in traits(operation.func).name else 1  # behind which norm it is
+    place = 2 if "norm" in operation.traits.name else 1  # behind which norm it is
     given = operation.args[place] if len(operation.args) > place else operation.kwargs.get("dim")
     dims = {d % rank for d in ((given,) if isinstance(given, int) else given or range(rank))}
     if len(output.shape) == rank:

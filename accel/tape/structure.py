@@ -16,7 +16,6 @@ from .index import Number
 from .kernels import Launch
 from .layout import Layouts
 from .terms import NoKernel
-from .traits import traits
 from .values import ONE, Operation, Size, Value, replaced
 
 SHAPES_IN_RESULT = views.RESHAPES | {"expand", "expand_as", "repeat", "repeat_interleave"}
@@ -74,7 +73,7 @@ class _Structure:
         return tuple(self._number(step) for step in self._layouts.of(value))
 
     def _operation(self, operation: Operation) -> tuple:
-        name = traits(operation.func).name
+        name = operation.traits.name
         outputs = tuple(self._value(value) for value in operation.outputs if value is not None)
         inputs = tuple(self._value(value) for value in operation.inputs)
         rest: Any

@@ -105,15 +105,15 @@ def by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
 
 
-_KNOWN: dict[int, tuple[Any, Traits]] = {}  # by the operation's id, which keeping it makes safe; its hash is slow
+_KNOWN: dict[Any, Traits] = {}
 
 
 def traits(func: Any) -> Traits:
     """The traits of an operation (``torch._ops.OpOverload``)."""
-    found = _KNOWN.get(id(func))
+    found = _KNOWN.get(func)
     if found is None:
-        found = _KNOWN[id(func)] = func, _read(func)
-    return found[1]
+        found = _KNOWN[func] = _read(func)
+    return found
 
 
 def _read(func: Any) -> Traits:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .traits import Traits, traits
+
 LARGE = 2**31  # a number from here on is one of 64 bits
 
 
@@ -190,6 +192,14 @@ class Operation:
     runs: Any = None
     like: "Operation | None" = None
     alike: bool = False
+    _traits: tuple[Any, Traits] | None = field(default=None, init=False)  # of which function
+
+    @property
+    def traits(self) -> Traits:
+        """Those of its function; of one of torch's alone."""
+        if self._traits is None or self._traits[0] is not self.func:
+            self._traits = self.func, traits(self.func)
+        return self._traits[1]
 
     def __repr__(self) -> str:
         return f"{self.outputs} = {self.func}({self.args}, {self.kwargs})"
@@ -246,15 +256,8 @@ class Tape:
 
     def leaves(self) -> list[Value]:
         """Every leaf that an operation reads, or that is given back."""
-        found: dict[int, Value] = {}
-        for operation in self.operations:
-            for value in operation.inputs:
-                if value.leaf is not None:
-                    found.setdefault(id(value), value)
-        for value in self.outputs:
-            if value.leaf is not None:
-                found.setdefault(id(value), value)
-        return list(found.values())
+        read = [value for operation in self.operations for value in operation.inputs if value.leaf is not None]
+        return list(dict.fromkeys(read + [value for value in self.outputs if value.leaf is not None]))
 
 
 def values_in(structure: Any) -> Iterator[Value]:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .traits import traits
 from .values import ONE, Operation, Size, Sizes, Value, Weight
 
 RESHAPES = frozenset("view reshape _reshape_copy _unsafe_view flatten unflatten view_as reshape_as ravel".split())
@@ -28,7 +27,7 @@ class Group(NamedTuple):
 def aligned(operation: Operation) -> list[Group]:
     """Which dimensions of a reshape's result and source hold the same elements."""
     if operation.runs is None:
-        name, args, kwargs = traits(operation.func).name, operation.args, operation.kwargs
+        name, args, kwargs = operation.traits.name, operation.args, operation.kwargs
         out, source = operation.outputs[0].shape, operation.inputs[0].sizes
         if name == "flatten" and source:  # says itself what it merges
             start = (args[1] if len(args) > 1 else kwargs.get("start_dim", 0)) % len(source)
@@ -132,7 +131,7 @@ def _primes(size: Size) -> tuple[Size, ...]:
 
 def permutation(operation: Operation, rank: int) -> list[int] | None:
     """For a view that only reorders dimensions: the source's dimension of each of the result's."""
-    name, args = traits(operation.func).name, operation.args
+    name, args = operation.traits.name, operation.args
     if name in ("transpose", "swapaxes", "swapdims"):
         order = list(range(rank))
         i, j = args[1] % rank, args[2] % rank
@@ -231,7 +230,7 @@ def _regrouped(new: Sequence[int], old: Sizes) -> list[Size]:
 
 def start(operation: Operation, value: Value) -> int:
     """Where a view by slice, narrow, select or unbind begins along its dimension."""
-    name, args, source = traits(operation.func).name, operation.args, operation.inputs[0]
+    name, args, source = operation.traits.name, operation.args, operation.inputs[0]
     if name == "unbind":
         return pieces(operation, value)
     length = source.shape[dimension(operation, 1, len(source.shape))]
@@ -249,4 +248,4 @@ def is_table(value: Value) -> bool:
 
 def is_table_part(operation: Operation) -> bool:
     """Whether a view takes a stretch of a weight, as of a table of positions: the call says where it begins."""
-    return traits(operation.func).name in ("slice", "narrow") and is_table(operation.inputs[0])
+    return operation.traits.name in ("slice", "narrow") and is_table(operation.inputs[0])

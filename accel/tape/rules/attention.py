@@ -10,7 +10,7 @@ from ...reasons import say
 from .. import static_sizes
 from ..attention_choice import LENGTHS, ROWS, Case, attend, coarse, fastest, supports
 from ..layout import lie_alike
-from ..traits import ATTENTIONS, by_name, traits
+from ..traits import ATTENTIONS, by_name
 from ..values import Operation, Tape, Value
 
 LESS_EXACT = say("other_attention")
@@ -73,9 +73,9 @@ def take_fastest(tape: Tape) -> str:
     chosen: dict[tuple, str] = {}  # by form: a model's blocks are alike
     changed = False
     for operation in tape.operations:
-        if operation.opaque or traits(operation.func).name not in NAMES or read & set(operation.outputs[1:]):
+        if operation.opaque or operation.traits.name not in NAMES or read & set(operation.outputs[1:]):
             continue
-        recorded, given = NAMES[traits(operation.func).name], _named(operation.func, operation.args, operation.kwargs)
+        recorded, given = NAMES[operation.traits.name], _named(operation.func, operation.args, operation.kwargs)
         form = recorded, tuple((v.shape, v.stride, v.dtype) if isinstance(v, Value) else v for v in given)
         if form not in chosen:
             chosen[form] = _choice(recorded, *given[:5], device=tape.device)

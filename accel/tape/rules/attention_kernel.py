@@ -8,7 +8,7 @@ Newer ComfyUI asks for FlashAttention there, which takes 1.5 to 1.7 times as lon
 from ...kernels import operations as ours
 from ..attention_choice import takes_plans
 from ..layout import contiguous
-from ..traits import ATTENTIONS, HALVES, aten, by_name, traits
+from ..traits import ATTENTIONS, HALVES, aten, by_name
 from ..values import Operation, Readers, Tape, Value
 from . import edits
 
@@ -31,7 +31,7 @@ def attend(tape: Tape) -> str:
         args, result = found
         q, k, _, heads = args
         own = _source(q) is _source(k)
-        suits = traits(operation.func).name in planned and q.shape[2] // heads == kernel.HEAD
+        suits = operation.traits.name in planned and q.shape[2] // heads == kernel.HEAD
         if not suits and (own or k.shape[1] > kernel.MAX_KEYS):
             if not own:  # a shorter prompt will need it
                 tape.ahead.append(Operation(ours.flash_attention, args, {}, list(args[:3]), [result]))
@@ -45,7 +45,7 @@ def attend(tape: Tape) -> str:
 
 def _found(operation: Operation, readers: Readers, given_back: set[Value], widest: int) -> tuple[tuple, Value] | None:
     """((queries, keys, values, heads), the result) of attention from [B, T, C] to [B, T, C]."""
-    if operation.opaque or traits(operation.func).name not in ATTENTIONS:
+    if operation.opaque or operation.traits.name not in ATTENTIONS:
         return None
     given = by_name(operation.func, operation.args, operation.kwargs)
     mask = given.get("attn_bias", given.get("attn_mask"))
@@ -71,11 +71,11 @@ def _tokens(value: Value) -> tuple[Value, int, int] | None:
     if turned is None or turned.opaque or not _turns(turned):
         return None
     cut = turned.inputs[0].origin
-    if cut is None or cut.opaque or traits(cut.func).name not in ("view", "reshape", "unflatten"):
+    if cut is None or cut.opaque or cut.traits.name not in ("view", "reshape", "unflatten"):
         return None
     tokens, heads = cut.inputs[0], cut.outputs[0]
     grown = tokens.origin  # some write [B, T, C, 1] in between
-    if grown is not None and not grown.opaque and traits(grown.func).name == "unsqueeze" and tokens.shape[-1:] == (1,):
+    if grown is not None and not grown.opaque and grown.traits.name == "unsqueeze" and tokens.shape[-1:] == (1,):
         tokens = grown.inputs[0]
     whole = len(tokens.shape) == 3 and len(heads.shape) == 4 and tokens.shape[:2] == heads.shape[:2]
     if not whole or tokens.stride != contiguous(tokens.shape):
@@ -85,7 +85,7 @@ def _tokens(value: Value) -> tuple[Value, int, int] | None:
 
 def _turns(operation: Operation) -> bool:
     """Whether it is ``transpose(1, 2)`` of four dimensions."""
-    if operation.opaque or traits(operation.func).name != "transpose" or len(operation.outputs[0].shape) != 4:
+    if operation.opaque or operation.traits.name != "transpose" or len(operation.outputs[0].shape) != 4:
         return False
     return {dim % 4 for dim in operation.args[1:3]} == {1, 2}
 
@@ -96,7 +96,7 @@ def _joined(value: Value, readers: Readers, given_back: set[Value]) -> Value | N
         (reader, *others) = readers.get(value, [None])
         if reader is None or others or value in given_back or reader.opaque or reader.writes is not None:
             return None
-        known = traits(reader.func).name
+        known = reader.traits.name
         if name == "transpose" and not _turns(reader):
             return None
         if name == "reshape" and known not in ("reshape", "view", "flatten", "_unsafe_view"):
@@ -108,7 +108,7 @@ def _joined(value: Value, readers: Readers, given_back: set[Value]) -> Value | N
 def _source(value: Value) -> Value | None:
     """What a linear layer made ``value`` of; None if it is no such result."""
     made = value.origin
-    while made is not None and not made.opaque and traits(made.func).name in ("chunk", "split", "alias"):
+    while made is not None and not made.opaque and made.traits.name in ("chunk", "split", "alias"):
         made = made.inputs[0].origin
     if made is None or made.opaque or made.func is not aten.linear.default:
         return None

@@ -7,7 +7,7 @@ Exact: the same numbers in another order of memory.
 
 from .. import group
 from ..layout import contiguous, lie_alike
-from ..traits import ATTENTIONS, traits
+from ..traits import ATTENTIONS
 from ..values import Operation, Tape, Value
 from .attention import Attention, replace
 
@@ -44,7 +44,7 @@ def store_by_tokens(tape: Tape) -> str:
 def _is_attention(operation: Operation) -> bool:
     if operation.opaque:
         return isinstance(operation.func, Attention)
-    return traits(operation.func).name in ATTENTIONS
+    return operation.traits.name in ATTENTIONS
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -70,6 +70,6 @@ def _chain(value: Value, readers: dict[Value, list[Operation]]) -> list[Value]:
 
 def _turns_to_tokens(operation: Operation) -> bool:
     """Whether it is ``transpose(1, 2)`` of attention's result."""
-    if operation.opaque or traits(operation.func).name != "transpose":
+    if operation.opaque or operation.traits.name != "transpose":
         return False
     return {dim % 4 for dim in operation.args[1:3]} == {1, 2}

@@ -16,7 +16,7 @@ import torch
 from ...kernels import operations as ours
 from .. import static_sizes, views
 from ..layout import contiguous
-from ..traits import aten, traits
+from ..traits import aten
 from ..values import Operation, Tape, Value, Weight, replaced
 from . import edits
 
@@ -134,7 +134,7 @@ class _Pass:
     # All others ---------------------------------------------------------------------------------------------------
 
     def _follow(self, operation: Operation) -> None:
-        name = "" if operation.opaque else traits(operation.func).name
+        name = "" if operation.opaque else operation.traits.name
         if _turns_rows(operation, name) and self._is_last(operation.inputs[0]):
             self._alias(operation)
             return
@@ -143,7 +143,7 @@ class _Pass:
         known = not operation.opaque and operation.func._schema.name.startswith("aten::")
         if operation.writes is not None or not known:
             self._as_recorded(operation)
-        elif traits(operation.func).view or (traits(operation.func).maybe_view and name not in ALIKE):
+        elif operation.traits.view or (operation.traits.maybe_view and name not in ALIKE):
             self._view(operation)
         elif name in ALIKE and len(operation.outputs) == 1:
             self._alike(operation, operation.outputs[0])
@@ -232,7 +232,7 @@ class _Pass:
 
 
 def _name(operation: Operation) -> str:
-    return traits(operation.func).name
+    return operation.traits.name
 
 
 def _pair(numbers: Any) -> list[int]:

@@ -4,7 +4,7 @@ import torch
 
 from ..group import probably_fuses
 from ..singles import strides_below
-from ..traits import aten, traits
+from ..traits import aten
 from ..values import Operation, Tape, Value
 
 
@@ -49,7 +49,7 @@ def drop_repeats(tape: Tape) -> str:
 
 
 def _repeats(operation: Operation) -> bool:
-    return not operation.opaque and traits(operation.func).name == "repeat"
+    return not operation.opaque and operation.traits.name == "repeat"
 
 
 def _computes(operation: Operation | None) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...reasons import say
 from ..static_sizes import linear
-from ..traits import HALVES, aten, traits
+from ..traits import HALVES, aten
 from ..values import Operation, Tape, Value
 
 LESS_EXACT = say("gelu_rounds_less")
@@ -54,6 +54,6 @@ def _is_linear(operation: Operation) -> bool:
 
 
 def _is_gelu(operation: Operation) -> bool:
-    if operation.opaque or traits(operation.func).name != "gelu":
+    if operation.opaque or operation.traits.name != "gelu":
         return False
     return operation.kwargs.get("approximate") == "tanh"

@@ -3,7 +3,7 @@
 import torch
 
 from ...kernels import operations as ours
-from ..traits import HALVES, aten, traits
+from ..traits import HALVES, aten
 from ..values import Operation, Readers, Tape, Value
 from . import edits
 
@@ -51,7 +51,7 @@ def _product(operation: Operation, readers: Readers, given_back: set[Value]) -> 
     halves = value.origin
     if halves is None or halves is not gelu.inputs[0].origin or halves.opaque:
         return None
-    name, rank = traits(halves.func).name, len(halves.inputs[0].shape)
+    name, rank = halves.traits.name, len(halves.inputs[0].shape)
     dim = halves.args[2] if len(halves.args) > 2 else halves.kwargs.get("dim", 0)
     if name not in ("chunk", "split") or len(halves.outputs) != 2 or dim % rank != rank - 1:
         return None

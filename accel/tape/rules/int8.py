@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .. import static_sizes
 from ..layout import contiguous, lie_alike
-from ..traits import by_name, traits
+from ..traits import by_name
 from ..values import Constant, Derived, Operation, Tape, Value, Weight
 
 LIBRARY = "comfy_kitchen"
@@ -79,7 +79,7 @@ def round_once(tape: Tape) -> str:
 
 
 def _fits(operation: Operation) -> bool:
-    if operation.opaque or operation.kwargs or traits(operation.func).name != LAYER:
+    if operation.opaque or operation.kwargs or operation.traits.name != LAYER:
         return False
     given = by_name(operation.func, operation.args, operation.kwargs)
     if not operation.func._schema.name.startswith(LIBRARY) or list(given)[:4] != BEGINS:

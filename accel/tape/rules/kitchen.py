@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from .. import group, static_sizes
 from ..layout import lie_alike
 from ..record import Recorder, record
-from ..traits import traits
 from ..values import Constant, Operation, Readers, Tape, Value, replaced
 
 META = torch.device("meta")
@@ -160,7 +159,7 @@ def decompose(tape: Tape) -> str:
 
 def _meaning(operation: Operation) -> Callable[..., Any] | None:
     """What an operation computes; None if it is not for this rule."""
-    meaning = None if operation.opaque else TABLE.get(traits(operation.func).name)
+    meaning = None if operation.opaque else TABLE.get(operation.traits.name)
     if meaning is None or not operation.func._schema.name.startswith("comfy_kitchen::"):
         return None
     arguments = operation.func._schema.arguments
@@ -172,7 +171,7 @@ def _meaning(operation: Operation) -> Callable[..., Any] | None:
 def _is_rounded_so(operation: Operation) -> bool:
     """Whether the library rounds where the meaning does. In 16 bits its plain torch for CPUs rounds more often."""
     x, on_gpu = operation.inputs[0], operation.outputs[0].device.type == "cuda"
-    if traits(operation.func).name in MODULATED:
+    if operation.traits.name in MODULATED:
         return on_gpu or x.dtype == torch.float32
     table = _table(operation)
     return table is not None and (table.dtype == torch.float32 or (on_gpu and table.dtype == x.dtype))
@@ -194,7 +193,7 @@ def _pays(operation: Operation, makers: dict[Value, Operation], readers: Readers
 
 
 def _is_normed(operation: Operation) -> bool:
-    name = traits(operation.func).name
+    name = operation.traits.name
     return name.startswith("rms") or name in MODULATED
 
 

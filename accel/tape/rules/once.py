@@ -6,7 +6,6 @@ from typing import Any
 
 from .. import views
 from ..pointwise import COSTLY
-from ..traits import traits
 from ..values import Operation, Tape, Value
 from .edits import replace_inputs
 
@@ -42,7 +41,7 @@ def compute_once(tape: Tape) -> str:
 def _is_function(operation: Operation) -> bool:
     if operation.opaque or operation.writes is not None or not operation.inputs:
         return False
-    name = traits(operation.func).name
+    name = operation.traits.name
     if name in ROUNDINGS:
         return len(operation.outputs) == 1 and all(map(_is_plain, operation.args))
     return name in COSTLY and len(operation.inputs) == len(operation.args) == 1
@@ -60,6 +59,6 @@ def _form(argument: Any) -> Any:
     if number is not None:
         return number, argument.shape, argument.stride, argument.dtype, argument.device
     maker = argument.origin
-    if maker is not None and not maker.opaque and traits(maker.func).name in views.RESHAPES and len(maker.inputs) == 1:
+    if maker is not None and not maker.opaque and maker.traits.name in views.RESHAPES and len(maker.inputs) == 1:
         return maker.inputs[0], argument.shape, argument.stride
     return argument

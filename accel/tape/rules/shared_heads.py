@@ -45,7 +45,7 @@ def _backend(operation: Operation) -> str:
 
 
 def _repeats(operation: Operation) -> bool:
-    return not operation.opaque and traits(operation.func).name == "repeat_interleave"
+    return not operation.opaque and operation.traits.name == "repeat_interleave"
 
 
 def _times(value: Value) -> int:
