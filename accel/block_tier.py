@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import verify
+from . import devices, verify
 from .attempt import attempt, named
 from .block_call import Given, NotUsed, swapped, take_apart, tensors_in
 from .block_forwards import Blocks
@@ -326,8 +326,8 @@ def _is_timed(device: torch.device) -> bool:
 
 def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
     """Until the GPU is done, or until the host is where that takes longer."""
-    torch.cuda.synchronize(device)
+    devices.wait(device)
     started = time.perf_counter()
     run()
-    torch.cuda.synchronize(device)
+    devices.wait(device)
     return (time.perf_counter() - started) * 1e3

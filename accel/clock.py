@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from .devices import wait
+
 HOST_SHARE = 0.8  # of the time on the GPU; if launching took more, the GPU may have waited for the host
 COST_MS = 0.02  # of recording one operation, at most
 COST_SHARE = 0.05  # of the time on a CPU
@@ -63,11 +65,9 @@ class Clock:
 
 def timed(run: Callable[[], Any], device: torch.device) -> tuple[Any, float, float]:
     """(the result, milliseconds of the host, milliseconds until the device was done)."""
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(device)
     started = time.perf_counter()
     out = run()
     host = time.perf_counter() - started
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(device)
     return out, host * 1e3, (time.perf_counter() - started) * 1e3

@@ -24,6 +24,15 @@ def current(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if is_nvidia(device) else nullcontext()
 
 
+def wait(device: torch.device) -> None:
+    """Until a GPU has done what the current stream was given.
+
+    Not for the whole GPU: nobody may wait for that while another thread captures.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def obstacle(device: torch.device) -> str:
     """Why nothing but eager runs on this device; "" if something may."""
     if device.type == "cpu" or is_nvidia(device):

@@ -71,8 +71,7 @@ class Engine:
             return out
         started = time.perf_counter()
         out = self._run(call, settings, shape)
-        if call.key.device.type == "cuda":
-            torch.cuda.synchronize(call.key.device)  # once per shape: the first call's true cost
+        devices.wait(call.key.device)  # once per shape: the first call's true cost
         shape.first_call_seconds = time.perf_counter() - started
         STATS.totals.first_call(self.stats.kind, shape.first_call_seconds)
         shape.times.first(shape.first_call_seconds, shape.state != "eager")
