@@ -259,20 +259,19 @@ def test_the_user_may_cancel_while_weights_are_filled(models, load, monkeypatch)
 
 
 def test_skip_blocks(models, load, card):
-    """Both programs read the weights where they lie; where these do not fit, every step is full."""
+    """Both programs read the weights where they lie; where these do not fit, ComfyUI's own forward leaves them out."""
     from tools.driving import skipping
     from tools.oracles import counted
 
     run = SMALL_RUN | {"steps": 12}
-    skip = skipping(compiled(load.patcher))
-    models.sample(skip, **run)
+    skip = skipping(compiled(load.patcher), depth="0")
+    taped = models.sample(skip, **run)
     assert counted() == {"full": 4, "skipped": 8, "resets": {}} and not load.pages.pinned
     load.pages.give_away()
     models.sample(skip, **run)
     assert counted() == {"full": 4, "skipped": 8, "resets": {}}
     card.pages = load.pages.count // 2
     load.pages.give_away()
-    models.sample(skip, **run)
-    found = counted()
-    assert (found["full"], found["skipped"]) == (12, 0)
-    assert all(reason.startswith("weights streamed: of ") for reason in found["resets"])
+    out = models.sample(skip, **run)
+    assert counted() == {"full": 4, "skipped": 8, "resets": {}} and not load.pages.pinned
+    assert error(out, taped) < 1e-4

@@ -17,6 +17,7 @@ from ..engine import Engine
 from ..reasons import say
 from ..skip.features import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..skip.unrecorded import NotLeftOut, UnrecordedBlocks
+from ..skip.unrecorded_stages import UnrecordedStages
 from ..stats import STATS
 from ..tape import blocks
 from ..tapes import FullStep
@@ -144,7 +145,7 @@ class Session:
             if not isinstance(out, FullStep):
                 return out, UNRECORDED
             if out.apart:
-                if _is_row(model, given):
+                if _may_leave_out(model, given):
                     skip.refused[id(model)] = out.apart
                 return out.out, None if id(model) in skip.refused else UNRECORDED
             skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (out.depth, out.share))
@@ -167,7 +168,8 @@ class Session:
         engine, first = self._engine(model), next(iter(call.inputs.values()))
         row = skip.unrecorded.get(id(model))
         if row is None:
-            row = skip.unrecorded[id(model)] = UnrecordedBlocks(model, skip.depth, INTERRUPTS)
+            kind = UnrecordedStages if blocks.stages(model) else UnrecordedBlocks
+            row = skip.unrecorded[id(model)] = kind(model, skip.depth, INTERRUPTS)
         found: list[Features | str] = []
 
         def whole() -> Tensor:
@@ -218,12 +220,15 @@ def _why_apart(
 ) -> str:
     """Why this forward is on no tape, where its blocks may be left out all the same; else ""."""
     why = call.obstacle if call.taped is None and run.is_streaming else skip.refused.get(id(model), "")
-    return why if why and _is_row(model, given) else ""
+    return why if why and _may_leave_out(model, given) else ""
 
 
-def _is_row(model: nn.Module, given: taping.Given) -> bool:
-    """Whether blocks may be left out of the model's own forward: a row of them, and no patch that counts its calls."""
-    return not (blocks.stages(model) or taping.calls_patches(given.options))
+def _may_leave_out(model: nn.Module, given: taping.Given) -> bool:
+    """Whether blocks may be left out of the model's own forward: no patch counts its calls, and no residual is added
+    to what the deep stages of a network give that is shaped like a U.
+    """
+    residuals = blocks.stages(model) and any(name.startswith("control.") for name in given.tensors)
+    return not (residuals or taping.calls_patches(given.options))
 
 
 def _prompts(skip: SkipRun, options: Mapping[str, Any], call: Call, how: str = "taped") -> list[tuple]:

@@ -22,6 +22,7 @@ from ..reasons import say
 from ..stats import SkipStats
 from .forecast import DAMPING, History
 from .unrecorded import UnrecordedBlocks
+from .unrecorded_stages import UnrecordedStages
 
 RUN_KEY = "anyshape_skip_run"  # in ComfyUI's transformer_options, for as long as the run lasts
 AXES: dict[str, Callable[[int, float], float]] = {
@@ -94,7 +95,7 @@ class SkipRun:
     _called_twice: set[Part] = field(default_factory=set)
     _never: dict[Part, str] = field(default_factory=dict)  # why a full step gives no features for these rows
     refused: dict[int, str] = field(default_factory=dict)  # by id of a model: why its forward is on no tape
-    unrecorded: dict[int, UnrecordedBlocks] = field(default_factory=dict)  # and its blocks
+    unrecorded: dict[int, UnrecordedBlocks | UnrecordedStages] = field(default_factory=dict)  # and its blocks
     _kept_alive: dict[int, Any] = field(default_factory=dict)  # objects whose id is part of a prompt's key
     _started: float = field(default_factory=time.perf_counter)
 

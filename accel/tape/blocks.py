@@ -70,9 +70,17 @@ def deepest(model: nn.Module) -> int | None:
 
 
 def stages(model: nn.Module) -> int:
-    """Of a network that is shaped like a U, which has two lists of equal length, down and up; 0 of a row of blocks."""
-    lengths = [len(part) for part in model.children() if isinstance(part, nn.ModuleList) and _are_stages(part)]
-    return max((length for length in lengths if lengths.count(length) > 1), default=0)
+    """How many stages a network that is shaped like a U has down, and up; 0 of a row of blocks."""
+    return max((len(part) for _, part in stage_lists(model)), default=0)
+
+
+def stage_lists(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
+    """(name, stages) of the two lists of equal length that a network has which is shaped like a U, down and up."""
+    lists = [(name, part) for name, part in model.named_children() if isinstance(part, nn.ModuleList)]
+    lists = [each for each in lists if _are_stages(each[1])]
+    lengths = [len(part) for _, part in lists]
+    longest = max((length for length in lengths if lengths.count(length) > 1), default=0)
+    return [each for each in lists if len(each[1]) == longest][:2]
 
 
 def _are_stages(members: nn.ModuleList) -> bool:
