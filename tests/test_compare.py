@@ -166,6 +166,42 @@ def test_a_workflow_without_our_nodes_is_compared_with_them_put_in(page, server)
     assert ours[:2] == [set(), set()] and ours[2] == ours[3] == {"AnyShapeCompileModel", "AnyShapeCompileVAE"}
 
 
+def filmed() -> dict[str, dict[str, Any]]:
+    """Two frames, saved as an animation and as a video."""
+    changed = short(18, 72, 56)
+    changed["3"]["inputs"]["batch_size"] = 2
+    del changed["9"], changed["11"]
+    named, webp = {"filename_prefix": "compared"}, {"fps": 6.0, "lossless": True, "quality": 80, "method": "default"}
+    changed["8"] = node("SaveAnimatedWEBP", images=["7", 0], **named, **webp)
+    changed["9"] = node("CreateVideo", images=["7", 0], fps=8.0)
+    return changed | {"11": node("SaveVideo", video=["9", 0], format="auto", codec="auto", **named)}
+
+
+def saved(server: ComfyServer) -> set[str]:
+    return {path.name for path in (server.base / "output").rglob("*") if path.is_file()}
+
+
+def test_frames_of_videos_are_compared_and_not_saved(page, server) -> None:
+    opened(page, filmed())
+    known, before = history(server), saved(server)
+    page.page.locator("[data-action=compare]").click()
+    text = await_text(page, COMPARE, "Without AnyShape")
+    assert "Largest difference of the pictures: " in text and saved(server) == before
+    (last,) = [entry for prompt_id, entry in list(history(server).items())[-1:] if prompt_id not in known]
+    assert {name: len(shown["images"]) for name, shown in last["outputs"].items()} == {"8 preview": 2, "11 preview": 2}
+    assert page.errors == []
+
+
+def test_files_that_are_no_pictures_cost_no_times(page, server) -> None:
+    """As of a node of another pack that shows its video under images."""
+    opened(page, short(19, 80, 56))
+    page.page.route("**/view?*", lambda route: route.fulfill(content_type="video/mp4", body=b"\0\0\0\x18ftypmp42"))
+    page.page.locator("[data-action=compare]").click()
+    text = await_text(page, COMPARE, "Without AnyShape")
+    page.page.unroute("**/view?*")
+    assert "Files that are no pictures, and were not compared: 1." in text and "Largest difference" not in text
+
+
 def only_ours(changed: dict[str, Any]) -> None:
     del changed["8"]
 

@@ -3,6 +3,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
 
+import { difference, inWords } from "../../web/anyshape/compare_pictures.js";
 import { runs, without } from "../../web/anyshape/compare_prompts.js";
 import * as format from "../../web/anyshape/format.js";
 import { duration, factorHelp, gain, gainText, preparingText, scoped, stepsText, times } from "../../web/anyshape/gain.js";
@@ -121,6 +122,7 @@ test("a view is about the last prompt, a workflow or everything, the model that 
 
 const defined = (python_module, input, output) => ({ python_module, input: { required: input }, output });
 const core = "nodes";
+const saver = (input, output) => ({ ...defined(core, { ...input, filename_prefix: ["STRING"] }, output), output_node: true });
 const ours = "custom_nodes.AnyShape";
 const DEFINITIONS = {
   Loader: defined(core, {}, ["MODEL", "CLIP", "VAE"]),
@@ -129,7 +131,13 @@ const DEFINITIONS = {
   Lora: defined(core, { model: ["MODEL"], strength: ["FLOAT"] }, ["MODEL"]),
   KSampler: defined(core, { model: ["MODEL"], seed: ["INT"] }, ["LATENT"]),
   VAEDecode: defined(core, { samples: ["LATENT"], vae: ["VAE"] }, ["IMAGE"]),
-  SaveImage: defined(core, { images: ["IMAGE"] }, []),
+  SaveImage: saver({ images: ["IMAGE"] }, []),
+  SaveAnimatedWEBP: saver({ images: ["IMAGE"] }, ["IMAGE"]),
+  SaveVideo: saver({ video: ["VIDEO"] }, ["VIDEO"]),
+  OthersCombine: saver({ images: ["IMAGE"] }, ["FILENAMES"]),
+  OthersRename: saver({ filenames: ["FILENAMES"] }, []),
+  CreateVideo: defined(core, { images: ["IMAGE"], audio: ["AUDIO"] }, ["VIDEO"]),
+  GetVideoComponents: defined(core, { video: ["VIDEO"] }, ["IMAGE", "AUDIO", "FLOAT"]),
   PreviewImage: defined(core, { images: ["IMAGE"] }, []),
   CheckpointSave: defined(core, { model: ["MODEL"], clip: ["CLIP"] }, []),
   PreviewAny: defined(core, { source: ["*"] }, []),
@@ -180,6 +188,62 @@ test("a comparison queues four prompts and leaves the given one as it is", () =>
     assert.equal(one[7].inputs.seed, 7);
     assert.deepEqual(one[9], made("PreviewImage", { images: ["8", 0] })); // not saved
   }
+});
+
+const filmed = () => ({
+  ...prompt(),
+  20: made("SaveAnimatedWEBP", { images: ["8", 0], filename_prefix: "x", fps: 6 }),
+  21: made("CreateVideo", { images: ["20", 0], fps: 24 }),
+  22: made("SaveVideo", { video: ["21", 0], filename_prefix: "x", format: "auto" }),
+  23: made("SaveVideo", { video: ["22", 0], filename_prefix: "y", format: "mp4" }),
+  24: made("OthersCombine", { images: ["8", 0], filename_prefix: "x" }),
+});
+
+test("animations and videos are not saved: their frames are previews, which nodes that save hand on", () => {
+  const [plain] = runs(filmed(), definition, "salt").map((one) => one.prompt);
+  const shown = Object.entries(plain).filter(([, node]) => node.class_type === "PreviewImage");
+  assert.deepEqual(Object.fromEntries(shown.map(([id, node]) => [id, node.inputs.images])), {
+    9: ["8", 0], "20 preview": ["8", 0], "24 preview": ["8", 0],
+    "22 preview": ["22 frames", 0], "23 preview": ["23 frames", 0],
+  });
+  assert.deepEqual(plain["22 frames"], made("GetVideoComponents", { video: ["21", 0] }));
+  assert.deepEqual(plain["23 frames"], made("GetVideoComponents", { video: ["21", 0] }));
+  assert.deepEqual(plain[21].inputs.images, ["8", 0]);
+  assert.deepEqual(Object.values(plain).filter((node) => "filename_prefix" in node.inputs), []);
+});
+
+test("what cannot be a preview is saved as ever", () => {
+  const others = { ...filmed(), 25: made("OthersRename", { filenames: ["24", 0], filename_prefix: "x" }) };
+  const saved = (given, known) => {
+    const left = Object.entries(runs(given, known, "salt")[3].prompt).filter(([, node]) => "filename_prefix" in node.inputs);
+    return left.map(([id]) => id);
+  };
+  assert.deepEqual(saved(others, definition), ["24", "25"]); // its files are for another node
+  assert.deepEqual(saved({ ...prompt(), 20: made("OthersCombine", { images: ["7", 0], filename_prefix: "x" }) }, definition), ["20"]);
+  const without = (gone) => (type) => (type === gone ? undefined : definition(type));
+  assert.deepEqual(saved(filmed(), without("GetVideoComponents")), ["22", "23"]);
+  assert.deepEqual(saved(prompt(), without("PreviewImage")), ["9"]);
+});
+
+const file = (filename) => ({ filename, subfolder: "", type: "temp" });
+const STORED = { "a.png": [1, 2, 200], "b.png": [1, 5, 190], "c.png": [7, 7, 7], "wide.png": [1, 2, 3, 4] };
+const pixels = async ({ filename }) => STORED[filename] ?? null;
+const compared = (plain, fast) => difference(plain, fast, pixels, EN);
+
+test("the largest difference is of all pictures, and files that are none are counted", async () => {
+  const [still, moving] = [{ images: [file("a.png"), file("c.png")] }, { images: [file("a.png")], animated: [true] }];
+  const video = { images: [file("a.mp4")], animated: [true] };
+  const found = await compared({ 1: still, 2: video, 3: { text: ["x"] }, 4: moving }, { 1: { images: [file("b.png"), file("c.png")] }, 2: video, 4: moving });
+  assert.deepEqual(found, { largest: 10, animated: true, others: 1 });
+  assert.deepEqual(inWords(found, EN), [
+    "Largest difference of the pictures: 10 of 255 levels.",
+    "Of animated pictures, the first frame was compared.",
+    "Files that are no pictures, and were not compared: 1.",
+  ]);
+  const films = await compared({ 2: video }, { 2: video });
+  assert.deepEqual(inWords(films, EN), ["Files that are no pictures, and were not compared: 1."]);
+  assert.deepEqual(inWords(await compared({ 1: still }, {}), ZH), ["没有可对比的图片。"]);
+  await assert.rejects(compared({ 1: still }, { 1: { images: [file("wide.png")] } }), /different sizes/);
 });
 
 test("what uses a model runs again each time, and what loads one does not", () => {

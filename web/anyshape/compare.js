@@ -6,6 +6,7 @@
 
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
+import { difference, inWords } from "./compare_pictures.js";
 import { isOurs, runs } from "./compare_prompts.js";
 import { duration, isLoss, times } from "./gain.js";
 import { fill } from "./phrases.js";
@@ -14,7 +15,6 @@ import { words } from "./texts.js";
 
 const EVENTS = ["status", "execution_success", "execution_error", "execution_interrupted", "reconnected"];
 const TICK = 1000; // milliseconds
-const LEVELS = 255;
 
 const definitions = new Map(); // class -> of the node, as /object_info has it
 let now = null; // {step, of, way, first, began}: the run that goes on
@@ -66,11 +66,11 @@ async function compared() {
   }
   const [firstPlain, plain, firstFast, fast] = ended;
   const factor = plain.seconds / fast.seconds;
-  const levels = await difference(plain.outputs, fast.outputs);
+  const found = await difference(plain.outputs, fast.outputs, pixels, words());
   const time = (run) => duration(run.seconds, words());
   const said = [
     fill(words().compare.result, { without: time(plain), with: time(fast), factor: times(factor) }),
-    levels === null ? words().compare.no_pictures : fill(words().compare.levels, { levels, all: LEVELS }),
+    ...inWords(found, words()),
     fill(words().compare.firsts, { without: time(firstPlain), with: time(firstFast) }),
     ...(store.stats.device === "cpu" ? [words().gain.cpu, words().compare.chance] : []),
   ];
@@ -127,25 +127,13 @@ async function json(path) {
   return response?.ok ? response.json() : null;
 }
 
-/** The largest difference of the two runs' pictures, in levels of 0 to 255; null if there are none to compare. */
-async function difference(plain, fast) {
-  let largest = null;
-  for (const [id, { images = [] }] of Object.entries(plain)) {
-    const others = fast[id]?.images ?? [];
-    for (const [index, image] of images.entries()) {
-      if (!others[index]) continue;
-      const [one, other] = await Promise.all([pixels(image), pixels(others[index])]);
-      if (one.length !== other.length) throw new Error(words().compare.sizes);
-      largest = one.reduce((most, value, at) => Math.max(most, Math.abs(value - other[at])), largest ?? 0);
-    }
-  }
-  return largest;
-}
-
+/** Of a file that a run made: null if the browser takes it for no picture. Of an animated one, its first frame. */
 async function pixels({ filename, subfolder, type }) {
   const response = await api.fetchApi(`/view?${new URLSearchParams({ filename, subfolder, type })}`);
-  if (!response.ok) throw new Error(`${filename}: HTTP ${response.status}`);
-  const picture = await createImageBitmap(await response.blob(), { colorSpaceConversion: "none", premultiplyAlpha: "none" });
+  if (!response.ok) return null;
+  const asStored = { colorSpaceConversion: "none", premultiplyAlpha: "none" };
+  const picture = await createImageBitmap(await response.blob(), asStored).catch(() => null);
+  if (!picture) return null;
   const canvas = new OffscreenCanvas(picture.width, picture.height);
   const context = canvas.getContext("2d", { willReadFrequently: true });
   context.drawImage(picture, 0, 0);

@@ -10,6 +10,8 @@ const CONTROL = "AnyShapeCompileControlNet"; // what it gives is timed with the 
 const LEFT_OUT = new Set(["AnyShapeWarmUp", "AnyShapeShapeCacheInfo"]); // in runs with AnyShape: they make no picture
 const TIMED = ["auto", "exact"]; // modes in which ComfyUI's own forwards can be timed
 const MODELS = new Set(["MODEL", "VAE", "CONTROL_NET"]);
+const PREVIEW = "PreviewImage";
+const FRAMES = "GetVideoComponents"; // its first output are a video's pictures
 const SALT = "anyshape_compare"; // an input that no node has: ComfyUI leaves it out, and takes nothing from its cache
 
 export const isOurs = (type, definition) => {
@@ -32,15 +34,7 @@ export function runs(prompt, definition, salt) {
 
 /** The prompt as if the nodes were bypassed; what only they could feed goes too. */
 export function without(prompt, bypassed, definition) {
-  const link = (from) => {
-    let [id, slot] = from;
-    while (prompt[id] && bypassed(prompt[id])) {
-      const through = inputOf(prompt[id], definition(prompt[id].class_type).output?.[slot], definition);
-      if (!through) return null;
-      [id, slot] = through;
-    }
-    return [id, slot];
-  };
+  const link = (from) => source(prompt, from, bypassed, definition);
   const left = Object.entries(prompt).filter(([, node]) => !bypassed(node));
   const made = new Map(left.map(([id, node]) => [id, { ...node, inputs: mapped(node.inputs, link) }]));
   for (let gone = true; gone; ) {
@@ -52,6 +46,16 @@ export function without(prompt, bypassed, definition) {
     }
   }
   return Object.fromEntries(made);
+}
+
+/** What a link comes from if the nodes are bypassed; null if from nothing. */
+function source(prompt, [id, slot], bypassed, definition) {
+  while (prompt[id] && bypassed(prompt[id])) {
+    const through = inputOf(prompt[id], definition(prompt[id].class_type).output?.[slot], definition);
+    if (!through) return null;
+    [id, slot] = through;
+  }
+  return [id, slot];
 }
 
 const isLink = (value) => Array.isArray(value) && value.length === 2 && typeof value[1] === "number";
@@ -88,10 +92,11 @@ export function salted(prompt, ours, definition) {
 /** The types of models that a node takes from others. */
 function used(prompt, node, definition) {
   const links = Object.values(node.inputs).filter((value) => isLink(value) && prompt[value[0]]);
-  const types = links.map(([id, slot]) => definition(prompt[id].class_type)?.output?.[slot]);
+  const types = links.map((link) => outputOf(prompt, link, definition));
   return new Set(types.filter((type) => MODELS.has(type)));
 }
 
+const outputOf = (prompt, [id, slot], definition) => definition(prompt[id]?.class_type)?.output?.[slot];
 const handsOn = (node, type, definition) => definition(node.class_type)?.output?.includes(type);
 
 function withSalt(prompt, nodes, salt) {
@@ -99,11 +104,37 @@ function withSalt(prompt, nodes, salt) {
   return Object.fromEntries(Object.entries(prompt).map(changed));
 }
 
-/** Pictures are looked at, not saved four times, and models are not saved at all. */
+/** Pictures and videos are looked at, not saved four times, and models are not saved at all. */
 function quiet(prompt, definition) {
-  const saves = (node) => !definition(node.class_type)?.output?.length && used(prompt, node, definition).size;
-  const preview = ({ inputs: { filename_prefix, ...same } }) => ({ class_type: "PreviewImage", inputs: same });
-  const pictures = (node) => node.class_type === "SaveImage" && definition("PreviewImage");
-  const left = Object.entries(prompt).filter(([, node]) => !saves(node));
-  return Object.fromEntries(left.map(([id, node]) => [id, pictures(node) ? preview(node) : node]));
+  const models = (node) => !definition(node.class_type)?.output?.length && used(prompt, node, definition).size;
+  const left = Object.fromEntries(Object.entries(prompt).filter(([, node]) => !models(node)));
+  const saved = new Map(Object.entries(left).map(([id, node]) => [node, seen(left, id, definition)]).filter(([, as]) => as));
+  const isSaver = (node) => saved.has(node);
+  const made = without(left, isSaver, definition);
+  for (const [id, node] of Object.entries(left)) {
+    if (!isSaver(node)) continue;
+    const { type, link } = saved.get(node);
+    const from = source(left, link, isSaver, definition);
+    // the node on the page shows these as if it had made them; one that shows videos could not
+    const shown = node.class_type === "SaveImage" ? id : `${id} preview`;
+    const images = type === "VIDEO" ? [`${id} frames`, 0] : from;
+    if (type === "VIDEO") made[images[0]] = { class_type: FRAMES, inputs: { video: from } };
+    made[shown] = { class_type: PREVIEW, inputs: { images } };
+  }
+  return made;
+}
+
+/** {type, link} of what a node would save, if it can be looked at instead; null else. */
+function seen(prompt, id, definition) {
+  const { class_type, inputs } = prompt[id];
+  const known = definition(class_type);
+  const type = ["IMAGE", "VIDEO"].find((one) => known && inputOf(prompt[id], one, definition));
+  if (!type || !known.output_node || !("filename_prefix" in inputs)) return null;
+  const link = inputOf(prompt[id], type, definition);
+  if (outputOf(prompt, link, definition) === "LATENT") return null; // some decode what they save
+  const handsOnMore = Object.values(prompt).some((node) =>
+    Object.values(node.inputs).some((value) => isLink(value) && value[0] === id && known.output[value[1]] !== type),
+  );
+  const needed = type === "VIDEO" ? [PREVIEW, FRAMES] : [PREVIEW];
+  return handsOnMore || !needed.every(definition) ? null : { type, link };
 }
