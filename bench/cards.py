@@ -26,6 +26,7 @@ from anyshape.accel.skip.schedule import full_steps  # noqa: E402 - the package 
 FOLDER = ROOT / "example_workflows"
 CARD, QUALITY = (640, 360), 88
 PAPER, INK, PALE, FAINT = "#FFFFFF", "#222222", "#666666", "#E6E6E6"
+WITHOUT_AND_WITH = ("ComfyUI", "AnyShape")
 LEFT, TRACK, TOP, ROW, BAR = 150, 330, 96, 74, 22  # pixels
 
 
@@ -44,8 +45,14 @@ class Card(NamedTuple):
     title: str
     what: str  # is measured
     names: tuple[str, str]
-    result: Path
+    results: tuple[Path, ...]
     bars: list[Bar]
+    note: str = ""
+
+    @property
+    def digest(self) -> str:
+        """Of what was measured."""
+        return " ".join(map(digest, self.results))
 
 
 def forward(template: str, model: str, sizes: tuple[str, ...], with_cfg: bool = False) -> Card:
@@ -54,7 +61,21 @@ def forward(template: str, model: str, sizes: tuple[str, ...], with_cfg: bool = 
     rows = {(size(r), r["rows"]): r for r in figures.load(path)["rows"] if r["images"] == 1}
     bars = [Bar(name, rows[name, 1 + with_cfg]["eager_ms"], rows[name, 1 + with_cfg]["compiled_ms"]) for name in sizes]
     what = "ms for one model call" + (" with CFG" if with_cfg else "")
-    return Card(template, figures.MODELS[model], what, ("ComfyUI", "AnyShape"), path, bars)
+    return Card(template, figures.MODELS[model], what, WITHOUT_AND_WITH, (path,), bars)
+
+
+def accelerate() -> Card:
+    """What its node makes faster: the model and the VAE of SDXL, at one size."""
+    model, vae = figures.forward_path("sdxl"), figures.RESULTS / "vae.json"
+    (call,) = (r for r in figures.load(model)["rows"] if (size(r), r["images"], r["rows"]) == ("1024x1024", 1, 2))
+    (part,) = (r for r in figures.load(vae)["rows"] if (size(r), r["images"]) == ("1024x1024", 1))
+    bars = [
+        Bar("model call", call["eager_ms"], call["compiled_ms"]),
+        Bar("VAE decode", part["eager_ms"], part["compiled_ms"]),
+        Bar("VAE encode", part["encode_eager_ms"], part["encode_compiled_ms"]),
+    ]
+    template, what = "Accelerate SDXL - one node for model and VAE", "ms at 1024x1024, the model call with CFG"
+    return Card(template, "Accelerate (SDXL)", what, WITHOUT_AND_WITH, (model, vae), bars)
 
 
 def control() -> Card:
@@ -62,8 +83,9 @@ def control() -> Card:
     path = figures.RESULTS / "controlnet.json"
     rows = figures.load(path)["rows"]
     bars = [Bar(size(r), r["neither_ms"], r["both_ms"]) for r in rows if size(r) in ("1024x1024", "960x720", "512x512")]
-    title, what = "ControlNet (SDXL)", "ms for one model call with its ControlNet"
-    return Card("ControlNet SD1.5 - one image, then four", title, what, ("ComfyUI", "AnyShape"), path, bars)
+    template, title = "ControlNet SD1.5 - one image, then four", "ControlNet"
+    what, note = "ms for one call of SDXL with its ControlNet", ", an earlier AnyShape"
+    return Card(template, title, what, WITHOUT_AND_WITH, (path,), bars, note)
 
 
 def skipping() -> Card:
@@ -73,7 +95,7 @@ def skipping() -> Card:
     bars = [Bar(size(r), r["seconds"]["compiled"], r["seconds"]["compiled_skip"]) for r in found["rows"]]
     what = f"seconds for {found['steps']} steps on Compile Model"
     names = ("every step", f"interval {found['interval']}")
-    return Card("Skip Blocks SD1.5 - every step beside one in three", "Skip Blocks (SD1.5)", what, names, path, bars)
+    return Card("Skip Blocks SD1.5 - every step beside one in three", "Skip Blocks (SD1.5)", what, names, (path,), bars)
 
 
 def cards() -> list[Card]:
@@ -85,6 +107,7 @@ def cards() -> list[Card]:
         forward("Z-Image Turbo - three sizes, eight steps each", "zimage", three),
         forward("Qwen-Image - square, portrait and landscape", "qwen", three),
         forward("Wan 2.1 - videos of two sizes and lengths", "wan", ("1024x1024", "832x480x33")),
+        accelerate(),
         control(),
         skipping(),
     ]
@@ -128,7 +151,8 @@ def draw(card: Card) -> Image.Image:
     longest = max(bar.before for bar in card.bars)
     for number, bar in enumerate(card.bars):
         _bars(pen, bar, TOP + ROW * number, longest)
-    pen.text((24, CARD[1] - 30), _where(figures.load(card.result)), fill=PALE, font=_font(14))
+    measured = dict.fromkeys(_where(figures.load(path)) for path in card.results)
+    pen.text((24, CARD[1] - 30), "; ".join(measured) + card.note, fill=PALE, font=_font(14))
     return image
 
 
@@ -180,7 +204,7 @@ def _where(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """Draws them beside their workflows; the hash of the result, or the plan itself, lies in each as a comment."""
-    drawn = [(card.template, draw(card), digest(card.result)) for card in cards()]
+    drawn = [(card.template, draw(card), card.digest) for card in cards()]
     drawn += [(one.template, draw_plan(one), one.digest) for one in plans()]
     for template, image, comment in drawn:
         path = FOLDER / f"{template}.jpg"
