@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tools import comfy_cli, release
+from tools import comfy_cli, demo_pack, release
 from tools.paths import ROOT, ProjectError
 
 WORKFLOWS = ROOT / ".github" / "workflows"
@@ -88,6 +88,15 @@ def test_only_a_tag_publishes_and_only_after_the_checks(publishing) -> None:
     called = workflow("ci.yml")
     assert "workflow_call" in called[True] and commands(called["jobs"]["test"]) == [".ci/run"]
     assert "python3 -m tools.comfy_cli publish" in commands(jobs["publish"])
+
+
+def test_both_archives_are_kept_for_the_release_page(publishing) -> None:
+    (kept,) = [
+        step["with"] for step in publishing["jobs"]["publish"]["steps"] if "upload-artifact" in step.get("uses", "")
+    ]
+    packed = {str(archive.relative_to(ROOT)) for archive in (comfy_cli.ARCHIVE, demo_pack.ARCHIVE)}
+    assert set(kept["path"].split()) == packed and "make package" in commands(publishing["jobs"]["publish"])
+    assert demo_pack.ARCHIVE.name in (ROOT / "docs/releasing.md").read_text()
 
 
 @pytest.mark.parametrize("name", ["ci.yml", "publish.yml"])
