@@ -303,6 +303,27 @@ def test_a_script_is_not_shown_on_a_workflow_that_never_ran(page, server) -> Non
     assert page.errors == []
 
 
+@pytest.mark.parametrize(
+    ("output", "offered"),
+    [(0, ["AnyShapeCompileModel", "AnyShapeAccelerate", "AnyShapeSkipBlocks"]), (1, ["AnyShapeCompileVAE"])],
+)
+def test_a_dropped_link_is_offered_our_nodes(page, output, offered) -> None:
+    """Once each, and the one that is chosen gets the link."""
+    page.load_workflow(flow(), PLACES)
+    before = page.ids()
+    page.drop_link(1, output, 420, 300)
+    menu = page.page.locator(".litecontextmenu .litemenu-entry")
+    menu.first.wait_for()
+    shown = [entry for entry in menu.all_inner_texts() if entry.startswith("AnyShape")]
+    assert shown == offered
+    menu.get_by_text(offered[0], exact=True).click()
+    page.page.wait_for_function("n => app.graph.nodes.length > n", arg=len(before))
+    (added,) = page.ids() - before
+    link = "id => { const node = app.graph.getNodeById(id); return [node.type, node.getInputLink(0)?.origin_slot]; }"
+    assert page.page.evaluate(link, added) == [offered[0], output]
+    assert page.errors == []
+
+
 def test_an_example_opens_from_the_template_browser(page, server) -> None:
     """With its picture; the front end makes the same prompt of each example as tools.api_format does."""
     known = server.object_info()

@@ -174,6 +174,14 @@ class WebPage:
         linked = self.page.evaluate("([id, i]) => app.graph.getNodeById(id).inputs[i].link", [target, place])
         assert linked is not None, f"no link to input {place} of node {target}"
 
+    def drop_link(self, source: int, output: int, x: int, y: int) -> None:
+        """Drags a link from an output to an empty place of the canvas and drops it there, for ComfyUI's menu."""
+        self.set("Comfy.LinkRelease.Action", "context menu")  # else Shift, where the front end is a newer one
+        self.page.mouse.move(*self._slot(source, False, output))
+        self.page.mouse.down()
+        self.page.mouse.move(*self._on_page(x, y), steps=5)
+        self.page.mouse.up()
+
     def click_widget(self, node: int, name: str) -> None:
         """Clicks on a node's widget; a switch changes its state."""
         place = self.page.evaluate(

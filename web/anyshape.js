@@ -9,6 +9,7 @@ import * as names from "./anyshape/names.js";
 import { makePanel } from "./anyshape/panel.js";
 import * as settings from "./anyshape/settings.js";
 import * as store from "./anyshape/store.js";
+import { suggest } from "./anyshape/suggestions.js";
 import * as texts from "./anyshape/texts.js";
 
 const ID = "anyshape";
@@ -85,6 +86,7 @@ function register() {
     beforeRegisterNodeDef(type, definition) {
       names.describe(definition);
       learn(definition);
+      suggest(LiteGraph); // ComfyUI makes its lists anew with each node, right before this
     },
 
     nodeCreated(node) {
