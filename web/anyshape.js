@@ -86,7 +86,7 @@ function register() {
     beforeRegisterNodeDef(type, definition) {
       names.describe(definition);
       learn(definition);
-      suggest(LiteGraph); // ComfyUI makes its lists anew with each node, right before this
+      suggest(LiteGraph); // ComfyUI makes its lists again with each node, right before this
     },
 
     nodeCreated(node) {
