@@ -1,5 +1,6 @@
 """What the README and the docs say of the speed is what bench/results says, and the plots are drawn from it."""
 
+import json
 import re
 from typing import Any
 
@@ -267,3 +268,25 @@ def test_runs_that_did_not_finish_are_told_apart():
     assert stopped.seconds == [0.0, 2.0, 3.0]
     assert plot.fate(stopped, 12) == "not finished, 2 of 12 prompts in 85 s"
     assert plot.fate(failed, 12) == "failed after 2 of 12 prompts"
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_presets_tooltip_says_what_was_measured(language) -> None:
+    """balanced on models of full size, safe and fast by their work on the demo's models."""
+    nodes = json.loads((ROOT / "locales" / language / "nodeDefs.json").read_text(encoding="utf-8"))
+    tooltip = nodes["AnyShapeSkipBlocks"]["inputs"]["preset"]["tooltip"].replace("（", " (").replace("）", ")")
+    for model, name in (("sd15", "SD1.5"), ("sdxl", "SDXL"), ("flux", "Flux"), ("wan", "Wan 2.1")):
+        found = figures.load(figures.RESULTS / f"skip-{model}.json")
+        assert (found["interval"], found["steps"]) == (3, 30)
+        assert f"{found['rows'][0]['compiled_speedup']:.1f}x ({name})" in tooltip
+    cases = skip_tables.first_cases(figures.load(skip_tables.QUALITY)["rows"])
+    for interval in (2, 4):
+        work = [
+            row["cost"]
+            for case in cases
+            for row in case
+            if (row["method"], row["setting"]) == ("Skip Blocks", interval)
+        ]
+        assert len(work) == 2 and {case[0]["steps"] for case in cases} == {30}
+        low, high = sorted(f"{30 / cost:.1f}x" for cost in work)
+        assert re.search(f"{low} (to|至) {high}", tooltip)
