@@ -57,6 +57,7 @@ class Traits:
     """What matters of one operation."""
 
     name: str
+    arguments: tuple[str, ...]
     writes: int  # the argument that an in-place operation changes, or -1
     written_name: str
     writes_several: bool
@@ -102,7 +103,7 @@ class Traits:
 
 def by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call of an operation, without those that are left to their defaults."""
-    return dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    return dict(zip(traits(func).arguments, args, strict=False)) | kwargs
 
 
 _KNOWN: dict[Any, Traits] = {}
@@ -131,6 +132,7 @@ def _read(func: Any) -> Traits:
         dropout = next(i for i, argument in enumerate(schema.arguments) if argument.name == "dropout_p")
     return Traits(
         name=name,
+        arguments=tuple([argument.name for argument in schema.arguments]),
         writes=writes,
         written_name=schema.arguments[writes].name if writes >= 0 else "",
         writes_several=writes >= 0 and len(written) > 1,

@@ -20,7 +20,8 @@ def compute_once(tape: Tape) -> str:
     same: dict[Value, Value] = {}
     left: list[Operation] = []
     for operation in tape.operations:
-        replace_inputs(operation, same)
+        if same:
+            replace_inputs(operation, same)
         if _is_function(operation):
             source, output = operation.inputs[0], operation.outputs[0]
             key = operation.func, tuple(map(_form, operation.args)), tuple(operation.kwargs.items())
