@@ -87,6 +87,11 @@ class Capturer:
         self._ballast: list[Tensor] = []
         self._replayed: torch.cuda.Event | None = None
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether other captures may begin after one that failed."""
+        return not addresses_are_promised()
+
     def warm(self, run: Callable[[], object]) -> None:
         """Runs once on the captures' stream what will be captured next, in the memory that its graph will have.
 

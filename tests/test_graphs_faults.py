@@ -70,6 +70,15 @@ def test_what_minds_that_it_did_not_run_before_is_captured_after_a_run(cache, ca
     assert (capturer.warmed, capturer.replayed) == (2, 2)
 
 
+def test_where_a_capture_that_fails_is_the_last_all_run_first(cache, capturer) -> None:
+    """As with torch's ``cudaMallocAsync``."""
+    capturer.may_fail = False
+    given = dataclasses.replace(recording(10), wanted=True, calls=frozenset({"linear"}))
+    for number, key in enumerate("abc"):
+        cache.capture(name(key, program=number), given, BUDGET)
+    assert (capturer.warmed, capturer.replayed) == (3, 0)
+
+
 def test_memory_that_pins_hold_is_no_reason_for_good(cache, capturer) -> None:
     with cache.pinning():
         capture(cache, a=10)

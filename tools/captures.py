@@ -26,7 +26,7 @@ class Capturer:
     """In place of CUDA's. A capture makes the pool as large as ``needs`` says, and takes ``driver`` bytes besides."""
 
     def __init__(self) -> None:
-        self.broken, self.pool_bytes, self.needs, self.driver = "", 0, 0, 0
+        self.broken, self.pool_bytes, self.needs, self.driver, self.may_fail = "", 0, 0, 0, True
         self.live, self.captures, self.warmed, self.replayed, self.errors = 0, 0, 0, 0, []
 
     def warm(self, run: Callable[[], Any]) -> None:
