@@ -35,6 +35,7 @@ from .parts_seen import (
     is_hooked,
     is_plain,
     kept,
+    notes_of,
     settings_of,
 )
 from .tape.named_tensors import modules_of, parts_of
@@ -63,6 +64,7 @@ class Watch:
         ]
         self._classes = [vars(kind) for kind in classes_of(self._modules)]
         self._held = [(self._dicts[number], name) for number, name in held if number < len(self._dicts)]
+        self._noted = [part for part in self._modules if part._parameters and notes_of(part)]
         # Other packs change settings in mid-run too, of the model as a whole and of what they brought.
         theirs = {kind for kind in set(map(type, self._modules)) if not is_known(kind)}
         watched = [part for part in self._modules if part is module or type(part) in theirs or is_hooked(part)]
@@ -81,7 +83,7 @@ class Watch:
         return [own.get(name) for own, names in self._settings for name in names]
 
     def _picture(self) -> list[Any]:
-        return [picture(own.get(name)) for own, name in self._held]
+        return [picture(own.get(name)) for own, name in self._held] + [notes_of(part) for part in self._noted]
 
     def _look(self) -> list[list[Any]]:
         watched = {name: list(map(dict.get, dicts, repeat(name))) for name, dicts in self._watched.items()}

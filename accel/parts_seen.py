@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from .origin import is_known
+from .tape.named_tensors import PLAIN as TENSORS
+from .tape.named_tensors import is_dressed
 from .tape.pictures import is_held, picture
 
 PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
@@ -31,6 +33,7 @@ MAPPING = frozenset((
     "dynamic_vbars", "dynamic_pins", "dynamic_patchers", "model_loaded_weight_memory", "model_offload_buffer_memory",
 ))  # fmt: skip
 LEFT_OUT = STANDARD | MAPPING
+MARK = "_anyshape"  # of a recording that goes on, at a tensor
 NO_SETTINGS = LEFT_OUT.union(FUNCTIONS)
 
 
@@ -56,6 +59,16 @@ def settings_of(part: nn.Module) -> list[tuple[str, type, Any]]:
             found.append((name, type(value), value))
         elif name not in NO_SETTINGS and is_held(value):
             found.append((name, type(value), picture(value)))
+    return found + notes_of(part)
+
+
+def notes_of(part: nn.Module) -> list[tuple[str, type, Any]]:
+    """What weights of another pack's tensor class say of themselves: how they are packed, what patches them."""
+    found = []
+    for name, weight in part._parameters.items():
+        if type(weight) not in TENSORS and weight is not None and is_dressed(type(weight)):
+            own = {key: value for key, value in weight.__dict__.items() if key != MARK}
+            found.append((name, type(weight), picture(own)))
     return found
 
 
@@ -75,7 +88,9 @@ def is_plain(value: Any) -> bool:
 class _Part:
     """What one part looked like."""
 
-    __slots__ = ("part", "kind", "names", "types", "get", "values", "code", "held", "lists", "tables")
+    __slots__ = (
+        "part", "kind", "names", "types", "get", "values", "code", "held", "lists", "tables", "weights", "notes",
+    )  # fmt: skip
 
     def __init__(self, part: nn.Module) -> None:
         own = part.__dict__
@@ -89,6 +104,7 @@ class _Part:
         others = [(name, value) for name, value in own.items() if name not in NO_SETTINGS and not is_plain(value)]
         self.code = [(name, *_refs([value])) for name, value in others if callable(value)]
         self.held = [(name, picture(value)) for name, value in others if is_held(value)]
+        self.weights, self.notes = tuple(map(type, part._parameters.values())), notes_of(part)
 
     def fits(self, part: nn.Module) -> bool:
         own = part.__dict__
@@ -102,6 +118,8 @@ class _Part:
             and (not self.lists or all([_same(refs, own[name]) for name, refs in self.lists]))
             and (not self.code or all([ref() is own[name] for name, ref in self.code]))
             and (not self.held or all([picture(own[name]) == seen for name, seen in self.held]))
+            and tuple(map(type, part._parameters.values())) == self.weights
+            and (not self.notes or notes_of(part) == self.notes)
         )
 
     def _tables_fit(self, own: dict[str, Any]) -> bool:

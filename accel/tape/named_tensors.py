@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .values import Weight
 
@@ -14,6 +15,16 @@ PLAIN = (Tensor, nn.Parameter)
 NO_TENSORS = frozenset((
     bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set, torch.dtype, torch.device, torch.Size,
 ))  # fmt: skip
+
+
+def is_dressed(kind: type) -> bool:
+    """Whether a subclass of ``Tensor`` only adds to it: notes and methods, as ComfyUI-GGUF's weights have them."""
+    return kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
+def undressed(tensor: Tensor) -> Tensor:
+    """``tensor`` as torch has it, whose sizes and dtype its class may tell otherwise: the same memory."""
+    return tensor if type(tensor) in PLAIN or not is_dressed(type(tensor)) else tensor.as_subclass(Tensor)
 
 
 def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -88,6 +99,35 @@ class NamedTensors:
         return self._by_memory.get(_memory(tensor)) if _has_memory(tensor) else None
 
 
+class Memories:
+    """Values by the memory of their tensors, for a recording that meets dressed tensors.
+
+    torch dresses what it makes of one past its own dispatcher, and the new tensor bears no mark. A storage is known by
+    its address, which no other one gets while it is referred to, and so little of it that its memory is free.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[tuple, Any] = {}
+        self._storages: list[StorageWeakRef] = []
+
+    def add(self, tensor: Tensor, value: Any) -> None:
+        """``value`` is what lies there now."""
+        if is_dressed(type(tensor)) and tensor.device.type != "meta":
+            self._storages.append(StorageWeakRef(tensor.untyped_storage()))
+            self._values[self._place(tensor)] = value
+
+    def find(self, tensor: Tensor) -> Any:
+        """The value of a tensor with this memory; None if none is known."""
+        if not self._values or not is_dressed(type(tensor)) or tensor.device.type == "meta":
+            return None
+        return self._values.get(self._place(tensor))
+
+    @staticmethod
+    def _place(tensor: Tensor) -> tuple:
+        plain = undressed(tensor)
+        return plain.untyped_storage()._cdata, plain.storage_offset(), plain.shape, plain.stride(), plain.dtype
+
+
 def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
     """The tensor that ``weight`` names now, in a model's ``modules_of``. Raises AttributeError or KeyError."""
     part: Any = modules[weight.module]
@@ -96,12 +136,13 @@ def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
     for attribute in inner:
         tensor.__tensor_flatten__()  # some classes name their parts only then
         tensor = getattr(tensor, attribute)
-    return tensor
+    return undressed(tensor)
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return type(tensor) in PLAIN and tensor.numel() > 0 and tensor.device.type != "meta"
+    return (type(tensor) in PLAIN or is_dressed(type(tensor))) and tensor.numel() > 0 and tensor.device.type != "meta"
 
 
 def _memory(tensor: Tensor) -> tuple:
-    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    plain = undressed(tensor)
+    return plain.data_ptr(), tuple(plain.shape), plain.stride(), plain.dtype

@@ -21,8 +21,9 @@ from . import aliasing
 from .blanks import blank
 from .called_patches import Played
 from .kept import kept_tensor
+from .named_tensors import PLAIN, Memories, is_dressed
 from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
-from .tensors import PLAIN, Tensors
+from .tensors import Tensors
 from .traits import DROPOUTS, Traits, draws, traits
 from .unplanned import ATTENTION, CONVOLUTION, format_of, instead
 from .values import Constant, Input, Operation, Tape, Value, Weight
@@ -146,7 +147,9 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         for kind in types:
             if kind not in PLAIN:
-                return NotImplemented  # a subclass (quantised weights) takes itself apart; its operations come here
+                if not is_dressed(kind):
+                    return NotImplemented  # a subclass (quantised weights) takes itself apart; its operations come here
+                self._tensors.memories = self._tensors.memories or Memories()
         known = traits(func)
         if known.name in IGNORED or (known.writes >= 0 and known.name in DROPOUTS and not draws(known, args, kwargs)):
             return func(*args, **kwargs)

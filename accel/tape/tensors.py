@@ -16,7 +16,7 @@ from ..reasons import say
 from .kept import tensors_in
 from .layout import contiguous
 from .memo import is_memoised
-from .named_tensors import PLAIN, NamedTensors
+from .named_tensors import PLAIN, Memories, NamedTensors, undressed
 from .refusals import Refusal
 from .values import Constant, Input, Operation, Value, Weight
 
@@ -42,6 +42,7 @@ class Tensors:
         self._weights = NamedTensors(module)
         self.turned: frozenset[Weight] = frozenset()  # lie channels last, and not so on the tape
         self._earlier = _CONSTANTS.setdefault(module, {})
+        self.memories: Memories | None = None  # where the forward computes with dressed tensors
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._known
@@ -55,7 +56,7 @@ class Tensors:
 
     def leaf(self, tensor: Tensor, leaf: Input | Weight) -> Value:
         """An input or a weight."""
-        value = Value(tensor, self.next(), leaf)
+        value = Value(undressed(tensor), self.next(), leaf)
         self._known[id(tensor)] = value, tensor
         return value
 
@@ -67,7 +68,7 @@ class Tensors:
             operation.outputs.append(value)
         if base is not None:
             self.constant_views.setdefault(base, []).append(value)
-        tensor._anyshape = self._token, value
+        self.mark(tensor, value)
         self._known[id(tensor)] = value, tensor
         return value
 
@@ -82,6 +83,8 @@ class Tensors:
     def mark(self, tensor: Tensor, value: Value) -> None:
         """``tensor`` is ``value``, which an operation of the tape made."""
         tensor._anyshape = self._token, value
+        if self.memories is not None:
+            self.memories.add(tensor, value)
 
     # Which one it is ------------------------------------------------------------------------------------------------
 
@@ -116,6 +119,8 @@ class Tensors:
             value = self.leaf(tensor, weight)
             if weight in self.turned:
                 value.stride = contiguous(value.shape)
+            return value
+        if self.memories is not None and (value := self.memories.find(tensor)) is not None:
             return value
         earlier = self._earlier.get(id(tensor))
         if earlier is not None and earlier() is tensor:
@@ -167,4 +172,4 @@ class Tensors:
         for tensor in tensors_in(output):
             tensor.__dict__.pop("_anyshape", None)
         self._known.clear()
-        self._weights = None
+        self._weights = self.memories = None

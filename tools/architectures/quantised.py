@@ -18,6 +18,7 @@ from tools.architectures import TABLE, patchers, version
 GROUP = 64  # a layer's sizes are multiples of it, or it stays as it is
 TURNED = 256  # columns that are turned together
 CONVROT = {"int8_convrot": "int8_tensorwise"}  # weights that are turned before they are rounded, and what they are then
+WIDE = (*CONVROT, "convrot_w4a4", "asym_w4a8_int8")  # forms for layers of such columns alone
 
 
 def make(name: str, form: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -45,7 +46,7 @@ def of_config(
     for key, weight in plain.state_dict().items():
         layer = plain.get_submodule(key.rpartition(".")[0])
         large = weight.ndim == 2 and not any(n % GROUP for n in weight.shape)
-        if form == "int8_convrot":
+        if form in WIDE:
             large = large and weight.shape[1] % TURNED == 0
         if key.endswith(".weight") and large and isinstance(layer, nn.Linear):
             state |= quantised(key.removesuffix("weight"), weight, form)

@@ -1,0 +1,88 @@
+"""Linear layers whose weights stay packed in blocks, 8 bits and a scale for each 32 numbers, as GGUF files have them.
+
+As the packs do it that load such files: the weight is a tensor of a class of its own, which tells the sizes that it has
+when it is unpacked, and the layer unpacks it in each forward. Call ``tools.embed.use_comfyui()`` first.
+"""
+
+from typing import Any
+
+import comfy.ops
+import torch
+from torch import Tensor, nn
+
+BLOCK = 32  # numbers with one scale
+BYTES = 2 + BLOCK  # a scale of 16 bits, then the numbers
+
+
+class Packed(Tensor):
+    """Bytes, with the sizes of what they stand for. Whatever torch makes of one is of this class too."""
+
+    def __new__(cls, *args: Any, unpacked: torch.Size | None = None, **kwargs: Any) -> "Packed":
+        return super().__new__(cls, *args, **kwargs)
+
+    def __init__(self, *args: Any, unpacked: torch.Size | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.unpacked = unpacked
+
+    def to(self, *args: Any, **kwargs: Any) -> "Packed":
+        """As a tensor's, with the note."""
+        out = super().to(*args, **kwargs)
+        out.unpacked = getattr(self, "unpacked", None)
+        return out
+
+    def clone(self, *args: Any, **kwargs: Any) -> "Packed":
+        """Itself: it is never changed."""
+        return self
+
+    detach = clone
+
+    @property
+    def shape(self) -> torch.Size:
+        """The sizes that others reckon with."""
+        return getattr(self, "unpacked", None) or self.size()
+
+
+class PackedLinear(comfy.ops.manual_cast.Linear):
+    """A linear layer with a packed weight, which notes factors as its patches. apart: it is unpacked by numpy."""
+
+    apart = False
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """The weight is unpacked, used, and thrown away."""
+        weight = self.weight.to(x.device)
+        unpacked = _unpacked_apart(weight) if self.apart else _unpacked(weight, x.dtype)
+        for factor in getattr(self.weight, "patches", ()):
+            unpacked = unpacked * factor
+        weight = comfy.ops.cast_to(unpacked, x.dtype, x.device, non_blocking=False, copy=False)
+        out = nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
+        return Tensor(out) if isinstance(out, Packed) else out
+
+
+def pack(weight: Tensor) -> Packed:
+    """A weight's bytes."""
+    blocks = weight.detach().float().reshape(-1, BLOCK)
+    scale = (blocks.abs().amax(1, keepdim=True) / 127).half().clamp(min=1e-4)
+    numbers = (blocks / scale.float()).round().clamp(-127, 127).to(torch.int8)
+    raw = torch.cat([scale.view(torch.uint8), numbers.view(torch.uint8)], 1).reshape(len(weight), -1)
+    return Packed(raw, unpacked=weight.shape)
+
+
+def use(model: nn.Module, apart: bool = False) -> int:
+    """Packs the weights of the model's linear layers; how many."""
+    found = [layer for layer in model.modules() if isinstance(layer, nn.Linear) and layer.weight.shape[1] % BLOCK == 0]
+    for layer in found:
+        layer.__class__, layer.apart = PackedLinear, apart
+        layer.weight = nn.Parameter(pack(layer.weight), requires_grad=False)
+    return len(found)
+
+
+def _unpacked(packed: Packed, dtype: torch.dtype) -> Tensor:
+    rows = packed.data.reshape((-1, packed.data.shape[-1])).view(torch.uint8)
+    scale, numbers = torch.split(rows.reshape(-1, BYTES), [2, BLOCK], dim=1)
+    return (scale.view(torch.float16).to(dtype) * numbers.view(torch.int8)).reshape(packed.unpacked)
+
+
+def _unpacked_apart(packed: Packed) -> Tensor:
+    rows = Tensor(packed).cpu().numpy().reshape(-1, BYTES)
+    scale = rows[:, :2].copy().view("float16").astype("float32")
+    return torch.from_numpy(scale * rows[:, 2:].copy().view("int8")).reshape(packed.unpacked)
