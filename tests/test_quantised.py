@@ -14,7 +14,11 @@ embed.bare_pack()
 pytest.importorskip("comfy_kitchen")
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread")
-FORMS = ("int8_tensorwise", "int8_convrot", "float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4")
+FORMS = (
+    "int8_tensorwise", "int8_convrot", "float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4", "convrot_w4a4",
+    "asym_w4a8_int8",
+)  # fmt: skip
+APART = ("convrot_w4a4",)  # whose products are no operations of torch's
 MODELS = ("Flux", "QwenImage")
 VARIANTS = (2, 0, 1, 5)
 # Several pictures are cut apart before a product that wants its rows without gaps, one picture is not.
@@ -54,8 +58,12 @@ def _half(item: Any) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_quantised_model(name: str, form: str, quantised: Any):
     """Unfused it is ComfyUI's own to the bit; fused it has the kernels of the plain model, for every size."""
+    from anyshape.accel.tape.wrapped import Step
+
     from tools.architectures import patchers, taped
 
+    if not quantised.has(form):
+        pytest.skip("this ComfyUI has no such weights")
     plain = patchers.make(name, torch.bfloat16).model.diffusion_model
     wanted = [each.program(fuse=True).report.kernels for each in recordings(plain, name)]
     known: set = set()
@@ -64,6 +72,7 @@ def test_a_quantised_model(name: str, form: str, quantised: Any):
         assert each.tape is not None, each.refusal
         called = {str(operation.func) for operation in each.tape.operations}
         assert any("comfy_kitchen" in func for func in called)
+        assert any(isinstance(operation.func, Step) for operation in each.tape.operations) == (form in APART)
         assert each.error(each.program(fuse=False), each.eager()) == 0.0
         program = each.program(fuse=True)
         new.append(len(taped.kernels_of(program) - known))
@@ -214,3 +223,91 @@ def test_layers_of_one_input_share_its_rounding_to_fp8(model: torch.nn.Module, r
         program.bind(model)
         for mine, own in zip(program.run([x.clone()]), wanted, strict=True):
             assert torch.equal(mine, own)
+
+
+class Hidden(torch.Tensor):
+    """A quantised weight of a library that computes its product past torch's dispatcher, or by torch."""
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scale: torch.Tensor, way: str):
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=torch.float32, device=numbers.device)
+
+    def __init__(self, numbers: torch.Tensor, scale: torch.Tensor, way: str):
+        self.numbers, self.scale, self.way = numbers, scale, way
+
+    def __tensor_flatten__(self):
+        return ["numbers", "scale"], self.way
+
+    @staticmethod
+    def __tensor_unflatten__(parts, way, size, stride):
+        return Hidden(parts["numbers"], parts["scale"], way)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        assert func is torch.ops.aten.linear.default
+        x, weight, bias = args
+        if weight.way == "drawn":
+            x = x + torch.rand_like(x)
+        if weight.way == "torch":
+            return torch.nn.functional.linear(x, weight.numbers * weight.scale, bias)
+        rows = x.contiguous()
+        out = torch.empty(*x.shape[:-1], len(weight.numbers))
+        with torch.utils._python_dispatch._disable_current_modes():
+            out.copy_(torch.nn.functional.linear(rows, weight.numbers * weight.scale, bias))
+        return out[..., :]
+
+
+class OfHidden(torch.nn.Module):
+    def __init__(self, *ways: str):
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        for index, way in enumerate(ways):
+            numbers = torch.randint(-127, 128, (16, 16), generator=draw).float()
+            weight = Hidden(numbers, torch.tensor(1e-2), way)
+            self.add_module(f"layer{index}", torch.nn.Linear(16, 16))
+            self.get_submodule(f"layer{index}").weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x):
+        for layer in self.children():
+            x = torch.nn.functional.gelu(layer(x)) + x
+        return x
+
+
+def of_hidden(model, x):
+    from anyshape.accel.tape.record import Recorder, record
+
+    recorder = Recorder([x], model, x.device)
+    out, tape = record(lambda: model(x), recorder)
+    return out, tape, recorder.refusal
+
+
+def test_a_product_past_torchs_dispatcher_is_one_step():
+    """What its class did inside is not on the tape; layers that are computed by torch are, as always."""
+    from anyshape.accel.tape import cost, static_sizes
+    from anyshape.accel.tape.program import Program
+    from anyshape.accel.tape.wrapped import Step
+
+    model, x = OfHidden("past", "torch", "past"), torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        wanted, tape, refusal = of_hidden(model, x)
+        assert tape is not None, refusal
+        steps = [operation for operation in tape.operations if isinstance(operation.func, Step)]
+        assert [type(operation.func).__name__ for operation in steps] == ["Step", "Step"]
+        assert len({id(operation.func) for operation in steps}) == 1  # so that a plan finds them alike
+        assert not any("contiguous" in str(operation.func) for operation in tape.operations)
+        assert cost.multiplications(steps[0]) == 2 * 5 * 16 * 16
+        program = Program(tape, fuse=False)
+        program.bind(model)
+        assert torch.equal(program.run([x]), wanted) and torch.equal(program.run([x]), model(x))
+        static_sizes.annotate(tape)
+        assert steps[0].outputs[0].sizes[-1].static and not steps[0].outputs[0].sizes[1].static
+        model.layer0.weight.numbers.mul_(2)
+        assert torch.equal(program.run([x]), model(x)) and not torch.equal(program.run([x]), wanted)
+
+
+def test_a_product_that_draws_is_no_step():
+    x = torch.randn(2, 5, 16)
+    with torch.inference_mode():
+        assert "random" in of_hidden(OfHidden("drawn"), x)[2]

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from .traits import ATTENTION, ATTENTIONS
+from .traits import ATTENTION, ATTENTIONS, is_product
 from .values import Operation, Value
 
 PRODUCTS = frozenset("linear mm bmm matmul addmm baddbmm _scaled_mm _int_mm int8_linear".split())
@@ -22,12 +22,14 @@ def multiplications(operation: Operation) -> float:
     out = next((value for value in operation.outputs if value is not None), None)
     if out is None or len(tensors) < 2:
         return 0.0
+    if getattr(operation.func, "is_product", False):  # of a quantised weight
+        return float(out.numel) * tensors[0].shape[-1]
     if operation.opaque:  # another node's attention, say
         return _attention(tensors)
     name = operation.traits.name
     if name in ATTENDS:
         return _attention(tensors)
-    if name in PRODUCTS or "linear" in name or "_mm" in name:
+    if name in PRODUCTS or is_product(name):
         first = tensors[1] if name in ("addmm", "baddbmm") and len(tensors) > 2 else tensors[0]
         return float(out.numel) * first.shape[-1]
     if name in CONVOLUTIONS:

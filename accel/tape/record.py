@@ -27,6 +27,7 @@ from .tensors import Tensors
 from .traits import DROPOUTS, Traits, draws, traits
 from .unplanned import ATTENTION, CONVOLUTION, format_of, instead
 from .values import Constant, Input, Operation, Tape, Value, Weight
+from .wrapped import Wrapped
 from .writes import Writes
 
 aten = torch.ops.aten
@@ -62,7 +63,7 @@ class Recorder(TorchDispatchMode):
         self.calls_patches = False  # the same of its patches
         self.played: list[Played] = []  # those functions
         self.lean = False  # memory counts for more than time: see ``Tape.lean``
-        self._blanks = self.writes.blanks
+        self._blanks, self._wrapped = self.writes.blanks, Wrapped(self)
         self.inputs = [self._tensors.leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
 
     @classmethod
@@ -137,6 +138,18 @@ class Recorder(TorchDispatchMode):
         self._blanks.read(inputs)
         self._append(operation, results)
 
+    def place(self) -> tuple[int, int, int, str]:
+        """How far the recording has come."""
+        return len(self.operations), self._tensors.count, self.writes.promoted, self.refuse.reason
+
+    def back_to(self, place: tuple[int, int, int, str]) -> None:
+        """Forgets what was written down since ``place``. What was made before must not have changed since."""
+        operations, leaves, promoted, self.refuse.reason = place
+        if self.writes.promoted != promoted:
+            raise RuntimeError("memory from before was written into")
+        del self.operations[operations:]
+        self._tensors.forget_since(leaves)
+
     # One operation ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
@@ -148,7 +161,7 @@ class Recorder(TorchDispatchMode):
         for kind in types:
             if kind not in PLAIN:
                 if not is_dressed(kind):
-                    return NotImplemented  # a subclass (quantised weights) takes itself apart; its operations come here
+                    return self._wrapped.run(func, types, args, kwargs)
                 self._tensors.memories = self._tensors.memories or Memories()
         known = traits(func)
         if known.name in IGNORED or (known.writes >= 0 and known.name in DROPOUTS and not draws(known, args, kwargs)):

@@ -20,8 +20,10 @@ RANDOM = say("draws")
 UNWRITTEN = say("unwritten")
 STREAMS = say("streams")
 CAME_BACK = say("size_of_values"), say("value_came_back"), say("tensor_came_back")
+NO_ORIGIN = say("no_origin", shape="[").partition("[")[0]
+APART = UNWRITTEN, NO_ORIGIN  # what code that computes apart from torch looks like
 # Refused forwards that may run once more: they have changed nothing.
-HARMLESS = (*CAME_BACK, say("read_back"), STREAMS, say("no_origin", shape="[").partition("[")[0])
+HARMLESS = (*CAME_BACK, say("read_back"), STREAMS, NO_ORIGIN)
 OURS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patcher_extension.py")
 

@@ -7,7 +7,7 @@ result has its weight's channels and its input's tokens. What no rule knows belo
 from collections.abc import Callable
 
 from . import views
-from .traits import ATTENTIONS
+from .traits import ATTENTIONS, is_product
 from .values import ONE, Constant, Derived, Input, Operation, Size, Sizes, Tape, Value, Weight
 
 ELEMENTWISE = frozenset(
@@ -69,7 +69,8 @@ def _of(operation: Operation, output: Value) -> Sizes:
     if operation.opaque:
         rule = getattr(operation.func, "sizes", None)  # of an operation that a rule put there
     else:
-        rule = _RULES.get(operation.traits.name)
+        name = operation.traits.name
+        rule = _RULES.get(name) or _of_quantised(name)
     found = rule(operation, output) if rule is not None and operation.inputs else None
     if found is None or tuple([size.value for size in found]) != output.shape:
         return tuple(Size(n) for n in output.shape)
@@ -188,12 +189,16 @@ def _side_by_side(operation: Operation, output: Value) -> Sizes:
 
 
 def quantised_product(operation: Operation, output: Value) -> Sizes:
-    """A product with a quantised weight, which lies in a form of its own; rows may have been filled up."""
+    """A product with a quantised weight, which lies in a form of its own; rows may have been filled up.
+
+    The weight may be several tensors.
+    """
     x, weight = operation.args[:2]
+    parts = weight if isinstance(weight, tuple) else (weight,)
     rows = x.sizes[:-1]
     if [size.value for size in rows] != list(output.shape[:-1]):
         rows = tuple(Size(n) for n in output.shape[:-1])
-    return (*rows, Size(output.shape[-1], all(size.static for size in weight.sizes)))
+    return (*rows, Size(output.shape[-1], all(size.static for part in parts for size in part.sizes)))
 
 
 def _quantised(operation: Operation, output: Value) -> Sizes | None:
@@ -206,6 +211,13 @@ def _quantised(operation: Operation, output: Value) -> Sizes | None:
     if all(size.static for value in operation.inputs for size in value.sizes):
         return tuple(ONE if n == 1 else Size(n, static=True) for n in output.shape)
     return None
+
+
+def _of_quantised(name: str) -> "Rule | None":
+    """By what the name of a library's operation says, so that one of a newer version is known too."""
+    if is_product(name):
+        return quantised_product
+    return _quantised if name.startswith(("quantize_", "dequantize_")) else None
 
 
 def _outer(operation: Operation, output: Value) -> Sizes:
@@ -295,16 +307,6 @@ def _table() -> dict[str, Rule]:
         ("linear", linear),
         ("linear_geglu", _geglu),
         ("grouped_linear", _side_by_side),
-        (
-            "int8_linear gemv_awq_w4a16 scaled_mm_mxfp8 scaled_mm_nvfp4 _scaled_mm _scaled_mm_v2 _int_mm",
-            quantised_product,
-        ),
-        (
-            "quantize_fp8 quantize_mxfp8 quantize_nvfp4 quantize_int8_rowwise quantize_int8_tensorwise dequantize_fp8 "
-            "dequantize_mxfp8 dequantize_nvfp4 dequantize_int8_simple dequantize_int8_simple_dtype "
-            "dequantize_int8_convrot_weight dequantize_int8_convrot_weight_dtype",
-            _quantised,
-        ),
         ("matmul mm bmm", _matmul),
         (" ".join(ATTENTIONS), attention),
         ("outer ger", _outer),

@@ -146,6 +146,16 @@ class Tensors:
         """Lets go of a constant that is none any more. Its mark says what it is."""
         self._known.pop(id(tensor), None)
 
+    @property
+    def count(self) -> int:
+        """How many leaves there are."""
+        return len(self._known)
+
+    def forget_since(self, count: int) -> None:
+        """Lets go of the leaves after the first ``count``, if none of those was forgotten meanwhile."""
+        while len(self._known) > count:
+            self._known.popitem()
+
     def depends(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an input, or was made from one."""
         known = self._known.get(id(tensor))

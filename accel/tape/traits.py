@@ -52,6 +52,11 @@ TRUTHS = frozenset(
 )
 
 
+def is_product(name: str) -> bool:
+    """Whether an operation of this name multiplies rows with a weight, its first two arguments, whoever made it."""
+    return ("linear" in name and "bilinear" not in name) or "_mm" in name or name.startswith("gemv_")
+
+
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What matters of one operation."""

@@ -21,6 +21,11 @@ CONVROT = {"int8_convrot": "int8_tensorwise"}  # weights that are turned before 
 WIDE = (*CONVROT, "convrot_w4a4", "asym_w4a8_int8")  # forms for layers of such columns alone
 
 
+def has(form: str) -> bool:
+    """Whether this ComfyUI has such weights."""
+    return CONVROT.get(form, form) in quant_ops.QUANT_ALGOS
+
+
 def make(name: str, form: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     """The diffusion model ``name`` with random weights, those of large linear layers in ``form``.
 
