@@ -69,8 +69,5 @@ def quantised(prefix: str, weight: Tensor, form: str) -> dict[str, Tensor]:
     numbers, params = layout.quantize(weight, **options)
     said = {"format": algorithm} | ({"convrot": True, "convrot_groupsize": TURNED} if turned else {})
     note = torch.frombuffer(bytearray(json.dumps(said).encode()), dtype=torch.uint8)
-    scales = {"weight_scale": params.scale}
-    if form == "nvfp4":  # a scale for each block, and one for all
-        scales = {"weight_scale": params.block_scale, "weight_scale_2": params.scale}
-    parts = {"weight": numbers, "comfy_quant": note} | scales
-    return {prefix + name: tensor for name, tensor in parts.items()}
+    parts = {f"weight{end}": tensor for end, tensor in layout.state_dict_tensors(numbers, params).items()}
+    return {prefix + name: tensor for name, tensor in (parts | {"comfy_quant": note}).items()}
