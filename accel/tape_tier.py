@@ -174,7 +174,7 @@ class TapeTier:
             self._note(shape, "eager", why)
             return recorded if call.taped.skipping is None else FullStep(recorded, None)
         if tape is not None:
-            take.reason = obstacle(tape) or odd_form(recorded)
+            take.reason = obstacle(tape, call.taped.module) or odd_form(recorded)
             take.in_blocks = bool(take.reason)
             take.twice = take.in_blocks and not take.live
         if take.again:

@@ -24,9 +24,10 @@ from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
-from .tape.refusals import HARMLESS
+from .tape.refusals import HARMLESS, STREAMS
 from .tape.state import first_kept, look, states_of
 from .tape.values import Tape, Weight
+from .weights import low_vram
 
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
@@ -235,6 +236,8 @@ class Tapes:
             take = Take(Guards(reads), taped.structure, self._count, reason=reason)
             take.in_blocks = bool(reason) and not changed and not recorder.keeps
             take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
+            if reason.startswith(STREAMS):  # ComfyUI's own, on which it fetches weights ahead of the blocks
+                take.reason = low_vram(taped.module, key.device) or reason
             take.code = () if reason else states
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
             take.graph_obstacle = PATCHES if recorder.calls_patches else PACKS if recorder.calls_packs else ""
@@ -318,11 +321,11 @@ def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwar
     return own(*args, **kwargs)
 
 
-def obstacle(tape: Tape) -> str:
-    """Why a tape may not be replayed; "" if it may."""
+def obstacle(tape: Tape, model: nn.Module | None = None) -> str:
+    """Why a tape may not be replayed; "" if it may. model: that it is of, if it is no single block's."""
     for value in tape.leaves():
         if value.device != tape.device and not (value.is_constant and not value.shape):
-            return say("low_vram")
+            return (low_vram(model, tape.device) if model is not None else "") or say("weights_elsewhere")
     return ""
 
 

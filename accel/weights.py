@@ -12,8 +12,10 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from .reasons import say
 from .tape.named_tensors import NO_TENSORS, parts_of
 
+GIB = 1 << 30
 # In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
 MAPPED = ("_v_weight", "_v_bias")
 
@@ -42,6 +44,14 @@ class WeightWatch:
         mapped = [weight for own in self._mapped for name in MAPPED if (weight := own.get(name)) is not None]
         places = [(weight.data_ptr(), weight.dtype, weight.stride()) for weight in mapped]
         return hash((tuple(addresses), tuple(layouts), tuple(places)))
+
+
+def low_vram(module: nn.Module, device: torch.device) -> str:
+    """How much of the weights lies elsewhere, which each call fetches, and what helps; "" if all are on ``device``."""
+    weights = [w for part in parts_of(module) if "_v" not in part.__dict__ for w in part._parameters.values()]
+    sizes = [(weight.device != device, weight.nbytes) for weight in weights if weight is not None]
+    away, every = sum(size for is_away, size in sizes if is_away), sum(size for _, size in sizes)
+    return say("low_vram", away=f"{away / GIB:.1f}", all=f"{every / GIB:.1f}") if away else ""
 
 
 def _restride(weight: Tensor, memory_format: torch.memory_format) -> None:

@@ -133,7 +133,8 @@ def test_documented_are_those_that_there_are() -> None:
 
 def test_reasons_are_counted_by_their_keys() -> None:
     totals = Totals()
-    for text in (reasons.say("low_vram"), f"{reasons.say('low_vram')}. It runs as without this node", "/home/me: no"):
+    low_vram = reasons.say("low_vram", away="1.0", all="6.6")
+    for text in (low_vram, f"{low_vram}. It runs as without this node", "/home/me: no"):
         totals.fell_back(text)
     assert totals.fallbacks() == {"low_vram": 2, "other": 1}
 

@@ -49,11 +49,30 @@ def test_several_in_one_text_are_found_in_its_order(reasons) -> None:
 
 
 def test_a_text_may_say_more_than_its_reasons(reasons) -> None:
-    plain, moved = reasons.say("draws"), reasons.say("low_vram")
+    plain, moved = reasons.say("draws"), reasons.say("low_vram", away="1.0", all="6.6")
     for text in (plain, f"{plain} (comfy/ldm/x.py:12)", f"{plain}; {moved}", f"{moved}. It runs as without this node"):
         assert reasons.says_all(text), text
     for text in (f"512x512: {plain}", f"{plain}, at 512x512", "something else"):
         assert not reasons.says_all(text), text
+
+
+def test_low_vram_says_how_much_lies_in_main_memory(pack: ModuleType, reasons) -> None:
+    import torch
+    from anyshape.accel import tapes, weights
+    from anyshape.accel.tape.record import Recorder, record
+    from torch import nn
+
+    model = nn.Sequential(nn.Linear(1 << 14, 1 << 14, device="meta"), nn.Linear(4, 1 << 14))
+    found = reasons.found_in(weights.low_vram(model, torch.device("cpu")))
+    assert [(one.reason.key, one.values) for one in found] == [("low_vram", {"away": "1.0", "all": "1.0"})]
+    assert weights.low_vram(model[1], torch.device("cpu")) == ""
+    x = torch.randn(2, 4)
+    with torch.inference_mode():
+        _, tape = record(lambda: model[1](x), Recorder([x], model[1], x.device))
+    assert tapes.obstacle(tape) == ""
+    tape.device = torch.device("meta")  # as if the weights were elsewhere
+    assert reasons.found_in(tapes.obstacle(tape))[0].reason.key == "weights_elsewhere"  # of one block
+    assert reasons.found_in(tapes.obstacle(tape, model[1]))[0].reason.key == "low_vram"
 
 
 def test_short_forms_are_short_and_plain(reasons) -> None:

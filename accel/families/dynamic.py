@@ -99,7 +99,7 @@ class MappedWeights:
         dtype: of the model's inputs, in which patches of weights are computed.
         """
         if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
-            return say("low_vram")
+            return say("weights_elsewhere")
         self._waited = self.did_not_fit = False
         for _ in range(ROUNDS):
             if self.hold():

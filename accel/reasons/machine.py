@@ -22,8 +22,15 @@ REASONS = dict(
     ),
     # Memory and graphs
     low_vram=(
+        "Use smaller weights (fp8, int8): a part is not on the GPU",
+        "low VRAM: {away} of {all} GB of weights lie in main memory, and ComfyUI copies them to the GPU in each step. "
+        "Blocks whose weights are on the GPU are fast, the others run as without this node, and there is no graph. "
+        "Load smaller weights (fp8, int8, 4 bit), lower the image size or the batch, close other programs that use "
+        "the GPU, or start ComfyUI without --lowvram and --novram",
+    ),
+    weights_elsewhere=(
         "Free VRAM: a part of the model is not on the GPU",
-        "weights or inputs lie on another device (low VRAM, streamed weights)",
+        "its weights lie in main memory (low VRAM) or on another GPU, so it runs as without this node",
     ),
     weights_streamed=(
         "Use smaller weights (fp8, int8): these do not fit",
