@@ -20,6 +20,7 @@ pytestmark = [
 
 CLOSE = 2e-2  # relative L2 of a latent after four steps in bfloat16
 GIB = 1 << 30
+GRAPHS = 2 * GIB  # the budget of a new node
 
 
 def case(scenario: str, **options: Any) -> dict[str, Any]:
@@ -91,6 +92,8 @@ def test_two_models_by_turns():
     assert max(found["errors"]) < CLOSE and found["same"] == [True, True]
     assert found["recorded"] == 0 and only_streamed(found)
     assert found["s"] <= 1.02 * found["eager_s"]
+    eager, ours = found["peak"]
+    assert ours - eager <= GRAPHS  # no more memory than ComfyUI alone and the graphs' budget
 
 
 def test_a_lora_on_and_off():

@@ -68,32 +68,34 @@ def evict(name: str = "zimage", **changes: Any) -> dict[str, Any]:
 
 
 def switch(times: int = 30, steps: int = 4, layers: int = 12) -> dict[str, Any]:
-    """Two models in turn, of which one fits. Few steps: what a switch costs weighs most."""
+    """Two models in turn, of which one fits. Few steps: what a switch costs weighs most. peak: in eager, and ours."""
     watch, sources = Watch(), [zimage(layers, seed) for seed in range(2)]
     room = room_of(sources[0])
     with ballast(sources[0].model_size() + room + GRAPHS):
         wanted = [sampled(source, steps=steps)["out"] for source in sources]
 
-        def seconds(patchers: list[Any], check: Callable[[int, Any], None]) -> float:
-            total = 0.0
+        def by_turns(patchers: list[Any], check: Callable[[int, Any], None]) -> tuple[float, int]:
+            total, peak = 0.0, 0
             for turn in range(times):
                 run = sampled(patchers[turn % 2], steps=steps)
-                total += run["seconds"]
+                total, peak = total + run["seconds"], max(peak, run["peak"])
                 check(turn % 2, run["out"])
-            return total
+            return total, peak
 
         errors: list[float] = []
-        eager_s = seconds(sources, lambda which, out: None)
+        eager_s, eager_peak = by_turns(sources, lambda which, out: None)
         fast = [compiled(source) for source in sources]
         first = [sampled(patcher, steps=steps) for patcher in fast]
         counted = watch.recorded, watch.captured
-        fast_s = seconds(fast, lambda which, out: errors.append(far(out, wanted[which])))
+        fast_s, fast_peak = by_turns(fast, lambda which, out: errors.append(far(out, wanted[which])))
+        fast_peak = max(fast_peak, *(run["peak"] for run in first))
         same = [
             bool((sampled(patcher, steps=steps)["out"] == run["out"]).all())
             for patcher, run in zip(fast, first, strict=True)
         ]
         return {
             "eager_s": eager_s, "s": fast_s, "errors": [max(errors), sum(errors) / len(errors)], "same": same,
+            "times": times, "steps": steps, "size": sources[0].model_size(), "peak": [eager_peak, fast_peak],
             "recorded": watch.recorded - counted[0], "captured": watch.captured - counted[1], **told(),
         }  # fmt: skip
 

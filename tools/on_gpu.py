@@ -46,9 +46,13 @@ def inputs(
 
 
 def loaded_forward(
-    patcher: Patcher, width: int, height: int, rows: int = 2, tokens: int = 77, seed: int = 0, **changes: Any
-) -> Tensor:
-    """``forward`` of a model whose weights are where they should be; ``changes`` to the arguments by name."""
+    patcher: Patcher, width: int, height: int, rows: int = 2, tokens: int = 77, seed: int = 0, times: int = 1,
+    **changes: Any,
+) -> Tensor:  # fmt: skip
+    """``forward`` of a model whose weights are where they should be; ``changes`` to the arguments by name.
+
+    times: calls of the model in one run.
+    """
     from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
     args, named = inputs(patcher, width, height, rows, tokens, seed)
@@ -56,7 +60,9 @@ def loaded_forward(
 
     def run():
         with torch.inference_mode():
-            return patcher.model.diffusion_model(*args, **named | changes, transformer_options=dict(options))
+            for _ in range(times):
+                out = patcher.model.diffusion_model(*args, **named | changes, transformer_options=dict(options))
+            return out
 
     outer = [w for ws in patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).values() for w in ws]
     return WrapperExecutor.new_executor(run, outer).execute()
