@@ -26,9 +26,10 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # attributes that every module has, and torch looks after
 STANDARD = frozenset(nn.Module().__dict__) - {"training"}
 # What ComfyUI notes of weights that it maps in (DynamicVRAM), and does to them then and not at each call: a LoRA is
-# another function at each load, and what it makes of the weight lies where the weight lay.
+# another function at each load, and what it makes of the weight lies where the weight lay. And its graph of a block,
+# which comes and goes while its own forward runs.
 MAPPING = frozenset((
-    "_v", "_v_weight", "_v_bias", "_v_signature", "_v_block", "_v_block_faulted", "_prefetch",
+    "_v", "_v_weight", "_v_bias", "_v_signature", "_v_block", "_v_block_faulted", "_prefetch", "_comfy_graph",
     "weight_lowvram_function", "bias_lowvram_function", "seed_key", "_pin_state", "_pins",
     "dynamic_vbars", "dynamic_pins", "dynamic_patchers", "model_loaded_weight_memory", "model_offload_buffer_memory",
 ))  # fmt: skip

@@ -166,3 +166,41 @@ def test_what_we_allocate_stays_out_of_a_recorded_memory_plan(models, fresh, mon
     with torch.inference_mode():
         fast.decode(torch.zeros(1, 4, 8, 8))
     assert unet_calls and len(seen) > unet_calls and set(seen) == {1} and not depth
+
+
+def test_comfyui_begins_no_memory_plan_in_a_run_of_ours(models, fresh, monkeypatch):
+    """A model may begin one around all wrappers. The option is the user's again after the run, whatever ends it."""
+    from comfy.cli_args import args
+
+    monkeypatch.setattr(args, "disable_comfy_compiler", False, raising=False)
+    plain, fast, seen = fresh, compiled(fresh), []
+
+    def look(*_):
+        seen.append(args.disable_comfy_compiler)
+
+    def fail(*_):
+        raise ValueError("by the sampler")
+
+    models.sample(fast, **SMALL_RUN, callback=look)
+    assert seen and all(seen) and args.disable_comfy_compiler is False
+    with pytest.raises(ValueError, match="by the sampler"):
+        models.sample(fast, **SMALL_RUN, callback=fail)
+    assert args.disable_comfy_compiler is False
+    seen.clear()
+    models.sample(plain, **SMALL_RUN, callback=look)
+    assert seen and not any(seen)
+    args.disable_comfy_compiler = True  # the user's own choice
+    models.sample(fast, **SMALL_RUN, callback=look)
+    assert args.disable_comfy_compiler is True
+
+
+def test_a_graph_that_comfyui_notes_at_a_block_is_no_change_of_the_model(models, fresh, recordings):
+    fast, parts = compiled(fresh), list(fresh.model.diffusion_model.modules())
+    first = models.sample(fast, **SMALL_RUN)
+    parts[5]._comfy_graph = {"graph": object(), "signature": (1, 2)}
+    out = models.sample(fast, **SMALL_RUN, callback=lambda *_: setattr(parts[9], "_comfy_graph", {"graph": object()}))
+    assert torch.equal(out, first) and torch.equal(models.sample(fast, **SMALL_RUN), first)
+    assert len(recordings) == 1 and not fallbacks()
+    for part in (parts[5], parts[9]):
+        del part._comfy_graph
+    assert torch.equal(models.sample(fast, **SMALL_RUN), first) and len(recordings) == 1

@@ -4,7 +4,11 @@ Older than 0.3.75: models are left in training mode. Newer: memory plans recorde
 are mapped in while a model runs (``dynamic``).
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from comfy.cli_args import args
 
 try:
     import comfy.model_prefetch as prefetch
@@ -16,3 +20,30 @@ def outside_memory_plan() -> AbstractContextManager:
     """Keeps what is allocated within out of the memory plan that ComfyUI's model compiler records for some models."""
     pause = getattr(prefetch, "pause_malloc_graph", None)
     return nullcontext() if pause is None else pause()
+
+
+NO_PLANS = "disable_comfy_compiler"  # ComfyUI's start option
+_LOCK = threading.Lock()
+_RUNS = [0]  # that go on without plans, because we switched them off
+
+
+@contextmanager
+def without_memory_plans() -> Iterator[None]:
+    """Within, ComfyUI begins no such plan: for a whole sampling run, in all threads.
+
+    Some models begin one before they call any wrapper, and end it afterwards (MiniMax H3). A plan is of the allocations
+    between, and one of none, or of ours, is an error there that ends the run. ``outside_memory_plan`` comes too late.
+    """
+    with _LOCK:
+        ours = _RUNS[0] > 0 or getattr(args, NO_PLANS, True) is False
+        if ours:
+            _RUNS[0] += 1
+            setattr(args, NO_PLANS, True)
+    try:
+        yield
+    finally:
+        if ours:
+            with _LOCK:
+                _RUNS[0] -= 1
+                if not _RUNS[0]:
+                    setattr(args, NO_PLANS, False)
