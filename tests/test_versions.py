@@ -204,3 +204,45 @@ def test_a_graph_that_comfyui_notes_at_a_block_is_no_change_of_the_model(models,
     for part in (parts[5], parts[9]):
         del part._comfy_graph
     assert torch.equal(models.sample(fast, **SMALL_RUN), first) and len(recordings) == 1
+
+
+# Attention ---------------------------------------------------------------------------------------------------------
+
+
+class Preference(nn.Module):
+    """As newer ComfyUI has it: a layer's file names the attention of that layer."""
+
+    def function(self, q, k, v, heads, **kwargs):
+        import comfy.ldm.modules.attention as attention
+
+        return attention.attention_pytorch(q, k, v, heads) * 1.2
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["torch's attention", "another one"])
+def test_an_attention_that_the_model_prefers(models, fresh, monkeypatch, other):
+    """It counts if there is no override among the options: so we set none."""
+    import comfy.ldm.modules.attention as attention
+
+    own, layers = attention.attention_pytorch, fresh.model.diffusion_model.modules()
+    cross = [part for part in layers if isinstance(part, attention.CrossAttention)]
+    preference = Preference()
+
+    def chosen(q, k, v, heads, mask=None, transformer_options=None, **kwargs):
+        override = (transformer_options or {}).get("optimized_attention_override")
+        if override is not None:
+            return override(own, q, k, v, heads, transformer_options=transformer_options, **kwargs)
+        return preference.function(q, k, v, heads)
+
+    plain = models.sample(fresh, **SMALL_RUN)
+    monkeypatch.setattr(attention, "optimized_attention", chosen)
+    if not other:
+        from anyshape.accel.families import taping
+
+        monkeypatch.setattr(taping, "OPEN_ATTENTION", {chosen})
+    for part in cross:
+        part.comfy_attention = preference
+    wanted = models.sample(fresh, **SMALL_RUN)
+    fast = compiled(fresh)
+    assert error(models.sample(fast, **SMALL_RUN), wanted) < CLOSE < error(wanted, plain)
+    assert error(models.sample(fast, **SMALL_RUN), wanted) < CLOSE
+    assert_fast()

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from comfy.cli_args import args
+from torch import nn
+
+from ..tape.named_tensors import parts_of
 
 try:
     import comfy.model_prefetch as prefetch
@@ -23,6 +26,7 @@ def outside_memory_plan() -> AbstractContextManager:
 
 
 NO_PLANS = "disable_comfy_compiler"  # ComfyUI's start option
+PREFERENCE = "comfy_attention"  # of a layer: its file may name an attention for it
 _LOCK = threading.Lock()
 _RUNS = [0]  # that go on without plans, because we switched them off
 
@@ -47,3 +51,9 @@ def without_memory_plans() -> Iterator[None]:
                 _RUNS[0] -= 1
                 if not _RUNS[0]:
                     setattr(args, NO_PLANS, False)
+
+
+def prefers_attention(model: nn.Module) -> bool:
+    """Whether the model itself names the attention of a layer, which counts unless an override is among the options."""
+    places = [own for part in parts_of(model) for own in (part._modules, part.__dict__) if PREFERENCE in own]
+    return any(getattr(own[PREFERENCE], "function", None) is not None for own in places)

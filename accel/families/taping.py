@@ -25,6 +25,7 @@ from ..tape.record import Recorder
 from ..tape.unplanned import without_plans
 from ..tapes import Skipping, Taped, named_features
 from . import dynamic
+from .compat import prefers_attention
 from .sampling_state import SamplingState
 from .surroundings import autocast
 
@@ -258,6 +259,8 @@ def _places(options: Mapping[Any, Any], block: nn.Module, uncalled: bool = False
 def _prepare(options: NotedOptions, recorder: Recorder) -> None:
     """Attention that is not torch's own goes on the tape as one call, whatever it does inside; torch's as it runs."""
     foreign = options.get(OVERRIDE)  # noted: another one, another recording
+    if foreign is None and prefers_attention(recorder.module):
+        return  # it runs as it does without us
     if foreign is None and attention.optimized_attention in OPEN_ATTENTION:
         if recorder.turned:  # what the recorder hears it writes down as it would be, and what it does not is a copy
             options.hide(OVERRIDE, partial(_planning_little, recorder))
