@@ -142,13 +142,15 @@ class Recorder(TorchDispatchMode):
         """How far the recording has come."""
         return len(self.operations), self._tensors.count, self.writes.promoted, self.refuse.reason
 
-    def back_to(self, place: tuple[int, int, int, str]) -> None:
-        """Forgets what was written down since ``place``. What was made before must not have changed since."""
-        operations, leaves, promoted, self.refuse.reason = place
+    def back_to(self, place: tuple[int, int, int, str]) -> bool:
+        """Forgets what was written down since ``place``; False if memory from before was written into since."""
+        operations, leaves, promoted, reason = place
         if self.writes.promoted != promoted:
-            raise RuntimeError("memory from before was written into")
+            return False
         del self.operations[operations:]
         self._tensors.forget_since(leaves)
+        self.refuse.reason = reason
+        return True
 
     # One operation ------------------------------------------------------------------------------------------------
 

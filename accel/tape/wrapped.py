@@ -76,13 +76,12 @@ class Wrapped:
         before = recorder.place()
         with recorder:
             out = kind.__torch_dispatch__(func, types, args, kwargs)
-        if step is not None and recorder.guarded(lambda: self._is_apart(out, before)):
-            recorder.back_to(before)
+        if step is not None and recorder.guarded(lambda: self._is_apart(out) and recorder.back_to(before)):
             self._steps[step.likeness] = step
             self._write(step, args, out)
         return out
 
-    def _is_apart(self, out: Any, before: tuple) -> bool:
+    def _is_apart(self, out: Any) -> bool:
         """Whether the class has computed ``out`` in a way that no tape can hold, and nothing else is against one."""
         if type(out) not in PLAIN:
             return False
