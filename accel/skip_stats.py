@@ -14,8 +14,11 @@ class SkipStats:
     An evaluation is skipped if every call of the model in it was.
     """
 
-    model: str
+    model: str  # its class
     depth: int = 0
+    entry: str = ""  # the model's name in the stats, known from its first call on
+    prompt: int = 0  # as ``ShapeStats`` has it
+    workflow: str = ""  # the browser's id of the one that the prompt is of; "" if it came without one, from a script
     share: float = 0.0  # of a full step's work that a skipped one does
     full: int = 0
     skipped: int = 0
@@ -39,7 +42,7 @@ class SkipStats:
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
-        names = ("model", "depth", "full", "skipped", "bytes")
+        names = ("model", "entry", "prompt", "workflow", "depth", "full", "skipped", "bytes")
         return {name: getattr(self, name) for name in names} | {
             "resets": {bounded(reason): count for reason, count in list(self.resets.items())},
             "seconds": round(self.seconds, 3),

@@ -49,7 +49,7 @@ class ShapeStats:
     reason: str = ""  # why it does not run faster, where something is missed
     note: str = ""  # why it runs as it does, where nothing is missed: a graph would not help, say
     prompt: int = 0  # of the latest call: the latest prompt has the highest number; 0 outside of prompts
-    workflows: list[str] = field(default_factory=list)  # the browser's ids of those whose prompts used it
+    prompts: dict[str, int] = field(default_factory=dict)  # workflow -> the latest that called it; "": scripts
     times: CallTimes = field(default_factory=CallTimes, repr=False)
     eager: Eager = field(default_factory=Eager, repr=False)  # of the forward that ComfyUI makes in its place
 
@@ -58,11 +58,17 @@ class ShapeStats:
         """Of an image 1024x1152, of a video 832x480x33."""
         return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
 
+    @property
+    def workflows(self) -> list[str]:
+        """The browser's ids of those whose prompts used it."""
+        return [workflow for workflow in list(self.prompts) if workflow]
+
     def used_by(self, prompt: int, workflow: str) -> None:
-        """Notes the prompt of a call, and the workflow it came from."""
+        """Notes the prompt of a call, and the workflow it came from: the browser's id of it, or ""."""
         self.prompt = prompt
-        if workflow and self.workflows[-1:] != [workflow]:
-            self.workflows = [*(one for one in self.workflows if one != workflow), workflow][-MAX_WORKFLOWS:]
+        if self.prompts.get(workflow) != prompt:
+            others = [item for item in self.prompts.items() if item[0] != workflow]
+            self.prompts = dict([*others, (workflow, prompt)][-MAX_WORKFLOWS:])
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""
@@ -81,7 +87,8 @@ class ShapeStats:
             "eager_ms": None if eager is None else round(eager, 3),
             "factor": factor,
             "saved_seconds": None if factor is None else round(self.times.saved_seconds(eager), 3),
-            "workflows": list(self.workflows),
+            "workflows": self.workflows,
+            "prompts": dict(self.prompts),
         }
 
 
@@ -236,9 +243,12 @@ class Stats:
             return list(self._models)
 
     def skip_run(self, model: str, depth: int) -> SkipStats:
-        """A new entry for a sampling run with skipped blocks."""
+        """A new entry for a sampling run with skipped blocks, in the prompt that runs in this thread."""
+        prompt = self.prompts.current()
         with self._lock:
             entry = SkipStats(model, depth)
+            if prompt is not None:
+                entry.prompt, entry.workflow = prompt.number, prompt.workflow
             self._skip.append(entry)
             return entry
 

@@ -9,6 +9,7 @@ from server import PromptServer
 from ..accel import gain
 from ..accel.prompt_calls import Prompt
 from ..accel.stats import STATS
+from .ahead import ID as WARM_UP
 from .badge import workflow_of
 
 log = logging.getLogger(__name__)
@@ -19,10 +20,11 @@ START, END = "execution_start", ("execution_success", "execution_error", "execut
 
 
 def workflow(prompt_id: str) -> str:
-    """The browser's id of the workflow that a running prompt came from; "" if it came from a script."""
+    """The browser's id of the workflow that a running prompt came from; "" if it came from a script, or from us."""
     server = getattr(PromptServer, "instance", None)
     items = _running_items(server.prompt_queue) if server else []
-    return next((workflow_of(item[3].get("extra_pnginfo")) for item in items if item[1] == prompt_id), "")
+    theirs = (item for item in items if item[1] == prompt_id and WARM_UP not in item[2])
+    return next((workflow_of(item[3].get("extra_pnginfo")) for item in theirs), "")
 
 
 def running_nodes(queue: Any) -> dict[str, str]:
@@ -55,6 +57,8 @@ def note_ends(queue: Any, seen: str) -> str:
         entries = list(takewhile(lambda item: item[0] != seen, reversed(queue.history.items())))
     for _, entry in reversed(entries):
         _, _, prompt, extra, *_ = entry["prompt"]
+        if WARM_UP in prompt:  # the user did not queue it: the nodes' latest prompt is another
+            continue
         told = dict((entry.get("status") or {}).get("messages", []))
         ended = next((word for name, word in BROKEN_OFF.items() if name in told), "")
         STATS.ended(workflow_of(extra.get("extra_pnginfo")), prompt.keys(), ended)

@@ -41,9 +41,18 @@ def of_several() -> Iterator[ComfyServer]:
         yield running
 
 
-def sizes_of_models(server: ComfyServer) -> set[tuple[int, int, int]]:
+def of_models(server: ComfyServer) -> dict[tuple[int, int, int], dict[str, Any]]:
     models = server.get("/anyshape/stats").json()["models"]
-    return {(s["width"], s["height"], s["batch"]) for m in models if m["kind"] == "model" for s in m["shapes"]}
+    return {(s["width"], s["height"], s["batch"]): s for m in models if m["kind"] == "model" for s in m["shapes"]}
+
+
+def sizes_of_models(server: ComfyServer) -> set[tuple[int, int, int]]:
+    return set(of_models(server))
+
+
+def workflow(id: str) -> dict[str, Any]:
+    """What a browser sends along with a prompt."""
+    return {"extra_pnginfo": {"workflow": {"id": id}}}
 
 
 def wait_for(what: Any, wanted: Any) -> None:
@@ -70,10 +79,13 @@ def test_each_user_has_settings_of_their_own(of_several) -> None:
 
 def test_the_sizes_of_the_last_session(of_several) -> None:
     """After the first picture, in a prompt of its own that leaves nothing behind; once."""
-    entry = post(of_several, flow(seed=7, **NAMED), "ann")
+    entry = post(of_several, flow(seed=7, **NAMED), "ann", extra_data=workflow("w"))
     assert ours(entry) == ADDED
     wait_for(lambda: sizes_of_models(of_several), {(64, 72, 1), (64, 64, 1), (72, 64, 2)})
     wait_for(lambda: of_several.get("/queue").json(), {"queue_running": [], "queue_pending": []})
+    assert {size: s["workflows"] for size, s in of_models(of_several).items()} == {
+        (64, 72, 1): ["w"], (64, 64, 1): [], (72, 64, 2): []
+    }, "what is warmed up ahead is not what the workflow did"  # fmt: skip
     warmed = of_several.get("/anyshape/stats").json()["nodes"]
     (noted,) = [one for one in warmed if one["type"] == "AnyShapeWarmUp"]
     assert noted["file"] == FILE
@@ -122,11 +134,13 @@ def test_cancel_ends_it_for_this_session(of_several) -> None:
     sizes = {(8 * n, 256, 8) for n in range(25, 37)}
     of_several.http.post(f"{of_several.url}/anyshape/clear").raise_for_status()
     for seed in (13, 14):
-        post(of_several, flow(seed=seed, file="cancelled.safetensors"), "ann")
+        post(of_several, flow(seed=seed, file="cancelled.safetensors"), "ann", extra_data=workflow("v"))
         if seed == 13:
             wait_for(lambda: warms_up(of_several), [True])
             of_several.interrupt()
         wait_for(lambda: warms_up(of_several), [])
         time.sleep(1.2)  # two looks at the queue
         assert warms_up(of_several) == []
+        nodes = [one for one in of_several.get("/anyshape/stats").json()["nodes"] if one["workflow"] == "v"]
+        assert nodes and not any("ended" in one for one in nodes), "the user's prompt was not cancelled"
     assert sizes - sizes_of_models(of_several)

@@ -170,6 +170,25 @@ def test_prompts_are_numbered_as_they_run(prompted) -> None:
         found.append(shape.prompt)
     assert found == [1, 1, 2, 0, 2, 3]
     assert shape.workflows == ["workflow of a", "workflow of b", "workflow of c"]
+    assert shape.as_dict()["prompts"] == {"workflow of a": 1, "workflow of b": 2, "workflow of c": 3}
+
+
+def test_each_workflow_has_a_latest_prompt_and_so_have_scripts() -> None:
+    own, running = stats.Stats(), [""]
+    own.prompts.follow(lambda: running[0], {"a": "v", "b": "", "c": "v", "d": "w"}.get)
+    shape = own.model("UNet", "model").shape("k", 8, 8, 1)
+    for running[0] in "abcd":
+        own.prompts.called(shape)
+    assert shape.prompts == {"": 2, "v": 3, "w": 4} and shape.workflows == ["v", "w"] and shape.prompt == 4
+
+
+def test_a_run_with_skipped_blocks_knows_its_prompt(prompted) -> None:
+    own, running = prompted
+    outside = own.skip_run("UNet", 2).as_dict()
+    assert (outside["prompt"], outside["workflow"], outside["entry"]) == (0, "", "")
+    running[0] = "a"
+    inside = own.skip_run("UNet", 2).as_dict()
+    assert (inside["prompt"], inside["workflow"]) == (1, "workflow of a")
 
 
 def test_a_prompt_knows_its_calls_and_what_it_compiled(prompted) -> None:

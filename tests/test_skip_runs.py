@@ -124,6 +124,15 @@ def test_the_report_names_runs_and_kinds_of_step(models, patcher, pack):
     assert "4 full and 8 skipped evaluations" in text and "full steps" in text and "skipped steps" in text
 
 
+def test_a_run_names_the_entry_of_its_model(models, patcher):
+    """There may be others of its class."""
+    from anyshape.accel.families import entries
+
+    models.sample(skipping(patcher), **RUN)
+    (name,) = entries.of_skipping(skipping(patcher))()
+    assert last_run()["entry"] == name and last_run()["model"] == type(patcher.model).__name__
+
+
 # With Compile Model -----------------------------------------------------------------------------------------------
 
 

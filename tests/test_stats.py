@@ -32,11 +32,12 @@ TYPES = {
     **dict.fromkeys(["factor", "saved_seconds"], type(None)),  # on a CPU nothing is gained
     "workflows": list,
     **dict.fromkeys(["calls", "replays", "bytes", "depth", "full", "skipped"], int),
-    **dict.fromkeys(["name", "kind", "key", "state", "step", "reason", "note", "model"], str),
+    **dict.fromkeys(["name", "kind", "key", "state", "step", "reason", "note", "model", "entry", "workflow"], str),
     "eager_ms": float,
     "inexact": list,
     **dict.fromkeys(["compile_seconds", "first_call_seconds", "median_ms", "seconds", "share"], float),
     "resets": dict,
+    "prompts": dict,
     "share": float,
 }
 

@@ -22,11 +22,11 @@ STATS_KEYS = {
     "model": {"name", "kind", "kernels", "recompiles", "compile_seconds", "inexact", "shapes"},
     "shape": {
         "key", "width", "height", "batch", "frames", "state", "calls", "replays", "first_call_seconds", "median_ms",
-        "eager_ms", "bytes", "reason", "note", "prompt", "factor", "saved_seconds", "workflows", "step",
+        "eager_ms", "bytes", "reason", "note", "prompt", "prompts", "factor", "saved_seconds", "workflows", "step",
     },
     "graphs": {"budget_bytes", "used_bytes", "evictions"},
     "fallback": {"where", "reason", "count"},
-    "skip": {"model", "depth", "share", "full", "skipped", "resets", "seconds", "bytes"},
+    "skip": {"model", "entry", "prompt", "workflow", "depth", "share", "full", "skipped", "resets", "seconds", "bytes"},
     "node": {"id", "workflow", "type", "state", "message", "models"},
     "artifacts": {"dir", "loaded", "saved", "rejected"},
 }  # fmt: skip

@@ -125,6 +125,8 @@ class Session:
         size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
         try:
             call, skip = taping.call_of(model, original, given, run, fallback, size), given.options.get(RUN_KEY)
+            if skip is not None and not skip.stats.entry:
+                skip.stats.entry = self._engine(model).stats.name
             if skip is not None and skip.skips and (why := _why_apart(model, call, skip, given, run)):
                 return self._apart(model, original, call, skip, given, run, why)
             if skip is None or call.taped is None or not skip.skips:

@@ -181,6 +181,10 @@ test("a node from the cache may have run under another id: the one whose model t
   assert.equal(format.entryOf(stats(models, { nodes }), { ...where, cached: false }), undefined);
   const two = [...nodes, entry({ id: "9", models: ["SDXL", "Flux"] })];
   assert.equal(format.entryOf(stats(models, { nodes: two }), where), undefined);
+  const told = [model([shape({ prompt: 7, prompts: { u: 7 } })]), model([shape({ prompt: 6, prompts: { v: 6 } })], { name: "Flux" })];
+  assert.equal(format.entryOf(stats(told, { nodes }), where), nodes[1]); // the prompt of this workflow, not of another
+  const same = [entry({ id: "4", workflow: "a", models: ["Flux"] }), entry({ id: "4", workflow: "b" })];
+  assert.equal(format.entryOf(stats(told, { nodes: same }), where), same[0]);
 });
 
 test("a node that has not run, is off, cannot be compiled, or has not sampled", () => {
@@ -240,6 +244,23 @@ test("a node's line is about the latest prompt of its model", () => {
   assert.equal(badge([model(now), decoder], { models: ["SDXL", "VAE decoder"] }).text, "fast: 72×512");
 });
 
+test("a node's line is about its own workflow: another one may use the same model", () => {
+  const here = shape({ prompt: 9, prompts: { v: 9, w: 3 }, width: 64 });
+  const there = shape({ prompt: 9, prompts: { v: 9 }, width: 72, state: "eager", reason: "a patch" });
+  const both = [model([here, there])];
+  assert.equal(badge(both).text, "fast: 64×512");
+  assert.match(badge(both).title, /ran: graph 1\nSince the start: 2 sizes/);
+  assert.equal(badge(both, { workflow: "v" }).text, "partly fast: 1 of 2 sizes");
+  assert.equal(badge([model([there])]).text, "ready, nothing sampled yet");
+  const script = shape({ prompt: 10, prompts: { w: 3, "": 10 }, width: 80 });
+  assert.equal(badge([model([script, { ...here, prompts: { w: 4 } }])]).text, "fast: 64×512");
+  assert.equal(badge([model([script])], { workflow: "" }).text, "fast: 80×512");
+  const cached = (workflow) => format.badge(entry({ workflow: "v" }), stats([model([there, here])]), EN, "en", 0, workflow).text;
+  assert.equal(cached("w"), "fast: 64×512"); // the sampler ran here, and the node elsewhere
+  assert.equal(cached("another"), "partly fast: 1 of 2 sizes");
+  assert.equal(badge([model([shape({ prompt: 0, prompts: {} })])]).text, "fast: 512×512"); // outside of prompts
+});
+
 test("a node that another pack took over says so, whatever ran before", () => {
   const shown = badge([model([shape()])], { instead: "another node runs this model" });
   assert.deepEqual([shown.level, shown.text], ["as_comfyui", "as ComfyUI: another node runs this model"]);
@@ -256,11 +277,15 @@ test("Warm Up's line is about its list", () => {
   assert.match(badge([], bad).title, /0 of 1 sizes ready\nconnect Compile Model/);
 });
 
-test("Skip Blocks shows its model's latest run", () => {
-  const run = { model: "SDXL", depth: 2, full: 8, skipped: 12, resets: {}, seconds: 1, bytes: 0 };
-  const all = stats([], { skip: [{ ...run, full: 1 }, run, { ...run, model: "SD15", full: 99 }] });
+test("Skip Blocks shows the latest run of its own model in its own workflow", () => {
+  const run = { model: "SDXL", entry: "SDXL #2", prompt: 4, workflow: "w", depth: 2, full: 8, skipped: 12, resets: {}, seconds: 1, bytes: 0 };
+  const foreign = [{ ...run, model: "SD15", entry: "SD15", full: 99 }, { ...run, entry: "SDXL", full: 98 }, { ...run, workflow: "v", full: 97 }];
+  const all = stats([], { skip: [{ ...run, full: 1 }, run, ...foreign, { ...run, workflow: "", full: 96 }] });
   const mine = entry({ type: "AnyShapeSkipBlocks", models: ["SDXL #2"] });
   assert.equal(format.badge(mine, all, EN).text, "8 full, 12 skipped, depth 2");
+  const copied = { ...mine, workflow: "v" }; // the node came from the cache: the run is of the page's workflow
+  assert.equal(format.badge(copied, all, EN, "en", 0, "w").text, "8 full, 12 skipped, depth 2");
+  assert.equal(format.badge(copied, all, EN, "en", 0, "x").text, "97 full, 12 skipped, depth 2");
   const none = { ...run, skipped: 0, resets: { "few steps": 8 } };
   const shown = format.badge(mine, stats([], { skip: [none] }), EN);
   assert.equal(shown.level, "as_comfyui");

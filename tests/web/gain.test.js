@@ -62,7 +62,7 @@ test("behind Skip Blocks every step stands beside a full one of ComfyUI's, and t
   assert.match(badge(skipping(), {}, ZH, "zh").title, /\n只看完整步：1.5x。/);
   assert.equal(stepsText([shape()], EN), "");
   assert.equal(stepsText([skipping()[1]], EN), ""); // no full step's time is known: there is nothing to say of them
-  const run = { model: "SDXL", depth: 2, full: 10, skipped: 20, resets: {}, seconds: 1, bytes: 0 };
+  const run = { model: "SDXL", entry: "SDXL", workflow: entry.workflow, depth: 2, full: 10, skipped: 20, resets: {}, seconds: 1, bytes: 0 };
   const node = { ...entry, type: "AnyShapeSkipBlocks" };
   const mine = format.badge(node, stats([model("SDXL", [shape(), ...skipping()])], { skip: [run] }), EN);
   assert.equal(mine.text, "3.0x, 0.6 s saved, 10 full, 20 skipped, depth 2"); // what ran without it is not counted
@@ -103,7 +103,7 @@ test("a view is about the last prompt, a workflow or everything, the model that 
   const flux = model("Flux #2", [shape({ width: 8, prompt: 5, workflows: ["v"] })]);
   const all = stats([model("old", []), flux, sdxl, model("new", [])], {
     fallbacks: [{ where: "SDXL" }, { where: "Warm Up" }],
-    skip: [{ model: "Flux" }, { model: "SDXL" }],
+    skip: [{ model: "Flux", prompt: 5, workflow: "v" }, { model: "SDXL", prompt: 4, workflow: "w" }],
   });
   const widths = (found) => found.models.map((one) => [one.name, ...one.shapes.map((s) => s.width)]);
   assert.deepEqual(widths(scoped(all, "all")).slice(0, 2), [["Flux #2", 8], ["SDXL", 512, 64]]);
@@ -112,7 +112,8 @@ test("a view is about the last prompt, a workflow or everything, the model that 
   assert.deepEqual(widths(scoped(all, "workflow", "v")), [["Flux #2", 8], ["SDXL", 64]]);
   assert.deepEqual(widths(scoped(all, "workflow", undefined)), []);
   assert.deepEqual(scoped(all, "workflow", "w").fallbacks, [{ where: "SDXL" }]);
-  assert.deepEqual(scoped(all, "prompt").skip, [{ model: "Flux" }]);
+  assert.deepEqual(scoped(all, "prompt").skip, [all.skip[0]]);
+  assert.deepEqual(scoped(all, "workflow", "w").skip, [all.skip[1]]);
   assert.equal(scoped(all, "all").fallbacks.length, 2);
   const scripts = stats([model("SDXL", [shape({ prompt: 0, workflows: [] })])]);
   assert.deepEqual(widths(scoped(scripts, "prompt")), []);

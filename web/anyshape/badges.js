@@ -70,7 +70,7 @@ export function show(stats) {
   for (const [node, element] of badges) {
     const { id, mode } = found.get(node) ?? { id: String(node.id), mode: node.mode };
     const where = { id, type: node.comfyClass, workflow: root?.id, queued, cached: cached.has(`${root?.id} ${id}`) };
-    const shown = badge(entryOf(stats, where), stats, words(), language(), mode);
+    const shown = badge(entryOf(stats, where), stats, words(), language(), mode, root?.id);
     if (element.dataset.level !== shown.level && node.flags?.collapsed) node.setDirtyCanvas?.(true, true);
     element.dataset.level = shown.level;
     element.classList.toggle("anyshape-loss", Boolean(shown.loss));

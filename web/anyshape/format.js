@@ -94,30 +94,42 @@ export function together(texts) {
 /**
  * The entry of a node, if it has run: of its own workflow, or one that came without the name of its workflow in a prompt
  * that this page queued (the ids in `queued`): a script's nodes may have the same numbers. A node that ComfyUI took from
- * its cache ran in another workflow, a copy of this one: the entry that ran last, because ComfyUI's cache holds no older
- * ones. It may have another id there.
+ * its cache ran in another workflow, a copy of this one, where it may have another id: the entry whose model the latest
+ * prompt of this workflow ran, or the one that ran last, because ComfyUI's cache holds no older ones.
  */
 export function entryOf(stats, { id, type, workflow, cached = false, queued = new Set() }) {
-  const mine = stats.nodes?.filter((entry) => entry.id === id && entry.type === type) ?? [];
+  const same = stats.nodes?.filter((entry) => entry.type === type) ?? [];
+  const mine = same.filter((entry) => entry.id === id);
   const own = mine.find((entry) => entry.workflow === workflow) ?? mine.find((entry) => !entry.workflow && queued.has(entry.prompt));
-  return own ?? (cached ? (mine.at(-1) ?? ranLast(stats, type)) : undefined);
+  if (own || !cached) return own;
+  const last = latest(stats.models.flatMap((model) => model.shapes), [workflow]);
+  const names = new Set(stats.models.filter((model) => model.shapes.some((s) => last.includes(s))).map((model) => model.name));
+  const ran = (entry) => entry.models.some((name) => names.has(name));
+  return mine.filter(ran).at(-1) ?? mine.at(-1) ?? onlyOne(same.filter(ran));
 }
 
-/** The entry of a node of this type whose model ran in the latest prompt, if all of those have the same one. */
-function ranLast(stats, type) {
-  const prompts = (model) => model.shapes.map((s) => s.prompt ?? 0);
-  const last = Math.max(...stats.models.flatMap(prompts));
-  const names = new Set(stats.models.filter((model) => prompts(model).includes(last)).map((model) => model.name));
-  const found = (stats.nodes ?? []).filter((entry) => entry.type === type && entry.models.some((name) => names.has(name)));
-  return distinct(found.map((entry) => entry.models.join())).length === 1 ? found.at(-1) : undefined;
+/** The last of these entries, if all have the same model. */
+const onlyOne = (found) => (distinct(found.map((entry) => entry.models.join())).length === 1 ? found.at(-1) : undefined);
+
+/** The number of the latest prompt of `workflow` that called this size: 0 outside of prompts, -1 if none of them did. */
+const promptOf = (s, workflow) => s.prompts?.[workflow] ?? (s.prompts && s.prompt ? -1 : (s.prompt ?? 0));
+
+/** The sizes of the latest prompt of the first of these workflows that has called any; or those outside of prompts. */
+function latest(shapes, workflows) {
+  for (const workflow of workflows) {
+    const newest = Math.max(...shapes.map((s) => promptOf(s, workflow)));
+    if (newest > 0) return shapes.filter((s) => promptOf(s, workflow) === newest);
+  }
+  return shapes.filter((s) => promptOf(s) === 0);
 }
 
 /**
  * What a node shows of itself: {level: "none" | "off" | "preparing" | "fast" | "partly" | "as_comfyui", text, title,
  * loss: whether it is slower than ComfyUI}.
- * entry: of entryOf; undefined before the node's first run. mode: the node's, as the graph has it.
+ * entry: of entryOf; undefined before the node's first run. mode: the node's, as the graph has it. workflow: the id of
+ * the one that the node is in, which is not the entry's where ComfyUI took the node from its cache.
  */
-export function badge(entry, stats, words, language = "en", mode = 0) {
+export function badge(entry, stats, words, language = "en", mode = 0, workflow = entry?.workflow) {
   if (mode === MUTED) return plain("as_comfyui", words.badge.muted);
   if (mode === BYPASSED) return plain("off", words.badge.bypassed);
   if (!entry) return plain("none", words.badge.not_run);
@@ -128,8 +140,11 @@ export function badge(entry, stats, words, language = "en", mode = 0) {
   if (entry.state === "eager") return asComfyUI(entry.message, stats, words);
   if (entry.instead) return asComfyUI(entry.instead, stats, words); // whatever ran before
   const models = stats.models.filter((model) => entry.models.includes(model.name));
+  const all = models.flatMap((model) => model.shapes);
+  const workflows = [workflow, entry.workflow];
+  const shapes = latest(all, workflows);
   const skips = entry.type === SKIP_BLOCKS;
-  const found = skips ? skipped(entry, models, stats, words) : ran(models, stats, words, language);
+  const found = skips ? skipped(entry, workflows, shapes, all, stats, words) : ran(models, shapes, all, stats, words, language);
   return withMessage(found ?? plain("none", words.badge.ready), entry.message);
 }
 
@@ -181,13 +196,10 @@ export const files = (stats) =>
 export const inexact = (models, words) =>
   models.filter((model) => model.shapes.length).flatMap((model) => (model.inexact ?? []).map((sentence) => `${model.name}${words.colon}${sentence}`));
 
-/** Of the latest prompt that these models ran in; the tooltip has what came before it. */
-function ran(models, stats, words, language) {
+/** Of `shapes`, those of the latest prompt; the tooltip has what came before it, of all workflows. */
+function ran(models, shapes, all, stats, words, language) {
+  if (!shapes.length) return null;
   const device = stats.device;
-  const all = models.flatMap((model) => model.shapes);
-  if (!all.length) return null;
-  const newest = Math.max(...all.map((s) => s.prompt ?? 0));
-  const shapes = all.filter((s) => (s.prompt ?? 0) === newest);
   const levels = distinct(shapes.map((s) => speed(s, device)));
   const level = levels.length === 1 ? levels[0] : "partly";
   const recompiles = sum(models, (model) => model.recompiles);
@@ -233,16 +245,14 @@ function since(shapes, recompiles, words, language) {
   return fill(words.badge.since, { counted: counted.join(words.comma) });
 }
 
-/** Of Skip Blocks: its model's latest sampling run. A run is named by the class, an entry may have a number behind it. */
-function skipped(entry, models, stats, words) {
-  const classes = entry.models.map((name) => name.replace(/ #\d+$/, ""));
-  const run = stats.skip.filter((one) => classes.includes(one.model)).at(-1);
+/** Of Skip Blocks: the latest sampling run of its model in the first of these workflows that has one. */
+function skipped(entry, workflows, shapes, all, stats, words) {
+  const mine = stats.skip.filter((run) => entry.models.includes(run.entry));
+  const run = workflows.map((workflow) => mine.filter((one) => one.workflow === workflow).at(-1)).find(Boolean);
   if (!run) return null;
-  const all = models.flatMap((model) => model.shapes);
-  const newest = Math.max(...all.map((s) => s.prompt ?? 0));
-  const shapes = all.filter((s) => s.step && (s.prompt ?? 0) === newest);
-  const text = [...gainOf(shapes, all.filter((s) => s.step), words), fill(words.badge.skipped, run)].join(words.comma);
-  const steps = [stepsText(shapes, words)].filter(Boolean);
+  const steps_of = (some) => some.filter((s) => s.step);
+  const text = [...gainOf(steps_of(shapes), steps_of(all), words), fill(words.badge.skipped, run)].join(words.comma);
+  const steps = [stepsText(steps_of(shapes), words)].filter(Boolean);
   const resets = Object.entries(run.resets).map(([reason, n]) => fill(words.skip.reset, { n, reason }));
   return plain(run.skipped ? "fast" : "as_comfyui", text, [text, ...steps, words.badge.skipped_help, ...resets].join("\n"));
 }

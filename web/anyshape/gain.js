@@ -79,10 +79,11 @@ export function scoped(stats, scope, workflow) {
     .map((model) => ({ ...model, shapes: model.shapes.filter(belongs) }))
     .filter((model) => model.shapes.length);
   const names = new Set(models.flatMap((model) => [model.name, model.name.replace(/ #\d+$/, "")]));
+  const isOf = (run) => (scope === "prompt" ? run.prompt === last : run.workflow === workflow);
   return {
     ...stats,
     models: newestFirst(models),
     fallbacks: stats.fallbacks.filter((f) => names.has(f.where)),
-    skip: stats.skip.filter((run) => names.has(run.model)),
+    skip: stats.skip.filter(isOf),
   };
 }
