@@ -220,7 +220,10 @@ test("a node whose model ran in one way", () => {
   assert.equal(badge([model(six)], {}, ZH, "zh").text, "加速：6 个尺寸");
   assert.equal(badge([model([shape({ batch: 2 })])]).text, "fast: 512×512 ×2");
   const onCpu = badge([model(six)], {}, EN, "en", "cpu");
-  assert.equal(onCpu.text, "as ComfyUI: 6 sizes");
+  assert.equal(onCpu.text, "as ComfyUI: 6 sizes, no gain on a CPU");
+  const patched = badge([model([shape({ state: "eager", reason: "a patch" })])], {}, ZH, "zh", "cpu");
+  assert.equal(patched.text, "与 ComfyUI 相同：512×512，在 CPU 上不会更快"); // without the patch too
+  assert.match(patched.title, /\na patch$/);
   assert.match(onCpu.title, /\nOn a CPU nothing is gained/);
   assert.doesNotMatch(shown.title, /CPU/);
   const why = badge([model([shape({ state: "eager", reason: "unknown patch attn2" })])]);
@@ -230,8 +233,17 @@ test("a node whose model ran in one way", () => {
 test("a node whose model ran in several ways", () => {
   const shapes = [shape(), shape({ width: 520 }), shape({ width: 64, state: "eager", reason: "eager was faster" })];
   const shown = badge([model(shapes, { recompiles: 1 })]);
-  assert.deepEqual([shown.level, shown.text], ["partly", "partly fast: 2 of 3 sizes, 1 recompile"]);
+  assert.deepEqual([shown.level, shown.text], ["partly", "partly fast: 2 of 3 sizes, 1 recompile, eager was faster"]);
   assert.match(shown.title, /graph 2, eager 1\n.*3 sizes, 1 recompile\neager was faster/);
+});
+
+test("the reason on the line is that of most calls, in its short form", () => {
+  const shapes = [["rare", 5], ["often", 3], ["often", 3]].map(([reason, calls], i) => shape({ reason, calls, width: 64 + 8 * i }));
+  const shown = (given, shorts) => format.badge(entry(), stats([model(given)], { shorts }), EN).text;
+  assert.equal(shown(shapes), "partly fast: 3 sizes, often");
+  assert.equal(shown(shapes, { often: "Install Triton" }), "partly fast: 3 sizes, Install Triton");
+  assert.equal(shown(shapes.map((s) => ({ ...s, state: "eager" }))), "as ComfyUI: often");
+  assert.equal(shown([shape(), ...shapes.slice(0, 2)]), "partly fast: 1 of 3 sizes, rare");
 });
 
 test("a node's line is about the latest prompt of its model", () => {
@@ -250,14 +262,14 @@ test("a node's line is about its own workflow: another one may use the same mode
   const both = [model([here, there])];
   assert.equal(badge(both).text, "fast: 64×512");
   assert.match(badge(both).title, /ran: graph 1\nSince the start: 2 sizes/);
-  assert.equal(badge(both, { workflow: "v" }).text, "partly fast: 1 of 2 sizes");
+  assert.equal(badge(both, { workflow: "v" }).text, "partly fast: 1 of 2 sizes, a patch");
   assert.equal(badge([model([there])]).text, "ready, nothing sampled yet");
   const script = shape({ prompt: 10, prompts: { w: 3, "": 10 }, width: 80 });
   assert.equal(badge([model([script, { ...here, prompts: { w: 4 } }])]).text, "fast: 64×512");
   assert.equal(badge([model([script])], { workflow: "" }).text, "fast: 80×512");
   const cached = (workflow) => format.badge(entry({ workflow: "v" }), stats([model([there, here])]), EN, "en", 0, workflow).text;
   assert.equal(cached("w"), "fast: 64×512"); // the sampler ran here, and the node elsewhere
-  assert.equal(cached("another"), "partly fast: 1 of 2 sizes");
+  assert.equal(cached("another"), "partly fast: 1 of 2 sizes, a patch");
   assert.equal(badge([model([shape({ prompt: 0, prompts: {} })])]).text, "fast: 512×512"); // outside of prompts
 });
 

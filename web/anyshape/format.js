@@ -8,7 +8,7 @@ import { gain, gainText, isLoss, preparingText, stepsText, sum } from "./gain.js
 import { count, fill } from "./phrases.js";
 
 const MIB = 1 << 20;
-const LONGEST = 60; // characters of a reason on a node; the tooltip has all of it
+const LONGEST = 100; // characters of a line on a node, which shows as many as it is wide; the tooltip has all
 const SHORTEST_BAR = 0.12; // of the longest; what is not 0 must be seen
 const DECADE = 10;
 const MUTED = 2; // of a node's `mode`, in every front end
@@ -204,7 +204,7 @@ function ran(models, shapes, all, stats, words, language) {
   const level = levels.length === 1 ? levels[0] : "partly";
   const recompiles = sum(models, (model) => model.recompiles);
   const why_not = distinct(shapes.flatMap(why));
-  const reason = shapes.find((s) => s.reason)?.reason;
+  const reason = foremost(shapes);
   const name = words.states[level].title;
   const fast = shapes.filter((s) => speed(s, device) === "fast");
   const sized_by = levels.length === 1 ? listed(shapes, words, language) : ratio(fast, shapes, words);
@@ -212,12 +212,21 @@ function ran(models, shapes, all, stats, words, language) {
   const claims = level === "as_comfyui" ? [] : shapes; // what Skip Blocks gains on a CPU is on that node's line
   const now = gain(claims);
   const gained = gainOf(claims, all, words);
-  const first = `${name}${words.colon}${level === "as_comfyui" && reason ? inShort(reason, stats) : sized_by}`;
-  const text = [...gained, first, ...counted].join(words.comma);
+  const short = device === "cpu" ? words.badge.cpu : inShort(reason, stats);
+  const instead = level === "as_comfyui" && device !== "cpu" && reason; // all that there is to say
+  const first = `${name}${words.colon}${instead ? short : sized_by}`;
+  const text = [...gained, first, ...counted, instead ? "" : short].filter(Boolean).join(words.comma);
   const nothing = device === "cpu" ? [words.gain.cpu] : [];
   const steps = [stepsText(claims, words)].filter(Boolean);
   const title = [text, ...steps, ...nothing, technical(shapes, words), since(all, recompiles, words, language), ...why_not];
   return { ...plain(level, shorten(text), title.join("\n")), loss: isLoss(now?.factor, device) };
+}
+
+/** The reason of most calls; "" where there is none. */
+function foremost(shapes) {
+  const calls = new Map();
+  for (const s of shapes) if (s.reason) calls.set(s.reason, (calls.get(s.reason) ?? 0) + s.calls);
+  return [...calls].sort(([, a], [, b]) => b - a)[0]?.[0] ?? "";
 }
 
 /** The factor of the latest prompt's sizes, and what all calls at any size saved; [] where nothing is known. */
