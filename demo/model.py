@@ -166,6 +166,16 @@ def load_model(
     return comfy.model_patcher.ModelPatcher(model.to(offload), management.get_torch_device(), offload)
 
 
+def load_again(path: str, architecture: str, dtype: torch.dtype | None) -> comfy.model_patcher.ModelPatcher:
+    """What ComfyUI calls for a second copy of a MODEL (on another GPU, say). It also tells which file that is from."""
+    return load_model(architecture, *read_file(Path(path)), dtype)
+
+
+def load_vae_again(path: str, dtype: torch.dtype | None) -> comfy.model_patcher.ModelPatcher:
+    """The same of a VAE."""
+    return load_vae(*read_file(Path(path)), dtype).patcher
+
+
 def load_vae(weights: dict[str, torch.Tensor], metadata: dict, dtype: torch.dtype | None = None) -> comfy.sd.VAE:
     """The autoencoder as ComfyUI's VAE."""
     config = {"params": {"ddconfig": metadata["vae"], "embed_dim": metadata["vae"]["z_channels"]}}
@@ -190,9 +200,14 @@ def load(
     """
     if isinstance(dtype, str):
         dtype = DTYPES.get(dtype)
-    shared = read_file(path if path and architecture == UNET else FILE)
-    own = shared if architecture == UNET else read_file(path or TRANSFORMER_FILE)
-    return load_model(architecture, *own, dtype), load_vae(*shared, dtype), load_text(*shared)
+    shared_path = path if path and architecture == UNET else FILE
+    own_path = shared_path if architecture == UNET else path or TRANSFORMER_FILE
+    shared = read_file(shared_path)
+    own = shared if architecture == UNET else read_file(own_path)
+    patcher, vae = load_model(architecture, *own, dtype), load_vae(*shared, dtype)
+    patcher.cached_patcher_init = load_again, (str(own_path), architecture, dtype)
+    vae.patcher.cached_patcher_init = load_vae_again, (str(shared_path), dtype)
+    return patcher, vae, load_text(*shared)
 
 
 def encode(text_encoder: TextEncoder, text: str) -> list:

@@ -8,14 +8,18 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-COLOURS = {"fast": "#2a9d8f", "partly fast": "#4c78a8", "as ComfyUI": "#c44e52"}  # as in web/anyshape/style.css
+from ..accel.wording import AS_COMFYUI, FAST, PARTLY, files, speed, title
+
+COLOURS = {FAST: "#2a9d8f", PARTLY: "#4c78a8", AS_COMFYUI: "#c44e52"}  # as in web/anyshape/style.css
 EAGER = "#444444"  # ComfyUI's own time
 MAX_BARS = 40
+LONGEST = 40  # characters of a model's name
 
 
 def draw(snapshot: dict[str, Any]) -> Tensor:
     """[1, H, W, 3] float32 in 0..1, ComfyUI's IMAGE. Needs matplotlib; without it, a picture that says so."""
-    shapes = [(model["name"], s) for model in snapshot["models"] for s in model["shapes"]][-MAX_BARS:]
+    known = files(snapshot)
+    shapes = [(title(model["name"], known), s) for model in snapshot["models"] for s in model["shapes"]][-MAX_BARS:]
     if not shapes:
         return notice("Nothing has run through a compile node yet.")
     try:
@@ -31,13 +35,6 @@ def draw(snapshot: dict[str, Any]) -> Tensor:
         _marks(right, shapes)
     figure.legend(handles=[_patch(name) for name in COLOURS], loc="outside upper center", ncols=len(COLOURS))
     return _to_image(figure)
-
-
-def speed(shape: dict[str, Any], device: str) -> str:
-    """How a size runs, in the words of users; the browser says the same (web/anyshape/format.js)."""
-    if shape["state"] == "eager" or device == "cpu":
-        return "as ComfyUI"
-    return "partly fast" if shape["reason"] else "fast"
 
 
 def _bars(axes: Any, shapes: list[tuple[str, dict[str, Any]]], colours: list[str], field: str, title: str) -> None:
@@ -62,6 +59,7 @@ def _marks(axes: Any, shapes: list[tuple[str, dict[str, Any]]]) -> None:
 def _label(name: str, s: dict[str, Any]) -> str:
     frames = f"x{s['frames']}" if s["frames"] > 1 else ""
     step = f"  {s['step']}" if s["step"] else ""
+    name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
     return f"{name}  {s['width']}x{s['height']}{frames}  b{s['batch']}{step}"
 
 

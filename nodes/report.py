@@ -3,6 +3,8 @@
 from collections import Counter
 from typing import Any
 
+from ..accel import wording
+
 MIB = 1 << 20
 
 
@@ -10,7 +12,7 @@ def report(snapshot: dict[str, Any]) -> str:
     """A few tables in plain text; ``snapshot`` as from ``accel.stats.snapshot()``."""
     # the model that ran last comes first
     ran = sorted(reversed(snapshot["models"]), key=_latest, reverse=True)
-    files = {name: node["file"] for node in snapshot["nodes"] if "file" in node for name in node["models"]}
+    files = wording.files(snapshot)
     shorts = {told["text"]: "; ".join(one["short"] for one in told["said"]) for told in snapshot["reasons"]}
     models = [_model(model, files.get(model["name"], ""), shorts) for model in ran if model["shapes"]]
     parts = [
@@ -18,8 +20,8 @@ def report(snapshot: dict[str, Any]) -> str:
         *(models or ["Nothing has run through a compile node yet."]),
         _graphs(snapshot["graphs"]),
         _fleet(snapshot["fleet"]),
-        _skip(snapshot["skip"]),
-        _fallbacks(snapshot),
+        _skip(snapshot["skip"], files),
+        _fallbacks(snapshot, files),
         _artifacts(snapshot["artifacts"]),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -106,15 +108,25 @@ def _fleet(shared: dict[str, Any]) -> str:
     )
 
 
-def _skip(runs: list[dict[str, Any]]) -> str:
-    return "\n".join(["Skip Blocks, by sampling run:", *map(_run, runs)]) if runs else ""
+def _skip(runs: list[dict[str, Any]], files: dict[str, str]) -> str:
+    """Equal runs are one line."""
+    alike: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        same = [run[name] for name in ("entry", "model", "full", "skipped", "depth", "resets")]
+        alike.setdefault(repr(same), []).append(run)
+    return "\n".join(["Skip Blocks, by sampling run:", *(_run(some, files) for some in alike.values())]) if runs else ""
 
 
-def _run(run: dict[str, Any]) -> str:
+def _run(alike: list[dict[str, Any]], files: dict[str, str]) -> str:
+    run, seconds = alike[0], sorted({f"{one['seconds']:.1f}" for one in alike}, key=float)
+    name = wording.title(run["entry"] or run["model"], files)
+    several = f", {len(alike)} times" if len(alike) > 1 else ""
+    held = max(one["bytes"] for one in alike)
+    features = f", {held / MIB:.0f} MB of features" if held else ""
     resets = "".join(f"\n    {count} calls in full: {reason}" for reason, count in run["resets"].items())
     return (
-        f"- {run['model']}: {run['full']} full and {run['skipped']} skipped evaluations at depth {run['depth']} in "
-        f"{run['seconds']:.1f} s, {run['bytes'] / MIB:.0f} MB of features{resets}"
+        f"- {name}{several}: {run['full']} full and {run['skipped']} skipped evaluations at depth {run['depth']} in "
+        f"{' to '.join(dict.fromkeys((seconds[0], seconds[-1])))} s{features}{resets}"
     )
 
 
@@ -122,11 +134,11 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _fallbacks(snapshot: dict[str, Any]) -> str:
+def _fallbacks(snapshot: dict[str, Any], files: dict[str, str]) -> str:
     """What a table has said of its sizes is not said again."""
     said = {(model["name"], shape["reason"]) for model in snapshot["models"] for shape in model["shapes"]}
     fallbacks = [f for f in snapshot["fallbacks"] if (f["where"], f["reason"]) not in said]
-    lines = [f"- {f['where']}, {_times(f['count'])}: {f['reason']}" for f in fallbacks]
+    lines = [f"- {wording.place(f['where'], snapshot, files)}, {_times(f['count'])}: {f['reason']}" for f in fallbacks]
     return "\n".join(["Not accelerated, because:", *lines]) if lines else ""
 
 

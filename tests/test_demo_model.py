@@ -61,6 +61,21 @@ def test_the_transformers_file_too(demo):
     assert metadata["latent"] == demo.read_file()[1]["latent"], "it paints what the UNet's autoencoder decodes"
 
 
+@pytest.mark.parametrize("architecture", BOTH)
+def test_a_model_knows_its_file_and_how_it_is_loaded_again(demo, pack, architecture):
+    """As those of ComfyUI's own loaders do."""
+    from anyshape.nodes.badge import loaded_from
+
+    patcher, vae, _ = demo.load(architecture=architecture)
+    own = "emoji" if architecture == BOTH[0] else "emoji_transformer"
+    assert [loaded_from(one) for one in (patcher, patcher.clone(), vae.patcher)] == [own, own, "emoji"]
+    for one in (patcher, vae.patcher):
+        make, args = one.cached_patcher_init
+        again, weights = make(*args), one.model.state_dict()
+        assert again.model is not one.model
+        assert all(torch.equal(value, weights[name]) for name, value in again.model.state_dict().items())
+
+
 def test_architecture_is_lumina_2(transformer):
     from comfy.ldm.lumina.model import NextDiT
     from comfy.model_base import Lumina2

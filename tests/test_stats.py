@@ -19,7 +19,7 @@ from anyshape.accel.times import CallTimes  # noqa: E402
 
 def node_module(name):
     """A module of nodes/ on its own: the package itself needs ComfyUI."""
-    spec = importlib.util.spec_from_file_location(f"lone_{name}", ROOT / "nodes" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"anyshape.nodes.lone_{name}", ROOT / "nodes" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -186,6 +186,39 @@ def test_the_report_names_the_models_file(counted) -> None:
         stats.NodeStats("5", "w", "AnyShapeCompileModel", "ready", "", lambda: ["UNet"], file="sd_xl_base_1.0")
     )
     assert "UNet (model, sd_xl_base_1.0): 1 size" in node_module("report").report(stats.snapshot())
+
+
+def test_equal_runs_with_skipped_blocks_are_one_line(counted) -> None:
+    for seconds, full in ((1.25, 8), (0.85, 8), (1.0, 9)):
+        run = counted.skip_run("UNet", 2)
+        run.entry, run.full, run.skipped, run.seconds, run.bytes = "UNet #2", full, 12, seconds, 5 << 20
+    lines = node_module("report").report(stats.snapshot()).splitlines()
+    assert [line for line in lines if line.startswith("- UNet #2")] == [
+        "- UNet #2, 2 times: 8 full and 12 skipped evaluations at depth 2 in 0.8 to 1.2 s, 5 MB of features",
+        "- UNet #2: 9 full and 12 skipped evaluations at depth 2 in 1.0 s, 5 MB of features",
+    ]
+    (other,) = [line for line in lines if line.startswith("- UNet: ")]
+    assert other == "- UNet: 2 full and 1 skipped evaluations at depth 3 in 0.0 s"  # that kept nothing
+
+
+def test_what_is_said_of_models_names_their_files(counted) -> None:
+    """Of those that are known; of a class what all of it have in common. A VAE may be from another file."""
+    counted.model("VAE decoder", "vae").shape("d", 64, 64, 1)
+    counted.skip_run("UNet", 3).entry = "UNet"
+    counted.fallback("VAE decoder", "no card")
+    for kind, file in (("WarmUp", "base"), ("CompileVAE", "ae")):
+        names = ["UNet", "VAE decoder"] if kind == "WarmUp" else ["VAE decoder"]
+        counted.node(stats.NodeStats(kind, "w", f"AnyShape{kind}", "ready", "", lambda names=names: names, file=file))
+    report, chart = node_module("report").report, node_module("chart")
+    text = report(stats.snapshot())
+    assert "- base (UNet): 0 full" in text and "- base (UNet), 2 times: a reason" in text
+    assert "- ae (VAE decoder), once: no card" in text
+    counted.model("UNet", "model")
+    assert "- UNet, 2 times: a reason" in report(stats.snapshot())
+    drawn: list[str] = []
+    chart._label = lambda name, _: drawn.append(name) or name
+    chart.draw(stats.snapshot())
+    assert set(drawn) == {"base (UNet)", "ae (VAE decoder)"}
 
 
 def test_times_are_medians() -> None:

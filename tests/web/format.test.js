@@ -124,12 +124,27 @@ test("the file of a model is known from the node that had it", () => {
   const nodes = [entry({ file: "sd_xl_base", models: ["SDXL", "SDXL #2"] }), entry()];
   assert.deepEqual([...format.files(stats([], { nodes }))], [["SDXL", "sd_xl_base"], ["SDXL #2", "sd_xl_base"]]);
   assert.deepEqual([...format.files({})], []); // an older server
+  const both = entry({ type: "AnyShapeWarmUp", file: "flux1-dev", models: ["Flux", "VAE decoder"] });
+  const vae = entry({ type: "AnyShapeCompileVAE", file: "ae", models: ["VAE decoder"] });
+  const models = [model([], { name: "Flux" }), model([], { name: "VAE decoder", kind: "vae" })];
+  const found = format.files(stats(models, { nodes: [vae, both] })); // whose VAE may be from another file
+  assert.deepEqual([...found].sort(), [["Flux", "flux1-dev"], ["VAE decoder", "ae"]]);
+});
+
+test("a model is called by its file, and a place by the one that all of its class have", () => {
+  const nodes = [entry({ file: "base", models: ["SDXL"] }), entry({ file: "refiner", models: ["SDXL #2"] })];
+  const all = stats([model([]), model([], { name: "SDXL #2" }), model([], { name: "SDXLRefiner" })], { nodes });
+  assert.deepEqual(["SDXL", "SDXL #2", "Flux"].map((name) => format.title(name, all, EN)), ["base (SDXL)", "refiner (SDXL #2)", "Flux"]);
+  assert.deepEqual(["SDXL", "SDXL #2", "Warm Up"].map((name) => format.place(name, all, EN)), ["SDXL", "refiner (SDXL #2)", "Warm Up"]);
+  assert.equal(format.place("SDXL", stats([model([])], { nodes }), ZH), "base（SDXL）");
 });
 
 test("what is less exact is listed by model, while that has run", () => {
   const wan = model([shape()], { name: "Wan", inexact: ["one", "two"] });
-  assert.deepEqual(format.inexact([model([shape()]), wan], EN), ["Wan: one", "Wan: two"]);
-  assert.deepEqual(format.inexact([{ ...wan, shapes: [] }, { shapes: [shape()] }], EN), []); // cleared; an older server
+  assert.deepEqual(format.inexact(stats([model([shape()]), wan]), EN), ["Wan: one", "Wan: two"]);
+  assert.deepEqual(format.inexact(stats([{ ...wan, shapes: [] }, { shapes: [shape()] }]), EN), []); // cleared; an older server
+  const nodes = [entry({ file: "wan2.1", models: ["Wan"] })];
+  assert.deepEqual(format.inexact(stats([wan], { nodes }), ZH)[0], "wan2.1（Wan）：one");
 });
 
 test("totals add the models up", () => {

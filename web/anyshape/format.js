@@ -14,6 +14,7 @@ const DECADE = 10;
 const MUTED = 2; // of a node's `mode`, in every front end
 const BYPASSED = 4;
 const SKIP_BLOCKS = "AnyShapeSkipBlocks";
+const FILE_OF = { AnyShapeCompileVAE: "vae", AnyShapeCompileControlNet: "controlnet" }; // of other nodes it is the MODEL's
 const NAMED = 3; // sizes that a reason names; of more their number
 
 export const seconds = (value) => value.toFixed(value < 10 ? 2 : 1);
@@ -189,12 +190,32 @@ export function fallbacks(stats) {
 }
 
 /** name of an entry -> the file that its model is from, where a node knows it. */
-export const files = (stats) =>
-  new Map((stats.nodes ?? []).filter((one) => one.file).flatMap((one) => one.models.map((name) => [name, one.file])));
+export function files(stats) {
+  const kinds = new Map((stats.models ?? []).map((model) => [model.name, model.kind]));
+  const known = (stats.nodes ?? []).filter((one) => one.file);
+  const isOf = (node) => (name) => (kinds.get(name) ?? "model") === (FILE_OF[node.type] ?? "model");
+  return new Map(known.flatMap((one) => one.models.filter(isOf(one)).map((name) => [name, one.file])));
+}
 
-/** "SDXL: sentence", for each rule in use that is less exact than ComfyUI's own rounding. */
-export const inexact = (models, words) =>
-  models.filter((model) => model.shapes.length).flatMap((model) => (model.inexact ?? []).map((sentence) => `${model.name}${words.colon}${sentence}`));
+/** What an entry is called: "file (name)", or its name. */
+export const title = (name, stats, words) => withFile(name, files(stats).get(name), words);
+
+const withFile = (name, file, words) => (file ? fill(words.brackets, { text: file, more: name }) : name);
+
+/** The same of where something ran slower: an entry, or all of a class, which may have a file in common. */
+export function place(name, stats, words) {
+  const known = files(stats);
+  const entries = stats.models.filter((model) => model.name === name || model.name.startsWith(`${name} #`));
+  const found = distinct(entries.map((model) => known.get(model.name)));
+  return withFile(name, found.length === 1 ? found[0] : undefined, words);
+}
+
+/** "sdxl (SDXL): sentence", for each rule in use that is less exact than ComfyUI's own rounding. */
+export function inexact(stats, words) {
+  const used = stats.models.filter((model) => model.shapes.length);
+  const told = (model) => (model.inexact ?? []).map((sentence) => `${title(model.name, stats, words)}${words.colon}${sentence}`);
+  return used.flatMap(told);
+}
 
 /** Of `shapes`, those of the latest prompt; the tooltip has what came before it, of all workflows. */
 function ran(models, shapes, all, stats, words, language) {

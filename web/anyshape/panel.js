@@ -2,7 +2,7 @@
 
 import { compare, isRunning, status } from "./compare.js";
 import { el, setText, setTitle, sync } from "./dom.js";
-import { budget, fallbacks, inShort, inexact, together, totals } from "./format.js";
+import { budget, fallbacks, inShort, inexact, place, title, together, totals } from "./format.js";
 import { gain, gainText, isLoss, stepsText } from "./gain.js";
 import { count, fill } from "./phrases.js";
 import { emptyText, makeScope } from "./scope.js";
@@ -106,9 +106,9 @@ function showPanel(element, parts, buttons, stats) {
   });
   showWarm(buttons, hasRun(chosen) && warmUps().length > 0);
   showTables(parts.tables, chosen, true);
-  showList(parts.inexact, texts.inexact, inexact(chosen.models, texts));
-  showList(parts.skip, texts.skip.title, together(chosen.skip.map((run) => skipLine(run, texts))));
-  const steps = fallbacks(chosen).map((f) => `${f.where}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${inShort(f.reason, chosen)}`);
+  showList(parts.inexact, texts.inexact, inexact(chosen, texts));
+  showList(parts.skip, texts.skip.title, together(chosen.skip.map((run) => skipLine(run, stats, texts))));
+  const steps = fallbacks(chosen).map((f) => `${place(f.where, stats, texts)}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${inShort(f.reason, chosen)}`);
   showList(parts.fallbacks, texts.fallbacks, steps, fallbacks(chosen).map((f) => f.reason));
 }
 
@@ -145,9 +145,9 @@ function showBudget(parts, graphs, texts) {
   setText(parts.budget, graphs ? fill(texts.budget.used, graphs) : texts.budget.none);
 }
 
-function skipLine(run, texts) {
+function skipLine(run, stats, texts) {
   const resets = Object.entries(run.resets).map(([reason, n]) => fill(texts.skip.reset, { n, reason }));
-  return [`${run.model}${texts.colon}${fill(texts.badge.skipped, run)}`, ...resets].join(texts.semicolon);
+  return [`${title(run.entry || run.model, stats, texts)}${texts.colon}${fill(texts.badge.skipped, run)}`, ...resets].join(texts.semicolon);
 }
 
 /** titles: the tooltip of each line, where the lines are short forms. */

@@ -2,6 +2,7 @@
 
 import { rootGraph } from "./badges.js";
 import { el, setText, setTitle } from "./dom.js";
+import { title } from "./format.js";
 import { preparingText, SCOPES, scoped } from "./gain.js";
 import * as store from "./store.js";
 import { words } from "./texts.js";
@@ -31,7 +32,7 @@ export function makeScope(name, chosen, work = el("span", { className: "anyshape
       button.setAttribute("aria-pressed", String(button.dataset.scope === scope.chosen));
     });
     setText(work, stats.preparing?.size ? preparingText(stats.preparing, texts) : "");
-    setTitle(work, stats.preparing?.size ? `${stats.preparing.model} ${texts.preparing_help}` : "");
+    setTitle(work, stats.preparing?.size ? `${title(stats.preparing.model, stats, texts)} ${texts.preparing_help}` : "");
     return scope.part(stats);
   };
   return scope;
