@@ -1,8 +1,11 @@
 """Warm Up's list of sizes, as the user writes it, and the table that says what became of each."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from . import reasons
+from .wording import figure
 
 FORMS = "1024x1152, 896x768 batch 2, or 832x480x33 for 33 frames"
 MIN_SIDE, MAX_SIDE, MAX_BATCH, MAX_FRAMES = 16, 16384, 4096, 16384  # of ComfyUI's nodes for empty latents
@@ -146,18 +149,27 @@ class Row:
     why: str = ""
     factor: float | None = None  # eager's time by this one's, where both were measured
     keys: frozenset[tuple[str, str]] = frozenset()  # of its graphs: the model's name in the stats, and the shape's key
+    speed: str = ""  # in the words of users; "" where it has not run
+    told: tuple[tuple[str, str], ...] = ()  # (model, or "" of the only one; why it runs like this), besides ``why``
 
 
-def table(rows: Iterable[Row]) -> str:
-    """Plain text, a line each."""
-    head = f"{'size':>14} {'batch':>5} {'part':<12} {'state':<10} {'s':>7} {'x':>5} {'MB':>6}  why"
-    return "\n".join([head, *map(_line, rows)])
+def table(rows: Sequence[Row]) -> str:
+    """Plain text, a line each, with short forms of reasons; the sentences stand below, each once."""
+    head = f"{'size':>14} {'batch':>5} {'part':<12} {'state':<19} {'s':>7} {'x':>5} {'MB':>6}  why"
+    texts = dict.fromkeys(text for row in rows for _, text in _told(row) if reasons.short(text) != text)
+    return "\n".join([head, *map(_line, rows), *(f"  {text}" for text in texts)])
+
+
+def _told(row: Row) -> list[tuple[str, str]]:
+    return [("", row.why)] * bool(row.why) + list(row.told)
 
 
 def _line(row: Row) -> str:
+    state = f"{row.speed} ({row.state})" if row.speed else row.state
+    why = dict.fromkeys(f"{name}: {reasons.short(text)}" if name else reasons.short(text) for name, text in _told(row))
     return (
-        f"{row.shape.size:>14} {row.shape.batch:>5} {row.part:<12} {row.state:<10} {row.seconds:>7.2f} "
-        f"{f'{row.factor:.2f}' if row.factor else '-':>5} {row.bytes / MIB:>6.0f}  {row.why}"
+        f"{row.shape.size:>14} {row.shape.batch:>5} {row.part:<12} {state:<19} {figure(row.seconds, 2):>7} "
+        f"{figure(row.factor, 2):>5} {figure(row.bytes / MIB, 0):>6}  {'; '.join(why)}"
     ).rstrip()
 
 

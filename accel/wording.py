@@ -1,5 +1,6 @@
 """The words of the text reports and of the chart; the browser says the same (web/anyshape/format.js)."""
 
+from collections.abc import Iterable
 from typing import Any
 
 FAST, PARTLY, AS_COMFYUI = "fast", "partly fast", "as ComfyUI"
@@ -11,6 +12,17 @@ def speed(shape: dict[str, Any], device: str) -> str:
     if shape["state"] == "eager" or device == "cpu":
         return AS_COMFYUI
     return PARTLY if shape["reason"] else FAST
+
+
+def speed_of_all(shapes: Iterable[dict[str, Any]], device: str) -> str:
+    """How several sizes run; "" of none."""
+    found = {speed(shape, device) for shape in shapes}
+    return PARTLY if len(found) > 1 else next(iter(found), "")
+
+
+def figure(value: float | None, digits: int) -> str:
+    """A dash where nothing was measured."""
+    return f"{value:.{digits}f}" if value else "-"
 
 
 def files(snapshot: dict[str, Any]) -> dict[str, str]:

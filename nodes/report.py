@@ -14,7 +14,8 @@ def report(snapshot: dict[str, Any]) -> str:
     ran = sorted(reversed(snapshot["models"]), key=_latest, reverse=True)
     files = wording.files(snapshot)
     shorts = {told["text"]: "; ".join(one["short"] for one in told["said"]) for told in snapshot["reasons"]}
-    models = [_model(model, files.get(model["name"], ""), shorts) for model in ran if model["shapes"]]
+    device = snapshot["device"]
+    models = [_model(model, files.get(model["name"], ""), shorts, device) for model in ran if model["shapes"]]
     parts = [
         _gain(snapshot["gain"]),
         *(models or ["Nothing has run through a compile node yet."]),
@@ -43,7 +44,7 @@ def _gain(gain: dict[str, float]) -> str:
     return f"{line}\n  Skipped steps stand beside full ones of ComfyUI's; full steps alone: {gain['full_steps']:.2f}x"
 
 
-def _model(model: dict[str, Any], file: str, shorts: dict[str, str]) -> str:
+def _model(model: dict[str, Any], file: str, shorts: dict[str, str], device: str) -> str:
     """A line for each size, with short forms of its reasons; the sentences stand below, each once."""
     what = f"{model['kind']}, {file}" if file else model["kind"]
     head = (
@@ -51,12 +52,12 @@ def _model(model: dict[str, Any], file: str, shorts: dict[str, str]) -> str:
         f"{model['recompiles']} recompiles, {model['compile_seconds']:.1f} s compiling"
     )
     columns = (
-        f"{'size':>14} {'batch':>5} {'state':>6} {'calls':>6} {'first s':>8} {'ms':>8} {'eager ms':>8} {'x':>5} "
+        f"{'size':>14} {'batch':>5} {'state':<19} {'calls':>6} {'first s':>8} {'ms':>8} {'eager ms':>8} {'x':>5} "
         f"{'MB':>6}  why"
     )
     texts = dict.fromkeys(text for shape in model["shapes"] for text in _texts(shape) if text in shorts)
     inexact = [f"  less exact than eager: {sentence}" for sentence in model["inexact"]]
-    lines = [_shape(shape, shorts) for shape in model["shapes"]]
+    lines = [_shape(shape, shorts, device) for shape in model["shapes"]]
     return "\n".join([head, columns, *lines, *(f"  {text}" for text in texts), *inexact])
 
 
@@ -64,13 +65,14 @@ def _count(items: list[Any], noun: str) -> str:
     return f"{len(items)} {noun}{'' if len(items) == 1 else 's'}"
 
 
-def _shape(s: dict[str, Any], shorts: dict[str, str]) -> str:
-    now, eager = (f"{ms:.1f}" if ms else "-" for ms in (s["median_ms"], s["eager_ms"]))
-    factor = f"{s['factor']:.2f}" if s["factor"] else "-"
+def _shape(s: dict[str, Any], shorts: dict[str, str], device: str) -> str:
+    state = f"{wording.speed(s, device)} ({s['state']})"
+    digits = {"first_call_seconds": 2, "median_ms": 1, "eager_ms": 1, "factor": 2}
+    first, now, eager, factor = (wording.figure(s[name], many) for name, many in digits.items())
     why = "; ".join(shorts.get(text, text) for text in _texts(s))
     return (
-        f"{_size(s):>14} {s['batch']:>5} {s['state']:>6} {s['calls']:>6} {s['first_call_seconds']:>8.2f} "
-        f"{now:>8} {eager:>8} {factor:>5} {s['bytes'] / MIB:>6.0f}  {_step(s)}{why}"
+        f"{_size(s):>14} {s['batch']:>5} {state:<19} {s['calls']:>6} {first:>8} "
+        f"{now:>8} {eager:>8} {factor:>5} {wording.figure(s['bytes'] / MIB, 0):>6}  {_step(s)}{why}"
     ).rstrip()
 
 

@@ -23,8 +23,8 @@ class ShapeCacheInfo(io.ComfyNode):
             node_id="AnyShapeShapeCacheInfo",
             display_name="Shape Cache Info (AnyShape)",
             category="AnyShape",
-            description="Shows every size that has run: how (graph, tape or eager), what its first call cost, how fast "
-            "it is now, and the reason wherever something could not run faster.",
+            description="Shows every size that has run: how (fast, partly fast, or as ComfyUI), what its first call "
+            "cost, how fast it is now, and the reason wherever something could not run faster.",
             inputs=[
                 io.AnyType.Input(
                     "after",

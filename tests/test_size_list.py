@@ -127,3 +127,24 @@ def test_comfyui_makes_the_same_size(models) -> None:
     latent = nodes.EmptyLatentImage().generate(1023, 729, 3)[0]["samples"]
     assert tuple(latent.shape) == latents_of(SD15()).shape(shape.width, shape.height, shape.batch)
     assert shape.note.startswith("line 1: '1023x729 batch 3' - taken as 1016x728: ")
+
+
+# The table --------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_has_the_words_of_users_and_each_sentence_once(pack) -> None:
+    from anyshape.accel.reasons import say
+    from anyshape.accel.size_list import Row, Shape, table
+
+    full, other = say("budget_full", budget=2048), "taken as 64x72"
+    rows = [
+        Row(Shape(64, 64), "model", "graph", 1.5, 3 << 20, factor=1.25, speed="fast"),
+        Row(Shape(64, 72), "model", "tape", 0.5, why=other, speed="partly fast", told=(("UNet", full), ("", other))),
+        Row(Shape(72, 72), "VAE decode", "not run", why=full),
+    ]
+    _, first, second, third, *below = table(rows).splitlines()
+    assert first.split() == ["64x64", "1", "model", "fast", "(graph)", "1.50", "1.25", "3"]
+    assert " partly fast (tape) " in second and second.split(")")[1].split()[:3] == ["0.50", "-", "-"]
+    assert second.endswith(f"  {other}; UNet: Raise graph_budget_mb: it is full")
+    assert " not run " in third and third.endswith("  -     -      -  Raise graph_budget_mb: it is full")
+    assert below == [f"  {full}"]

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ embed.bare_pack()
 
 from anyshape.accel import stats  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.bounded import MAX_TEXT  # noqa: E402
+from anyshape.accel.reasons import say  # noqa: E402
 from anyshape.accel.times import CallTimes  # noqa: E402
 
 
@@ -295,7 +297,23 @@ def test_a_report_has_no_empty_tables_and_dashes_for_what_was_not_measured(count
     text = node_module("report").report(stats.snapshot())
     assert "VAE encoder" not in text and "- VAE decoder, once: no card" in text
     (line,) = [line for line in text.splitlines() if "64x64" in line]
-    assert line.split() == ["64x64", "1", "eager", "0", "0.00", "-", "-", "-", "0"]
+    assert line.split() == ["64x64", "1", "as", "ComfyUI", "(eager)", "0", *["-"] * 5]
+
+
+def test_a_report_has_the_words_of_users_and_the_technical_one_in_brackets(counted) -> None:
+    shapes = counted.model("UNet", "model").shape
+    for width, (state, reason) in enumerate(
+        (("graph", ""), ("tape", say("no_graphs")), ("eager", say("no_graphs"))), 1
+    ):
+        shape = shapes(f"{width}", 8 * width, 8, 1)
+        shape.state, shape.reason, shape.bytes = state, reason, 3 << 20
+    text = node_module("report").report(stats.snapshot() | {"device": "NVIDIA H200"})
+    rows = [line for line in text.splitlines() if re.match(r" +\d+x8 ", line)]
+    for row, state in zip(rows, ("fast (graph)", "partly fast (tape)", "as ComfyUI (eager)"), strict=True):
+        assert f" 1 {state} " in row and row.split(")")[1].split()[:6] == ["0", "-", "-", "-", "-", "3"]
+    assert [row.endswith("  Raise graph_budget_mb: it is 0") for row in rows] == [False, True, True]
+    assert text.count(say("no_graphs")) == 1 and "eager (" not in text
+    assert "as ComfyUI (tape)" in node_module("report").report(stats.snapshot() | {"device": "cpu"})
 
 
 def test_chart_of_nothing_says_so() -> None:

@@ -30,6 +30,7 @@ from ..skip.features import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..stats import STATES, STATS, ShapeStats
 from ..times import rehearsal
+from ..wording import speed_of_all
 from . import lazy
 from .attach import compile_model, session_of
 from .latents import Latents, latents_of
@@ -201,17 +202,18 @@ def _calls() -> dict[tuple[str, str], int]:
 
 def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> Row:
     """The row of all programs that ran: full and skipped steps, a ControlNet's, prompts that were not joined."""
-    models = STATS.snapshot()["models"]
-    ran = [(m["name"], s) for m in models for s in m["shapes"] if s["calls"] > before.get((m["name"], s["key"]), 0)]
+    now = STATS.snapshot()
+    ran = [
+        (m["name"], s) for m in now["models"] for s in m["shapes"] if s["calls"] > before.get((m["name"], s["key"]), 0)
+    ]
     states = [s["state"] for _, s in ran]
     several = len({name for name, _ in ran}) > 1
     gained = gain.total(s for _, s in ran if s["step"] != "skipped").get("factor")  # it runs as many as full ones
-    told = [(name, text) for name, s in ran for text in (s["reason"], s["note"]) if text]
-    reasons = [job.note] * bool(job.note) + [f"{name}: {text}" if several else text for name, text in told]
+    told = [(name if several else "", text) for name, s in ran for text in (s["reason"], s["note"]) if text]
     captured = frozenset((name, s["key"]) for name, s in ran if s["state"] == "graph")
     return Row(
         job.shape, job.part, max(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
-        "; ".join(dict.fromkeys(reasons)), gained, captured,
+        job.note, gained, captured, speed_of_all((s for _, s in ran), now["device"]), tuple(dict.fromkeys(told)),
     )  # fmt: skip
 
 
@@ -230,7 +232,7 @@ class _Budget:
         held, rows = graphs.held(self._device).keys(), list(rows)
         for row in rows:
             if row.keys - held:
-                row.state, row.why = EVICTED, GONE
+                row.state, row.why, row.speed, row.told = EVICTED, GONE, "", ()
         return rows
 
 

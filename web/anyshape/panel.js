@@ -105,7 +105,7 @@ function showPanel(element, parts, buttons, stats) {
     one.title = texts.buttons[one.dataset.action].help;
   });
   showWarm(buttons, hasRun(chosen) && warmUps().length > 0);
-  showTables(parts.tables, chosen, true);
+  showTables(parts.tables, chosen);
   showList(parts.inexact, texts.inexact, inexact(chosen, texts));
   showList(parts.skip, texts.skip.title, together(chosen.skip.map((run) => skipLine(run, stats, texts))));
   const steps = fallbacks(chosen).map((f) => `${place(f.where, stats, texts)}${texts.comma}${count(texts.counts.times, f.count, language())}${texts.colon}${inShort(f.reason, chosen)}`);

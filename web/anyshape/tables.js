@@ -10,13 +10,13 @@ const BREAK = "\u200b"; // where a line may break that is too long for its colum
 const COLUMNS = ["size", "batch", "state", "calls", "first", "median", "factor", "memory"];
 
 /**
- * Puts the tables of `stats` into `parent`; those of models without a call since the last clear are left out.
- * brief: reasons in their short form, with the long one as a tooltip.
+ * Puts the tables of `stats` into `parent`; those of models without a call since the last clear are left out. Reasons are
+ * there in their short form, with the long one as a tooltip.
  */
-export function showTables(parent, stats, brief = false) {
+export function showTables(parent, stats) {
   const named = files(stats);
   const models = stats.models.filter((model) => model.shapes.length);
-  const show = (part, model) => showModel(part, model, named.get(model.name), stats, brief);
+  const show = (part, model) => showModel(part, model, named.get(model.name), stats);
   sync(parent, models, (model) => model.name, makeModel, show);
 }
 
@@ -26,7 +26,7 @@ function makeModel() {
   return el("div", { className: "anyshape-model" }, table, el("ul", { className: "anyshape-reasons" }));
 }
 
-function showModel(part, model, file, stats, brief) {
+function showModel(part, model, file, stats) {
   const texts = words();
   const [table, list] = part.children;
   const head = table.tHead.rows[0];
@@ -42,8 +42,8 @@ function showModel(part, model, file, stats, brief) {
   const lines = model.shapes.map((s, i) => ({ shape: s, level: levelOf(s), bars: [first[i], now[i]], device: stats.device }));
   sync(table.tBodies[0], lines, (line) => line.shape.key, () => el("tr"), showShape);
   sync(list, reasons(model.shapes, texts, language()), (one) => one.where + one.reason, () => el("li"), (item, { where, reason }) => {
-    setText(item, where + (brief ? inShort(reason, stats) : reason));
-    setTitle(item, brief ? reason : "");
+    setText(item, where + inShort(reason, stats));
+    setTitle(item, reason);
   });
 }
 
