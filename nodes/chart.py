@@ -13,7 +13,8 @@ from ..accel.wording import AS_COMFYUI, FAST, PARTLY, files, speed, title
 COLOURS = {FAST: "#2a9d8f", PARTLY: "#4c78a8", AS_COMFYUI: "#c44e52"}  # as in web/anyshape/style.css
 EAGER = "#444444"  # ComfyUI's own time
 MAX_BARS = 40
-LONGEST = 40  # characters of a model's name
+LONGEST = 32  # characters of a model's name
+DECADE = 10  # beyond that the longest bar, a first call that compiles, say, would flatten the others
 
 
 def draw(snapshot: dict[str, Any]) -> Tensor:
@@ -30,7 +31,7 @@ def draw(snapshot: dict[str, Any]) -> Tensor:
     left, right = figure.subplots(1, 2, sharey=True)
     colours = [COLOURS[speed(s, snapshot["device"])] for _, s in shapes]
     _bars(left, shapes, colours, "first_call_seconds", "first call, seconds")
-    _bars(right, shapes, colours, "median_ms", "now, milliseconds a forward")
+    _bars(right, shapes, colours, "median_ms", "now, ms per forward")
     if any(s["eager_ms"] for _, s in shapes):
         _marks(right, shapes)
     figure.legend(handles=[_patch(name) for name in COLOURS], loc="outside upper center", ncols=len(COLOURS))
@@ -43,7 +44,13 @@ def _bars(axes: Any, shapes: list[tuple[str, dict[str, Any]]], colours: list[str
     axes.barh(places, [s[field] for _, s in shapes], color=colours)
     axes.set_yticks(places, labels, fontsize=8)
     axes.set_title(title, fontsize=10)
-    axes.invert_yaxis()
+    axes.set_ylim(len(shapes) - 0.5, -0.5)  # the first on top, on both, which share this axis
+    seen = [value for _, s in shapes for value in (s[field], s["eager_ms"] if field == "median_ms" else 0) if value]
+    if seen and max(seen) > DECADE * min(seen):
+        axes.set_xscale("log")
+        axes.set_xlim(min(seen) / 2, max(seen) * 2)  # the shortest bar has a length too
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.set_xlabel("logarithmic", fontsize=8)
 
 
 def _marks(axes: Any, shapes: list[tuple[str, dict[str, Any]]]) -> None:
@@ -53,7 +60,7 @@ def _marks(axes: Any, shapes: list[tuple[str, dict[str, Any]]]) -> None:
             axes.plot([s["eager_ms"]] * 2, [place - 0.4, place + 0.4], color=EAGER, linewidth=2)
         if s["factor"]:
             axes.text(s["median_ms"], place, f" {s['factor']:.2f}x", va="center", fontsize=8)
-    axes.set_title("now, milliseconds a forward (line: ComfyUI's own)", fontsize=10)
+    axes.set_title("now, ms per forward (line: ComfyUI's own)", fontsize=10)
 
 
 def _label(name: str, s: dict[str, Any]) -> str:

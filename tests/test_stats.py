@@ -316,6 +316,22 @@ def test_a_report_has_the_words_of_users_and_the_technical_one_in_brackets(count
     assert "as ComfyUI (tape)" in node_module("report").report(stats.snapshot() | {"device": "cpu"})
 
 
+@pytest.mark.parametrize(("longest", "scale"), [(37.7, "log"), (0.9, "linear"), (0.0, "linear")])
+def test_one_long_first_call_does_not_flatten_the_others(longest, scale) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    (axes, other), seconds = figure.subplots(1, 2, sharey=True), (longest, 0.25, 0.3, 0.0)
+    size = {"width": 8, "height": 8, "batch": 1, "frames": 1, "step": "", "median_ms": 500.0, "eager_ms": 900.0}
+    shapes = [("UNet", size | {"first_call_seconds": one}) for one in seconds]
+    bars, colours = node_module("chart")._bars, ["red"] * len(shapes)
+    bars(axes, shapes, colours, "first_call_seconds", "first call, seconds")
+    bars(other, shapes, colours, "median_ms", "now")
+    figure.canvas.draw()
+    widths = [bar.get_window_extent().width for bar in axes.patches]
+    assert axes.get_xscale() == scale and (axes.get_xlabel() == "logarithmic") is (scale == "log")
+    assert widths[1] > 0.05 * max(widths) and widths[3] <= 0.01 * max(widths)
+    assert other.get_xscale() == "linear" and axes.yaxis_inverted()  # the first on top
+
+
 def test_chart_of_nothing_says_so() -> None:
     chart = node_module("chart").draw(stats.Stats().snapshot())
     assert is_image(chart) and chart.min() < 0.5
