@@ -269,7 +269,7 @@ def test_tables_are_about_a_prompt_a_workflow_or_everything(page, server) -> Non
     page.run(server)
     page.set_widgets(3, {"width": 120})
     page.run(server)
-    page.wait_for_line(4, "as ComfyUI: 120×64, no gain on a CPU")
+    page.wait_for_line(4, "as ComfyUI: 120×64, on a CPU")
     info, panel = ".anyshape-info", PANEL
     await_text(page, f"{info} td", "120×64")
     assert sizes(page, info) == {"104×64", "120×64"}  # this workflow, from the start
