@@ -120,12 +120,13 @@ def test_eagers_time_is_one_whoever_measured_it(pack, models, unet) -> None:
     """By Warm Up behind Skip Blocks, in full steps; every run at that size knows it then, with that node or without."""
     fast = compiled(unet)
     report = warm(pack, skipping(fast), "256x256", measure=True)
-    head, row = report.splitlines()
+    head, row, *_ = report.splitlines()  # and sentences, where one is said
     steps = by_step()
     assert set(steps) == {"", "full", "skipped"}  # of 8 steps and fewer nothing is skipped
     assert len({shape["eager_ms"] for shape in steps.values()}) == 1 and steps["full"]["eager_ms"] > 0
     alone = gain.total(shape for step, shape in steps.items() if step != "skipped")
-    assert float(row.split()[head.split().index("x")]) == pytest.approx(alone["factor"], abs=0.006)
+    x = head.split("state")[1].split().index("x")
+    assert float(row.split(")")[1].split()[x]) == pytest.approx(alone["factor"], abs=0.006)
     runs = stats.snapshot()["skip"]  # what was timed skips nothing, so it is no such run
     assert [run["skipped"] > 0 for run in runs] == [False, True] and runs[1]["resets"] == {} and fallbacks() == []
 

@@ -46,7 +46,7 @@ def counts():
 def test_the_first_prompt_replays(pack, models, name, cfg):
     model = compiled(models.unet(name, torch.float16, **SMALL))
     report = warm(pack, model, cfg=cfg)
-    assert report.count(" graph ") == len(SIZES)
+    assert report.count(" (graph) ") == len(SIZES)
     for width, height, batch in SIZES:
         scale = 5.0 if cfg == "on" else 1.0
         only_replays(lambda w=width, h=height, b=batch, s=scale: models.sample(model, w, h, b, steps=3, cfg=s))
@@ -55,7 +55,7 @@ def test_the_first_prompt_replays(pack, models, name, cfg):
 def test_the_first_prompt_of_a_recorded_model_replays(pack, models):
     model = compiled(models.flux(torch.bfloat16, **SMALL_FLUX))
     report = warm(pack, model, positive=models.conditioning(model, tokens=77))
-    assert report.count(" graph ") == len(SIZES)
+    assert report.count(" (graph) ") == len(SIZES)
     for width, height, batch in SIZES:
         only_replays(lambda w=width, h=height, b=batch: models.sample(model, w, h, b, steps=3, tokens=77))
 
