@@ -103,10 +103,11 @@ def test_a_lora_on_and_off():
     assert found["states"] == ["graph"] and found["fallbacks"] == {}
 
 
+@pytest.mark.parametrize("model", [{}, {"name": "sdxl"}], ids=["row", "U"])
 @pytest.mark.parametrize("share", [0.3, 0.7])
-def test_weights_of_skipped_blocks_are_not_fetched(share):
+def test_weights_of_skipped_blocks_are_not_fetched(share, model):
     """Of 12 steps 4 are full: the others take the time of what is left of the model."""
-    found = case("skip", share=share)
+    found = case("skip", share=share, **model)
     for run in found["runs"]:
         assert run["message"] == "" and (run["full"], run["skipped"], run["resets"]) == (4, 8, {})
         assert 0 < run["far"] < 1 and min(run["s"]) < 0.6 * min(found["eager_s"])

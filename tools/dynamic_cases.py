@@ -100,13 +100,13 @@ def switch(times: int = 30, steps: int = 4, layers: int = 12) -> dict[str, Any]:
         }  # fmt: skip
 
 
-def skip(share: float, steps: int = 12, layers: int = 12) -> dict[str, Any]:
-    """Skip Blocks where only ``share`` of the model fits, without Compile Model and with it."""
+def skip(share: float, name: str = "", steps: int = 12, layers: int = 12) -> dict[str, Any]:
+    """Skip Blocks where only ``share`` of the model fits, without Compile Model and with it. name: of another model."""
     from anyshape.accel import stats
 
     from bench import product
 
-    source = zimage(layers)
+    source = made(name) if name else zimage(layers)
     size, room = source.model_size(), room_of(source)
     with ballast(size * share + room):
         eager = [sampled(source, steps=steps) for _ in range(2)]
