@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tools import driving
+from tools.control_driving import flux_control
 from tools.driving import FLUX_RUN, SMALL_FLUX, SMALL_UNET, compiled, compiled_control, in_threads, randn, steering
 from tools.oracles import assert_untouched, error, fallbacks, footprint
 from tools.peak import peak
@@ -13,16 +14,7 @@ pytestmark = pytest.mark.usefixtures("pack", "one_thread", "clean_stats")
 
 @pytest.fixture(scope="module")
 def control(models):
-    """A ControlNet of Flux, with blocks of both kinds. Its hint is a picture."""
-    import comfy.controlnet
-    import comfy.ops
-    from comfy.ldm.flux.controlnet import ControlNetFlux
-
-    config = {name: value for name, value in models.FLUX.items() if name not in ("image_model", "guidance_embed")}
-    config |= SMALL_FLUX | {"guidance_embed": True}
-    network = ControlNetFlux(**config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
-    models.randomise(network)
-    return comfy.controlnet.ControlNet(network.eval(), load_device=torch.device("cpu"), extra_conds=["y", "guidance"])
+    return flux_control(models)
 
 
 def call(control, side=16, rows=2, seed=0):

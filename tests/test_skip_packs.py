@@ -1,16 +1,28 @@
 """Skip Blocks with other packs' nodes and with ControlNet and LoRA hooks, on the real sampler path, on the CPU."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import pytest
 import torch
 
-from tools.driving import DEEP_UNET, SMALL_UNET, compiled, randn, skipping
+from tools import embed
+from tools.control_driving import flux_control
+from tools.driving import DEEP_UNET, SMALL_FLUX, SMALL_UNET, compiled, memory_by_turns, randn, skipping
 from tools.oracles import counted, error, last_run
 from tools.patching import PATCHES
-from tools.skip_driving import RUN
+from tools.skip_driving import BLOCKS, RUN
+
+embed.bare_pack()
+
+from anyshape.accel.reasons import say  # noqa: E402 - the package exists from the line above on
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
-NEWCOMER = "a prompt, a patch or a latent size was not there at the last full step"
+NEWCOMER = say("newcomer")
+PLANNED = {"full": 4, "skipped": 8, "resets": {}}
+BATCH = {"full": 5, "skipped": 7, "resets": {say("skip_failed"): 1}}
+ONCE_MORE = {"full": 5, "skipped": 7, "resets": {NEWCOMER: 1}}
 
 
 # Patches ----------------------------------------------------------------------------------------------------------
@@ -167,57 +179,149 @@ def test_easycache(models, patcher):
 # ControlNet and hooks ---------------------------------------------------------------------------------------------
 
 
-def controlled(models, patcher, start=0.0, end=1.0, strength=0.8):
-    """A prompt with a real ControlNet of random weights."""
-    control = models.controlnet("sd15", torch.float32, **SMALL_UNET)
-    control.set_cond_hint(randn(1, 3, 104, 136), strength, (start, end))
-    return [
-        [c, extra | {"control": control, "control_apply_to_uncond": True}]
-        for c, extra in models.conditioning(patcher, seed=1)
-    ]
+class Kind(NamedTuple):
+    """A model, and what changes it."""
+
+    make: Callable[[Any], Any]
+    control: Callable[[Any], Any]
+    latent: tuple[int, ...]
+    weight: str  # of a block that is left out
+    half: float  # of the noise schedule, where a step is to be skipped
 
 
-def sample(models, patcher, positive, steps=12):
+KINDS = {
+    "unet": Kind(
+        lambda models: models.unet("sd15", torch.float32, **SMALL_UNET),
+        lambda models: models.controlnet("sd15", torch.float32, **SMALL_UNET),
+        (1, 4, 13, 17),
+        "diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight",
+        0.5,
+    ),
+    "flux": Kind(
+        lambda models: models.flux(torch.float32, **SMALL_FLUX | {"depth": BLOCKS, "depth_single_blocks": BLOCKS}),
+        flux_control,
+        (1, 16, 12, 14),
+        "diffusion_model.double_blocks.2.img_mlp.0.weight",
+        0.6,
+    ),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+@pytest.fixture
+def model(kind, models):
+    return kind.make(models)
+
+
+def prompts(models, patcher):
+    return [models.conditioning(patcher, 20, seed=seed) for seed in (1, 2)]
+
+
+def controlled(models, patcher, kind, start=0.0, end=1.0, parts=("input", "middle", "output")):
+    """A prompt with a real ControlNet of random weights. parts: of its residuals."""
+    control = kind.control(models)
+    control.set_cond_hint(randn(1, 3, *(8 * side for side in kind.latent[2:])), 0.8, (start, end))
+    network, own = control.control_model, control.control_model.forward
+    network.forward = lambda *args, **kwargs: {n: r for n, r in own(*args, **kwargs).items() if n in parts}
+    (prompt,) = prompts(models, patcher)[:1]
+    return [[c, extra | {"control": control, "control_apply_to_uncond": True}] for c, extra in prompt]
+
+
+def sample(models, patcher, kind, positive=None, cfg=lambda step: 7.0):
+    """A run of twelve steps. cfg: of each step, as nodes have it that change it in mid-run."""
     import comfy.sample
+    import comfy.samplers
 
-    latent = torch.zeros(1, 4, 13, 17)
-    noise, negative = comfy.sample.prepare_noise(latent, 1), models.conditioning(patcher, seed=2)
+    class Guider(comfy.samplers.CFGGuider):
+        def predict_noise(self, *args, **kwargs):
+            self.cfg, self.step = cfg(self.step), self.step + 1
+            return super().predict_noise(*args, **kwargs)
+
+    guider, latent = Guider(patcher), torch.zeros(kind.latent)
+    guider.step, (own, negative) = 0, prompts(models, patcher)
+    guider.set_conds(own if positive is None else positive, negative)
+    noise, scheduler = comfy.sample.prepare_noise(latent, 1), models.traits(patcher).scheduler
+    sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), scheduler, 12)
     with torch.inference_mode():
-        return comfy.sample.sample(
-            patcher, noise, steps, 7.0, "euler", "normal", positive, negative, latent, disable_pbar=True, seed=1
-        )
+        return guider.sample(
+            noise, latent, comfy.samplers.ksampler("euler"), sigmas, disable_pbar=True, seed=1
+        )  # fmt: skip
 
 
-def test_controlnet(models, patcher):
+def test_controlnet(models, model, kind):
     """Every step is steered, skipped ones too; compiled or not."""
-    prompt = controlled(models, patcher)
-    out = sample(models, skipping(patcher), prompt)
-    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
-    assert error(out, sample(models, skipping(patcher), models.conditioning(patcher, seed=1))) > 1e-3
-    assert error(sample(models, compiled(skipping(patcher)), prompt), out) < 1e-3
-    assert torch.equal(sample(models, skipping(patcher, interval=1), prompt), sample(models, patcher, prompt))
+    prompt = controlled(models, model, kind)
+    out = sample(models, skipping(model), kind, prompt)
+    assert counted() == PLANNED
+    assert error(out, sample(models, skipping(model), kind)) > 1e-3
+    assert error(sample(models, compiled(skipping(model)), kind, prompt), out) < 1e-3
+    assert torch.equal(sample(models, skipping(model, interval=1), kind, prompt), sample(models, model, kind, prompt))
 
 
-def test_a_controlnet_that_ends_in_mid_run(models, patcher):
-    """A feature that was steered is not for a step that is not: computed again, and counted."""
-    sample(models, skipping(patcher), controlled(models, patcher, end=0.5))
-    assert counted() == {"full": 5, "skipped": 7, "resets": {NEWCOMER: 1}}
+@pytest.mark.parametrize("part", ["input", "output"])
+def test_residuals_of_one_kind_of_block(models, part):
+    """Of a transformer's double or single blocks alone."""
+    kind = KINDS["flux"]
+    model = kind.make(models)
+    prompt = controlled(models, model, kind, parts=(part,))
+    wanted, out = (sample(models, each, kind, prompt) for each in (model, skipping(model)))
+    assert counted() == PLANNED and error(out, wanted) < error(out, sample(models, model, kind))
+    assert torch.equal(sample(models, skipping(model, interval=1), kind, prompt), wanted)
 
 
-def test_lora_hooks_that_change_in_mid_run(models, fresh):
+@pytest.mark.parametrize("half", ["start", "end"])
+def test_a_controlnet_of_half_a_run(models, model, kind, half):
+    """A feature that was steered is not for a step that is not, nor the other way round: computed again and counted."""
+    prompt = controlled(models, model, kind, **{half: kind.half})
+    out = sample(models, skipping(model), kind, prompt)
+    assert counted() == ONCE_MORE
+    assert error(sample(models, compiled(skipping(model)), kind, prompt), out) < 1e-3
+    assert torch.equal(sample(models, skipping(model, interval=1), kind, prompt), sample(models, model, kind, prompt))
+
+
+@pytest.mark.parametrize("strengths", [(1.0, 0.0), (0.0, 1.0)], ids=str)
+def test_lora_hooks_that_change_in_mid_run(models, model, kind, strengths):
     """Weights by hooks with keyframes: a feature of the old weights is not for the new ones."""
     import comfy.hooks
 
-    name = "diffusion_model.middle_block.1.transformer_blocks.0.attn2.to_k.weight"
-    weight = fresh.model.state_dict()[name]
+    weight = model.model.state_dict()[kind.weight]
     hooks = comfy.hooks.create_hook_lora(lora={}, strength_model=1.0, strength_clip=1.0)
     hook = hooks.hooks[0]
-    hook.weights, hook.need_weight_init = {name: (randn(*weight.shape),)}, False
+    hook.weights, hook.need_weight_init = {kind.weight: (randn(*weight.shape),)}, False
     frames = comfy.hooks.HookKeyframeGroup()
-    for strength, start in ((1.0, 0.0), (0.0, 0.5)):
+    for strength, start in zip(strengths, (0.0, kind.half), strict=True):
         frames.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=start))
     hooks.set_keyframes_on_hooks(frames)
-    conds = comfy.hooks.set_hooks_for_conditioning(models.conditioning(fresh, seed=1), hooks)
-    out = sample(models, skipping(fresh), conds)
-    assert torch.isfinite(out).all()
-    assert counted() == {"full": 5, "skipped": 7, "resets": {NEWCOMER: 1}}
+    positive = comfy.hooks.set_hooks_for_conditioning(prompts(models, model)[0], hooks)
+    wanted, out = (sample(models, each, kind, positive) for each in (model, skipping(model)))
+    assert counted() == ONCE_MORE
+    plain = sample(models, model, kind)
+    assert error(wanted, plain) > 1e-3 and error(out, wanted) < 0.7
+    assert torch.equal(sample(models, skipping(model, interval=1), kind, positive), wanted)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "first", "later"),
+    [(7.0, 1.0, BATCH, PLANNED), (1.0, 7.0, ONCE_MORE, ONCE_MORE), (7.0, 3.0, PLANNED, PLANNED)],
+    ids=["off", "on", "less"],
+)
+def test_cfg_that_changes_in_mid_run(models, model, kind, monkeypatch, before, after, first, later):
+    """Without CFG ComfyUI leaves the negative prompt out: a smaller batch, and when it comes it has no feature yet."""
+    run = {"cfg": lambda step: before if step < 5 else after}
+    wanted = sample(models, model, kind, **run)
+    assert error(wanted, sample(models, model, kind)) > 1e-3
+    sample(models, skipping(model), kind, **run)
+    assert counted() == first
+    outs = []
+    for made in (skipping(model), compiled(skipping(model))):
+        outs.append(sample(models, made, kind, **run))
+        assert counted() == later
+    assert error(outs[0], wanted) < 0.7 and error(*outs) < 1e-3
+    assert torch.equal(sample(models, skipping(model, interval=1), kind, **run), wanted)
+    if later == PLANNED:  # whose feature is whose does not hang on who is beside it
+        memory_by_turns(monkeypatch, False)
+        assert error(sample(models, skipping(model), kind, **run), outs[0]) < 1e-4

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tools import embed
-from tools.driving import compiled, skipping
+from tools.driving import SMALL_FLUX, compiled, skipping
 from tools.oracles import FUSED, counted, error, expect, last_run
-from tools.skip_driving import RUN
+from tools.skip_driving import BLOCKS, RUN
 
 embed.bare_pack()
 
@@ -31,15 +31,23 @@ def sample(patcher, width=136, height=104, steps=12, callback=None, denoise=1.0,
 
     from bench import models
 
-    g = torch.Generator().manual_seed(5)
-    latent = torch.randn(1, 4, height // 8, width // 8, generator=g)
+    g, usual = torch.Generator().manual_seed(5), models.traits(patcher)
+    latent = torch.randn(1, patcher.model.latent_format.latent_channels, height // 8, width // 8, generator=g)
     noise = comfy.sample.prepare_noise(latent, 1)
-    own, negative = (models.conditioning(patcher, seed=seed) for seed in (1, 2))
+    own, negative = (models.conditioning(patcher, min(usual.tokens, 77), seed) for seed in (1, 2))
     with torch.inference_mode():
         return comfy.sample.sample(
-            patcher, noise, steps, 7.0, "euler", "normal", positive or own, negative, latent, denoise=denoise,
+            patcher, noise, steps, 7.0, "euler", usual.scheduler, positive or own, negative, latent, denoise=denoise,
             callback=callback, disable_pbar=True, seed=1, **options,
         )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def either(models, patcher, small_unets):
+    """Models by name: what is shaped like a U, and a row of blocks."""
+    rows = SMALL_FLUX | {"depth": BLOCKS, "depth_single_blocks": BLOCKS}
+    fluxes = {name: models.flux(torch.float32, **rows) for name in ("flux", "another flux")}
+    return {"sd15": patcher, "sdxl": small_unets["sdxl"], **fluxes}
 
 
 # What it does -----------------------------------------------------------------------------------------------------
@@ -252,27 +260,29 @@ def test_the_same_node_output_twice(models, patcher):
     assert counted() == {"full": 4, "skipped": 8, "resets": {}}
 
 
-def test_a_second_sampler_at_another_size_and_denoise(models, patcher):
+@pytest.mark.parametrize("kind", ["sd15", "flux"])
+def test_a_second_sampler_at_another_size_and_denoise(either, kind):
     """Hires-fix: the second pass begins at lower noise, with other steps, on a larger latent."""
-    skip = skipping(patcher)
+    skip = skipping(either[kind])
     wanted = sample(skip, 168, 136, steps=10, denoise=0.5)
-    models.sample(skip, **RUN)
+    sample(skip, **RUN)
     assert torch.equal(sample(skip, 168, 136, steps=10, denoise=0.5), wanted)
     assert last_run()["full"] == 4 and last_run()["resets"] == {}
 
 
-def test_two_models_and_two_runs_that_interleave(models, patcher, small_unets):
+@pytest.mark.parametrize(("outer", "inner"), [("sd15", "sdxl"), ("flux", "sd15"), ("flux", "another flux")], ids=str)
+def test_two_models_and_two_runs_that_interleave(either, outer, inner):
     """One run inside a step of another: a state of the process would mix them."""
-    skip, other = skipping(patcher), skipping(small_unets["sdxl"])
-    wanted, inner = sample(skip), []
-    alone = models.sample(other, **OTHER)
+    skip, other, run = skipping(either[outer]), skipping(either[inner]), {"width": 56, "height": 88, "steps": 10}
+    wanted, found = sample(skip), []
+    alone = sample(other, **run)
 
     def nested(step, *_):
         if step == 3:
-            inner.append(models.sample(other, **OTHER))
+            found.append(sample(other, **run))
 
     assert torch.equal(sample(skip, callback=nested), wanted)
-    assert torch.equal(inner[0], alone)
+    assert torch.equal(found[0], alone)
 
 
 def test_nothing_outlives_a_run(models, patcher):

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.driving import SMALL_RUN, randn, steering
+from tools.driving import SMALL_FLUX, SMALL_RUN, randn, steering
 from tools.oracles import error
 
 RUN = SMALL_RUN | {"steps": 2}
@@ -40,3 +40,16 @@ def inputs(rows: int = 2, **changes: Any) -> dict[str, Any]:
 def largest_error(out: dict[str, list[Tensor]], wanted: dict[str, list[Tensor]]) -> float:
     """Of all residuals."""
     return max(error(a, b) for key in wanted for a, b in zip(out[key], wanted[key], strict=True))
+
+
+def flux_control(models: Any) -> Control:
+    """A ControlNet for ``SMALL_FLUX``, with blocks of both kinds. Its hint is a picture."""
+    import comfy.controlnet
+    import comfy.ops
+    from comfy.ldm.flux.controlnet import ControlNetFlux
+
+    config = {name: value for name, value in models.FLUX.items() if name not in ("image_model", "guidance_embed")}
+    config |= SMALL_FLUX | {"guidance_embed": True}
+    network = ControlNetFlux(**config, dtype=torch.float32, device="cpu", operations=comfy.ops.disable_weight_init)
+    models.randomise(network)
+    return comfy.controlnet.ControlNet(network.eval(), load_device=torch.device("cpu"), extra_conds=["y", "guidance"])

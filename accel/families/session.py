@@ -15,7 +15,7 @@ from ..attempt import Fallback, attempt, failed
 from ..call import Call, Settings
 from ..engine import Engine
 from ..reasons import say
-from ..skip.features import FAILED, RUN_KEY, UNRECORDED, Features, Programs, SkipRun
+from ..skip.features import RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..skip.unrecorded import NotLeftOut, UnrecordedBlocks
 from ..skip.unrecorded_stages import UnrecordedStages
 from ..stats import STATS
@@ -154,12 +154,8 @@ class Session:
             skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (out.depth, out.share))
             return out.out, out.features
 
-        def instead() -> Tensor:
-            skip.in_full(FAILED)
-            return call.eager()
-
-        def skipped(features: Features) -> Tensor:
-            return engine(taping.skipped(call, skip.depth, features, instead), self.settings)
+        def skipped(features: Features) -> Tensor | None:
+            return engine(taping.skipped(call, skip.depth, features), self.settings)
 
         return skip.call(_prompts(skip, given.options, call), first, Programs(full, skipped))
 
@@ -186,15 +182,14 @@ class Session:
             skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (row.depth, row.share))
             return out, run.kept(states) or found[-1]
 
-        def skipped(features: Features) -> Tensor:
-            def rest() -> Tensor:
+        def skipped(features: Features) -> Tensor | None:
+            def rest() -> Tensor | None:
                 run.let_go()
                 options = taping.without_prefetch(given.theirs)
                 try:
                     return row.skipped(model, lambda: given.call(original, options), features)
                 except NotLeftOut:
-                    skip.in_full(FAILED)
-                    return call.eager()
+                    return None
 
             return engine(taping.apart(call, skip.depth, why, rest, features), self.settings)
 

@@ -190,16 +190,16 @@ def call_of(
 
 def in_full(call: Call, depth: int | None) -> Call:
     """``call`` at a full step of a run that skips blocks: its result is a ``tapes.FullStep``."""
-    skipping = Skipping(depth, lambda features: skipped(call, depth, features, call.eager).key)
+    skipping = Skipping(depth, lambda features: skipped(call, depth, features).key)
     taped = replace(call.taped, skipping=skipping)
     return replace(call, key=_step(call, "full", depth, call.inputs), taped=taped)
 
 
-def skipped(call: Call, depth: int | None, features: Sequence[Tensor], instead: Callable[[], Any]) -> Call:
-    """``call`` at a skipped step, given its features. instead: where there is no program of it."""
+def skipped(call: Call, depth: int | None, features: Sequence[Tensor]) -> Call:
+    """``call`` at a skipped step, given its features. Its result is None where there is no program of it."""
     inputs = call.inputs | named_features(features)
     taped = replace(call.taped, leaves_out=True)
-    return replace(call, key=_step(call, "skipped", depth, inputs), inputs=inputs, taped=taped, eager=instead)
+    return replace(call, key=_step(call, "skipped", depth, inputs), inputs=inputs, taped=taped, eager=lambda: None)
 
 
 def apart(

@@ -185,9 +185,12 @@ REASONS = dict(
     no_middle=("Remove Skip Blocks: it does not fit this model", "no block of this model is skipped: {why}"),
     skipped_gone=(
         "this step ran in full",
-        "the program of skipped steps is no longer there, so this step runs in full; the next full step makes it again",
+        "there is no program of skipped steps for this size and batch, so this step runs in full, which makes it",
     ),
-    skip_failed=("a skipped step failed and ran in full", "a skipped step failed, and ran in full instead"),
+    skip_failed=(
+        "a step could not be skipped",
+        "a skipped step had no program for its size and batch yet, or it failed: it ran in full instead",
+    ),
     called_twice=(
         "a prompt is evaluated twice per step",
         "a prompt is evaluated twice per step on the same patches and size (context windows, say): which feature "

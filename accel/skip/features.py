@@ -60,7 +60,7 @@ class Programs:
     """One call's two ways. ``full`` gives (output, features; why there never are any; or None if just not now)."""
 
     full: Callable[[], tuple[Tensor, Features | str | None]]
-    skipped: Callable[[Features], Tensor]  # which it may write into
+    skipped: Callable[[Features], Tensor | None]  # given what it may write into; None where it cannot
 
 
 @dataclass
@@ -127,8 +127,11 @@ class SkipRun:
         parts = [Part(prompt, shape, x.dtype, x.device) for prompt in prompts]
         reason = self._why_full(parts)
         if reason is None:
-            self.stats.count(skipped=True)
-            return programs.skipped(self._forecast(parts))
+            out = programs.skipped(self._forecast(parts))
+            if out is not None:
+                self.stats.count(skipped=True)
+                return out
+            reason = FAILED  # or a batch of another size: in full, and the next one can
         self.stats.count(skipped=False, reason=reason)
         out, features = programs.full()
         if isinstance(features, str):
