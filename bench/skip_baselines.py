@@ -53,6 +53,19 @@ class OfOrder(SkipSettings):
 
 
 @dataclass(frozen=True)
+class Placed(OfOrder):
+    """Ours, with the full steps where they are wanted."""
+
+    placed: frozenset[int] = frozenset()
+
+    def full_steps(
+        self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
+    ) -> frozenset[int]:
+        """Those. The window of the noise schedule is not used."""
+        return self.placed
+
+
+@dataclass(frozen=True)
 class TaylorSeer(PlainDeepCache):
     """Of order 2, over the step's number."""
 

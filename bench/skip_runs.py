@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import comfy.samplers
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ DEVICE = "cuda" if CUDA else "cpu"  # where pictures are compared
 BATCH = 64 if CUDA else 16
 ROWS = 2  # that the model sees for a picture: with CFG, the prompt and the empty one
 FIRST_SEED = 1000
-CALIBRATING = 4  # prompts by which magnitudes are measured
+CALIBRATING = 4  # prompts by which magnitudes and features are measured
 WINDOW = 7  # pixels a side of SSIM's windows
 COUNTER = "bench.forwards"
 
@@ -112,16 +113,27 @@ class Demo:
 
     def magnitudes(self, steps: int, size: tuple[int, int], sampler: str) -> list[float]:
         """Of what the deep blocks give, a step each: the mean over some prompts, every step in full."""
-        found: list[float] = []
+        return [statistics.fmean(map(magnitude, found)) for found in self._watched(steps, size, sampler)]
+
+    def features(self, steps: int, size: tuple[int, int]) -> list[Tensor]:
+        """What the deep blocks give of some prompts, a flat tensor for each step, every step in full."""
+        return [torch.cat([each.flatten() for each in found]) for found in self._watched(steps, size, "euler")]
+
+    def _watched(self, steps: int, size: tuple[int, int], sampler: str) -> list[list[Tensor]]:
+        """What the deep blocks give in the forwards of each step."""
+        found: list[Tensor] = []
         handles = watch(self.plain.model.diffusion_model, found.append)
         try:
             self.run(self.plain, steps, size, slice(None, None, -(-len(self.prompts) // CALIBRATING)), sampler)
         finally:
             for handle in handles:
                 handle.remove()
-        return [
-            statistics.fmean(found[at * len(found) // steps : (at + 1) * len(found) // steps]) for at in range(steps)
-        ]
+        return [found[at * len(found) // steps : (at + 1) * len(found) // steps] for at in range(steps)]
+
+    def sigmas(self, steps: int) -> list[float]:
+        """Of the steps, and the one behind the last."""
+        sampling = self.plain.get_model_object("model_sampling")
+        return comfy.samplers.calculate_sigmas(sampling, evaluate.Setting().scheduler, steps).tolist()
 
     def conditions(self) -> dict[str, Any]:
         """What the JSON says of the runs."""
@@ -148,16 +160,16 @@ def counting(patcher: ModelPatcher, rows: Counter[str]) -> ModelPatcher:
     return clone
 
 
-def watch(network: nn.Module, tell: Callable[[float], None]) -> list[Any]:
-    """Hooks that tell the magnitude of what the deep blocks gave, at each forward."""
+def watch(network: nn.Module, tell: Callable[[Tensor], None]) -> list[Any]:
+    """Hooks that tell what the deep blocks gave, at each forward."""
     if hasattr(network, "output_blocks"):
         layer = network.output_blocks[-2][-1]
-        return [layer.register_forward_hook(lambda _, inputs, out: tell(magnitude(out)))]
+        return [layer.register_forward_hook(lambda _, inputs, out: tell(out))]
     given: list[Tensor] = []
     first, last = network.layers[0], network.layers[-1]
     return [
         first.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0])),
-        last.register_forward_hook(lambda _, inputs, out: tell(magnitude(out - given.pop()))),
+        last.register_forward_hook(lambda _, inputs, out: tell(out - given.pop())),
     ]
 
 
