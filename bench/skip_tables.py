@@ -1,6 +1,9 @@
 """What bench/results says of Skip Blocks, for README, docs/performance.md and the plot. Needs no torch."""
 
+from collections.abc import Callable
+from functools import partial
 from itertools import groupby
+from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -9,7 +12,11 @@ from bench.markdown import headed, said, size, table
 from bench.texts import ENGLISH
 
 QUALITY = figures.RESULTS / "skip-quality.json"
-ABLATIONS = [figures.RESULTS / f"skip-ablation{of}.json" for of in ("", "-transformer")]
+ABLATIONS = {
+    "": "how it forecasts",
+    "-density": "its full steps and its depth, UNet",
+    "-transformer": "its full steps and its depth, transformer",
+}
 EQUAL = 100.0  # dB that equal pictures get, whose PSNR is infinite
 WHOLE, FEWER, OURS, PLAIN, CACHE = "every step", "fewer steps", "Skip Blocks", "DeepCache", "EasyCache"
 TAYLOR, MAGNITUDE = "TaylorSeer", "MagCache"
@@ -35,7 +42,9 @@ class Point(NamedTuple):
 
 def parts() -> list[str]:
     """The sections, as far as they have been measured."""
-    found = [(QUALITY, quality_part), *((path, ablation_part) for path in ABLATIONS)]
+    found: list[tuple[Path, Callable[[dict[str, Any]], str]]] = [(QUALITY, quality_part)]
+    for name, title in ABLATIONS.items():
+        found.append((figures.RESULTS / f"skip-ablation{name}.json", partial(ablation_part, f"Skip Blocks: {title}")))
     return [speed_part(speeds()), *(part(figures.load(path)) for path, part in found if path.exists())]
 
 
@@ -168,20 +177,23 @@ def quality_row(row: Row) -> list[str]:
 # Ablation ---------------------------------------------------------------------------------------------------------
 
 
-def ablation_part(result: dict[str, Any]) -> str:
+def ablation_part(title: str, result: dict[str, Any]) -> str:
     """A line a way to forecast, a column a number of steps and an interval."""
-    model, rows = result.get("model", "demo"), result["rows"]
+    rows = result["rows"]
     cases = list(dict.fromkeys((row["steps"], row["interval"]) for row in rows))
-    names = [name for name in WAY if any(name in row for row in rows)]
+    names = [name for name in WAY if len({row[name] for row in rows if name in row}) > 1]
     head = [*(WAY[name] for name in names), *(f"{steps} steps, 1 in {interval}" for steps, interval in cases), "Mean"]
-    lines = [way_row(way, found) for way, found in ways(rows, names).items()]
+    lines = [way_row(way[1:], found) for way, found in ways(rows, ["method", *names]).items()]
     how = f"PSNR in dB at {size(result)}, {result['prompts']} prompts; the first line is plain DeepCache."
-    title = "Skip Blocks: how it forecasts" + (f", {model}" if model == "transformer" else "")
+    if "density" in names and any(row.get("density", 0) is None for row in rows):
+        how += " Where no density is named, full steps lie as Skip Blocks puts them by itself."
+    if "depth" in names:
+        how += " A larger depth costs more."
     return headed(title, result, how, table(head, lines))
 
 
 def ways(rows: list[Row], names: list[str]) -> dict[tuple, list[Row]]:
-    """The rows of each way; plain DeepCache has None for all ``names``."""
+    """The rows of each way; plain DeepCache has None for all but its method."""
     found: dict[tuple, list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row.get(name) for name in names), []).append(row)

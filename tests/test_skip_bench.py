@@ -1,5 +1,6 @@
 """The benchmarks of Skip Blocks on the demo model, tiny: what is counted, what is compared, and what it is worth."""
 
+from itertools import combinations
 from types import ModuleType
 
 import pytest
@@ -61,14 +62,40 @@ def test_an_ablation(runs, demo, monkeypatch):
     from bench import skip_ablation
 
     monkeypatch.setattr(skip_ablation, "SIZE", SIZE)
-    monkeypatch.setattr(skip_ablation, "STEPS", (STEPS,))
-    monkeypatch.setattr(skip_ablation, "INTERVALS", (2,))
     ways = skip_ablation.tries()
     assert len(ways) == len(set(ways)) and {way.axis for way in ways} == {"step", "sigma", "log_sigma"}
+    few = skip_ablation.tries([], ["drift"], [], [1])
+    assert [way.density for way in few] == [None, "drift"]
     with torch.inference_mode():
-        rows = list(skip_ablation.measured(demo, [skip_ablation.Try(damping=share) for share in (0.5, 1.0)]))
-    assert [(row["method"], row.get("damping")) for row in rows] == [("plain", None), ("ours", 0.5), ("ours", 1.0)]
-    assert len({row["psnr"] for row in rows}) == 3
+        chosen = [skip_ablation.Try(damping=0.5), *few]
+        rows = list(skip_ablation.measured(demo, chosen, [STEPS], [2]))
+    said = [(row["method"], row.get("damping"), row.get("density")) for row in rows]
+    assert said == [("plain", None, None), ("ours", 0.5, None), ("ours", 1.0, None), ("ours", 1.0, "drift")]
+    assert len({row["psnr"] for row in rows}) == 4 and len({row["cost"] for row in rows}) == 1
+
+
+def test_full_steps_by_drift_are_the_best_of_all(runs):
+    """Of every way to place them, each judged by the forecast itself."""
+    from anyshape.accel.skip.forecast import History
+
+    from bench import skip_drift
+
+    generator = torch.Generator().manual_seed(0)
+    features, sigmas = [torch.randn(5, generator=generator) for _ in range(8)], [1.0, 0.9, 0.7, 0.6, 0.4, 0.3, 0.2, 0.1]
+    sigmas.append(0.0)
+
+    def error(full):
+        history, total = History(), 0.0
+        for step, feature in enumerate(features):
+            if step in full:
+                history.add(sigmas[step], feature)
+            else:
+                total += (history.at(sigmas[step]) - feature).norm().item() * (sigmas[step] - sigmas[step + 1])
+        return total
+
+    for count in (1, 2, 3, 4, 8):
+        best = min(({0, *others} for others in combinations(range(1, 8), count - 1)), key=error)
+        assert skip_drift.best(features, sigmas, count) == best
 
 
 def test_settings_reach_the_run(runs, demo):
