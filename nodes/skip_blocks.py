@@ -72,7 +72,7 @@ class SkipBlocks(io.ComfyNode):
                     default=next(iter(PRESETS)),
                     optional=True,
                     tooltip="safe, balanced, fast: interval 2, 3 or 4 with depth auto, in place of the two inputs "
-                    "above. custom: as they are set. Over 30 steps behind Compile Model, balanced was measured: 2.1x "
+                    "above. custom: as they are set. Over 30 steps behind Compile Model, balanced was measured: 1.9x "
                     "(SD1.5), 2.4x (SDXL), 2.6x (Flux), 2.7x (Wan 2.1). safe and fast were not; by the work that is "
                     "left of the small demo models, they give 1.7x to 1.9x and 2.6x to 3.2x.",
                 ),
