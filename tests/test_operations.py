@@ -16,6 +16,9 @@ if not CUDA:
 embed.bare_pack()
 
 from anyshape.accel.kernels import operations, reference  # noqa: E402
+from anyshape.accel.tape.program import _calls  # noqa: E402
+from anyshape.accel.tape.rules.epilogue import linear_gelu  # noqa: E402
+from anyshape.accel.tape.values import Operation  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if CUDA else []
 DEVICE = "cuda" if CUDA else "cpu"
@@ -145,3 +148,14 @@ def test_layers_that_are_not_aligned_have_no_table():
     assert not len(operations.table_of(2, False, weights[0], odd))
     assert not len(operations.table_of(2, False, *[weight.float() for weight in weights]))
     assert not len(operations.table_of(2, False, *weights, biases[0], biases[1].float()))
+
+
+def test_what_a_program_calls_is_known_for_torch_and_ours_alone() -> None:
+    """Of another library's functions nobody knows what they do at their first call with larger tensors."""
+    linear, gelu = torch.ops.aten.linear.default, torch.ops.aten.gelu.default
+    of_torch = [Operation(func, (), {}, [], opaque=opaque) for func, opaque in ((linear, False), (linear_gelu, True))]
+    assert _calls([*of_torch, Operation(operations.conv2d_last, (), {}, [])]) == {
+        (linear, ""), (linear_gelu, ""), (operations.conv2d_last, "")
+    }  # fmt: skip
+    assert _calls(of_torch) != _calls([Operation(gelu, (), {}, [])])
+    assert _calls([*of_torch, Operation(len, (), {}, [], opaque=True)]) == frozenset()

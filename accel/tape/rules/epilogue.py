@@ -20,6 +20,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 linear_gelu.sizes = linear  # type: ignore[attr-defined]
+linear_gelu.own = getattr(aten._addmm_activation, "default", None)  # type: ignore[attr-defined]  what it calls
 
 
 def fuse_gelu(tape: Tape) -> str:
