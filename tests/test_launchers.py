@@ -38,6 +38,16 @@ def test_each_kernel_has_its_own(monkeypatch) -> None:
     assert len(built) == 16  # side by side, before
 
 
+def test_where_building_alone_does_not_work_it_is_loaded_all_the_same(monkeypatch) -> None:
+    """As with a newer Triton, whose modules have more in them."""
+
+    def build(launcher, src, metadata):
+        return launcher.signature
+
+    monkeypatch.setattr(launchers, "_building", lambda: build)
+    assert launchers.load(Compiled(3)).launch == 3
+
+
 def test_a_launcher_is_built_as_triton_builds_it(monkeypatch) -> None:
     """All but its end. Of another Triton nothing is known, and it is built where it is loaded."""
     from triton.backends.nvidia import driver

@@ -5,6 +5,7 @@ that one again: whoever looks into his own while another is loaded finds the oth
 started by it gets arguments of other kinds, or another number of them.
 """
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable
@@ -12,13 +13,14 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 _LOADING = threading.Lock()
+ANOTHER = (AttributeError, ImportError, LookupError, TypeError, ValueError)  # of a Triton that does otherwise
 
 
 def load(compiled: Any) -> Any:
     """A kernel that Triton compiled, ready to start. Raises what Triton raises."""
-    build = _building()
-    if build is not None:
-        build(SimpleNamespace(), compiled.src, compiled.metadata)
+    with contextlib.suppress(*ANOTHER):  # it is built where it is loaded
+        if (build := _building()) is not None:
+            build(SimpleNamespace(), compiled.src, compiled.metadata)
     with _LOADING:
         _ = compiled.run  # loads it, and the kernel
     return compiled
