@@ -9,7 +9,6 @@ A block that writes into its inputs is recorded on copies of them, and what beca
 """
 
 import logging
-import time
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import devices, verify
+from . import verify
 from .attempt import attempt, named
 from .block_call import Given, NotUsed, swapped, take_apart, tensors_in
 from .block_forwards import Blocks
 from .block_take import BlockTake, Recorded, Visit, record_block
 from .call import Call, Settings
+from .clock import timed
 from .errors import AnyShapeError, WrongResult, is_out_of_memory
 from .preparing import preparing
 from .reasons import say
@@ -278,7 +278,7 @@ class BlockTier:
         best = {eager: float("inf"), program: float("inf")}
         for _ in range(ROUNDS):
             for way in best:
-                best[way] = min(best[way], _milliseconds(way, device))
+                best[way] = min(best[way], timed(way, device)[2])
             if best[eager] > LONG_MS:
                 break
         return best[program] >= best[eager]
@@ -322,12 +322,3 @@ def _written_back(out: Any, written: Sequence[Tensor], take: BlockTake, given: G
 
 def _is_timed(device: torch.device) -> bool:
     return device.type == "cuda"  # elsewhere nothing is fused, unless a test wants it
-
-
-def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
-    """Until the GPU is done, or until the host is where that takes longer."""
-    devices.wait(device)
-    started = time.perf_counter()
-    run()
-    devices.wait(device)
-    return (time.perf_counter() - started) * 1e3

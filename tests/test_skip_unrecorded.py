@@ -10,7 +10,7 @@ from torch import nn
 from tools import architectures, embed, pages
 from tools.driving import compiled, sample_tiny, skipping
 from tools.oracles import counted, error, last_run
-from tools.skip_driving import BLOCKS
+from tools.skip_driving import BLOCKS, left_out
 
 embed.bare_pack()
 
@@ -151,22 +151,8 @@ ROWS = (
 @pytest.mark.parametrize("name", [entry.name for entry in architectures.present() if entry.name in ROWS])
 def test_architectures(tiny, name):
     """Full steps are the model's own to the bit; with its own features a skipped one is the full one."""
-    from tools.architectures import patchers
-
-    patcher = tiny(name, fresh=True)
-    model = patcher.model.diffusion_model
-
-    def forward():
-        return torch.cat([part.flatten() for part in patchers.apply(patcher, 1, name)])
-
-    with torch.inference_mode():
-        own, rows = forward(), len(patchers.apply(patcher, 1, name)[0])
-        blocks = UnrecordedBlocks(model, 1, ())
-        out, features = blocks.full(model, forward, rows)
-        assert torch.equal(out, own) and not isinstance(features, str), features
-        assert error(blocks.skipped(model, forward, features), own) < 1e-4
-        nothing = [torch.zeros_like(feature) for feature in features]
-        assert error(blocks.skipped(model, forward, nothing), own) > 1e-3
+    features = left_out(tiny(name, fresh=True), name, lambda model: UnrecordedBlocks(model, 1, ()), 1e-4)
+    assert not isinstance(features, str), features
 
 
 # Blocks in a row, and what keeps them from being one -----------------------------------------------------------------

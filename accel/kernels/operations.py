@@ -73,14 +73,14 @@ def conv2d_last(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) 
     One that is a linear layer of each pixel runs as one, for which the library plans nothing.
     """
     x = x.contiguous(memory_format=LAST)
-    if is_product(weight, *geometry):
+    if is_pointwise(weight, *geometry):
         out = torch.nn.functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
     else:
         out = torch.ops.aten.conv2d(x, weight, bias, *geometry)
     return out.contiguous(memory_format=LAST)
 
 
-def is_product(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
+def is_pointwise(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
     """Whether a convolution is a linear layer of each pixel. weight [O, I, ...]."""
     return groups == 1 and weight.shape[2:].numel() == 1 and _all(stride, 1) and _all(padding, 0)
 

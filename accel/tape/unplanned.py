@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..kernels.operations import is_product
+from ..kernels.operations import is_pointwise
 from .attention_choice import ALIGNED, attend, supports
 from .layout import lie_alike
 from .traits import by_name
@@ -30,7 +30,7 @@ def instead(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return _attention(func, args, kwargs)
     if func is CONVOLUTION:
         given = by_name(func, args, kwargs)
-        if given["input"].ndim == 4 and is_product(*[given.get(name, other) for name, other in GEOMETRY]):
+        if given["input"].ndim == 4 and is_pointwise(*[given.get(name, other) for name, other in GEOMETRY]):
             return _product(given)
     return None
 
