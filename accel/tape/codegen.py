@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from . import quantisers
 from .group import is_copy
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
 from .layout import Layouts, order_of
 from .lower import Lowering
-from .terms import EVERYWHERE, FLOATS, NoKernel, Term
+from .terms import STORED, NoKernel, Term
 from .values import ONE, Operation, Size, Value
 
 NARROW = 64  # columns: fewer, and a row takes in the dimension before
@@ -24,7 +25,7 @@ FILLED = 0.9  # of a block, and hardly a lane is idle
 COLUMNS = 1024  # of a block, where nothing is summed
 LOOSE_COLUMNS = 256  # of a block, where they are a size of the call
 TILE_ROWS, TILE_COLUMNS = (4, 64), 256
-REDUCTIONS = frozenset(("layer_norm", "rms_norm", "mean"))
+REDUCTIONS = frozenset(("layer_norm", "rms_norm", "mean", quantisers.BY_ROWS))
 LONG_CODE = re.compile(r"tl\.(sin|cos)\(")  # for each element of a thread: the compiler takes a second for 32 of them
 
 
@@ -57,10 +58,21 @@ class _Loops:
     tile: Axis | None = None
 
 
+@dataclass(frozen=True)
+class _Result:
+    """One result: its variable, where its element lies, and which elements of the block store it, if not all."""
+
+    term: Term
+    place: str
+    stores: str = ""
+
+
 def source(
     outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts: Layouts, large: bool = False
 ) -> Source:
-    """The kernel that computes ``outputs``, all of one shape, through the operations of ``inside``.
+    """The kernel that computes ``outputs`` through the operations of ``inside``.
+
+    All of them have the first one's shape, but for scales of rows that are rounded (``quantisers``).
 
     large: it counts in 64 bits, for values that are (``Value.is_large``). Raises ``NoKernel`` with the reason.
     """
@@ -158,10 +170,18 @@ def _inner(dims: Sequence[int], sizes: Sequence[Size], width: int) -> tuple[int,
 
 def _lowered(
     outputs: Sequence[Value], inside: Mapping[Value, Operation], layouts: Layouts, loops: _Loops
-) -> tuple[Lowering, list[tuple[Term, str]]]:
+) -> tuple[Lowering, list[_Result]]:
     lowering = Lowering(layouts, inside, loops.column, loops.tile)
-    place = lowering.text(lowering.offset(outputs[0], loops.index), "o")  # all of them lie alike
-    return lowering, [(lowering.value(value, loops.index, EVERYWHERE), place) for value in outputs]
+    place = lowering.text(lowering.offset(outputs[0], loops.index), "o")  # all of one shape lie alike
+    first = "(c == 0)" if loops.tile is None else "(r == 0) & (c == 0)"
+    results: list[_Result] = []
+    for value in outputs:
+        if quantisers.rounded_with(value, inside) is value:
+            results.append(_Result(lowering.value(value, loops.index), place))
+        else:  # a number for each row
+            row = (*loops.index[:-1], NOTHING)
+            results.append(_Result(lowering.value(value, row), lowering.text(lowering.offset(value, row), "s"), first))
+    return lowering, results
 
 
 def _tile(loops: _Loops, lowering: Lowering) -> str | None:
@@ -203,7 +223,7 @@ def _heads(value: Value, layouts: Layouts, width: int, lowering: Lowering) -> st
 
 def _assembled(
     outputs: Sequence[Value], inside: Mapping[Value, Operation], loops: _Loops, lowering: Lowering,
-    results: Sequence[tuple[Term, str]], large: bool,
+    results: Sequence[_Result], large: bool,
 ) -> Source:  # fmt: skip
     column, tile = loops.column.size, loops.tile
     power = _power(column.value) if column.static else 0
@@ -221,10 +241,11 @@ def _assembled(
     single = lowering.reduces or tile is not None  # one block holds all columns
     body = _head(loops, lowering, single, large)
     body += lowering.lines
-    for k, ((term, place), value) in enumerate(zip(results, outputs, strict=True)):
+    for k, (result, value) in enumerate(zip(results, outputs, strict=True)):
+        mask = " & ".join(["rmask", "cmask", result.stores] if result.stores else ["rmask", "cmask"])
         body.append(
-            f"tl.store(o{k} + ({place} + r * 0 + c * 0), ({term.name} + tl.zeros((R, BC), tl.float32))"
-            f".to({FLOATS[value.dtype]}), mask=rmask & cmask)"
+            f"tl.store(o{k} + ({result.place} + r * 0 + c * 0), ({result.term.name} + tl.zeros((R, BC), tl.float32))"
+            f".to({STORED[value.dtype]}), mask={mask})"
         )
     integers = [f"n{k}" for k in range(len(lowering.integers))] + ["rows"] + ([] if column.static else ["C"])
     parameters = [f"p{k}" for k in range(len(lowering.operands))] + [f"o{k}" for k in range(len(outputs))]

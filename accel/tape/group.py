@@ -9,7 +9,7 @@ from operator import itemgetter
 
 import torch
 
-from . import pointwise, views
+from . import pointwise, quantisers, views
 from .layout import Layouts
 from .lower import COPIES, NORMS
 from .rows import MAX_JOINED
@@ -54,6 +54,8 @@ def _bases(operation: Operation) -> list[bool]:
 
 
 def _fusible(operation: Operation, name: str) -> bool:
+    if quantisers.is_quantiser(operation):
+        return quantisers.fits(operation)
     output, args, kwargs = operation.outputs[0], operation.args, operation.kwargs
     tensors = [value for value in operation.inputs if value.scalar() is None]
     plain = all(value.dtype in FLOATS and value.device == output.device for value in [output, *tensors])
@@ -181,7 +183,7 @@ def is_best_alone(operation: Operation, layouts: Layouts) -> bool:
     argument that was cropped is still read row by row; at another size nothing may be cut off.
     """
     output, name = operation.outputs[0], operation.traits.name
-    if is_copy(operation):
+    if is_copy(operation) or quantisers.is_quantiser(operation):
         return True
     tensors = [value for value in operation.inputs if value.scalar() is None]
     if len(tensors) == 1 and name not in NORMS:
@@ -211,5 +213,5 @@ def is_copy(operation: Operation) -> bool:
 
 
 def is_heavy(operation: Operation) -> bool:
-    """Whether a kernel is best begun before it: a sum over rows, or a join."""
-    return operation.traits.name in NORMS | {"mean", "cat", "stack"}
+    """Whether a kernel is best begun before it: a sum over rows, a join, a layer's input rounded."""
+    return operation.traits.name in NORMS | quantisers.NAMES | {"mean", "cat", "stack"}

@@ -26,6 +26,10 @@ class KernelLines(ABC):
     def value(self, value: Value, index: Indices, mask: Mask = EVERYWHERE) -> Term:
         """``value`` at ``index``, in float32."""
 
+    @abstractmethod
+    def argument(self, item: Any, output: Value, index: Indices, mask: Mask) -> Term:
+        """An argument, a number or a value that is broadcast, for the element of ``output`` at ``index``."""
+
     def rounded(self, term: Term, dtype: torch.dtype, source: torch.dtype | None = None) -> Term:
         """``term`` as a tensor of ``dtype`` holds it; source: the dtype that it has been rounded to."""
         if dtype == torch.float32 or dtype == source:

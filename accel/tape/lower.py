@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import pointwise, rows, views
+from . import pointwise, quantisers, rows, views
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, at, number, product
 from .kernel_lines import KernelLines
 from .layout import Layouts
@@ -56,9 +56,11 @@ class Lowering(KernelLines):
             return self._through_view(operation, name, value, index, mask)
         if name in COPIES:
             source = operation.inputs[1 if name == "copy" else 0]
-            return self.rounded(self._argument(source, value, index, mask), value.dtype, source.dtype)
+            return self.rounded(self.argument(source, value, index, mask), value.dtype, source.dtype)
         if name in ("cat", "stack"):
             return rows.joined(self, operation, name, value, index, mask)
+        if quantisers.is_quantiser(operation):
+            return quantisers.lowered(self, operation, value, index, mask)
         if name in NORMS:
             term = rows.norm(self, operation, name, index, mask)
         elif name == "mean":
@@ -67,7 +69,8 @@ class Lowering(KernelLines):
             term = self._pointwise(operation, name, index, mask)
         return self.rounded(term, value.dtype)
 
-    def _argument(self, item: Any, output: Value, index: Indices, mask: Mask) -> Term:
+    def argument(self, item: Any, output: Value, index: Indices, mask: Mask) -> Term:
+        """A number, or a value that is broadcast, for the element of ``output`` at ``index``."""
         if isinstance(item, Value):
             if (scalar := item.scalar()) is not None:
                 return self._number(scalar)
@@ -107,7 +110,7 @@ class Lowering(KernelLines):
         if form == "clamp":
             return self._clamp(operation, name, index, mask)
         count = 1 if name == "pow" else len(args)
-        terms = [self._argument(item, output, index, mask) for item in args[: min(count, 3)]]
+        terms = [self.argument(item, output, index, mask) for item in args[: min(count, 3)]]
         if name in pointwise.ADDING:
             terms = terms[:2]
             alpha = operation.kwargs.get("alpha", args[2] if len(args) > 2 else 1)
@@ -121,12 +124,12 @@ class Lowering(KernelLines):
 
     def _clamp(self, operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
         args = operation.args
-        term = self._argument(args[0], operation.outputs[0], index, mask)
+        term = self.argument(args[0], operation.outputs[0], index, mask)
         low = args[1] if name != "clamp_max" and len(args) > 1 else None
         high = args[1] if name == "clamp_max" else args[2] if len(args) > 2 else None
         for limit, function in ((low, "maximum"), (high, "minimum")):
             if limit is not None:
-                bound = self._argument(limit, operation.outputs[0], index, mask)
+                bound = self.argument(limit, operation.outputs[0], index, mask)
                 term = self.let(f"tl.{function}({term.name}, {bound.name})", term.axes | bound.axes)
         return term
 

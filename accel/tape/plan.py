@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..preparing import look
-from . import group, joins, repeats, singles, static_sizes, views
+from . import group, joins, quantisers, repeats, singles, static_sizes, views
 from .group import FUSE, Group
 from .index import number
 from .kernels import ALIGNED, Launch
@@ -156,10 +156,11 @@ class Plan(Schedule):
             else:
                 parts = [value]
             for part in parts:
+                main = quantisers.rounded_with(part, inside)
                 form = tuple(
-                    size.static or size.first for size in part.sizes
+                    size.static or size.first for size in main.sizes
                 )  # not equal by chance, at this size alone
-                by_form.setdefault((part.shape, part.stride, part.base, form), []).append(part)
+                by_form.setdefault((main.shape, main.stride, main.base, form), []).append(part)
         return [*before, *(planned(outputs, inside, self.layouts) for outputs in by_form.values())]
 
     def _once(self, stored: list[Value], inside: dict[Value, Operation]) -> Steps:

@@ -55,7 +55,7 @@ def _whole(mask: Mask) -> Mask:
     return whole
 
 
-def _row(kernel: KernelLines, source: Value, lead: Indices, mask: Mask) -> tuple[Term, frozenset[str]]:
+def whole_row(kernel: KernelLines, source: Value, lead: Indices, mask: Mask) -> tuple[Term, frozenset[str]]:
     """All of a row of ``source``, zero beyond its end, and the axes of the block that it lies along."""
     width = source.sizes[-1]
     if any("c" in kernel.axes(place) for place in lead) or not width.static:
@@ -75,9 +75,13 @@ def _row(kernel: KernelLines, source: Value, lead: Indices, mask: Mask) -> tuple
     return kernel.let(f"tl.where({masks}, {term.name}, 0.0)", term.axes | axes), axes
 
 
+def reduced(function: str, text: str, axes: frozenset[str]) -> str:
+    """``function``, of Triton, of a block along these axes."""
+    return f"{function}({function}({text}, axis=1), axis=0)" if "r" in axes else f"{function}({text}, axis=1)[:, None]"
+
+
 def _sum(text: str, axes: frozenset[str]) -> str:
-    """The sum of a block along these axes."""
-    return f"tl.sum(tl.sum({text}, axis=1), axis=0)" if "r" in axes else f"tl.sum({text}, axis=1)[:, None]"
+    return reduced("tl.sum", text, axes)
 
 
 def norm(kernel: KernelLines, operation: Operation, name: str, index: Indices, mask: Mask) -> Term:
@@ -111,7 +115,7 @@ def norm(kernel: KernelLines, operation: Operation, name: str, index: Indices, m
 def _moments(
     kernel: KernelLines, source: Value, lead: Indices, mask: Mask, width: int, eps: float, centred: bool
 ) -> tuple[Term | None, Term]:
-    x, along = _row(kernel, source, lead, mask)
+    x, along = whole_row(kernel, source, lead, mask)
     axes = x.axes - along
     mean = None
     if centred:
@@ -128,7 +132,7 @@ def mean(kernel: KernelLines, operation: Operation, index: Indices, mask: Mask) 
     whole = _whole(mask)
     key = "mean", operation.outputs[0], lead, whole
     if key not in kernel.memo:
-        x, along = _row(kernel, source, lead, whole)
+        x, along = whole_row(kernel, source, lead, whole)
         width = source.shape[-1]
         kernel.memo[key] = kernel.let(f"{_sum(x.name, along)} / {width}", x.axes - along)
     return kernel.memo[key]

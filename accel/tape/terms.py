@@ -8,6 +8,9 @@ from .index import Index
 
 Indices = tuple[Index, ...]
 FLOATS = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32"}
+# what is stored and never read
+ROUNDED = {torch.int8: "tl.int8", torch.float8_e4m3fn: "tl.float8e4nv", torch.float8_e5m2: "tl.float8e5"}
+STORED = FLOATS | ROUNDED
 
 
 class NoKernel(Exception):
