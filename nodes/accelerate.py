@@ -5,7 +5,7 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..accel.call import BUDGET_MB, MODES
-from ..accel.families.lazy import compile_controlnet
+from ..accel.comfy.lazy import compile_controlnet
 from . import badge
 from .compile_controlnet import controlnet_part
 from .compile_model import TIMED, budget_input, is_mode, model_part, timed

@@ -8,7 +8,7 @@ from comfy_api.latest import io
 from comfy_execution.utils import get_executing_context
 
 from ..accel.attempt import attempt, failed
-from ..accel.families.entries import Names
+from ..accel.comfy.entries import Names
 from ..accel.stats import STATS, NodeStats
 from .messages import node_id
 
@@ -23,7 +23,7 @@ def note(
     node: type[io.ComfyNode], names: Names | None, message: str = "", enabled: bool = True,
     sizes: dict[str, int] | None = None, instead: Callable[[], str] = str, patcher: Any = None, **settings: Any,
 ) -> None:  # fmt: skip
-    """Notes what ``node``, which is being executed, gave: see ``accel.families.entries`` for ``names``.
+    """Notes what ``node``, which is being executed, gave: see ``accel.comfy.entries`` for ``names``.
 
     sizes, instead: as ``NodeStats`` has them. patcher: of the model that the node got. settings: its inputs that are
     no links.

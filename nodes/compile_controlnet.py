@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io
 
-from ..accel.families import entries
-from ..accel.families.lazy import compile_controlnet
+from ..accel.comfy import entries
+from ..accel.comfy.lazy import compile_controlnet
 from . import badge
 from .giving import Part, give, part_of
 from .messages import VERIFY

@@ -3,8 +3,8 @@
 from comfy_api.latest import io
 
 from ..accel.call import BUDGET_MB, MAX_BUDGET_MB, MODES, Settings
-from ..accel.families import entries
-from ..accel.families.attach import compile_model
+from ..accel.comfy import entries
+from ..accel.comfy.attach import compile_model
 from . import badge
 from .giving import Part, give, part_of
 from .messages import VERIFY

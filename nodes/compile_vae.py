@@ -3,8 +3,8 @@
 import comfy.sd
 from comfy_api.latest import io
 
-from ..accel.families import entries
-from ..accel.families.lazy import compile_vae
+from ..accel.comfy import entries
+from ..accel.comfy.lazy import compile_vae
 from . import badge
 from .giving import Part, give, part_of
 from .messages import VERIFY

@@ -7,8 +7,8 @@ from typing import Any
 from comfy_api.latest import io
 
 from ..accel.attempt import attempt, failed
-from ..accel.families.entries import Names
-from ..accel.families.surroundings import INTERRUPTS
+from ..accel.comfy.entries import Names
+from ..accel.comfy.surroundings import INTERRUPTS
 from . import badge
 from .messages import node_id, say
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ..accel.families.warming import was_asked_for
+from ..accel.comfy.warming import was_asked_for
 from ..accel.last_sizes import LastSizes
 from ..accel.size_list import Shape
 from ..accel.stats import STATS, ModelStats, ShapeStats

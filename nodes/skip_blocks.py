@@ -5,8 +5,8 @@ from functools import partial
 
 from comfy_api.latest import io
 
-from ..accel.families import entries
-from ..accel.families.skipping import skip_blocks
+from ..accel.comfy import entries
+from ..accel.comfy.skipping import skip_blocks
 from ..accel.skip.settings import AUTO, FORECASTS, MAX_INTERVAL, PRESETS, SkipSettings, with_preset
 from . import badge
 from .messages import node_id, say

@@ -7,8 +7,8 @@ from functools import partial
 from comfy_api.latest import io
 
 from ..accel import reasons
-from ..accel.families import entries
-from ..accel.families.warming import CFG_OPTIONS, warm_up
+from ..accel.comfy import entries
+from ..accel.comfy.warming import CFG_OPTIONS, warm_up
 from ..accel.size_list import LAST, PRESETS, with_preset
 from . import badge, sizes
 from .ahead import AHEAD

@@ -9,7 +9,7 @@ META = torch.device("meta")  # a device that any machine has, besides the CPU
 @pytest.fixture
 def parts(pack):
     import comfy.conds
-    from anyshape.accel.families.conds import to_device
+    from anyshape.accel.comfy.conds import to_device
 
     return comfy.conds, to_device
 
@@ -48,7 +48,7 @@ def test_where_one_lies_on_a_device_all_stay(parts) -> None:
 
 def test_a_sampling_run_passes_its_conds(pack, models, patcher, monkeypatch) -> None:
     """Through ComfyUI's sampler: once per run, all its conds, to the model's device."""
-    from anyshape.accel.families import conds
+    from anyshape.accel.comfy import conds
 
     from tools.driving import compiled
 

@@ -181,7 +181,7 @@ def test_a_hooked_network_runs_in_eager(models, patcher, control, monkeypatch):
 
 
 def test_a_fault_of_ours_costs_speed_alone(models, patcher, control, monkeypatch):
-    from anyshape.accel.families import control_lora
+    from anyshape.accel.comfy import control_lora
 
     fast, wanted = compiled_control(control), sampled(models, patcher, control)
     monkeypatch.setattr(control_lora, "shadow_of", lambda *args: 1 / 0)
@@ -200,7 +200,7 @@ def test_the_control_that_was_loaded_stays_as_it_was(models, patcher, control):
 
 
 def test_what_is_kept_goes_with_the_file(models, patcher):
-    from anyshape.accel.families import control_lora
+    from anyshape.accel.comfy import control_lora
 
     control = models.control_lora(patcher)
     engine = weakref.ref(compiled_control(control).engine)

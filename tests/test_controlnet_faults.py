@@ -113,7 +113,7 @@ def test_a_failing_tier_gives_the_eager_image(models, patcher, monkeypatch):
 
 def test_wrong_numbers_are_noticed(models, patcher, monkeypatch):
     """The first result of a size is compared with eager's, unless the user wants that not."""
-    from anyshape.accel.families.controlnet import compile_controlnet
+    from anyshape.accel.comfy.controlnet import compile_controlnet
     from anyshape.accel.tape.program import Program
 
     own, right = models.controlnet("sd15", torch.float32, **SMALL_UNET), Program.run
@@ -128,7 +128,7 @@ def test_wrong_numbers_are_noticed(models, patcher, monkeypatch):
 @pytest.mark.parametrize("part", ["take", "call_of", "changed_part"])
 def test_a_fault_around_the_forward(models, patcher, control, monkeypatch, part):
     """Of ours, before any tier is tried: ComfyUI's own forward makes the residuals."""
-    from anyshape.accel.families import controlnet_run, taping
+    from anyshape.accel.comfy import controlnet_run, taping
 
     fast, wanted = compiled_control(control), sampled(models, patcher, control)
     owner = controlnet_run if part == "changed_part" else taping
@@ -141,7 +141,7 @@ def test_a_fault_around_the_forward(models, patcher, control, monkeypatch, part)
 
 @pytest.mark.parametrize("part", ["unsupported", "shadow_of"])
 def test_a_fault_of_the_node(control, monkeypatch, part):
-    from anyshape.accel.families import controlnet
+    from anyshape.accel.comfy import controlnet
 
     monkeypatch.setattr(controlnet, part, lambda *args: 1 / 0)
     out, message = controlnet.compile_controlnet(control)
@@ -174,7 +174,7 @@ def t2i_adapter(models, control):
 
 @pytest.mark.parametrize(("made", "words"), [(subclass, "SomeonesControlNet"), (t2i_adapter, "once per sampling run")])
 def test_others_pass_through(models, control, made, words):
-    from anyshape.accel.families.controlnet import compile_controlnet
+    from anyshape.accel.comfy.controlnet import compile_controlnet
 
     other = made(models, control)
     out, message = compile_controlnet(other)

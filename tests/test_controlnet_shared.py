@@ -99,7 +99,7 @@ def test_memory_management_loads_the_network_itself(models, patcher, control):
 def test_everything_goes_with_the_network(models, patcher):
     """The engine, its graphs and what was known of runs: no cache holds a ControlNet."""
     import comfy.model_management as mm
-    from anyshape.accel.families import attach, controlnet_run
+    from anyshape.accel.comfy import attach, controlnet_run
 
     own = models.controlnet("sd15", torch.float32, **SMALL_UNET)
     fast, network = compiled_control(own), weakref.ref(own.control_model)
@@ -134,7 +134,7 @@ def test_unloading_drops_the_graphs_of_this_network(control, monkeypatch):
 
 def test_a_run_looks_at_the_network_once(models, patcher, monkeypatch):
     """For what other packs changed, and where its weights lie."""
-    from anyshape.accel.families import controlnet_run, sampling_state
+    from anyshape.accel.comfy import controlnet_run, sampling_state
 
     looks, runs, look, make = [], [], controlnet_run.changed_part, sampling_state.SamplingState
     monkeypatch.setattr(controlnet_run, "changed_part", lambda model: looks.append(1) or look(model))

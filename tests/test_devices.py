@@ -72,7 +72,7 @@ def test_a_vae_on_a_cpu_runs_the_tape_too(models, clean_stats):
 
 
 def test_the_nodes_say_so_and_pass_the_model_through(models, fresh, other, clean_stats):
-    from anyshape.accel.families.vae import compile_vae
+    from anyshape.accel.comfy.vae import compile_vae
 
     device, word = other
     fresh.load_device = device

@@ -152,7 +152,7 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recordings):
 
 def test_a_streamed_model_is_not_looked_at_in_each_step(models, load, card, monkeypatch):
     """From the second step on one page is asked for, until there is room."""
-    from anyshape.accel.families.sampling_state import SamplingState
+    from anyshape.accel.comfy.sampling_state import SamplingState
 
     fast, run = compiled(load.patcher), SMALL_RUN | {"steps": 4}
     card.pages = load.pages.count // 2
@@ -222,7 +222,7 @@ def test_nothing_is_fetched_ahead_in_a_recorded_forward(models, load):
 
 def test_graphs_give_way_to_weights(models, load, card, monkeypatch):
     """And no other is captured until there is room for both. There are no graphs on a CPU: these are numbers."""
-    from anyshape.accel.families import dynamic
+    from anyshape.accel.comfy import dynamic
 
     class Held:
         used_bytes = 100 << 20

@@ -107,7 +107,7 @@ def test_a_layer_that_is_no_longer_mapped_is_recorded_again(models, load, record
 
 
 def test_a_vae(models, card):
-    from anyshape.accel.families.vae import compile_vae
+    from anyshape.accel.comfy.vae import compile_vae
 
     source = models.vae(torch.float32, ch=32, num_res_blocks=1)
     load = pages.Loads(source.first_stage_model, card)
@@ -129,7 +129,7 @@ def test_a_vae(models, card):
 
 def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     """In their own memory, and back only where it is still theirs."""
-    from anyshape.accel.families import sampling_state
+    from anyshape.accel.comfy import sampling_state
     from anyshape.accel.tape.values import Weight
     from anyshape.accel.weights import ChannelsLastWeights
 

@@ -17,10 +17,10 @@ LONG_RUN = RUN | {"steps": 10}  # long enough for blocks to be skipped
 
 # Everything that a forward of a compiled model goes through, by module of the pack.
 FORWARD = [
-    "families.taping.take", "families.taping.call_of", "families.taping.obstacle", "families.taping.shape_key",
-    "families.sampling_state.Fingerprints.of", "families.sampling_state.SamplingState.structure",
-    "families.sampling_state.SamplingState.weights", "families.sampling_state.foreign_code",
-    "families.taping._structure", "families.session.sampling_state.SamplingState", "weights.WeightWatch.__init__",
+    "comfy.taping.take", "comfy.taping.call_of", "comfy.taping.obstacle", "comfy.taping.shape_key",
+    "comfy.sampling_state.Fingerprints.of", "comfy.sampling_state.SamplingState.structure",
+    "comfy.sampling_state.SamplingState.weights", "comfy.sampling_state.foreign_code",
+    "comfy.taping._structure", "comfy.session.sampling_state.SamplingState", "weights.WeightWatch.__init__",
     "weights.WeightWatch.fingerprint", "engine.Engine._run", "tape_tier.TapeTier.run",
     "tape_tier.TapeTier._recorded", "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches",
     "tapes.Patches.finish", "tapes.states_of", "tape.called_patches.forward", "tape.record.traits", "maker.Program",
@@ -35,14 +35,14 @@ PATCHED = [
 ]  # fmt: skip
 
 SKIPPING = [
-    "families.session._prompts", "families.taping.in_full", "families.taping.skipped", "skip.features.SkipRun.call",
+    "comfy.session._prompts", "comfy.taping.in_full", "comfy.taping.skipped", "skip.features.SkipRun.call",
     "skip.features.SkipRun.close", "tape_tier.TapeTier.run", "tapes.Take.result", "skip.features.SkipRun._why_full",
     "skip.features.SkipRun._store", "skip.features.SkipRun._forecast", "skip.features.History.at",
-    "families.skipping._depth", "families.skipping.SkipRun", "families.skipping.summary",
+    "comfy.skipping._depth", "comfy.skipping.SkipRun", "comfy.skipping.summary",
     "skip.settings.SkipSettings.full_steps",
 ]  # fmt: skip
 
-ENDS = ["families.session.Session._close_runs"]  # what runs when sampling is over
+ENDS = ["comfy.session.Session._close_runs"]  # what runs when sampling is over
 
 
 class Injected(Exception):
@@ -110,8 +110,8 @@ def test_once_mended_it_is_fast_again(models, fresh, wanted, inject, monkeypatch
 
 
 EAGER_TOO = [
-    "families.session._prompts",
-    "families.taping.skipped",
+    "comfy.session._prompts",
+    "comfy.taping.skipped",
     "skip.features.SkipRun.close",
 ]  # without Compile Model
 
@@ -149,7 +149,7 @@ def test_a_fault_in_cutting(models, fresh, wanted, inject, target, fast):
     assert "cutting failed, Injected" in reason and last_run()["skipped"] == 0
 
 
-@pytest.mark.parametrize("target", ["families.attach.Session", "families.attach.put_around"])
+@pytest.mark.parametrize("target", ["comfy.attach.Session", "comfy.attach.put_around"])
 def test_a_fault_in_compile_model(models, fresh, wanted, inject, target):
     """The node hands a model on that runs as without it, and says why."""
     inject(target)
@@ -158,7 +158,7 @@ def test_a_fault_in_compile_model(models, fresh, wanted, inject, target):
     assert torch.equal(models.sample(out, **RUN), wanted["short"])
 
 
-@pytest.mark.parametrize("target", ["families.skipping._Skipping", "families.skipping.blocks.deepest"])
+@pytest.mark.parametrize("target", ["comfy.skipping._Skipping", "comfy.skipping.blocks.deepest"])
 def test_a_fault_in_the_skip_blocks_node(models, fresh, wanted, inject, target):
     inject(target)
     out, message = skip_with_message(fresh)
@@ -184,15 +184,15 @@ def test_an_interrupt_passes_at_once(models, fresh, wanted, inject, monkeypatch,
 # The VAE ----------------------------------------------------------------------------------------------------------
 
 VAE = [
-    "families.taping.take", "families.taping.call_of", "families.sampling_state.SamplingState",
-    "families.vae._Way._size", "engine.Engine._run", "tapes.Tapes.find", "tapes.Tapes.record",
+    "comfy.taping.take", "comfy.taping.call_of", "comfy.sampling_state.SamplingState",
+    "comfy.vae._Way._size", "engine.Engine._run", "tapes.Tapes.find", "tapes.Tapes.record",
     "tape.program.Program.bind", "tape.program.Program.run", "stats.ModelStats.shape",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("target", VAE)
 def test_a_fault_in_the_vae(models, pack, inject, target):
-    from anyshape.accel.families.vae import compile_vae
+    from anyshape.accel.comfy.vae import compile_vae
 
     vae, latent = models.vae(torch.float32, ch=32, num_res_blocks=1), torch.randn(1, 4, 10, 9)
     inject(target)
@@ -204,9 +204,9 @@ def test_a_fault_in_the_vae(models, pack, inject, target):
     assert any("injected" in reason for reason in reasons())
 
 
-@pytest.mark.parametrize("target", ["families.vae._with_our_ways", "families.vae._engine_of"])
+@pytest.mark.parametrize("target", ["comfy.vae._with_our_ways", "comfy.vae._engine_of"])
 def test_a_fault_in_compile_vae(models, inject, target):
-    from anyshape.accel.families.vae import compile_vae
+    from anyshape.accel.comfy.vae import compile_vae
 
     vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
     inject(target)

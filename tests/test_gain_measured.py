@@ -194,7 +194,7 @@ def line() -> dict:
 @pytest.mark.parametrize("slow", [False, True])
 def test_what_is_slower_than_comfyui_is_red(models, unet, monkeypatch, slow) -> None:
     """Programs that really take longer than ComfyUI's forwards do, both measured."""
-    from anyshape.accel.families.warming import warm_up
+    from anyshape.accel.comfy.warming import warm_up
     from anyshape.accel.tape.program import Program
 
     device, own = unet.load_device.type, Program.run

@@ -163,7 +163,7 @@ def test_patches_keep_the_forward_out_of_a_graph(models):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_vae(models, dtype):
     import comfy.model_management as mm
-    from anyshape.accel.families.vae import compile_vae
+    from anyshape.accel.comfy.vae import compile_vae
 
     vae = models.vae(dtype, ch=64)
     fast, message = compile_vae(vae)

@@ -162,7 +162,7 @@ def test_a_new_length_costs_little():
 def test_heads_of_64_channels_are_never_planned(models):
     """Attention of a UNet by cuDNN on Hopper: neither its programs nor a later size's first forward asks for a plan."""
     from anyshape.accel.call import Settings
-    from anyshape.accel.families.attach import compile_model
+    from anyshape.accel.comfy.attach import compile_model
     from torch.profiler import ProfilerActivity, profile
 
     if torch.cuda.get_device_capability() != (9, 0):

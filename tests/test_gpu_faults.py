@@ -30,7 +30,7 @@ BOUNDARIES = [
     "verify.compare", "kernels.load",
     "kernels.triton_ops.group_norm.group_norm", "kernels.triton_ops.TritonOps.grouped_linear",
     "kernels.launch._launch", "kernels.group_norm.launch", "weights.WeightWatch.fingerprint",
-    "families.sampling_state.SamplingState.lay_out", "maker.rules.apply", "tape.kernels.Launch.__call__",
+    "comfy.sampling_state.SamplingState.lay_out", "maker.rules.apply", "tape.kernels.Launch.__call__",
 ]  # fmt: skip
 
 

@@ -94,7 +94,7 @@ def test_of_a_unet_with_convolutions_only_its_first_size_may_be_known(models, be
 
 
 def test_where_the_host_is_the_limit_only_a_measurement_tells(models, begun):
-    from anyshape.accel.families.warming import warm_up
+    from anyshape.accel.comfy.warming import warm_up
 
     patcher = small(models, "sd15")
     fast = compiled(patcher)

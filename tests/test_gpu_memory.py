@@ -107,7 +107,7 @@ embed.use_comfyui(); embed.load_pack()
 import torch
 from anyshape.accel import capture, stats
 from anyshape.accel.call import Settings
-from anyshape.accel.families.attach import compile_model
+from anyshape.accel.comfy.attach import compile_model
 from bench import models
 patcher = models.unet("sd15", torch.float16, model_channels=64, context_dim=128, num_head_channels=32, num_heads=-1)
 fast, message = compile_model(patcher, Settings())

@@ -63,7 +63,7 @@ def no_programs_left(request, pack):
     """A model that several tests share begins each of them as if it had never run."""
     yield
     if "small" in request.fixturenames:
-        from anyshape.accel.families import attach
+        from anyshape.accel.comfy import attach
 
         for engine in list(attach._ENGINES.values()):
             engine.drop_graphs()
@@ -281,7 +281,7 @@ def test_a_model_on_the_second_gpu(pack):
 def test_a_kernel_that_computes_nonsense_is_left_out(models, monkeypatch):
     """It is found by name, its operations run by themselves, and all other kernels stay."""
     import comfy.model_management as mm
-    from anyshape.accel.families import attach
+    from anyshape.accel.comfy import attach
     from anyshape.accel.tape import diagnose
     from anyshape.accel.tape.kernels import Launch
 

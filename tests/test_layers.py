@@ -22,7 +22,7 @@ LAYERS = (
      "size_list", "tapes", "verify", "weights"),
     ("block_take", "block_tier", "call", "halves", "maker", "sensitivity", "tape_tier"),
     ("engine",),
-    ("families",),
+    ("comfy",),
 )  # fmt: skip
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 COMFYUI = frozenset(
@@ -95,11 +95,11 @@ def test_no_modules_form_a_cycle(graph: dict) -> None:
     assert set(TopologicalSorter(graph).static_order()) == graph.keys()  # raises CycleError, which names them
 
 
-def test_comfyui_is_imported_by_nodes_and_families_alone() -> None:
+def test_comfyui_is_imported_by_nodes_and_the_adapter_alone() -> None:
     outside = [
         f"{name}: {other}"
         for name, path in MODULES.items()
-        if name.startswith("accel.") and not name.startswith(("accel.families", "accel.minimum"))  # asks its version
+        if name.startswith("accel.") and not name.startswith(("accel.comfy", "accel.minimum"))  # asks its version
         for other in imported(name, path)
         if other in COMFYUI
     ]

@@ -27,7 +27,7 @@ delattr(*HOLE)
 
 pack = embed.load_pack()
 from anyshape.accel.call import Settings
-from anyshape.accel.families import attach, lazy, skipping
+from anyshape.accel.comfy import attach, lazy, skipping
 from anyshape.accel.skip.settings import SkipSettings
 from anyshape.accel.stats import snapshot
 

@@ -76,7 +76,7 @@ def test_one_forward_of_it(made):
 def test_such_an_argument_keeps_no_other_call_off_the_tape(pack):
     """A call with it and one without are two kinds."""
     import torch
-    from anyshape.accel.families import taping
+    from anyshape.accel.comfy import taping
 
     def forward(x, **rest):
         return x

@@ -117,7 +117,7 @@ def test_blank_lines_comments_and_repetitions(pack) -> None:
 
 def test_comfyui_makes_the_same_size(models) -> None:
     """Of a size that is no multiple of 8; the report says so."""
-    from anyshape.accel.families.latents import latents_of
+    from anyshape.accel.comfy.latents import latents_of
     from anyshape.accel.size_list import parse
     from comfy.latent_formats import SD15
 

@@ -134,7 +134,7 @@ def test_the_report_names_runs_and_kinds_of_step(models, patcher, pack):
 
 def test_a_run_names_the_entry_of_its_model(models, patcher):
     """There may be others of its class."""
-    from anyshape.accel.families import entries
+    from anyshape.accel.comfy import entries
 
     models.sample(skipping(patcher), **RUN)
     (name,) = entries.of_skipping(skipping(patcher))()

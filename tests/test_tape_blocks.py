@@ -328,8 +328,8 @@ def test_the_programs_let_go_of_a_model(make):
     import gc
     import weakref
 
-    from anyshape.accel.families import sampling_state
-    from anyshape.accel.families.attach import engine_of
+    from anyshape.accel.comfy import sampling_state
+    from anyshape.accel.comfy.attach import engine_of
 
     patcher = make()
     fast = compiled(patcher)

@@ -194,7 +194,7 @@ def test_a_wrong_kernel_is_named_and_left_out(tiny, monkeypatch) -> None:
     assert (out - wanted).norm() / wanted.norm() < 1e-4
     ((named, program),) = found
     assert named == frozenset(bad) and len({launch.source.text for launch in program.launches}) > 1
-    from anyshape.accel.families.attach import engine_of
+    from anyshape.accel.comfy.attach import engine_of
 
     takes = engine_of(fast)(patcher.model.diffusion_model)._tape._tapes._takes
     (left,) = [take.program for group in takes.values() for take in group]

@@ -190,7 +190,7 @@ def test_two_threads_sample_two_models(tiny, recordings) -> None:
 def test_two_first_calls_make_one_engine(pack, monkeypatch) -> None:
     import time
 
-    from anyshape.accel.families import attach
+    from anyshape.accel.comfy import attach
 
     engine = attach.Engine
 
@@ -207,7 +207,7 @@ def test_two_first_calls_make_one_engine(pack, monkeypatch) -> None:
 
 
 def key_of(forward, *args, **kwargs):
-    from anyshape.accel.families import taping
+    from anyshape.accel.comfy import taping
 
     run = types.SimpleNamespace(
         structure=lambda model: 1,

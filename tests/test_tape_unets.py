@@ -182,7 +182,7 @@ def test_transformer_blocks_of_all_stages_are_found(models):
 
 def test_a_block_may_mind_which_one_it_is(models):
     """ComfyUI's own does not, where no patch asks. Then nothing but its weights tells it from another."""
-    from anyshape.accel.families import taping
+    from anyshape.accel.comfy import taping
 
     block = models.unet("sd15", HALF, **NARROW).model.diffusion_model.middle_block[1].transformer_blocks[0]
     assert "block_index" in taping._places({}, block) and "patches" not in taping._places({}, block)

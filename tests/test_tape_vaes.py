@@ -191,7 +191,7 @@ def test_weights_that_change_and_go():
 @pytest.mark.usefixtures("clean_stats")
 def test_unloaded_and_loaded_again_nothing_is_recorded_again():
     import comfy.model_management as mm
-    from anyshape.accel.families import vae as family
+    from anyshape.accel.comfy import vae as family
 
     from tools.driving import compiled_vae
 
@@ -207,7 +207,7 @@ def test_unloaded_and_loaded_again_nothing_is_recorded_again():
 @pytest.mark.usefixtures("clean_stats")
 def test_warm_up_of_a_video_vae(patcher):
     """Without a compiled model: the VAE's sizes and frames alone. Sound has none."""
-    from anyshape.accel.families.warming import warm_up
+    from anyshape.accel.comfy.warming import warm_up
     from anyshape.accel.reasons import say
 
     from tools.driving import compiled_vae

@@ -48,7 +48,7 @@ def test_freeu_node(models, patcher, version):
 
 def test_one_replaced_block_is_one_call_of_a_program(patcher):
     """The patch logs its calls, so it is called in each forward; all else is recorded."""
-    from anyshape.accel.families.attach import engine_of
+    from anyshape.accel.comfy.attach import engine_of
 
     patched, log = compiled(patcher), []
     attn2_replace_one(patched, log)

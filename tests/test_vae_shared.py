@@ -115,7 +115,7 @@ def test_unloaded_and_reloaded(vae):
 def test_a_freed_vae_is_gone(models, first):
     """Whichever goes first: nothing of ours keeps the weights alive, and the one that is left still works."""
     import comfy.model_management as mm
-    from anyshape.accel.families import vae as family
+    from anyshape.accel.comfy import vae as family
 
     plain = build(models)
     fast = compiled_vae(plain)

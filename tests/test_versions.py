@@ -146,8 +146,8 @@ def test_patches_of_a_kind_that_nobody_calls(models, patcher):
 
 
 def test_what_we_allocate_stays_out_of_a_recorded_memory_plan(models, fresh, monkeypatch):
-    from anyshape.accel.families import compat
-    from anyshape.accel.families import vae as vae_family
+    from anyshape.accel.comfy import compat
+    from anyshape.accel.comfy import vae as vae_family
     from anyshape.accel.tape.program import Program
 
     depth, seen, run = [], [], Program.run
@@ -236,7 +236,7 @@ def test_an_attention_that_the_model_prefers(models, fresh, monkeypatch, other):
     plain = models.sample(fresh, **SMALL_RUN)
     monkeypatch.setattr(attention, "optimized_attention", chosen)
     if not other:
-        from anyshape.accel.families import taping
+        from anyshape.accel.comfy import taping
 
         monkeypatch.setattr(taping, "OPEN_ATTENTION", {chosen})
     for part in cross:

@@ -105,7 +105,7 @@ def test_results_and_random_state_are_those_without_it(pack, models, patcher, cl
 
 
 def test_vae(pack, models, patcher, clean_stats) -> None:
-    from anyshape.accel.families.vae import compile_vae
+    from anyshape.accel.comfy.vae import compile_vae
 
     vae, message = compile_vae(models.vae(torch.float32, ch=32, num_res_blocks=1))
     assert message == ""
@@ -133,7 +133,7 @@ def test_bad_lines_with_good_ones(pack, patcher, clean_stats) -> None:
 
 def test_a_long_list_of_bad_lines_is_told_in_short(pack, patcher, clean_stats) -> None:
     """Every open browser gets what a node says, and the log has it too."""
-    from anyshape.accel.families.warming import warm_up
+    from anyshape.accel.comfy.warming import warm_up
 
     done = warm_up(compiled(patcher), "64x64\n" + "no size\n" * 10_000)
     assert (done.listed, done.ready, done.bad) == (1, 1, 10_000)
@@ -146,7 +146,7 @@ def test_a_long_list_of_bad_lines_is_told_in_short(pack, patcher, clean_stats) -
 def test_eager_is_measured_beside_ours(pack, models, fresh, clean_stats, monkeypatch, mode) -> None:
     """On another clone of the same model: nothing is recorded for it, counted as a call, or left in place."""
     from anyshape.accel import gain
-    from anyshape.accel.families.warming import warm_up
+    from anyshape.accel.comfy.warming import warm_up
 
     monkeypatch.setattr(gain, "can_gain", lambda: True)
     fast = compiled(fresh, mode=mode)
@@ -170,7 +170,7 @@ def test_the_gain_is_measured_on_a_gpu(pack, models, clean_stats) -> None:
     """A model for which the host is the limit: its graph is faster, by what a clock around both says as well."""
     import time
 
-    from anyshape.accel.families.warming import warm_up
+    from anyshape.accel.comfy.warming import warm_up
 
     from tools.driving import SMALL_UNET
 
@@ -192,7 +192,7 @@ def test_the_gain_is_measured_on_a_gpu(pack, models, clean_stats) -> None:
 
 
 def test_what_is_ready_is_counted(pack, models, patcher, clean_stats) -> None:
-    from anyshape.accel.families.warming import warm_up
+    from anyshape.accel.comfy.warming import warm_up
 
     counted = [
         (done.listed, done.ready, done.bad)
@@ -259,7 +259,7 @@ def test_progress(pack, patcher, clean_stats, monkeypatch) -> None:
 
 
 def test_a_failure_of_ours_costs_nothing(pack, patcher, clean_stats, monkeypatch) -> None:
-    from anyshape.accel.families import warming
+    from anyshape.accel.comfy import warming
 
     monkeypatch.setattr(warming, "_in_order", lambda *_: 1 / 0)
     assert "ZeroDivisionError" in warm(pack, compiled(patcher), "64x64")
@@ -270,7 +270,7 @@ def test_a_failure_of_ours_costs_nothing(pack, patcher, clean_stats, monkeypatch
 
 def budget(pins):
     """What the node thinks of a budget of 100 MiB."""
-    from anyshape.accel.families import warming
+    from anyshape.accel.comfy import warming
 
     return warming._Budget(torch.device("cpu"), 100 << 20, pins)
 
@@ -283,7 +283,7 @@ def test_a_graph_that_did_not_fit_ends_the_warm_up(pack) -> None:
 
 
 def test_a_graph_that_is_gone_is_said(pack, monkeypatch) -> None:
-    from anyshape.accel.families import warming
+    from anyshape.accel.comfy import warming
     from anyshape.accel.size_list import Row, Shape
 
     monkeypatch.setattr(warming.graphs, "held", lambda _: {("UNet", "there"): 1})

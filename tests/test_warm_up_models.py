@@ -12,7 +12,7 @@ from tools.warming import ran, warm
 
 def made(name):
     """A tiny model of this kind, compiled, and the pixels and frames of one element of its latents."""
-    from anyshape.accel.families.latents import latents_of
+    from anyshape.accel.comfy.latents import latents_of
 
     from tools.architectures import patchers
 
@@ -55,7 +55,7 @@ def test_a_model_that_no_plain_prompt_fits(pack, clean_stats) -> None:
 
 def test_asking_for_a_prompt_leaves_nothing_behind(pack, clean_stats) -> None:
     """To the bit; and wrappers and random state are as they were."""
-    from anyshape.accel.families.plain_prompt import plain_prompt
+    from anyshape.accel.comfy.plain_prompt import plain_prompt
 
     from tools.oracles import assert_untouched, footprint
 
@@ -112,7 +112,7 @@ def test_latents_are_those_of_comfyuis_nodes(models, format_name, node, given) -
     import importlib
 
     import comfy.latent_formats
-    from anyshape.accel.families.latents import latents_of
+    from anyshape.accel.comfy.latents import latents_of
 
     module, name = node.split(".")
     made_by_node = getattr(importlib.import_module(f"comfy_extras.{module}"), name).execute(**given, batch_size=2)

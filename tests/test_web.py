@@ -115,7 +115,7 @@ def test_clearing_between_steps_changes_no_picture(models, fresh) -> None:
     """Counters and graphs go in mid-run; the rest of the run is what it would have been."""
     from anyshape.accel import graphs, stats
     from anyshape.accel.call import Settings
-    from anyshape.accel.families.attach import compile_model
+    from anyshape.accel.comfy.attach import compile_model
 
     compiled, _ = compile_model(fresh, Settings())
     settings = SHORT_RUN | {"steps": 4}

@@ -228,7 +228,7 @@ def test_torch_compile(models, tiny, kind, parts):
     def compiling(model):
         return torch_compiled(model, "eager", COMPILED_PARTS[kind] if parts == "some blocks" else ())
 
-    from anyshape.accel.families.entries import passed_by
+    from anyshape.accel.comfy.entries import passed_by
 
     fast, plain = compiled(tiny[kind]), models.sample(tiny[kind], **RUNS[kind])
     for both in (compiling(fast), compiled(compiling(tiny[kind]))):

@@ -62,7 +62,7 @@ FLUX_RUN = SHORT_RUN | {"tokens": 20, "cfg": 3.0}
 def compile_with_message(patcher: Patcher, **settings: Any) -> tuple[Patcher, str]:
     """The Compile Model node's work, and what it tells the user."""
     from anyshape.accel.call import Settings
-    from anyshape.accel.families.attach import compile_model
+    from anyshape.accel.comfy.attach import compile_model
 
     return compile_model(patcher, Settings(**settings))
 
@@ -76,7 +76,7 @@ def compiled(patcher: Patcher, **settings: Any) -> Patcher:
 
 def compiled_vae(vae: Any) -> Any:
     """The Compile VAE node's work, where it has nothing to say."""
-    from anyshape.accel.families.vae import compile_vae
+    from anyshape.accel.comfy.vae import compile_vae
 
     out, message = compile_vae(vae)
     assert message == "", message
@@ -87,7 +87,7 @@ def skip_with_message(
     patcher: Patcher, tell: Callable[[str], None] = lambda line: None, **settings: Any
 ) -> tuple[Patcher, str]:
     """The Skip Blocks node's work, and what it tells the user."""
-    from anyshape.accel.families.skipping import skip_blocks
+    from anyshape.accel.comfy.skipping import skip_blocks
     from anyshape.accel.skip.settings import SkipSettings
 
     return skip_blocks(patcher, SkipSettings(**settings), tell)
@@ -102,7 +102,7 @@ def skipping(patcher: Patcher, tell: Callable[[str], None] = lambda line: None, 
 
 def compiled_control(control: Any) -> Any:
     """The Compile ControlNet node's work, where it has nothing to say."""
-    from anyshape.accel.families.controlnet import compile_controlnet
+    from anyshape.accel.comfy.controlnet import compile_controlnet
 
     out, message = compile_controlnet(control)
     assert message == "", message

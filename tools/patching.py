@@ -113,7 +113,7 @@ def changing_in_mid_run(model: Any, layer: str, change: Callable[[Any], Callable
 
 def takes_of(patcher: Patcher) -> list[Any]:
     """The recordings of a compiled model."""
-    from anyshape.accel.families.attach import engine_of
+    from anyshape.accel.comfy.attach import engine_of
 
     takes = engine_of(patcher)(patcher.model.diffusion_model)._tape._tapes._takes
     return [take for group in takes.values() for take in group]

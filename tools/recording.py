@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from anyshape.accel.families import taping
+from anyshape.accel.comfy import taping
 from anyshape.accel.tape import rules
 from anyshape.accel.tape.diagnose import eager_values, laid_out
 from anyshape.accel.tape.kernels import Launch

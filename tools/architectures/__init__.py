@@ -19,7 +19,7 @@ from tools.architectures.table import VARIANTS, Architecture, parts_of
 from tools.paths import OLDER_COMFYUI, comfyui_path
 
 __all__ = [
-    "SKIPPED", "TABLE", "VARIANTS", "Architecture", "families", "is_older", "is_twin", "parts_of", "present", "version",
+    "SKIPPED", "TABLE", "VARIANTS", "Architecture", "comfy", "is_older", "is_twin", "parts_of", "present", "version",
 ]  # fmt: skip
 
 FILES = (image, video, audio, newer, newer_video)

@@ -79,7 +79,7 @@ class Recording:
         self, model: torch.nn.Module, arguments: tuple, named: dict[str, Any], outlines: Any = None,
         skipping: bool = False, way: str = "forward", lean: bool = False,
     ) -> None:  # fmt: skip
-        from anyshape.accel.families import taping
+        from anyshape.accel.comfy import taping
         from anyshape.accel.key import shape_key
         from anyshape.accel.tapes import Skipping, Taped, Tapes
 
