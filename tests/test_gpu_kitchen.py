@@ -117,10 +117,14 @@ def test_a_program_made_of_it(name, dtype, short):
 
 
 class Layers(nn.Module):
-    """Three int8 layers of one input and one of another, as ComfyUI calls them; the second weight has a scale a row."""
+    """Three int8 layers of one input and one of another, as ComfyUI calls them; the second weight has a scale a row.
 
-    def __init__(self, dtype):
+    turned: the weights are (convrot), and so must be what they multiply.
+    """
+
+    def __init__(self, dtype, turned=False):
         super().__init__()
+        self.turned = turned
         draw = torch.Generator("cuda").manual_seed(0)
         for n, rows in enumerate((384, 256, 1024, 256)):
             weight = torch.randint(-127, 128, (rows, 256), generator=draw, device="cuda", dtype=torch.int8)
@@ -131,7 +135,8 @@ class Layers(nn.Module):
         self.code = {torch.float16: 1, torch.bfloat16: 2}[dtype]
 
     def layer(self, n, x, bias=None):
-        return torch.ops.comfy_kitchen.int8_linear(x, getattr(self, f"w{n}"), getattr(self, f"s{n}"), bias, self.code)
+        weight, scale = getattr(self, f"w{n}"), getattr(self, f"s{n}")
+        return torch.ops.comfy_kitchen.int8_linear(x, weight, scale, bias, self.code, self.turned, 256)
 
     def forward(self, x):
         q, k, v = self.layer(0, x), self.layer(1, x), self.layer(2, x, self.bias)
@@ -139,14 +144,15 @@ class Layers(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", DIFFERENT, ids=str)
-def test_int8_layers_share_the_rounding_of_their_input(dtype):
+@pytest.mark.parametrize("turned", [False, True])
+def test_int8_layers_share_the_rounding_of_their_input(dtype, turned):
     """To the bit what the library's own layers give, for one picture and for several, with odd rows."""
     from anyshape.accel.tape import rules
     from anyshape.accel.tape.program import Program
     from anyshape.accel.tape.record import Recorder, record
-    from anyshape.accel.tape.rules.int8 import Product
+    from anyshape.accel.tape.rules.int8 import Product, Turned
 
-    model = Layers(dtype)
+    model = Layers(dtype, turned)
     for shape in ((1, 1033, 256), (3, 77, 256)):
         x = torch.randn(shape, device="cuda").to(dtype)
         recorder = Recorder([x], model, x.device)
@@ -154,7 +160,8 @@ def test_int8_layers_share_the_rounding_of_their_input(dtype):
         assert tape is not None, recorder.refusal
         assert rules.apply(tape) == []
         products = [op for op in tape.operations if isinstance(op.func, Product)]
-        roundings = [op for op in tape.operations if "quantize_int8_rowwise" in str(op.func)]
+        found = [op.func for op in tape.operations]
+        roundings = [f for f in found if isinstance(f, Turned) or (not turned and "quantize_int8_rowwise" in str(f))]
         assert len(products) == 4 and len(roundings) == 2
         with torch.inference_mode():
             for fuse in (False, True):

@@ -17,7 +17,6 @@ from anyshape.accel.tape import kernels, quantisers, rules  # noqa: E402
 from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 
-CPU = torch.device("cpu")
 CHANNELS, WIDE = 96, 160
 SCALE = 0.25  # of fp8
 SIZES = ((1, 5), (2, 7), (1, 16), (3, 1))  # rows and tokens
@@ -38,22 +37,22 @@ class Block(nn.Module):
     keeps: the numbers that are rounded are results, too.
     """
 
-    def __init__(self, how: str, dtype: torch.dtype, keeps: bool) -> None:
+    def __init__(self, how: str, dtype: torch.dtype, keeps: bool, channels: int = CHANNELS, wide: int = WIDE) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.how, self.keeps = how, keeps
-        self.weight = nn.Parameter(torch.randn(CHANNELS, dtype=dtype))
-        self.before = nn.Linear(CHANNELS, CHANNELS, dtype=dtype)
-        self.up = nn.Linear(CHANNELS, 2 * WIDE, dtype=dtype)
-        self.modulation = nn.Linear(CHANNELS, CHANNELS, dtype=dtype)
+        self.weight = nn.Parameter(torch.randn(channels, dtype=dtype))
+        self.before = nn.Linear(channels, channels, dtype=dtype)
+        self.up = nn.Linear(channels, 2 * wide, dtype=dtype)
+        self.modulation = nn.Linear(channels, channels, dtype=dtype)
         self.requires_grad_(False)
 
     def numbers(self, x: Tensor, vec: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(the residual [B, T, CHANNELS], what is rounded [B, T, CHANNELS] and [B, T, WIDE])."""
+        """(the residual [B, T, channels], what is rounded [B, T, channels] and [B, T, wide])."""
         gate = self.modulation(vec).unsqueeze(1)
         left, right = self.up(x).chunk(2, dim=-1)
         x = x + gate * self.before(x)
-        return x, F.rms_norm(x, (CHANNELS,), self.weight, 1e-6) * (1 + gate), F.silu(left) * right
+        return x, F.rms_norm(x, self.weight.shape, self.weight, 1e-6) * (1 + gate), F.silu(left) * right
 
     def rounded(self, x: Tensor) -> tuple[Tensor, ...]:
         """What a layer is given of ``x``, to fp8 as ComfyUI has it done: in rows, and with a scale."""
@@ -68,14 +67,14 @@ class Block(nn.Module):
         return x, *kept, *self.rounded(numbers[0]), *self.rounded(numbers[1])
 
 
-def inputs(rows: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def inputs(rows: int, tokens: int, dtype: torch.dtype, channels: int = CHANNELS) -> tuple[Tensor, ...]:
     draw = torch.Generator().manual_seed(rows * 100 + tokens)
-    shapes = (rows, tokens, CHANNELS), (rows, CHANNELS)
+    shapes = (rows, tokens, channels), (rows, channels)
     return tuple(torch.randn(shape, generator=draw).to(dtype) for shape in shapes)
 
 
 def programmed(model: nn.Module, given: tuple[Tensor, ...]) -> Program:
-    recorder = Recorder(list(given), model, CPU)
+    recorder = Recorder(list(given), model, given[0].device)
     _, tape = record(lambda: model(*given), recorder)
     assert tape is not None, recorder.refusal
     rules.apply(tape)
@@ -163,3 +162,22 @@ def test_a_lone_rounding_stays_the_librarys(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.undo()
         report = programmed(Block("int8", torch.float32, keeps=False), given).report
         assert report.calls == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("how", ["int8", "fp8"])
+def test_the_kernel_before_rounds_as_the_library(how: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """To the bit, of the same numbers: rows as long as Z-Image's, odd counts of them."""
+    monkeypatch.undo()
+    with torch.inference_mode():
+        model = Block(how, dtype, keeps=True, channels=3840, wide=10240).cuda()
+        for size in ((1, 1033), (3, 77), (1, 1)):
+            given = tuple(x.cuda() for x in inputs(*size, dtype, 3840))
+            program = programmed(model, given)
+            assert (program.report.calls, program.report.kernels) == (3, 2)
+            _, *found = program.run(list(given))
+            numbers, rounded = found[:2], found[2:]
+            wanted = [*model.rounded(numbers[0]), *model.rounded(numbers[1])]
+            for mine, own in zip(rounded, wanted, strict=True):
+                assert mine.dtype == own.dtype and torch.equal(mine.view(torch.uint8), own.view(torch.uint8))

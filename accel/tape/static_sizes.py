@@ -201,7 +201,7 @@ def quantised_product(operation: Operation, output: Value) -> Sizes:
     return (*rows, Size(output.shape[-1], all(size.static for part in parts for size in part.sizes)))
 
 
-def _quantised(operation: Operation, output: Value) -> Sizes | None:
+def quantised(operation: Operation, output: Value) -> Sizes | None:
     """Numbers in another form, or what they stand for: of a weight it belongs to the model."""
     source = operation.inputs[0]
     if source.shape == output.shape:
@@ -217,7 +217,7 @@ def _of_quantised(name: str) -> "Rule | None":
     """By what the name of a library's operation says, so that one of a newer version is known too."""
     if is_product(name):
         return quantised_product
-    return _quantised if name.startswith(("quantize_", "dequantize_")) else None
+    return quantised if name.startswith(("quantize_", "dequantize_")) else None
 
 
 def _outer(operation: Operation, output: Value) -> Sizes:

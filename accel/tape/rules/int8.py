@@ -1,8 +1,10 @@
 """Inputs of int8 layers that are rounded once, however many layers share them: queries, keys, values and gates.
 
 comfy-kitchen's ``int8_linear`` rounds its input to int8, a scale for each row, and multiplies. These are two operations
-here, and layers with the same input share the first. A scale that a weight has as a whole is spread over its rows when
-a program is bound, not in each call. The same kernels with the same numbers: exact.
+here, and layers with the same input share the first, which a kernel before it may do (``quantisers``). Weights that are
+turned (convrot) want their input turned before it is rounded; the library does both in one kernel. A scale that a
+weight has as a whole is spread over its rows when a program is bound, not in each call. The same kernels with the same
+numbers: exact.
 """
 
 import importlib
@@ -29,6 +31,8 @@ BEGINS = ["x", "weight", "weight_scale", "bias"]  # the layer's arguments
 AMPERE = (8, 0)
 ALIGNED = 16  # channels in and out, which that kernel takes on every card
 TAKES = ["x_int8", "weight_int8", "x_scale", "weight_scale", "bias", "out_dtype"]
+TURNING = "quantize_int8_rowwise_convrot64"  # of that backend: an input turned and rounded
+GROUP = 256  # channels that are turned together
 
 
 class Product:
@@ -50,23 +54,44 @@ class Product:
         return out.view(*q.shape[:-1], -1)
 
 
+class Turned:
+    """An input turned and rounded. x [..., K] to (q [..., K] int8, scales [..., 1] float32)."""
+
+    sizes = staticmethod(static_sizes.quantised)
+
+    def __init__(self, turn: Callable[..., tuple[Tensor, Tensor]]) -> None:
+        self._turn = turn
+
+    @property
+    def likeness(self) -> tuple:
+        """What a plan depends on."""
+        return (Turned,)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(rounded numbers, a scale for each row)."""
+        q, scales = self._turn(x.reshape(-1, x.shape[-1]), GROUP)
+        return q.view(x.shape), scales.view(*x.shape[:-1], 1)
+
+
 def round_once(tape: Tape) -> str:
-    """Every int8 layer of several rows whose weight is not turned (convrot), on comfy-kitchen's own kernels."""
+    """Every int8 layer of several rows, on comfy-kitchen's own kernels."""
     layers = list(filter(_fits, tape.operations))
     multiply = _product(tape.device) if layers else None
     if multiply is None:
         return ""
-    rounded: dict[Value, Operation] = {}
+    layers = [layer for layer in layers if not _is_turned(layer) or _turning(layer.args[0]) is not None]
+    rounded: dict[tuple[Value, bool], Operation] = {}
     spread: dict[tuple[Value, int], Value] = {}
     left = set(map(id, layers))
     found: list[Operation] = []
     for operation in tape.operations:
         if id(operation) in left:
             x, weight, scale, bias = operation.args[:4]
-            if x not in rounded:
-                rounded[x] = _rounding(x)
-                found.append(rounded[x])
-            q, scales = rounded[x].outputs
+            form = x, _is_turned(operation)
+            if form not in rounded:
+                rounded[form] = _rounding(*form)
+                found.append(rounded[form])
+            q, scales = rounded[form].outputs
             rows = weight.shape[0]
             if (scale, rows) not in spread:
                 spread[scale, rows] = _spread(scale, rows)
@@ -87,7 +112,7 @@ def _fits(operation: Operation) -> bool:
     x, weight, scale = operation.args[:3]
     if len(weight.shape) != 2 or not isinstance(scale.leaf, (Weight, Constant)):
         return False
-    plain = not given.get("convrot") and given.get("input_act") in (None, "none")
+    plain = given.get("input_act") in (None, "none") and given.get("convrot_groupsize", GROUP) == GROUP
     rows, columns = weight.shape
     whole = scale.numel in (1, rows) and scale.dtype == torch.float32 and not (rows % ALIGNED or columns % ALIGNED)
     return plain and whole and math.prod(x.shape[:-1]) > 1 and lie_alike(x.shape, x.stride, contiguous(x.shape))
@@ -111,12 +136,36 @@ def _product(device: torch.device) -> Callable[..., Tensor] | None:
         return None  # another version of the library
 
 
-def _rounding(x: Value) -> Operation:
+def _is_turned(layer: Operation) -> bool:
+    return bool(by_name(layer.func, layer.args, layer.kwargs).get("convrot"))
+
+
+def _turning(x: Value) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """The library's own function that turns and rounds ``x``; None where its layers would not call it.
+
+    It holds whole rows in shared memory.
+    """
+    if x.device.type != "cuda":
+        return None
+    columns, needed, most = x.shape[-1], "_convrot_int8_fused_shared_memory_bytes", "_CONVROT_FUSED_MAX_K"
+    try:
+        kernels: Any = importlib.import_module(f"{LIBRARY}.backends.{BACKEND}")
+        limit = torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+        held = getattr(kernels, needed)(math.prod(x.shape[:-1]), columns)
+        fits = columns % GROUP == 0 and columns <= getattr(kernels, most) and held < limit
+        return getattr(kernels, TURNING) if fits else None
+    except (ImportError, AttributeError, TypeError):
+        return None  # another version of the library
+
+
+def _rounding(x: Value, turned: bool) -> Operation:
     q = Value.made(x.shape, x.stride, torch.int8, x.device)
     shape = (*x.shape[:-1], 1)
     scales = Value.made(shape, contiguous(shape), torch.float32, x.device)
-    func = getattr(torch.ops, LIBRARY).quantize_int8_rowwise.default
-    made = Operation(func, (x,), {}, [x], [q, scales])
+    if turned:
+        made = Operation(Turned(_turning(x)), (x,), {}, [x], [q, scales], opaque=True)
+    else:
+        made = Operation(getattr(torch.ops, LIBRARY).quantize_int8_rowwise.default, (x,), {}, [x], [q, scales])
     q.origin = scales.origin = made
     return made
 
