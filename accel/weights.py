@@ -16,6 +16,8 @@ from .reasons import say
 from .tape.named_tensors import NO_TENSORS, parts_of
 
 GIB = 1 << 30
+CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)  # whose weights may lie with channels last
+LASTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by rank of a weight
 # In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
 MAPPED = ("_v_weight", "_v_bias")
 
@@ -34,7 +36,7 @@ class WeightWatch:
             for name, value in own.items()
             if isinstance(value, Tensor) and name not in MAPPED
         ]
-        self._convolutions = [m._parameters for m in modules if m._parameters and isinstance(m, nn.Conv2d)]
+        self._convolutions = [m._parameters for m in modules if m._parameters and isinstance(m, CONVOLUTIONS)]
 
     def fingerprint(self) -> int:
         """Changes when a weight moved, was replaced or changed its layout; about 0.3 ms for SDXL's 1,680 weights."""
@@ -88,7 +90,7 @@ class ChannelsLastWeights:
 
     def apply(self, module: nn.Module) -> None:
         """Permutes what is not permuted yet; may be called again after weights were replaced."""
-        found = (getattr(conv, "weight", None) for conv in module.modules() if isinstance(conv, nn.Conv2d))
+        found = (getattr(conv, "weight", None) for conv in module.modules() if isinstance(conv, CONVOLUTIONS))
         self.permute(weight for weight in found if isinstance(weight, Tensor) and weight.is_cuda)
 
     @torch.no_grad()
@@ -96,7 +98,7 @@ class ChannelsLastWeights:
         """Permutes those of ``weights`` that can be and are not yet."""
         for weight in weights:
             if _is_permutable(weight, self.mapped.companions(weight) if self.mapped else 0):
-                _restride(weight, torch.channels_last)
+                _restride(weight, LASTS[weight.ndim])
                 self._changed.append(weight)
 
     @torch.no_grad()
@@ -104,14 +106,14 @@ class ChannelsLastWeights:
         """Every weight that is still laid out as we left it goes back to torch's default."""
         for weight in self._changed:
             with self.mapped.holding(weight) if self.mapped else nullcontext(True) as is_there:
-                if is_there and weight.is_contiguous(memory_format=torch.channels_last):
+                if is_there and weight.is_contiguous(memory_format=LASTS[weight.ndim]):
                     _restride(weight, torch.contiguous_format)
         self._changed.clear()
 
 
 def _is_permutable(weight: Tensor, companions: int) -> bool:
     """Whether it is plain, contiguous, larger than 1x1 (whose two layouts are one), and nobody else's too."""
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.ndim == 4
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() and weight.ndim in LASTS
     larger = plain and weight.is_contiguous() and weight.shape[2:].numel() > 1 and weight.shape[1] > 1
     return larger and not _is_shared(weight, companions)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import comfy.controlnet
+import comfy.ldm.wan.vae
 import comfy.model_management as mm
 import comfy.model_patcher
 import comfy.ops
@@ -48,6 +49,10 @@ if "txt_ids_dims" in FluxParams.__dataclass_fields__:  # newer than ComfyUI 0.3.
 VAE_CONFIG = {
     "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
     "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+WAN_VAE = {
+    "dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
+    "temperal_downsample": [False, True, True], "dropout": 0.0,
 }  # fmt: skip
 
 
@@ -180,6 +185,16 @@ def flux_vae(dtype: torch.dtype | None = None) -> comfy.sd.VAE:
         decoder_config={"target": blocks + "Decoder", "params": config},
     )
     randomise(model)
+    return comfy.sd.VAE(sd=model.state_dict(), dtype=dtype)
+
+
+def wan_vae(dtype: torch.dtype | None = None, **changes: object) -> comfy.sd.VAE:
+    """That of Wan 2.1 and Qwen-Image: videos, in pieces of four frames. Its norms have scales near 1."""
+    model = comfy.ldm.wan.vae.WanVAE(**WAN_VAE | changes)
+    randomise(model)
+    for layer in model.modules():
+        if isinstance(layer, comfy.ldm.wan.vae.RMS_norm):
+            layer.gamma.data.add_(1.0)
     return comfy.sd.VAE(sd=model.state_dict(), dtype=dtype)
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from .. import kernels
 from . import reference
 
-LAST = torch.channels_last
+LASTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by rank: pictures and videos
+LAST = LASTS[4]
 
 
 def _free_name() -> str:
@@ -59,25 +60,46 @@ def is_ours(func: Any) -> bool:
     return schema is not None and schema.name.startswith(f"{NAMESPACE}::")
 
 
-def _fake_convolution(x: Tensor, *args: Any) -> Tensor:
-    return torch.ops.aten.conv2d(x, *args).contiguous(memory_format=LAST)
+CONVOLUTION = "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups"
 
 
-@_operation(
-    "(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups) -> Tensor",
-    _fake_convolution,
-)
+def _fake_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    function = torch.ops.aten.conv2d if x.ndim == 4 else torch.ops.aten.conv3d
+    return function(x, weight, bias, *geometry[:4]).contiguous(memory_format=LASTS[x.ndim])
+
+
+@_operation(f"{CONVOLUTION}) -> Tensor", _fake_convolution)
 def conv2d_last(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
-    """A convolution from channels_last to channels_last, wherever its weight lies.
+    """A convolution from channels_last to channels_last, wherever its weight lies."""
+    return _convolved(torch.ops.aten.conv2d, x, weight, bias, geometry)
 
-    One that is a linear layer of each pixel runs as one, for which the library plans nothing.
-    """
-    x = x.contiguous(memory_format=LAST)
+
+@_operation(f"{CONVOLUTION}, bool by_cudnn) -> Tensor", _fake_convolution)
+def conv3d_last(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any) -> Tensor:
+    """The same of videos [N, C, T, H, W]. by_cudnn: ComfyUI calls cuDNN itself, where torch's own does not."""
+    *geometry, by_cudnn = geometry
+    return _convolved(_by_cudnn if by_cudnn else torch.ops.aten.conv3d, x, weight, bias, geometry)
+
+
+def _by_cudnn(
+    x: Tensor, weight: Tensor, bias: None, stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    return torch.cudnn_convolution(x, weight, padding, stride, dilation, groups, False, False, True)
+
+
+def _convolved(
+    function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Sequence[Any]
+) -> Tensor:
+    """One that is a linear layer of each pixel runs as one, for which the library plans nothing."""
+    x = x.contiguous(memory_format=LASTS[x.ndim])
     if is_pointwise(weight, *geometry):
-        out = torch.nn.functional.linear(x.permute(0, 2, 3, 1), weight.flatten(1), bias).permute(0, 3, 1, 2)
+        out = torch.nn.functional.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
     else:
-        out = torch.ops.aten.conv2d(x, weight, bias, *geometry)
-    return out.contiguous(memory_format=LAST)
+        out = function(x, weight, bias, *geometry)
+    return out.contiguous(memory_format=LASTS[x.ndim])
+
+
+CONVOLUTIONS = (conv2d_last, conv3d_last)
 
 
 def is_pointwise(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> bool:
@@ -90,7 +112,7 @@ def _all(given: Any, number: int) -> bool:
 
 
 def _fake_like(x: Tensor, *args: Any) -> Tensor:
-    return torch.empty_like(x, memory_format=LAST)
+    return torch.empty_like(x, memory_format=LASTS[x.ndim])
 
 
 @_operation(
@@ -102,11 +124,17 @@ def group_norm_last(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, groups: int, eps: float, shift: Tensor | None, silu: bool,
     pending: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
-    """GroupNorm(x + shift + pending), and SiLU of that if wanted; shift [N, C, ...], each pending of C numbers."""
-    shift = None if shift is None else shift.reshape(-1, x.shape[1])
+    """GroupNorm(x + shift + pending), and SiLU of that if wanted; shift [N, C, ...], each pending of C numbers.
+
+    The frames of a video count as one high picture.
+    """
+    shape, shift = x.shape, None if shift is None else shift.reshape(-1, x.shape[1])
+    if x.ndim == 5:
+        x = x.contiguous(memory_format=LASTS[5]).flatten(2, 3)
     flat = tuple(each.reshape(-1) for each in pending)
     out = fused_ops(x.device).group_norm(x, weight, bias, groups, eps, shift, silu, flat)
-    return out.contiguous(memory_format=LAST)
+    out = out.contiguous(memory_format=LAST)
+    return out.unflatten(2, shape[2:4]) if len(shape) == 5 else out
 
 
 def _fake_geglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -170,3 +198,27 @@ def _fake_upsample(x: Tensor, height: int, width: int) -> Tensor:
 def upsample_last(x: Tensor, height: int, width: int) -> Tensor:
     """Nearest neighbours, to twice the size or one less."""
     return fused_ops(x.device).upsample2x(x, (height, width)).contiguous(memory_format=LAST)
+
+
+def _fake_replicated(x: Tensor, pad: Sequence[int]) -> Tensor:
+    sides = [n + sum(widths) for n, widths in zip(x.shape[2:], _widths(x, pad), strict=True)]
+    return torch.empty(*x.shape[:2], *sides, dtype=x.dtype, device=x.device, memory_format=LASTS[x.ndim])
+
+
+def _widths(x: Tensor, pad: Sequence[int]) -> list[tuple[int, int]]:
+    """(before, behind) of each side of ``x``; ``pad`` begins with the last one, as torch's does."""
+    sides = x.ndim - 2
+    given = [(pad[2 * d], pad[2 * d + 1]) if 2 * d < len(pad) else (0, 0) for d in range(sides)]
+    return given[::-1]
+
+
+@_operation("(Tensor x, SymInt[] pad) -> Tensor", _fake_replicated)
+def replicate_last(x: Tensor, pad: Sequence[int]) -> Tensor:
+    """Pictures or videos with their outermost pixels and frames repeated; torch's own kernel puts channels first."""
+    rows = x.contiguous(memory_format=LASTS[x.ndim]).movedim(1, -1)
+    sides, place = [], torch.zeros((), dtype=torch.int64, device=x.device)
+    for n, (before, behind) in zip(rows.shape[1:-1], _widths(x, pad), strict=True):
+        along = torch.arange(-before, n + behind, device=x.device).clamp_(0, n - 1)
+        place = place.unsqueeze(-1) * n + along
+        sides.append(len(along))
+    return rows.flatten(1, -2).index_select(1, place.flatten()).unflatten(1, sides).movedim(-1, 1)

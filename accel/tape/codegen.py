@@ -15,6 +15,7 @@ from .group import is_copy
 from .index import NOTHING, UNIT, Axis, Digit, Index, Number, along
 from .layout import Layouts, order_of
 from .lower import Lowering
+from .rows import LENGTH, summed
 from .terms import STORED, NoKernel, Term
 from .values import ONE, Operation, Size, Value
 
@@ -25,7 +26,7 @@ FILLED = 0.9  # of a block, and hardly a lane is idle
 COLUMNS = 1024  # of a block, where nothing is summed
 LOOSE_COLUMNS = 256  # of a block, where they are a size of the call
 TILE_ROWS, TILE_COLUMNS = (4, 64), 256
-REDUCTIONS = frozenset(("layer_norm", "rms_norm", "mean", quantisers.BY_ROWS))
+REDUCTIONS = frozenset(("layer_norm", "rms_norm", "mean", LENGTH, quantisers.BY_ROWS))
 LONG_CODE = re.compile(r"tl\.(sin|cos)\(")  # for each element of a thread: the compiler takes a second for 32 of them
 
 
@@ -106,7 +107,7 @@ def _width(outputs: Sequence[Value], inside: Mapping[Value, Operation]) -> int:
     widths: set[int] = set()
     for operation in _computed(outputs, inside):
         if operation.traits.name in REDUCTIONS:
-            widths.add(operation.args[0].shape[-1])
+            widths.add(operation.args[0].shape[summed(operation)])
     if len(widths) > 1:
         raise NoKernel("sums over rows of several lengths")
     width = widths.pop() if widths else 0

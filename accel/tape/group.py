@@ -12,7 +12,7 @@ import torch
 from . import pointwise, quantisers, views
 from .layout import Layouts
 from .lower import COPIES, NORMS
-from .rows import MAX_JOINED
+from .rows import LENGTH, MAX_JOINED
 from .terms import FLOATS
 from .values import Operation, Tape, Value
 
@@ -69,11 +69,13 @@ def _fusible(operation: Operation, name: str) -> bool:
         )  # fmt: skip
     if name in NORMS:
         return len(args[1]) == 1 and args[0].sizes[-1].static
+    if name == LENGTH:  # the Euclidean one of rows, which stay as long as one number
+        along = args[2] if len(args) > 3 and args[3] and args[1] == 2 and not kwargs else None
+        return isinstance(along, (list, tuple)) and len(along) == 1 and args[0].sizes[along[0]].static
     if name == "mean":
         dims = args[1] if len(args) > 1 else None
-        rank = len(args[0].shape)
-        last = isinstance(dims, (list, tuple)) and [d % rank for d in dims] == [rank - 1]
-        return last and not kwargs.get("dtype") and args[0].sizes[-1].static
+        one = isinstance(dims, (list, tuple)) and len(dims) == 1
+        return one and not kwargs.get("dtype") and args[0].sizes[dims[0]].static
     if name in ("cat", "stack"):
         per_image = name == "stack" and views.dimension(operation, 1, len(output.shape)) == 0  # as many as images
         return not per_image and len(args[0]) <= MAX_JOINED and all(part.dtype == output.dtype for part in args[0])
@@ -214,4 +216,4 @@ def is_copy(operation: Operation) -> bool:
 
 def is_heavy(operation: Operation) -> bool:
     """Whether a kernel is best begun before it: a sum over rows, a join, a layer's input rounded."""
-    return operation.traits.name in NORMS | quantisers.NAMES | {"mean", "cat", "stack"}
+    return operation.traits.name in NORMS | quantisers.NAMES | {"mean", LENGTH, "cat", "stack"}

@@ -54,7 +54,7 @@ def distinct(operations: Iterable[Operation]) -> list[Operation]:
     """One operation by hand for each set of kernels."""
     found: dict[tuple, Operation] = {}
     for operation in operations:
-        if ours.is_ours(operation.func) and operation.func is not ours.conv2d_last:  # which is the library's
+        if ours.is_ours(operation.func) and operation.func not in ours.CONVOLUTIONS:  # which are the library's
             found.setdefault(_form(operation), operation)
     return list(found.values())
 

@@ -65,6 +65,8 @@ class Lowering(KernelLines):
             term = rows.norm(self, operation, name, index, mask)
         elif name == "mean":
             term = rows.mean(self, operation, index, mask)
+        elif name == rows.LENGTH:
+            term = rows.length(self, operation, index, mask)
         else:
             term = self._pointwise(operation, name, index, mask)
         return self.rounded(term, value.dtype)

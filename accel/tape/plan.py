@@ -236,7 +236,8 @@ class Plan(Schedule):
                 if value.base is None and all(straight) and not self._stays(value):
                     self.layouts.straighten(value)  # as torch makes it, now that kernels store its arguments so
             return list(members)
-        cut = next((op for op in reversed(fused[1:]) if group.is_heavy(op)), fused[len(fused) // 2])
+        middle = 1 if group.is_heavy(fused[0]) else len(fused) // 2
+        cut = next((op for op in reversed(fused[1:]) if group.is_heavy(op)), fused[middle])
         late: list[Operation] = []
         values: set[Value] = set()
         for operation in members:

@@ -9,6 +9,8 @@ from .terms import Indices, Mask, NoKernel, Term
 from .values import Operation, Value
 
 MAX_JOINED = 4
+LENGTH = "linalg_vector_norm"
+MEAN_DIMS, LENGTH_DIMS = 1, 2  # the argument that says what is summed
 
 
 def joined(kernel: KernelLines, operation: Operation, name: str, value: Value, index: Indices, mask: Mask) -> Term:
@@ -55,9 +57,15 @@ def _whole(mask: Mask) -> Mask:
     return whole
 
 
-def whole_row(kernel: KernelLines, source: Value, lead: Indices, mask: Mask) -> tuple[Term, frozenset[str]]:
-    """All of a row of ``source``, zero beyond its end, and the axes of the block that it lies along."""
-    width = source.sizes[-1]
+def whole_row(
+    kernel: KernelLines, source: Value, lead: Indices, mask: Mask, dim: int = -1
+) -> tuple[Term, frozenset[str]]:
+    """All of a row of ``source``, zero beyond its end, and the axes of the block that it lies along.
+
+    dim: the dimension that rows lie along. lead: the index without it.
+    """
+    dim %= len(source.sizes)
+    width = source.sizes[dim]
     if any("c" in kernel.axes(place) for place in lead) or not width.static:
         raise NoKernel("a sum along something else than the columns")
     columns, tile = kernel.column.size, kernel.tile
@@ -71,7 +79,7 @@ def whole_row(kernel: KernelLines, source: Value, lead: Indices, mask: Mask) -> 
     elif width.value != columns.value:
         raise NoKernel("rows of several lengths")
     kernel.reduces = True
-    term = kernel.value(source, (*lead, place), mask)
+    term = kernel.value(source, (*lead[:dim], place, *lead[dim:]), mask)
     return kernel.let(f"tl.where({masks}, {term.name}, 0.0)", term.axes | axes), axes
 
 
@@ -125,17 +133,41 @@ def _moments(
     return mean, kernel.let(f"tl.rsqrt({_sum(f'{x.name} * {x.name}', along)} / {width} + {eps!r})", axes)
 
 
+def summed(operation: Operation) -> int:
+    """The dimension that a norm, a mean or a length sums along."""
+    name, rank = operation.traits.name, len(operation.args[0].shape)
+    dims = operation.args[MEAN_DIMS if name == "mean" else LENGTH_DIMS] if name in ("mean", LENGTH) else (-1,)
+    return dims[0] % rank
+
+
 def mean(kernel: KernelLines, operation: Operation, index: Indices, mask: Mask) -> Term:
-    """The mean over the last dimension."""
-    source, kept = operation.args[0], len(operation.outputs[0].shape) == len(operation.args[0].shape)
-    lead = index[:-1] if kept else index
-    whole = _whole(mask)
-    key = "mean", operation.outputs[0], lead, whole
+    """The mean along a dimension."""
+    x, along, key = _summed(kernel, operation, index, mask)
     if key not in kernel.memo:
-        x, along = whole_row(kernel, source, lead, whole)
-        width = source.shape[-1]
+        width = operation.args[0].shape[summed(operation)]
         kernel.memo[key] = kernel.let(f"{_sum(x.name, along)} / {width}", x.axes - along)
     return kernel.memo[key]
+
+
+def length(kernel: KernelLines, operation: Operation, index: Indices, mask: Mask) -> Term:
+    """The Euclidean norm along a dimension."""
+    x, along, key = _summed(kernel, operation, index, mask)
+    if key not in kernel.memo:
+        kernel.memo[key] = kernel.let(f"tl.sqrt_rn({_sum(f'{x.name} * {x.name}', along)})", x.axes - along)
+    return kernel.memo[key]
+
+
+def _summed(
+    kernel: KernelLines, operation: Operation, index: Indices, mask: Mask
+) -> tuple[Term, frozenset[str], tuple]:
+    """(the row that is summed for the result at ``index``, the axes that it lies along, a name for the sum)."""
+    source, dim = operation.args[0], summed(operation)
+    kept = len(operation.outputs[0].shape) == len(source.shape)
+    lead, whole = (*index[:dim], *index[dim + 1 :]) if kept else index, _whole(mask)
+    key = "row", source, dim, lead, whole
+    if key not in kernel.memo:
+        kernel.memo[key] = whole_row(kernel, source, lead, whole, dim)
+    return *kernel.memo[key], ("sum", operation.outputs[0], lead, whole)
 
 
 def pair(kernel: KernelLines, value: Value, index: Indices, mask: Mask) -> Term | None:

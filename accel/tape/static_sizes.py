@@ -14,7 +14,7 @@ ELEMENTWISE = frozenset(
     "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu sigmoid "
     "tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge".split()
 )
-CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution conv2d_last".split())
+CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution cudnn_convolution conv2d_last conv3d_last".split())
 SMALL = 4  # the last sizes of a constant up to this are of the model: the 2x2 of a rotary table, not a batch
 
 
@@ -316,7 +316,7 @@ def _table() -> dict[str, Rule]:
         ("mean sum amax var norm linalg_vector_norm", _reduced),
         ("repeat repeat_interleave", _repeated),
         ("pixel_shuffle pixel_unshuffle", _shuffled),
-        ("pad constant_pad_nd", _padded),
+        ("pad constant_pad_nd replicate_last", _padded),
         (
             "avg_pool2d avg_pool3d max_pool2d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
             "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d upsample_last",

@@ -115,7 +115,7 @@ class Recording:
         return [*inputs[:given], *features, *inputs[given:]]
 
     def program(self, fuse: bool, alone: bool = False, tape: Any = None) -> Any:
-        """The program of the tape, on the model's weights; a fused one after all rules, but for a lean tape.
+        """The program of the tape, on the model's weights; a fused one after all rules.
 
         alone: planned by itself, not from what earlier sizes had in common with it. tape: another one than the whole.
         """
@@ -123,7 +123,7 @@ class Recording:
         from anyshape.accel.tape.program import Program
 
         tape = self.tape if tape is None else tape
-        if fuse and not tape.lean:
+        if fuse:
             rules.apply(tape)
         program = Program(tape, fuse, outlines=None if alone else self._outlines)
         program.bind(self._model)

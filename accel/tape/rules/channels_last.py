@@ -1,4 +1,4 @@
-"""Pictures with their channels last in memory, from the first convolution to the last.
+"""Pictures and videos with their channels last in memory, from the first convolution to the last.
 
 There cuDNN has its fastest kernels, tokens are a view of a picture, and GroupNorm reads memory in one direction. The
 recorded forward has channels first. This goes through the tape once and says how each value lies instead: results of
@@ -9,6 +9,8 @@ the forward gives back, gets a copy that lies as it was recorded.
 Weights of convolutions may lie channels last as well (``Tape.permuted``): who runs the program sees to that.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ import torch
 from ...kernels import operations as ours
 from .. import static_sizes, views
 from ..layout import contiguous
-from ..traits import aten
+from ..traits import aten, by_name
 from ..values import Operation, Tape, Value, Weight, replaced
 from . import edits
 
@@ -24,12 +26,14 @@ LESS_EXACT = (
     "Convolutions run with channels last in memory, where cuDNN takes other algorithms: their sums are in another "
     "order, and as exact. GroupNorm sums in float32 in another order than PyTorch's kernel, and as exactly"
 )
+CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default, aten.cudnn_convolution.default)
 FEWEST = 4  # convolutions: a model that only cuts its picture into patches has one or two
-ORDER, LAST = (0, 2, 3, 1), torch.channels_last
-PIXEL = (1, 1)  # the sides of a picture whose strides do not say how it lies: torch takes it for either
+RANKS = (4, 5)  # of pictures [N, C, H, W] and videos [N, C, T, H, W]
+ORDER = (0, 2, 3, 1)  # of pictures
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+JOINS = frozenset(("cat", "stack"))
 # They keep their arguments' layout, or are made to.
-ALIKE = static_sizes.ELEMENTWISE | {"cat", "clone", "to", "_to_copy", "float", "type_as"}
+ALIKE = static_sizes.ELEMENTWISE | JOINS | {"clone", "to", "_to_copy", "float", "type_as"}
 RESAMPLED = frozenset("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d avg_pool2d max_pool2d".split())
 PADS = frozenset(("pad", "constant_pad_nd"))
 # Their results lie the same way wherever their arguments lie.
@@ -48,23 +52,31 @@ def lay_out(tape: Tape) -> str:
 
 
 def _is_convolution(operation: Operation) -> bool:
-    if operation.opaque or operation.func is not aten.conv2d.default or len(operation.args) < 2:
+    if operation.opaque or operation.func not in CONVOLUTIONS or len(operation.args) < 2:
         return False
     x, weight = operation.args[:2]
-    return len(x.shape) == 4 and x.dtype in FLOATS and weight.dtype == x.dtype and x.numel > 0
+    return len(x.shape) == len(weight.shape) and x.dtype in FLOATS and weight.dtype == x.dtype and x.numel > 0
 
 
 def _is_norm(operation: Operation) -> bool:
     if operation.opaque or operation.func is not aten.group_norm.default:
         return False
     x = operation.args[0]
-    return len(x.shape) == 4 and x.dtype in FLOATS and x.numel > 0
+    return len(x.shape) in RANKS and x.dtype in FLOATS and x.numel > 0
 
 
 def last(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of pictures [N, C, H, W] with channels last."""
-    n, c, h, w = shape
-    return (h * w * c, 1, w * c, c)
+    """The strides of pictures [N, C, H, W] or videos [N, C, T, H, W] with channels last."""
+    return _dense(shape, _order(len(shape)))
+
+
+def _order(rank: int) -> tuple[int, ...]:
+    return (0, *range(2, rank), 1)
+
+
+def _is_pixel(value: Value) -> bool:
+    """Whether it has one pixel, and its strides do not say how it lies: torch takes it for either."""
+    return math.prod(value.shape[2:]) == 1
 
 
 class _Pass:
@@ -92,10 +104,10 @@ class _Pass:
         given_back = {value: self._restored(value) for value in tape.outputs if value in self._recorded}
         tape.output = replaced(tape.output, Value, lambda value: given_back.get(value, value))
         for operation in self._found:
-            if operation.func is ours.conv2d_last and isinstance(operation.args[1].leaf, Weight):
+            if operation.func in ours.CONVOLUTIONS and isinstance(operation.args[1].leaf, Weight):
                 tape.permuted.add(operation.args[1])
         for operation in self._found:
-            if operation.func is not ours.conv2d_last:
+            if operation.func not in ours.CONVOLUTIONS:
                 loose.update(operation.inputs)
         tape.permuted -= loose
         tape.operations[:] = self._found
@@ -103,12 +115,14 @@ class _Pass:
     # Operations that there is another one for ---------------------------------------------------------------------
 
     def _convolution(self, operation: Operation) -> None:
-        names = ("bias", "stride", "padding", "dilation", "groups")
-        given = dict(zip(names, operation.args[2:], strict=False)) | operation.kwargs
+        given = by_name(operation.func, operation.args, operation.kwargs)
         x, weight, bias = *operation.args[:2], given.get("bias")
-        pairs = [_pair(given.get(name, default)) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
-        args = (x, weight, bias, *pairs, given.get("groups", 1))
-        edits.become(operation, ours.conv2d_last, args, (x, weight, bias))
+        sides = len(x.shape) - 2
+        lists = [given.get(name, default) for name, default in (("stride", 1), ("padding", 0), ("dilation", 1))]
+        args = (x, weight, bias, *(_for_each(side, sides) for side in lists), given.get("groups", 1))
+        by_cudnn = operation.func is aten.cudnn_convolution.default
+        func, args = (ours.conv2d_last, args) if sides == 2 else (ours.conv3d_last, (*args, by_cudnn))
+        edits.become(operation, func, args, (x, weight, bias))
         self._lies_last(operation.outputs[0], x)
 
     def _norm(self, operation: Operation) -> None:
@@ -126,9 +140,9 @@ class _Pass:
     def _lies_last(self, value: Value, source: Value) -> None:
         """``value``, which is made of ``source``. A recorded picture of one pixel lay as its source did."""
         stride = last(value.shape)
-        as_source = value.shape[2:] == PIXEL and self._recorded.get(source, source.stride) == last(source.shape)
+        as_source = _is_pixel(value) and self._recorded.get(source, source.stride) == last(source.shape)
         self._recorded.setdefault(value, stride if as_source else value.stride)
-        value.stride, value.order = stride, ORDER
+        value.stride, value.order = stride, _order(len(value.shape))
         self._last.add(value)
 
     # All others ---------------------------------------------------------------------------------------------------
@@ -145,8 +159,12 @@ class _Pass:
             self._as_recorded(operation)
         elif operation.traits.view or (operation.traits.maybe_view and name not in ALIKE):
             self._view(operation)
-        elif name in ALIKE and len(operation.outputs) == 1:
+        elif name in ALIKE and len(operation.outputs) == 1 and (name != "stack" or _stacks_sides(operation)):
             self._alike(operation, operation.outputs[0])
+        elif name in PADS and _mode(operation) == "replicate" and operation.inputs[0] in self._last:
+            pad = by_name(operation.func, operation.args, operation.kwargs)["pad"]
+            edits.become(operation, ours.replicate_last, (operation.inputs[0], list(pad)), operation.inputs[:1])
+            self._lies_last(operation.outputs[0], operation.inputs[0])
         elif _keeps_layout(operation, name) and len(operation.outputs) == 1 and operation.inputs[0] in self._last:
             self._lies_last(operation.outputs[0], operation.inputs[0])
         elif name not in STEADY:
@@ -157,11 +175,12 @@ class _Pass:
         if value in self._last:
             return True
         operation = value.origin
-        if operation is None or operation.opaque or len(value.shape) != 4:
+        rank = len(value.shape)
+        if operation is None or operation.opaque or rank not in RANKS:
             return False
         rows = operation.inputs[0]
         straight = rows not in self._recorded and rows.stride == contiguous(rows.shape)
-        return straight and views.permutation(operation, 4) == [0, 3, 1, 2]
+        return straight and views.permutation(operation, rank) == [0, rank - 1, *range(1, rank - 1)]
 
     def _alias(self, operation: Operation) -> None:
         """A copy that put channels first is none."""
@@ -174,11 +193,11 @@ class _Pass:
     def _alike(self, operation: Operation, output: Value) -> None:
         """Element by element: its result lies as the pictures that it is made of."""
         made_of = [
-            v for v in operation.inputs if v in self._last and (v.shape == output.shape or _name(operation) == "cat")
+            v for v in operation.inputs if v in self._last and (v.shape == output.shape or _name(operation) in JOINS)
         ]
         if output.base is not None:  # ``to`` of what has that dtype already
             self._view(operation)
-        elif made_of and len(output.shape) == 4:
+        elif made_of and (len(output.shape) in RANKS or _name(operation) == "stack"):
             self._lies_last(output, made_of[0])
         else:
             output.order = tuple(sorted(range(len(output.shape)), key=lambda d: -output.stride[d]))
@@ -193,7 +212,7 @@ class _Pass:
             self._as_recorded(operation)
             return
         source = operation.inputs[0]
-        stayed = source.shape[2:] == PIXEL and self._recorded.get(source) == source.stride
+        stayed = _is_pixel(source) and self._recorded.get(source) == source.stride
         for output, (stride, shares) in zip(operation.outputs, made, strict=True):
             base = source.root if shares else None
             if not stayed and (stride != output.stride or base is not output.base):
@@ -201,6 +220,8 @@ class _Pass:
             output.stride, output.base = stride, base
         if source in self._last and _name(operation) in views.SAME:
             self._last.update(operation.outputs)
+        else:
+            self._last.update(output for output in operation.outputs if output in self._recorded and _is_part(output))
 
     def _form(self, operation: Operation) -> tuple:
         """All that a view's strides depend on."""
@@ -231,13 +252,27 @@ class _Pass:
         return copy
 
 
+def _is_part(value: Value) -> bool:
+    """Whether a view lies as pictures or videos with channels last, some of them left out perhaps."""
+    if len(value.shape) not in RANKS or value.shape[1] == 1 or value.stride[1] != 1:
+        return False
+    steps = [value.stride[d] for d in _order(len(value.shape)) if value.shape[d] != 1]
+    return steps == sorted(steps, reverse=True) and 0 not in steps
+
+
+def _stacks_sides(operation: Operation) -> bool:
+    """Whether videos are stacked along a side: behind their channels."""
+    rank = len(operation.outputs[0].shape)
+    return rank == max(RANKS) + 1 and views.dimension(operation, 1, rank) > 1
+
+
 def _name(operation: Operation) -> str:
     return operation.traits.name
 
 
-def _pair(numbers: Any) -> list[int]:
+def _for_each(numbers: Any, sides: int) -> list[int]:
     found = [numbers] if isinstance(numbers, int) else list(numbers)
-    return found * 2 if len(found) == 1 else found
+    return found * sides if len(found) == 1 else found
 
 
 def _turns_rows(operation: Operation, name: str) -> bool:
@@ -245,16 +280,19 @@ def _turns_rows(operation: Operation, name: str) -> bool:
     if name not in ("contiguous", "clone") or operation.writes is not None or operation.outputs[0].base is not None:
         return False
     wanted = operation.kwargs.get("memory_format", torch.contiguous_format if name == "contiguous" else None)
-    return wanted is torch.contiguous_format and len(operation.args) == 1 and len(operation.inputs[0].shape) == 4
+    return wanted is torch.contiguous_format and len(operation.args) == 1 and len(operation.inputs[0].shape) in RANKS
 
 
 def _keeps_layout(operation: Operation, name: str) -> bool:
     """Whether torch's kernel gives what lies as its argument does, though of other sides."""
-    mode = operation.kwargs.get("mode", operation.args[2] if name == "pad" and len(operation.args) > 2 else "constant")
-    return name in RESAMPLED or (name in PADS and mode == "constant")
+    return name in RESAMPLED or (name in PADS and _mode(operation) == "constant")
 
 
-def _dense(shape: tuple[int, ...], order: list[int]) -> tuple[int, ...]:
+def _mode(pad: Operation) -> str:
+    return by_name(pad.func, pad.args, pad.kwargs).get("mode", "constant")
+
+
+def _dense(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
     strides, step = [0] * len(shape), 1
     for d in reversed(order):
         strides[d], step = step, step * max(shape[d], 1)

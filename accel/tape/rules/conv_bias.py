@@ -5,6 +5,7 @@ to the rounded result, as here. (On a CPU PyTorch adds it before rounding.)
 """
 
 from ...kernels import operations as ours
+from ..layout import contiguous
 from ..traits import aten
 from ..values import Operation, Tape, Value
 
@@ -13,7 +14,7 @@ def add_after(tape: Tape) -> str:
     """Every convolution that runs in channels_last. Exact."""
     found: list[Operation] = []
     for operation in tape.operations:
-        if operation.func is not ours.conv2d_last or operation.args[2] is None:
+        if operation.func not in ours.CONVOLUTIONS or operation.args[2] is None:
             found.append(operation)
             continue
         result, bias = operation.outputs[0], operation.args[2]
@@ -22,9 +23,10 @@ def add_after(tape: Tape) -> str:
         raw.order, raw.origin, operation.outputs = result.order, operation, [raw]
         operation.args = (*operation.args[:2], None, *operation.args[3:])
         operation.inputs = list(operation.args[:2])
-        spread = Value.made((1, count, 1, 1), (count, 1, 1, 1), bias.dtype, bias.device)
+        shape = (1, count, *(1 for _ in result.shape[2:]))
+        spread = Value.made(shape, contiguous(shape), bias.dtype, bias.device)
         spread.base = bias.root
-        spread.origin = Operation(aten.view.default, (bias, [1, count, 1, 1]), {}, [bias], [spread])
+        spread.origin = Operation(aten.view.default, (bias, list(shape)), {}, [bias], [spread])
         result.origin = Operation(aten.add.Tensor, (raw, spread), {}, [raw, spread], [result])
         found += [operation, spread.origin, result.origin]
     tape.operations[:] = found

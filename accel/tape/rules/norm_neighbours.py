@@ -61,11 +61,12 @@ def _take_sum(norm: Operation, readers: Readers, given_back: set[Value]) -> bool
     for picture, numbers in (made.args, made.args[::-1]):
         if picture.shape != x.shape or picture.dtype != x.dtype or numbers.dtype != x.dtype:
             continue
-        if numbers.shape[1:] != (x.shape[1], 1, 1) or numbers.shape[0] not in (1, x.shape[0]):
+        sides = (1,) * len(x.shape[2:])
+        if numbers.shape[1:] != (x.shape[1], *sides) or numbers.shape[0] not in (1, x.shape[0]):
             continue
         root = numbers.root
         fixed = isinstance(root.leaf, Weight) and root.numel == x.shape[1]
-        if x.shape[2:] == (1, 1) and len(root.shape) > 2 and not fixed:  # a picture too, where each has one pixel
+        if x.shape[2:] == sides and len(root.shape) > 2 and not fixed:  # a picture too, where each has one pixel
             continue
         if fixed and len(pending) < MOST_PENDING:
             pending = [root, *pending]
