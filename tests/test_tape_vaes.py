@@ -5,6 +5,8 @@ from dataclasses import asdict
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from tools import architectures, compatibility_table
 from tools.architectures import autoencoders
@@ -26,14 +28,16 @@ REFUSED = {
 # channels last, where that of a single one may not, and what comes after reads it so. Newer versions of ComfyUI work
 # on a video in pieces: a third piece brings operations that two do not have.
 LATER = {
-    "HunyuanImage 2.1 refiner": (0, 0, 3), "HunyuanVideo": (7, 1, 0), "HunyuanVideo 1.5": (11, 3, 2),
-    "Wan 2.1, Qwen-Image": (13, 1, 1), "Wan 2.2": (14, 1, 1), "Mochi": (7, 0, 3), "LTX": (0, 0, 12),
-    "LTX 0.9.5": (1, 0, 1), "MiniMax H3": (1, 0, 2), "Cosmos": (4, 0, 2), "TAEHV": (0, 0, 1), "CogVideoX": (3, 3, 2),
-    "SeedVR2": (8, 0, 1),
+    "HunyuanImage 2.1 refiner": (0, 0, 8), "HunyuanVideo": (14, 0, 1), "HunyuanVideo 1.5": (20, 1, 3),
+    "Wan 2.1, Qwen-Image": (2, 0, 1), "Wan 2.2": (2, 1, 6), "Mochi": (8, 0, 3), "LTX": (0, 0, 9),
+    "LTX 0.9.5": (0, 0, 5), "MiniMax H3": (1, 0, 2), "Cosmos": (1, 0, 3), "TAEHV": (3, 1, 1), "CogVideoX": (3, 4, 4),
+    "SeedVR2": (5, 1, 4),
 }  # fmt: skip
 OTHERS = (1, 0, 0)
 TOLERANCE = 1e-4  # of fused programs in float32
-EXTRA_MEMORY = 1.05  # of a fused program: what eager changes in place, a kernel writes beside it
+# Of a fused program: what eager changes in place, a kernel writes beside it. What eager's convolutions turn on a GPU is
+# not counted, and is more: there Wan's encoder takes 0.8 of eager's peak (bench/results/vae-wan.json).
+EXTRA_MEMORY = 1.15
 
 
 def check(found: dict) -> None:
@@ -77,6 +81,19 @@ def test_table_of_vaes_is_current(records):
 # Memory -----------------------------------------------------------------------------------------------------------
 
 
+class ResultsAlone(TorchDispatchMode):
+    """Convolutions and GroupNorms make nothing but their results, as on a GPU: a CPU's turn their arguments first."""
+
+    NAMES = frozenset("conv2d conv3d group_norm conv2d_last conv3d_last group_norm_last upsample_last".split())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.name.split("::")[1] not in self.NAMES:
+            return func(*args, **(kwargs or {}))
+        onto = lambda item: item.to("meta") if isinstance(item, torch.Tensor) else item  # noqa: E731
+        args, kwargs = tree_map(onto, (args, kwargs or {}))
+        return torch.empty_like(func(*args, **kwargs), device="cpu")
+
+
 @pytest.mark.parametrize("way", autoencoders.WAYS)
 @pytest.mark.parametrize("name", ["Wan 2.1, Qwen-Image", "Mochi", "SVD"])
 def test_no_more_memory_than_eager(name, way, monkeypatch):
@@ -87,15 +104,16 @@ def test_no_more_memory_than_eager(name, way, monkeypatch):
 
     model, arguments = autoencoders.model(name), autoencoders.TABLE[name].inputs(way, 0)
     eager = getattr(model, way)
-    eager_peak = max(peak(lambda: eager(*arguments)) for _ in range(2))
-    recordings = []
-    assert peak(lambda: recordings.append(taped_vaes.recording(model, way, arguments))) <= eager_peak * 1.01
-    (recording,) = recordings
-    monkeypatch.setattr(Launch, "__call__", lambda *args: None)  # only where results lie matters here
-    for fuse, limit in ((False, 1.0), (True, EXTRA_MEMORY)):
-        program = recording.program(fuse)
-        assert sum(tensor.nbytes for tensor in program.constants()) < 1024
-        assert peak(lambda program=program: program.run(recording.inputs)) <= eager_peak * limit
+    with ResultsAlone():
+        eager_peak = max(peak(lambda: eager(*arguments)) for _ in range(2))
+        recordings = []
+        assert peak(lambda: recordings.append(taped_vaes.recording(model, way, arguments))) <= eager_peak * 1.01
+        (recording,) = recordings
+        monkeypatch.setattr(Launch, "__call__", lambda *args: None)  # only where results lie matters here
+        for fuse, limit in ((False, 1.0), (True, EXTRA_MEMORY)):
+            program = recording.program(fuse)
+            assert sum(tensor.nbytes for tensor in program.constants()) < 1024
+            assert peak(lambda program=program: program.run(recording.inputs)) <= eager_peak * limit
 
 
 # Through the node -------------------------------------------------------------------------------------------------

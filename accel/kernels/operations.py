@@ -91,12 +91,25 @@ def _convolved(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Sequence[Any]
 ) -> Tensor:
     """One that is a linear layer of each pixel runs as one, for which the library plans nothing."""
-    x = x.contiguous(memory_format=LASTS[x.ndim])
+    x = _laid_last(x)
     if is_pointwise(weight, *geometry):
         out = torch.nn.functional.linear(x.movedim(1, -1), weight.flatten(1), bias).movedim(-1, 1)
     else:
         out = function(x, weight, bias, *geometry)
     return out.contiguous(memory_format=LASTS[x.ndim])
+
+
+def _laid_last(x: Tensor) -> Tensor:
+    """``x`` with channels last, by its strides too: where something is one they may be others, and libraries mind."""
+    x = x.contiguous(memory_format=LASTS[x.ndim])
+    if 1 not in x.shape:
+        return x
+    n, c, *sides = x.shape
+    strides, step = [], c
+    for side in reversed(sides):
+        strides.insert(0, step)
+        step *= side
+    return x.as_strided(x.shape, (step, 1, *strides))
 
 
 CONVOLUTIONS = (conv2d_last, conv3d_last)
@@ -130,11 +143,11 @@ def group_norm_last(
     """
     shape, shift = x.shape, None if shift is None else shift.reshape(-1, x.shape[1])
     if x.ndim == 5:
-        x = x.contiguous(memory_format=LASTS[5]).flatten(2, 3)
+        x = _laid_last(x).movedim(1, -1).flatten(1, 2).movedim(-1, 1)
     flat = tuple(each.reshape(-1) for each in pending)
     out = fused_ops(x.device).group_norm(x, weight, bias, groups, eps, shift, silu, flat)
     out = out.contiguous(memory_format=LAST)
-    return out.unflatten(2, shape[2:4]) if len(shape) == 5 else out
+    return _laid_last(out.unflatten(2, shape[2:4])) if len(shape) == 5 else out
 
 
 def _fake_geglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -200,7 +213,7 @@ def upsample_last(x: Tensor, height: int, width: int) -> Tensor:
     return fused_ops(x.device).upsample2x(x, (height, width)).contiguous(memory_format=LAST)
 
 
-def _fake_replicated(x: Tensor, pad: Sequence[int]) -> Tensor:
+def _fake_padded(x: Tensor, pad: Sequence[int], mode: str) -> Tensor:
     sides = [n + sum(widths) for n, widths in zip(x.shape[2:], _widths(x, pad), strict=True)]
     return torch.empty(*x.shape[:2], *sides, dtype=x.dtype, device=x.device, memory_format=LASTS[x.ndim])
 
@@ -212,13 +225,17 @@ def _widths(x: Tensor, pad: Sequence[int]) -> list[tuple[int, int]]:
     return given[::-1]
 
 
-@_operation("(Tensor x, SymInt[] pad) -> Tensor", _fake_replicated)
-def replicate_last(x: Tensor, pad: Sequence[int]) -> Tensor:
-    """Pictures or videos with their outermost pixels and frames repeated; torch's own kernel puts channels first."""
-    rows = x.contiguous(memory_format=LASTS[x.ndim]).movedim(1, -1)
+@_operation("(Tensor x, SymInt[] pad, str mode) -> Tensor", _fake_padded)
+def pad_last(x: Tensor, pad: Sequence[int], mode: str) -> Tensor:
+    """Pictures or videos with more pixels and frames around them; torch's own kernels put channels first.
+
+    mode: replicate (the outermost ones repeated) or reflect (mirrored at those).
+    """
+    rows = _laid_last(x).movedim(1, -1)
     sides, place = [], torch.zeros((), dtype=torch.int64, device=x.device)
     for n, (before, behind) in zip(rows.shape[1:-1], _widths(x, pad), strict=True):
-        along = torch.arange(-before, n + behind, device=x.device).clamp_(0, n - 1)
+        along = torch.arange(-before, n + behind, device=x.device)
+        along = along.clamp_(0, n - 1) if mode == "replicate" else n - 1 - (n - 1 - along.abs_()).abs_()
         place = place.unsqueeze(-1) * n + along
         sides.append(len(along))
     return rows.flatten(1, -2).index_select(1, place.flatten()).unflatten(1, sides).movedim(-1, 1)

@@ -316,7 +316,7 @@ def _table() -> dict[str, Rule]:
         ("mean sum amax var norm linalg_vector_norm", _reduced),
         ("repeat repeat_interleave", _repeated),
         ("pixel_shuffle pixel_unshuffle", _shuffled),
-        ("pad constant_pad_nd replicate_last", _padded),
+        ("pad constant_pad_nd pad_last", _padded),
         (
             "avg_pool2d avg_pool3d max_pool2d upsample_nearest1d upsample_nearest2d upsample_nearest3d "
             "upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_nearest_exact2d upsample_last",

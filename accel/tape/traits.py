@@ -44,6 +44,7 @@ ATTENTIONS = tuple(
 FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1} | dict.fromkeys(
     ("full", "full_like", "new_full"), "fill_value"
 )
+SYNONYMS = {"concat": "cat", "concatenate": "cat"}
 MOVES = frozenset(("set_", "resize_", "resize_as_", "as_strided_", "swap_"))
 # In place they keep the dtype of what they change; else they give another one.
 TRUTHS = frozenset(
@@ -125,6 +126,7 @@ def traits(func: Any) -> Traits:
 def _read(func: Any) -> Traits:
     schema = func._schema
     name = schema.name.split("::")[1]
+    name = SYNONYMS.get(name, name)
     ours = schema.name.startswith(("aten::", "prim::"))
     written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
     writes = written[0] if written and schema.is_mutable else -1

@@ -36,6 +36,7 @@ JOINS = frozenset(("cat", "stack"))
 ALIKE = static_sizes.ELEMENTWISE | JOINS | {"clone", "to", "_to_copy", "float", "type_as"}
 RESAMPLED = frozenset("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d avg_pool2d max_pool2d".split())
 PADS = frozenset(("pad", "constant_pad_nd"))
+GATHERED = ("replicate", "reflect")  # what pads are made of
 # Their results lie the same way wherever their arguments lie.
 STEADY = frozenset("linear addmm mm bmm matmul layer_norm rms_norm native_layer_norm".split())
 
@@ -161,10 +162,10 @@ class _Pass:
             self._view(operation)
         elif name in ALIKE and len(operation.outputs) == 1 and (name != "stack" or _stacks_sides(operation)):
             self._alike(operation, operation.outputs[0])
-        elif name in PADS and _mode(operation) == "replicate" and operation.inputs[0] in self._last:
-            pad = by_name(operation.func, operation.args, operation.kwargs)["pad"]
-            edits.become(operation, ours.replicate_last, (operation.inputs[0], list(pad)), operation.inputs[:1])
-            self._lies_last(operation.outputs[0], operation.inputs[0])
+        elif name in PADS and _mode(operation) in GATHERED and operation.inputs[0] in self._last:
+            x, pad = operation.inputs[0], by_name(operation.func, operation.args, operation.kwargs)["pad"]
+            edits.become(operation, ours.pad_last, (x, list(pad), _mode(operation)), (x,))
+            self._lies_last(operation.outputs[0], x)
         elif _keeps_layout(operation, name) and len(operation.outputs) == 1 and operation.inputs[0] in self._last:
             self._lies_last(operation.outputs[0], operation.inputs[0])
         elif name not in STEADY:
