@@ -32,6 +32,8 @@ _NEXT = re.compile(r"[,;](?!\s*(?:b(?:atch)?\s*(?:[0-9]|\b)|[0-9]+\s*(?:frames?\
 # What a Chinese or Japanese keyboard types in the place of "0" to "9", "x", "," and so on, and its space and comma.
 _WIDE = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)} | {0x3000: " ", 0x3001: ","}
 _QUOTED = 40  # characters of a bad line
+NOT_ONE = "nothing in this list is a size"
+MORE_BAD = "more entries are no sizes"
 _SHOWN = 5  # bad lines by their number and text; of the others how many there are
 
 
@@ -82,6 +84,12 @@ def parse(text: str) -> tuple[list[Shape], list[str]]:
             else:
                 shapes.setdefault(_shape(entry, number))
     return list(shapes), problems
+
+
+def not_one_size(text: str) -> str:
+    """What is wrong with a list that has entries, but no size among them; "" of any other."""
+    shapes, problems = parse(text)
+    return "" if shapes or not problems else "\n".join([NOT_ONE, *in_short(problems, MORE_BAD)])
 
 
 def with_preset(text: str, preset: str) -> str:

@@ -32,7 +32,6 @@ from .weights import low_vram
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
 PACKS = say("attention_no_graph")
-PATCHES = say("patch_no_graph")
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
 
 
@@ -240,7 +239,7 @@ class Tapes:
                 take.reason = low_vram(taped.module, key.device) or reason
             take.code = () if reason else states
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
-            take.graph_obstacle = PATCHES if recorder.calls_patches else PACKS if recorder.calls_packs else ""
+            take.graph_obstacle = patches.obstacle() or (PACKS if recorder.calls_packs else "")
             take.clock, take.copies = clock, copies.count
             take.calls = calls.calls if calls is not None and tape is not None else []
             if patches.again:

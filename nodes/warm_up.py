@@ -9,7 +9,7 @@ from comfy_api.latest import io
 from ..accel import reasons
 from ..accel.comfy import entries
 from ..accel.comfy.warming import CFG_OPTIONS, warm_up
-from ..accel.size_list import LAST, PRESETS, with_preset
+from ..accel.size_list import LAST, PRESETS, not_one_size, with_preset
 from . import badge, sizes
 from .ahead import AHEAD
 from .messages import node_id, say
@@ -93,6 +93,10 @@ class WarmUp(io.ComfyNode):
             ],
             hidden=badge.HIDDEN,
         )
+
+    @classmethod
+    def validate_inputs(cls, shapes: str | None) -> bool | str:  # noqa: D102 - None: another node gives the list
+        return not_one_size(shapes or "") or True
 
     @classmethod
     def execute(  # noqa: D102

@@ -157,7 +157,8 @@ def test_patches_keep_the_forward_out_of_a_graph(models):
         outs.append(models.sample(each, 512, 512, steps=3))
         assert len(calls) == 3 * 12
     assert error(*outs) < 1e-2
-    assert shapes()[-1]["state"] == FUSED and shapes()[-1]["note"] == say("patch_no_graph")
+    called = say("patch_no_graph", patch=scale.__qualname__.replace(".<locals>.", "."), calls=12)
+    assert shapes()[-1]["state"] == FUSED and shapes()[-1]["note"] == called
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

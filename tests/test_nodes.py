@@ -142,6 +142,18 @@ def test_warm_up_before_the_first_prompt(server, plain) -> None:
     assert np.array_equal(pixels(server, flow), shown)
 
 
+@pytest.mark.parametrize("preset", ["none", "SD1.5"])
+def test_a_list_without_one_size_is_refused_before_anything_runs(server, preset) -> None:
+    """Nobody reads a report below a green prompt; a list without entries is no mistake."""
+    flow = with_nodes() | {"warm": node("AnyShapeWarmUp", model=["model", 0], shapes="104y152\nno size", preset=preset)}
+    flow["sampler"]["inputs"]["model"] = ["warm", 0]
+    with pytest.raises(PromptError) as refused:
+        server.queue(flow)
+    assert "nothing in this list is a size" in str(refused.value) and "line 2: 'no size' - write" in str(refused.value)
+    flow["warm"]["inputs"] |= {"shapes": "# none yet", "preset": "none"}
+    server.run(flow)
+
+
 def known(server: ComfyServer) -> set[tuple[str, str]]:
     """The shapes that have run, by model."""
     return {(model["name"], shape["key"]) for model in stats(server)["models"] for shape in model["shapes"]}

@@ -110,11 +110,15 @@ def test_stats_have_them(pack: ModuleType, reasons) -> None:
     told = STATS.snapshot()["reasons"]  # those of tests before this one too
     found = {one["text"]: one["said"] for one in told}
     assert {one["text"]: one["all"] for one in told if one["text"] in (text, more)} == {text: True, more: False}
-    assert found[more] == found[text] == [
-        {
-            "key": "budget_small",
-            "short": "Raise graph_budget_mb to 154",
-            "values": {"need": "90", "budget": "64", "wanted": "154"},
-        }
-    ]
+    assert (
+        found[more]
+        == found[text]
+        == [
+            {
+                "key": "budget_small",
+                "short": "Raise graph_budget_mb to 154",
+                "values": {"need": "90", "budget": "64", "wanted": "154"},
+            }
+        ]
+    )
     assert "nothing that is known" not in found

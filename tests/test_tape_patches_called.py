@@ -45,6 +45,8 @@ def test_a_patch_for_some_steps_alone(models, fresh, recordings):
     assert len(recordings) == 2 and not fallbacks()
     (take,) = takes_of(fast)
     assert take.live and take.used and "no graph" in take.graph_obstacle
+    name = patch.__qualname__.replace(".<locals>.", ".")
+    assert f"called {len(take.live)} times ({name})" in take.graph_obstacle
 
 
 def test_a_step_counter(models, fresh, recordings):

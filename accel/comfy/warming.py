@@ -25,7 +25,7 @@ from .. import devices, gain, graphs
 from ..attempt import Judge, attempt, failed, named
 from ..errors import is_out_of_memory
 from ..reasons import say
-from ..size_list import MIB, Outcome, Row, Shape, in_short, parse, table
+from ..size_list import MIB, MORE_BAD, Outcome, Row, Shape, in_short, parse, table
 from ..skip.features import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
 from ..stats import STATES, STATS, ShapeStats
@@ -81,7 +81,7 @@ def warm_up(
     """
     shapes, problems = parse(text)
     bad = len(problems)
-    problems = in_short(problems, "more entries are no sizes") if shapes or problems else [NO_SIZES]
+    problems = in_short(problems, MORE_BAD) if shapes or problems else [NO_SIZES]
     outcome, failure = attempt(
         lambda: _warmed(model, shapes, vae, (positive, negative), cfg, measure, gives_way),
         failed("Warm Up", "Warm Up"),

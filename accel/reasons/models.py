@@ -8,8 +8,8 @@ REASONS = dict(
         "nothing of it was sped up here: remove one of the two nodes",
     ),
     patch_no_graph=(
-        "another node's patch: no CUDA graph",
-        "another node's patch is called in each forward, so there is no graph",
+        "another node's patch: no CUDA graph ({patch})",
+        "in each forward another node's patch is called {calls} times ({patch}), so there is no graph",
     ),
     patch_again=(
         "another node's patch is called from now on",

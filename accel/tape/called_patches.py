@@ -118,10 +118,11 @@ class Done:
 
 @dataclass
 class LiveCall:
-    """The function of a step that calls a patch. place: where that is in the options."""
+    """The function of a step that calls a patch. place: where that is in the options. name: as a user may know it."""
 
     place: tuple
     who: Any
+    name: str
     form: Any = None
     strides: list[tuple[int, ...]] = field(default_factory=list)
     recorded: list[Tensor] | None = None  # what it gave while it was recorded, until the program was checked

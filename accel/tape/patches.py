@@ -168,7 +168,7 @@ class Patches:
         except called_patches.NotKnown as error:
             recorder.refuse(say("patch_argument", patch=shown(patch), kind=str(error)))
             return patch(*args, **kwargs)
-        call = called_patches.LiveCall(place, who)
+        call = called_patches.LiveCall(place, who, shown(patch))
         with recorder.not_listening():
             state, drawn = look(patch, recorder.module, FEW), _random_state(recorder.device)
             done = called_patches.perform(patch, *given, self._raw)
@@ -209,12 +209,17 @@ class Patches:
             value = recorder.value(tensor)
             if value.leaf is None and value.base is None:  # from here on it is what the patch left
                 recorder.mark(tensor, recorder.value(copy))
-        recorder.calls_patches = recorder.calls_packs = True
+        recorder.calls_packs = True
 
     def _is_part(self, module: Any) -> bool:
         if self._parts is None:
             self._parts = {id(part) for _, part in modules_of(self._recorder.module)}
         return id(module) in self._parts
+
+    def obstacle(self) -> str:
+        """Why the forward must not be captured: which patches are called in it, and how often; "" if none is."""
+        names = ", ".join(dict.fromkeys(call.name for call in self.calls))
+        return say("patch_no_graph", patch=names, calls=len(self.calls)) if names else ""
 
     # The end --------------------------------------------------------------------------------------------------------
 

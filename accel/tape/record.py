@@ -60,7 +60,6 @@ class Recorder(TorchDispatchMode):
         self.keeps = False  # whether the forward left a tensor in its model
         self.apart = False  # whether its blocks may be left out: see ``aliasing.settle``
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
-        self.calls_patches = False  # the same of its patches
         self.played: list[Played] = []  # those functions
         self.lean = False  # memory counts for more than time: see ``Tape.lean``
         self._blanks, self._wrapped = self.writes.blanks, Wrapped(self)
