@@ -123,6 +123,14 @@ def test_the_page_is_chinese(chinese) -> None:
     wait_for_names(chinese, NAMES["zh"])
 
 
+def test_the_page_changes_with_the_language(chinese) -> None:
+    """Without loading it again, as ComfyUI's own pages do."""
+    chinese.set("Comfy.Locale", "en")
+    open_settings(chinese)
+    wait_for_names(chinese, NAMES["en"])
+    assert chinese.errors == []
+
+
 def test_new_nodes_take_the_budget_and_saved_ones_keep_theirs(page) -> None:
     page.set(IDS[2], 512)
     budget = "id => app.graph.getNodeById(id).widgets.find((one) => one.name === 'graph_budget_mb').value"

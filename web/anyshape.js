@@ -71,6 +71,7 @@ function register() {
       if (sidebar) manager.registerSidebarTab(tab());
       texts.onLanguage(() => {
         if (sidebar) rename(manager);
+        settings.rename();
         store.refresh();
       });
       ahead.listen();

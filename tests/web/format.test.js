@@ -137,6 +137,8 @@ test("a model is called by its file, and a place by the one that all of its clas
   assert.deepEqual(["SDXL", "SDXL #2", "Flux"].map((name) => format.title(name, all, EN)), ["base (SDXL)", "refiner (SDXL #2)", "Flux"]);
   assert.deepEqual(["SDXL", "SDXL #2", "Warm Up"].map((name) => format.place(name, all, EN)), ["SDXL", "refiner (SDXL #2)", "Warm Up"]);
   assert.equal(format.place("SDXL", stats([model([])], { nodes }), ZH), "base（SDXL）");
+  assert.deepEqual(["VAE decoder #2", "VAE encoder", "SDXL #2"].map((name) => format.title(name, stats([]), ZH)), ["VAE 解码器 #2", "VAE 编码器", "SDXL #2"]);
+  assert.equal(format.title("VAE decoder", stats([]), EN), "VAE decoder");
 });
 
 test("what is less exact is listed by model, while that has run", () => {

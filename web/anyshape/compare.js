@@ -74,7 +74,7 @@ async function compared() {
     fill(words().compare.firsts, { without: time(firstPlain), with: time(firstFast) }),
     ...(store.stats.device === "cpu" ? [words().gain.cpu, words().compare.chance] : []),
   ];
-  return { text: said.join(" "), loss: isLoss(factor, store.stats.device) };
+  return { text: said.join("\n"), loss: isLoss(factor, store.stats.device) };
 }
 
 /** Queues one run and gives {seconds, outputs} when it has ended. Throws with what the user should know. */

@@ -200,7 +200,10 @@ export function files(stats) {
 /** What an entry is called: "file (name)", or its name. */
 export const title = (name, stats, words) => withFile(name, files(stats).get(name), words);
 
-const withFile = (name, file, words) => (file ? fill(words.brackets, { text: file, more: name }) : name);
+const withFile = (name, file, words) => (file ? fill(words.brackets, { text: file, more: inPlainWords(name, words) }) : inPlainWords(name, words));
+
+/** "VAE decoder #2" in the page's language; a model's class is the same in all. */
+const inPlainWords = (name, words) => name.replace(/^VAE \w+/, (part) => words.parts[part] ?? part);
 
 /** The same of where something ran slower: an entry, or all of a class, which may have a file in common. */
 export function place(name, stats, words) {

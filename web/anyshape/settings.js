@@ -3,9 +3,10 @@
  * (nodes/preferences.py) at each prompt.
  *
  * Their texts are not in locales/<language>/settings.json: the front end of ComfyUI 0.3.75 drops those of all languages
- * but English, and would then show English. So another language is seen when the page is loaded again.
+ * but English, and would then show English.
  */
 
+import { app } from "../../../scripts/app.js";
 import { setting, settingTexts } from "./texts.js";
 
 const PAGE = "AnyShape";
@@ -38,6 +39,12 @@ export const page = () =>
     category: [PAGE, PAGE, name],
     sortOrder: -index,
   }));
+
+/** The page in the language of now; a front end without this list shows it when it is loaded again. */
+export function rename() {
+  const known = app.ui?.settings?.settingsLookup ?? {};
+  for (const name of Object.keys(DEFINITIONS)) if (known[idOf(name)]) Object.assign(known[idOf(name)], texts(name));
+}
 
 /** For the extension's `nodeCreated`: a new node's budget is the page's; a saved node gets its own afterwards. */
 export function useBudget(node) {
