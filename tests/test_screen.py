@@ -160,6 +160,21 @@ def test_nodes_are_chinese_and_change_with_the_setting(chinese, server) -> None:
     assert page.errors == []
 
 
+def test_what_is_said_under_a_node_is_chinese(chinese, server) -> None:
+    """The server's text is English; after the next prompt, which has it said again, too."""
+    page, warm = chinese, node("AnyShapeWarmUp", model=["4", 0], shapes="80x88, no size")
+    asked = flow() | {"10": warm}
+    asked["6"]["inputs"]["model"] = ["10", 0]
+    page.load_workflow(asked, PLACES | {"10": (420, 600)})
+    under = "() => app.graph.getNodeById(10).widgets.find((one) => one.name === '$$node-text-preview')?.value ?? ''"
+    for seed in (1, 2):
+        page.set_widgets(6, {"seed": seed})
+        page.run(server)
+        page.page.wait_for_function(f"() => ({under})().startsWith('1 个尺寸中 1 个已就绪，1 项不是尺寸')")
+    assert "line 1: 'no size' - write 1024x1152" in page.page.evaluate(under)  # what has no Chinese stays
+    assert page.errors == []
+
+
 def test_what_the_user_named_keeps_its_name(chinese) -> None:
     page = chinese
     page.page.evaluate(

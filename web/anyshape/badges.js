@@ -6,7 +6,7 @@ import { drawWhenCollapsed, showCollapsed } from "./collapsed.js";
 import { el, setText, setTitle } from "./dom.js";
 import { badge, entryOf } from "./format.js";
 import * as store from "./store.js";
-import { language, words } from "./texts.js";
+import { isEnglish, language, words } from "./texts.js";
 
 const PROGRESS = "$$node-text-preview"; // ComfyUI's widget for the text under a node
 const PREPARING = "preparing "; // how that text begins, of nodes/live.py; other texts stay
@@ -34,6 +34,7 @@ export function listen() {
   });
   api.addEventListener("execution_start", ({ detail }) => queued.add(detail.prompt_id));
   api.addEventListener("graphChanged", store.refresh); // a node may have been bypassed or muted
+  api.addEventListener("progress_text", () => setTimeout(store.refresh)); // after ComfyUI has put it under the node
 }
 
 /** For the extension's `nodeCreated`. */
@@ -77,6 +78,7 @@ export function show(stats) {
     setText(element, shown.text);
     setTitle(element, shown.title);
     if (shown.level !== "preparing") takeTextAway(node);
+    translate(node, shown.title);
   }
   showCollapsed([...badges].map(([node, element]) => [node.id, element.dataset.level]));
 }
@@ -85,9 +87,15 @@ export function show(stats) {
 function takeTextAway(node) {
   const text = node.widgets?.find((widget) => widget.name === PROGRESS);
   if (!text) heights.set(node, node.size[1]);
-  if (!String(text?.value ?? "").startsWith(PREPARING)) return;
+  if (![PREPARING, words().preparing.split("{")[0]].some((begin) => String(text?.value ?? "").startsWith(begin))) return;
   node.removeWidget?.(text);
   node.setSize?.([node.size[0], heights.get(node) ?? node.computeSize()[1]]);
+}
+
+/** The server writes English under a node; in another language it is the tooltip's text, which says the same. */
+function translate(node, title) {
+  const text = node.widgets?.find((widget) => widget.name === PROGRESS);
+  if (text?.value && !isEnglish() && text.value !== title) text.value = title;
 }
 
 export const rootGraph = () => app.rootGraph ?? app.graph?.rootGraph ?? app.graph;

@@ -31,6 +31,9 @@ function translation(wanted) {
   return translations[found];
 }
 
+/** Also where the page's language is none of ours. */
+export const isEnglish = () => translation(language()) === translations.en;
+
 export const words = () => translation(language()).anyshape;
 
 /** The texts of the settings' page, which stands among the frontend's own. */
