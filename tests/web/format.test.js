@@ -312,6 +312,7 @@ test("Skip Blocks shows the latest run of its own model in its own workflow", ()
   const all = stats([], { skip: [{ ...run, full: 1 }, run, ...foreign, { ...run, workflow: "", full: 96 }] });
   const mine = entry({ type: "AnyShapeSkipBlocks", models: ["SDXL #2"] });
   assert.equal(format.badge(mine, all, EN).text, "8 full, 12 skipped, depth 2");
+  assert.ok(format.badge(mine, all, EN).title.includes("\nThe latest run: 1.00 s, stored features – MB\n"));
   const copied = { ...mine, workflow: "v" }; // the node came from the cache: the run is of the page's workflow
   assert.equal(format.badge(copied, all, EN, "en", 0, "w").text, "8 full, 12 skipped, depth 2");
   assert.equal(format.badge(copied, all, EN, "en", 0, "x").text, "97 full, 12 skipped, depth 2");

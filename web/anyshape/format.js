@@ -287,5 +287,6 @@ function skipped(entry, workflows, shapes, all, stats, words) {
   const text = [...gainOf(steps_of(shapes), steps_of(all), words), fill(words.badge.skipped, run)].join(words.comma);
   const steps = [stepsText(steps_of(shapes), words)].filter(Boolean);
   const resets = Object.entries(run.resets).map(([reason, n]) => fill(words.skip.reset, { n, reason }));
-  return plain(run.skipped ? "fast" : "as_comfyui", text, [text, ...steps, words.badge.skipped_help, ...resets].join("\n"));
+  const cost = fill(words.badge.skipped_cost, { seconds: seconds(run.seconds), memory: megabytes(run.bytes) });
+  return plain(run.skipped ? "fast" : "as_comfyui", text, [text, cost, ...steps, words.badge.skipped_help, ...resets].join("\n"));
 }
