@@ -205,6 +205,17 @@ def test_files_that_are_no_pictures_cost_no_times(page, server) -> None:
     assert "Files that are no pictures, and were not compared: 1." in text and "Largest difference" not in text
 
 
+def test_what_skip_blocks_gains_is_not_called_chance(page, server) -> None:
+    """On a CPU, too: a part of the work is left out."""
+    changed = short(17, 104, 64)
+    changed["12"] = node("AnyShapeSkipBlocks", model=["4", 0], interval=3, preset="balanced")
+    changed["6"]["inputs"] |= {"model": ["12", 0], "steps": 12}
+    opened(page, changed)
+    page.page.locator("[data-action=compare]").click()
+    text = await_text(page, COMPARE, "First runs")
+    assert text.startswith("Without AnyShape ") and "chance" not in text and "nothing is gained" not in text
+
+
 def only_ours(changed: dict[str, Any]) -> None:
     del changed["8"]
 

@@ -92,10 +92,11 @@ function takeTextAway(node) {
   node.setSize?.([node.size[0], heights.get(node) ?? node.computeSize()[1]]);
 }
 
-/** The server writes English under a node; in another language it is the tooltip's text, which says the same. */
+/** The server writes English under a node; in another language it is what the tooltip has besides the line. */
 function translate(node, title) {
   const text = node.widgets?.find((widget) => widget.name === PROGRESS);
-  if (text?.value && !isEnglish() && text.value !== title) text.value = title;
+  const said = title.split("\n").slice(1).join("\n") || title;
+  if (text?.value && !isEnglish() && text.value !== said) text.value = said;
 }
 
 export const rootGraph = () => app.rootGraph ?? app.graph?.rootGraph ?? app.graph;

@@ -7,7 +7,7 @@
 import { api } from "../../../scripts/api.js";
 import { app } from "../../../scripts/app.js";
 import { difference, inWords } from "./compare_pictures.js";
-import { isOurs, runs } from "./compare_prompts.js";
+import { isOurs, runs, skips } from "./compare_prompts.js";
 import { duration, isLoss, times } from "./gain.js";
 import { fill } from "./phrases.js";
 import * as store from "./store.js";
@@ -72,7 +72,7 @@ async function compared() {
     fill(words().compare.result, { without: time(plain), with: time(fast), factor: times(factor) }),
     ...inWords(found, words()),
     fill(words().compare.firsts, { without: time(firstPlain), with: time(firstFast) }),
-    ...(store.stats.device === "cpu" ? [words().gain.cpu, words().compare.chance] : []),
+    ...(store.stats.device === "cpu" && !skips(output) ? [words().gain.cpu, words().compare.chance] : []),
   ];
   return { text: said.join("\n"), loss: isLoss(factor, store.stats.device) };
 }

@@ -8,6 +8,7 @@ const COMPILE = "AnyShapeCompileModel";
 const TIMING = new Set([COMPILE, "AnyShapeAccelerate"]); // nodes that can time ComfyUI's own forwards
 const CONTROL = "AnyShapeCompileControlNet"; // what it gives is timed with the model that it steers
 const LEFT_OUT = new Set(["AnyShapeWarmUp", "AnyShapeShapeCacheInfo"]); // in runs with AnyShape: they make no picture
+const SKIP = "AnyShapeSkipBlocks";
 const TIMED = ["auto", "exact"]; // modes in which ComfyUI's own forwards can be timed
 const MODELS = new Set(["MODEL", "VAE", "CONTROL_NET"]);
 const PREVIEW = "PreviewImage";
@@ -18,6 +19,9 @@ export const isOurs = (type, definition) => {
   const module = definition(type)?.python_module;
   return module !== undefined && module === definition(COMPILE)?.python_module;
 };
+
+/** Whether steps may be skipped: work that is left out is a gain on a CPU, too. */
+export const skips = (prompt) => Object.values(prompt).some((node) => node.class_type === SKIP);
 
 /**
  * What is queued, in order: {way: "without" | "with", prompt}. The first of each pair pays for what runs once, the
