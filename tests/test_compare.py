@@ -118,10 +118,7 @@ def test_compare_shows_both_times_and_the_difference(compared, server) -> None:
     levels = np.abs(pictures[1] - pictures[3]).max()
     assert f"Largest difference of the pictures: {levels} of 255 levels." in text and levels <= 3
     assert "First runs, with loading and preparing:" in text
-    sentences = text.split("\n")  # each on a line of its own
-    assert sentences[-2:] == [
-        "On a CPU nothing is gained: the speed is for NVIDIA GPUs.", "The two times differ by chance.",
-    ]  # fmt: skip
+    assert text.endswith("\nOn a CPU nothing is gained: the speed is for NVIDIA GPUs.\nThe two times differ by chance.")
     for step, way in enumerate(
         ("without AnyShape, first", "without AnyShape, m", "with AnyShape, f", "with AnyShape, m")
     ):
@@ -203,17 +200,6 @@ def test_files_that_are_no_pictures_cost_no_times(page, server) -> None:
     text = await_text(page, COMPARE, "Without AnyShape")
     page.page.unroute("**/view?*")
     assert "Files that are no pictures, and were not compared: 1." in text and "Largest difference" not in text
-
-
-def test_what_skip_blocks_gains_is_not_called_chance(page, server) -> None:
-    """On a CPU, too: a part of the work is left out."""
-    changed = short(17, 104, 64)
-    changed["12"] = node("AnyShapeSkipBlocks", model=["4", 0], interval=3, preset="balanced")
-    changed["6"]["inputs"] |= {"model": ["12", 0], "steps": 12}
-    opened(page, changed)
-    page.page.locator("[data-action=compare]").click()
-    text = await_text(page, COMPARE, "First runs")
-    assert text.startswith("Without AnyShape ") and "chance" not in text and "nothing is gained" not in text
 
 
 def only_ours(changed: dict[str, Any]) -> None:

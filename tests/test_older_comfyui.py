@@ -47,7 +47,6 @@ PAGE = (
     "test_browser.py::test_nodes_2_0",
     "test_browser.py::test_our_scripts_complain_of_nothing",
     "test_screen.py::test_nodes_are_chinese_and_change_with_the_setting",
-    "test_screen.py::test_what_is_said_under_a_node_is_chinese",
     "test_screen.py::test_a_bypassed_node_gives_comfyuis_own_picture",
     "test_collapsed.py",
     "test_screen.py::test_nothing_that_matters_is_hidden_on_a_small_screen",
@@ -57,6 +56,7 @@ PAGE = (
     "test_settings.py::test_every_model_is_accelerated_and_the_page_stays_calm",
     "test_settings.py::test_the_page_is_chinese",
     "test_settings.py::test_the_page_changes_with_the_language",
+    "test_settings.py::test_what_is_said_under_a_node_is_chinese",
 )
 
 

@@ -160,21 +160,6 @@ def test_nodes_are_chinese_and_change_with_the_setting(chinese, server) -> None:
     assert page.errors == []
 
 
-def test_what_is_said_under_a_node_is_chinese(chinese, server) -> None:
-    """The server's text is English; after the next prompt, which has it said again, too."""
-    page = chinese
-    asked = flow() | {"10": node("AnyShapeWarmUp", model=["1", 0], shapes="80x88, no size")}
-    asked["6"]["inputs"]["model"] = ["10", 0]
-    page.load_workflow(asked, PLACES | {"10": (420, 600)})
-    under = "() => app.graph.getNodeById(10).widgets.find((one) => one.name === '$$node-text-preview')?.value ?? ''"
-    for seed in (1, 2):
-        page.set_widgets(6, {"seed": seed})
-        page.run(server)
-        page.page.wait_for_function(f"() => ({under})().includes('请在“预热”之前连接“编译模型”：没有可预热的')")
-    assert "line 1: 'no size' - write 1024x1152" in page.page.evaluate(under)  # what has no Chinese stays
-    assert page.errors == []
-
-
 def test_what_the_user_named_keeps_its_name(chinese) -> None:
     page = chinese
     page.page.evaluate(

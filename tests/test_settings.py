@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tools.api_format import text_to_image
+from tools.api_format import node, text_to_image
 from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
@@ -129,6 +129,35 @@ def test_the_page_changes_with_the_language(chinese) -> None:
     open_settings(chinese)
     wait_for_names(chinese, NAMES["en"])
     assert chinese.errors == []
+
+
+def test_what_is_said_under_a_node_is_chinese(chinese, server) -> None:
+    """The server's text is English; after the next prompt, which has it said again, too."""
+    page, asked = chinese, flow() | {"9": node("AnyShapeWarmUp", model=["1", 0], shapes="80x88, no size")}
+    asked["4"]["inputs"]["model"] = ["9", 0]
+    page.load_workflow(asked, PLACES | {"9": (420, 400)})
+    under = "() => app.graph.getNodeById(9).widgets.find((one) => one.name === '$$node-text-preview')?.value ?? ''"
+    for seed in (1, 2):
+        page.set_widgets(4, {"seed": seed})
+        page.run(server)
+        page.page.wait_for_function(f"() => ({under})().includes('请在“预热”之前连接“编译模型”：没有可预热的')")
+    assert "line 1: 'no size' - write 1024x1152" in page.page.evaluate(under)  # what has no Chinese stays
+    assert page.errors == []
+
+
+def test_what_skip_blocks_gains_is_not_called_chance(page, server) -> None:
+    """By *Compare*, on a CPU: a part of the work is left out."""
+    asked = flow() | {"9": node("AnyShapeSkipBlocks", model=["1", 0], interval=3, preset="balanced")}
+    asked["4"]["inputs"] |= {"model": ["9", 0], "steps": 12}
+    page.load_workflow(asked, PLACES | {"9": (420, 400)})
+    page.page.locator(OURS).click()
+    page.page.locator("[data-action=compare]").click()
+    text = page.page.wait_for_function(
+        "() => { const text = document.querySelector('.anyshape-compare').textContent;"
+        " return text.includes('First runs') && text; }",
+        timeout=120_000,
+    ).json_value()
+    assert text.startswith("Without AnyShape ") and "chance" not in text and "nothing is gained" not in text
 
 
 def test_new_nodes_take_the_budget_and_saved_ones_keep_theirs(page) -> None:
