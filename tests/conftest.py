@@ -167,7 +167,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def unets(models: ModuleType) -> "dict[str, ModelPatcher]":  # noqa: F821  (ComfyUI's)
     """A small UNet of each kind, for the tests of one file."""
-    return {name: models.unet(name, torch.float32, **config) for name, config in driving.UNETS.items()}
+    return {name: models.unet(name, torch.float32, **config) for name, config in driving.DEEP_UNETS.items()}
 
 
 @pytest.fixture(scope="module")

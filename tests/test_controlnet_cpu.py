@@ -36,6 +36,12 @@ SCENES = {
 
 
 @pytest.fixture(scope="module")
+def unets(models):
+    """One of each kind, to which T2I-Adapters fit."""
+    return {name: models.unet(name, torch.float32, **config) for name, config in UNETS.items()}
+
+
+@pytest.fixture(scope="module")
 def nets(models):
     """The controls of each family by the names of SCENES."""
     return {

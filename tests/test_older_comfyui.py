@@ -1,7 +1,7 @@
 """The second test bed: what runs again on the older of the two ComfyUIs, in a process of its own.
 
 What depends on ComfyUI's version is chosen: how nodes and patches meet a model, its models and VAEs on a tape, the
-server, and the page with a front end of that time.
+server, and the page with a front end of that time. Hooks are torch's: of those, one.
 """
 
 import re
@@ -13,7 +13,17 @@ ENGINE = (
     "test_versions.py",
     "test_changed_models.py",
     "test_conds.py",
-    "test_unet_packs.py",
+    "test_unet_packs.py::test_patch_equals_eager",
+    "test_unet_packs.py::test_freeu_node",
+    "test_unet_packs.py::test_one_replaced_block_is_one_call_of_a_program",
+    "test_unet_packs.py::test_a_model_that_was_patched_at_first_recompiles_nothing",
+    "test_unet_packs.py::test_an_error_in_a_patch_is_the_users_to_see",
+    "test_unet_packs.py::test_another_wrapper",
+    "test_unet_packs.py::test_easy_cache_node",
+    "test_unet_packs.py::test_a_unet_function_wrapper",
+    "test_unet_packs.py::test_an_object_patch_takes_effect",
+    "test_unet_packs.py::test_a_hook_takes_effect[middle_block.1.proj_out]",
+    "test_unet_packs.py::test_a_hook_without_a_state_is_on_the_tape[middle_block.1.proj_out]",
     "test_workflows_nodes.py::test_node[unet-LatentApplyOperationCFG]",
     "test_workflows_nodes.py::test_context_windows",
     "test_workflows_nodes.py::test_a_patch_added_after_a_run_acts_at_once",
@@ -48,8 +58,8 @@ PAGE = (
     "test_browser.py::test_our_scripts_complain_of_nothing",
     "test_screen.py::test_nodes_are_chinese_and_change_with_the_setting",
     "test_screen.py::test_a_bypassed_node_gives_comfyuis_own_picture",
-    "test_collapsed.py",
     "test_screen.py::test_nothing_that_matters_is_hidden_on_a_small_screen",
+    "test_collapsed.py",
     "test_compare.py::test_compare_shows_both_times_and_the_difference",
     "test_compare.py::test_compare_runs_what_it_says",
     "test_compare.py::test_preparing_is_shown_with_a_clock_and_cancel_ends_it",

@@ -6,7 +6,7 @@ Whatever fails, the picture is that of a run without it, and the run says why.
 import pytest
 import torch
 
-from tools.driving import SMALL_UNET, compiled, skip_with_message, skipping
+from tools.driving import SMALL_UNET, UNETS, compiled, skip_with_message, skipping
 from tools.oracles import counted, error, fallbacks, last_run
 from tools.skip_driving import RUN
 
@@ -28,9 +28,10 @@ def test_a_model_without_repeated_blocks_passes_through(models):
     assert not out.wrappers and fallbacks()[-1]["reason"] == message
 
 
-def test_a_depth_that_the_model_does_not_have(unets):
-    assert skip_with_message(unets["sd15"], depth="10")[1] == ""
-    _, message = skip_with_message(unets["sd15"], depth="11")
+def test_a_depth_that_the_model_does_not_have(models):
+    patcher = models.unet("sd15", torch.float32, **UNETS["sd15"])
+    assert skip_with_message(patcher, depth="10")[1] == ""
+    _, message = skip_with_message(patcher, depth="11")
     assert message == "depth is 11, and this model has 0 to 10: auto is used"
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools import loras, oracles
-from tools.driving import SHORT_RUN, UNETS, compiled, residuals, unet_forward
+from tools.driving import DEEP_UNETS, SHORT_RUN, compiled, residuals, unet_forward
 from tools.oracles import assert_fast, error, expect, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -73,7 +73,7 @@ def test_no_change_compiles(models, warm, name, nothing_compiles):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_second_model_of_the_family_compiles_nothing(models, warm, name, nothing_compiles):
     """With weights of its own and the family's sizes, which are written into kernels."""
-    models.sample(compiled(models.unet(name, torch.float32, **UNETS[name])), **SHORT_RUN)
+    models.sample(compiled(models.unet(name, torch.float32, **DEEP_UNETS[name])), **SHORT_RUN)
     assert_fast()
 
 

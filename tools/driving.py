@@ -19,7 +19,7 @@ SMALL_RUN = SHORT_RUN | {"width": 64, "height": 64}  # of SMALL_UNETS, whose dee
 Patcher = Any  # comfy.model_patcher.ModelPatcher; ComfyUI is imported when the tests' fixtures say so
 
 NARROW_UNET = {"model_channels": 32, "context_dim": 64, "num_head_channels": 16, "num_heads": -1}
-UNETS = {
+UNETS = {  # as T2I-Adapters want them
     "sd15": NARROW_UNET,  # 1x1 convolutions around the transformer
     "sdxl": NARROW_UNET  # linear layers there, and a pooled embedding
     | {
@@ -45,6 +45,10 @@ DEEP_UNET = NARROW_UNET | {  # four levels of one block, for nodes that patch bl
     "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 0],
     "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
 }  # fmt: skip
+DEEP_UNETS = {  # with all their levels, on the lower of which a latent with odd sides is odd again
+    "sd15": DEEP_UNET,
+    "sdxl": UNETS["sdxl"] | {"channel_mult": (1, 2, 2)},  # two blocks for each level
+}
 TINY_UNET = {  # of a UNet that torch.compile traces in seconds
     "num_res_blocks": [1, 1], "channel_mult": (1, 2), "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
 }  # fmt: skip

@@ -102,7 +102,7 @@ class Autoencoder:
 
 
 def _class(place: str) -> Any:
-    module, _, name = place.partition(":")
+    module, name = place.split(":")
     return getattr(importlib.import_module(module), name)
 
 
@@ -153,8 +153,7 @@ def _narrowed(module: Any, name: str, **changes: Any) -> Iterator[None]:
 def _ltx(version: int) -> nn.Module:
     config = {
         "dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "norm_layer": "pixel_norm",
-        "patch_size": 4, "latent_log_var": "uniform", "causal_decoder": False, "encoder_base_channels": 32,
-        "decoder_base_channels": 32, "timestep_conditioning": version == 1,
+        "patch_size": 4, "latent_log_var": "uniform", "causal_decoder": False, "timestep_conditioning": version == 1,
         "encoder_blocks": [
             ["res_x", 1], ["compress_all", 1], ["res_x_y", 1], ["compress_all", 1], ["res_x_y", 1], ["compress_all", 1],
             ["res_x", 1],
@@ -168,7 +167,10 @@ def _ltx(version: int) -> nn.Module:
             ["res_x", {"num_layers": 1, "inject_noise": False}],
         ],
     }  # fmt: skip
-    return _class("comfy.ldm.lightricks.vae.causal_video_autoencoder:VideoVAE")(version=version, config=config)
+    module = importlib.import_module("comfy.ldm.lightricks.vae.causal_video_autoencoder")
+    narrow = {"base_channels": 32}  # which older ComfyUIs do not read from the configuration
+    with _narrowed(module, "Encoder", **narrow), _narrowed(module, "Decoder", **narrow):
+        return module.VideoVAE(version=version, config=config)
 
 
 def _stage_c() -> nn.Module:
