@@ -183,7 +183,7 @@ def main_job(server: ComfyServer, cases: tuple[Case, ...], out: Path, allowed: D
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Show the pack at work in the real ComfyUI server.")
-    parser.add_argument("--quick", action="store_true", help="four cases instead of all")
+    parser.add_argument("--quick", action="store_true", help="six small cases instead of all")
     parser.add_argument("--out", type=Path, default=ROOT / "demo" / "out", help="where the pictures and the report go")
     parser.add_argument(
         "--server-argument", action="append", default=[], metavar="ARGUMENT",
