@@ -155,8 +155,7 @@ def _ltx(version: int) -> nn.Module:
         "dims": 3, "in_channels": 3, "out_channels": 3, "latent_channels": 128, "norm_layer": "pixel_norm",
         "patch_size": 4, "latent_log_var": "uniform", "causal_decoder": False, "timestep_conditioning": version == 1,
         "encoder_blocks": [
-            ["res_x", 1], ["compress_all", 1], ["res_x_y", 1], ["compress_all", 1], ["res_x_y", 1], ["compress_all", 1],
-            ["res_x", 1],
+            ["res_x", 1], ["compress_all", 1], *[["res_x_y", 1], ["compress_all", 1]] * 2, ["res_x", 1],
         ],
         "decoder_blocks": [
             ["res_x", {"num_layers": 1, "inject_noise": version == 1}],
