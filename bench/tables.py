@@ -144,7 +144,7 @@ def document() -> str:
     """The block of docs/performance.md: every result."""
     parts = [forward_part(model) for model in figures.MODELS if figures.forward_path(model).exists()]
     parts.append(dynamic_part())
-    parts.append(vae_part())
+    parts += [vae_part("VAE of SDXL in bf16", "vae"), vae_part("VAE of Wan 2.1 and Qwen-Image in bf16", "vae-wan")]
     parts += [mixed_part(model) for model in figures.MODELS if figures.mixed_path(model).exists()]
     parts += [verify_part(figures.load(VERIFY))] if VERIFY.exists() else []
     return "\n\n".join([*parts, *skip_tables.parts(), *workflow_tables.parts()])
@@ -194,11 +194,14 @@ def dynamic_row(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
     return [figures.MODELS[model], figures.FORMS.get(form, "bf16"), *shown, scientific(figures.error(row))]
 
 
-def vae_part() -> str:
-    """The VAE."""
-    result = figures.load(figures.RESULTS / "vae.json")
-    head = "Size | Images | Decode, ms | Encode, ms | First decode, s | Error to float32 | Eager's error to float32"
-    return headed("VAE of SDXL in bf16", result, table(head.split(" | "), map(vae_row, result["rows"])))
+def vae_part(title: str, name: str) -> str:
+    """A VAE. Peaks of memory are those of a decode."""
+    result = figures.load(figures.RESULTS / f"{name}.json")
+    head = (
+        "Size | Images | Decode, ms | Encode, ms | First decode, s | Peak, MiB | Error to float32 | "
+        "Eager's error to float32"
+    )
+    return headed(title, result, table(head.split(" | "), map(vae_row, result["rows"])))
 
 
 def vae_row(row: dict[str, Any]) -> list[str]:
@@ -209,6 +212,7 @@ def vae_row(row: dict[str, Any]) -> list[str]:
         pair(row["eager_ms"], row["compiled_ms"]),
         pair(row["encode_eager_ms"], row["encode_compiled_ms"]),
         two(row["first_seconds"]),
+        f"{row['eager_mib']:.0f} → {row['compiled_mib']:.0f}",
         scientific(row["error_to_float32"]),
         scientific(row["eager_error_to_float32"]),
     ]
