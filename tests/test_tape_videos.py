@@ -16,7 +16,7 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel.kernels import operations  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.tape import rules  # noqa: E402
+from anyshape.accel.tape import hand_kernels, rules, static_sizes  # noqa: E402
 from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 from anyshape.accel.tape.rules import edits, pads  # noqa: E402
@@ -129,6 +129,21 @@ def test_everything_between_convolutions_is_a_kernel_or_a_view():
     assert len(convolutions) == 7 and len(padded) == 4
     others = 2  # the upsampling, and a copy of the result as it was recorded
     assert report.calls == len(convolutions) + len(padded) + others
+
+
+@pytest.mark.parametrize("norm, mode, names", [("group", "replicate", {"group_norm_last"}), ("mean", "reflect", set())])
+def test_only_kernels_by_hand_are_compiled_ahead_and_on_one_pixel(norm: str, mode: str, names: set[str]):
+    """A video's channels stay, and what gathers pixels is never called with one: mirrored, it has no other."""
+    with torch.inference_mode():
+        tape = taped(Videos(torch.bfloat16, norm, mode), inputs((1, 3, 4, 5), torch.bfloat16))
+        rules.apply(tape)
+        assert any(operation.func is operations.pad_last for operation in tape.operations)
+        static_sizes.annotate(tape)
+        found = hand_kernels.distinct(tape.operations)
+        for operation in found:
+            x, *others = hand_kernels.small(operation, torch.device("meta"))
+            assert x.shape.numel() in (1, x.shape[1]) and operation.func(x, *others).shape[:2] == x.shape[:2]
+    assert {operation.traits.name for operation in found} == {"upsample_last", *names}
 
 
 @pytest.mark.parametrize("rank", [4, 5])

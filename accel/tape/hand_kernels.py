@@ -16,7 +16,7 @@ from .static_sizes import of_leaf
 from .values import Operation, Value, replaced
 
 FEW = 2  # of many tensors that are alike
-PICTURE = 4  # dimensions: channels are the second, and the last of all else
+PICTURES = (4, 5)  # dimensions, of videos too: channels are the second, and the last of all else
 _LOCK = threading.Lock()
 _KNOWN: set[tuple] = set()  # what was compiled in this process
 
@@ -54,7 +54,7 @@ def distinct(operations: Iterable[Operation]) -> list[Operation]:
     """One operation by hand for each set of kernels."""
     found: dict[tuple, Operation] = {}
     for operation in operations:
-        if ours.is_ours(operation.func) and operation.func not in ours.CONVOLUTIONS:  # which are the library's
+        if ours.is_ours(operation.func) and operation.func not in ours.OF_LIBRARIES:
             found.setdefault(_form(operation), operation)
     return list(found.values())
 
@@ -73,7 +73,7 @@ def _form(operation: Operation) -> tuple:
 def _shape(value: Value) -> tuple[int, ...]:
     """Channels and sizes of the model as they are, those of the call 1."""
     known, rank = value.sizes or of_leaf(value), len(value.shape)
-    channels = 1 if rank == PICTURE else rank - 1  # of an input they are as many as the weights behind it want
+    channels = 1 if rank in PICTURES else rank - 1  # of an input they are as many as the weights behind it want
     return tuple(size.value if size.static or d == channels else 1 for d, size in enumerate(known))
 
 
