@@ -94,14 +94,16 @@ def others(words: dict[str, Any]) -> str:
     """What is no line of the table: a video, SD1.5, the VAE, a ControlNet, Skip Blocks."""
     wan, sd15 = (figures.load(figures.forward_path(model)) for model in ("wan", "sd15"))
     video, small = next(row for row in wan["rows"] if row["frames"] > 1), sd15["rows"][0]
-    vae, controlnet = (figures.load(figures.RESULTS / f"{name}.json") for name in ("vae", "controlnet"))
-    vae, control = vae["rows"][0], controlnet["rows"][0]
+    names = "vae", "vae-wan", "controlnet"
+    vaes, of_wan, controlnet = (figures.load(figures.RESULTS / f"{name}.json") for name in names)
+    vae, control = vaes["rows"][0], controlnet["rows"][0]
     both = {"eager_ms": control["neither_ms"], "compiled_ms": control["both_ms"]}
     skip = skip_tables.speeds()[0]
     return words["others"].format(
         video=size(video), wan=factor(video), sd15=factor(small), sd15_size=size(small), vae=factor(vae),
-        size=size(vae), control=factor(both), interval=skip["interval"], steps=skip["steps"],
-        skip=skip_tables.usual_speedups(), old=max(result["date"] for result in (sd15, controlnet)),
+        wan_vae=factor(of_wan["rows"][0]), size=size(vae), control=factor(both),
+        interval=skip["interval"], steps=skip["steps"], skip=skip_tables.usual_speedups(),
+        old=max(result["date"] for result in (sd15, controlnet)),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ ENGLISH = {
     "to": " to ",
     "conditions": "One {gpu}, torch {torch}, Triton {triton}, ComfyUI {comfyui}, {dates}.",
     "legend": "Milliseconds for one call of the model, as ComfyUI runs it → with AnyShape; SDXL and SD3.5 with CFG. Weights are random, which does not change the speed.",
-    "others": "SDXL at {size}: VAE decode {vae}. Wan 2.1 14B at {video}: {wan}. Skip Blocks (interval {interval}, {steps} steps) makes sampling faster by another factor: {skip}. Up to {old}, before these were recorded like all models, and not measured since: SD1.5 at {sd15_size} {sd15}; SDXL at {size}, model call with ControlNet {control}.",
+    "others": "VAE decode: SDXL at {size} {vae}, Wan 2.1 at {video} {wan_vae}. Wan 2.1 14B at {video}: {wan}. Skip Blocks (interval {interval}, {steps} steps) makes sampling faster by another factor: {skip}. Up to {old}, before these were recorded like all models, and not measured since: SD1.5 at {sd15_size} {sd15}; SDXL at {size}, model call with ControlNet {control}.",
     "starts": "The first run of a process takes {cold} s beyond eager with an empty Triton cache and {warm} s with a filled one (fresh processes, {size}); the process of the table began with empty caches.",
     "plot": "Seconds of the first prompt, and of all prompts together, one line per method",
     "mixed": "The mixed run: {count} prompts of other sizes and batches, {steps} Euler steps each, everything included: {runs}.",
@@ -33,7 +33,7 @@ CHINESE = {
     "to": " 至 ",
     "conditions": "一张 {gpu}，torch {torch}，Triton {triton}，ComfyUI {comfyui}，{dates}。",
     "legend": "模型调用一次的毫秒数，ComfyUI 原版 → 用 AnyShape；SDXL 和 SD3.5 开启 CFG。权重是随机的，这不影响速度。",
-    "others": "SDXL {size}：VAE 解码 {vae}。Wan 2.1 14B {video}：{wan}。“跳过模块”（间隔 {interval}，{steps} 步）让采样在此基础上再快：{skip}。以下截至 {old} 测得，当时还没有像其他模型那样改为记录，之后没有再测：SD1.5 {sd15_size} {sd15}；SDXL {size} 带 ControlNet 的模型调用 {control}。",
+    "others": "VAE 解码：SDXL {size} {vae}，Wan 2.1 {video} {wan_vae}。Wan 2.1 14B {video}：{wan}。“跳过模块”（间隔 {interval}，{steps} 步）让采样在此基础上再快：{skip}。以下截至 {old} 测得，当时还没有像其他模型那样改为记录，之后没有再测：SD1.5 {sd15_size} {sd15}；SDXL {size} 带 ControlNet 的模型调用 {control}。",
     "plot": "第一个提示词和全部提示词所用的秒数，每种方法一条线",
     "mixed": "混合测试：{count} 个提示词，尺寸和批量各不相同，各 {steps} 步 Euler，含一切开销：{runs}。",
     "names": {
