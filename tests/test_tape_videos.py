@@ -4,7 +4,7 @@ Its idioms are those of video VAEs: norms over channels, frames padded before th
 earlier piece left, stacked frames, upsampling, layers of one pixel.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -129,6 +129,44 @@ def test_everything_between_convolutions_is_a_kernel_or_a_view():
     assert len(convolutions) == 7 and len(padded) == 4
     others = 2  # the upsampling, and a copy of the result as it was recorded
     assert report.calls == len(convolutions) + len(padded) + others
+
+
+@pytest.fixture
+def cudnn() -> Iterator[list[int]]:
+    """cuDNN's convolution on a CPU, by torch's own; the ranks of what it was called with."""
+
+    def convolved(x, weight, padding, stride, dilation, groups, benchmark, deterministic, allow_tf32):
+        called.append(x.ndim)
+        none = [0] * (x.ndim - 2)
+        return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, none, groups)
+
+    called: list[int] = []
+    library = torch.library.Library("aten", "IMPL")
+    for key in ("CPU", "Meta"):
+        library.impl("cudnn_convolution", convolved, key)
+    yield called
+    library._destroy()
+
+
+def test_cudnn_is_called_itself_where_comfyui_does(cudnn: list[int], monkeypatch: pytest.MonkeyPatch):
+    """With some versions of PyTorch, whose own convolution of videos in 16 bits takes other memory and time."""
+
+    def conv_forward(self: nn.Conv3d, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:  # as in comfy.ops
+        settings = self.padding, self.stride, self.dilation, self.groups
+        out = torch.cudnn_convolution(x, weight, *settings, benchmark=False, deterministic=False, allow_tf32=True)
+        out += bias.reshape((1, -1, 1, 1, 1))
+        return out
+
+    monkeypatch.setattr(nn.Conv3d, "_conv_forward", conv_forward)
+    model, dtype = Videos(torch.bfloat16), torch.bfloat16
+    with torch.inference_mode():
+        program = programmed(model, inputs(SIZES[0], dtype))
+        given = inputs(SIZES[0], dtype, seed=1)
+        wanted = model(*given)
+        cudnn.clear()
+        found = program.run(list(given))
+    assert ((found - wanted).norm() / wanted.norm()).item() < BOUND[dtype]
+    assert cudnn == [5] * 5  # all but the one of single pixels, which is a product
 
 
 @pytest.mark.parametrize("norm, mode, names", [("group", "replicate", {"group_norm_last"}), ("mean", "reflect", set())])
