@@ -42,7 +42,7 @@ STEADY = frozenset("linear addmm mm bmm matmul layer_norm rms_norm native_layer_
 
 
 def lay_out(tape: Tape) -> str:
-    """Convolutions and GroupNorms of pictures, and all between them. Sums in another order than eager."""
+    """Convolutions and GroupNorms of pictures and videos, and all between them. Sums in another order than eager."""
     if sum(map(_is_convolution, tape.operations)) < FEWEST:
         return ""
     written = (operation.writes.root for operation in tape.operations if operation.writes is not None)
@@ -87,7 +87,7 @@ class _Pass:
         self._tape = tape
         self._found: list[Operation] = []
         self._recorded: dict[Value, tuple[int, ...]] = {}  # strides of what lies elsewhere, or otherwise, by now
-        self._last: set[Value] = set()  # pictures with channels last
+        self._last: set[Value] = set()  # pictures and videos with channels last
         self._copies: dict[Value, Value] = {}  # as they were recorded
         self._forms: dict[tuple, Any] = {}
 

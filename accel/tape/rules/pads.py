@@ -62,9 +62,7 @@ def _folded(pad: Operation, widths: list[tuple[int, int]], readers: Readers) -> 
     even = [before == behind for before, behind in widths]
     if not any(before for (before, _), is_even in zip(widths, even, strict=True) if is_even):
         return widths
-    given["padding"] = [
-        pad + before if is_even else pad for pad, (before, _), is_even in zip(own, widths, even, strict=True)
-    ]
+    given["padding"] = [n + before * is_even for n, (before, _), is_even in zip(own, widths, even, strict=True)]
     conv.args, conv.kwargs = conv.args[:2], {name: given[name] for name in list(given)[2:]}
     return [(0, 0) if is_even else pair for pair, is_even in zip(widths, even, strict=True)]
 
