@@ -12,12 +12,12 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from .kernels.operations import LASTS
 from .reasons import say
 from .tape.named_tensors import NO_TENSORS, parts_of
 
 GIB = 1 << 30
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)  # whose weights may lie with channels last
-LASTS = {4: torch.channels_last, 5: torch.channels_last_3d}  # by rank of a weight
 # In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
 MAPPED = ("_v_weight", "_v_bias")
 

@@ -9,9 +9,7 @@ from typing import Any
 from ..traits import aten, by_name
 from ..values import Operation, Readers, Tape, Value
 from . import edits
-
-PADS = frozenset(("pad", "constant_pad_nd"))
-CONVOLUTIONS = (aten.conv2d.default, aten.conv3d.default, aten.cudnn_convolution.default)
+from .channels_last import CONVOLUTIONS, PADS, RANKS
 
 
 def fold(tape: Tape) -> str:
@@ -43,7 +41,7 @@ def _widths(operation: Operation) -> list[tuple[int, int]] | None:
         return None
     given = by_name(operation.func, operation.args, operation.kwargs)
     pad, rank = given["pad"], len(operation.outputs[0].shape)
-    if given.get("mode", "constant") != "constant" or given.get("value") or rank not in (4, 5):
+    if given.get("mode", "constant") != "constant" or given.get("value") or rank not in RANKS:
         return None
     if len(pad) > 2 * (rank - 2) or any(width < 0 for width in pad):
         return None
