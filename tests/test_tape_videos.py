@@ -240,3 +240,17 @@ def test_the_nearest_pixels_are_taken_where_there_are_exactly_twice_as_many(side
         program = Program(tape, fuse=False)
         program.bind(model)
         assert torch.allclose(program.run([x]), model(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", [3, (3, 1, 1)])
+def test_weights_of_videos_are_laid_out_in_their_own_memory_and_back(kernel: int | tuple[int, int, int]):
+    from anyshape.accel.weights import ChannelsLastWeights, WeightWatch
+
+    model = nn.Sequential(nn.Conv3d(8, 16, kernel), nn.Conv3d(16, 4, 1)).requires_grad_(False)
+    weight, layout, watch = model[0].weight, ChannelsLastWeights(), WeightWatch(model)
+    before, address, known = weight.clone(), weight.data_ptr(), watch.fingerprint()
+    layout.permute(each.weight for each in model)
+    assert weight.is_contiguous(memory_format=torch.channels_last_3d) and not weight.is_contiguous()
+    assert weight.data_ptr() == address and torch.equal(weight, before) and watch.fingerprint() != known
+    layout.restore()
+    assert weight.is_contiguous() and torch.equal(weight, before) and watch.fingerprint() == known
