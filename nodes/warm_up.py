@@ -95,8 +95,12 @@ class WarmUp(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, shapes: str | None) -> bool | str:  # noqa: D102 - None: another node gives the list
-        return not_one_size(shapes or "") or True
+    def validate_inputs(cls, shapes: str | None, preset: str | None = None) -> bool | str:
+        """Whether there is a size to warm up, as far as the prompt says; None: another node gives it."""
+        if preset not in (None, *PRESETS):  # ComfyUI leaves to a node what it asks for here
+            return f"preset is {preset!r}; choose one of {', '.join(PRESETS)}"
+        chosen = preset not in (None, next(iter(PRESETS)))
+        return True if chosen else not_one_size(shapes or "") or True
 
     @classmethod
     def execute(  # noqa: D102

@@ -142,15 +142,30 @@ def test_warm_up_before_the_first_prompt(server, plain) -> None:
     assert np.array_equal(pixels(server, flow), shown)
 
 
-@pytest.mark.parametrize("preset", ["none", "SD1.5"])
-def test_a_list_without_one_size_is_refused_before_anything_runs(server, preset) -> None:
-    """Nobody reads a report below a green prompt; a list without entries is no mistake."""
-    flow = with_nodes() | {"warm": node("AnyShapeWarmUp", model=["model", 0], shapes="104y152\nno size", preset=preset)}
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ({"preset": "none"}, "nothing in this list is a size"),
+        ({}, "line 2: 'no size' - write"),
+        ({"preset": "SD9"}, "preset is 'SD9'; choose one of none, SDXL"),
+    ],
+)
+def test_a_list_without_one_size_is_refused_before_anything_runs(server, given: dict[str, str], said: str) -> None:
+    """Nobody reads a report below a green prompt."""
+    warm = node("AnyShapeWarmUp", model=["model", 0], shapes="104y152\nno size", **given)
+    flow = with_nodes() | {"warm": warm}
     flow["sampler"]["inputs"]["model"] = ["warm", 0]
     with pytest.raises(PromptError) as refused:
         server.queue(flow)
-    assert "nothing in this list is a size" in str(refused.value) and "line 2: 'no size' - write" in str(refused.value)
-    flow["warm"]["inputs"] |= {"shapes": "# none yet", "preset": "none"}
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "given", [{"shapes": "# none yet"}, {"shapes": "no size", "preset": "sizes of the last session"}]
+)
+def test_a_list_without_entries_is_no_mistake_nor_are_bad_ones_beside_a_preset(server, given: dict[str, str]) -> None:
+    flow = with_nodes() | {"warm": node("AnyShapeWarmUp", model=["model", 0], **given)}
+    flow["sampler"]["inputs"]["model"] = ["warm", 0]
     server.run(flow)
 
 
