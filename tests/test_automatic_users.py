@@ -13,7 +13,7 @@ from tools.comfy_server import ComfyServer
 
 FILE, LAST = "rockets", ["64x64", "72x64 batch 2", "no size", 3]
 MANY = [f"{8 * n}x64 batch 8" for n in range(9, 17)]
-LONG = [f"{8 * n}x256 batch 8" for n in range(25, 37)]  # that take so long that a cancel comes in time
+LONG = [f"{8 * n}x512 batch 8" for n in range(25, 37)]  # that take so long that a cancel comes in time
 NAMED = {"file": f"folder/{FILE}.safetensors"}  # an input that the demo's loader does not look at
 
 
@@ -131,7 +131,7 @@ def test_others_come_first(of_several) -> None:
 
 def test_cancel_ends_it_for_this_session(of_several) -> None:
     """The server knows a model by its loader's inputs: another file, another model."""
-    sizes = {(8 * n, 256, 8) for n in range(25, 37)}
+    sizes = {(8 * n, 512, 8) for n in range(25, 37)}
     of_several.http.post(f"{of_several.url}/anyshape/clear").raise_for_status()
     for seed in (13, 14):
         post(of_several, flow(seed=seed, file="cancelled.safetensors"), "ann", extra_data=workflow("v"))
