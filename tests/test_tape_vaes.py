@@ -29,15 +29,13 @@ REFUSED = {
 # on a video in pieces: a third piece brings operations that two do not have.
 LATER = {
     "HunyuanImage 2.1 refiner": (0, 0, 8), "HunyuanVideo": (14, 0, 1), "HunyuanVideo 1.5": (20, 1, 3),
-    "Wan 2.1, Qwen-Image": (2, 0, 1), "Wan 2.2": (2, 1, 6), "Mochi": (8, 0, 3), "LTX": (0, 0, 9),
+    "Wan 2.1, Qwen-Image": (2, 0, 1), "Wan 2.2": (2, 1, 6), "Mochi": (7, 0, 3), "LTX": (0, 0, 9),
     "LTX 0.9.5": (0, 0, 5), "MiniMax H3": (1, 0, 2), "Cosmos": (1, 0, 3), "TAEHV": (3, 1, 1), "CogVideoX": (3, 4, 4),
     "SeedVR2": (5, 1, 4),
 }  # fmt: skip
 OTHERS = (1, 0, 0)
 TOLERANCE = 1e-4  # of fused programs in float32
-# Of a fused program: what eager changes in place, a kernel writes beside it. What eager's convolutions turn on a GPU is
-# not counted, and is more: on an H200 Wan's full-size encoder took 0.81 of eager's peak.
-EXTRA_MEMORY = 1.15
+EXTRA_MEMORY = 1.05  # of a fused program: what eager changes in place, a kernel writes beside it
 
 
 def check(found: dict) -> None:
@@ -81,17 +79,26 @@ def test_table_of_vaes_is_current(records):
 # Memory -----------------------------------------------------------------------------------------------------------
 
 
-class ResultsAlone(TorchDispatchMode):
-    """Convolutions and GroupNorms make nothing but their results, as on a GPU: a CPU's turn their arguments first."""
+class MemoryOfGpu(TorchDispatchMode):
+    """Convolutions and GroupNorms take the memory that they take on a GPU, and compute nothing.
 
-    NAMES = frozenset("conv2d conv3d group_norm conv2d_last conv3d_last group_norm_last upsample_last".split())
+    With channels first cuDNN turns a convolution's argument and its result (torch's profiler, H200); with channels last
+    it makes the result alone. A CPU's convolutions turn them the other way round.
+    """
+
+    TURNING = frozenset(("conv2d", "conv3d"))
+    NAMES = TURNING | frozenset("group_norm conv2d_last conv3d_last group_norm_last upsample_last".split())
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func._schema.name.split("::")[1] not in self.NAMES:
+        name = func._schema.name.split("::")[1]
+        if name not in self.NAMES:
             return func(*args, **(kwargs or {}))
         onto = lambda item: item.to("meta") if isinstance(item, torch.Tensor) else item  # noqa: E731
-        args, kwargs = tree_map(onto, (args, kwargs or {}))
-        return torch.empty_like(func(*args, **kwargs), device="cpu")
+        there, named = tree_map(onto, (args, kwargs or {}))
+        out = torch.empty_like(func(*there, **named), device="cpu")
+        turned = [torch.empty_like(each) for each in (args[0], out)] if name in self.TURNING else []
+        del turned
+        return out
 
 
 @pytest.mark.parametrize("way", autoencoders.WAYS)
@@ -104,7 +111,7 @@ def test_no_more_memory_than_eager(name, way, monkeypatch):
 
     model, arguments = autoencoders.model(name), autoencoders.TABLE[name].inputs(way, 0)
     eager = getattr(model, way)
-    with ResultsAlone():
+    with MemoryOfGpu():
         eager_peak = max(peak(lambda: eager(*arguments)) for _ in range(2))
         recordings = []
         assert peak(lambda: recordings.append(taped_vaes.recording(model, way, arguments))) <= eager_peak * 1.01

@@ -254,3 +254,21 @@ def test_weights_of_videos_are_laid_out_in_their_own_memory_and_back(kernel: int
     assert weight.data_ptr() == address and torch.equal(weight, before) and watch.fingerprint() != known
     layout.restore()
     assert weight.is_contiguous() and torch.equal(weight, before) and watch.fingerprint() == known
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_what_is_only_looked_at_for_its_shape_is_no_view(frames: int):
+    """``normalize`` behind a reshape that is a view by chance, where one picture has one frame."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv3d(8, 8, 1).requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Tensor:  # [N, 8, T, H, W]
+            return F.normalize(self.layer(x).transpose(1, 2).reshape(-1, 8, *x.shape[3:]), dim=1)
+
+    model, x = Normed(), torch.randn(1, 8, frames, 2, 3)
+    with torch.inference_mode():
+        program = programmed(model, (x,))
+        assert torch.allclose(program.run([x]), model(x), atol=1e-6)

@@ -94,6 +94,8 @@ def _views_of(value: Value, readers: Readers, calls: bool) -> list[Operation] | 
     """
     found: list[Operation] = []
     for operation in readers.get(value, ()):
+        if operation.inputs[0] is not value and group.is_view(operation):
+            continue  # it wants the shape alone: ``expand_as``
         kind = group.classify(operation)
         if kind == group.VIEW:
             below = [_views_of(result, readers, calls) for result in operation.outputs if result is not None]
