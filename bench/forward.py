@@ -30,10 +30,8 @@ else:
     embed.load_pack(store=False)
 
 import argparse  # noqa: E402
-import gc  # noqa: E402
 import math  # noqa: E402
 import os  # noqa: E402
-import re  # noqa: E402
 import statistics  # noqa: E402
 import tempfile  # noqa: E402
 import time  # noqa: E402
@@ -41,14 +39,12 @@ import traceback  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
-import comfy.model_management as mm  # noqa: E402
-import torch  # noqa: E402
 from anyshape.accel import stats  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from bench import figures, first_call, markdown, measure, product, zoo  # noqa: E402
-from bench.step import Case, Steady, Step, first_seconds, inside, profiled, steady  # noqa: E402
+from bench.step import Case, Steady, Step, first_seconds, inside, profiled, size, steady  # noqa: E402
 
 USUAL = [Case(1024, 1024), Case(512, 512), Case(840, 968)]
 SIZES = {
@@ -162,13 +158,13 @@ def table(model: str, chosen: argparse.Namespace, result: dict[str, Any]) -> Non
     compiled, result["message"] = product.compile_model(eager, product.Settings(mode=chosen.mode))
     print(f"== {model}: {result['parameters'] / 1e9:.2f} B parameters in {took['weights']} s {result['message']}")
     attempted(result, "the first forward", lambda: inside(eager, SMALL, lambda step: step()))
-    before = settled_mib()
+    before = measure.settled_mib()
     for case in chosen.sizes or cases(model.partition("-")[0]):
         found = attempted(result, str(case), lambda case=case: row(eager, compiled, case, chosen))
         if found is not None:
             result["rows"].append(figures.with_break_even(found, result["starts"]))
             told(result["rows"][-1])
-        result["memory_mib"] = settled_mib() - before
+        result["memory_mib"] = measure.settled_mib() - before
         result["stats"] = stats.snapshot()
         measure.write(path_for(model, chosen), result)
 
@@ -184,21 +180,6 @@ def attempted(result: dict[str, Any], what: str, fn: Any) -> Any:
             traceback.print_exc(limit=-4)
         result["failed"].append({"what": what, "error": f"{type(error).__name__}: {error}"[:500]})
         return None
-
-
-def settled_mib() -> float:
-    """Device memory in use without what the allocator only keeps, MiB; 0 where there is none."""
-    if torch.cuda.is_available():
-        gc.collect()
-        torch.cuda.empty_cache()
-    return measure.used_mib()
-
-
-def freed_mib() -> float:
-    """Device memory that stays in use, MiB, when a model is gone: the rest is the next one's."""
-    settled_mib()
-    mm.cleanup_models()
-    return settled_mib()
 
 
 def told(row: dict[str, Any]) -> None:
@@ -245,15 +226,6 @@ def path_for(model: str, chosen: argparse.Namespace) -> Path | None:
     return chosen.json.with_name(f"{model}-{chosen.json.name}")
 
 
-def size(text: str) -> Case:
-    """The case that ``WxH[xFRAMES][*IMAGES]`` names."""
-    found = re.fullmatch(r"(\d+)x(\d+)(?:x(\d+))?(?:\*(\d+))?", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 1024x1024, 832x480x33 or 768x768*4")
-    width, height, frames, images = (int(number or 1) for number in found.groups())
-    return Case(width, height, images, frames)
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = measure.options(__doc__)
@@ -291,7 +263,7 @@ def measured(model: str, chosen: argparse.Namespace) -> dict[str, Any]:
         result["starts"] = attempted(result, "starts", lambda: first_call.starts(model, case[:4], chosen.mode))
     started = time.perf_counter()
     attempted(result, "the model", lambda: table(model, chosen, result))
-    left = attempted(result, "freeing its memory", freed_mib)
+    left = attempted(result, "freeing its memory", measure.freed_mib)
     print(f"== {model}: {time.perf_counter() - started:.1f} s, {left or 0:.0f} MiB stay in use", flush=True)
     measure.write(path_for(model, chosen), result)
     return result

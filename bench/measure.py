@@ -6,6 +6,7 @@ Where there is no GPU the clock is the processor's and memory reads 0: enough to
 import argparse
 import datetime
 import functools
+import gc
 import json
 import platform
 import statistics
@@ -78,6 +79,23 @@ def used_mib() -> float:
         return 0.0
     free, total = torch.cuda.mem_get_info()
     return (total - free) / (1 << 20)
+
+
+def settled_mib() -> float:
+    """Device memory in use without what the allocator only keeps, MiB; 0 where there is none."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+    return used_mib()
+
+
+def freed_mib() -> float:
+    """Device memory that stays in use, MiB, when a model is gone: the rest is the next one's."""
+    import comfy.model_management as mm
+
+    settled_mib()
+    mm.cleanup_models()
+    return settled_mib()
 
 
 def relative_error(out: Tensor, reference: Tensor) -> float:

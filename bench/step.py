@@ -5,6 +5,8 @@ there the model is called by ``body``. Everything that belongs to a run is there
 included, and what is timed is exactly ``apply_model``.
 """
 
+import argparse
+import re
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -38,6 +40,15 @@ class Case(NamedTuple):
         return models.sample(
             patcher, self.width, self.height, self.images, steps=steps, frames=self.frames, **guidance
         )  # fmt: skip
+
+
+def size(text: str) -> Case:
+    """The case that ``WxH[xFRAMES][*IMAGES]`` names."""
+    found = re.fullmatch(r"(\d+)x(\d+)(?:x(\d+))?(?:\*(\d+))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write 1024x1024, 832x480x33 or 768x768*4")
+    width, height, frames, images = (int(number or 1) for number in found.groups())
+    return Case(width, height, images, frames)
 
 
 class Given(NamedTuple):

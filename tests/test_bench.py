@@ -241,3 +241,24 @@ def test_a_controlnet_row(pack, monkeypatch):
     found = controlnet.row(controlnet.ways(), (72, 64))
     assert {found[f"{way}_latent_error"] for way in ("neither", "model", "control", "both")} == {0.0}  # on a CPU
     assert min(found[f"{way}_ms"] for way in ("neither", "model", "control", "both")) > 0
+
+
+# Attention by backend -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "forms"), [("flux", 2), ("ltxv", 2)])
+def test_attention_by_backend(pack, monkeypatch, tmp_path, capsys, name, forms):
+    """Each form of a forward's calls once: Flux's double and single blocks lay tokens out differently."""
+    from bench import attention, zoo
+
+    full = zoo.make
+    monkeypatch.setattr(zoo, "make", lambda name, **few: full(name, torch.float32, **SMALL[name] | few))
+    monkeypatch.setattr(attention, "ROUNDS", 2)
+    monkeypatch.setattr(sys, "argv", ["x", "--model", name, "--sizes", "128x96", "--json", str(tmp_path / "a.json")])
+    attention.main()
+    rows = json.loads((tmp_path / "a.json").read_text())["rows"]
+    assert len(rows) == forms == len(capsys.readouterr().out.splitlines())
+    tokens = {"flux": 8 * 6 + 512, "ltxv": 4 * 3}[name]
+    assert [row["queries"] for row in rows] == [tokens] * forms and rows[0]["keys"] == tokens
+    assert all(row["comfyui_ms"] > 0 and row["comfyui"] == row["chosen"] == "flash" for row in rows)  # torch's on a CPU
+    assert {row["heads"] for row in rows} == {SMALL[name].get("num_heads", 2)}

@@ -6,15 +6,32 @@ of its own. On a CPU all of it runs, but nothing is anywhere else.
 """
 
 import json
+import os
 import statistics
+import subprocess
 import sys
 import time
 from typing import Any
 
 from tools import embed
+from tools.paths import OLDER_COMFYUI, ROOT
 
 MODEL = {"depth": 3, "depth_single_blocks": 6}  # of bench.models.flux: 4 GB in bfloat16
 STEPS = 4  # calls in a run
+
+
+def in_process(**options: Any) -> dict[str, Any]:
+    """What a case gives in a process of its own, on the older ComfyUI where that is installed.
+
+    Raises RuntimeError with what it said, if it gave nothing.
+    """
+    command = [sys.executable, "-m", "tools.low_vram_cases", json.dumps(options)]
+    bed = {"COMFYUI_PATH": str(OLDER_COMFYUI)} if OLDER_COMFYUI.is_dir() else {}
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | bed, capture_output=True, text=True, timeout=500)  # noqa: S603
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
+    return json.loads(lines[-1][len("RESULT ") :])
 
 
 def start(streams: int) -> None:
@@ -40,6 +57,7 @@ def partly(
     layers of all blocks away first.
     """
     import comfy.model_management as mm
+    import comfyui_version
     import torch
     from anyshape.accel import stats
 
@@ -62,6 +80,7 @@ def partly(
             took.append(time.perf_counter() - started)
     shapes = [shape for model in stats.snapshot()["models"] for shape in model["shapes"]]
     return {
+        "comfyui": comfyui_version.__version__,
         "cast": sum(bool(getattr(part, "comfy_cast_weights", False)) for part in fast.model.modules()),
         "message": message, "ahead": offloads_ahead(), "size": fast.model_size(), "loaded": _on_card(fast),
         "errors": [far(ours, eager) for eager, ours in zip(*outs, strict=True)],

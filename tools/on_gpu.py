@@ -1,5 +1,6 @@
 """What tests on a real GPU share: configs of small models, and one forward as a sampling run makes it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,11 +48,11 @@ def inputs(
 
 def loaded_forward(
     patcher: Patcher, width: int, height: int, rows: int = 2, tokens: int = 77, seed: int = 0, times: int = 1,
-    **changes: Any,
+    around: Callable[[Callable[[], Tensor]], Tensor] = lambda call: call(), **changes: Any,
 ) -> Tensor:  # fmt: skip
     """``forward`` of a model whose weights are where they should be; ``changes`` to the arguments by name.
 
-    times: calls of the model in one run.
+    times: calls of the model in one run. around: makes each of them, and gives its result.
     """
     from comfy.patcher_extension import WrapperExecutor, WrappersMP
 
@@ -61,7 +62,9 @@ def loaded_forward(
     def run():
         with torch.inference_mode():
             for _ in range(times):
-                out = patcher.model.diffusion_model(*args, **named | changes, transformer_options=dict(options))
+                out = around(
+                    lambda: patcher.model.diffusion_model(*args, **named | changes, transformer_options=dict(options))
+                )
             return out
 
     outer = [w for ws in patcher.wrappers.get(WrappersMP.OUTER_SAMPLE, {}).values() for w in ws]

@@ -9,6 +9,7 @@ import json
 import math
 import threading
 from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,14 @@ class Case:
         made = [torch.randn(shape, generator=draw, device=device, dtype=self.dtype).transpose(1, 2) for shape in shapes]
         mask = torch.zeros(1, 1, self.queries, self.keys, device=device, dtype=self.dtype) if self.masked else None
         return [*made, mask]
+
+
+def case_of(q: Any, k: Any, v: Any, masked: bool, causal: bool) -> Case:
+    """The case of these queries, keys and values, [B, H, N, D] each: tensors, or values of a tape."""
+    return Case(
+        q.dtype, coarse(q.shape[0] * q.shape[1], ROWS), q.shape[1] // k.shape[1], coarse(q.shape[2], LENGTHS),
+        coarse(k.shape[2], LENGTHS), q.shape[3], v.shape[3], masked, causal,
+    )  # fmt: skip
 
 
 def takes_plans(device: torch.device) -> bool:

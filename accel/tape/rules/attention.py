@@ -8,7 +8,7 @@ from torch import Tensor
 from ...errors import is_out_of_memory
 from ...reasons import say
 from .. import static_sizes
-from ..attention_choice import LENGTHS, ROWS, Case, attend, coarse, fastest, supports
+from ..attention_choice import attend, case_of, fastest, supports
 from ..layout import lie_alike
 from ..traits import ATTENTIONS, by_name
 from ..values import Operation, Tape, Value
@@ -107,11 +107,7 @@ def _choice(recorded: str, q: Value, k: Value, v: Value, mask: Value | None, cau
         or (mask is not None and mask.dtype != q.dtype)
     ):
         return recorded
-    case = Case(
-        q.dtype, coarse(q.shape[0] * q.shape[1], ROWS), q.shape[1] // k.shape[1], coarse(q.shape[2], LENGTHS),
-        coarse(k.shape[2], LENGTHS), q.shape[3], v.shape[3], mask is not None, causal,
-    )  # fmt: skip
-    best = fastest(case, recorded, device)
+    best = fastest(case_of(q, k, v, mask is not None, causal), recorded, device)
     if best == recorded:
         return recorded
     like = [
