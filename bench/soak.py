@@ -1,14 +1,15 @@
 """Soak: random prompts one after another in one process, each compared with eager.
 
-python -m bench.soak [--model demo|small|sd15|sdxl] [--prompts 500] [--seed 0] [--start N | --only N] [--limit S]
-    [--json FILE]
+python -m bench.soak [--model demo|small|sd15|sdxl|zimage|wan] [--prompts 500] [--seed 0] [--start N | --only N]
+    [--limit S] [--json FILE]
 
 A prompt draws its size (odd latents too), batch, sampler, steps, CFG, prompts by area and time, LoRAs, a ControlNet,
 another pack's patch, Skip Blocks, Compile Model's settings and Compile VAE; whether it is broken off first by the user
 or by a patch that fails; whether models are unloaded or built again. It is sampled in eager as well, with the same
 skipping on plain eager pieces. What must hold: the latent and the picture are eager's (``soak_checks`` says how near),
 nothing compiles again, nothing falls back unexpectedly, every call is counted, nothing is left on the shared models;
-every so many prompts memory is where it was, and a picture in eager is what it was to the bit.
+every so many prompts memory is where it was, while models run and after they were unloaded, and a picture in eager is
+what it was to the bit. zimage and wan: those transformers with few and narrow blocks, the second one's videos too.
 
 ``--seed`` names the sequence: ``--only N`` runs its prompt N alone, ``--start N`` begins with it. A prompt that fails
 is told with its line, and the run goes on; the exit code is 1 then. On a CPU use demo or small.
@@ -34,10 +35,10 @@ import torch  # noqa: E402
 from comfy.model_management import InterruptProcessingException  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from bench import measure  # noqa: E402
+from bench import measure, models  # noqa: E402
 from bench import soak_checks as checks  # noqa: E402
 from bench.product import compile_vae  # noqa: E402
-from bench.soak_parts import NAMES, ON_CPU, ON_GPU, Parts, Way, sample, trembling  # noqa: E402
+from bench.soak_parts import NAMES, Parts, Way, failing, sample, scope, trembling  # noqa: E402
 from bench.soak_prompts import INTERRUPT, Prompt, Scope, draw  # noqa: E402
 
 CANARY = {"index": -1, "width": 136, "height": 120, "images": 1, "sampler": "euler", "steps": 2, "cfg": 7.0}
@@ -138,12 +139,15 @@ class Soak:
 
     def _latent(self, prompt: Prompt) -> Tensor:
         """What sampling starts from: zeros, or a random picture's latent."""
+        size = prompt.width, prompt.height, prompt.images, prompt.frames
+        zeros = models.empty_latent(self.parts.patcher, *size)
         if prompt.denoise == 1.0:
-            return torch.zeros(prompt.images, 4, prompt.height // 8, prompt.width // 8)
-        generator = torch.Generator().manual_seed(prompt.seed)
-        small = torch.rand(prompt.images, 3, 4, 4, generator=generator)
+            return zeros
+        generator, video = torch.Generator().manual_seed(prompt.seed), zeros.ndim == 5
+        small = torch.rand(prompt.frames if video else prompt.images, 3, 4, 4, generator=generator)
         picture = torch.nn.functional.interpolate(small, (prompt.height, prompt.width), mode="bilinear")
-        return self.parts.vae.encode(picture.movedim(1, -1))
+        latent = self.parts.vae.encode(picture.movedim(1, -1))
+        return latent.expand(zeros.shape).clone() if video else latent
 
     def _broken_off(self, prompt: Prompt, fast: Way, latent: Tensor) -> Iterator[str]:
         """A first try that the user or another pack's patch ends at a step."""
@@ -155,14 +159,9 @@ class Soak:
             if prompt.stop.how == INTERRUPT and done == at:
                 raise InterruptProcessingException
 
-        def patch(h: Tensor, options: dict[str, Any]) -> Tensor:
-            if step[0] >= at:
-                raise RuntimeError(checks.FAILED)
-            return h
-
         if prompt.stop.how != INTERRUPT:
             what = RuntimeError
-            way.patcher.set_model_input_block_patch(patch)
+            failing(way.patcher, lambda: step[0] >= at, checks.FAILED)
         self.report.broken_off += 1
         try:
             sample(way, prompt, latent, callback)
@@ -196,7 +195,8 @@ class Soak:
         plain, (fast, message) = self.parts.vae, compile_vae(self.parts.vae)
         picture = plain.decode(latent)
         allowed = checks.PICTURE[plain.vae_dtype]
-        found = max(_distance(fast.decode(latent), picture), _distance(fast.encode(picture), plain.encode(picture)))
+        frames = picture[0] if picture.ndim == 5 else picture  # of one video
+        found = max(_distance(fast.decode(latent), picture), _distance(fast.encode(frames), plain.encode(frames)))
         self.report.worst_picture = max(self.report.worst_picture, found)
         if message or not found <= allowed:
             yield f"the VAE's result is {found:.2e} from eager's, {allowed:.1e} are allowed; {message}"
@@ -265,16 +265,16 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Prints what fails, and a line now and then; writes the JSON. The exit code: 1 if a prompt failed."""
     chosen = arguments()
-    scope = ON_GPU if torch.cuda.is_available() else ON_CPU
+    drawn = scope(chosen.model, torch.cuda.is_available())
     start, count = (chosen.start, chosen.prompts) if chosen.only is None else (chosen.only, 1)
     indices = range(start, start + count)
     if chosen.list or chosen.only is not None:
-        print(*(draw(chosen.seed, index, scope).line() for index in indices), sep="\n", flush=True)
+        print(*(draw(chosen.seed, index, drawn).line() for index in indices), sep="\n", flush=True)
     if chosen.list:
         return 0
     took: dict[str, float] = {}
     with measure.seconds(took, "seconds"):
-        report = Soak(chosen.model, chosen.seed, scope).run(indices, chosen.limit)
+        report = Soak(chosen.model, chosen.seed, drawn).run(indices, chosen.limit)
     print(report.line(took["seconds"]), flush=True)
     measure.write(chosen.json, {"model": chosen.model, "seed": chosen.seed, **took, **vars(report)})
     return 1 if report.failed else 0

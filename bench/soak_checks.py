@@ -25,6 +25,7 @@ FORWARD = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PICTURE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of one decode or encode, the VAE's dtype
 FAILED = "another pack's patch failed"
 GROWTH = 0.01  # of the weights' bytes: what device memory may grow by
+RUNNING_GROWTH = 256 << 20  # of the device's memory while models run: libraries keep plans and kernels of each size
 RSS_GROWTH = 0.15  # of the process' memory: on a CPU oneDNN keeps a program for each size that it met, in eager too
 
 
@@ -103,7 +104,12 @@ def unload() -> None:
 
 
 def memory() -> dict[str, int]:
-    """Bytes after everything was unloaded and every graph dropped: the process', the device's, live tensors."""
+    """Bytes while models run, and after everything was unloaded and every graph dropped.
+
+    running: on the device, by its driver, besides loaded weights and graphs. Then the process', the device's, and live
+    tensors.
+    """
+    running = _running()
     unload()
     for cache in list(graphs._CACHES.values()):
         cache.clear()
@@ -113,10 +119,21 @@ def memory() -> dict[str, int]:
         trim(0)
     cuda = torch.cuda.is_available()
     return {
+        "running": running,
         "process": psutil.Process().memory_info().rss,
         "device": torch.cuda.memory_allocated() if cuda else 0,
         "tensors": sum(tensor.nbytes for tensor in _tensors()),
     }
+
+
+def _running() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    weights = sum(loaded.model_loaded_memory() for loaded in mm.current_loaded_models)
+    return total - free - weights - sum(cache.used_bytes for cache in list(graphs._CACHES.values()))
 
 
 def _tensors() -> Iterator[torch.Tensor]:
@@ -130,7 +147,12 @@ def _tensors() -> Iterator[torch.Tensor]:
 
 def grown(first: dict[str, int], now: dict[str, int], weights: int) -> Iterator[str]:
     """What grew from the first look to this one by more than it may."""
-    limits = {"process": RSS_GROWTH * first["process"], "device": GROWTH * weights, "tensors": GROWTH * weights}
+    limits = {
+        "running": RUNNING_GROWTH,
+        "process": RSS_GROWTH * first["process"],
+        "device": GROWTH * weights,
+        "tensors": GROWTH * weights,
+    }
     for name, limit in limits.items():
         if now[name] - first[name] > limit:
             yield f"{name} memory grew from {first[name] >> 20} to {now[name] >> 20} MiB"

@@ -4,7 +4,7 @@ Everything is ComfyUI's own class or function; only the weights are random (thos
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from comfy.patcher_extension import WrapperExecutor, WrappersMP
 from torch import Tensor
 
 import nodes
-from bench import models
+from bench import models, zoo
 from bench.product import Settings, SkipSettings, compile_controlnet, compile_model, skip_blocks
-from bench.soak_prompts import LORAS, Prompt, Scope
+from bench.soak_prompts import CONDS, LORAS, Prompt, Scope
 from tools import driving, patching
 
 KEY = "soak"
@@ -37,7 +37,25 @@ ON_GPU = Scope(
     images=(1, 1, 2, 4), budgets_mb=(2048, 2048, 2048, 256, 0), rebuild=0.008, unload=0.02, every=50,
     modes=("auto",) * 15 + ("exact", "exact", "off", "off"), most_pixels=1024 * 768,
 )  # fmt: skip
-NAMES = ("demo", "small", "sd15", "sdxl")
+TRANSFORMERS = {  # few and narrow blocks, with heads as wide as the real ones
+    "zimage": {"dim": 512, "n_heads": 4, "n_kv_heads": 4, "n_layers": 6, "cap_feat_dim": 64},
+    "wan": {"dim": 512, "num_heads": 4, "num_layers": 6, "ffn_dim": 1024, "text_dim": 64},
+}  # fmt: skip
+SMALL_VAE = {"ch": 32, "num_res_blocks": 1}
+NAMES = ("demo", "small", "sd15", "sdxl", *TRANSFORMERS)
+
+
+def scope(name: str, cuda: bool) -> Scope:
+    """What is drawn from for the model ``name``."""
+    whole = ON_GPU if cuda else ON_CPU
+    if name not in TRANSFORMERS:
+        return whole
+    whole = replace(whole, patches=("attention_values",), controls=0.0, rebuild=ON_CPU.rebuild, every=ON_CPU.every)
+    if name != "wan":
+        return whole
+    # Areas are of pictures. A video's frames go through the VAE one after another.
+    conds = tuple(kind for kind in CONDS if kind != "area")
+    return replace(whole, conds=conds, frames=(1, 5, 9, 13), most_pixels=4 * whole.most_pixels)
 
 
 @dataclass
@@ -56,12 +74,13 @@ class Parts:
     def __init__(self, name: str) -> None:
         self.name = name
         self.patcher, self.vae, self.text = _load(name)
-        self.control = models.controlnet_for(self.patcher)
+        self.control = None if name in TRANSFORMERS else models.controlnet_for(self.patcher)
         self.loras = [_lora(self.patcher, seed) for seed in range(LORAS)]
 
     def modules(self) -> list[torch.nn.Module]:
         """Everything that has weights."""
-        return [self.patcher.model, self.vae.first_stage_model, self.control.control_model]
+        control = [] if self.control is None else [self.control.control_model]
+        return [self.patcher.model, self.vae.first_stage_model, *control]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -117,7 +136,12 @@ def _load(name: str) -> tuple[ModelPatcher, comfy.sd.VAE, Any]:
         return demo.load(None if torch.cuda.is_available() else "fp32")
     if name == "small":
         patcher = models.unet("sdxl", torch.float32, **driving.UNETS["sdxl"])
-        return patcher, models.vae(torch.float32, ch=32, num_res_blocks=1), None
+        return patcher, models.vae(torch.float32, **SMALL_VAE), None
+    dtype = None if torch.cuda.is_available() else torch.float32
+    if name == "zimage":
+        return zoo.make(name, dtype, **TRANSFORMERS[name]), models.vae(dtype, **SMALL_VAE, z_channels=16), None
+    if name == "wan":
+        return zoo.make(name, dtype, **TRANSFORMERS[name]), models.wan_vae(dtype, dim=32), None
     return models.unet(name), models.vae(), None
 
 
@@ -129,10 +153,11 @@ def compile_control(control: ControlBase) -> ControlBase:
 
 
 def _lora(patcher: ModelPatcher, seed: int) -> dict[str, Tensor]:
-    """A plain LoRA on random layers of the UNet; at strength 1 it changes a weight by about as much as it has."""
+    """A plain LoRA on random layers of the model; at strength 1 it changes a weight by about as much as it has."""
     generator = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=generator)
-    layers = {name: weight for name, weight in patcher.model.diffusion_model.state_dict().items() if weight.ndim > 1}
+    weights = patcher.model.diffusion_model.state_dict().items()
+    layers = {name: weight for name, weight in weights if name.endswith(".weight") and weight.ndim > 1}
     chosen = torch.randperm(len(layers), generator=generator)[:LORA_LAYERS].tolist()
     lora = {}
     for name, weight in (list(layers.items())[index] for index in chosen):
@@ -140,6 +165,27 @@ def _lora(patcher: ModelPatcher, seed: int) -> dict[str, Tensor]:
         lora[f"{key}.lora_up.weight"] = randn(out, RANK, *(1 for _ in kernel)) * RANK**-0.5
         lora[f"{key}.lora_down.weight"] = randn(RANK, into, *kernel) * weight[0].numel() ** -0.5
     return lora
+
+
+def failing(patcher: ModelPatcher, fails: Callable[[], bool], error: str) -> None:
+    """Another pack's patch, which raises RuntimeError once ``fails`` says so: of a UNet's blocks, or of attention."""
+
+    def check() -> None:
+        if fails():
+            raise RuntimeError(error)
+
+    def block(h: Tensor, options: dict[str, Any]) -> Tensor:
+        check()
+        return h
+
+    def override(func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        check()
+        return func(*args, **kwargs)
+
+    if hasattr(patcher.model.diffusion_model, "input_blocks"):
+        patcher.set_model_input_block_patch(block)
+    else:
+        patcher.model_options["transformer_options"]["optimized_attention_override"] = override
 
 
 def _counting(calls: list[int], executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:

@@ -43,7 +43,7 @@ class Stop(NamedTuple):
 
 @dataclass(frozen=True)
 class Scope:
-    """What is drawn from, for one model."""
+    """What is drawn from, for one model and one machine."""
 
     sizes: tuple[tuple[int, int], ...]  # width, height in image pixels
     images: tuple[int, ...]
@@ -52,7 +52,11 @@ class Scope:
     unload: float  # how often they are unloaded
     every: int  # prompts from one look at memory and at the shared models to the next
     modes: tuple[str, ...] = MODES
-    most_pixels: int = 1 << 30  # of all images of a prompt together
+    most_pixels: int = 1 << 30  # of all images and frames of a prompt together
+    conds: tuple[str, ...] = CONDS
+    patches: tuple[str, ...] = PATCHES
+    controls: float = 0.3  # how often there is a ControlNet
+    frames: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Prompt:
     mode: str
     budget_mb: int
     vae: bool  # Compile VAE
+    frames: int
     eager_first: bool
     twice: bool  # the same compiled patcher again
     stop: Stop | None
@@ -85,8 +90,9 @@ class Prompt:
 
     def line(self) -> str:
         """Everything in one line."""
+        frames = f"x{self.frames}" if self.frames > 1 else ""
         parts = [
-            f"{self.index}: seed {self.seed}, {self.width}x{self.height} x{self.images}, {self.sampler}",
+            f"{self.index}: seed {self.seed}, {self.width}x{self.height}{frames} x{self.images}, {self.sampler}",
             f"{self.steps} steps, cfg {self.cfg:g}, {self.conds} cond of {self.tokens} tokens",
             f"denoise {self.denoise:g}" if self.denoise < 1 else "",
             " + ".join(f"LoRA {number} at {strength:g}" for number, strength in self.loras),
@@ -116,8 +122,11 @@ def draw(seed: int, index: int, scope: Scope) -> Prompt:
     steps = dice.choice((9, 10, 12) if skip and dice.random() < 0.8 else (2, 3, 4, 5, 6))  # 8 or fewer skip nothing
     prompt = Prompt(
         index=index, seed=dice.randrange(1 << 31), steps=steps, skip=skip,
-        **_picture(dice, scope), **_patches(dice), **_ways(dice, scope), stop=_stop(dice, steps),
+        **_picture(dice, scope), **_patches(dice, scope), **_ways(dice, scope), stop=_stop(dice, steps), frames=1,
     )  # fmt: skip
+    if len(scope.frames) > 1:
+        most = max(1, scope.most_pixels // (prompt.width * prompt.height * prompt.images))
+        prompt = replace(prompt, frames=dice.choice([frames for frames in scope.frames if frames <= most] or [1]))
     return replace(prompt, rebuild=False) if prompt.unload else prompt
 
 
@@ -127,19 +136,19 @@ def _picture(dice: random.Random, scope: Scope) -> dict[str, Any]:
     return {
         "width": width, "height": height, "images": dice.choice(fitting), "sampler": dice.choice(SAMPLERS),
         "cfg": dice.choice((1.0, 2.0, 4.5, 7.0)), "denoise": dice.choice((1.0, 1.0, 1.0, 0.6)),
-        "conds": dice.choice(CONDS), "tokens": dice.choice((77, 77, 77, 154)),
+        "conds": dice.choice(scope.conds), "tokens": dice.choice((77, 77, 77, 154)),
     }  # fmt: skip
 
 
-def _patches(dice: random.Random) -> dict[str, Any]:
+def _patches(dice: random.Random, scope: Scope) -> dict[str, Any]:
     count = dice.choice((0, 0, 1, 2))
     loras = tuple((number, dice.choice((-0.4, 0.3, 0.7, 1.0))) for number in dice.sample(range(LORAS), count))
     start, end = dice.choice(((0.0, 1.0), (0.0, 1.0), (0.0, 0.5), (0.3, 1.0)))
     control = Control(dice.choice((0.2, 0.5, 1.0)), start, end, dice.random() < 0.6)
     return {
         "loras": loras,
-        "control": control if dice.random() < 0.3 else None,
-        "patch": dice.choice(PATCHES) if dice.random() < 0.15 else "",
+        "control": control if dice.random() < scope.controls else None,
+        "patch": dice.choice(scope.patches) if dice.random() < 0.15 else "",
     }
 
 

@@ -15,7 +15,7 @@ SEED = 5696  # these have what 40 others have but for three kinds of patch, in t
 PLAIN = {
     "loras": (), "control": None, "patch": "", "skip": None, "conds": "one", "stop": None, "unload": "",
     "rebuild": False, "denoise": 1.0, "twice": False, "mode": "auto", "vae": False, "width": 72, "height": 64,
-    "images": 1, "steps": 2, "sampler": "euler", "cfg": 2.0,
+    "images": 1, "frames": 1, "steps": 2, "sampler": "euler", "cfg": 2.0,
 }  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def bench(pack: ModuleType, demo_pack: ModuleType) -> ModuleType:
 
 @pytest.fixture(scope="module")
 def soak(bench: ModuleType) -> "Soak":  # noqa: F821
-    return bench.Soak("demo", SEED, replace(bench.ON_CPU, every=PROMPTS // 2))
+    return bench.Soak("demo", SEED, replace(bench.scope("demo", cuda=False), every=PROMPTS // 2))
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +55,43 @@ def test_prompts_that_differ_in_everything(soak):
     assert any("another pack's patch failed" in reason for reason in report.fallbacks)
 
 
+@pytest.mark.parametrize(
+    ("name", "narrow"),
+    [
+        ("zimage", {"dim": 256, "n_heads": 2, "n_kv_heads": 2}),
+        ("wan", {"dim": 128, "num_heads": 1, "ffn_dim": 128}),
+    ],
+)
+def test_transformers(bench, monkeypatch, name, narrow):
+    """What no prompt of a UNet has: other heads, their own patch, frames of a video through the VAE."""
+    from bench import soak_parts, soak_prompts
+
+    monkeypatch.setitem(soak_parts.TRANSFORMERS, name, soak_parts.TRANSFORMERS[name] | narrow)
+    scope = soak_parts.scope(name, cuda=False)
+    soak = bench.Soak(name, SEED, replace(scope, rebuild=0.0))
+    plain = PLAIN | {"frames": 5 if name == "wan" else 1}
+    for changes in (
+        {"vae": True, "denoise": 0.6, "loras": ((0, 0.7),)},
+        {"stop": soak_prompts.Stop("failure", 1), "patch": "attention_values", "conds": "late"},
+        {"skip": soak_prompts.Skip(3, "0"), "steps": 9, "images": 2},
+    ):
+        assert soak.attempt(replace(bench.draw(SEED, 0, soak.scope), **plain | changes)) == []
+    assert soak.report.broken_off == 1 and soak.report.skipped > 0 and soak.report.calls["vae"] > 1
+    assert any("another pack's patch failed" in reason for reason in soak.report.fallbacks)
+
+
 def test_a_prompt_is_drawn_again_from_its_number(bench):
-    lines = [bench.draw(SEED, index, bench.ON_CPU).line() for index in range(PROMPTS)]
-    assert len(set(lines)) == PROMPTS and bench.draw(SEED, 7, bench.ON_CPU).line() == lines[7]
-    assert bench.draw(SEED + 1, 7, bench.ON_CPU).line() != lines[7]
+    scope = bench.scope("demo", cuda=False)
+    lines = [bench.draw(SEED, index, scope).line() for index in range(PROMPTS)]
+    assert len(set(lines)) == PROMPTS and bench.draw(SEED, 7, scope).line() == lines[7]
+    assert bench.draw(SEED + 1, 7, scope).line() != lines[7]
     for word in ("LoRA 0", "control", "skip", "interrupt", "failure", "unload", "rebuild", "mode off", "area", "late"):
         assert any(word in line for line in lines), word
 
 
 def test_sizes_of_latents_are_odd_too(bench):
-    prompts = [bench.draw(SEED, index, scope) for index in range(PROMPTS) for scope in (bench.ON_CPU, bench.ON_GPU)]
+    scopes = [bench.scope("demo", cuda) for cuda in (False, True)]
+    prompts = [bench.draw(SEED, index, scope) for index in range(PROMPTS) for scope in scopes]
     assert all(p.width % 8 == p.height % 8 == 0 for p in prompts)
     assert sum(p.width // 8 % 2 for p in prompts) > 5
 
@@ -156,6 +183,16 @@ def test_memory_that_is_not_given_back(attempt, soak):
     leak = torch.zeros(1 << 18)
     problems = attempt(index=last)
     assert any("tensors memory grew" in problem for problem in problems), leak.nbytes
+
+
+def test_memory_that_grows_while_models_run():
+    from bench import soak_checks as checks
+
+    first = dict.fromkeys(("running", "process", "device", "tensors"), 1 << 30)
+    limit = checks.RUNNING_GROWTH
+    assert list(checks.grown(first, first | {"running": first["running"] + limit}, 1 << 30)) == []
+    (problem,) = checks.grown(first, first | {"running": first["running"] + limit + 1}, 1 << 30)
+    assert problem.startswith("running memory grew from 1024 to")
 
 
 def test_models_that_are_held(attempt, soak):

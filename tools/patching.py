@@ -85,6 +85,16 @@ def attention_override(patcher: Patcher, log: Log) -> None:
     patcher.model_options["transformer_options"]["optimized_attention_override"] = override
 
 
+def attention_values(patcher: Patcher, log: Log) -> None:
+    """Of any model, transformers too."""
+
+    def override(func: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        log.append(tuple(q.shape))
+        return func(q, k, v * 1.2, *args, **kwargs)
+
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = override
+
+
 PATCHES = [
     input_block, input_block_after_skip, output_block_in_place, attn1, attn2, attn1_output, attn2_output,
     attn1_replace_one, attn2_replace_one, middle, embedding, attention_override,
