@@ -1,5 +1,6 @@
 """The smallest description of a call that decides which captured graph fits it."""
 
+import functools
 import zlib
 from dataclasses import dataclass, field
 
@@ -39,28 +40,34 @@ class ShapeKey:
 
     def __str__(self) -> str:
         """What a person wants to see, and a check sum of the rest where that is not as usual."""
-        dtype, hidden = self.inputs[0].dtype, []
-        parts = []
-        for spec in self.inputs:
-            text = f"{spec.name}[{'x'.join(map(str, spec.shape))}]"
-            if spec.name == "timesteps" or spec.name.startswith("control."):
-                usual = spec.name == "timesteps" and spec.shape == self.inputs[0].shape[:1]
-                hidden += [] if usual and spec.dtype in (dtype, torch.float32) else [f"{text} {spec.dtype}"]
-            else:
-                parts.append(text if spec.dtype == dtype else f"{text}:{_short(spec.dtype)}")
-        for name, value in self.structure:
-            if value == "None":
-                hidden.append(name)
-            elif name == "control" or (name.startswith("control.") and name.endswith(" strides")):
-                hidden.append(f"{name} {value}")
-            else:
-                parts.append(f"{name}{'*' if isinstance(value, int) else '='}{value}")
-        parts.append(_short(dtype))
-        if hidden:
-            parts.append(f"#{zlib.crc32(repr(hidden).encode()):08x}")
-        if self.device.index or (self.device.type == "cpu" and torch.cuda.is_available()):
-            parts.append(f"on {self.device}")
-        return " ".join(parts)
+        return _shown(self, self.device.type == "cpu" and torch.cuda.is_available())
+
+
+@functools.lru_cache(maxsize=512)  # asked for at each call, and most are of a size that ran before
+def _shown(key: ShapeKey, beside_gpu: bool) -> str:
+    """``str`` of the key. beside_gpu: it is of the processor, where there is a GPU as well."""
+    dtype, hidden = key.inputs[0].dtype, []
+    parts = []
+    for spec in key.inputs:
+        text = f"{spec.name}[{'x'.join(map(str, spec.shape))}]"
+        if spec.name == "timesteps" or spec.name.startswith("control."):
+            usual = spec.name == "timesteps" and spec.shape == key.inputs[0].shape[:1]
+            hidden += [] if usual and spec.dtype in (dtype, torch.float32) else [f"{text} {spec.dtype}"]
+        else:
+            parts.append(text if spec.dtype == dtype else f"{text}:{_short(spec.dtype)}")
+    for name, value in key.structure:
+        if value == "None":
+            hidden.append(name)
+        elif name == "control" or (name.startswith("control.") and name.endswith(" strides")):
+            hidden.append(f"{name} {value}")
+        else:
+            parts.append(f"{name}{'*' if isinstance(value, int) else '='}{value}")
+    parts.append(_short(dtype))
+    if hidden:
+        parts.append(f"#{zlib.crc32(repr(hidden).encode()):08x}")
+    if key.device.index or beside_gpu:
+        parts.append(f"on {key.device}")
+    return " ".join(parts)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import comfy.ldm.modules.attention as attention
@@ -84,7 +85,13 @@ def _are_options(name: str, item: Any) -> bool:
     return isinstance(item, dict) and (name == OPTIONS or SAMPLED in item)
 
 
-def _names(original: Callable[..., Any]) -> list[str]:
+def _names(original: Callable[..., Any]) -> Sequence[str]:
+    """Of the arguments that may be given by place."""
+    function = original.__func__ if isinstance(original, MethodType) else original
+    if type(function) is FunctionType and not vars(function):  # no ``__wrapped__`` or ``__signature__``, as nearly all
+        code, own = function.__code__, isinstance(original, MethodType)
+        if code.co_argcount >= own:
+            return code.co_varnames[own : code.co_argcount]
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [name for name, parameter in inspect.signature(original).parameters.items() if parameter.kind in kinds]
 

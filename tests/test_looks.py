@@ -1,0 +1,126 @@
+"""What each step of a sampling run asks in a short way: the long way gives the same."""
+
+import functools
+import inspect
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from tools import embed
+
+embed.bare_pack()
+
+from anyshape.accel.functions_read import FunctionsRead  # noqa: E402
+from anyshape.accel.key import shape_key  # noqa: E402
+
+HERE = sys.modules[__name__]
+
+
+def named(x):
+    """A function that the layer's code names."""
+    return x
+
+
+def another(x):
+    """In its place."""
+    return x + 1
+
+
+class Layer(nn.Module):
+    def forward(self, x):
+        return named(x)
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_function_in_the_place_of_one_that_code_names(monkeypatch, held) -> None:
+    """And the old one again. held: what there is at first is held, as in a sampling run."""
+    found = FunctionsRead([Layer])
+    first = found.state()
+    if held:
+        found.hold()
+    assert found.state() == found.state() == first
+    monkeypatch.setattr(HERE, "named", another)
+    second = found.state()
+    assert second == found.state() != first and found.latest.endswith(".named")
+    monkeypatch.undo()
+    assert found.state() == found.state() == first
+    monkeypatch.setattr(HERE, "named", another)
+    found.release()
+    assert found.state() == second
+
+
+def test_what_was_held_is_let_go_of(monkeypatch) -> None:
+    import weakref
+
+    def passing(x):
+        return x
+
+    monkeypatch.setattr(HERE, "named", passing)
+    found, lives = FunctionsRead([Layer]), weakref.ref(passing)
+    found.hold()
+    monkeypatch.undo()
+    del passing
+    assert lives() is not None
+    found.release()
+    assert lives() is None
+
+
+class Model:
+    def plain(self, x, timesteps, context=None, *rest, options=None, **more):
+        """As a diffusion model's forward."""
+
+    def taken(*given):
+        """It has no name for itself."""
+
+    def after(self, x, /, y, *, z=1):
+        """Some by place alone."""
+
+    @staticmethod
+    def static(x, y):
+        """Of no instance."""
+
+    @functools.wraps(plain)
+    def wrapped(self, *args, **kwargs):
+        """It says of itself that it is another one."""
+
+    def told(self, x):
+        """It has a signature of its own."""
+
+    told.__signature__ = inspect.Signature([inspect.Parameter("z", inspect.Parameter.POSITIONAL_OR_KEYWORD)])
+
+    def __call__(self, x, sigma):
+        """As a module's."""
+
+
+FORMS = {
+    "a method": (Model().plain, ["x", "timesteps", "context"]),
+    "a function": (Model.plain, ["self", "x", "timesteps", "context"]),
+    "no names": (Model().taken, []),
+    "by place": (Model().after, ["x", "y"]),
+    "static": (Model.static, ["x", "y"]),
+    "wrapped": (Model().wrapped, ["x", "timesteps", "context"]),
+    "a signature": (Model.told, ["z"]),
+    "partial": (functools.partial(Model().plain, 1), ["timesteps", "context"]),
+    "an object": (Model(), ["x", "sigma"]),
+    "a method of an object": (types.MethodType(Model(), 1), ["sigma"]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_names_of_arguments(pack, form) -> None:
+    from anyshape.accel.comfy import taping
+
+    original, names = FORMS[form]
+    assert list(taping._names(original)) == names
+
+
+def test_a_size_on_the_processor_is_called_so_where_there_is_a_gpu(monkeypatch) -> None:
+    key = shape_key({"x": torch.zeros(1, 4, 8, 8)})
+    shown = str(key)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: not shown.endswith("cpu"))
+    assert str(key) == f"{shown} on cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert str(key) == shown
