@@ -16,8 +16,8 @@ itself holds nothing of the module but weak references, so an engine may keep it
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, repeat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,58 +47,91 @@ GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 OF_TORCH = (*FORWARDS, "__call__", "_call_impl")  # methods of torch's own classes that matter
 
 
-class Watch:
-    """A quick look at a module's parts. Holds the modules.
+class ToWatch:
+    """What there is to watch in a module, by the numbers of its parts and classes. Holds none of them.
 
     held: (number of a part, name) of its lists, dicts and objects of settings.
     """
 
-    def __init__(self, module: nn.Module, held: Iterable[tuple[int, str]] = ()) -> None:
-        self._modules = parts_of(module)
-        self._dicts = [part.__dict__ for part in self._modules]
-        self._hooks = [part.__dict__[name] for part in self._modules for name in HOOKS]
-        self._children = [part._modules for part in self._modules if part._modules]
-        self._watched = {name: [d for d in self._dicts if name in d] for name in WATCHED}
-        self._methods = [
-            (vars(kind), name) for kind in classes_of(self._modules) for name in {*_methods(kind), *FORWARDS}
-        ]
-        self._classes = [vars(kind) for kind in classes_of(self._modules)]
-        self._held = [(self._dicts[number], name) for number, name in held if number < len(self._dicts)]
-        self._noted = [part for part in self._modules if part._parameters and notes_of(part)]
+    def __init__(self, parts: Sequence[nn.Module], held: Iterable[tuple[int, str]] = ()) -> None:
+        classes = classes_of(parts)
+        self.parts, self.classes = len(parts), len(classes)
+        self.watched = [(n, name) for name in WATCHED for n, part in enumerate(parts) if name in part.__dict__]
+        self.methods = [(n, name) for n, kind in enumerate(classes) for name in {*_methods(kind), *FORWARDS}]
+        self.held = [(number, name) for number, name in held if number < len(parts)]
+        self.noted = [n for n, part in enumerate(parts) if part._parameters and notes_of(part)]
         # Other packs change settings in mid-run too, of the model as a whole and of what they brought.
-        theirs = {kind for kind in set(map(type, self._modules)) if not is_known(kind)}
-        watched = [part for part in self._modules if part is module or type(part) in theirs or is_hooked(part)]
-        self._settings = [(part.__dict__, _names_of_settings(part)) for part in watched]
-        self._seen, self._pictures, self._values = self._look(), self._picture(), self._now()
+        theirs = {kind for kind in set(map(type, parts)) if not is_known(kind)}
+        watched = [n for n, part in enumerate(parts) if not n or type(part) in theirs or is_hooked(part)]
+        self.settings = [(n, name) for n in watched for name in _names_of_settings(parts[n])]
+
+    def may_fit(self, parts: Sequence[nn.Module]) -> bool:
+        """Whether a ``Watch`` of these parts can be made by it. It is right only if they look as they did."""
+        return self.parts == len(parts) and self.classes == len(classes_of(parts))
+
+
+class Watch:
+    """A quick look at a module's parts. Holds them. wanted: what there is to watch, if that is known."""
+
+    def __init__(self, parts: Sequence[nn.Module], wanted: ToWatch | None = None) -> None:
+        wanted, classes = wanted or ToWatch(parts), list(map(vars, classes_of(parts)))
+        self.parts, self._classes = parts, classes
+        self._dicts = dicts = [part.__dict__ for part in parts]
+        self._hooks = list(chain.from_iterable(map(operator.itemgetter(*HOOKS), dicts)))
+        self._children = [part._modules for part in parts if part._modules]
+        self._owners, self._names = [dicts[n] for n, _ in wanted.watched], [name for _, name in wanted.watched]
+        self._methods = [(classes[n], name) for n, name in wanted.methods]
+        self._held = [(dicts[n], name) for n, name in wanted.held]
+        self._noted = [parts[n] for n in wanted.noted]
+        self._settings = [(dicts[n], name) for n, name in wanted.settings]
+        self._counts, self._kinds = self._counted(), list(map(type, parts))
+        self._seen, self._below, self._code = list(self._now()), [*self._layers(), _END], self._functions()
+        self._lists = [seen for seen, name in zip(self._seen, self._names, strict=True) if name in FUNCTIONS]
+        self._called, self._pictures, self._values = self._hung(), self._picture(), self._set()
 
     def changed(self) -> bool:
         """Whether a part was hooked, replaced or set to be cast, or a method of a class replaced for every model.
 
         Settings too: those of the model itself and of other packs' parts, and of all parts what lies in lists.
         """
-        same = all(map(_same, self._seen, self._look())) and self._pictures == self._picture()
-        return not (same and all(map(_is_equal, self._values, self._now())))
+        # Nothing is copied where nothing has changed: each step of a sampling run waits for this.
+        return not (
+            self._counts == self._counted()
+            and all(map(operator.is_, self._kinds, map(type, self.parts)))
+            and all(map(operator.is_, self._seen, self._now()))
+            and all(map(operator.is_, self._below, chain(self._layers(), (_END,))))
+            and _same(self._called, self._hung())
+            and _same(self._code, self._functions())
+            and self._pictures == self._picture()
+            and all(map(_is_equal, self._values, self._set()))
+        )
 
-    def _now(self) -> list[Any]:
-        return [own.get(name) for own, names in self._settings for name in names]
+    def _counted(self) -> list[int]:
+        """An attribute was added, or one is gone: most changes are that."""
+        return [*map(len, self._dicts), *map(len, self._classes)]
+
+    def _now(self) -> Iterator[Any]:
+        return map(dict.get, self._owners, self._names)
+
+    def _layers(self) -> Iterator[nn.Module | None]:
+        return chain.from_iterable(map(dict.values, self._children))
+
+    def _hung(self) -> list[Callable]:
+        """Hooks, and what ComfyUI does to weights at each call."""
+        tables, lists = filter(None, self._hooks), filter(None, self._lists)
+        return [*chain.from_iterable(map(dict.values, tables)), *chain.from_iterable(lists), *global_hooks()]
+
+    def _functions(self) -> list[Any]:
+        return [methods.get(name) for methods, name in self._methods]
 
     def _picture(self) -> list[Any]:
         return [picture(own.get(name)) for own, name in self._held] + [notes_of(part) for part in self._noted]
 
-    def _look(self) -> list[list[Any]]:
-        watched = {name: list(map(dict.get, dicts, repeat(name))) for name, dicts in self._watched.items()}
-        functions = chain.from_iterable(watched[name] for name in FUNCTIONS)
-        return [
-            list(map(len, self._dicts)),  # an attribute was added, or one is gone: most changes are that
-            list(map(type, self._modules)),
-            list(map(len, self._classes)),
-            *watched.values(),
-            list(chain.from_iterable(filter(None, functions))),
-            list(chain.from_iterable(map(dict.values, filter(None, self._hooks)))),
-            list(chain.from_iterable(map(dict.values, self._children))),
-            [methods.get(name) for methods, name in self._methods],
-            global_hooks(),
-        ]
+    def _set(self) -> list[Any]:
+        return [own.get(name) for own, name in self._settings]
+
+
+_END = object()  # behind a row that is compared, so that a longer one is another one
 
 
 class ModuleFingerprint:
@@ -106,15 +139,26 @@ class ModuleFingerprint:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
+        parts = parts_of(module)
         self._seen = {key: kept(value) for key, value in objects_of(module)}
-        self._plain = [settings_of(part) for part in parts_of(module)]
-        self._watch: Watch | None = self._watched(module)
+        self._plain = [settings_of(part) for part in parts]
         self._parts: PartsSeen | None = None  # of the last full look that saw no change
+        self._wanted: ToWatch | None = None  # of parts that look like these
+        self._watch: Watch | None = Watch(parts, self._to_watch(parts))
 
-    def _watched(self, module: nn.Module) -> Watch:
+    def _to_watch(self, parts: Sequence[nn.Module]) -> ToWatch:
         settings = enumerate(self._plain)
-        held = [(number, name) for number, found in settings for name, _, value in found if not is_plain(value)]
-        return Watch(module, held)
+        return ToWatch(parts, [(n, name) for n, found in settings for name, _, value in found if not is_plain(value)])
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """Those of the module at the last look, until ``release``."""
+        return self._watch.parts if self._watch is not None else ()
+
+    @property
+    def tensors(self) -> Sequence[tuple[int, str]] | None:
+        """See ``tensor_attributes``: of ``parts``, if that is known."""
+        return self._parts.tensors if self._parts is not None and self._watch is not None else None
 
     def quick(self) -> bool:
         """Whether a cheap look sees a change; the first one after ``release`` is a full one."""
@@ -126,10 +170,20 @@ class ModuleFingerprint:
     def look(self) -> bool:
         """Whether a full look sees a change; if not, quick ones go on from here."""
         module = self._module()
-        watch = None if module is None else self._watched(module)
-        if self.full():
+        if module is None:
             return True
-        self._watch = watch
+        parts, known = parts_of(module), self._wanted
+        wanted = known if known is not None and known.may_fit(parts) else self._to_watch(parts)
+        watch = Watch(parts, wanted)
+        if not self._is_as_seen(parts):
+            if wanted is known:
+                wanted = self._to_watch(parts)
+                watch = Watch(parts, wanted)
+            if self._difference(module):
+                self._parts = self._wanted = None
+                return True
+            self._parts = PartsSeen(parts)
+        self._wanted, self._watch = wanted, watch
         return False
 
     def full(self) -> str:
@@ -138,11 +192,14 @@ class ModuleFingerprint:
         if module is None:
             return "the module is gone"
         parts = parts_of(module)
-        if self._parts is not None and self._parts.fits(parts) and self._classes_are_as_seen(parts):
+        if self._is_as_seen(parts):
             return ""
         found = self._difference(module)
-        self._parts = None if found else PartsSeen(parts)
+        self._parts, self._wanted = None if found else PartsSeen(parts), None
         return found
+
+    def _is_as_seen(self, parts: list[nn.Module]) -> bool:
+        return self._parts is not None and self._parts.fits(parts) and self._classes_are_as_seen(parts)
 
     def _classes_are_as_seen(self, parts: list[nn.Module]) -> bool:
         found = list(_shared(parts))
@@ -178,7 +235,8 @@ class ModuleFingerprint:
             return ""
         found = self.full()
         if not found:  # ComfyUI put an empty list in place of another, say: from now on that is what is there
-            self._watch = self._watched(self._module())
+            parts = parts_of(self._module())
+            self._watch = Watch(parts, self._to_watch(parts))
         return found
 
     def release(self) -> None:

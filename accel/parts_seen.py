@@ -15,7 +15,7 @@ from torch import nn
 
 from .origin import is_known
 from .tape.named_tensors import PLAIN as TENSORS
-from .tape.named_tensors import is_dressed
+from .tape.named_tensors import is_dressed, tensor_attributes
 from .tape.pictures import is_held, picture
 
 PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
@@ -39,10 +39,12 @@ NO_SETTINGS = LEFT_OUT.union(FUNCTIONS)
 
 
 class PartsSeen:
-    """What the parts of a model looked like."""
+    """What the parts of a model looked like. tensors: see ``tensor_attributes``."""
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
+        parts = list(parts)
         self._seen = [_Part(part) for part in parts]
+        self.tensors = tensor_attributes(parts)
 
     def fits(self, parts: Sequence[nn.Module]) -> bool:
         """Whether these are the same parts, unchanged. False says little: what changed may not matter."""

@@ -5,7 +5,7 @@ address and in its layout. ComfyUI moves weights when it patches a LoRA in or ou
 ``WeightWatch.fingerprint`` is how we notice, whatever the cause.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .kernels.operations import LASTS
 from .reasons import say
-from .tape.named_tensors import NO_TENSORS, parts_of
+from .tape.named_tensors import parts_of, tensor_attributes
 
 GIB = 1 << 30
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)  # whose weights may lie with channels last
@@ -25,18 +25,17 @@ MAPPED = ("_v_weight", "_v_bias")
 class WeightWatch:
     """Where a module's weights lie. Holds them: keep it no longer than one sampling run."""
 
-    def __init__(self, module: nn.Module) -> None:
-        modules = parts_of(module)
-        self._mapped = [m.__dict__ for m in modules if "_v" in m.__dict__]
-        self._tables = [table for m in modules for table in (m._parameters, m._buffers) if table]
-        self._attributes = [
-            (own, name)
-            for own in [m.__dict__ for m in modules]
-            if not NO_TENSORS.issuperset(map(type, own.values()))
-            for name, value in own.items()
-            if isinstance(value, Tensor) and name not in MAPPED
-        ]
-        self._convolutions = [m._parameters for m in modules if m._parameters and isinstance(m, CONVOLUTIONS)]
+    def __init__(
+        self, module: nn.Module, parts: Sequence[nn.Module] = (), attributes: Iterable[tuple[int, str]] | None = None
+    ) -> None:
+        """parts: those of the module, if they are known. attributes: as of ``tensor_attributes``, if they are known."""
+        modules = parts or parts_of(module)
+        dicts = [m.__dict__ for m in modules]
+        self._mapped = [own for own in dicts if "_v" in own]
+        self._tables = [table for own in dicts for table in (own["_parameters"], own["_buffers"]) if table]
+        found = tensor_attributes(modules) if attributes is None else attributes
+        self._attributes = [(dicts[number], name) for number, name in found if name not in MAPPED]
+        self._convolutions = [m._parameters for m in modules if isinstance(m, CONVOLUTIONS) and m._parameters]
 
     def fingerprint(self) -> int:
         """Changes when a weight moved, was replaced or changed its layout; about 0.3 ms for SDXL's 1,680 weights."""

@@ -25,7 +25,7 @@ FORWARD = [
     "tape_tier.TapeTier._recorded", "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches",
     "tapes.Patches.finish", "tapes.states_of", "tape.called_patches.forward", "tape.record.traits", "maker.Program",
     "tape_tier.bound", "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape",
-    "times.CallTimes.measure",
+    "times.CallTimes.measure", "functions_read.FunctionsRead.hold", "fingerprint.Watch.__init__",
 ]  # fmt: skip
 # The same of a patch of another node, which is called in each forward.
 PATCHED = [

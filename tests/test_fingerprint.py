@@ -114,11 +114,15 @@ FULL = {
 }
 
 
+@pytest.mark.parametrize("runs", [0, 3])
 @pytest.mark.parametrize("change", QUICK)
-def test_a_quick_look_sees(model, monkeypatch, change) -> None:
-    """And a full one says what it was, and whose."""
+def test_a_quick_look_sees(model, monkeypatch, change, runs) -> None:
+    """And a full one says what it was, and whose. runs: that saw no change, so what there is to watch is known."""
     make, words = QUICK[change]
-    found, watch = ModuleFingerprint(model), Watch(model)
+    found, watch = ModuleFingerprint(model), Watch(list(model.modules()))
+    for _ in range(runs):
+        found.release()
+        assert not found.look()
     assert not (found.quick() or watch.changed()) and found.full() == found.changed() == ""
     make(model, monkeypatch)
     assert watch.changed() and found.quick()
@@ -274,7 +278,9 @@ def test_parts_are_torchs_in_their_order(model) -> None:
     assert parts_of(model) == list(model.modules()) == [part for _, part in modules_of(model)]
 
 
-def test_a_tensor_among_attributes_is_a_weight() -> None:
+@pytest.mark.parametrize("known", [False, True])
+def test_a_tensor_among_attributes_is_a_weight(known) -> None:
+    """known: which ones there are is known of the last run."""
     from anyshape.accel.weights import WeightWatch
 
     class Own(list):
@@ -282,7 +288,9 @@ def test_a_tensor_among_attributes_is_a_weight() -> None:
 
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].table, model[1].other = torch.ones(2), Own()
-    watch = WeightWatch(model)
+    found = ModuleFingerprint(model)
+    assert not found.look() and found.tensors == [(1, "table")]
+    watch = WeightWatch(model, found.parts, found.tensors) if known else WeightWatch(model)
     before = watch.fingerprint()
     assert watch.fingerprint() == before
     model[0].table = torch.ones(2)

@@ -11,7 +11,7 @@ Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them.
 ``small_weights``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,10 +49,10 @@ def is_mapped(layer: nn.Module) -> bool:
     return "_v" in layer.__dict__
 
 
-def mapped(model: nn.Module) -> "MappedWeights | None":
-    """Those of ``model``; None if ComfyUI maps in none of its layers."""
-    parts = [part for part in parts_of(model) if is_mapped(part)]
-    return MappedWeights(model, parts) if parts and vbars is not None else None
+def mapped(model: nn.Module, parts: Sequence[nn.Module] = ()) -> "MappedWeights | None":
+    """Those of ``model``; None if ComfyUI maps in none of its layers. parts: all of the model's, if they are known."""
+    theirs = [part for part in parts or parts_of(model) if "_v" in part.__dict__]
+    return MappedWeights(model, theirs) if theirs and vbars is not None else None
 
 
 def unmapped(model: nn.Module) -> list[Tensor]:

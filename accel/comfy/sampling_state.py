@@ -1,6 +1,7 @@
 """What is known of one model during a sampling run: its code, where its weights lie, and whether they stay there."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class SamplingState:
     ) -> None:
         self.model, self._layout = model, layout
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
-        self._fingerprints, self._watch = fingerprints, WeightWatch(model)
+        self._fingerprints = fingerprints
         self._changes, self._restless = 0, ""  # of the model in this run; why it is not recorded any more
         self._look(model)
 
@@ -39,10 +40,12 @@ class SamplingState:
         self._structure, self._functions = self._fingerprints.of(model), self._fingerprints.functions()
         self._foreign, replaced = self._fingerprints.foreign(model), self._fingerprints.replaced
         self._replaced = say("torch_replaced", name=replaced) if replaced else ""
-        self.mapped = dynamic.mapped(model)
+        parts, tensors = self._fingerprints.parts(model)  # one walk through the model is enough
+        self._watch, self.mapped = WeightWatch(model, parts, tensors), dynamic.mapped(model, parts)
         self._names = self.mapped.names if self.mapped is not None else ()
         if self._layout is not None:
             self._layout.mapped = self.mapped
+            self._fingerprints.hold()  # there will be many looks
 
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
         """Why nothing of this model may be recorded or replayed, now; "" if its weights are there, until ``let_go``.
@@ -108,7 +111,6 @@ class SamplingState:
         if not self._restless and (calls_others or self._fingerprints.changed(model)):
             before = self._structure, self._functions
             change = self._fingerprints.changes() or self._fingerprints.latest()
-            self._watch = WeightWatch(model)
             self._look(model)
             self._changes += (self._structure, self._functions) != before
             if self._changes > MOST_CHANGES:
@@ -159,6 +161,18 @@ class Fingerprints:
         """As ``FunctionsRead.state``, of the model at the last look."""
         return self._functions.state() if self._functions is not None else 0
 
+    def parts(self, model: nn.Module) -> tuple[Sequence[nn.Module], Sequence[tuple[int, str]] | None]:
+        """(its parts, ``tensor_attributes`` of them if they are known), as of the last look."""
+        current = self._current
+        if current is None or not current.parts:
+            return parts_of(model), None
+        return current.parts, current.tensors
+
+    def hold(self) -> None:
+        """Holds the functions that the model's code names until ``release``: looks at them are quick then."""
+        if self._functions is not None:
+            self._functions.hold()
+
     def foreign(self, model: nn.Module) -> list[tuple[str, Any]]:
         """Other packs' code in the model. Not kept: it may hold the model."""
         if self._seen == (self._number, self.functions()):
@@ -184,6 +198,8 @@ class Fingerprints:
         """Lets go of the model."""
         if self._current is not None:
             self._current.release()
+        if self._functions is not None:
+            self._functions.release()
 
 
 _FINGERPRINTS: "weakref.WeakKeyDictionary[nn.Module, Fingerprints]" = weakref.WeakKeyDictionary()

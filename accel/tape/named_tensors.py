@@ -1,7 +1,7 @@
 """A model's tensors by name: how a recorder knows them, and how a program finds them again after they moved."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,17 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     own = module.__dict__
     if not NO_TENSORS.issuperset(map(type, own.values())):
         yield from [(name, value) for name, value in own.items() if isinstance(value, Tensor)]
+
+
+def tensor_attributes(parts: Iterable[nn.Module]) -> list[tuple[int, str]]:
+    """(number of a part, name) of its tensors that are neither parameters nor buffers."""
+    return [
+        (number, name)
+        for number, part in enumerate(parts)
+        if not NO_TENSORS.issuperset(map(type, part.__dict__.values()))
+        for name, value in part.__dict__.items()
+        if isinstance(value, Tensor)
+    ]
 
 
 def inner_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
