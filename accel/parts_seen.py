@@ -43,7 +43,8 @@ class PartsSeen:
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         parts = list(parts)
-        self._seen = [_Part(part) for part in parts]
+        alike: dict[tuple, Any] = {}
+        self._seen = [_Part(part, alike) for part in parts]
         self.tensors = tensor_attributes(parts)
 
     def fits(self, parts: Sequence[nn.Module]) -> bool:
@@ -89,25 +90,28 @@ def is_plain(value: Any) -> bool:
 
 
 class _Part:
-    """What one part looked like."""
+    """What one part looked like. alike: what other parts have too, once, so that there is less memory to go through."""
 
     __slots__ = (
-        "part", "kind", "names", "types", "get", "values", "code", "held", "lists", "tables", "weights", "notes",
+        "part", "kind", "names", "every", "types", "get", "values", "code", "held", "lists", "tables", "weights",
+        "notes",
     )  # fmt: skip
 
-    def __init__(self, part: nn.Module) -> None:
+    def __init__(self, part: nn.Module, alike: dict[tuple, Any]) -> None:
         own = part.__dict__
         self.part, self.kind = weakref.ref(part), type(part)
-        self.names, self.types = tuple(own), tuple(map(type, own.values()))
+        self.names = _once(tuple(own), alike)
+        self.every = _getter([name for name in own if name not in STANDARD], alike)
+        self.types = _once(tuple(map(type, self.every(own))), alike)
         plain = [name for name, value in own.items() if name not in LEFT_OUT and is_plain(value)]
-        self.get = operator.itemgetter(*plain) if plain else None
-        self.values = self.get(own) if plain else None
+        self.get = _getter(plain, alike)
+        self.values = self.get(own)
         self.lists = [(name, _refs(own[name])) for name in FUNCTIONS if name in own]
         self.tables = [_refs(table.values()) for table in _hooks(own)] if any(_hooks(own)) else None
         others = [(name, value) for name, value in own.items() if name not in NO_SETTINGS and not is_plain(value)]
         self.code = [(name, *_refs([value])) for name, value in others if callable(value)]
         self.held = [(name, picture(value)) for name, value in others if is_held(value)]
-        self.weights, self.notes = tuple(map(type, part._parameters.values())), notes_of(part)
+        self.weights, self.notes = _once(_types_of(own["_parameters"]), alike), notes_of(part)
 
     def fits(self, part: nn.Module) -> bool:
         own = part.__dict__
@@ -115,13 +119,13 @@ class _Part:
             self.part() is part
             and type(part) is self.kind
             and tuple(own) == self.names
-            and tuple(map(type, own.values())) == self.types
-            and (self.get is None or self.get(own) == self.values)
+            and tuple(map(type, self.every(own))) == self.types
+            and self.get(own) == self.values
             and (not any(_hooks(own)) if self.tables is None else self._tables_fit(own))
             and (not self.lists or all([_same(refs, own[name]) for name, refs in self.lists]))
             and (not self.code or all([ref() is own[name] for name, ref in self.code]))
             and (not self.held or all([picture(own[name]) == seen for name, seen in self.held]))
-            and tuple(map(type, part._parameters.values())) == self.weights
+            and _types_of(own["_parameters"]) == self.weights
             and (not self.notes or notes_of(part) == self.notes)
         )
 
@@ -130,6 +134,24 @@ class _Part:
 
 
 _hooks = operator.itemgetter(*HOOKS)
+
+
+def _types_of(table: dict[str, Any]) -> tuple[type, ...]:
+    return tuple(map(type, table.values())) if table else ()
+
+
+def _once(found: tuple, alike: dict[tuple, Any]) -> tuple:
+    return alike.setdefault(found, found)
+
+
+def _getter(names: Sequence[str], alike: dict[tuple, Any]) -> Callable[[dict[str, Any]], tuple]:
+    """What gives the values of these names as a tuple."""
+    if not names:
+        return lambda own: ()
+    key = ("values of", *names)
+    if key not in alike:
+        alike[key] = operator.itemgetter(*names) if len(names) > 1 else operator.itemgetter(*names, *names)
+    return alike[key]
 
 
 def _refs(values: Iterable[Any]) -> list[Callable[[], Any]]:

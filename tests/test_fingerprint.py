@@ -271,11 +271,16 @@ def test_hooked_and_replaced_parts(model, monkeypatch) -> None:
 
 def test_parts_are_torchs_in_their_order(model) -> None:
     """A part that is there twice is one, and a place may be empty."""
-    from anyshape.accel.tape.named_tensors import modules_of, parts_of
+    from anyshape.accel.tape.named_tensors import PartsByPath, modules_of, parts_of
 
     model.append(model[0])
     model[0].register_module("nothing", None)
     assert parts_of(model) == list(model.modules()) == [part for _, part in modules_of(model)]
+    found = PartsByPath(model)
+    assert all(found[path] is part for path, part in modules_of(model))
+    for path in ("0.nothing", "0.other", "9", "0.nothing.layer"):
+        with pytest.raises(KeyError):
+            found[path]
 
 
 @pytest.mark.parametrize("known", [False, True])

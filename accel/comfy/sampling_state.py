@@ -11,7 +11,7 @@ from ..fingerprint import ModuleFingerprint, classes_of
 from ..foreign import foreign_code, replaced_in_torch
 from ..functions_read import FunctionsRead
 from ..reasons import say
-from ..tape.named_tensors import modules_of, parts_of, resolve
+from ..tape.named_tensors import PartsByPath, parts_of, resolve
 from ..tape.state import first_kept, states_of
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch
@@ -98,7 +98,7 @@ class SamplingState:
         if self._layout is None or (wanted <= laid and known == since if wanted else not laid):
             return known
         if wanted:
-            modules = dict(modules_of(self.model))
+            modules = PartsByPath(self.model)
             self._layout.permute(resolve(modules, weight) for weight in wanted)
         else:
             self._layout.restore()

@@ -87,6 +87,21 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+class PartsByPath(dict[str, nn.Module]):
+    """The parts of a module by their paths, each found when it is asked for. Raises KeyError where there is none."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__({"": module})
+
+    def __missing__(self, path: str) -> nn.Module:
+        above, _, name = path.rpartition(".")
+        part = self[above]._modules[name]
+        if part is None:
+            raise KeyError(path)
+        self[path] = part
+        return part
+
+
 class NamedTensors:
     """The tensors of a module and of those below it. Holds them: keep it no longer than a recording."""
 
@@ -140,7 +155,7 @@ class Memories:
 
 
 def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
-    """The tensor that ``weight`` names now, in a model's ``modules_of``. Raises AttributeError or KeyError."""
+    """The tensor that ``weight`` names now, among a model's parts by path. Raises AttributeError or KeyError."""
     part: Any = modules[weight.module]
     name, *inner = weight.name.split(":")
     tensor = getattr(part, name)

@@ -18,7 +18,7 @@ from ..preparing import look
 from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
-from .named_tensors import modules_of, resolve
+from .named_tensors import PartsByPath, resolve
 from .plan import Plan, unfused
 from .reuse import Outlines
 from .values import Constant, Derived, Input, Operation, Tape, Value, Weight, replaced
@@ -178,7 +178,7 @@ class Program:
     def bound_to(self, module: nn.Module) -> Bound:
         """The weights of ``module``, for ``run``. Raises ``NotBound``."""
         bound: Bound = [None] * self._count
-        modules = dict(modules_of(module))
+        modules = PartsByPath(module)
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for slot, value in self._weights:
