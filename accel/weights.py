@@ -60,7 +60,9 @@ def _restride(weight: Tensor, memory_format: torch.memory_format) -> None:
     permuted = weight.contiguous(memory_format=memory_format)
     if permuted.data_ptr() == weight.data_ptr():
         return
-    with torch.inference_mode(weight.is_inference() or torch.is_inference_mode_enabled()):
+    # entering a mode takes as long as one of these steps, and a run's start waits for each weight
+    as_it_is = torch.is_inference_mode_enabled() or not weight.is_inference()
+    with nullcontext() if as_it_is else torch.inference_mode():
         weight.as_strided_(weight.shape, permuted.stride(), weight.storage_offset())
         weight.copy_(permuted)
 

@@ -11,7 +11,7 @@ Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them.
 ``small_weights``.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,11 +55,11 @@ def mapped(model: nn.Module, parts: Sequence[nn.Module] = ()) -> "MappedWeights 
     return MappedWeights(model, theirs) if theirs and vbars is not None else None
 
 
-def unmapped(model: nn.Module) -> list[Tensor]:
-    """The parameters of ``model`` that no pages stand for."""
+def unmapped(parts: Iterable[nn.Module]) -> list[Tensor]:
+    """The parameters of these parts of a model that no pages stand for."""
     return [
         weight
-        for part in parts_of(model)
+        for part in parts
         for name, weight in part._parameters.items()
         if weight is not None and not (name in KEYS and is_mapped(part))
     ]

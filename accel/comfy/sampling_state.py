@@ -35,6 +35,7 @@ class SamplingState:
         self._fingerprints = fingerprints
         self._changes, self._restless = 0, ""  # of the model in this run; why it is not recorded any more
         self._look(model)
+        self._fresh = True  # the call that this is made in need not look again
 
     def _look(self, model: nn.Module) -> None:
         self._structure, self._functions = self._fingerprints.of(model), self._fingerprints.functions()
@@ -71,6 +72,7 @@ class SamplingState:
 
     def let_go(self) -> None:
         """The call is over, or ComfyUI's own forward is about to run."""
+        self._fresh = False
         if self.mapped is not None:
             self.mapped.let_go()
 
@@ -80,8 +82,8 @@ class SamplingState:
 
     def is_elsewhere(self, device: torch.device) -> bool:
         """Whether weights lie on another device, from which each call fetches them."""
-        own = list(self.model.parameters()) if self.mapped is None else dynamic.unmapped(self.model)
-        return any(weight.device != device for weight in own)
+        parts, _ = self._fingerprints.parts(self.model)
+        return any(weight.device != device for weight in dynamic.unmapped(parts))
 
     @property
     def foreign(self) -> list[tuple[str, Any]]:
@@ -107,15 +109,18 @@ class SamplingState:
 
     def structure(self, model: nn.Module) -> int:
         """The model's code, now, and what else decides its result besides inputs and weights."""
-        calls_others = self._fingerprints.functions() != self._functions
-        if not self._restless and (calls_others or self._fingerprints.changed(model)):
+        if not (self._fresh or self._restless) and self._has_changed(model):
             before = self._structure, self._functions
             change = self._fingerprints.changes() or self._fingerprints.latest()
             self._look(model)
             self._changes += (self._structure, self._functions) != before
             if self._changes > MOST_CHANGES:
                 self._restless = say("changes_itself", change=change)
+        self._fresh = False
         return hash((self._structure, self._functions, self._names, surroundings(), torch.is_autocast_enabled()))
+
+    def _has_changed(self, model: nn.Module) -> bool:
+        return self._fingerprints.functions() != self._functions or self._fingerprints.changed(model)
 
     def foreign_states(self) -> tuple:
         """What other packs' code in the model keeps, now."""
