@@ -15,6 +15,7 @@ from .identity import EQUAL, PLAIN, Same
 from .state import look
 
 MISSING = object()
+GONE = Same(MISSING)
 MOST = 200  # objects in the state of one option
 # Different in every run, and copied along with all the rest by code that does not look at them.
 COPIED_ALONG = frozenset(
@@ -240,6 +241,8 @@ def frozen(value: Any, deep: bool = False) -> Any:
 
     Functions by identity. deep: objects of settings not by identity alone, but by what lies in them.
     """
+    if value is MISSING:
+        return GONE
     if isinstance(value, EQUAL):
         return type(value), value
     if isinstance(value, (list, tuple)):
