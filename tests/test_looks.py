@@ -13,6 +13,7 @@ from tools import embed
 
 embed.bare_pack()
 
+from anyshape.accel.fingerprint import ModuleFingerprint  # noqa: E402
 from anyshape.accel.functions_read import FunctionsRead  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
 
@@ -66,6 +67,73 @@ def test_what_was_held_is_let_go_of(monkeypatch) -> None:
     assert lives() is not None
     found.release()
     assert lives() is None
+
+
+class Set(nn.Sequential):
+    """It has settings of its own."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(2, 2), nn.SiLU())
+        self.strength, self.places = 1.0, [1, 2]
+        self.last = nn.Sequential(nn.Linear(2, 2))
+
+
+CHANGES = {
+    "a setting": lambda model: setattr(model, "strength", 2.0),
+    "a setting by its type": lambda model: setattr(model, "strength", True),
+    "what lies in a list": lambda model: model.places.append(3),
+    "one layer more": lambda model: model.last.append(nn.SiLU()),
+    "one layer less": lambda model: model.last.__delitem__(0),
+    "another layer": lambda model: model.last.__setitem__(0, nn.Linear(2, 2)),
+    "a hook": lambda model: model.last[0].register_forward_hook(print),
+    "another class": lambda model: setattr(model[0], "__class__", nn.SiLU),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("runs", [0, 1, 3])
+def test_a_change_in_mid_run(change, runs) -> None:
+    """runs: that saw no change, so what there is to watch is known from the last one."""
+    model = Set()
+    found = ModuleFingerprint(model)
+    for _ in range(runs):
+        found.release()
+        assert not found.quick()
+    assert not found.quick()
+    CHANGES[change](model)
+    assert found.quick() and found.full()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_runs(change) -> None:
+    model = Set()
+    found = ModuleFingerprint(model)
+    for _ in range(3):
+        found.release()
+        assert not found.quick()
+    found.release()
+    CHANGES[change](model)
+    assert found.quick() and found.look() and found.full()
+
+
+def test_what_does_not_matter_changes_what_there_is_to_watch() -> None:
+    """What ComfyUI notes of weights comes and goes; lists that came with it are watched all the same."""
+    model = Set()
+    found = ModuleFingerprint(model)
+    for _ in range(3):
+        assert not found.look()
+    model[0]._v_signature = 1
+    assert not found.look() and not found.look()
+    model.strength = 2.0
+    assert found.quick()
+
+
+def test_a_part_that_is_gone_is_named() -> None:
+    """The last one, so that all others are as they were."""
+    model = Set()
+    found = ModuleFingerprint(model)
+    del model.last[0]
+    assert found.full() == "a part is gone"
 
 
 class Model:
