@@ -47,8 +47,9 @@ if sys.platform == "linux":
         os.environ.setdefault(_name, str(_value))
         getattr(ctypes.CDLL(None), "mallopt", max)(_option, _value)
 
-# Looking through all that ComfyUI and torch have made takes a third of a second, and a test makes much garbage.
-gc.set_threshold(5000, 20, 50)
+# Looking through all that ComfyUI and torch have made takes a third of a second, and a test makes much garbage. What is
+# there once the pack is loaded is never looked through again (``pack``).
+gc.set_threshold(100000, 10, 50)
 
 # Files that drive the server: all in one process, where it starts once.
 SERVER = {
@@ -145,6 +146,8 @@ def pack(comfy: Path) -> ModuleType:
         from tools import interpreter
 
         interpreter.widen(kernels)
+    gc.collect()
+    gc.freeze()
     return loaded
 
 
