@@ -19,15 +19,19 @@ SMALL_RUN = SHORT_RUN | {"width": 64, "height": 64}  # of SMALL_UNETS, whose dee
 Patcher = Any  # comfy.model_patcher.ModelPatcher; ComfyUI is imported when the tests' fixtures say so
 
 NARROW_UNET = {"model_channels": 32, "context_dim": 64, "num_head_channels": 16, "num_heads": -1}
-UNETS = {  # as T2I-Adapters want them
-    "sd15": NARROW_UNET,  # 1x1 convolutions around the transformer
+UNETS = {  # as T2I-Adapters want them: two blocks for each level, of which some have transformers
+    "sd15": NARROW_UNET  # 1x1 convolutions around the transformer
+    | {
+        "transformer_depth": [1, 0, 0, 0, 0, 1, 0, 0],
+        "transformer_depth_output": [0, 1, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0],
+    },
     "sdxl": NARROW_UNET  # linear layers there, and a pooled embedding
     | {
-        "transformer_depth": [0, 0, 1, 1, 2, 2],
-        "transformer_depth_output": [0, 0, 0, 1, 1, 1, 2, 2, 2],
+        "transformer_depth": [0, 0, 1, 0, 0, 2],
+        "transformer_depth_output": [0, 0, 0, 0, 1, 0, 2, 0, 0],
         "transformer_depth_middle": 2,
     },
-}
+}  # fmt: skip
 SMALL_UNETS = {  # two levels of one block, with and without transformers, where SD1.5 has four of two and SDXL three
     "sd15": NARROW_UNET
     | {
@@ -42,8 +46,8 @@ SMALL_UNETS = {  # two levels of one block, with and without transformers, where
 }  # fmt: skip
 SMALL_UNET = SMALL_UNETS["sd15"]
 DEEP_UNET = NARROW_UNET | {  # four levels of one block, for nodes that patch blocks of a certain depth
-    "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 1, 1, 0],
-    "transformer_depth_output": [1, 1, 1, 1, 1, 1, 0, 0],
+    "num_res_blocks": [1, 1, 1, 1], "transformer_depth": [1, 0, 1, 0],
+    "transformer_depth_output": [1, 0, 0, 1, 1, 0, 0, 0],
 }  # fmt: skip
 DEEP_UNETS = {  # with all their levels, on the lower of which a latent with odd sides is odd again
     "sd15": DEEP_UNET,
