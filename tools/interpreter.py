@@ -34,6 +34,7 @@ def hasten() -> None:
     _keep_language()
     _keep_shapes()
     _keep_dtypes()
+    _keep_broadcasts()
     interpreter._convert_float = _rounding(interpreter._convert_float)
 
 
@@ -122,6 +123,30 @@ def _keep_dtypes() -> None:
         return known[key]
 
     interpreter._get_np_dtype = kept
+
+
+def _keep_broadcasts() -> None:
+    """Each operation of two values asks a dozen things about dtypes and shapes, most often of two that are alike."""
+    semantic, core = interpreter.TritonSemantic, tl.core
+    check, broadcast = semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value
+    wider = ("fp16", "bf16")  # which a quotient is computed wider than
+
+    def checked(
+        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True, div_or_mod: bool = False,
+    ) -> builtins.tuple:  # fmt: skip
+        if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
+            kind = lhs.dtype
+            if kind is rhs.dtype and type(kind) is core.dtype and not (div_or_mod and kind.name in wider):
+                return joined(self, lhs, rhs)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    def joined(self: Any, lhs: Any, rhs: Any) -> builtins.tuple:
+        if lhs.shape is rhs.shape:  # one object for each shape: see _keep_shapes
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    semantic.binary_op_type_checking_impl, semantic.broadcast_impl_value = checked, joined
 
 
 def _rounding(convert: Callable[..., numpy.ndarray]) -> Callable[..., numpy.ndarray]:
