@@ -204,7 +204,7 @@ def assert_close(out, wanted):
     assert [a.stride() for a, _ in pairs] == [b.stride() for _, b in pairs]
 
 
-@pytest.mark.usefixtures("fused")
+@pytest.mark.usefixtures("fused", "plain_kernels")
 def test_kernels_serve_every_size(models):
     """With the check on: nothing compiles after the first size, weights lie channels last within the run alone."""
     from anyshape.accel import stats
@@ -227,7 +227,7 @@ def test_kernels_serve_every_size(models):
     assert entry["kernels"] > 10 and not entry["recompiles"] and not fallbacks()
 
 
-@pytest.mark.usefixtures("fused")
+@pytest.mark.usefixtures("fused", "plain_kernels")
 def test_a_fused_control_lora(models):
     """Over two runs, of which the second compiles and records nothing."""
     from anyshape.accel import stats

@@ -38,9 +38,10 @@ def flow() -> dict[str, dict[str, Any]]:
 PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (740, 160), "5": (1070, 160), "6": (1260, 160)}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def chinese(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
-    """A page that is Chinese from the start; afterwards the settings are as a new user's."""
+    """A page that is Chinese from the start, with our settings as a new user's, which they are afterwards, too."""
+    server.http.post(f"{server.url}/api/settings", json=DEFAULTS).raise_for_status()
     page = WebPage(browser, server, Comfy_Locale="zh")
     page.load_workflow(flow(), PLACES)
     yield page
@@ -118,19 +119,6 @@ def test_every_model_is_accelerated_and_the_page_stays_calm(page, server) -> Non
     assert page.errors == [] and page.page.locator(".p-toast-message-error").count() == 0
 
 
-def test_the_page_is_chinese(chinese) -> None:
-    open_settings(chinese)
-    wait_for_names(chinese, NAMES["zh"])
-
-
-def test_the_page_changes_with_the_language(chinese) -> None:
-    """Without loading it again, as ComfyUI's own pages do."""
-    chinese.set("Comfy.Locale", "en")
-    open_settings(chinese)
-    wait_for_names(chinese, NAMES["en"])
-    assert chinese.errors == []
-
-
 def test_what_is_said_under_a_node_is_chinese(chinese, server) -> None:
     """The server's text is English; after the next prompt, which has it said again, too."""
     page, asked = chinese, flow() | {"9": node("AnyShapeWarmUp", model=["1", 0], shapes="80x88, no size")}
@@ -143,6 +131,21 @@ def test_what_is_said_under_a_node_is_chinese(chinese, server) -> None:
         page.page.wait_for_function(f"() => ({under})().includes('请在“预热”之前连接“编译模型”：没有可预热的')")
     assert "line 1: 'no size' - write 1024x1152" in page.page.evaluate(under)  # what has no Chinese stays
     assert page.errors == []
+
+
+def test_the_page_is_chinese(chinese) -> None:
+    open_settings(chinese)
+    wait_for_names(chinese, NAMES["zh"])
+    chinese.page.keyboard.press("Escape")
+    chinese.page.locator("[role=dialog]").first.wait_for(state="hidden")
+
+
+def test_the_page_changes_with_the_language(chinese) -> None:
+    """Without loading it again, as ComfyUI's own pages do."""
+    chinese.set("Comfy.Locale", "en")
+    open_settings(chinese)
+    wait_for_names(chinese, NAMES["en"])
+    assert chinese.errors == []
 
 
 def test_what_skip_blocks_gains_is_not_called_chance(page, server) -> None:
