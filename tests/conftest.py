@@ -59,22 +59,20 @@ SERVER = {
 }  # fmt: skip
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
-    "server", "test_older_comfyui", "test_tape_families", "test_tape_vaes", "test_controlnet_cpu",
-    "test_workflows_nodes", "test_skip_packs", "test_soak", "test_faults", "test_skip_deep", "test_tape_reuse_models",
-    "test_controlnet_tape", "test_demo_model", "test_skip_middle", "test_tape_pictures", "test_tape_unets",
-    "test_fleet", "test_skip_cut", "test_architectures", "test_skip_runs", "test_tape_patches_comfyui",
-    "test_unet_cpu", "test_workflows_weights", "test_package", "test_vae_cpu", "test_gain_measured",
-    "test_workflows_vae", "test_model_state", "test_warm_up", "test_bench", "test_kernels", "test_control_lora",
-    "test_artifacts_kernels", "test_tape_fetched", "test_tape_patches_called", "test_vae_shared",
-    "test_workflows_batches", "test_skip_bench", "test_unet_packs", "test_lazy", "test_tape_patches", "test_dynamic",
-    "test_tape_blocks", "test_tape_pictures_layers",
+    "server", "test_older_comfyui", "test_tape_families", "test_tape_vaes", "test_skip_packs", "test_soak",
+    "test_controlnet_cpu", "test_workflows_nodes", "test_faults", "test_kernels", "test_demo_model", "test_fleet",
+    "test_skip_cut", "test_skip_middle", "test_architectures", "test_skip_unrecorded", "test_tape_reuse_models",
+    "test_skip_deep", "test_tape_pictures", "test_tape_unets", "test_package", "test_workflows_vae",
+    "test_gain_measured", "test_vae_cpu", "test_artifacts_kernels", "test_workflows_weights",
+    "test_tape_patches_comfyui", "test_unet_cpu", "test_skip_runs", "test_skip_bench", "test_control_lora",
+    "test_workflows_batches", "test_model_state", "test_bench", "test_quantised", "test_controlnet_tape",
+    "test_vae_shared", "test_unet_packs", "test_skip_unrecorded_stages", "test_tape_patches_called",
+    "test_tape_fetched", "test_lazy", "test_warm_up", "test_tape_patches", "test_tape_pictures_layers",
 )  # fmt: skip
 # What needs a program of its own: the mark of a file's tests, to leave them out (`-m "not browser"`) or run them alone.
 MARKS = {
     "test_fleet": "fleet", "test_fleet_client": "fleet", "test_browser": "browser", "test_collapsed": "browser",
-    "test_gain_page": "browser",
-    "test_compare": "browser",
-    "test_screen": "browser", "test_settings": "browser",
+    "test_gain_page": "browser", "test_compare": "browser", "test_screen": "browser", "test_settings": "browser",
     "test_package": "package", "test_soak": "soak",
 }  # fmt: skip
 

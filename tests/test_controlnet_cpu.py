@@ -15,16 +15,18 @@ CLOSE = 1e-4  # relative L2 in fp32; what is measured is 4e-6
 FAMILIES = ("sd15", "sdxl")
 RUN = {"width": 88, "height": 72, "steps": 4}  # a latent of 11 x 9
 
+SHORT = {"steps": 2}  # where every step is like the first: one that is recorded, and one that is replayed
+
 # What is applied (see ``controls``), how, and what is sampled then.
 SCENES = {
-    "one": (["net"], {}, {}),
-    "a hint of another size": (["net"], {"width": 200, "height": 96}, {}),
-    "strength 0": (["net"], {"strength": 0.0}, {}),
+    "one": (["net"], {}, SHORT),
+    "a hint of another size": (["net"], {"width": 200, "height": 96}, SHORT),
+    "strength 0": (["net"], {"strength": 0.0}, SHORT),
     "appears in mid-run": (["net"], {"start_percent": 0.4}, {}),
     "ends in mid-run": (["net"], {"end_percent": 0.5}, {}),
-    "two of one network": (["net", "net"], {"strength": 0.6}, {}),
-    "two networks, one T2I-Adapter": (["net", "adapter", "other"], {"strength": 0.4}, {}),
-    "a T2I-Adapter": (["adapter"], {}, {}),
+    "two of one network": (["net", "net"], {"strength": 0.6}, SHORT),
+    "two networks, one T2I-Adapter": (["net", "adapter", "other"], {"strength": 0.4}, SHORT),
+    "a T2I-Adapter": (["adapter"], {}, SHORT),
     "a T2I-Adapter that ends": (["adapter"], {"end_percent": 0.5}, {}),
     "batch 2": (["net"], {}, {"batch": 2, "width": 120, "height": 136, "steps": 2}),
     "batch 3, a hint each": (["net"], {"batch": 3}, {"batch": 3, "width": 72, "steps": 2}),
