@@ -55,31 +55,6 @@ def test_prompts_that_differ_in_everything(soak):
     assert any("another pack's patch failed" in reason for reason in report.fallbacks)
 
 
-@pytest.mark.parametrize(
-    ("name", "narrow"),
-    [
-        ("zimage", {"dim": 256, "n_heads": 2, "n_kv_heads": 2}),
-        ("wan", {"dim": 128, "num_heads": 1, "ffn_dim": 128}),
-    ],
-)
-def test_transformers(bench, monkeypatch, name, narrow):
-    """What no prompt of a UNet has: other heads, their own patch, frames of a video through the VAE."""
-    from bench import soak_parts, soak_prompts
-
-    monkeypatch.setitem(soak_parts.TRANSFORMERS, name, soak_parts.TRANSFORMERS[name] | narrow)
-    scope = soak_parts.scope(name, cuda=False)
-    soak = bench.Soak(name, SEED, replace(scope, rebuild=0.0))
-    plain = PLAIN | {"frames": 5 if name == "wan" else 1}
-    for changes in (
-        {"vae": True, "denoise": 0.6, "loras": ((0, 0.7),)},
-        {"stop": soak_prompts.Stop("failure", 1), "patch": "attention_values", "conds": "late"},
-        {"skip": soak_prompts.Skip(3, "0"), "steps": 9, "images": 2},
-    ):
-        assert soak.attempt(replace(bench.draw(SEED, 0, soak.scope), **plain | changes)) == []
-    assert soak.report.broken_off == 1 and soak.report.skipped > 0 and soak.report.calls["vae"] > 1
-    assert any("another pack's patch failed" in reason for reason in soak.report.fallbacks)
-
-
 def test_a_prompt_is_drawn_again_from_its_number(bench):
     scope = bench.scope("demo", cuda=False)
     lines = [bench.draw(SEED, index, scope).line() for index in range(PROMPTS)]
@@ -225,3 +200,31 @@ def test_a_failure_is_told_and_the_run_goes_on(bench, soak, monkeypatch, capsys,
     found = json.loads(path.read_text())
     assert found["prompts"] == 3 and [entry["index"] for entry in found["failed"]] == [1] and found["machine"] == "x"
     assert "FAILED 1: seed" in capsys.readouterr().out
+
+
+# Transformers: last, for what pytest keeps of their models would be memory that grew ----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "narrow"),
+    [
+        ("zimage", {"dim": 256, "n_heads": 2, "n_kv_heads": 2}),
+        ("wan", {"dim": 128, "num_heads": 1, "ffn_dim": 128}),
+    ],
+)
+def test_transformers(bench, monkeypatch, name, narrow):
+    """What no prompt of a UNet has: other heads, their own patch, frames of a video through the VAE."""
+    from bench import soak_parts, soak_prompts
+
+    monkeypatch.setitem(soak_parts.TRANSFORMERS, name, soak_parts.TRANSFORMERS[name] | narrow)
+    scope = soak_parts.scope(name, cuda=False)
+    soak = bench.Soak(name, SEED, replace(scope, rebuild=0.0))
+    plain = PLAIN | {"frames": 5 if name == "wan" else 1}
+    for changes in (
+        {"vae": True, "denoise": 0.6, "loras": ((0, 0.7),)},
+        {"stop": soak_prompts.Stop("failure", 1), "patch": "attention_values", "conds": "late"},
+        {"skip": soak_prompts.Skip(3, "0"), "steps": 9, "images": 2},
+    ):
+        assert soak.attempt(replace(bench.draw(SEED, 0, soak.scope), **plain | changes)) == []
+    assert soak.report.broken_off == 1 and soak.report.skipped > 0 and soak.report.calls["vae"] > 1
+    assert any("another pack's patch failed" in reason for reason in soak.report.fallbacks)
