@@ -9,6 +9,7 @@ from . import graphs
 from .key import ShapeKey
 from .outputs import Output
 from .tapes import Taped
+from .times import Begun
 
 MODES = ("auto", "exact", "off")
 BUDGET_MB, MAX_BUDGET_MB = 2048, 1 << 20  # for graphs: unless the user says otherwise, and at most
@@ -51,3 +52,4 @@ class Call:
     frames: int = 1
     taped: Taped | None = None  # how to record it; None where it cannot be
     obstacle: str = ""  # why only eager is right; "" if what was recorded is
+    begun: Begun | None = None  # when our looks at it began; None: with the engine

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from . import devices, graphs
+from . import devices, graphs, times
 from .attempt import attempt, named
 from .call import Call, Settings
 from .errors import AnyShapeError, is_out_of_memory, let_go
@@ -64,15 +64,15 @@ class Engine:
             raise
 
     def _timed(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
+        begun = call.begun or times.begin(call.key.device)
         if shape.calls > 1:
-            with shape.times.measure(call.key.device) as timed:
+            with shape.times.measure(begun) as timed:
                 out = self._run(call, settings, shape)
                 timed.fast = shape.state != "eager"
             return out
-        started = time.perf_counter()
         out = self._run(call, settings, shape)
         devices.wait(call.key.device)  # once per shape: the first call's true cost
-        shape.first_call_seconds = time.perf_counter() - started
+        shape.first_call_seconds = time.perf_counter() - begun.clock
         STATS.totals.first_call(self.stats.kind, shape.first_call_seconds)
         shape.times.first(shape.first_call_seconds, shape.state != "eager")
         return out

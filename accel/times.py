@@ -27,6 +27,23 @@ def rehearsal() -> Iterator[None]:
         _THREAD.rehearsing = before
 
 
+@dataclass(frozen=True)
+class Begun:
+    """When a call began: before our looks at it, which take a small model's host as long as the call itself."""
+
+    clock: float  # ``time.perf_counter``
+    event: torch.cuda.Event | None  # on the GPU, where that runs the call
+
+
+def begin(device: torch.device) -> Begun:
+    """Notes that a call on ``device`` begins now."""
+    event = None
+    if device.type == "cuda":
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(device))
+    return Begun(time.perf_counter(), event)
+
+
 @dataclass
 class Timed:
     """One call that is being timed."""
@@ -46,22 +63,20 @@ class CallTimes:
         self._spent = 0.0  # milliseconds of all calls that did not run in eager, those made ahead included
 
     @contextmanager
-    def measure(self, device: torch.device) -> Iterator[Timed]:
-        """Times the body, which runs on ``device`` and may say how it ran."""
+    def measure(self, begun: Begun) -> Iterator[Timed]:
+        """Times what is done since ``begun`` until the body, which may say how it ran, has ended."""
         timed, wanted = Timed(), not getattr(_THREAD, "rehearsing", False)
-        if device.type != "cuda":
-            started = time.perf_counter()
+        if begun.event is None:
             yield timed
             with self._lock:
-                self._add((time.perf_counter() - started) * 1e3, timed.fast, wanted)
+                self._add((time.perf_counter() - begun.clock) * 1e3, timed.fast, wanted)
             return
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
+        end = torch.cuda.Event(enable_timing=True)
         yield timed
         end.record()
         with self._lock:
             self._read()
-            self._pending.append((start, end, timed.fast, wanted))
+            self._pending.append((begun.event, end, timed.fast, wanted))
 
     def first(self, seconds: float, fast: bool) -> None:
         """Counts the first call, which is no measure of later ones but took its time."""
@@ -117,7 +132,7 @@ class Eager:
         if self._calls == 1:
             yield
             return
-        with self._times.measure(device):
+        with self._times.measure(begin(device)):
             yield
 
     @property

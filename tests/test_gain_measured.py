@@ -218,3 +218,22 @@ def test_what_is_slower_than_comfyui_is_red(models, unet, monkeypatch, slow) -> 
     shown = line()
     assert (shape["factor"] < 1) is slow and shown["loss"] is slow
     assert not slow or (shape["saved_seconds"] < 0 and "lost so far" in shown["text"])
+
+
+def test_our_look_at_a_call_is_in_its_time(models, unet, monkeypatch) -> None:
+    """A small model's host takes as long for it as for the call itself."""
+    from anyshape.accel.comfy.sampling_state import SamplingState
+
+    look, took = SamplingState.weights, 0.2
+
+    def slowly(self):
+        time.sleep(took)
+        return look(self)
+
+    fast = compiled(unet)
+    models.sample(fast, **RUN | {"steps": 4})
+    (before,) = shapes()
+    monkeypatch.setattr(SamplingState, "weights", slowly)
+    models.sample(fast, **RUN | {"steps": 6})
+    (shape,) = shapes()
+    assert shape["calls"] == 10 and shape["median_ms"] > before["median_ms"] + 1e3 * took * 0.9

@@ -16,7 +16,7 @@ embed.bare_pack()
 from anyshape.accel import stats  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.bounded import MAX_TEXT  # noqa: E402
 from anyshape.accel.reasons import say  # noqa: E402
-from anyshape.accel.times import CallTimes  # noqa: E402
+from anyshape.accel.times import CallTimes, begin  # noqa: E402
 
 
 def node_module(name):
@@ -51,7 +51,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(stats, "STATS", own)
     shape = own.model("UNet", "model").shape("k", 512, 768, 2)
     shape.calls, shape.state, shape.eager.once = 3, "tape", 21.25
-    with shape.times.measure(torch.device("cpu")):
+    with shape.times.measure(begin(torch.device("cpu"))):
         pass
     own.fallback("UNet", "a reason")
     own.fallback("UNet", "a reason")

@@ -25,6 +25,7 @@ from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
 from ..tape.record import Recorder
 from ..tape.unplanned import without_plans
 from ..tapes import Skipping, Taped, named_features
+from ..times import Begun, begin
 from . import dynamic
 from .compat import prefers_attention
 from .sampling_state import SamplingState
@@ -50,6 +51,7 @@ class Given:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     plain: list[tuple[str, Any]] = field(default_factory=list)
     unknown: str = ""  # an argument that is neither
+    begun: Begun | None = None  # the call, where it has a tensor
 
     @property
     def theirs(self) -> Mapping[Any, Any]:
@@ -77,6 +79,8 @@ def take(original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> G
     for name, item in named:
         if item is not options or not isinstance(item, dict):
             _walk(given, name, item)
+    if given.tensors:
+        given.begun = begin(next(iter(given.tensors.values())).device)
     return given
 
 
@@ -192,6 +196,7 @@ def call_of(
         batch=max(1, rows // max(1, len(given.options.get("cond_or_uncond", (0,))))),
         obstacle=why,
         taped=taped,
+        begun=given.begun,
     )
 
 
