@@ -65,8 +65,8 @@ class BlockTier:
         self._weights: int | None = None  # fingerprint of those in the takes' ``bound``
 
     @contextmanager
-    def visit(self, call: Call, settings: Settings, first: bool) -> Iterator[Visit]:
-        """The body is one forward of the model; its blocks are ours meanwhile."""
+    def visit(self, call: Call, settings: Settings, first: bool, whole: str) -> Iterator[Visit]:
+        """The body is one forward of the model; its blocks are ours meanwhile. whole: why that is not recorded."""
         visit = Visit(call, settings, first)
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled() and call.key not in self._idle:
@@ -77,6 +77,7 @@ class BlockTier:
             if len(self._idle) >= MAX_KEYS:
                 self._idle.clear()
             self._idle.add(call.key)
+            call.taped.rest(call.key, whole)
 
     def release(self) -> None:
         """Lets go of the weights: the model is unloaded."""

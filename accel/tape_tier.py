@@ -149,7 +149,7 @@ class TapeTier:
         if not (fuse and take.in_blocks):
             self._note(shape, "eager", take.reason)
             return _apart(call, take, call.eager())
-        with self._blocks.visit(call, settings, self._maker.is_first(call)) as visit:
+        with self._blocks.visit(call, settings, self._maker.is_first(call), take.reason) as visit:
             out = call.eager()
         state, reason, note = told(visit, take.reason)
         shape.note = note or shape.note

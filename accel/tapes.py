@@ -85,6 +85,7 @@ class Taped:
     hold: Callable[[], str] = str
     let_go: Callable[[], None] = lambda: None
     no_graph: Callable[[], str] = str  # why there is no room for a graph, now
+    rest: Callable[[ShapeKey, str], None] = lambda key, why: None  # such calls gain nothing, and why
 
 
 @dataclass(eq=False)

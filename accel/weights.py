@@ -5,6 +5,7 @@ address and in its layout. ComfyUI moves weights when it patches a LoRA in or ou
 ``WeightWatch.fingerprint`` is how we notice, whatever the cause.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
@@ -45,6 +46,17 @@ class WeightWatch:
         mapped = [weight for own in self._mapped for name in MAPPED if (weight := own.get(name)) is not None]
         places = [(weight.data_ptr(), weight.dtype, weight.stride()) for weight in mapped]
         return hash((tuple(addresses), tuple(layouts), tuple(places)))
+
+
+class Whereabouts:
+    """On which devices tensors lie. Holds none of them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._seen = [(weakref.ref(tensor), tensor.device) for tensor in tensors]
+
+    def unchanged(self) -> bool:
+        """Whether all of them are there still, each on its device."""
+        return all((tensor := ref()) is not None and tensor.device == device for ref, device in self._seen)
 
 
 def low_vram(module: nn.Module, device: torch.device) -> str:

@@ -5,20 +5,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..fingerprint import ModuleFingerprint, classes_of
 from ..foreign import foreign_code, replaced_in_torch
 from ..functions_read import FunctionsRead
+from ..key import ShapeKey
 from ..reasons import say
 from ..tape.named_tensors import PartsByPath, parts_of, resolve
 from ..tape.state import first_kept, states_of
 from ..tape.values import Weight
-from ..weights import ChannelsLastWeights, WeightWatch
+from ..weights import ChannelsLastWeights, WeightWatch, Whereabouts
 from . import dynamic
 from .surroundings import surroundings
 
 MOST_CHANGES = 3  # of a model in one run: each costs a recording
+MOST_RESTING = 96  # kinds of calls of one model
 
 
 class SamplingState:
@@ -84,6 +86,11 @@ class SamplingState:
         """Whether weights lie on another device, from which each call fetches them."""
         parts, _ = self._fingerprints.parts(self.model)
         return any(weight.device != device for weight in dynamic.unmapped(parts))
+
+    def rest(self, key: ShapeKey, why: str) -> None:
+        """Such calls gain nothing, and why. It holds while part of the weights lies elsewhere: see ``Fingerprints``."""
+        if self.mapped is None and self.is_elsewhere(key.device):
+            self._fingerprints.rest(key, why, dynamic.unmapped(self._fingerprints.parts(self.model)[0]))
 
     @property
     def foreign(self) -> list[tuple[str, Any]]:
@@ -154,6 +161,8 @@ class Fingerprints:
         self._number = 0
         self._has_foreign, self._seen = False, (0, 0)  # whether, and of which code
         self.replaced = ""  # a function of torch's that another pack replaced
+        self._resting: dict[ShapeKey, str] = {}  # calls that gain nothing, and why
+        self._whereabouts = Whereabouts(())  # of the weights meanwhile
 
     def of(self, model: nn.Module) -> int:
         """The number of the model as it is now; a new one if it changed since the last look."""
@@ -198,6 +207,26 @@ class Fingerprints:
     def latest(self) -> str:
         """The function that was replaced last."""
         return self._functions.latest if self._functions is not None else ""
+
+    def rest(self, key: ShapeKey, why: str, weights: Sequence[Tensor]) -> None:
+        """Such calls gain nothing while these weights lie where they do: looks at the model would only take time."""
+        if len(self._resting) >= MOST_RESTING or not self._whereabouts.unchanged():
+            self._resting = {}
+        if not self._resting:
+            self._whereabouts = Whereabouts(weights)
+        self._resting[key] = why
+
+    @property
+    def has_resting(self) -> bool:
+        """Whether ``resting`` is worth a key."""
+        return bool(self._resting)
+
+    def resting(self, key: ShapeKey) -> str:
+        """Why such a call gains nothing, without a look at the model's code; "" if that is not known, or past."""
+        why = self._resting.get(key, "")
+        if why and not self._whereabouts.unchanged():
+            self._resting, why = {}, ""
+        return why
 
     def release(self) -> None:
         """Lets go of the model."""

@@ -120,9 +120,12 @@ class Session:
         self._calls += 1
         given = taping.take(original, args, kwargs)
         fallback.run = lambda: given.call(original)
-        run = self._run(model)
         first = next(iter(given.tensors.values()), None)
         size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
+        if why := _at_rest(model, given):
+            call = taping.call_of(model, original, given, None, fallback, size, why=why)
+            return self._engine(model)(call, self.settings)
+        run = self._run(model)
         try:
             call, skip = taping.call_of(model, original, given, run, fallback, size), given.options.get(RUN_KEY)
             if skip is not None and not skip.stats.entry:
@@ -211,6 +214,12 @@ class Session:
 def _sigmas(args: tuple, kwargs: dict[str, Any]) -> Sequence:
     """The noise levels among CFGGuider.outer_sample's arguments; none if they are not where they were."""
     return kwargs.get("sigmas", args[3] if len(args) > 3 and isinstance(args[3], Tensor) else ())
+
+
+def _at_rest(model: nn.Module, given: taping.Given) -> str:
+    """Why this call gains nothing, where that is known without a look at the model. Blocks may be left out of it."""
+    known = sampling_state.fingerprints(model)
+    return known.resting(taping.key_of(given)) if known.has_resting and RUN_KEY not in given.options else ""
 
 
 def _why_apart(

@@ -153,10 +153,13 @@ def obstacle(given: Given) -> str:
 
 def call_of(
     model: nn.Module, original: Callable[..., Any], given: Given, run: SamplingState | None,
-    fallback: Callable[[], Any], size: tuple[int, int, int], lean: bool = False,
+    fallback: Callable[[], Any], size: tuple[int, int, int], lean: bool = False, why: str = "",
 ) -> Call:  # fmt: skip
-    """The engine's call. size: (width, height, frames) in image pixels; lean: see ``Tape.lean``."""
-    why = obstacle(given) or (run.streams() if run is not None else "")
+    """The engine's call. size: (width, height, frames) in image pixels; lean: see ``Tape.lean``.
+
+    why: only ComfyUI's own forward runs, if that is known.
+    """
+    why = why or obstacle(given) or (run.streams() if run is not None else "")
     taped = None
     structure = run.structure(model) if run is not None and not why else 0
     x = next(iter(given.tensors.values()), None)
@@ -177,6 +180,7 @@ def call_of(
             model, forward, options, structure, _prepare, run.changed, run.lay_out, lean,
             partial(_places, options), calls_patches(given.options),
             run.foreign, unknown=unknown, hold=run.hold, let_go=run.let_go, no_graph=partial(run.no_graph, x.device),
+            rest=run.rest,
         )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1
 
@@ -186,7 +190,7 @@ def call_of(
         return fallback()
 
     return Call(
-        key=shape_key(given.tensors, _structure(given)),
+        key=key_of(given),
         inputs=given.tensors,
         eager=eager,
         weights=run.weights() if run is not None and not why else 0,
@@ -198,6 +202,11 @@ def call_of(
         taped=taped,
         begun=given.begun,
     )
+
+
+def key_of(given: Given) -> ShapeKey:
+    """The key of a call with these arguments."""
+    return shape_key(given.tensors, _structure(given))
 
 
 def in_full(call: Call, depth: int | None) -> Call:
