@@ -24,7 +24,7 @@ from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
-from .tape.refusals import HARMLESS, STREAMS
+from .tape.refusals import FETCHED, HARMLESS
 from .tape.state import first_kept, look, states_of
 from .tape.values import Tape, Weight
 from .weights import low_vram
@@ -236,7 +236,7 @@ class Tapes:
             take = Take(Guards(reads), taped.structure, self._count, reason=reason)
             take.in_blocks = bool(reason) and not changed and not recorder.keeps
             take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
-            if reason.startswith(STREAMS):  # ComfyUI's own, on which it fetches weights ahead of the blocks
+            if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own
                 take.reason = low_vram(taped.module, key.device) or reason
             take.code = () if reason else states
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds

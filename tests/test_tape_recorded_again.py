@@ -221,6 +221,7 @@ def key_of(forward, *args, **kwargs):
         hold=str,
         let_go=None,
         no_graph=str,
+        rest=None,
     )
     given = taping.take(forward, args, kwargs)
     with torch.inference_mode():

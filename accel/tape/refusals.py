@@ -23,7 +23,8 @@ CAME_BACK = say("size_of_values"), say("value_came_back"), say("tensor_came_back
 NO_ORIGIN = say("no_origin", shape="[").partition("[")[0]
 APART = UNWRITTEN, NO_ORIGIN  # what code that computes apart from torch looks like
 # Refused forwards that may run once more: they have changed nothing.
-HARMLESS = (*CAME_BACK, say("read_back"), STREAMS, NO_ORIGIN)
+FETCHED = (STREAMS, NO_ORIGIN)  # what weights look like that do not lie on the GPU
+HARMLESS = (*CAME_BACK, say("read_back"), *FETCHED)
 OURS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patcher_extension.py")
 
