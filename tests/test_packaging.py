@@ -197,10 +197,11 @@ def test_uv_is_told_where_pip_finds_packages() -> None:
     listed = (
         ":env:.find-links='/wheels'\n:env:.no-cache-dir='1'\nglobal.cert='/a.crt'\nglobal.find-links='/other'\n"
         "global.extra-index-url='\\nfile:///one\\nfile:///two'\nfreeze.timeout='9'\nglobal.timeout='60'\n"
+        "global.constraint='/most.txt /least.txt'\n"
     )
     assert installer.uv_variables(listed) == {
         "UV_FIND_LINKS": "/wheels", "SSL_CERT_FILE": "/a.crt", "UV_INDEX": "file:///one file:///two",
-        "UV_HTTP_TIMEOUT": "60",
+        "UV_HTTP_TIMEOUT": "60", "UV_CONSTRAINT": "/most.txt /least.txt",
     }  # fmt: skip
 
 
@@ -215,7 +216,9 @@ def test_what_uv_cannot_do_pip_does(tmp_path, monkeypatch, why: str) -> None:
 
     monkeypatch.setattr(installer, "LOG", tmp_path / "log")
     monkeypatch.setattr(installer, "_run", run)
-    monkeypatch.delenv("PIP_CACHE_DIR", raising=False)
+    for name in [name for name in os.environ if name.startswith("PIP_")]:  # this machine's settings say nothing here
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     if why == "an unknown setting":
         monkeypatch.setenv("PIP_NO_BINARY", "torch")
     elif why != "uv fails":

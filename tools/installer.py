@@ -28,6 +28,7 @@ TOLD = {
     "index-url": ("UV_DEFAULT_INDEX",),
     "extra-index-url": ("UV_INDEX",),
     "find-links": ("UV_FIND_LINKS",),
+    "constraint": ("UV_CONSTRAINT",),
     "trusted-host": ("UV_INSECURE_HOST",),
     "cert": ("SSL_CERT_FILE",),
     "client-cert": ("SSL_CLIENT_CERT",),
@@ -35,12 +36,13 @@ TOLD = {
     "timeout": ("UV_HTTP_TIMEOUT",),
     "default-timeout": ("UV_HTTP_TIMEOUT",),
 }
-SEVERAL = {"extra-index-url": " ", "find-links": ",", "trusted-host": " "}  # with what uv parts them; pip: white space
+# With what uv parts several of them; pip does it with white space.
+SEVERAL = {"extra-index-url": " ", "find-links": ",", "constraint": " ", "trusted-host": " "}
 # These change neither what is installed nor where it comes from.
 NEEDLESS = {
-    "break-system-packages", "cache-dir", "compile", "disable-pip-version-check", "no-cache-dir", "no-color",
-    "no-compile", "no-input", "no-python-version-warning", "no-warn-script-location", "prefer-binary", "progress-bar",
-    "quiet", "require-virtualenv", "retries", "root-user-action", "verbose",
+    "break-system-packages", "cache-dir", "compile", "config-file", "disable-pip-version-check", "no-cache-dir",
+    "no-color", "no-compile", "no-input", "no-python-version-warning", "no-warn-script-location", "prefer-binary",
+    "progress-bar", "quiet", "require-virtualenv", "retries", "root-user-action", "verbose",
 }  # fmt: skip
 
 
