@@ -1,5 +1,6 @@
 """One call of a block: its arguments taken apart, into tensors and what a program depends on besides them."""
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from .errors import AnyShapeError
 from .reasons import say
 from .tape.blocks import NUMBERS
+from .tape.identity import attributes_of
 
 OPTIONS = "transformer_options"
+MOST_HELD = 32  # attributes of an object among the arguments: one with more is no bundle of tensors
 
 
 class NotUsed(AnyShapeError):
@@ -76,7 +79,8 @@ def _place_of_options(forward: Callable[..., Any]) -> int:
     return names.index(OPTIONS) if OPTIONS in names else -1
 
 
-def _walk(item: Any, given: Given, places: dict[int, int]) -> None:
+def _walk(item: Any, given: Given, places: dict[int, int], inside: bool = False) -> None:
+    """inside: of an object, which may lead back to where it is held."""
     kind, key = type(item), given.key
     if kind is Tensor or kind is nn.Parameter:
         place = places.setdefault(id(item), len(given.tensors))
@@ -90,13 +94,23 @@ def _walk(item: Any, given: Given, places: dict[int, int]) -> None:
     elif kind is list or kind is tuple:
         key.append((kind, len(item)))
         for each in item:
-            _walk(each, given, places)
+            _walk(each, given, places, inside)
     elif kind is dict:
         key.append((kind, tuple(item)))
         for each in item.values():
-            _walk(each, given, places)
+            _walk(each, given, places, inside)
+    elif not inside and (held := _held(item)) is not None:
+        key.append((kind, tuple(held)))
+        for each in held.values():
+            _walk(each, given, places, inside=True)
     else:
         raise NotUsed(say("block_argument", kind=kind.__name__))
+
+
+def _held(item: Any) -> dict[str, Any] | None:
+    """What an object bundles: shift, scale and gate, say. None of one that is no such bundle."""
+    held = attributes_of(item)
+    return None if held is None or len(held) > MOST_HELD else held
 
 
 def swapped(item: Any, swap: Mapping[int, Any]) -> Any:
@@ -110,7 +124,14 @@ def swapped(item: Any, swap: Mapping[int, Any]) -> Any:
     if kind is dict:
         new = {name: swapped(each, swap) for name, each in item.items()}
         return item if all(new[name] is item[name] for name in item) else new
-    return item
+    held = _held(item) if kind not in NUMBERS and not isinstance(item, Tensor) else None
+    new = {name: swapped(each, swap) for name, each in (held or {}).items()}
+    if all(new[name] is held[name] for name in new):
+        return item
+    made = copy.copy(item)
+    for name, each in new.items():
+        object.__setattr__(made, name, each)  # the class may forbid it
+    return made
 
 
 def tensors_in(out: Any) -> tuple[Tensor, ...]:

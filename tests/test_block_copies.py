@@ -244,6 +244,8 @@ DEEP = {  # with how many blocks, and how many of them are copies
     "ZImage": ({"n_layers": 4}, 3), "Flux": ({"depth": 3, "depth_single_blocks": 4}, 5),
     "QwenImage": ({"num_layers": 4}, 3), "AuraFlow": ({"n_layers": 4}, 2),
     "WAN21_T2V": ({"num_layers": 4}, 2),  # the first is given a tensor that lies in another order
+    # Modulations and time steps come as objects.
+    "Chroma": ({"depth": 3, "depth_single_blocks": 4}, 5), "LTXAV": ({"num_layers": 4}, 3),
     "SDXL": ({}, 7),  # two at each of four places: short lists, within lists of stages that are not alike
 }  # fmt: skip
 
@@ -282,16 +284,12 @@ def test_the_tape_is_as_if_each_block_had_been_recorded(pack, monkeypatch, name)
     entry = replace(entry, config={**entry.config, **config})
     monkeypatch.setitem(architectures.TABLE, name, entry)
     studied, counts = Studied(entry), Counter()
-    own = block_copies.BlockCopies._copied
-    monkeypatch.setattr(
-        block_copies.BlockCopies, "_copied", lambda *args: (counts.update(["copies"]), own(*args)) and None
-    )
+    kind, own = block_copies.BlockCopies, block_copies.BlockCopies._copied
+    monkeypatch.setattr(kind, "_copied", lambda *args: (counts.update(["copies"]), own(*args)) and None)
     for k in (0, 1):
         copied = studied.record(k).tape
         with monkeypatch.context() as without:
-            without.setattr(
-                block_copies.BlockCopies, "forward", lambda self, path, block, own, args, kwargs: own(*args, **kwargs)
-            )
+            without.setattr(kind, "forward", lambda self, path, block, own, args, kwargs: own(*args, **kwargs))
             assert written(copied) == written(studied.record(k).tape)
     assert counts["copies"] == 2 * copies
 

@@ -5,8 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 
 PLAIN = (int, float, str, bytes, bool, type(None), complex)
+HEAP = 1 << 9  # of a type's flags: a class that Python code made
 EQUAL = (*PLAIN, torch.dtype, torch.device, torch.Size)  # compared by value
 
 
@@ -43,3 +45,14 @@ def slots_of(kind: type) -> list[str]:
         slots = vars(base).get("__slots__", ())
         found += [slots] if isinstance(slots, str) else slots
     return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """All that an object holds, by name; None if it may hold more, as objects of C types do. Not for layers."""
+    kind, own = type(value), getattr(value, "__dict__", None)
+    slots = slots_of(kind)
+    in_python = all(base is object or base.__flags__ & HEAP for base in kind.__mro__)
+    hidden = (own is None and not slots) or any(name.startswith("__") for name in slots)  # such names are mangled
+    if hidden or not in_python or issubclass(kind, nn.Module):
+        return None
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | (own or {})

@@ -1,0 +1,100 @@
+"""The arguments of a block's call, taken apart: what its program is given, and what it depends on besides."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tools import embed
+
+embed.bare_pack()
+
+from anyshape.accel.block_call import NotUsed, swapped, take_apart  # noqa: E402 - exists from the line above on
+
+
+@dataclass
+class Modulation:
+    shift: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True)
+class Frozen:
+    shift: Tensor
+
+
+class Frames:
+    """As some models bundle the noise levels of a video's frames."""
+
+    __slots__ = ("data", "count")
+
+    def __init__(self, data: Tensor, count: int) -> None:
+        self.data, self.count = data, count
+
+
+class Hidden:
+    __slots__ = ("__data",)
+
+    def __init__(self, data: Tensor) -> None:
+        self.__data = data
+
+
+class Words(list):
+    """It holds more than its attributes."""
+
+
+class Chain:
+    """It leads back to itself."""
+
+    def __init__(self) -> None:
+        self.next = self
+
+
+class Block(nn.Module):
+    def forward(self, *args: Any) -> None: ...
+
+
+X, Y = torch.zeros(2, 3), torch.ones(4)
+
+
+def given(*args: Any):
+    return take_apart(Block, args, {})
+
+
+def test_tensors_in_an_object_are_the_calls_and_the_rest_is_its_key() -> None:
+    call = given(X, Modulation(Y, X), Frames(Y, 3))
+    assert [id(tensor) for tensor in call.tensors] == [id(X), id(Y)]
+    assert call.key == given(X, Modulation(Y, X), Frames(Y, 3)).key
+    others = (Modulation(X, Y), Frames(Y, 3)), (Modulation(Y, X), Frames(Y, 4)), (Frozen(Y), Frames(Y, 3))
+    assert all(given(X, *other).key != call.key for other in others)
+
+
+def test_an_object_that_the_block_changed_is_seen() -> None:
+    frames = Frames(X, 3)
+    call = given(frames)
+    assert not call.was_changed(Block)
+    frames.data = X.clone()
+    assert call.was_changed(Block)
+
+
+@pytest.mark.parametrize("kind", [Modulation, Frozen, Frames])
+def test_other_tensors_in_an_object(kind: type) -> None:
+    """The caller's object stays as it was; one without such tensors is handed on itself."""
+    item = {Modulation: Modulation(X, Y), Frozen: Frozen(X), Frames: Frames(X, 3)}[kind]
+    new, names = X + 1, {Modulation: ("shift", "scale"), Frozen: ("shift",), Frames: ("data", "count")}[kind]
+    (made,) = swapped((item,), {id(X): new})
+    assert type(made) is kind and getattr(made, names[0]) is new and getattr(item, names[0]) is X
+    assert [getattr(made, name) for name in names[1:]] == [getattr(item, name) for name in names[1:]]
+    assert swapped(item, {id(Y + 1): new}) is item
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [Words(), Hidden(X), Chain(), nn.Linear(2, 2), object(), len, Block, Modulation(Modulation(X, Y), Y)],
+    ids=lambda argument: type(argument).__name__,
+)
+def test_what_may_hold_more_than_is_seen_is_refused(argument: Any) -> None:
+    with pytest.raises(NotUsed, match=type(argument).__name__ if type(argument) is not Modulation else "Modulation"):
+        given(X, argument)
