@@ -23,8 +23,12 @@ DEEPER = {
     "ZImage": {"n_layers": 4},
     "Flux": {"depth": 3, "depth_single_blocks": 4},
     "MiniMaxH3": {"num_layers": 4},
+    "LTXAV": {"num_layers": 4},
 }
-LISTS = {"ZImage": {"layers": 4}, "Flux": {"double_blocks": 3, "single_blocks": 4}, "MiniMaxH3": {"blocks": 4}}
+LISTS = {
+    "ZImage": {"layers": 4}, "Flux": {"double_blocks": 3, "single_blocks": 4}, "MiniMaxH3": {"blocks": 4},
+    "LTXAV": {"transformer_blocks": 4},
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -63,7 +67,7 @@ def make(pack, monkeypatch):
 
         @functools.wraps(own)
         def reads_back(self, x, timestep, *args, **kwargs):
-            assert float(timestep.flatten()[0]) >= 0.0
+            assert float(architectures.parts_of(timestep)[0].flatten()[0]) >= 0.0
             return own(self, x, timestep, *args, **kwargs)
 
         if name != "MiniMaxH3":  # which does it by itself
@@ -93,9 +97,9 @@ def is_as_it_was(patcher):
 # What is recorded -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "tries"), [("ZImage", 1), ("Flux", 5)])
+@pytest.mark.parametrize(("name", "tries"), [("ZImage", 1), ("Flux", 5), ("LTXAV", 3)])
 def test_each_kind_of_block_is_recorded_once_and_fits_all_others(make, counted, name, tries):
-    """tries: Flux adds to its inputs in place, which is found one input at a time."""
+    """tries: Flux and LTX-2 add to their inputs in place, which is found one input at a time."""
     from anyshape.accel.tape import kernels
 
     patcher = make(name)
