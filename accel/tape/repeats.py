@@ -4,7 +4,6 @@ Groups of the same operations on values of the same forms run the same kernels w
 So each form of a group is planned once, and a model of sixty blocks takes hardly longer than one of two.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,7 +102,7 @@ def again(planned: Planned, form: Form, layouts: Layouts) -> tuple[Steps, dict[V
 
     def own(value: Value | None) -> Value | None:
         if value is not None and value not in mine:  # planning made it
-            mine[value] = made = copy.copy(value)
+            mine[value] = made = value.twin()
             made.base = own(value.base)
         return value and mine[value]
 

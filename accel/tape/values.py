@@ -154,6 +154,12 @@ class Value:
         value.sizes, value.order = sizes, self.order
         return value
 
+    def twin(self) -> "Value":
+        """Another value of this form and these sizes."""
+        value = self.again(self.number, self.base)
+        value.sizes, value.order, value.origin, value.leaf = self.sizes, self.order, self.origin, self.leaf
+        return value
+
     def again(self, number: int, base: "Value | None") -> "Value":
         """A value of this form that another operation makes."""
         value = object.__new__(Value)
@@ -235,12 +241,11 @@ class Tape:
         """The operations that read each value, once each."""
         found: Readers = {}
         for operation in self.operations:
-            inputs = operation.inputs
-            for value in inputs if len(inputs) < 2 else dict.fromkeys(inputs):
+            for value in operation.inputs:
                 known = found.get(value)
                 if known is None:
                     found[value] = [operation]
-                else:
+                elif known[-1] is not operation:
                     known.append(operation)
         return found
 

@@ -21,10 +21,13 @@ def attend(tape: Tape) -> str:
     """Attention to up to 256 tokens of a prompt, and what would be planned. Sums in another order than eager."""
     from ...kernels import flash_attention as kernel
 
+    attentions = [each for each in tape.operations if not each.opaque and each.traits.name in ATTENTIONS]
+    if not attentions:
+        return ""
     readers, given_back = tape.readers(), set(tape.outputs)
     planned = {PLANNED, ASKED_FOR} if takes_plans(tape.device) else {PLANNED}
     changed = False
-    for operation in tape.operations:
+    for operation in attentions:
         found = _found(operation, readers, given_back, kernel.MAX_HEAD)
         if found is None:
             continue
@@ -45,8 +48,6 @@ def attend(tape: Tape) -> str:
 
 def _found(operation: Operation, readers: Readers, given_back: set[Value], widest: int) -> tuple[tuple, Value] | None:
     """((queries, keys, values, heads), the result) of attention from [B, T, C] to [B, T, C]."""
-    if operation.opaque or operation.traits.name not in ATTENTIONS:
-        return None
     given = by_name(operation.func, operation.args, operation.kwargs)
     mask = given.get("attn_bias", given.get("attn_mask"))
     if mask is not None or given.get("is_causal") or given.get("dropout_p") or given.get("scale") is not None:

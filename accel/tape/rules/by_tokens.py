@@ -5,24 +5,23 @@ them token by token, a token's heads side by side: then the result lies so too, 
 Exact: the same numbers in another order of memory.
 """
 
+from collections.abc import Sequence
+
 from .. import group
 from ..layout import contiguous, lie_alike
 from ..traits import ATTENTIONS
-from ..values import Operation, Tape, Value
+from ..values import Operation, Readers, Tape, Value
 from .attention import Attention, replace
 
 
 def store_by_tokens(tape: Tape) -> str:
     """Attention whose queries are made for it alone, and whose result is only turned to [B, T, H, D]."""
-    if not any(map(_is_attention, tape.operations)):
+    attentions = [operation for operation in tape.operations if _is_attention(operation)]
+    if not attentions:
         return ""
-    readers: dict[Value, list[Operation]] = {}
-    for operation in tape.operations:
-        for value in operation.inputs:
-            readers.setdefault(value, []).append(operation)
-    given_back = set(tape.outputs)
-    for operation in tape.operations:
-        if not _is_attention(operation) or len(operation.outputs[0].shape) != 4:
+    readers, given_back = tape.readers(), set(tape.outputs)
+    for operation in attentions:
+        if len(operation.outputs[0].shape) != 4:
             continue
         result, *others = operation.outputs
         if any(other in readers for other in others):
@@ -53,19 +52,23 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (turned[0], turned[2], turned[1], *turned[3:])
 
 
-def _chain(value: Value, readers: dict[Value, list[Operation]]) -> list[Value]:
+def _chain(value: Value, readers: Readers) -> list[Value]:
     """``value`` and what it is a view of, if a kernel may store all that in another order; else nothing."""
     found = [value]
     while value.base is not None and value.origin is not None and len(value.origin.inputs) == 1:
         value = value.origin.inputs[0]
         found.append(value)
-    alone = all(len(readers.get(each, ())) == 1 for each in found)
+    alone = all(map(_is_read_once, found, [readers.get(each, ()) for each in found]))
     alike = all(
         each.shape[:3] == value.shape[:3] and lie_alike(each.shape, each.stride, contiguous(each.shape))
         for each in found
     )
     made = value.base is None and value.leaf is None and value.origin is not None
     return found if made and alone and alike and group.probably_fuses(value.origin) else []
+
+
+def _is_read_once(value: Value, readers: Sequence[Operation]) -> bool:
+    return len(readers) == 1 and readers[0].inputs.count(value) == 1
 
 
 def _turns_to_tokens(operation: Operation) -> bool:

@@ -17,6 +17,8 @@ def join_product(tape: Tape) -> str:
     """A linear layer whose result is only cut in two, of which one half gates the other. Rounds less than eager."""
     if not _serves(tape.device):
         return ""
+    if not any(map(_is_gate, tape.operations)):
+        return ""
     readers, given_back = tape.readers(), set(tape.outputs)
     changed = False
     for operation in tape.operations:
@@ -38,15 +40,20 @@ def _serves(device: torch.device) -> bool:
     return linear_geglu.works_on(torch.cuda.get_device_capability(device))
 
 
+def _is_gate(operation: Operation) -> bool:
+    """Whether it is GELU by erf."""
+    if operation.opaque or operation.func is not aten.gelu.default:
+        return False
+    return operation.kwargs.get("approximate", "none") == "none"
+
+
 def _product(operation: Operation, readers: Readers, given_back: set[Value]) -> Operation | None:
     """The linear layer whose halves ``operation`` multiplies, one of them through GELU."""
     if operation.opaque or operation.func is not aten.mul.Tensor or len(operation.inputs) != 2:
         return None
     value, gate = operation.args[:2]
     gelu = gate.origin
-    if gelu is None or gelu.opaque or gelu.func is not aten.gelu.default:
-        return None
-    if gelu.kwargs.get("approximate", "none") != "none" or readers.get(gate) != [operation]:
+    if gelu is None or not _is_gate(gelu) or readers.get(gate) != [operation]:
         return None
     halves = value.origin
     if halves is None or halves is not gelu.inputs[0].origin or halves.opaque:

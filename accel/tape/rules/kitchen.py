@@ -5,7 +5,7 @@ plain torch operations; these take the call's place where a neighbour fuses, and
 is one launch already.
 """
 
-import copy
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -162,10 +162,13 @@ def _meaning(operation: Operation) -> Callable[..., Any] | None:
     meaning = None if operation.opaque else TABLE.get(operation.traits.name)
     if meaning is None or not operation.func._schema.name.startswith("comfy_kitchen::"):
         return None
-    arguments = operation.func._schema.arguments
-    if [argument.name for argument in arguments] != list(inspect.signature(meaning).parameters):
-        return None  # another version of the library may mean something else
-    return meaning if _is_rounded_so(operation) else None
+    return meaning if _agrees(operation.func, meaning) and _is_rounded_so(operation) else None
+
+
+@functools.lru_cache(maxsize=64)
+def _agrees(func: Any, meaning: Callable[..., Any]) -> bool:
+    """Whether their arguments have the same names: another version of the library may mean something else."""
+    return [argument.name for argument in func._schema.arguments] == list(inspect.signature(meaning).parameters)
 
 
 def _is_rounded_so(operation: Operation) -> bool:
@@ -264,7 +267,7 @@ def _grafted(plain: Tape, operation: Operation) -> list[Operation]:
         made = Operation(step.func, args, kwargs, [twins[value] for value in step.inputs])
         fixed = all(value.is_constant for value in made.inputs)  # a part of a table of the model's, say
         for value in step.outputs:
-            twin = twins[value] = copy.copy(value)
+            twin = twins[value] = value.twin()
             twin.device, twin.base = made.inputs[0].device, value.base and twins[value.base].root
             twin.origin, twin.leaf = (None, Constant(_made(made))) if fixed else (made, None)
             made.outputs.append(twin)

@@ -14,12 +14,15 @@ from .channels_last import CONVOLUTIONS, PADS, RANKS
 
 def fold(tape: Tape) -> str:
     """Every such padding that is as wide on both sides; what is not stays. Exact."""
+    if not any(_pads(operation) for operation in tape.operations):
+        return ""
     readers, given_back = tape.readers(), set(tape.outputs)
     written = {value.root for operation in tape.operations if (value := operation.writes) is not None}
     gone: set[int] = set()
     same: dict[Value, Value] = {}
     for operation in tape.operations:
-        edits.replace_inputs(operation, same)
+        if same:
+            edits.replace_inputs(operation, same)
         widths = _widths(operation)
         if widths is None or {operation.inputs[0].root, operation.outputs[0]} & (written | given_back):
             continue
@@ -35,9 +38,13 @@ def fold(tape: Tape) -> str:
     return ""
 
 
+def _pads(operation: Operation) -> bool:
+    return not operation.opaque and operation.traits.name in PADS
+
+
 def _widths(operation: Operation) -> list[tuple[int, int]] | None:
     """(before, behind) of height and width, or of frames, height and width; None if it pads otherwise."""
-    if operation.opaque or operation.traits.name not in PADS:
+    if not _pads(operation):
         return None
     given = by_name(operation.func, operation.args, operation.kwargs)
     pad, rank = given["pad"], len(operation.outputs[0].shape)
