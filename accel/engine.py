@@ -86,16 +86,24 @@ class Engine:
                 if not why:
                     return out
         shape.state, shape.reason = "eager", why
-        if why and STATS.fallback(self.stats.name, why) == 1:
-            log.info("AnyShape: %s runs as eager: %s", self.stats.name, why)
         try:
             out = call.eager()
-        except BaseException:
-            if self._untold:
+        except BaseException as error:
+            theirs, is_failure = bool(self._untold), not isinstance(error, self.passthrough)
+            if theirs:
                 self._retired = self._untold = ""  # the call itself is wrong (another node's patch, its input), not we
+            if theirs and is_failure:
+                shape.reason = why = say("fails_anyway", error=named(error))
+            if is_failure:
+                self._count(why)
             raise
+        self._count(why)
         self._tell(call)
         return out
+
+    def _count(self, why: str) -> None:
+        if why and STATS.fallback(self.stats.name, why) == 1:
+            log.info("AnyShape: %s runs as eager: %s", self.stats.name, why)
 
     def _step_down(self, error: Exception) -> str:
         """Retires the tape, unless only memory was short, and returns the reason."""

@@ -38,9 +38,12 @@ def test_every_model_of_comfyui_is_in_the_table():
     assert known <= classes
 
 
-@pytest.mark.usefixtures("comfy")
+@pytest.mark.usefixtures("pack")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_model_runs_at_every_size(entry: Architecture):
+    """And meets Compile Model as it expects: by one call of its wrapper, or by none."""
+    from anyshape.accel.comfy import attach
+
     from tools.architectures import patchers
 
     patcher = patchers.make(entry.name)
@@ -52,12 +55,25 @@ def test_model_runs_at_every_size(entry: Architecture):
             assert [tuple(part.shape) for part in out] == entry.output_shapes(k)
             assert all(part.isfinite().all() and 0.1 < part.std() < 30.0 for part in out)
         # As the sampler calls it, in which the time step is a sigma.
-        denoised = patchers.apply(patcher, 1, entry.name)
+        denoised = patchers.apply(patcher, 1, entry.name, {"wrappers": noting(wrapped := [])})
         assert [tuple(part.shape) for part in denoised] == entry.output_shapes(1)
         assert all(part.isfinite().all() for part in denoised)
+        assert wrapped == [""] * attach._calls_wrappers(type(patcher.model.diffusion_model))
         first = forward(patcher, entry)
         for name in matters(entry):
             assert not torch.equal(first, forward(patcher, entry, name)), name
+
+
+def noting(wrapped: list[str]) -> dict[str, dict[str, list]]:
+    """Wrappers that note each call of the diffusion model: an argument that keeps it off the tape, or ""."""
+    from anyshape.accel.comfy import taping
+    from comfy.patcher_extension import WrappersMP
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        wrapped.append(taping.take(executor.original, args, kwargs).unknown)
+        return executor(*args, **kwargs)
+
+    return {WrappersMP.DIFFUSION_MODEL: {"test": [wrapper]}}
 
 
 def matters(entry: Architecture) -> list[Any]:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tools import embed
-from tools.oracles import expect
+from tools.oracles import expect, reasons
 
 embed.bare_pack()
 
@@ -172,11 +172,23 @@ def test_an_interrupt_is_no_failure(engine, monkeypatch) -> None:
     assert states(engine) == [("tape", "")]
 
 
+def test_an_interrupt_after_a_failure(engine, monkeypatch) -> None:
+    """Nobody knows yet who is wrong: nothing is told, and the next call tries again."""
+    stop, _ = failing(InterruptedError())
+    with monkeypatch.context() as wrong, expect(fallbacks=0), pytest.raises(InterruptedError):
+        wrong.setattr(engine._tape, "run", failing(ValueError("broken"))[0])
+        engine(call(stop), Settings())
+    engine(call(), Settings())
+    assert states(engine) == [("tape", "")]
+
+
 def test_an_error_that_eager_raises_too_is_not_ours(engine, monkeypatch, caplog) -> None:
     fail, _ = failing(ValueError("the caller's"))
     with monkeypatch.context() as wrong, pytest.raises(ValueError, match="the caller's"):
         wrong.setattr(engine._tape, "run", fail)
         engine(call(fail), Settings())
+    told = "ComfyUI's own forward fails as well: ValueError: the caller's"  # nobody is to report that to us
+    assert states(engine) == [("eager", told)] and told in reasons()
     engine(call(), Settings())
     assert states(engine) == [("tape", "")]
     assert not [record for record in caplog.records if "Traceback" in record.message]

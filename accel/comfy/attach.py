@@ -100,11 +100,22 @@ def engine_of(patcher: ModelPatcher) -> Callable[[nn.Module], Engine]:
 
 
 def _calls_wrappers(kind: type) -> bool:
-    """Whether a model's forward calls DIFFUSION_MODEL wrappers. Those of SD3 and some others do not."""
-    try:
-        return "DIFFUSION_MODEL" in inspect.getsource(kind.forward)
-    except (OSError, TypeError):  # no source here: most do
-        return True
+    """Whether a model's forward calls DIFFUSION_MODEL wrappers. Those of SD3 and some others do not.
+
+    Some leave it to the forward of their base class (Anima, LTXAV): one of ours around that would be a second one.
+    """
+    for base in kind.__mro__:
+        if "forward" not in vars(base):
+            continue
+        try:
+            source = inspect.getsource(base.forward)
+        except (OSError, TypeError):  # no source here: most do
+            return True
+        if "DIFFUSION_MODEL" in source:
+            return True
+        if "super(" not in source:
+            return False
+    return False
 
 
 def remove(patcher: ModelPatcher) -> ModelPatcher:

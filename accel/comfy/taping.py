@@ -7,6 +7,7 @@ some forwards empty the lists that they are given (ControlNet residuals).
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -36,6 +37,7 @@ SAMPLED = "cond_or_uncond"  # among the options, from the sampler
 PATCHED, REPLACED = PATCH_KEYS = ("patches", "patches_replace")
 PLACES = frozenset(("block", "block_index", "transformer_index"))
 OWN = ("comfy.", "torch.")  # where classes are from that nobody else has written
+SETTINGS = (*PLAIN, torch.dtype, torch.device, Enum)  # arguments that never change, and say by name what they are
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # torch's attention is made of operations that a tape can hold; other backends may work past torch's dispatcher
 OPEN_ATTENTION = {getattr(attention, "attention_pytorch", None)}
@@ -103,7 +105,7 @@ def _names(original: Callable[..., Any]) -> Sequence[str]:
 def _walk(given: Given, name: str, item: Any) -> None:
     if isinstance(item, Tensor):
         given.tensors[name] = item
-    elif isinstance(item, PLAIN) or isinstance(item, (torch.dtype, torch.device)):
+    elif isinstance(item, SETTINGS):
         given.plain.append((name, item))
     elif isinstance(item, (list, tuple)):
         given.plain.append((name, len(item)))

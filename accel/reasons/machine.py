@@ -102,6 +102,10 @@ REASONS = dict(
     ),
     kernel_failed=("Please report it: a part runs slower here", "{name} cannot run here ({error})"),
     tape_failed=("Please report it: {error}", "the tape failed: {error}"),
+    fails_anyway=(
+        "ComfyUI's own fails too: {error}",
+        "ComfyUI's own forward fails as well: {error}",
+    ),
     block_failed=("Please report it: {error}", "a block's program failed: {error}"),
     wrong=(
         "Update driver, torch and Triton: a result was wrong",
