@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .errors import AnyShapeError
 from .reasons import say
 from .tape.blocks import NUMBERS
+from .tape.values import swapped
 
 OPTIONS = "transformer_options"
 
@@ -97,28 +98,6 @@ def _walk(item: Any, given: Given, places: dict[int, int]) -> None:
             _walk(each, given, places)
     else:
         raise NotUsed(say("block_argument", kind=kind.__name__))
-
-
-def swapped(item: Any, swap: Mapping[int, Any]) -> Any:
-    """``item`` with other objects in place of those whose ids are in ``swap``; what has none of them stays itself."""
-    if id(item) in swap:
-        return swap[id(item)]
-    kind = type(item)
-    if kind is list or kind is tuple:
-        new = [swapped(each, swap) for each in item]
-        return item if all(a is b for a, b in zip(new, item, strict=True)) else kind(new)
-    if kind is dict:
-        new = {name: swapped(each, swap) for name, each in item.items()}
-        return item if all(new[name] is item[name] for name in item) else new
-    return item
-
-
-def tensors_in(out: Any) -> tuple[Tensor, ...]:
-    """The tensors in nested lists, tuples and dicts."""
-    if isinstance(out, Tensor):
-        return (out,)
-    items = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else ()
-    return tuple(tensor for item in items for tensor in tensors_in(item))
 
 
 def is_plain(out: Any) -> bool:

@@ -18,7 +18,7 @@ class Same:
     def __init__(self, value: Any) -> None:
         function = getattr(value, "__func__", None)  # a bound method is made again at each access
         parts = (function, value.__self__) if function is not None else (value,)
-        self._object = tuple(_reference(part) for part in parts)
+        self._object = tuple(map(kept, parts))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Same) or len(self._object) != len(other._object):
@@ -29,10 +29,11 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _reference(value: Any) -> Callable[[], Any]:
+def kept(value: Any) -> Callable[[], Any]:
+    """What gives ``value`` as long as it lives, so that nothing new at its address is taken for it."""
     try:
         return weakref.ref(value)
-    except TypeError:  # numbers of other libraries, and their kin: small
+    except TypeError:  # a property, a number of another library: small, and of no module
         return lambda: value
 
 

@@ -10,6 +10,7 @@ from ..layout import contiguous, lie_alike
 from ..traits import ATTENTIONS
 from ..values import Operation, Tape, Value
 from .attention import Attention, replace
+from .attention_kernel import turns
 
 
 def store_by_tokens(tape: Tape) -> str:
@@ -29,7 +30,7 @@ def store_by_tokens(tape: Tape) -> str:
             continue
         turned = readers.get(result, [])
         chains = [_chain(value, readers) for value in operation.args[:3]]
-        if result in given_back or not chains[0] or not turned or not all(map(_turns_to_tokens, turned)):
+        if result in given_back or not chains[0] or not turned or not all(map(turns, turned)):
             continue
         for value in {value: None for value in [result, *(value for chain in chains for value in chain)]}:
             value.stride, value.order = _strides(value.shape), (0, 2, 1, *range(3, len(value.shape)))
@@ -66,10 +67,3 @@ def _chain(value: Value, readers: dict[Value, list[Operation]]) -> list[Value]:
     )
     made = value.base is None and value.leaf is None and value.origin is not None
     return found if made and alone and alike and group.probably_fuses(value.origin) else []
-
-
-def _turns_to_tokens(operation: Operation) -> bool:
-    """Whether it is ``transpose(1, 2)`` of attention's result."""
-    if operation.opaque or operation.traits.name != "transpose":
-        return False
-    return {dim % 4 for dim in operation.args[1:3]} == {1, 2}
