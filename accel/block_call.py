@@ -1,6 +1,5 @@
 """One call of a block: its arguments taken apart, into tensors and what a program depends on besides them."""
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 from .errors import AnyShapeError
 from .reasons import say
 from .tape.blocks import NUMBERS
-from .tape.identity import attributes_of
+from .tape.identity import bundled
+from .tape.values import swapped
 
 OPTIONS = "transformer_options"
-MOST_HELD = 32  # attributes of an object among the arguments: one with more is no bundle of tensors
 
 
 class NotUsed(AnyShapeError):
@@ -99,47 +98,12 @@ def _walk(item: Any, given: Given, places: dict[int, int], inside: bool = False)
         key.append((kind, tuple(item)))
         for each in item.values():
             _walk(each, given, places, inside)
-    elif not inside and (held := _held(item)) is not None:
+    elif not inside and (held := bundled(item)) is not None:
         key.append((kind, tuple(held)))
         for each in held.values():
             _walk(each, given, places, inside=True)
     else:
         raise NotUsed(say("block_argument", kind=kind.__name__))
-
-
-def _held(item: Any) -> dict[str, Any] | None:
-    """What an object bundles: shift, scale and gate, say. None of one that is no such bundle."""
-    held = attributes_of(item)
-    return None if held is None or len(held) > MOST_HELD else held
-
-
-def swapped(item: Any, swap: Mapping[int, Any]) -> Any:
-    """``item`` with other objects in place of those whose ids are in ``swap``; what has none of them stays itself."""
-    if id(item) in swap:
-        return swap[id(item)]
-    kind = type(item)
-    if kind is list or kind is tuple:
-        new = [swapped(each, swap) for each in item]
-        return item if all(a is b for a, b in zip(new, item, strict=True)) else kind(new)
-    if kind is dict:
-        new = {name: swapped(each, swap) for name, each in item.items()}
-        return item if all(new[name] is item[name] for name in item) else new
-    held = _held(item) if kind not in NUMBERS and not isinstance(item, Tensor) else None
-    new = {name: swapped(each, swap) for name, each in (held or {}).items()}
-    if all(new[name] is held[name] for name in new):
-        return item
-    made = copy.copy(item)
-    for name, each in new.items():
-        object.__setattr__(made, name, each)  # the class may forbid it
-    return made
-
-
-def tensors_in(out: Any) -> tuple[Tensor, ...]:
-    """The tensors in nested lists, tuples and dicts."""
-    if isinstance(out, Tensor):
-        return (out,)
-    items = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else ()
-    return tuple(tensor for item in items for tensor in tensors_in(item))
 
 
 def is_plain(out: Any) -> bool:

@@ -6,11 +6,10 @@ from typing import Any
 from torch import nn
 
 from .block_forwards import Ours
-from .tape.kept import tensors_in
 from .tape.middle import BlockCall
 from .tape.options import NotedOptions
 from .tape.record import Recorder
-from .tape.values import Operation, Value
+from .tape.values import Operation, Value, tensors_in
 
 
 class BlockCalls:

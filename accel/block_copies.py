@@ -16,14 +16,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .block_call import Given, NotUsed, is_plain, take_apart, tensors_in
+from .block_call import Given, NotUsed, is_plain, take_apart
 from .block_forwards import Blocks
 from .tape.named_tensors import modules_of, resolve, tensors_of
 from .tape.options import MISSING, NotedOptions, frozen
 from .tape.record import Recorder
-from .tape.values import Constant, Operation, Value, Weight, replaced, values_in
+from .tape.values import Constant, Operation, Value, Weight, replaced, tensors_in, values_in
 
-NONE: frozenset[str] = frozenset()
 SHARED = (Constant, Weight)  # leaves that blocks may read besides their own, the same for all
 
 
@@ -69,9 +68,7 @@ class BlockCopies:
     places: the options that only say which block of its model a block is.
     """
 
-    def __init__(
-        self, recorder: Recorder, blocks: Blocks, places: Callable[[nn.Module], frozenset[str]] = lambda block: NONE
-    ) -> None:
+    def __init__(self, recorder: Recorder, blocks: Blocks, places: Callable[[nn.Module], frozenset[str]]) -> None:
         self.count = 0  # blocks that were copied
         self._recorder, self._blocks, self._places = recorder, blocks, places
         self._examples: dict[Hashable, Example | None] = {}  # None: it must not be copied

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from . import verify
 from .attempt import attempt, named
-from .block_call import Given, NotUsed, swapped, take_apart, tensors_in
+from .block_call import Given, NotUsed, take_apart
 from .block_forwards import Blocks
 from .block_take import BlockTake, Recorded, Visit, record_block
 from .call import Call, Settings
@@ -33,7 +33,7 @@ from .stats import STATS, ModelStats
 from .tape import called_patches, diagnose
 from .tape.patches import PatchBook
 from .tape.program import NotBound, Program
-from .tape.values import Input, Tape
+from .tape.values import Input, Tape, swapped, tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -89,14 +89,11 @@ class BlockTier:
 
     def _look(self, call: Call) -> None:
         if self._blocks.look(call.taped.module, call.taped.structure):
-            self._forget_takes()
+            for known in (self._takes, self._writes, self._idle):
+                known.clear()
         if self._weights != call.weights:
             self.release()
             self._weights = call.weights
-
-    def _forget_takes(self) -> None:
-        for known in (self._takes, self._writes, self._idle):
-            known.clear()
 
     def _forward(
         self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -191,11 +188,13 @@ class BlockTier:
         takes.append(take)
         if not take.reason:
             try:
-                done, _ = attempt(
-                    lambda: self._programmed(visit, path, block, own, given, before, recorded),
-                    lambda error: self._failed(take, error),
-                    self._passthrough,
-                )
+                with called_patches.forward(given.options) as forward:
+                    forward.playing = True
+                    done, _ = attempt(
+                        lambda: self._programmed(visit, path, block, own, given, before, recorded),
+                        lambda error: self._failed(take, error),
+                        self._passthrough,
+                    )
             except BaseException:  # the user's interrupt: the next call begins again
                 takes.remove(take)
                 raise
@@ -212,14 +211,6 @@ class BlockTier:
         recorded: Recorded,
     ) -> tuple[Any, list[Tensor]]:  # fmt: skip
         """What the new program gives, checked. Raises ``NotUsed`` if there is nothing to gain."""
-        with called_patches.forward(given.options) as forward:
-            forward.playing = True
-            return self._checked_first(visit, path, block, own, given, before, recorded)
-
-    def _checked_first(
-        self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], given: Given, before: list[Tensor],
-        recorded: Recorded,
-    ) -> tuple[Any, list[Tensor]]:  # fmt: skip
         take = recorded.take
         program = self._make(recorded.tape, visit.call)
         self._count(program, visit.first, visit.call)
@@ -245,9 +236,9 @@ class BlockTier:
         self, recorded: Recorded, program: Program, inputs: list[Tensor], out: Any, block: nn.Module
     ) -> tuple[Program, Any]:
         """The program, without kernels that are wrong, and its result."""
-        what, wanted = f"the tape of a block ({type(block).__name__})", tensors_in((recorded.out, recorded.copies))
+        what, wanted = f"the tape of a block ({type(block).__name__})", (*tensors_in((recorded.out, recorded.copies)),)
         try:
-            verify.compare(what, tensors_in(out), wanted)
+            verify.compare(what, (*tensors_in(out),), wanted)
             return program, out
         except WrongResult as error:
             STATS.fallback(self.stats.name, str(error))
@@ -255,7 +246,7 @@ class BlockTier:
         program = Program(recorded.tape, fuse=True, wrong=wrong)
         program.bind(block)
         out = program.run(inputs)
-        verify.compare(what, tensors_in(out), wanted)
+        verify.compare(what, (*tensors_in(out),), wanted)
         return program, out
 
     def _is_slower(

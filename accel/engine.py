@@ -53,6 +53,7 @@ class Engine:
         key = call.key
         shape = self.stats.shape(str(key), call.width, call.height, call.batch, call.frames, key.step, key.own)
         shape.calls += 1
+        shape.asked += not times.is_rehearsing()
         STATS.prompts.called(shape)
         try:
             out = self._timed(call, settings, shape)

@@ -34,14 +34,13 @@ from .parts_seen import (
     PartsSeen,
     is_hooked,
     is_plain,
-    kept,
     notes_of,
     settings_of,
 )
+from .tape.identity import kept
 from .tape.named_tensors import modules_of, parts_of
 from .tape.pictures import picture
 
-RECORDING = f"{__package__}.block_forwards"  # whose methods replace those of blocks while another thread records
 WATCHED = (*FORWARDS, *FUNCTIONS, "comfy_cast_weights")  # attributes of an instance that quick looks see
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 OF_TORCH = (*FORWARDS, "__call__", "_call_impl")  # methods of torch's own classes that matter

@@ -6,32 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from .fingerprint import RECORDING, classes_of, global_hooks, objects_of, shown
+from .fingerprint import classes_of, global_hooks, objects_of, shown
 from .functions_read import FunctionsRead
 from .origin import is_known, origin
-from .parts_seen import FORWARDS, HOOKS
+from .parts_seen import FORWARDS
 from .tape.named_tensors import parts_of
 
 BUILT_IN = ("scaled_dot_product_attention", "linear", "gelu", "conv1d", "conv2d", "conv3d")  # not in Python
-
-
-def changed_part(module: nn.Module) -> str:
-    """The first part that is hooked or has another ``forward`` than its class, and whose that is; "" if none."""
-    if hooks := global_hooks():
-        return f"every module, {origin(hooks[0])}"
-    for number, part in enumerate(parts_of(module)):
-        own = [part.__dict__[name] for name in FORWARDS if name in part.__dict__ and _is_replaced(part, name)]
-        for found in (*own, *(hook for name in HOOKS for hook in part.__dict__[name].values())):
-            return f"{shown(module, (number, ''))}, {origin(found)}"
-    return ""
-
-
-def _is_replaced(module: nn.Module, name: str) -> bool:
-    """Whether the instance's method is another one than its class's, which ComfyUI leaves behind as an attribute."""
-    method = module.__dict__[name]
-    if origin(method) == RECORDING:
-        return False
-    return getattr(method, "__func__", None) is not getattr(type(module), name, None)
 
 
 def foreign_method(kind: type) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .origin import KNOWN, is_known, origin
-from .parts_seen import kept
+from .tape.identity import kept
 from .tape.state import is_library, names_of
 
 NAMED = (types.FunctionType, types.BuiltinFunctionType, type)

@@ -11,7 +11,10 @@ COMFYUI = (0, 3, 64)
 def unmet() -> str:
     """What is too old here, and what to do; "" if nothing is."""
     wants = (("Python", _python(), PYTHON), ("torch", _torch(), TORCH), ("ComfyUI", _comfyui(), COMFYUI))
-    old = [f"{name} {_join(least)} or newer (this is {have})" for name, have, least in wants if _parts(have) < least]
+    old = [
+        f"{name} {'.'.join(map(str, least))} or newer (this is {have})"
+        for name, have, least in wants if _parts(have) < least
+    ]  # fmt: skip
     if not old:
         return ""
     return f"AnyShape needs {' and '.join(old)}. Its nodes are not available until then; everything else works"
@@ -37,7 +40,3 @@ def _comfyui() -> str:
 
 def _parts(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:3]))
-
-
-def _join(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from .origin import is_known
+from .tape.identity import kept
 from .tape.named_tensors import PLAIN as TENSORS
 from .tape.named_tensors import is_dressed, tensor_attributes
 from .tape.pictures import is_held, picture
@@ -106,10 +107,10 @@ class _Part:
         plain = [name for name, value in own.items() if name not in LEFT_OUT and is_plain(value)]
         self.get = _getter(plain, alike)
         self.values = self.get(own)
-        self.lists = [(name, _refs(own[name])) for name in FUNCTIONS if name in own]
-        self.tables = [_refs(table.values()) for table in _hooks(own)] if any(_hooks(own)) else None
+        self.lists = [(name, list(map(kept, own[name]))) for name in FUNCTIONS if name in own]
+        self.tables = [list(map(kept, table.values())) for table in _hooks(own)] if any(_hooks(own)) else None
         others = [(name, value) for name, value in own.items() if name not in NO_SETTINGS and not is_plain(value)]
-        self.code = [(name, *_refs([value])) for name, value in others if callable(value)]
+        self.code = [(name, kept(value)) for name, value in others if callable(value)]
         self.held = [(name, picture(value)) for name, value in others if is_held(value)]
         self.weights, self.notes = _once(_types_of(own["_parameters"]), alike), notes_of(part)
 
@@ -154,19 +155,7 @@ def _getter(names: Sequence[str], alike: dict[tuple, Any]) -> Callable[[dict[str
     return alike[key]
 
 
-def _refs(values: Iterable[Any]) -> list[Callable[[], Any]]:
-    return [kept(value) for value in values]
-
-
 def _same(refs: list[Callable[[], Any]], values: Collection[Any]) -> bool:
     if not refs:
         return not values
     return len(refs) == len(values) and all(ref() is value for ref, value in zip(refs, values, strict=True))
-
-
-def kept(value: Any) -> Callable[[], Any]:
-    """What gives ``value`` as long as it lives, so that nothing new at its address is taken for it."""
-    try:
-        return weakref.ref(value)
-    except TypeError:  # a property and its kin: small, and of no module
-        return lambda: value

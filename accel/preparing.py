@@ -49,12 +49,9 @@ def preparing(model: str, size: str) -> Iterator[None]:
 def snapshot() -> dict[str, Any]:
     """{"number", "model", "size", "seconds"} of the work that began first; {} if there is none."""
     with _LOCK:
-        works = sorted(_NOW.values(), key=lambda work: work["number"])[:1]
-    return {} if not works else _shown(**works[0])
-
-
-def _shown(since: float, **work: Any) -> dict[str, Any]:
-    return work | {"seconds": round(time.monotonic() - since, 1)}
+        work = dict(min(_NOW.values(), key=lambda work: work["number"], default={}))
+    seconds = time.monotonic() - work.pop("since", 0.0)
+    return work and work | {"seconds": round(seconds, 1)}
 
 
 @contextmanager

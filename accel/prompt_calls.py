@@ -25,6 +25,11 @@ class Prompt:
         if calls or len(self.calls) < MAX_SIZES:
             self.calls[id(shape)] = shape, calls + 1
 
+    def close(self, compiled: int) -> None:
+        """It is over; compiled: how many kernels by now."""
+        if self.kernels is None:
+            self.kernels = max(0, compiled - self.before)  # models that are long gone count no more
+
     def sizes(self) -> list[dict[str, Any]]:
         """Of the stats, with the prompt's own number of calls."""
         return [shape.as_dict() | {"calls": calls} for shape, calls in list(self.calls.values())]
@@ -37,7 +42,7 @@ class Prompts:
         self._compiled = compiled
         self._running: Callable[[], str] = str
         self._workflow: Callable[[str], str] = lambda _: ""
-        self._number = 0
+        self.count = 0  # how many have called something
         self._open: dict[str, Prompt] = {}  # not summed up yet, the latest last
 
     def follow(self, running: Callable[[], str], workflow: Callable[[str], str]) -> None:
@@ -59,23 +64,13 @@ class Prompts:
         if not found:
             return None
         if found not in self._open:
-            self._close()
-            self._number += 1
-            self._open[found] = Prompt(found, self._number, self._workflow(found), self._compiled())
+            for before in list(self._open.values())[-1:]:
+                before.close(self._compiled())
+            self.count += 1
+            self._open[found] = Prompt(found, self.count, self._workflow(found), self._compiled())
             for oldest in list(self._open)[:-MAX_PROMPTS]:
                 self._open.pop(oldest, None)
         return self._open[found]
-
-    def _close(self) -> None:
-        """The kernels compiled until now belong to the prompt before."""
-        for prompt in list(self._open.values())[-1:]:
-            if prompt.kernels is None:
-                prompt.kernels = max(0, self._compiled() - prompt.before)  # models that are long gone count no more
-
-    @property
-    def count(self) -> int:
-        """How many have called something."""
-        return self._number
 
     def pending(self) -> list[str]:
         """The ids of prompts that have not been summed up."""
@@ -84,6 +79,6 @@ class Prompts:
     def end(self, prompt_id: str) -> Prompt | None:
         """The prompt, which is over; it is forgotten here."""
         prompt = self._open.pop(prompt_id, None)
-        if prompt is not None and prompt.kernels is None:
-            prompt.kernels = max(0, self._compiled() - prompt.before)
+        if prompt is not None:
+            prompt.close(self._compiled())
         return prompt

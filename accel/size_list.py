@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from . import reasons
+from . import reasons, wording
 from .wording import figure
 
 FORMS = "1024x1152, 896x768 batch 2, or 832x480x33 for 33 frames"
@@ -62,8 +62,8 @@ class Shape:
 
     @property
     def size(self) -> str:
-        """Of an image 1024x1152, of a video 832x480x33."""
-        return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
+        """In words."""
+        return wording.size(self.width, self.height, self.frames)
 
     def __str__(self) -> str:
         return self.size + (f" batch {self.batch}" if self.batch > 1 else "")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from . import fleet, gain, preparing, reasons
+from . import fleet, gain, preparing, reasons, wording
 from .bounded import bounded
 from .prompt_calls import Prompts
 from .skip_stats import SkipStats
@@ -43,6 +43,7 @@ class ShapeStats:
     step: str = ""  # "full" | "skipped", of a run with Skip Blocks
     state: str = "eager"  # of STATES; "tape" is any fused forward without a graph
     calls: int = 0
+    asked: int = 0  # of these, not made by a warm-up
     replays: int = 0
     first_call_seconds: float = 0.0
     bytes: int = 0
@@ -55,8 +56,8 @@ class ShapeStats:
 
     @property
     def size(self) -> str:
-        """Of an image 1024x1152, of a video 832x480x33."""
-        return f"{self.width}x{self.height}" + (f"x{self.frames}" if self.frames > 1 else "")
+        """In words."""
+        return wording.size(self.width, self.height, self.frames)
 
     @property
     def workflows(self) -> list[str]:

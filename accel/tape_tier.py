@@ -31,7 +31,7 @@ from .tape.options import at
 from .tape.patches import code_of
 from .tape.program import NotBound, Program
 from .tape.values import Tape, Weight
-from .tapes import FullStep, Take, Tapes, bound, obstacle
+from .tapes import NONE, FullStep, Take, Tapes, bound, obstacle
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ MAX_FORMS = 4  # recordings of one size for patches that give results of several
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
 GONE = say("skipped_gone")
 NO_GRAPHS = say("no_graphs")
-NONE: frozenset[Weight] = frozenset()
 
 
 class TapeTier:

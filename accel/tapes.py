@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .block_calls import BlockCalls
-from .block_copies import NONE, BlockCopies
+from .block_copies import BlockCopies
 from .block_forwards import Blocks
 from .clock import Clock
 from .key import ShapeKey
@@ -29,6 +29,7 @@ from .tape.state import first_kept, look, states_of
 from .tape.values import Tape, Weight
 from .weights import low_vram
 
+NONE: frozenset = frozenset()
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
 PACKS = say("attention_no_graph")
@@ -304,11 +305,6 @@ class Tapes:
                     if take.program is not None:
                         take.program.unbind()
                     take.weights = None
-
-    def forget(self) -> None:
-        """Drops every take."""
-        with self._lock:
-            self._takes.clear()
 
 
 def named_features(features: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -17,10 +17,15 @@ TIMES_KEPT = 64
 _THREAD = threading.local()  # ``rehearsing``: what this thread calls is not asked for by a prompt
 
 
+def is_rehearsing() -> bool:
+    """Whether calls of this thread are made ahead."""
+    return getattr(_THREAD, "rehearsing", False)
+
+
 @contextmanager
 def rehearsal() -> Iterator[None]:
     """Calls within are made ahead: without the pack there would be none of them, so they only cost time."""
-    before, _THREAD.rehearsing = getattr(_THREAD, "rehearsing", False), True
+    before, _THREAD.rehearsing = is_rehearsing(), True
     try:
         yield
     finally:
@@ -65,7 +70,7 @@ class CallTimes:
     @contextmanager
     def measure(self, begun: Begun) -> Iterator[Timed]:
         """Times what is done since ``begun`` until the body, which may say how it ran, has ended."""
-        timed, wanted = Timed(), not getattr(_THREAD, "rehearsing", False)
+        timed, wanted = Timed(), not is_rehearsing()
         if begun.event is None:
             yield timed
             with self._lock:
@@ -81,7 +86,7 @@ class CallTimes:
     def first(self, seconds: float, fast: bool) -> None:
         """Counts the first call, which is no measure of later ones but took its time."""
         with self._lock:
-            self._count(seconds * 1e3, fast, not getattr(_THREAD, "rehearsing", False))
+            self._count(seconds * 1e3, fast, not is_rehearsing())
 
     def _add(self, milliseconds: float, fast: bool, wanted: bool) -> None:
         if fast != self._fast:

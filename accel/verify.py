@@ -77,7 +77,7 @@ def compare(what: str, out: Output, reference: Output, noise: Comparison = NOTHI
     if not all(row[1] for row in rows):
         return NOTHING
     if not all(row[0] for row in rows):
-        raise _not_finite(what)
+        raise WrongResult(say("black", what=what))
     for (_, _, whole, part), theirs in zip(rows, tensors_of(reference), strict=True):
         bounds = _bounds(theirs.dtype, noise)
         if whole > bounds.whole:
@@ -123,10 +123,6 @@ def _bounds(dtype: torch.dtype, noise: Comparison) -> Bounds:
 
 def _wrong(what: str, how: str) -> WrongResult:
     return WrongResult(say("wrong", what=what, how=how))
-
-
-def _not_finite(what: str) -> WrongResult:
-    return WrongResult(say("black", what=what))
 
 
 def _measured(out: Tensor, reference: Tensor) -> Tensor:

@@ -101,11 +101,6 @@ class ChannelsLastWeights:
         self._changed: list[Tensor] = []
         self.mapped: Mapped | None = None
 
-    def apply(self, module: nn.Module) -> None:
-        """Permutes what is not permuted yet; may be called again after weights were replaced."""
-        found = (getattr(conv, "weight", None) for conv in module.modules() if isinstance(conv, CONVOLUTIONS))
-        self.permute(weight for weight in found if isinstance(weight, Tensor) and weight.is_cuda)
-
     @torch.no_grad()
     def permute(self, weights: Iterable[Tensor]) -> None:
         """Permutes those of ``weights`` that can be and are not yet."""

@@ -20,6 +20,11 @@ def speed_of_all(shapes: Iterable[dict[str, Any]], device: str) -> str:
     return PARTLY if len(found) > 1 else next(iter(found), "")
 
 
+def size(width: int, height: int, frames: int = 1) -> str:
+    """Of an image 1024x1152, of a video 832x480x33."""
+    return f"{width}x{height}" + (f"x{frames}" if frames > 1 else "")
+
+
 def figure(value: float | None, digits: int) -> str:
     """A dash where nothing was measured."""
     return f"{value:.{digits}f}" if value else "-"

@@ -23,11 +23,10 @@ from functools import partial  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
 import torch  # noqa: E402
-from anyshape.accel.skip.features import AXES  # noqa: E402
 from anyshape.accel.skip.settings import AUTO, SkipSettings  # noqa: E402
 
 from bench import measure, skip_drift  # noqa: E402
-from bench.skip_baselines import OfOrder, Placed, PlainDeepCache  # noqa: E402
+from bench.skip_baselines import AXES, OfOrder, Placed, PlainDeepCache  # noqa: E402
 from bench.skip_runs import Demo, Tally  # noqa: E402
 
 SIZE = (256, 256)
@@ -74,9 +73,10 @@ def ways(chosen: list[Try], by_drift: Callable[[int], frozenset[int]]) -> list[t
     """(what the row says of it, its settings), plain DeepCache first. by_drift: which steps are full at an interval."""
 
     def settings(one: Try, interval: int) -> SkipSettings:
+        how = {"of_order": one.of_order, "axis": one.axis, "damping": one.damping, "depth": one.depth}
         if one.density == DRIFT:
-            return Placed(interval, **one._replace(density=None)._asdict(), placed=by_drift(interval))
-        return OfOrder(interval, **one._asdict())
+            return Placed(interval, **how, placed=by_drift(interval))
+        return OfOrder(interval, **how, density_of=one.density)
 
     ours = [({"method": "ours", **one._asdict()}, partial(settings, one)) for one in chosen]
     return [({"method": "plain"}, PlainDeepCache), *ours]

@@ -11,10 +11,14 @@ deep feature, of a transformer what its middle added. The pack must be loaded.
   to step is measured beforehand (``magnitudes``).
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
+from anyshape.accel.skip.forecast import History
 from anyshape.accel.skip.settings import SkipSettings
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import WrapperExecutor, WrappersMP
@@ -40,16 +44,64 @@ class PlainDeepCache(SkipSettings):
         return frozenset(range(0, len(sigmas), self.interval))
 
 
+AXES: dict[
+    str, Callable[[Sequence[float], float], float]
+] = {  # what is drawn over: of the run's levels and one of them
+    "step": lambda sigmas, sigma: float(sigmas.index(sigma)),
+    "sigma": lambda sigmas, sigma: sigma,
+    "log_sigma": lambda sigmas, sigma: math.log(max(sigma, 1e-3)),
+}
+
+
+@dataclass
+class Curve(History):
+    """The polynomial of any order up to 2 through the last full steps, over another axis, with a damped slope."""
+
+    damping: float = 1.0  # share of the slope that is believed
+    axis: Callable[[float], float] = lambda sigma: sigma
+
+    def add(self, position: float, feature: Tensor) -> None:
+        """As in ``History``."""
+        super().add(self.axis(position), feature)
+
+    def at(self, position: float) -> Tensor:
+        """As in ``History``."""
+        position, (last, feature) = self.axis(position), self._points[-1]
+        if len(self._points) == 1:
+            return feature
+        before, older = self._points[-2]
+        line = torch.lerp(older, feature, 1.0 + self.damping * (position - last) / (last - before))
+        if len(self._points) == 2:
+            return line
+        first, oldest = self._points[0]
+        # the second divided difference, as the shares of the three features in it
+        bend = self.damping**2 * (position - last) * (position - before)
+        shares = (
+            (last - before) * (last - first),
+            (before - last) * (before - first),
+            (first - last) * (first - before),
+        )
+        for share, each in zip(shares, (feature, older, oldest), strict=True):
+            line.add_(each, alpha=bend / share)
+        return line
+
+
 @dataclass(frozen=True)
 class OfOrder(SkipSettings):
-    """Ours, with a forecast of any order."""
+    """Ours, with a forecast of any order over any axis, and full steps as dense as wanted."""
 
     of_order: int = 1
+    axis: str = "sigma"
+    damping: float = 1.0
+    density_of: float | None = None  # None: as it fits the model
 
-    @property
-    def order(self) -> int:
-        """Of the forecast."""
-        return self.of_order
+    def history(self, sigmas: Sequence[float]) -> Callable[[], History]:
+        """Makes a ``Curve``."""
+        return partial(Curve, self.of_order, damping=self.damping, axis=partial(AXES[self.axis], sigmas))
+
+    def density(self, row: bool) -> float | None:
+        """As it was chosen."""
+        return self.density_of or super().density(row)
 
 
 @dataclass(frozen=True)
@@ -66,21 +118,17 @@ class Placed(OfOrder):
 
 
 @dataclass(frozen=True)
-class TaylorSeer(PlainDeepCache):
+class TaylorSeer(OfOrder):
     """Of order 2, over the step's number."""
 
+    of_order: int = 2
     axis: str = "step"
-
-    @property
-    def order(self) -> int:
-        """Of the forecast."""
-        return 2
 
     def full_steps(
         self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
     ) -> frozenset[int]:
         """As DeepCache's, and the first ones."""
-        return super().full_steps(sigmas, sigma_start, sigma_end, row) | frozenset(range(FIRST_FULL))
+        return frozenset(range(0, len(sigmas), self.interval)) | frozenset(range(FIRST_FULL))
 
 
 @dataclass(frozen=True)

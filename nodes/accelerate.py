@@ -4,15 +4,14 @@ from typing import Any
 
 from comfy_api.latest import io
 
-from ..accel.call import BUDGET_MB, MODES
+from ..accel.call import BUDGET_MB
 from ..accel.comfy.lazy import compile_controlnet
 from . import badge
 from .compile_controlnet import controlnet_part
-from .compile_model import TIMED, budget_input, is_mode, model_part, timed
+from .compile_model import TIMED, is_mode, model_part, timed
 from .compile_vae import vae_part
 from .giving import give
-from .messages import VERIFY
-from .schema import schema
+from .schema import budget_input, mode_input, model_input, model_output, schema, verify_input
 
 
 class Accelerate(io.ComfyNode):
@@ -23,29 +22,21 @@ class Accelerate(io.ComfyNode):
         return schema(
             node_id="AnyShapeAccelerate",
             display_name="Accelerate (AnyShape)",
-            category="AnyShape",
             description="Makes a workflow faster with one node: Compile Model, Compile VAE and Compile ControlNet in "
             "one. Connect what there is, and take it from here on. What cannot run faster runs as without this node; "
             "Shape Cache Info says why.",
             inputs=[
-                io.Model.Input("model", tooltip="The model to speed up. LoRA nodes may come before or after."),
-                io.Combo.Input(
-                    "mode",
-                    options=list(MODES),
-                    default="auto",
-                    tooltip="auto: joins small operations into fewer, faster ones. exact: ComfyUI's own operations, in "
-                    "a CUDA graph where that pays; the picture is bit-equal to ComfyUI's, and VAE and ControlNet pass "
-                    "through. off: exactly as without this node.",
-                ),
+                model_input(),
+                mode_input(", and VAE and ControlNet pass through"),
                 budget_input(),
-                io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
+                verify_input(),
                 io.Vae.Input("vae", optional=True, tooltip="The VAE to speed up, if there is one."),
                 io.ControlNet.Input(
                     "control_net", optional=True, tooltip="The ControlNet to speed up, if there is one."
                 ),
             ],
             outputs=[
-                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original."),
+                model_output(),
                 io.Vae.Output(tooltip="The same VAE, faster; nothing if none is connected."),
                 io.ControlNet.Output(tooltip="The same ControlNet, faster; nothing if none is connected."),
             ],

@@ -19,10 +19,10 @@ import torch
 from comfyui_version import __version__ as comfyui
 from server import PromptServer
 
+from ..accel.artifacts.compiled_for import pack_version
 from ..accel.attempt import without_folders
 from ..accel.stats import STATS, NodeStats, bounded
 
-PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 SECONDS = 10  # for the driver's tool
 OPEN = (  # variables whose values say how things run; of our others only that they are set
@@ -51,13 +51,6 @@ def particulars() -> str:
 
 def _section(title: str, lines: list[str]) -> list[str]:
     return [f"{title}:", *(f"- {line}" for line in lines)] if lines else []
-
-
-@cache
-def pack_version() -> str:
-    """By the pack's own file, which the registry's archive has too."""
-    found = re.search(r'^version = "(.+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else "unknown"
 
 
 def _installed(*names: str) -> str:

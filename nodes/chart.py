@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from ..accel.wording import AS_COMFYUI, FAST, PARTLY, files, speed, title
+from ..accel.wording import AS_COMFYUI, FAST, PARTLY, files, size, speed, title
 
 COLOURS = {FAST: "#2a9d8f", PARTLY: "#4c78a8", AS_COMFYUI: "#c44e52"}  # as in web/anyshape/style.css
 EAGER = "#444444"  # ComfyUI's own time
@@ -64,10 +64,9 @@ def _marks(axes: Any, shapes: list[tuple[str, dict[str, Any]]]) -> None:
 
 
 def _label(name: str, s: dict[str, Any]) -> str:
-    frames = f"x{s['frames']}" if s["frames"] > 1 else ""
     step = f"  {s['step']}" if s["step"] else ""
     name = name if len(name) <= LONGEST else f"{name[: LONGEST - 3]}..."
-    return f"{name}  {s['width']}x{s['height']}{frames}  b{s['batch']}{step}"
+    return f"{name}  {size(s['width'], s['height'], s['frames'])}  b{s['batch']}{step}"
 
 
 def _patch(name: str) -> Any:

@@ -5,9 +5,8 @@ from comfy_api.latest import io
 from ..accel.comfy import entries
 from ..accel.comfy.lazy import compile_controlnet
 from . import badge
-from .giving import Part, give, part_of
-from .messages import VERIFY
-from .schema import schema
+from .giving import Part, give, switched
+from .schema import ORIGINAL, enabled_input, schema, verify_input
 
 
 class CompileControlNet(io.ComfyNode):
@@ -18,7 +17,6 @@ class CompileControlNet(io.ComfyNode):
         return schema(
             node_id="AnyShapeCompileControlNet",
             display_name="Compile ControlNet (AnyShape)",
-            category="AnyShape",
             description="Makes a ControlNet faster, of SD1.5, SD2, SDXL, Flux and others, at any size and batch, with "
             "Compile Model or without. What cannot run faster runs as without this node; Shape Cache Info "
             "says why.",
@@ -27,16 +25,10 @@ class CompileControlNet(io.ComfyNode):
                     "control_net",
                     tooltip="The ControlNet to speed up. Set Union ControlNet Type may come before or after.",
                 ),
-                io.Boolean.Input(
-                    "enabled", default=True, tooltip="Off: the ControlNet passes through, exactly as without this node."
-                ),
-                io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
+                enabled_input("ControlNet"),
+                verify_input(),
             ],
-            outputs=[
-                io.ControlNet.Output(
-                    tooltip="The same ControlNet, faster. Bypass (Ctrl+B) or delete it to get the original."
-                )
-            ],
+            outputs=[io.ControlNet.Output(tooltip=f"The same ControlNet, faster. {ORIGINAL}")],
             hidden=badge.HIDDEN,
         )
 
@@ -49,11 +41,4 @@ class CompileControlNet(io.ComfyNode):
 
 def controlnet_part(control_net: io.ControlNet.Type, enabled: bool, verify: bool) -> Part:
     """What Compile ControlNet makes of a CONTROL_NET."""
-    if not enabled:
-        return Part(control_net, None, enabled=False)
-
-    def made() -> Part:
-        compiled, message = compile_controlnet(control_net, verify)
-        return Part(compiled, entries.of_controlnet(compiled), message)
-
-    return part_of(control_net, "Compile ControlNet", made)
+    return switched(control_net, enabled, verify, "Compile ControlNet", compile_controlnet, entries.of_controlnet)

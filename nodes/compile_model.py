@@ -2,29 +2,14 @@
 
 from comfy_api.latest import io
 
-from ..accel.call import BUDGET_MB, MAX_BUDGET_MB, MODES, Settings
+from ..accel.call import BUDGET_MB, MODES, Settings
 from ..accel.comfy import entries
 from ..accel.comfy.attach import compile_model
 from . import badge
 from .giving import Part, give, part_of
-from .messages import VERIFY
-from .schema import schema
+from .schema import budget_input, mode_input, model_input, model_output, schema, verify_input
 
-FORMER = ("kernels", "regions")  # modes of versions before the tape; saved workflows still name them
 TIMED = {f"time {mode}": mode for mode in ("auto", "exact")}  # what Compare queues: ComfyUI's own forwards are timed
-
-
-def budget_input() -> io.Int.Input:
-    """The input ``graph_budget_mb``."""
-    return io.Int.Input(
-        "graph_budget_mb",
-        default=BUDGET_MB,
-        min=0,
-        max=MAX_BUDGET_MB,
-        step=64,
-        tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
-        "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
-    )
 
 
 class CompileModel(io.ComfyNode):
@@ -35,32 +20,17 @@ class CompileModel(io.ComfyNode):
         return schema(
             node_id="AnyShapeCompileModel",
             display_name="Compile Model (AnyShape)",
-            category="AnyShape",
             description="Makes sampling faster, for any model: image or video. Compiles once, in seconds; a new size, "
             "batch or prompt length never compiles again. What cannot run faster runs as without this node; Shape "
             "Cache Info says why.",
-            inputs=[
-                io.Model.Input("model", tooltip="The model to speed up. LoRA nodes may come before or after."),
-                io.Combo.Input(
-                    "mode",
-                    options=list(MODES),
-                    default="auto",
-                    tooltip="auto: joins small operations into fewer, faster ones. exact: ComfyUI's own operations, in "
-                    "a CUDA graph where that pays; the picture is bit-equal to ComfyUI's. off: exactly as without this "
-                    "node.",
-                ),
-                budget_input(),
-                io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
-            ],
-            outputs=[
-                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original.")
-            ],
+            inputs=[model_input(), mode_input(), budget_input(), verify_input()],
+            outputs=[model_output()],
             hidden=badge.HIDDEN,
         )
 
     @classmethod
     def validate_inputs(cls, mode: str | None = None) -> bool | str:
-        """In the place of ComfyUI's look at the list, which would refuse a saved workflow with a former mode."""
+        """In the place of ComfyUI's look at the list, which lacks what *Compare* queues."""
         return is_mode(mode)
 
     @classmethod
@@ -75,27 +45,18 @@ class CompileModel(io.ComfyNode):
 
 def model_part(model: io.Model.Type, mode: str, graph_budget_mb: int, verify: bool) -> Part:
     """What Compile Model makes of a MODEL."""
-    mode, note = _current(mode)
     settings = Settings(mode, graph_budget_mb, verify)
 
     def made() -> Part:
         compiled, message = compile_model(model, settings)
-        message = "\n".join(text for text in (note, message) if text)
         return Part(compiled, entries.of_model(compiled), message, mode != "off", entries.passed_by(compiled), model)
 
     return part_of(model, "Compile Model", made)
 
 
-def _current(mode: str) -> tuple[str, str]:
-    """(the mode that stands for ``mode`` today, what the user should know)."""
-    if mode not in FORMER:
-        return mode, ""
-    return "auto", f"mode {mode!r} is of an earlier version and now means auto: choose one of {', '.join(MODES)}"
-
-
 def is_mode(mode: str | None) -> bool | str:
     """Whether a prompt may have this mode, or why not; None: it comes from another node, and is not known yet."""
-    if mode is None or mode in (*MODES, *FORMER, *TIMED):
+    if mode is None or mode in (*MODES, *TIMED):
         return True
     return f"{mode!r} is not in the list; choose one of {', '.join(MODES)}"
 

@@ -6,9 +6,8 @@ from comfy_api.latest import io
 from ..accel.comfy import entries
 from ..accel.comfy.lazy import compile_vae
 from . import badge
-from .giving import Part, give, part_of
-from .messages import VERIFY
-from .schema import schema
+from .giving import Part, give, switched
+from .schema import ORIGINAL, enabled_input, schema, verify_input
 
 
 class CompileVAE(io.ComfyNode):
@@ -19,17 +18,10 @@ class CompileVAE(io.ComfyNode):
         return schema(
             node_id="AnyShapeCompileVAE",
             display_name="Compile VAE (AnyShape)",
-            category="AnyShape",
             description="Makes VAE decode and encode faster, at any size and batch. Other workflows that use the same "
             "VAE are not affected.",
-            inputs=[
-                io.Vae.Input("vae", tooltip="The VAE to speed up."),
-                io.Boolean.Input(
-                    "enabled", default=True, tooltip="Off: the VAE passes through, exactly as without this node."
-                ),
-                io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
-            ],
-            outputs=[io.Vae.Output(tooltip="The same VAE, faster. Bypass (Ctrl+B) or delete it to get the original.")],
+            inputs=[io.Vae.Input("vae", tooltip="The VAE to speed up."), enabled_input("VAE"), verify_input()],
+            outputs=[io.Vae.Output(tooltip=f"The same VAE, faster. {ORIGINAL}")],
             hidden=badge.HIDDEN,
         )
 
@@ -40,11 +32,4 @@ class CompileVAE(io.ComfyNode):
 
 def vae_part(vae: comfy.sd.VAE, enabled: bool, verify: bool) -> Part:
     """What Compile VAE makes of a VAE."""
-    if not enabled:
-        return Part(vae, None, enabled=False)
-
-    def made() -> Part:
-        compiled, message = compile_vae(vae, verify)
-        return Part(compiled, entries.of_vae(compiled), message, patcher=getattr(vae, "patcher", None))
-
-    return part_of(vae, "Compile VAE", made)
+    return switched(vae, enabled, verify, "Compile VAE", compile_vae, entries.of_vae)

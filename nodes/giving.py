@@ -33,6 +33,21 @@ def part_of(value: Any, what: str, make: Callable[[], Part]) -> Part:
     return made or Part(value, None, failure)
 
 
+def switched(
+    value: Any, enabled: bool, verify: bool, what: str, work: Callable[..., tuple[Any, str]],
+    names: Callable[[Any], Names | None],
+) -> Part:  # fmt: skip
+    """What a node with a switch makes of a VAE or a CONTROL_NET. work: of ``lazy``; names: of ``entries``."""
+    if not enabled:
+        return Part(value, None, enabled=False)
+
+    def made() -> Part:
+        compiled, message = work(value, verify)
+        return Part(compiled, names(compiled), message, patcher=getattr(value, "patcher", None))
+
+    return part_of(value, what, made)
+
+
 def give(node: type[io.ComfyNode], *parts: Part | None, **settings: Any) -> io.NodeOutput:
     """The outputs of ``node``, one of each part; None where nothing is connected. settings: of ``badge.note``."""
     given = [part for part in parts if part is not None]

@@ -9,11 +9,6 @@ from ..accel.attempt import attempt, failed
 
 log = logging.getLogger(__name__)
 
-VERIFY = (  # the tooltip of an input that several nodes have
-    "Compares the first result of each new size with ComfyUI's own, to find a faulty driver or card before it spoils "
-    "pictures. Costs at most one more forward at a new size."
-)
-
 
 def node_id(node: type[io.ComfyNode]) -> str | None:
     """The id of ``node`` in the workflow that runs it; None where a script calls it, which has no workflow."""

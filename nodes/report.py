@@ -66,19 +66,14 @@ def _count(items: list[Any], noun: str) -> str:
 
 
 def _shape(s: dict[str, Any], shorts: dict[str, str], device: str) -> str:
-    state = f"{wording.speed(s, device)} ({s['state']})"
+    state, size = f"{wording.speed(s, device)} ({s['state']})", wording.size(s["width"], s["height"], s["frames"])
     digits = {"first_call_seconds": 2, "median_ms": 1, "eager_ms": 1, "factor": 2}
     first, now, eager, factor = (wording.figure(s[name], many) for name, many in digits.items())
     why = "; ".join(shorts.get(text, text) for text in _texts(s))
     return (
-        f"{_size(s):>14} {s['batch']:>5} {state:<19} {s['calls']:>6} {first:>8} "
+        f"{size:>14} {s['batch']:>5} {state:<19} {s['calls']:>6} {first:>8} "
         f"{now:>8} {eager:>8} {factor:>5} {wording.figure(s['bytes'] / MIB, 0):>6}  {_step(s)}{why}"
     ).rstrip()
-
-
-def _size(s: dict[str, Any]) -> str:
-    """Of an image 1024x1152, of a video 832x480x33."""
-    return f"{s['width']}x{s['height']}" + (f"x{s['frames']}" if s["frames"] > 1 else "")
 
 
 def _texts(s: dict[str, Any]) -> list[str]:

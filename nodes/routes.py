@@ -11,9 +11,10 @@ from aiohttp import web
 from server import PromptServer
 
 from ..accel import graphs, stats
+from ..accel.artifacts.compiled_for import pack_version
 from ..accel.attempt import attempt, named
 from . import help_pages
-from .bug_report import comfyui, pack_version, particulars
+from .bug_report import comfyui, particulars
 from .live import Live
 from .metrics import CONTENT_TYPE, exposition
 from .report import report

@@ -1,9 +1,11 @@
-"""A node's schema, with what people type who look for such a node."""
+"""A node's schema, with what people type who look for such a node, and inputs that several nodes have."""
 
 from dataclasses import fields
 from typing import Any
 
 from comfy_api.latest import io
+
+from ..accel.call import BUDGET_MB, MAX_BUDGET_MB, MODES
 
 ALIASES = {
     "AnyShapeCompileModel": (
@@ -29,9 +31,65 @@ ALIASES = {
     ),
 }  # fmt: skip
 KNOWN = {one.name for one in fields(io.Schema)}
+ORIGINAL = "Bypass (Ctrl+B) or delete it to get the original."
 
 
 def schema(node_id: str, **given: Any) -> io.Schema:
     """``io.Schema``; the search of older ComfyUIs knows titles alone."""
     aliases = {"search_aliases": list(ALIASES[node_id])} if "search_aliases" in KNOWN else {}
-    return io.Schema(node_id=node_id, **given, **aliases)
+    return io.Schema(node_id=node_id, category="AnyShape", **given, **aliases)
+
+
+# Inputs and outputs that several nodes have ---------------------------------------------------------------------------
+
+
+def model_input() -> io.Model.Input:
+    """Of the nodes that compile a MODEL."""
+    return io.Model.Input("model", tooltip="The model to speed up. LoRA nodes may come before or after.")
+
+
+def model_output() -> io.Model.Output:
+    """Of the nodes that give a faster MODEL."""
+    return io.Model.Output(tooltip=f"The same model, faster. {ORIGINAL}")
+
+
+def mode_input(others: str = "") -> io.Combo.Input:
+    """others: what becomes of what is no MODEL in ``exact``."""
+    return io.Combo.Input(
+        "mode",
+        options=list(MODES),
+        default="auto",
+        tooltip="auto: joins small operations into fewer, faster ones. exact: ComfyUI's own operations, in a CUDA "
+        f"graph where that pays; the picture is bit-equal to ComfyUI's{others}. off: exactly as without this node.",
+    )
+
+
+def budget_input() -> io.Int.Input:
+    """The memory of graphs."""
+    return io.Int.Input(
+        "graph_budget_mb",
+        default=BUDGET_MB,
+        min=0,
+        max=MAX_BUDGET_MB,
+        step=64,
+        tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
+        "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
+    )
+
+
+def enabled_input(what: str) -> io.Boolean.Input:
+    """what: passes through where it is off."""
+    return io.Boolean.Input(
+        "enabled", default=True, tooltip=f"Off: the {what} passes through, exactly as without this node."
+    )
+
+
+def verify_input() -> io.Boolean.Input:
+    """Whether first results are compared."""
+    return io.Boolean.Input(
+        "verify",
+        default=True,
+        optional=True,
+        tooltip="Compares the first result of each new size with ComfyUI's own, to find a faulty driver or card before "
+        "it spoils pictures. Costs at most one more forward at a new size.",
+    )

@@ -22,7 +22,6 @@ class ShapeCacheInfo(io.ComfyNode):
         return schema(
             node_id="AnyShapeShapeCacheInfo",
             display_name="Shape Cache Info (AnyShape)",
-            category="AnyShape",
             description="Shows every size that has run: how (fast, partly fast, or as ComfyUI), what its first call "
             "cost, how fast it is now, and the reason wherever something could not run faster.",
             inputs=[

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import folder_paths
 
-from ..accel.comfy.warming import was_asked_for
 from ..accel.last_sizes import LastSizes
 from ..accel.size_list import Shape
 from ..accel.stats import STATS, ModelStats, ShapeStats
@@ -40,7 +39,7 @@ def _by_file() -> list[tuple[str, ModelStats]]:
 
 def _asked_for(model: ModelStats) -> list[Shape]:
     shapes = sorted(list(model.shapes.values()), key=lambda shape: shape.prompt)
-    return [_shape(s) for s in shapes if s.width and was_asked_for(model.name, s)]
+    return [_shape(s) for s in shapes if s.width and s.asked]
 
 
 def _shape(s: ShapeStats) -> Shape:

@@ -10,7 +10,7 @@ from ..accel.comfy.skipping import skip_blocks
 from ..accel.skip.settings import AUTO, FORECASTS, MAX_INTERVAL, PRESETS, SkipSettings, with_preset
 from . import badge
 from .messages import node_id, say
-from .schema import schema
+from .schema import model_output, schema
 
 DEEPEST = 10  # of SD1.5; of a transformer's blocks so many at either end are more than a skipped step should run
 
@@ -27,7 +27,6 @@ class SkipBlocks(io.ComfyNode):
         return schema(
             node_id="AnyShapeSkipBlocks",
             display_name="Skip Blocks (DeepCache)",
-            category="AnyShape",
             description="Makes sampling much faster for a slightly different picture: on most steps the blocks in the "
             "middle of the model are not computed, and what they would add is forecast from earlier steps. For SD1.5, "
             "SD2, SDXL and transformers of images, video and sound (Flux, Z-Image, Qwen-Image, Wan and others), any "
@@ -77,9 +76,7 @@ class SkipBlocks(io.ComfyNode):
                     "left of the small demo models, they give 1.7x to 1.9x and 2.6x to 3.2x.",
                 ),
             ],
-            outputs=[
-                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original.")
-            ],
+            outputs=[model_output()],
             hidden=badge.HIDDEN,
         )
 

@@ -24,7 +24,6 @@ class WarmUp(io.ComfyNode):
         return schema(
             node_id="AnyShapeWarmUp",
             display_name="Warm Up Sizes (AnyShape)",
-            category="AnyShape",
             description="Compiles and captures the listed sizes ahead, largest first, so that their first prompt is "
             "as fast as the second. Place it last before the sampler. Other sizes work as without this node.",
             inputs=[

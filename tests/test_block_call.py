@@ -11,7 +11,8 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.block_call import NotUsed, swapped, take_apart  # noqa: E402 - exists from the line above on
+from anyshape.accel.block_call import NotUsed, take_apart  # noqa: E402 - exists from the line above on
+from anyshape.accel.tape.values import swapped  # noqa: E402
 
 
 @dataclass

@@ -99,17 +99,6 @@ def test_switching_the_vae_off(built) -> None:
     built.page.click_widget(built.vae, "enabled")
 
 
-def test_a_workflow_of_an_earlier_version_runs(built) -> None:
-    """Its mode is no longer in the list: the page keeps and sends it, and the node says what it means now."""
-    built.page.set_widgets(built.model, {"mode": "regions"})
-    built.page.run(built.server)
-    title = built.page.page.locator(".anyshape-badge[title*='is of an earlier version and now means auto']")
-    title.first.wait_for()
-    (noted,) = [one for one in built.stats()["nodes"] if "earlier version" in one["message"]]
-    assert noted["type"] == "AnyShapeCompileModel" and noted["state"] == "ready"
-    built.page.set_widgets(built.model, {"mode": "auto"})
-
-
 def test_a_step_down_is_shown_with_its_reason(built) -> None:
     """A layer that keeps something from call to call: the panel says what ran instead, and why."""
     counting = built.page.add_node("Counting Layer", 740, 540)

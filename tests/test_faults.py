@@ -204,7 +204,7 @@ def test_a_fault_in_the_vae(models, pack, inject, target):
     assert any("injected" in reason for reason in reasons())
 
 
-@pytest.mark.parametrize("target", ["comfy.vae._with_our_ways", "comfy.vae._engine_of"])
+@pytest.mark.parametrize("target", ["comfy.vae._with_our_ways", "comfy.vae.engine_for"])
 def test_a_fault_in_compile_vae(models, inject, target):
     from anyshape.accel.comfy.vae import compile_vae
 

@@ -14,7 +14,8 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel.fingerprint import ModuleFingerprint, Watch  # noqa: E402
-from anyshape.accel.foreign import changed_part, foreign_method  # noqa: E402
+from anyshape.accel.foreign import foreign_code, foreign_method  # noqa: E402
+from anyshape.accel.functions_read import FunctionsRead  # noqa: E402
 
 
 class Layer(nn.Linear):
@@ -89,10 +90,7 @@ QUICK = {  # change -> what the answer says
         lambda model, patch: model[0].layer.weight_function.append(other),
         "0.layer.weight_function[0] (tests.test_fingerprint)",
     ),
-    "another list of functions": (
-        lambda model, patch: setattr(model[1].layer, "bias_function", [other]),
-        "1.layer.bias_function[0] (tests.test_fingerprint)",
-    ),
+    "functions": (set_on("1.layer", "bias_function", [other]), "1.layer.bias_function[0] (tests.test_fingerprint)"),
     "weights that are cast": (set_on("0.layer", "comfy_cast_weights", True), "0.layer.comfy_cast_weights (True)"),
     "another layer": (set_on("1", "layer", nn.Identity()), "1.layer (torch.nn.modules.linear)"),
     "another class": (lambda model, patch: setattr(model[0], "__class__", type("Theirs", (Block,), {})), "0.class ("),
@@ -257,16 +255,20 @@ def test_another_module_of_the_same_code_fits(monkeypatch, change) -> None:
 def test_hooked_and_replaced_parts(model, monkeypatch) -> None:
     left_behind(model)
     model[0].heads = 5
-    assert changed_part(model) == ""
+    own = brought(model)  # the classes themselves are of no package that is known
     hook = model[0].layer.register_forward_hook(other)
-    assert changed_part(model) == "0.layer, tests.test_fingerprint"
+    assert brought(model) - own == {"0.layer._forward_hooks[0] of tests.test_fingerprint"}
     hook.remove()
     model[1].norm.forward = other
-    assert changed_part(model) == "1.norm, tests.test_fingerprint"
+    assert brought(model) - own == {"1.norm.forward of tests.test_fingerprint"}
     del model[1].norm.forward
-    assert changed_part(model) == ""
+    assert brought(model) == own
     monkeypatch.setitem(nn.modules.module._global_forward_hooks, 7, other)
-    assert changed_part(model) == "every module, tests.test_fingerprint"
+    assert brought(model) - own == {"every module.hook 0 of tests.test_fingerprint"}
+
+
+def brought(model) -> set[str]:
+    return {name for name, _ in foreign_code(model, FunctionsRead([]))}
 
 
 def test_parts_are_torchs_in_their_order(model) -> None:
@@ -306,9 +308,9 @@ def test_a_forward_while_another_thread_records_is_no_change(model) -> None:
     from anyshape.accel.block_forwards import Blocks
 
     blocks = Blocks()
-    blocks.paths = ["0"]
+    blocks.paths, own = ["0"], brought(model)
     with blocks.ours(model, lambda path, block, own, args, kwargs: own(*args, **kwargs)):
-        assert "forward" in model[0].__dict__ and changed_part(model) == ""
+        assert "forward" in model[0].__dict__ and brought(model) == own
 
 
 # Classes that were replaced before anybody looked -----------------------------------------------------------------

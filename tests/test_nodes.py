@@ -91,20 +91,6 @@ def test_exact_is_bit_equal(server, plain) -> None:
     assert calls(server) > before  # it went through the node all the same
 
 
-@pytest.mark.parametrize("mode", ["kernels", "regions"])
-def test_workflows_of_earlier_versions_run(server, plain, mode) -> None:
-    """As with auto, and the node says so."""
-    said, wanted = [], pixels(server, with_nodes())
-    flow = with_nodes(mode=mode)
-    flow["save"]["inputs"]["filename_prefix"] = f"former-{mode}"  # or ComfyUI would not save an equal picture again
-    entry = server.run(flow, lambda kind, data: said.append(data) if kind == "progress_text" else None)
-    pictures = [server.view(image).convert("RGB") for image in entry["outputs"]["save"]["images"]]
-    assert np.array_equal(np.stack([np.asarray(p, dtype=np.float32) / 255 for p in pictures]), wanted)
-    (noted,) = [one for one in stats(server)["nodes"] if one["id"] == "model"]
-    assert noted["state"] == "ready"
-    assert noted["message"].startswith(f"mode '{mode}' is of an earlier version and now means auto")
-
-
 @pytest.mark.parametrize("budget", [0, 1 << 20])
 def test_every_setting_makes_the_image(server, plain, budget) -> None:
     """Kernels on a machine without a GPU and a budget larger than any card included."""
@@ -301,7 +287,7 @@ def test_every_node_runs_without_a_server(pack, models, patcher) -> None:
     vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
     control = models.controlnet_for(patcher)
     (model,) = execute(nodes.CompileModel, patcher, "auto", 2048)
-    assert model is not patcher and execute(nodes.CompileModel, patcher, "regions", 0)[0] is not patcher
+    assert model is not patcher
     assert execute(nodes.CompileVAE, vae, True)[0] is not vae
     assert execute(nodes.CompileVAE, vae, False)[0] is vae
     assert execute(nodes.CompileControlNet, control, True)[0] is not control

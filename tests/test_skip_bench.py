@@ -98,18 +98,44 @@ def test_full_steps_by_drift_are_the_best_of_all(runs):
         assert skip_drift.best(features, sigmas, count) == best
 
 
+@pytest.mark.parametrize("positions", [(14.6, 9.1, 3.2, 0.4), (0.0, 1.0, 5.0, 5.5), (2.0, -1.0, -1.5, -9.0)])
+def test_a_parabola_is_exact_on_parabolas(runs, positions):
+    made = curve(2, [(t, 2.0 * t * t - 3.0 * t + 1.0) for t in positions[:3]])
+    assert made.at(positions[3]).item() == pytest.approx(2.0 * positions[3] ** 2 - 3.0 * positions[3] + 1.0, abs=1e-9)
+    assert curve(2, [(4.0, 0.0), (2.0, 8.0)]).at(1.0).item() == 12.0, "of two features, the line"
+
+
+def test_the_slope_is_damped(runs):
+    assert curve(1, [(4.0, 0.0), (2.0, 8.0)], damping=0.5).at(1.0).item() == 10.0
+
+
+def curve(order, points, **more):
+    from bench.skip_baselines import Curve
+
+    made = Curve(order, **more)
+    for position, value in points:
+        made.add(position, torch.tensor([value], dtype=torch.float64))
+    return made
+
+
+def test_a_density_holds_for_a_row_of_blocks_too(runs):
+    from bench.skip_baselines import OfOrder
+
+    for steps, interval in ((20, 3), (30, 4)):
+        sigmas = [float(steps - step) for step in range(steps)]
+        assert OfOrder(interval, density_of=1.0).full_steps(sigmas, 1e9, 0.0, row=True) >= {0, steps - 1}
+
+
 def test_settings_reach_the_run(runs, demo):
     """Without this, an ablation would compare a thing with itself."""
-    from anyshape.accel.skip.settings import SkipSettings
+    from bench.skip_baselines import OfOrder
 
     with torch.inference_mode():
         base, *others = (
-            demo.run(demo.skipping(SkipSettings(3, **changed)), STEPS, SIZE, slice(2)).pictures
-            for changed in ({}, {"axis": "step"}, {"damping": 0.5}, {"density": 2.0})
+            demo.run(demo.skipping(OfOrder(3, **changed)), STEPS, SIZE, slice(2)).pictures
+            for changed in ({}, {"axis": "step"}, {"damping": 0.5}, {"density_of": 2.0})
         )
     assert not any(torch.equal(base, other) for other in others)
-    with pytest.raises(ValueError, match="axis is 'time'; choose one of step, sigma, log_sigma"):
-        SkipSettings(axis="time")
 
 
 def test_how_alike_pictures_are(runs):

@@ -41,6 +41,8 @@ READS = {
     "values": lambda d: list(d.values()),
     "for": lambda d: [d[key] for key in d],
     "for keys": lambda d: [d[key] for key in d.keys()],  # noqa: SIM118
+    "keys as a set": lambda d: d.keys() & {"a"},
+    "in keys": lambda d: "a" in d.keys(),  # noqa: SIM118
     "update": lambda d: {}.update(d),
     "pop": lambda d: d.pop("a"),
     "setdefault": lambda d: d.setdefault("a", 3),

@@ -221,7 +221,7 @@ def test_weights_that_change_and_go():
 @pytest.mark.usefixtures("clean_stats")
 def test_unloaded_and_loaded_again_nothing_is_recorded_again():
     import comfy.model_management as mm
-    from anyshape.accel.comfy import vae as family
+    from anyshape.accel.comfy import attach
 
     from tools.driving import compiled_vae
 
@@ -230,7 +230,7 @@ def test_unloaded_and_loaded_again_nothing_is_recorded_again():
     for _ in range(3):
         assert torch.equal(decoded(fast, "TAESD", 0), decoded(vae, "TAESD", 0))
         mm.unload_all_models()
-    (takes,) = family._ENGINES[vae.first_stage_model]["decode"]._tape._tapes._takes.values()
+    (takes,) = attach._ENGINES[vae.first_stage_model]["VAE decoder"]._tape._tapes._takes.values()
     assert len(takes) == 1 and takes[0].program is not None and takes[0].program._bound is None
 
 

@@ -115,13 +115,13 @@ def test_unloaded_and_reloaded(vae):
 def test_a_freed_vae_is_gone(models, first):
     """Whichever goes first: nothing of ours keeps the weights alive, and the one that is left still works."""
     import comfy.model_management as mm
-    from anyshape.accel.comfy import vae as family
+    from anyshape.accel.comfy.attach import engines_of
 
     plain = build(models)
     fast = compiled_vae(plain)
     node("VAEEncode", fast, node("VAEDecode", fast, latent()))
     model, weight = weakref.ref(plain.first_stage_model), weakref.ref(plain.first_stage_model.decoder.conv_in.weight)
-    engines = [weakref.ref(engine) for engine in family._ENGINES[model()].values()]
+    engines = [weakref.ref(engine) for engine in engines_of(model())]
     if first == "the VAE":
         del plain
         gc.collect()

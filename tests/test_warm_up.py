@@ -268,18 +268,12 @@ def test_a_failure_of_ours_costs_nothing(pack, patcher, clean_stats, monkeypatch
 # The budget -------------------------------------------------------------------------------------------------------
 
 
-def budget(pins):
-    """What the node thinks of a budget of 100 MiB."""
-    from anyshape.accel.comfy import warming
-
-    return warming._Budget(torch.device("cpu"), 100 << 20, pins)
-
-
 def test_a_graph_that_did_not_fit_ends_the_warm_up(pack) -> None:
+    from anyshape.accel.comfy import warming
     from anyshape.accel.graphs import Pins
 
-    assert budget(Pins()).is_spent() == ""
-    assert "graph_budget_mb (100) is full" in budget(Pins(full=True)).is_spent()
+    assert warming._spent(100 << 20, Pins()) == ""
+    assert "graph_budget_mb (100) is full" in warming._spent(100 << 20, Pins(full=True))
 
 
 def test_a_graph_that_is_gone_is_said(pack, monkeypatch) -> None:
@@ -288,7 +282,7 @@ def test_a_graph_that_is_gone_is_said(pack, monkeypatch) -> None:
 
     monkeypatch.setattr(warming.graphs, "held", lambda _: {("UNet", "there"): 1})
     rows = [Row(Shape(64, 64), "model", "graph", keys=frozenset({("UNet", key)})) for key in ("gone", "there")]
-    assert [row.state for row in budget(None).settled(rows)] == ["evicted", "graph"]
+    assert [row.state for row in warming._settled(rows, torch.device("cpu"))] == ["evicted", "graph"]
     assert "memory ran short" in rows[0].why and not rows[1].why
 
 

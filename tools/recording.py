@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from anyshape.accel.comfy import taping
 from anyshape.accel.tape import rules
-from anyshape.accel.tape.diagnose import eager_values, laid_out
+from anyshape.accel.tape.diagnose import eager_values
 from anyshape.accel.tape.kernels import Launch
+from anyshape.accel.tape.layout import laid_out
 from anyshape.accel.tape.options import Guards, NotedOptions, Reads
 from anyshape.accel.tape.program import Program
 from anyshape.accel.tape.record import Recorder, record
@@ -84,8 +85,8 @@ class Rounding:
 
 
 def _run(launch: Launch, operands: list[Tensor], device: torch.device) -> list[Tensor]:
-    outputs = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=device) for v in launch.outputs]
-    launch([laid_out(tensor, value) for tensor, value in zip(operands, launch.operands, strict=True)], outputs)
+    outputs = [value.empty(device) for value in launch.outputs]
+    launch([laid_out(tensor, value.stride) for tensor, value in zip(operands, launch.operands, strict=True)], outputs)
     return outputs
 
 

@@ -24,7 +24,7 @@ WORDS = {
 def describe(device: torch.device) -> dict[str, str]:
     """All fields, for ``device`` of this machine."""
     return {
-        "pack": _pack_version(),
+        "pack": pack_version(),
         "sources": _sources(),
         "torch": str(torch.__version__),
         "triton": _triton_version(),
@@ -67,7 +67,8 @@ def _platform() -> str:
 
 
 @functools.cache
-def _pack_version() -> str:
+def pack_version() -> str:
+    """By the pack's own file, which the registry's archive has too."""
     project = PACK / "pyproject.toml"
     found = re.search(r'^version = "([^"]+)"', project.read_text("utf-8"), re.M) if project.is_file() else None
     return found[1] if found else "unknown"

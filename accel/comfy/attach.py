@@ -31,21 +31,29 @@ FORWARD = "diffusion_model.forward"
 Forward = Callable[..., Any]
 
 _LOCK = threading.Lock()  # two first calls at once must get one engine
-_ENGINES: "weakref.WeakKeyDictionary[nn.Module, Engine]" = weakref.WeakKeyDictionary()
+_ENGINES: "weakref.WeakKeyDictionary[nn.Module, dict[str, Engine]]" = weakref.WeakKeyDictionary()  # and by name
 
 
 def engine_for(module: nn.Module, name: str, kind: str, **traits: bool) -> Engine:
-    """The engine of ``module``: one for all clones of its patcher, gone when the module is. ``traits``: see Engine."""
+    """The engine of ``module``: one for all clones of its patcher, gone when the module is.
+
+    name: of its entry in the stats; a VAE has two. traits: see ``Engine``.
+    """
     with _LOCK:
-        if module not in _ENGINES:
-            _ENGINES[module] = Engine(STATS.model(name, kind), INTERRUPTS, **traits)
-        return _ENGINES[module]
+        engines = _ENGINES.setdefault(module, {})
+        if name not in engines:
+            engines[name] = Engine(STATS.model(name, kind), INTERRUPTS, **traits)
+        return engines[name]
+
+
+def engines_of(module: nn.Module | None) -> list[Engine]:
+    """Those that ``module`` has; none before its first forward."""
+    return [] if module is None else list(_ENGINES.get(module, {}).values())
 
 
 def entry_names(module: nn.Module | None) -> list[str]:
     """The names of the stats' entries that ``module`` has; none before its first forward."""
-    engine = None if module is None else _ENGINES.get(module)
-    return [engine.stats.name] if engine else []
+    return [engine.stats.name for engine in engines_of(module)]
 
 
 def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, str]:
@@ -61,11 +69,11 @@ def compile_model(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatch
 
 
 def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, str]:
+    clone, name = remove(patcher.clone()), type(patcher.model).__name__  # of two such nodes, the last one decides
     if obstacle := devices.obstacle(patcher.load_device):
-        return _plain(patcher, obstacle)
-    clone = patcher.clone()
-    remove(clone)  # of two Compile Model nodes in a row, the last one decides
-    session = Session(settings, type(patcher.model).__name__, engine_of(patcher), size_of(patcher))
+        STATS.fallback(name, obstacle)
+        return clone, obstacle
+    session = Session(settings, name, engine_of(patcher), size_of(patcher))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, session.sampler)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
@@ -85,12 +93,6 @@ def size_of(patcher: ModelPatcher) -> Callable[[tuple[int, ...]], tuple[int, int
     """What tells (width, height, frames) of a picture from its latent's shape; None where nobody knows."""
     latents = latents_of(patcher.model.latent_format)
     return latents.size if latents else None
-
-
-def _plain(patcher: ModelPatcher, message: str) -> tuple[ModelPatcher, str]:
-    """(a clone without our wrappers, ``message``), counted."""
-    STATS.fallback(type(patcher.model).__name__, message)
-    return remove(patcher.clone()), message
 
 
 def engine_of(patcher: ModelPatcher) -> Callable[[nn.Module], Engine]:
@@ -150,8 +152,7 @@ def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: 
 
 def drop_graphs(module: nn.Module) -> None:
     """Gives the memory of this model's graphs back, if it has any."""
-    engine = _ENGINES.get(module)
-    if engine is not None:
+    for engine in engines_of(module):
         attempt(engine.drop_graphs, failed(engine.stats.name, "giving graphs back"), INTERRUPTS)
     small_weights.forget(module)
 

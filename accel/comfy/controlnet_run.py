@@ -11,11 +11,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import comfy.controlnet
-import torch
 from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 from torch import Tensor, nn
@@ -23,15 +21,13 @@ from torch import Tensor, nn
 from ..attempt import Fallback, attempt, failed
 from ..call import Settings
 from ..engine import Engine
-from ..foreign import changed_part
 from ..key import ShapeKey
-from ..reasons import say
 from ..tape.values import replaced
 from ..weights import ChannelsLastWeights
 from . import sampling_state, taping
 from .attach import engine_for, settings_of
 from .compat import outside_memory_plan
-from .surroundings import INTERRUPTS
+from .surroundings import INTERRUPTS, through
 
 KIND = "controlnet"  # in the stats
 NAME = "ControlNet"  # there, too
@@ -54,10 +50,6 @@ class Sampling:
         self._fingerprints, self._built_again = fingerprints, built_again
         self._users: weakref.WeakSet[comfy.controlnet.ControlNet] = weakref.WeakSet()
         self._run: sampling_state.SamplingState | None = None
-        self._changed: tuple[int | None, str] = (
-            None,
-            "",
-        )  # the model's structure when it was looked at, and what was found
         self._lock = threading.RLock()
 
     def begin(self, control: comfy.controlnet.ControlNet, patcher: ModelPatcher | None) -> None:
@@ -100,18 +92,6 @@ class Sampling:
             run.let_go()
             if run is not self._run:  # no sampling run will end it
                 run.close()
-
-    def changed(self, model: nn.Module, structure: int) -> str:
-        """Which part of ``model`` is hooked or replaced, and by whom; "" if none is. structure: of its code, now.
-
-        Such code may count its calls, or look at what it is given, so a replay is no call of it.
-        """
-        with self._lock:
-            known, found = self._changed
-            if known != structure:
-                found = changed_part(model)
-                self._changed = structure, found
-            return found
 
     def form(self, key: ShapeKey, new: Any | None) -> Any:
         """The containers of a call's result; ``new`` ones, if the network itself has just made them."""
@@ -173,11 +153,8 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The network's result; ComfyUI's own if anything of ours fails."""
-        fallback = Fallback(lambda: self._model(*args, **kwargs))
-        if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
-            return fallback()
-        ours = partial(self._through_engine, fallback, args, kwargs)
-        return fallback.rescue(ours, failed(self.sampling.engine.stats.name, "a forward"), INTERRUPTS)
+        where = self.sampling.engine.stats.name
+        return through(self._through_engine, self._model, args, kwargs, where, "a forward")
 
     def _through_engine(self, fallback: Fallback, args: tuple, kwargs: dict[str, Any]) -> Any:
         sampling, model, forms = self.sampling, self._model, []
@@ -199,14 +176,10 @@ class Forward:
 
         given = taping.take(model.forward, args, kwargs)
         fallback.run = lambda: given.call(model)
-        first = next(iter(given.tensors.values()), None)
-        size = taping.pixels(tuple(first.shape)) if first is not None else (0, 0, 1)
         with sampling.run(model) as run, outside_memory_plan():
-            call = taping.call_of(model, flat, given, run, lambda: taken_apart(fallback()), size)
+            call = taping.call_of(model, flat, given, run, lambda: taken_apart(fallback()), taping.pixels)
             if not call.obstacle:
-                whose = sampling.changed(model, call.taped.structure)
-                why = say("foreign_control", whose=f" ({whose})") if whose else ""
-                call = replace(call, batch=max(1, len(first) // sampling.prompts), obstacle=why)
+                call = replace(call, batch=max(1, len(given.first) // sampling.prompts))
             out = sampling.engine(call, settings)
         form = sampling.form(call.key, forms[-1] if forms else None)
         return replaced(form, _Place, lambda place: out[place.number])

@@ -46,8 +46,7 @@ def of_vae(vae: comfy.sd.VAE) -> Names | None:
 
 def engines_of(model: nn.Module | None) -> list[Engine]:
     """Those of a VAE's first-stage model, for decoding and for encoding; none if it does not come from Compile VAE."""
-    ways = [getattr(model, way, None) for way in ("decode", "encode")]
-    ways += [getattr(getattr(model, part, None), "forward", None) for part in ("decoder", "encoder")]
+    ways = (getattr(model, way, None) for way in ("decode", "encode"))
     return [engine for way in ways if isinstance(engine := getattr(way, "_engine", None), Engine)]
 
 

@@ -41,7 +41,7 @@ class SamplingState:
 
     def _look(self, model: nn.Module) -> None:
         self._structure, self._functions = self._fingerprints.of(model), self._fingerprints.functions()
-        self._foreign, replaced = self._fingerprints.foreign(model), self._fingerprints.replaced
+        self.foreign, replaced = self._fingerprints.foreign(model), self._fingerprints.replaced  # see ``foreign_code``
         self._replaced = say("torch_replaced", name=replaced) if replaced else ""
         parts, tensors = self._fingerprints.parts(model)  # one walk through the model is enough
         self._watch, self.mapped = WeightWatch(model, parts, tensors), dynamic.mapped(model, parts)
@@ -92,11 +92,6 @@ class SamplingState:
         if self.mapped is None and self.is_elsewhere(key.device):
             self._fingerprints.rest(key, why, dynamic.unmapped(self._fingerprints.parts(self.model)[0]))
 
-    @property
-    def foreign(self) -> list[tuple[str, Any]]:
-        """See ``fingerprint.foreign_code``."""
-        return self._foreign
-
     def weights(self) -> int:
         """Where the weights lie, now."""
         return self._watch.fingerprint()
@@ -116,7 +111,7 @@ class SamplingState:
 
     def structure(self, model: nn.Module) -> int:
         """The model's code, now, and what else decides its result besides inputs and weights."""
-        if not (self._fresh or self._restless) and self._has_changed(model):
+        if not (self._fresh or self._restless) and self._has_changed():
             before = self._structure, self._functions
             change = self._fingerprints.changes() or self._fingerprints.latest()
             self._look(model)
@@ -126,16 +121,16 @@ class SamplingState:
         self._fresh = False
         return hash((self._structure, self._functions, self._names, surroundings(), torch.is_autocast_enabled()))
 
-    def _has_changed(self, model: nn.Module) -> bool:
-        return self._fingerprints.functions() != self._functions or self._fingerprints.changed(model)
+    def _has_changed(self) -> bool:
+        return self._fingerprints.functions() != self._functions or self._fingerprints.changed()
 
     def foreign_states(self) -> tuple:
         """What other packs' code in the model keeps, now."""
-        return states_of(self._foreign, self.model)
+        return states_of(self.foreign, self.model)
 
     def kept(self, before: tuple) -> str:
         """Why a forward is not to be repeated with less of it: what it changed or kept since ``before``; else ""."""
-        if name := first_kept(self._foreign, before, self.model):
+        if name := first_kept(self.foreign, before, self.model):
             return say("foreign_state", name=name)
         change = self.changed()
         return say("changes_itself", change=change) if change else ""
@@ -196,7 +191,7 @@ class Fingerprints:
         self.replaced = replaced_in_torch(self._functions)
         return found
 
-    def changed(self, model: nn.Module) -> bool:
+    def changed(self) -> bool:
         """A quick look."""
         return self._current is None or self._current.quick()
 

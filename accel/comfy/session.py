@@ -5,9 +5,9 @@ A sampling run may skip blocks (``skip.run``): then a forward is one of two prog
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from comfy.patcher_extension import WrapperExecutor
 from torch import Tensor, nn
 
@@ -24,7 +24,7 @@ from ..tapes import FullStep
 from ..weights import ChannelsLastWeights
 from . import conds, sampling_state, taping
 from .compat import outside_memory_plan, without_memory_plans
-from .surroundings import INTERRUPTS
+from .surroundings import INTERRUPTS, through
 
 PASSED_BY = say("passed_by")
 
@@ -33,8 +33,7 @@ class Session:
     """The wrappers of one compiled patcher (and of its clones), and the runs in progress."""
 
     def __init__(
-        self, settings: Settings, name: str, engine: Callable[[nn.Module], Engine],
-        size: Callable[[tuple[int, ...]], tuple[int, int, int]] | None = None,
+        self, settings: Settings, name: str, engine: Callable[[nn.Module], Engine], size: taping.SizeOf | None = None,
     ) -> None:  # fmt: skip
         self.name = name
         self.settings = settings
@@ -87,9 +86,7 @@ class Session:
         """DIFFUSION_MODEL: our forward takes the place of the innermost one; other packs' wrappers stay around it."""
         model, original = executor.class_obj, executor.original
 
-        def ours(*inner: Any, **extra: Any) -> Tensor:
-            return self._call(model, original, *inner, **extra)
-
+        ours = self._ours(model, original)
         chain = WrapperExecutor.new_class_executor(ours, model, executor.wrappers, executor.idx + 1)
         with outside_memory_plan():
             return chain.execute(*args, **kwargs)
@@ -97,22 +94,18 @@ class Session:
     def whole_forward(self, model: nn.Module, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """A ``forward`` for a model whose own calls no wrappers; ``original`` is its own."""
 
+        ours = self._ours(model, original)
+
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             with outside_memory_plan():
-                return self._call(model, original, *args, **kwargs)
+                return ours(*args, **kwargs)
 
         return forward
 
-    def _call(self, model: nn.Module, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _ours(self, model: nn.Module, original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """The model's forward, through the engine; ComfyUI's own if anything of ours fails."""
-        fallback = Fallback(lambda: original(*args, **kwargs))
-        if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
-            return fallback()
-        return fallback.rescue(
-            lambda: self._through_engine(model, original, fallback, args, kwargs),
-            failed(self.name, "a forward"),
-            INTERRUPTS,
-        )
+        ours = partial(self._through_engine, model, original)
+        return lambda *args, **kwargs: through(ours, original, args, kwargs, self.name, "a forward")
 
     def _through_engine(
         self, model: nn.Module, original: Callable[..., Tensor], fallback: Fallback, args: tuple, kwargs: dict[str, Any]
@@ -120,14 +113,12 @@ class Session:
         self._calls += 1
         given = taping.take(original, args, kwargs)
         fallback.run = lambda: given.call(original)
-        first = next(iter(given.tensors.values()), None)
-        size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
         if why := _at_rest(model, given):
-            call = taping.call_of(model, original, given, None, fallback, size, why=why)
+            call = taping.call_of(model, original, given, None, fallback, self._size, why=why)
             return self._engine(model)(call, self.settings)
         run = self._run(model)
         try:
-            call, skip = taping.call_of(model, original, given, run, fallback, size), given.options.get(RUN_KEY)
+            call, skip = taping.call_of(model, original, given, run, fallback, self._size), given.options.get(RUN_KEY)
             if skip is not None and not skip.stats.entry:
                 skip.stats.entry = self._engine(model).stats.name
             if skip is not None and skip.skips and (why := _why_apart(model, call, skip, given, run)):

@@ -39,33 +39,28 @@ def skip_blocks(patcher: ModelPatcher, settings: SkipSettings, tell: Tell) -> tu
     """
     name = type(patcher.model).__name__
     made, failure = attempt(lambda: _made(patcher, name, settings, tell), failed(name, "Skip Blocks"), INTERRUPTS)
-    return (remove(patcher.clone()), failure) if failure else made
+    return (without_skipping(patcher), failure) if failure else made
 
 
 def _made(patcher: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) -> tuple[ModelPatcher, str]:
     model = patcher.model.diffusion_model
     deepest = blocks.deepest(model)
     if deepest is None:
-        return _plain(patcher, say("no_blocks", why=f"{type(model).__name__} has no repeated blocks"))
-    clone = patcher.clone()
-    remove(clone)  # of two Skip Blocks nodes in a row, the last one decides
+        message = say("no_blocks", why=f"{type(model).__name__} has no repeated blocks")
+        STATS.fallback(name, message)
+        return without_skipping(patcher), message
+    clone = without_skipping(patcher)  # of two Skip Blocks nodes in a row, the last one decides
     skipping = _Skipping(settings, name, tell)
     # without Compile Model the steps are ComfyUI's own operations, recorded
     own = Settings(mode="exact", graph_budget_mb=0)
     session = Session(own, name, attach.engine_of(clone), attach.size_of(clone))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, skipping.sampling)
-    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STATE, partial(_sampling, session))
+    clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STATE, _unless_compiled(session.sampling))
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
-    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, partial(_forward, session))
+    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _unless_compiled(session.forward))
     if attach.session_of(clone) is None:
         attach.put_around(clone, partial(_around, session))
     return clone, _depth_message(settings, deepest)
-
-
-def _plain(patcher: ModelPatcher, message: str) -> tuple[ModelPatcher, str]:
-    """(a clone without our wrappers, ``message``), counted."""
-    STATS.fallback(type(patcher.model).__name__, message)
-    return remove(patcher.clone()), message
 
 
 def remove(patcher: ModelPatcher) -> ModelPatcher:
@@ -94,18 +89,14 @@ def _depth_message(settings: SkipSettings, deepest: int) -> str:
     return say("no_such_depth", depth=settings.depth, deepest=deepest)
 
 
-def _forward(session: Session, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
-    """DIFFUSION_MODEL: forwards without their deep blocks, unless Compile Model runs them anyway."""
-    return (executor if _is_compiled(executor) else partial(session.forward, executor))(*args, **kwargs)
+def _unless_compiled(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that is ``ours``, of a ``Session``, unless Compile Model's does the same anyway."""
 
+    def wrapper(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        compiled = any(isinstance(getattr(each, "__self__", None), Session) for each in executor.wrappers)
+        return executor(*args, **kwargs) if compiled else ours(executor, *args, **kwargs)
 
-def _sampling(session: Session, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
-    """OUTER_SAMPLE: what is known of the model ends with the run."""
-    return (executor if _is_compiled(executor) else partial(session.sampling, executor))(*args, **kwargs)
-
-
-def _is_compiled(executor: WrapperExecutor) -> bool:
-    return any(isinstance(getattr(wrapper, "__self__", None), Session) for wrapper in executor.wrappers)
+    return wrapper
 
 
 def _around(session: Session, model: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,8 +162,8 @@ class _Skipping:
         depth, row = _depth(settings, model), not blocks.stages(model)
         full, why = settings.full_steps(levels, *window, row), self._why_all_full(sampler, len(levels))
         return SkipRun(
-            levels, frozenset(range(len(levels))) if why else full, depth, settings.order,
-            STATS.skip_run(self.name, depth or 0), lambda: patcher.current_hooks, why, settings.axis, settings.damping,
+            levels, frozenset(range(len(levels))) if why else full, depth, settings.history(levels),
+            STATS.skip_run(self.name, depth or 0), lambda: patcher.current_hooks, why,
         )  # fmt: skip
 
     def _why_all_full(self, sampler: Any, steps: int) -> str:

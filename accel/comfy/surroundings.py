@@ -1,15 +1,33 @@
-"""What around a model decides a forward of it: attention's backend, how torch is set, the user's interrupt."""
+"""What is around a forward of a model: attention's backend, how torch is set, the user's interrupt, our failures."""
+
+from collections.abc import Callable
+from typing import Any
 
 import comfy.ldm.modules.attention as attention
 import comfy.model_management
 import torch
 
+from ..attempt import Fallback, failed
 from ..reasons import say
 
 INTERRUPTS: tuple[type[BaseException], ...] = (comfy.model_management.InterruptProcessingException,)
 _PRECISION = (
     "allow_fp16_accumulation", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction",
 )  # fmt: skip
+
+
+def through(
+    ours: Callable[[Fallback, tuple, dict[str, Any]], Any], original: Callable[..., Any], args: tuple,
+    kwargs: dict[str, Any], where: str, what: str,
+) -> Any:  # fmt: skip
+    """What ``ours`` gives for these arguments; what ``original`` gives if anything of ours fails.
+
+    where, what: as of ``attempt.failed``.
+    """
+    fallback = Fallback(lambda: original(*args, **kwargs))
+    if torch.compiler.is_compiling():  # someone compiles the whole model: stay out of the way
+        return fallback()
+    return fallback.rescue(lambda: ours(fallback, args, kwargs), failed(where, what), INTERRUPTS)
 
 
 def autocast(device: torch.device) -> str:

@@ -43,6 +43,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 OPEN_ATTENTION = {getattr(attention, "attention_pytorch", None)}
 
 
+# (width, height, frames) in image pixels, of a latent of this shape
+SizeOf = Callable[[tuple[int, ...]], tuple[int, int, int]]
+
+
 @dataclass
 class Given:
     """One call of a diffusion model's forward, taken apart. Holds the caller's tensors."""
@@ -54,6 +58,11 @@ class Given:
     plain: list[tuple[str, Any]] = field(default_factory=list)
     unknown: str = ""  # an argument that is neither
     begun: Begun | None = None  # the call, where it has a tensor
+
+    @property
+    def first(self) -> Tensor | None:
+        """Of the tensors: the latent."""
+        return next(iter(self.tensors.values()), None)
 
     @property
     def theirs(self) -> Mapping[Any, Any]:
@@ -81,8 +90,8 @@ def take(original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> G
     for name, item in named:
         if item is not options or not isinstance(item, dict):
             _walk(given, name, item)
-    if given.tensors:
-        given.begun = begin(next(iter(given.tensors.values())).device)
+    if given.first is not None:
+        given.begun = begin(given.first.device)
     return given
 
 
@@ -141,9 +150,9 @@ def obstacle(given: Given) -> str:
     """Why only ComfyUI's own forward is right for this call; "" if it, or its blocks, may be recorded."""
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         return say("training", what="model")
-    if not given.tensors:
+    first = given.first
+    if first is None:
         return say("no_tensor")
-    first = next(iter(given.tensors.values()))
     if why := autocast(first.device):
         return why
     if first.dtype not in DTYPES:
@@ -155,16 +164,16 @@ def obstacle(given: Given) -> str:
 
 def call_of(
     model: nn.Module, original: Callable[..., Any], given: Given, run: SamplingState | None,
-    fallback: Callable[[], Any], size: tuple[int, int, int], lean: bool = False, why: str = "",
+    fallback: Callable[[], Any], size_of: SizeOf, lean: bool = False, why: str = "",
 ) -> Call:  # fmt: skip
-    """The engine's call. size: (width, height, frames) in image pixels; lean: see ``Tape.lean``.
+    """The engine's call. size_of: the latent's, from its shape. lean: see ``Tape.lean``.
 
     why: only ComfyUI's own forward runs, if that is known.
     """
     why = why or obstacle(given) or (run.streams() if run is not None else "")
     taped = None
     structure = run.structure(model) if run is not None and not why else 0
-    x = next(iter(given.tensors.values()), None)
+    x = given.first
     if run is not None and not why:
         why = run.obstacle(x.device, x.dtype)
     if run is not None and not why:
@@ -185,6 +194,7 @@ def call_of(
             rest=run.rest,
         )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1
+    width, height, frames = size_of(tuple(x.shape)) if x is not None else (0, 0, 1)
 
     def eager() -> Any:
         if run is not None:
@@ -196,9 +206,9 @@ def call_of(
         inputs=given.tensors,
         eager=eager,
         weights=run.weights() if run is not None and not why else 0,
-        width=size[0],
-        height=size[1],
-        frames=size[2],
+        width=width,
+        height=height,
+        frames=frames,
         batch=max(1, rows // max(1, len(given.options.get("cond_or_uncond", (0,))))),
         obstacle=why,
         taped=taped,

@@ -6,31 +6,26 @@ batches and the memory that is freed for them stay ComfyUI's.
 """
 
 import copy
-import threading
-import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import comfy.sd
-import torch
 from torch import nn
 
 from .. import devices
 from ..attempt import Fallback, attempt, failed
 from ..call import Settings
-from ..engine import Engine
 from ..reasons import say
 from ..stats import STATS
 from . import entries, sampling_state, taping
+from .attach import engine_for
 from .compat import outside_memory_plan
 from .latents import Latents
-from .surroundings import INTERRUPTS
+from .surroundings import INTERRUPTS, through
 
 WAYS = {"decode": "VAE decoder", "encode": "VAE encoder"}  # and what the stats call them
-
-_LOCK = threading.Lock()  # two first calls at once must get one engine
-_ENGINES: "weakref.WeakKeyDictionary[nn.Module, dict[str, Engine]]" = weakref.WeakKeyDictionary()
 
 
 def compile_vae(vae: comfy.sd.VAE, verify: bool = True) -> tuple[comfy.sd.VAE, str]:
@@ -88,16 +83,13 @@ class _Way:
 
     def __init__(self, model: nn.Module, way: str, latents: Latents | None, settings: Settings) -> None:
         self._model, self._way, self._latents, self._settings = model, way, latents, settings
-        self._engine = _engine_of(model, way)
+        self._engine = engine_for(model, WAYS[way], "vae", uses_graphs=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What ComfyUI's own gives for these arguments."""
         original = getattr(self._model, self._way)  # another pack may have replaced it meanwhile
-        fallback = Fallback(lambda: original(*args, **kwargs))
-        if torch.compiler.is_compiling():
-            return fallback()
-        judge = failed(self._engine.stats.name, f"a call of {self._way}")
-        return fallback.rescue(lambda: self._through_engine(original, fallback, args, kwargs), judge, INTERRUPTS)
+        ours = partial(self._through_engine, original)
+        return through(ours, original, args, kwargs, self._engine.stats.name, f"a call of {self._way}")
 
     def _through_engine(
         self, original: Callable[..., Any], fallback: Fallback, args: tuple, kwargs: dict[str, Any]
@@ -105,11 +97,9 @@ class _Way:
         given = taping.take(original, args, kwargs)
         fallback.run = lambda: given.call(original)
         run = sampling_state.SamplingState(self._model, sampling_state.fingerprints(self._model))
-        first = next(iter(given.tensors.values()), None)
         try:
-            size = self._size(tuple(first.shape)) if first is not None else (0, 0, 1)
-            call = taping.call_of(self._model, original, given, run, fallback, size, lean=True)
-            if not call.obstacle and run.is_elsewhere(first.device):
+            call = taping.call_of(self._model, original, given, run, fallback, self._size, lean=True)
+            if not call.obstacle and run.is_elsewhere(given.first.device):
                 call = replace(call, obstacle=say("vae_in_pieces"), taped=None)
             with outside_memory_plan():
                 return self._engine(call, self._settings)
@@ -125,12 +115,3 @@ class _Way:
         if self._way == "encode":
             return shape[-1], shape[-2], shape[-3] if video else 1
         return (self._latents if video else replace(self._latents, frames=0)).size(shape)
-
-
-def _engine_of(model: nn.Module, way: str) -> Engine:
-    """One for all compiled copies of this VAE, gone when it is."""
-    with _LOCK:
-        engines = _ENGINES.setdefault(model, {})
-        if way not in engines:
-            engines[way] = Engine(STATS.model(WAYS[way], "vae"), INTERRUPTS, uses_graphs=False)
-        return engines[way]

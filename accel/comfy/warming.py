@@ -5,7 +5,6 @@ prompts are joined, what a ControlNet adds, where the weights lie. Nothing is ke
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from ..reasons import say
 from ..size_list import MIB, MORE_BAD, Outcome, Row, Shape, in_short, parse, table
 from ..skip.features import RUN_KEY, SkipRun
 from ..skip.schedule import FEW_STEPS
-from ..stats import STATES, STATS, ShapeStats
+from ..stats import STATES, STATS
 from ..times import rehearsal
 from ..wording import speed_of_all
 from . import lazy
@@ -50,9 +49,6 @@ NO_PICTURES = "this model makes neither images nor video, so a size in pixels sa
 NO_FRAMES = "{} makes single images: leave the frames out of this line"
 GAVE_WAY = say("gave_way")
 NO_SIZES = "no size to warm up: write one per line"
-
-
-_WARMED: Counter[tuple[str, str]] = Counter()  # calls that warm-ups made, by the model's name and the shape's key
 
 
 @dataclass(frozen=True)
@@ -119,10 +115,11 @@ def _warmed(
     with ExitStack() as stack:
         stack.enter_context(rehearsal())
         pins = stack.enter_context(graphs.cache(model.load_device).pinning())
-        stack.enter_context(torch.random.fork_rng(devices=_random_devices(model.load_device)))
+        cards = [model.load_device] if devices.is_nvidia(model.load_device) else []
+        stack.enter_context(torch.random.fork_rng(devices=cards))
         stack.enter_context(torch.inference_mode())
-        budget = _Budget(model.load_device, limit, pins)
-        return shapes, _in_order(jobs, budget, gives_way), warnings
+        rows = _in_order(jobs, lambda: GAVE_WAY if gives_way() else _spent(limit, pins))
+        return shapes, _settled(rows, model.load_device), warnings
 
 
 def _timed(model: ModelPatcher, session: Session) -> ModelPatcher:
@@ -130,19 +127,28 @@ def _timed(model: ModelPatcher, session: Session) -> ModelPatcher:
     return compile_model(without_skipping(model), replace(session.settings, timed=True))[0]
 
 
-def _random_devices(device: torch.device) -> list[torch.device]:
-    """Whose random state must be kept besides the CPU's."""
-    return [device] if devices.is_nvidia(device) else []
+def _spent(limit: int, pins: graphs.Pins) -> str:
+    """Why there is no room for another graph beside those of this warm-up, which must not push each other out."""
+    return graphs.budget_is_full(limit) if pins.full else ""
 
 
-def _in_order(jobs: Sequence[_Job], budget: "_Budget", gives_way: Callable[[], bool]) -> list[Row]:
+def _settled(rows: list[Row], device: torch.device) -> list[Row]:
+    """The rows, now that all has run: a graph may be gone."""
+    held = graphs.held(device).keys()
+    for row in rows:
+        if row.keys - held:
+            row.state, row.why, row.speed, row.told = EVICTED, GONE, "", ()
+    return rows
+
+
+def _in_order(jobs: Sequence[_Job], reason: Callable[[], str]) -> list[Row]:
     progress, rows = comfy.utils.ProgressBar(len(jobs)), []
     for job in jobs:
         mm.throw_exception_if_processing_interrupted()
-        reason = GAVE_WAY if gives_way() else budget.is_spent()
-        rows.append(Row(job.shape, job.part, NOT_RUN, why=reason) if reason else _run(job))
+        why = reason()
+        rows.append(Row(job.shape, job.part, NOT_RUN, why=why) if why else _run(job))
         progress.update(1)
-    return budget.settled(rows)
+    return rows
 
 
 def _run(job: _Job) -> Row:
@@ -154,10 +160,7 @@ def _run(job: _Job) -> Row:
         why = f"needs about {job.needs / MIB:.0f} MB, and the device has {total / MIB:.0f}: make it smaller"
         return Row(job.shape, job.part, NOT_RUN, why=why)
     before, started = _calls(), time.perf_counter()
-    try:
-        _, failure = attempt(job.run, _judge(job), INTERRUPTS)
-    finally:
-        _WARMED.update({name: count - before.get(name, 0) for name, count in _calls().items()})
+    _, failure = attempt(job.run, _judge(job), INTERRUPTS)
     seconds = time.perf_counter() - started
     if job.eager and not failure:  # without memory for it there is no factor, and all else is as it was
         attempt(job.eager, _unmeasured(job), INTERRUPTS)
@@ -190,11 +193,6 @@ def _unmeasured(job: _Job) -> Judge:
     return judge
 
 
-def was_asked_for(model: str, shape: ShapeStats) -> bool:
-    """Whether anything but a warm-up has run this size of the stats' entry ``model``. Not to be asked during one."""
-    return shape.calls > _WARMED[model, shape.key]
-
-
 def _calls() -> dict[tuple[str, str], int]:
     """How often each shape of each model has run."""
     return {(m["name"], s["key"]): s["calls"] for m in STATS.snapshot()["models"] for s in m["shapes"]}
@@ -215,25 +213,6 @@ def _outcome(job: _Job, seconds: float, before: dict[tuple[str, str], int]) -> R
         job.shape, job.part, max(states, key=STATES.index, default="eager"), seconds, sum(s["bytes"] for _, s in ran),
         job.note, gained, captured, speed_of_all((s for _, s in ran), now["device"]), tuple(dict.fromkeys(told)),
     )  # fmt: skip
-
-
-class _Budget:
-    """When there is no room for another graph beside those of this warm-up, which must not push each other out."""
-
-    def __init__(self, device: torch.device, limit: int, pins: graphs.Pins) -> None:
-        self._device, self._limit, self._pins = device, limit, pins
-
-    def is_spent(self) -> str:
-        """Why the next size cannot have a graph beside those before it; "" if it may."""
-        return graphs.budget_is_full(self._limit) if self._pins.full else ""
-
-    def settled(self, rows: Iterable[Row]) -> list[Row]:
-        """The rows, now that all has run: a graph may be gone."""
-        held, rows = graphs.held(self._device).keys(), list(rows)
-        for row in rows:
-            if row.keys - held:
-                row.state, row.why, row.speed, row.told = EVICTED, GONE, "", ()
-        return rows
 
 
 # What runs --------------------------------------------------------------------------------------------------------

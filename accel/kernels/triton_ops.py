@@ -2,7 +2,7 @@
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -120,7 +120,8 @@ class TritonOps:
 
     def compiled_variants(self) -> int:
         """How many variants of these kernels this process has compiled or loaded."""
-        return sum(sum(_variants(kernel)) for kernel in KERNELS)
+        caches = [cache for kernel in KERNELS for cache in getattr(kernel, "device_caches", {}).values()]
+        return sum(len(cache[0] if isinstance(cache, tuple) else cache) for cache in caches)
 
     def _give_up(self, operation: str, error: KernelFailed) -> None:
         """The operation stays without its kernel; a capture that is under way is void, and says so by the error."""
@@ -129,9 +130,3 @@ class TritonOps:
         self._failed.add(operation)
         STATS.fallback("kernels", f"{error}: {operation} runs in plain torch. Update Triton and the GPU's driver")
         log.warning("AnyShape: %s; %s runs in plain torch", error, operation, exc_info=error)
-
-
-def _variants(kernel: Any) -> Iterator[int]:
-    # Triton keeps compiled variants in JITFunction.device_caches (3.2 and newer), before that in JITFunction.cache
-    for cache in (getattr(kernel, "device_caches", None) or getattr(kernel, "cache", {})).values():
-        yield len(cache[0] if isinstance(cache, tuple) else cache)

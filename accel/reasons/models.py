@@ -45,10 +45,6 @@ REASONS = dict(
         "another node replaced torch's {name}",
         "another node put its own function in the place of torch's {name}: ComfyUI's own forward runs",
     ),
-    foreign_control=(
-        "another node changed the ControlNet",
-        "another node replaced or hooked a part of the ControlNet{whose}, so it runs in eager",
-    ),
     foreign_block=(
         "another node changed a block",
         "another node replaced or hooked a block, or its weights change at each call: it runs in eager",

@@ -9,7 +9,6 @@ else runs in full, and if that was not planned, it is counted with its reason.
 Nothing here reads a value from the GPU: the schedule and the axis are known before the run starts.
 """
 
-import math
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -20,17 +19,11 @@ from torch import Tensor
 
 from ..reasons import say
 from ..stats import SkipStats
-from .forecast import DAMPING, History
+from .forecast import History
 from .unrecorded import UnrecordedBlocks
 from .unrecorded_stages import UnrecordedStages
 
 RUN_KEY = "anyshape_skip_run"  # in ComfyUI's transformer_options, for as long as the run lasts
-AXES: dict[str, Callable[[int, float], float]] = {
-    "step": lambda index, sigma: float(index),
-    "sigma": lambda index, sigma: sigma,
-    "log_sigma": lambda index, sigma: math.log(max(sigma, 1e-3)),
-}
-AXIS = "sigma"  # measured, see docs/performance.md
 MAX_EVALUATIONS = 4  # of the model in one step of a sampler; more means that the sampler does not say where it is
 
 PLANNED = ""
@@ -82,12 +75,10 @@ class SkipRun:
     sigmas: Sequence[float]  # of every step
     full: frozenset[int]  # steps that run every block
     depth: int | None  # input blocks 0..depth, or as many blocks at either end, run on every step; None: as it fits
-    order: int
+    history: Callable[[], History]  # makes what forecasts one feature
     stats: SkipStats
     hooks: Callable[[], Any] = lambda: None  # ComfyUI's HookGroup that is applied to the weights now, or None
     why_all_full: str = PLANNED  # where no step is skipped although the user asked for it
-    axis: str = AXIS
-    damping: float = DAMPING
     step: int = 0
     _evaluation: int = 0
     _since_step: int = 0
@@ -183,14 +174,13 @@ class SkipRun:
             elif entry:
                 entry.evaluation = self._evaluation
 
-    def _position(self) -> float:
-        step = min(self.step, len(self.sigmas) - 1)
-        return AXES[self.axis](step, self.sigmas[step])
+    def _sigma(self) -> float:
+        return self.sigmas[min(self.step, len(self.sigmas) - 1)]
 
     def _forecast(self, parts: list[Part]) -> Features:
         """The features of the call's rows, as tensors of their own."""
-        position, histories = self._position(), [self._entries[part].histories for part in parts]
-        return tuple(torch.cat([history.at(position) for history in of_all]) for of_all in zip(*histories, strict=True))
+        sigma, histories = self._sigma(), [self._entries[part].histories for part in parts]
+        return tuple(torch.cat([history.at(sigma) for history in of_all]) for of_all in zip(*histories, strict=True))
 
     def _store(self, parts: list[Part], features: Features) -> None:
         chunks = [feature.chunk(len(parts)) for feature in features]
@@ -198,7 +188,7 @@ class SkipRun:
             if part not in self._called_twice:
                 entry = self._entry(part, len(features))
                 for history, feature in zip(entry.histories, rows, strict=True):
-                    history.add(self._position(), feature)
+                    history.add(self._sigma(), feature)
                 entry.step, entry.evaluation = self.step, self._evaluation
         held = sum(history.bytes for entry in self._entries.values() for history in entry.histories)
         self.stats.bytes = max(self.stats.bytes, held)
@@ -207,10 +197,8 @@ class SkipRun:
         """The part's entry; a new one where the noise has risen again (a restart)."""
         entry = self._entries.get(part)
         if entry is None or self._has_risen(entry) or len(entry.histories) != count:
-            histories = [History(self.order, self.damping) for _ in range(count)]
-            entry = self._entries[part] = _Entry(histories)
+            entry = self._entries[part] = _Entry([self.history() for _ in range(count)])
         return entry
 
     def _has_risen(self, entry: _Entry) -> bool:
-        step = min(self.step, len(self.sigmas) - 1)
-        return 0 <= entry.step < len(self.sigmas) and self.sigmas[step] > self.sigmas[entry.step]
+        return 0 <= entry.step < len(self.sigmas) and self._sigma() > self.sigmas[entry.step]

@@ -2,9 +2,10 @@
 
 Reuse is DeepCache (Ma, Fang and Wang 2024). The line is the first divided difference (Newton's form), exact for
 features that are linear in the axis, at any distances of the steps: TaylorSeer (Liu et al. 2025) of order 1 for steps
-that are not evenly spaced. Order 2 is the parabola through the last three full steps: the benchmarks compare with it.
+that are not evenly spaced.
 
 The axis is sigma: its steps shrink as the noise does, so the line reaches less and less far beyond the last full step.
+Other axes, a damped slope and the parabola of three steps were measured against it (``bench/skip_ablation.py``).
 """
 
 from dataclasses import dataclass, field
@@ -12,15 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-DAMPING = 1.0  # share of the slope that is believed; see docs/performance.md
-
 
 @dataclass
 class History:
     """The last features of one prompt's rows, and where on the axis they were computed. Holds them on their device."""
 
-    order: int = 1  # 0: reuse; 1: damped line; 2: parabola
-    damping: float = DAMPING
+    order: int = 1  # 0: reuse; 1: the line
     _points: list[tuple[float, Tensor]] = field(default_factory=list)
 
     def add(self, position: float, feature: Tensor) -> None:
@@ -41,20 +39,7 @@ class History:
         if len(self._points) == 1:
             return feature
         before, older = self._points[-2]
-        line = torch.lerp(older, feature, 1.0 + self.damping * (position - last) / (last - before))
-        if len(self._points) == 2:
-            return line
-        first, oldest = self._points[0]
-        # the second divided difference, as the shares of the three features in it
-        bend = self.damping**2 * (position - last) * (position - before)
-        shares = (
-            (last - before) * (last - first),
-            (before - last) * (before - first),
-            (first - last) * (first - before),
-        )
-        for share, each in zip(shares, (feature, older, oldest), strict=True):
-            line.add_(each, alpha=bend / share)
-        return line
+        return torch.lerp(older, feature, 1.0 + (position - last) / (last - before))
 
     @property
     def shape(self) -> torch.Size:

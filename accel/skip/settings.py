@@ -1,10 +1,11 @@
 """What the user chose on the Skip Blocks node."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from .features import AXES, AXIS
-from .forecast import DAMPING
+from .forecast import History
 from .schedule import DENSITY, FEW_STEPS, full_steps
 
 PRESETS = {  # what takes the place of interval and depth; docs/performance.md has what each costs and gives
@@ -35,10 +36,6 @@ class SkipSettings:
     start_percent: float = 0.0  # of the noise schedule; outside this window every step is full
     end_percent: float = 1.0
     forecast: str = FORECASTS[0]
-    # Decided by measurement, so the node does not ask for them; bench/skip_ablation.py does.
-    axis: str = AXIS
-    damping: float = DAMPING
-    density: float | None = None  # None: as it fits the model
 
     def __post_init__(self) -> None:
         if not 1 <= self.interval <= MAX_INTERVAL:
@@ -52,24 +49,26 @@ class SkipSettings:
             )
         if self.forecast not in FORECASTS:
             raise ValueError(f"forecast is {self.forecast!r}; choose one of {', '.join(FORECASTS)}")
-        if self.axis not in AXES:
-            raise ValueError(f"axis is {self.axis!r}; choose one of {', '.join(AXES)}")
 
-    @property
-    def order(self) -> int:
-        """Of the forecast: 0 reuses the last feature."""
-        return 1 if self.forecast == "order1" else 0
+    # Decided by measurement, so the node does not ask for them; bench/skip_baselines.py has others.
+
+    def history(self, sigmas: Sequence[float]) -> Callable[[], History]:
+        """What makes the forecast of a feature, in a run of these noise levels."""
+        return partial(History, 1 if self.forecast == "order1" else 0)
+
+    def density(self, row: bool) -> float | None:
+        """Of full steps, see ``schedule``. row: the model is a row of blocks, and not shaped like a U."""
+        return None if row else DENSITY
 
     def full_steps(
         self, sigmas: list[float], sigma_start: float, sigma_end: float, row: bool = False
     ) -> frozenset[int]:
         """The full ones of the steps at ``sigmas``; those outside [sigma_end, sigma_start] all are.
 
-        row: the model is a row of blocks, and not shaped like a U.
+        row: as of ``density``.
         """
-        density = self.density or (None if row else DENSITY)
         steps = range(len(sigmas))
         if len(sigmas) <= FEW_STEPS:
             return frozenset(steps)
         window = [step for step in steps if sigma_end <= sigmas[step] <= sigma_start]
-        return frozenset(steps) - frozenset(window) | full_steps(window, self.interval, density)
+        return frozenset(steps) - frozenset(window) | full_steps(window, self.interval, self.density(row))

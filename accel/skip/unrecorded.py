@@ -15,7 +15,7 @@ forecast behind the last. Where there are several rows, each is left out by itse
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,14 +27,14 @@ from ..block_call import is_plain
 from ..block_forwards import Blocks
 from ..reasons import say
 from ..tape.cut import LEAST_SHARE, MAX_SHARE
-from ..tape.kept import tensors_in
 from ..tape.traits import traits
-from ..tape.values import replaced
+from ..tape.values import replaced, tensors_in
 
 LEAST_LIST = 0.1  # of the parameters of all blocks: the blocks of a smaller list (a text refiner's) always run
+TOO_SMALL = say("no_middle", why="its repeated blocks are too small a part of it")
+NOT_ALL = say("no_middle", why="its blocks do not follow one another, or keep something for each other")
 FEWEST = 2  # blocks in a row: what a single one adds to is not known
 OTHER = "", 0  # the place of what is no argument of its own
-NESTED = 6  # containers within one another that are looked into
 
 Place = tuple[str | int, int]  # of a tensor among a block's arguments: which one, and the number of the tensor in it
 Forward = Callable[[], Any]
@@ -74,23 +74,19 @@ class UnrecordedBlocks:
     def full(self, model: nn.Module, forward: Forward, rows: int) -> tuple[Any, tuple[Tensor, ...] | str]:
         """(what ``forward`` gives, its features [rows, ...] or why there are none). rows: of the batch."""
         if not self.middle:
-            return forward(), say("no_middle", why="its repeated blocks are too small a part of it")
+            return forward(), TOO_SMALL
         watch = _FullStep(frozenset(self.middle), rows, type(model).__name__, self._passthrough)
         with self._blocks.ours(model, watch.call), watch:
             out = forward()
         watch.end()
         self._rows = watch.rows
         if not watch.features:
-            return out, say("no_middle", why="its blocks do not follow one another, or keep something for each other")
+            return out, NOT_ALL
         return out, tuple(watch.features)
 
     def skipped(self, model: nn.Module, forward: Forward, features: Sequence[Tensor]) -> Any:
         """What ``forward`` gives without its middle. Raises ``NotLeftOut``. features: may be written into."""
-        step = _SkippedStep(self._rows, features)
-        with self._blocks.ours(model, step.call):
-            out = forward()
-        step.end()
-        return out
+        return _WithoutRows(self._rows, features).run(self._blocks, model, forward)
 
 
 def _middle(model: nn.Module, paths: Sequence[str], depth: int | None) -> tuple[list[str], int, float]:
@@ -164,11 +160,11 @@ class _FullStep(TorchDispatchMode):
         """An operation is about to run."""
         if not self._inside:
             storages = {tensor.untyped_storage()._cdata for tensor in self._last.values()}
-            used = tensors_in((args, kwargs), NESTED)
+            used = tensors_in((args, kwargs))
             if storages and any(tensor.untyped_storage()._cdata in storages for tensor in used):
                 self._finish()  # before it may write into a stream
         elif traits(func).writes >= 0:
-            written = tensors_in(_written(func, args, kwargs), NESTED)
+            written = tensors_in(_written(func, args, kwargs))
             places = [self._given.get(tensor.untyped_storage()._cdata) for tensor in written]
             self._row.written.update(place for place in places if place is not None)
 
@@ -188,7 +184,7 @@ class _FullStep(TorchDispatchMode):
         elif path in self._middle:
             starts = {place: tensor.clone() for place, tensor in given.items() if self._may_be_stream(tensor)}
             self._row = _Row(kind, [path], starts)
-        everything = tensors_in((args, kwargs), NESTED)
+        everything = tensors_in((args, kwargs))
         self._given = {tensor.untyped_storage()._cdata: OTHER for tensor in everything}
         self._given |= {tensor.untyped_storage()._cdata: place for place, tensor in given.items()}
 
@@ -235,22 +231,41 @@ class _FullStep(TorchDispatchMode):
         row.starts = {}
 
 
-class _SkippedStep:
+class SkippedStep:
+    """A forward in which some blocks have a ``call`` of ours. left: their paths, in the order of their calls."""
+
+    def __init__(self, left: Iterable[str]) -> None:
+        self._left = list(left)
+
+    def run(self, blocks: Blocks, model: nn.Module, forward: Forward) -> Any:
+        """What ``forward`` gives. Raises ``NotLeftOut`` where not all that the features stand for was left out."""
+        with blocks.ours(model, self.call):
+            out = forward()
+        if self._left:
+            raise NotLeftOut(f"{self._left[0]} is not called")
+        return out
+
+    def take_turn(self, path: str) -> None:
+        """A block that is left out is called. Raises ``NotLeftOut`` if it is another one's turn."""
+        if not self._left or self._left.pop(0) != path:
+            raise NotLeftOut(f"{path} is called out of turn")
+
+
+class _WithoutRows(SkippedStep):
     """Passes streams by the blocks of ``rows``, and adds the features behind each row's last."""
 
     def __init__(self, rows: Sequence[_Row], features: Sequence[Tensor]) -> None:
+        super().__init__(path for row in rows for path in row.paths)
         self._of = {path: row for row in rows for path in row.paths}
         given = iter(features)
         self._features = {id(row): {place: next(given) for place in row.streams} for row in rows}
-        self._left = [path for row in rows for path in row.paths]
 
     def call(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """In the place of a block's own forward."""
         row = self._of.get(path)
         if row is None:
             return own(*args, **kwargs)
-        if not self._left or self._left.pop(0) != path:
-            raise NotLeftOut(f"{path} is called out of turn")
+        self.take_turn(path)
         given, features = dict(_arguments(args, kwargs)), self._features[id(row)]
         streams = {place: given.get(argument) for place, argument in row.streams.items()}
         for place, stream in streams.items():
@@ -261,11 +276,6 @@ class _SkippedStep:
         elif path == row.paths[0]:  # somebody may write into it between the blocks
             streams = {place: stream.clone() for place, stream in streams.items()}
         return replaced(row.result, _Taken, lambda taken: streams[taken.place])
-
-    def end(self) -> None:
-        """Raises ``NotLeftOut`` where not all that the features stand for was left out."""
-        if self._left:
-            raise NotLeftOut(f"{self._left[0]} is not called")
 
 
 def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
@@ -283,7 +293,7 @@ def _arguments(args: tuple, kwargs: dict[str, Any]) -> Iterator[tuple[Place, Ten
     """The tensors among a block's arguments, but for those in dicts: its options."""
     for name, item in (*enumerate(args), *kwargs.items()):
         if not isinstance(item, dict):
-            yield from (((name, index), tensor) for index, tensor in enumerate(tensors_in(item, NESTED)))
+            yield from (((name, index), tensor) for index, tensor in enumerate(tensors_in(item)))
 
 
 def _taken_apart(out: Any) -> tuple[Any, dict[int, Tensor]]:
@@ -291,4 +301,4 @@ def _taken_apart(out: Any) -> tuple[Any, dict[int, Tensor]]:
     if not is_plain(out):
         return None, {}
     places = itertools.count()
-    return replaced(out, Tensor, lambda tensor: _Taken(next(places))), dict(enumerate(tensors_in(out, NESTED)))
+    return replaced(out, Tensor, lambda tensor: _Taken(next(places))), dict(enumerate(tensors_in(out)))

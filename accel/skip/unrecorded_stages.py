@@ -18,14 +18,11 @@ from torch import Tensor, nn
 from ..attempt import Passthrough, attempt, failed
 from ..block_forwards import Blocks
 from ..errors import is_out_of_memory
-from ..reasons import say
 from ..tape import blocks
 from ..tape.cut import LEAST_SHARE, MAX_SHARE
-from .unrecorded import Forward, NotLeftOut
+from .unrecorded import NOT_ALL, TOO_SMALL, Forward, NotLeftOut, SkippedStep
 
 CLOSE = 1e-3  # of the result: the same layers on the same tensors
-TOO_SMALL = say("no_middle", why="its repeated blocks are too small a part of it")
-NOT_ALL = say("no_middle", why="its blocks do not follow one another, or keep something for each other")
 
 
 @dataclass(frozen=True)
@@ -65,11 +62,7 @@ class UnrecordedStages:
 
     def skipped(self, model: nn.Module, forward: Forward, features: Sequence[Tensor]) -> Any:
         """What ``forward`` gives without its deep stages. Raises ``NotLeftOut``."""
-        step = _SkippedStep(self._deep.paths, features[0])
-        with self._layers.ours(model, step.call):
-            out = forward()
-        step.end()
-        return out
+        return _WithoutLayers(self._deep.paths, features[0]).run(self._layers, model, forward)
 
     def _begin(self, model: nn.Module, forward: Forward, watch: "_FullStep", out: Tensor) -> str:
         """Chooses the layers, and tries to do without them; why it cannot, or ""."""
@@ -127,24 +120,21 @@ class _FullStep:
         return out
 
 
-class _SkippedStep:
+class _WithoutLayers(SkippedStep):
     """Leaves the layers ``paths`` out; the last of them gives ``feature``."""
 
     def __init__(self, paths: Sequence[str], feature: Tensor) -> None:
-        self._deep, self._left, self._feature = frozenset(paths), list(paths), feature
+        super().__init__(paths)
+        self._deep, self._feature = frozenset(paths), feature
 
     def call(self, path: str, layer: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """In the place of a layer's own forward."""
         if path not in self._deep:
             return own(*args, **kwargs)
-        if not self._left or self._left.pop(0) != path or len(args[0]) != len(self._feature):
-            raise NotLeftOut(f"{path} is called out of turn")
+        self.take_turn(path)
+        if len(args[0]) != len(self._feature):
+            raise NotLeftOut(f"{path} is given another batch")
         return args[0][:, :0] if self._left else self._feature
-
-    def end(self) -> None:
-        """Raises ``NotLeftOut`` where not all that the feature stands for was left out."""
-        if self._left:
-            raise NotLeftOut(f"{self._left[0]} is not called")
 
 
 def _stages(model: nn.Module) -> list[list[str]]:

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from .identity import EQUAL
+from .layout import laid_out
 from .options import COPIED_ALONG, NotedOptions, at
+from .values import swapped
 
 KINDS = ("patches", "patches_replace")  # of the options: where other packs' patches are
 OVERRIDE = "optimized_attention_override"
@@ -138,7 +140,7 @@ class LiveCall:
             now.log.append((done.out, done.copies))
         if done.form != self.form or done.wrote is not None:
             raise FormChanged(self.who)
-        return [_laid_out(tensor, stride) for tensor, stride in zip(done.tensors, self.strides, strict=True)]
+        return [laid_out(tensor, stride) for tensor, stride in zip(done.tensors, self.strides, strict=True)]
 
     def record(self, done: Done) -> None:
         """Keeps what the call that is recorded gave."""
@@ -196,7 +198,7 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in mine}
     copied = set(tensors)
     memory = {tensor.untyped_storage().data_ptr() for tensor in mine}
-    swap: dict[int, Tensor] = {}
+    swap: dict[int, Any] = {}
     for tensor in _tensors(out, skipped):
         if id(tensor) in swap or (id(tensor) in tensors and id(tensor) not in copied):
             continue
@@ -207,7 +209,7 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
         else:
             memory.add(address)
             tensors[id(tensor)] = tensor
-    out = _swapped(out, swap, skipped) if swap else out
+    out = swapped(out, swap | {id(options): options for options, _ in given}) if swap else out
     numbers = {key: number for number, key in enumerate(tensors)}
     found = list(tensors.values())
     form = _form(out, numbers, skipped), tuple([(tuple(t.shape), t.dtype, t.device) for t in found])
@@ -252,18 +254,6 @@ def _tensors(out: Any, skipped: set[int], raw: Mapping[Any, Any] | None = None) 
             yield from _tensors(item, skipped, raw)
 
 
-def _swapped(out: Any, swap: Mapping[int, Tensor], skipped: set[int]) -> Any:
-    if id(out) in swap:
-        return swap[id(out)]
-    if id(out) in skipped:
-        return out
-    if type(out) in (list, tuple):
-        return type(out)([_swapped(each, swap, skipped) for each in out])
-    if type(out) is dict:
-        return {name: _swapped(each, swap, skipped) for name, each in out.items()}
-    return out
-
-
 def _form(out: Any, numbers: Mapping[int, int], skipped: set[int]) -> Any:
     """What must be the same at a replay: structure, plain values, which tensors are the same one."""
     if isinstance(out, Tensor):
@@ -276,9 +266,3 @@ def _form(out: Any, numbers: Mapping[int, int], skipped: set[int]) -> Any:
         if isinstance(out, dict):
             return dict, tuple([(name, _form(each, numbers, skipped)) for name, each in out.items()])
     return type(out)
-
-
-def _laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    if tensor.stride() == stride:
-        return tensor
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

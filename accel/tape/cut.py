@@ -18,8 +18,9 @@ from itertools import takewhile
 import torch
 
 from . import aliasing, cost, deep, middle, static_sizes
+from .layout import contiguous
 from .middle import BlockCall, NotCut, Passing
-from .rest import Copies, Rest, straight
+from .rest import Copies, Rest
 from .values import Operation, Tape, Value
 
 aten = torch.ops.aten
@@ -111,7 +112,7 @@ def _laid_out(copies: Copies, feature: Value, value: Value, behind: Sequence[Ope
 
 def _kept(tape: Tape, value: Value, behind: Sequence[Operation]) -> Value:
     """``value`` as it is given back: as it was when it was made, and straight in memory."""
-    if value.stride == straight(value) and not _is_written(value, behind):
+    if value.stride == contiguous(value.shape) and not _is_written(value, behind):
         return value
     copies = Copies(lambda value: value)
     kept = _straightened(copies, value)
@@ -123,7 +124,7 @@ def _kept(tape: Tape, value: Value, behind: Sequence[Operation]) -> Value:
 def _straightened(copies: Copies, value: Value) -> Value:
     """A copy of ``value`` that is straight in memory, as the tape of a skipped step expects it."""
     made = copies.add(aten.clone.default, (value,), value, memory_format=torch.contiguous_format)
-    made.stride = straight(value)
+    made.stride = contiguous(value.shape)
     return made
 
 
@@ -212,8 +213,7 @@ def _skipped(tape: Tape, identity: _Identity, streams: Sequence[Value], given: i
 
 def _sum_of(a: Value, b: Value) -> tuple[int, ...]:
     """How a sum lies in memory."""
-    terms = [torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta") for value in (a, b)]
-    return torch.add(*terms).stride()
+    return torch.add(a.empty("meta"), b.empty("meta")).stride()
 
 
 def _full(tape: Tape, identity: _Identity, streams: Sequence[Value]) -> None:
@@ -224,7 +224,7 @@ def _full(tape: Tape, identity: _Identity, streams: Sequence[Value]) -> None:
     for operation in identity.between:
         copies.copy(operation)
     added = [copies.add(aten.sub.Tensor, (stream, copies.own(stream)), stream) for stream in streams]
-    added = [value if value.stride == straight(value) else _straightened(copies, value) for value in added]
+    added = [value if value.stride == contiguous(value.shape) else _straightened(copies, value) for value in added]
     place = identity.end + 1
     tape.operations[place:place] = copies.operations
     tape.output = [*tape.outputs, *added]

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from ..preparing import look
 from .kernels import Launch
+from .layout import laid_out
 from .program import Program
 from .values import Tape, Value
 
@@ -16,8 +17,8 @@ def wrong_kernels(tape: Tape, program: Program, inputs: list[Tensor], module: nn
     wrong: set[str] = set()
     for launch, operands, expected in eager_values(tape, program, inputs, module):
         look()
-        outputs = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=tape.device) for v in launch.outputs]
-        launch([laid_out(tensor, v) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
+        outputs = [value.empty(tape.device) for value in launch.outputs]
+        launch([laid_out(tensor, v.stride) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
         if any(_error(out, reference) > TOLERANCE for out, reference in zip(outputs, expected, strict=True)):
             wrong.add(launch.source.text)
     return frozenset(wrong)
@@ -37,14 +38,6 @@ def eager_values(
         (launch, [values[v] for v in launch.operands], [values[parts.get(v, v)] for v in launch.outputs])
         for launch in launches
     ]
-
-
-def laid_out(tensor: Tensor, value: Value) -> Tensor:
-    """``tensor`` with the strides that the kernel was made for."""
-    if tensor.stride() == value.stride:
-        return tensor
-    out = torch.empty_strided(value.shape, value.stride, dtype=tensor.dtype, device=tensor.device)
-    return out.copy_(tensor)
 
 
 def _error(out: Tensor, reference: Tensor) -> float:

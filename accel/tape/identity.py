@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 PLAIN = (int, float, str, bytes, bool, type(None), complex)
+MOST_HELD = 32  # attributes of a bundle
 HEAP = 1 << 9  # of a type's flags: a class that Python code made
 EQUAL = (*PLAIN, torch.dtype, torch.device, torch.Size)  # compared by value
 
@@ -20,7 +21,7 @@ class Same:
     def __init__(self, value: Any) -> None:
         function = getattr(value, "__func__", None)  # a bound method is made again at each access
         parts = (function, value.__self__) if function is not None else (value,)
-        self._object = tuple(_reference(part) for part in parts)
+        self._object = tuple(map(kept, parts))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Same) or len(self._object) != len(other._object):
@@ -31,10 +32,11 @@ class Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _reference(value: Any) -> Callable[[], Any]:
+def kept(value: Any) -> Callable[[], Any]:
+    """What gives ``value`` as long as it lives, so that nothing new at its address is taken for it."""
     try:
         return weakref.ref(value)
-    except TypeError:  # numbers of other libraries, and their kin: small
+    except TypeError:  # a property, a number of another library: small, and of no module
         return lambda: value
 
 
@@ -47,12 +49,15 @@ def slots_of(kind: type) -> list[str]:
     return [name for name in found if name not in ("__dict__", "__weakref__")]
 
 
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """All that an object holds, by name; None if it may hold more, as objects of C types do. Not for layers."""
+def bundled(value: Any) -> dict[str, Any] | None:
+    """What an object bundles (shift, scale and gate, say), by name; None of one that may hold more than its attributes.
+
+    Objects of C types do, and layers; one with many attributes is no bundle.
+    """
     kind, own = type(value), getattr(value, "__dict__", None)
-    slots = slots_of(kind)
-    in_python = all(base is object or base.__flags__ & HEAP for base in kind.__mro__)
-    hidden = (own is None and not slots) or any(name.startswith("__") for name in slots)  # such names are mangled
-    if hidden or not in_python or issubclass(kind, nn.Module):
+    if not all(base is object or base.__flags__ & HEAP for base in kind.__mro__) or isinstance(value, nn.Module):
         return None
-    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | (own or {})
+    slots = slots_of(kind)
+    hidden = (own is None and not slots) or any(name.startswith("__") for name in slots)  # such names are mangled
+    held = {} if hidden else {name: getattr(value, name) for name in slots if hasattr(value, name)} | (own or {})
+    return None if hidden or len(held) > MOST_HELD else held

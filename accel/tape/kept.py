@@ -2,15 +2,15 @@
 
 import dis
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType
-from typing import Any
 
 from torch import Tensor, nn
 
 from ..origin import is_known
 from ..parts_seen import is_hooked
 from .named_tensors import modules_of
+from .values import tensors_in
 
 HOLDERS = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict, defaultdict))
 TABLES = frozenset(nn.Module().__dict__)  # torch's own attributes of a module
@@ -30,18 +30,6 @@ def kept_tensor(module: nn.Module, depends: Callable[[Tensor], bool]) -> str:
             if value is not None and depends(value):
                 return f"{path}.{name}".lstrip(".")
     return ""
-
-
-def tensors_in(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dicts."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
-    elif depth and isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
 
 
 def _is_read(module: nn.Module, name: str) -> bool:

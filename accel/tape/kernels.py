@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..preparing import finished, workers
 from .codegen import Source
+from .layout import copied
 from .pointwise import HEADER, INTERPRETED
 from .values import LARGE, Value
 
@@ -28,11 +29,6 @@ _COMPILED: dict[tuple, Any] = {}  # variants by what they are for
 def functions() -> list[Any]:
     """Every generated kernel of this process."""
     return list(_FUNCTIONS.values())
-
-
-def count() -> int:
-    """How many variants were compiled in this process."""
-    return len(_COMPILED)
 
 
 def function(text: str, name: str) -> Any:
@@ -124,7 +120,8 @@ class Launch:
 
     def __call__(self, operands: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         """Computes ``outputs``, which are there already, from ``operands``."""
-        operands = [tensor if tensor.data_ptr() % ALIGNED == 0 else _aligned(tensor) for tensor in operands]
+        # a copy begins where vector loads want it
+        operands = [x if x.data_ptr() % ALIGNED == 0 else copied(x, x.stride()) for x in operands]
         variant = self._compiled.variant
         if variant is None:
             self._launching.launch(self.function, self.grid, *operands, *outputs, *self.numbers, **self._options)
@@ -132,11 +129,6 @@ class Launch:
         stream = torch._C._cuda_getCurrentRawStream(outputs[0].device.index)
         given = (*operands, *outputs, *self.numbers)
         self._launching.launch_compiled(self.function, variant, self.grid, given, stream)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    """A copy with the same strides, whose memory begins where vector loads want it."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int, int, int]]:

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
+import torch
+from torch import Tensor
+
 from . import static_sizes, views
 from .index import UNIT, ZERO, Number, number
 from .values import ONE, Operation, Size, Value
@@ -42,7 +45,7 @@ class Layouts:
         """``value`` will be stored in the order of its dimensions."""
         self._recorded(value)  # others are laid out like it
         value.stride = contiguous(value.shape)
-        self.moved[value] = _dense(value, range(len(value.shape)))
+        self.moved[value] = _dense_steps(value, range(len(value.shape)))
 
     def put_back(self, value: Value, stride: tuple[int, ...]) -> None:
         """``value`` is stored as it was recorded after all, with this stride."""
@@ -58,7 +61,7 @@ class Layouts:
         """Whether ``value`` lies in the order of its dimensions without gaps, at every size of the call."""
         if value.is_constant:
             return value.stride == contiguous(value.shape)
-        wanted = _dense(value, range(len(value.shape)))
+        wanted = _dense_steps(value, range(len(value.shape)))
         return all(
             size is ONE or step == other for size, step, other in zip(value.sizes, self.of(value), wanted, strict=True)
         )
@@ -129,7 +132,7 @@ class Layouts:
                 known = name in static_sizes.ELEMENTWISE or guess == [0, *range(2, len(guess)), 1]
                 if known and solid == [d for d in order if value.shape[d] != 1]:
                     order = guess
-        return _dense(value, value.order or order)
+        return _dense_steps(value, value.order or order)
 
     def _view(self, value: Value) -> Steps | None:
         operation = value.origin
@@ -225,7 +228,7 @@ def order_of(steps: Steps) -> list[int]:
     return sorted(range(len(steps)), key=lambda d: (-steps[d].value, -len(steps[d].sizes), d))
 
 
-def _dense(value: Value, order: Sequence[int]) -> Steps:
+def _dense_steps(value: Value, order: Sequence[int]) -> Steps:
     """Of memory without gaps whose dimensions lie in this order."""
     steps: list[Number] = [ZERO] * len(value.shape)
     step = UNIT
@@ -262,8 +265,22 @@ def lie_alike(shape: Sequence[int], stride: Sequence[int], other: Sequence[int])
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of memory in order."""
-    strides, step = [], 1
-    for n in reversed(shape):
-        strides.append(step)
-        step *= max(n, 1)
-    return tuple(reversed(strides))
+    return dense(shape, range(len(shape)))
+
+
+def dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """The strides of memory without gaps whose dimensions lie in this order, the outermost first."""
+    strides, step = [0] * len(shape), 1
+    for d in reversed(order):
+        strides[d], step = step, step * max(shape[d], 1)
+    return tuple(strides)
+
+
+def copied(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """A copy with this stride."""
+    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """``tensor`` with this stride."""
+    return tensor if tensor.stride() == stride else copied(tensor, stride)

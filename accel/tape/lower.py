@@ -53,7 +53,7 @@ class Lowering(KernelLines):
             return self._load(value, index, mask)
         name = operation.traits.name
         if operation.kind == "view" or name in views.RESHAPES:
-            return self._through_view(operation, name, value, index, mask)
+            return self.value(operation.inputs[0], self.turned(operation, name, value, index), mask)
         if name in COPIES:
             source = operation.inputs[1 if name == "copy" else 0]
             return self.rounded(self.argument(source, value, index, mask), value.dtype, source.dtype)
@@ -136,10 +136,6 @@ class Lowering(KernelLines):
         return term
 
     # Views --------------------------------------------------------------------------------------------------------
-
-    def _through_view(self, operation: Operation, name: str, value: Value, index: Indices, mask: Mask) -> Term:
-        source = operation.inputs[0]
-        return self.value(source, self.turned(operation, name, value, index), mask)
 
     def turned(self, operation: Operation, name: str, value: Value, index: Indices) -> Indices:
         """The index into a view's source."""

@@ -6,7 +6,7 @@ Tensors are inputs of the tape.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,14 +53,15 @@ class Reads:
             self.keys = frozenset(keys) - own, own
 
 
-class NotedOptions(dict):
+class NotedOptions(MutableMapping, dict):
     """A dict that notes what is read of it; copies of it do too. What was written to it is its own affair.
 
+    Of ``MutableMapping`` are the methods that read by way of those here; ``dict``'s own would read past them.
     heard: what was read of this copy, its own writes too; None if nobody asks.
     """
 
     def __init__(self, options: Mapping[Any, Any], reads: Reads, own: frozenset[Any] = frozenset()) -> None:
-        super().__init__(options)
+        dict.__init__(self, options)
         self._reads, self._own, self._passing = reads, set(own), MISSING
         self.heard: dict[Any, Any] | None = None
         self.strict = False  # while code of another pack has it: whatever that copies, it may read
@@ -91,32 +92,16 @@ class NotedOptions(dict):
 
     def __len__(self) -> int:
         self._note_keys()
-        return super().__len__()
-
-    def __eq__(self, other: object) -> bool:
-        return dict(self) == other
-
-    def __ne__(self, other: object) -> bool:
-        return dict(self) != other
-
-    __hash__ = None  # type: ignore[assignment]
+        return dict.__len__(self)
 
     def __getitem__(self, key: Any) -> Any:
         self._note(key)
-        return super().__getitem__(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:  # noqa: D102
-        self._note(key)
-        return super().get(key, default)
-
-    def __contains__(self, key: Any) -> bool:
-        self._note(key)
-        return super().__contains__(key)
+        return dict.__getitem__(self, key)
 
     def __iter__(self) -> Iterator[Any]:
         self._note_keys()
         try:
-            for key in super().__iter__():
+            for key in dict.__iter__(self):
                 self._passing = key
                 yield key
         finally:
@@ -124,22 +109,10 @@ class NotedOptions(dict):
 
     def __reversed__(self) -> Iterator[Any]:
         self._note_keys()
-        return super().__reversed__()
-
-    def keys(self) -> list[Any]:  # noqa: D102  (iterated by ``dict(options)`` and ``**options``)
-        return _Passing(self, super().keys())
-
-    def items(self) -> list[tuple[Any, Any]]:  # noqa: D102
-        return [(key, self[key]) for key in self]
-
-    def values(self) -> list[Any]:  # noqa: D102
-        return [self[key] for key in self]
+        return dict.__reversed__(self)
 
     def copy(self) -> "NotedOptions":  # noqa: D102
-        plain: dict[Any, Any] = {}
-        for key in super().__iter__():
-            plain[key] = super().__getitem__(key)
-        copied = NotedOptions(plain, self._reads, frozenset(self._own))
+        copied = NotedOptions(dict(dict.items(self)), self._reads, frozenset(self._own))
         copied.heard, copied.strict = self.heard, self.strict
         return copied
 
@@ -150,18 +123,7 @@ class NotedOptions(dict):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._own.add(key)
-        super().__setitem__(key, value)
-
-    def setdefault(self, key: Any, default: Any = None) -> Any:  # noqa: D102
-        self._note(key)
-        if not dict.__contains__(self, key):
-            self._own.add(key)
-        return super().setdefault(key, default)
-
-    def pop(self, key: Any, *default: Any) -> Any:  # noqa: D102
-        self._note(key)
-        self._own.add(key)
-        return super().pop(key, *default)
+        dict.__setitem__(self, key, value)
 
     def popitem(self) -> tuple[Any, Any]:  # noqa: D102
         key = next(reversed(self))
@@ -169,7 +131,7 @@ class NotedOptions(dict):
 
     def clear(self) -> None:  # noqa: D102
         self._own.update(dict.keys(self))
-        super().clear()
+        dict.clear(self)
 
     def __ior__(self, other: Any) -> "NotedOptions":
         self.update(other)
@@ -177,22 +139,11 @@ class NotedOptions(dict):
 
     def __delitem__(self, key: Any) -> None:
         self._own.add(key)
-        super().__delitem__(key)
+        dict.__delitem__(self, key)
 
     def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
-
-
-class _Passing(list):
-    """Keys in order; while they are gone through, the dict knows at which one."""
-
-    def __init__(self, options: NotedOptions, keys: Any) -> None:
-        super().__init__(keys)
-        self._options = options
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._options)
 
 
 class Guards:

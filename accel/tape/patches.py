@@ -7,8 +7,6 @@ out once for each patch's code.
 """
 
 import functools
-import random
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +18,7 @@ from . import called_patches
 from .named_tensors import modules_of
 from .options import NotedOptions, Reads
 from .record import Recorder
+from .refusals import random_state
 from .state import look
 
 FEW = 20_000  # objects of a patch's state that are looked at once, to see whether a call changes it
@@ -91,10 +90,6 @@ class Patches:
             if self._raw.get(kind) and options.notes(kind):
                 options.get(kind)  # noted: other patches, another recording
                 options.hide(kind, called_patches.wrapped(self._raw[kind], self._proxy, (kind,)))
-
-    def forward(self) -> called_patches.Forward:
-        """What a patch that is called now gets."""
-        return called_patches.Forward(self._raw)
 
     def _proxy(self, place: tuple, patch: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -266,8 +261,5 @@ def _once(given: Any) -> list[Tensor]:
 
 def _random_state(device: torch.device) -> tuple:
     """Of all generators that a patch may draw from."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state(legacy=False)["state"] if numpy is not None else {}
-    own = torch.get_rng_state() if device.type != "cuda" else torch.cuda.get_rng_state(device)
-    states = bytes(torch.get_rng_state().numpy()), bytes(own.numpy())
-    return (random.getstate(), of_numpy.get("pos"), bytes(of_numpy.get("key", b"")), *states)
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return (*random_state(), bytes(torch.get_rng_state().numpy()), bytes(own.numpy()))

@@ -18,6 +18,7 @@ from ..preparing import look
 from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
+from .layout import copied
 from .named_tensors import PartsByPath, resolve
 from .plan import Plan, unfused
 from .reuse import Outlines
@@ -48,12 +49,9 @@ class Launched(Step):
 
     def __call__(self, values: list[Tensor | None]) -> None:
         """Launches it."""
-        outputs = [
-            torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=self.device)
-            if v.base is None
-            else values[slot]  # a part of a join, in the join's memory
-            for v, slot in zip(self.run.outputs, self.outputs, strict=True)
-        ]
+        pairs = zip(self.run.outputs, self.outputs, strict=True)
+        # a part of a join lies in the join's memory
+        outputs = [value.empty(self.device) if value.base is None else values[slot] for value, slot in pairs]
         self.run([values[slot] for slot in self.args], outputs)
         for slot, tensor in zip(self.outputs, outputs, strict=True):
             values[slot] = tensor
@@ -284,7 +282,7 @@ def _run_of(operation: Operation, written: Collection[Value]) -> Callable[..., A
     if chosen and not operation.opaque and operation.writes is None:
         places = tuple(d for d, n in enumerate(first.shape) if n != 1)
         apart = operation.traits.maybe_view and (first in written or operation.inputs[0].root in written)
-        return partial(_laid_out, operation.func, first.shape, first.stride, places, apart)
+        return partial(_laid_out, operation.func, first.stride, places, apart)
     if operation.writes is None or operation.opaque or operation.func._schema.name.startswith("aten::"):
         return operation.func
     func, place = operation.func, operation.traits.writes
@@ -298,8 +296,8 @@ def _run_of(operation: Operation, written: Collection[Value]) -> Callable[..., A
 
 
 def _laid_out(
-    func: Callable[..., Tensor], shape: tuple[int, ...], stride: tuple[int, ...], places: tuple[int, ...], apart: bool,
-    *args: Any, **kwargs: Any,
+    func: Callable[..., Tensor], stride: tuple[int, ...], places: tuple[int, ...], apart: bool, *args: Any,
+    **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     """An operation whose only result lies as a rule has chosen, or as planned, whatever torch finds best.
 
@@ -311,7 +309,7 @@ def _laid_out(
     lies_so = own == stride or all(own[d] == stride[d] for d in places)
     if lies_so and not (apart and torch._C._is_alias_of(out, args[0])):
         return out
-    return torch.empty_strided(shape, stride, dtype=out.dtype, device=out.device).copy_(out)
+    return copied(out, stride)
 
 
 def _filled(structure: Any, values: list[Tensor | None]) -> Any:

@@ -56,7 +56,8 @@ class Recorder(TorchDispatchMode):
         self.value, self.known, self.mark = self._tensors.value, self._tensors.known, self._tensors.mark
         self.number = self._tensors.next
         self.writes = Writes(self._tensors, self.refuse, self.operations)
-        self._module, self._world = module, World(device)
+        self.module: nn.Module | None = module  # None after the end
+        self._world = World(device)
         self.keeps = False  # whether the forward left a tensor in its model
         self.apart = False  # whether its blocks may be left out: see ``aliasing.settle``
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
@@ -80,11 +81,6 @@ class Recorder(TorchDispatchMode):
     def refusal(self) -> str:
         """Why there is no tape, or ""."""
         return self.refuse.reason
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The model that is recorded; None after the end."""
-        return self._module
 
     @property
     def is_deaf(self) -> bool:
@@ -111,30 +107,23 @@ class Recorder(TorchDispatchMode):
 
     def call(self, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any], own: Callable[[], Any]) -> Any:
         """What ``own`` gives, recorded as one call of ``function`` with these arguments, whatever that does inside."""
-        self._paused, paused = True, self._paused
-        try:
+        with self.not_listening():
             out = own()
-        finally:
-            self._paused = paused
-        if not (paused or self.refuse.reason):
-            try:
-                inputs: list[Value] = []
-                lift = self._tensors.lift
-                operation = Operation(function, lift(args, inputs), lift(kwargs, inputs), inputs, opaque=True)
-                if self.writes.are_missing(inputs):
-                    self.refuse(UNWRITTEN)
-                self._append(operation, out if isinstance(out, (tuple, list)) else [out])
-            except Exception as error:  # noqa: BLE001
-                self._failed(error)
+        if not self.is_deaf:
+            self.guarded(lambda: self.step(function, args, out if isinstance(out, (tuple, list)) else [out], kwargs))
         return out
 
-    def step(self, function: Callable[..., Any], args: tuple, results: Sequence[Tensor]) -> None:
+    def step(
+        self, function: Callable[..., Any], args: tuple, results: Sequence[Any], kwargs: dict[str, Any] | None = None
+    ) -> None:
         """Writes down a call of ``function``, which was made without being listened to."""
         inputs: list[Value] = []
-        operation = Operation(function, self._tensors.lift(args, inputs), {}, inputs, opaque=True)
+        lift = self._tensors.lift
+        operation = Operation(function, lift(args, inputs), lift(kwargs or {}, inputs), inputs, opaque=True)
         if self.writes.are_missing(inputs):
             self.refuse(UNWRITTEN)
-        self._blanks.read(inputs)
+        with self.not_listening():
+            self._blanks.read(inputs)
         self._append(operation, results)
 
     def place(self) -> tuple[int, int, int, str]:
@@ -293,7 +282,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(say("constant"))
         if self._world.was_drawn_from():
             self.refuse(RANDOM)
-        if kept := kept_tensor(self._module, self._tensors.depends):
+        if kept := kept_tensor(self.module, self._tensors.depends):
             self.keeps = True
             self.refuse(say("keeps", tensor=kept))
         if not self.refuse.reason and self._blanks.were_filled():
@@ -311,7 +300,7 @@ class Recorder(TorchDispatchMode):
         self._tensors.close(output, keep=not self.refuse.reason)
         self._blanks.clear()
         self.operations = []
-        self._module = None
+        self.module = None
 
 
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:

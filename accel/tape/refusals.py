@@ -43,11 +43,11 @@ class World:
     """What a forward must not touch or change: the generators past torch's dispatcher, and the stream."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._random, self._stream = device, _random_state(), _stream(device)
+        self._device, self._random, self._stream = device, random_state(), _stream(device)
 
     def was_drawn_from(self) -> bool:
         """Whether somebody drew a random number."""
-        return self._random != _random_state()
+        return self._random != random_state()
 
     def obstacle(self, known: Traits, args: tuple, kwargs: dict[str, Any], inputs: list[Value], out: Any) -> str:
         """Why an operation that has run, and depends on the call, cannot be repeated; "" if it can."""
@@ -100,7 +100,7 @@ def _writes_one_memory(func: Any, lifted: tuple) -> bool:
     return all(isinstance(value, Value) for value in written) and len({value.root for value in written}) == 1
 
 
-def _random_state() -> tuple:
+def random_state() -> tuple:
     """Of the generators that a forward may draw from past torch's dispatcher."""
     numpy = sys.modules.get("numpy")
     of_numpy = numpy.random.get_state(legacy=False)["state"] if numpy is not None else {}

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 
 from . import aliasing
+from .layout import contiguous
 from .middle import NotCut
 from .values import Input, Operation, Tape, Value, replaced
 
@@ -89,7 +90,7 @@ class Rest:
     def feature(self, like: Value) -> Value:
         """The next input: a feature of this form."""
         value = like.again(like.number, None)
-        value.leaf, value.stride = Input(self._given + len(self._features)), straight(like)
+        value.leaf, value.stride = Input(self._given + len(self._features)), contiguous(like.shape)
         self._features.append(value)
         return value
 
@@ -100,7 +101,3 @@ class Rest:
         made = Tape(self.copies.operations, inputs, output, self._tape.device)
         made.operations = aliasing.needed(made.operations, made.outputs)
         return made
-
-
-def straight(value: Value) -> tuple[int, ...]:
-    return torch.empty(value.shape, device="meta").stride()

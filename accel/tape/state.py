@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..parts_seen import FUNCTIONS, LEFT_OUT
+from ..parts_seen import NO_SETTINGS
 from .identity import EQUAL, Same, slots_of
 
 MOST = 1500  # objects in the state of one patch: it is looked at before each replay
@@ -199,8 +199,7 @@ class _Look:
         if self._own is None:
             self._own = {id(each) for each in self._module.modules()} if self._module is not None else set()
         if id(part) in self._own:  # what is watched of every part is left out here
-            but = LEFT_OUT.union(FUNCTIONS)
-            own = [(name, value) for name, value in part.__dict__.items() if name not in but and not callable(value)]
+            own = [(n, value) for n, value in part.__dict__.items() if n not in NO_SETTINGS and not callable(value)]
             return "part", Same(part), tuple([(name, self.of(value)) for name, value in own])
         plain = [(name, self.of(value)) for name, value in part.__dict__.items() if name not in OF_MODULES]
         tensors = [(name, self.of(each)) for table in (part._parameters, part._buffers) for name, each in table.items()]

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ..reasons import say
-from .kept import tensors_in
 from .layout import contiguous
 from .memo import is_memoised
 from .named_tensors import PLAIN, Memories, NamedTensors, undressed
 from .refusals import Refusal
-from .values import Constant, Input, Operation, Value, Weight
+from .values import Constant, Input, Operation, Value, Weight, tensors_in
 
 NUMBERS = frozenset(
     (int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -4,17 +4,20 @@ A value is what a tensor held at one moment of the recorded forward. It knows it
 its sizes belong to the model (``Size.static``): only those may be written into a kernel.
 """
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .identity import bundled
 from .traits import Traits, traits
 
 LARGE = 2**31  # a number from here on is one of 64 bits
+NESTED = 6  # containers within one another that are looked into: some hold themselves
 
 
 class Size:
@@ -113,12 +116,12 @@ class Value:
     @classmethod
     def made(
         cls, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device: torch.device,
-        leaf: Leaf | None = None,
+        leaf: Leaf | None = None, number: int = 0, base: "Value | None" = None,
     ) -> "Value":  # fmt: skip
-        """A value that a rule adds to a tape."""
+        """A value that no recorded tensor stands for."""
         value = object.__new__(cls)
         value.shape, value.stride, value.dtype, value.device = shape, stride, dtype, device
-        value.number, value.origin, value.leaf, value.base = 0, None, leaf, None
+        value.number, value.origin, value.leaf, value.base = number, None, leaf, base
         value.sizes, value.order = (), None
         return value
 
@@ -148,9 +151,7 @@ class Value:
 
     def part(self, shape: tuple[int, ...], sizes: Sizes) -> "Value":
         """A part of this value's memory, as a value of its own."""
-        value = object.__new__(Value)
-        value.shape, value.stride, value.dtype, value.device = shape, self.stride, self.dtype, self.device
-        value.number, value.origin, value.leaf, value.base = self.number, None, None, self.root
+        value = Value.made(shape, self.stride, self.dtype, self.device, None, self.number, self.root)
         value.sizes, value.order = sizes, self.order
         return value
 
@@ -162,11 +163,11 @@ class Value:
 
     def again(self, number: int, base: "Value | None") -> "Value":
         """A value of this form that another operation makes."""
-        value = object.__new__(Value)
-        value.shape, value.stride, value.dtype, value.device = self.shape, self.stride, self.dtype, self.device
-        value.number, value.origin, value.leaf, value.base = number, None, None, base
-        value.sizes, value.order = (), None
-        return value
+        return Value.made(self.shape, self.stride, self.dtype, self.device, None, number, base)
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """A tensor of this form; what is in it is void."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def scalar(self) -> float | None:
         """The number that a constant of one element on the CPU stands for, as eager's operations take it."""
@@ -265,16 +266,23 @@ class Tape:
         return list(dict.fromkeys(read + [value for value in self.outputs if value.leaf is not None]))
 
 
-def values_in(structure: Any) -> Iterator[Value]:
-    """The values in nested lists, tuples and dicts."""
-    if isinstance(structure, Value):
+def items_in(structure: Any, kind: type, depth: int = NESTED) -> Iterator[Any]:
+    """The items of ``kind`` in nested lists, tuples and dicts."""
+    if isinstance(structure, kind):
         yield structure
-    elif isinstance(structure, (list, tuple)):
-        for item in structure:
-            yield from values_in(item)
-    elif isinstance(structure, dict):
-        for item in structure.values():
-            yield from values_in(item)
+    elif depth and isinstance(structure, (list, tuple, dict)):
+        for item in structure.values() if isinstance(structure, dict) else structure:
+            yield from items_in(item, kind, depth - 1)
+
+
+def values_in(structure: Any) -> Iterator[Value]:
+    """As ``items_in``."""
+    return items_in(structure, Value)
+
+
+def tensors_in(structure: Any) -> Iterator[Tensor]:
+    """As ``items_in``."""
+    return items_in(structure, Tensor)
 
 
 ATOMS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -291,3 +299,27 @@ def replaced(structure: Any, kind: type, new: Callable[[Any], Any]) -> Any:
     if isinstance(structure, dict):
         return {name: replaced(item, kind, new) for name, item in structure.items()}
     return structure
+
+
+def swapped(item: Any, swap: Mapping[int, Any], inside: bool = False) -> Any:
+    """``item`` with other objects in place of those whose ids are in ``swap``; what has none of them stays itself.
+
+    inside: of an object, which may lead back to where it is held.
+    """
+    if id(item) in swap:
+        return swap[id(item)]
+    kind = type(item)
+    if kind is list or kind is tuple:
+        new = [swapped(each, swap, inside) for each in item]
+        return item if all(a is b for a, b in zip(new, item, strict=True)) else kind(new)
+    if kind is dict:
+        new = {name: swapped(each, swap, inside) for name, each in item.items()}
+        return item if all(new[name] is item[name] for name in item) else new
+    held = None if inside or isinstance(item, Tensor) else bundled(item)
+    new = {name: swapped(each, swap, inside=True) for name, each in (held or {}).items()}
+    if all(new[name] is held[name] for name in new):
+        return item
+    made = copy.copy(item)
+    for name, each in new.items():
+        object.__setattr__(made, name, each)  # the class may forbid it
+    return made

@@ -81,7 +81,7 @@ class Remote:
         if redis is None:
             self._give_up("the shared kernel cache needs Redis's client for Python: pip install redis")
             return None
-        options = {"socket_timeout": SOCKET_TIMEOUT, "socket_connect_timeout": SOCKET_TIMEOUT, "retry": _no_retry()}
+        options = {"socket_timeout": SOCKET_TIMEOUT, "socket_connect_timeout": SOCKET_TIMEOUT, "retry": None}  # at once
         try:
             if url := environ.get("ANYSHAPE_REDIS_URL"):
                 client = redis.Redis.from_url(url, **options)
@@ -273,13 +273,6 @@ NO_KEY = (
 )
 FULL = "Raise its maxmemory, or let it drop what is old (maxmemory-policy allkeys-lru)"
 ADVICE = "kernels are compiled here. Check that Redis runs there, has memory and time, and the network in between"
-
-
-def _no_retry() -> Any:
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-
-    return Retry(NoBackoff(), 0)
 
 
 def _surroundings() -> str:

@@ -9,7 +9,7 @@ from ...errors import is_out_of_memory
 from ...reasons import say
 from .. import static_sizes
 from ..attention_choice import attend, case_of, fastest, supports
-from ..layout import lie_alike
+from ..layout import copied, lie_alike
 from ..traits import ATTENTIONS, by_name
 from ..values import Operation, Tape, Value
 
@@ -40,9 +40,7 @@ class Attention:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """With the arguments of the recorded operation. Views and kernels behind it rely on the result's strides."""
         out = self._shared(*args, **kwargs) if self.shared > 1 else self._out(*args, **kwargs)
-        if lie_alike(out.shape, out.stride(), self.stride):
-            return out
-        return torch.empty_strided(out.shape, self.stride, dtype=out.dtype, device=out.device).copy_(out)
+        return out if lie_alike(out.shape, out.stride(), self.stride) else copied(out, self.stride)
 
     def _shared(self, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self._repeats:
@@ -110,8 +108,5 @@ def _choice(recorded: str, q: Value, k: Value, v: Value, mask: Value | None, cau
     best = fastest(case_of(q, k, v, mask is not None, causal), recorded, device)
     if best == recorded:
         return recorded
-    like = [
-        None if value is None else torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-        for value in (q, k, v, mask)
-    ]
+    like = [value and value.empty(device) for value in (q, k, v, mask)]
     return best if supports(best, *like, causal) else recorded

@@ -69,7 +69,7 @@ def _found(operation: Operation, readers: Readers, given_back: set[Value], wides
 def _tokens(value: Value) -> tuple[Value, int, int] | None:
     """([B, T, C], heads, their width) of the heads [B, H, T, D] that are a view of it."""
     turned = value.origin
-    if turned is None or turned.opaque or not _turns(turned):
+    if turned is None or not turns(turned):
         return None
     cut = turned.inputs[0].origin
     if cut is None or cut.opaque or cut.traits.name not in ("view", "reshape", "unflatten"):
@@ -84,7 +84,7 @@ def _tokens(value: Value) -> tuple[Value, int, int] | None:
     return tokens, heads.shape[2], heads.shape[3]
 
 
-def _turns(operation: Operation) -> bool:
+def turns(operation: Operation) -> bool:
     """Whether it is ``transpose(1, 2)`` of four dimensions."""
     if operation.opaque or operation.traits.name != "transpose" or len(operation.outputs[0].shape) != 4:
         return False
@@ -98,7 +98,7 @@ def _joined(value: Value, readers: Readers, given_back: set[Value]) -> Value | N
         if reader is None or others or value in given_back or reader.opaque or reader.writes is not None:
             return None
         known = reader.traits.name
-        if name == "transpose" and not _turns(reader):
+        if name == "transpose" and not turns(reader):
             return None
         if name == "reshape" and known not in ("reshape", "view", "flatten", "_unsafe_view"):
             return None

@@ -12,6 +12,7 @@ from ..layout import contiguous, lie_alike
 from ..traits import ATTENTIONS
 from ..values import Operation, Readers, Tape, Value
 from .attention import Attention, replace
+from .attention_kernel import turns
 
 
 def store_by_tokens(tape: Tape) -> str:
@@ -28,7 +29,7 @@ def store_by_tokens(tape: Tape) -> str:
             continue
         turned = readers.get(result, [])
         chains = [_chain(value, readers) for value in operation.args[:3]]
-        if result in given_back or not chains[0] or not turned or not all(map(_turns_to_tokens, turned)):
+        if result in given_back or not chains[0] or not turned or not all(map(turns, turned)):
             continue
         for value in {value: None for value in [result, *(value for chain in chains for value in chain)]}:
             value.stride, value.order = _strides(value.shape), (0, 2, 1, *range(3, len(value.shape)))
@@ -69,10 +70,3 @@ def _chain(value: Value, readers: Readers) -> list[Value]:
 
 def _is_read_once(value: Value, readers: Sequence[Operation]) -> bool:
     return len(readers) == 1 and readers[0].inputs.count(value) == 1
-
-
-def _turns_to_tokens(operation: Operation) -> bool:
-    """Whether it is ``transpose(1, 2)`` of attention's result."""
-    if operation.opaque or operation.traits.name != "transpose":
-        return False
-    return {dim % 4 for dim in operation.args[1:3]} == {1, 2}

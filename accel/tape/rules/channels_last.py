@@ -10,14 +10,14 @@ Weights of convolutions may lie channels last as well (``Tape.permuted``): who r
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ...kernels import operations as ours
 from .. import static_sizes, views
-from ..layout import contiguous
+from ..layout import contiguous, dense
+from ..singles import is_steady
 from ..traits import aten, by_name
 from ..values import Operation, Tape, Value, Weight, replaced
 from . import edits
@@ -37,8 +37,6 @@ ALIKE = static_sizes.ELEMENTWISE | JOINS | {"clone", "to", "_to_copy", "float", 
 RESAMPLED = frozenset("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d avg_pool2d max_pool2d".split())
 PADS = frozenset(("pad", "constant_pad_nd"))
 GATHERED = ("replicate", "reflect")  # what pads are made of
-# Their results lie the same way wherever their arguments lie.
-STEADY = frozenset("linear addmm mm bmm matmul layer_norm rms_norm native_layer_norm".split())
 
 
 def lay_out(tape: Tape) -> str:
@@ -68,7 +66,7 @@ def _is_norm(operation: Operation) -> bool:
 
 def last(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of pictures [N, C, H, W] or videos [N, C, T, H, W] with channels last."""
-    return _dense(shape, _order(len(shape)))
+    return dense(shape, _order(len(shape)))
 
 
 def _order(rank: int) -> tuple[int, ...]:
@@ -168,7 +166,7 @@ class _Pass:
             self._lies_last(operation.outputs[0], x)
         elif _keeps_layout(operation, name) and len(operation.outputs) == 1 and operation.inputs[0] in self._last:
             self._lies_last(operation.outputs[0], operation.inputs[0])
-        elif name not in STEADY:
+        elif not is_steady(operation):
             self._as_recorded(operation)
 
     def _is_last(self, value: Value) -> bool:
@@ -193,19 +191,18 @@ class _Pass:
 
     def _alike(self, operation: Operation, output: Value) -> None:
         """Element by element: its result lies as the pictures that it is made of."""
-        made_of = [
-            v for v in operation.inputs if v in self._last and (v.shape == output.shape or _name(operation) in JOINS)
-        ]
+        joins = operation.traits.name in JOINS
+        made_of = [v for v in operation.inputs if v in self._last and (joins or v.shape == output.shape)]
         if output.base is not None:  # ``to`` of what has that dtype already
             self._view(operation)
-        elif made_of and (len(output.shape) in RANKS or _name(operation) == "stack"):
+        elif made_of and (len(output.shape) in RANKS or operation.traits.name == "stack"):
             self._lies_last(output, made_of[0])
         else:
             output.order = tuple(sorted(range(len(output.shape)), key=lambda d: -output.stride[d]))
 
     def _view(self, operation: Operation) -> None:
         """A view, or what is one of some memory, as torch makes it of the memory that there is."""
-        form = self._form(operation)
+        form = edits.form_of(operation)
         if form not in self._forms:
             self._forms[form] = _made(operation)
         made = self._forms[form]
@@ -219,16 +216,10 @@ class _Pass:
             if not stayed and (stride != output.stride or base is not output.base):
                 self._recorded.setdefault(output, output.stride)
             output.stride, output.base = stride, base
-        if source in self._last and _name(operation) in views.SAME:
+        if source in self._last and operation.traits.name in views.SAME:
             self._last.update(operation.outputs)
         else:
             self._last.update(output for output in operation.outputs if output in self._recorded and _is_part(output))
-
-    def _form(self, operation: Operation) -> tuple:
-        """All that a view's strides depend on."""
-        values = operation.inputs
-        given = replaced((operation.args, operation.kwargs), Value, lambda value: f"v{values.index(value)}")
-        return operation.func, repr(given), tuple((v.shape, v.stride, v.dtype) for v in values)
 
     def _as_recorded(self, operation: Operation) -> None:
         """An operation that gets what it got when it was recorded."""
@@ -245,7 +236,7 @@ class _Pass:
         if copy is None:
             copy = self._copies[value] = Value.made(value.shape, stride, value.dtype, value.device)
             order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
-            copy.stride, copy.order = _dense(value.shape, order), tuple(order)
+            copy.stride, copy.order = dense(value.shape, order), tuple(order)
             copy.origin = Operation(
                 aten.clone.default, (value,), {"memory_format": torch.contiguous_format}, [value], [copy]
             )
@@ -265,10 +256,6 @@ def _stacks_sides(operation: Operation) -> bool:
     """Whether videos are stacked along a side: behind their channels."""
     rank = len(operation.outputs[0].shape)
     return rank == max(RANKS) + 1 and views.dimension(operation, 1, rank) > 1
-
-
-def _name(operation: Operation) -> str:
-    return operation.traits.name
 
 
 def _for_each(numbers: Any, sides: int) -> list[int]:
@@ -293,17 +280,10 @@ def _mode(pad: Operation) -> str:
     return by_name(pad.func, pad.args, pad.kwargs).get("mode", "constant")
 
 
-def _dense(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [0] * len(shape), 1
-    for d in reversed(order):
-        strides[d], step = step, step * max(shape[d], 1)
-    return tuple(strides)
-
-
 def _made(operation: Operation) -> list[tuple[tuple[int, ...], bool]] | None:
     """(stride, whether it shares its argument's memory) of each result; None if torch makes no such view."""
     values = operation.inputs
-    like = {v: torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device="meta") for v in values}
+    like = {value: value.empty("meta") for value in values}
     args, kwargs = replaced((operation.args, operation.kwargs), Value, like.__getitem__)
     kwargs.pop("device", None)
     try:

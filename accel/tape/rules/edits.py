@@ -16,6 +16,13 @@ def replace_inputs(operation: Operation, other: dict[Value, Value]) -> None:
         operation.inputs = [other.get(value, value) for value in operation.inputs]
 
 
+def form_of(operation: Operation) -> tuple:
+    """All that decides how an operation's results lie, and which plain operations it stands for."""
+    values = operation.inputs
+    given = replaced((operation.args, operation.kwargs), Value, lambda value: f"v{values.index(value)}")
+    return operation.func, repr(given), tuple((v.shape, v.stride, v.dtype) for v in values)
+
+
 def become(operation: Operation, func: object, args: tuple, inputs: Iterable[Value | None]) -> None:
     """Makes an operation another one with the same results."""
     operation.func, operation.args, operation.kwargs = func, args, {}

@@ -18,6 +18,7 @@ from .. import group, static_sizes
 from ..layout import lie_alike
 from ..record import Recorder, record
 from ..values import Constant, Operation, Readers, Tape, Value, replaced
+from . import edits
 
 META = torch.device("meta")
 
@@ -58,16 +59,8 @@ def _normed(x: Tensor, scale: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), scale, epsilon)
 
 
-def _apply_rope1(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    return _pairs(x, freqs_cis)
-
-
 def _apply_rope(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
     return _pairs(xq, freqs_cis), _pairs(xk, freqs_cis)
-
-
-def _apply_rope_split_half1(x: Tensor, freqs_cis: Tensor) -> Tensor:
-    return _halves(x, freqs_cis)
 
 
 def _apply_rope_split_half(xq: Tensor, xk: Tensor, freqs_cis: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,9 +108,9 @@ def _rms_adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 TABLE: dict[str, Callable[..., Any]] = {
     "apply_rope": _apply_rope,
-    "apply_rope1": _apply_rope1,
+    "apply_rope1": _pairs,
     "apply_rope_split_half": _apply_rope_split_half,
-    "apply_rope_split_half1": _apply_rope_split_half1,
+    "apply_rope_split_half1": _halves,
     "rms_rope": _rms_rope,
     "rms_rope1": _rms_rope1,
     "rms_rope_split_half": _rms_rope_split_half,
@@ -143,7 +136,7 @@ def decompose(tape: Tape) -> str:
     for operation in tape.operations:
         plain = None
         if id(operation) in left and _pays(operation, makers, readers):
-            form = _form(operation)
+            form = edits.form_of(operation), tuple(value.stride for value in operation.outputs)
             if form not in known:
                 known[form] = _written(operation)
             plain = known[form]
@@ -222,18 +215,10 @@ def _fuses_after(operation: Operation, readers: Readers) -> bool:
     return False
 
 
-def _form(operation: Operation) -> tuple:
-    """All that the plain operations depend on."""
-    values = operation.inputs
-    given = replaced((operation.args, operation.kwargs), Value, lambda value: f"v{values.index(value)}")
-    made = tuple(value.stride for value in operation.outputs)
-    return operation.func, repr(given), tuple((v.shape, v.stride, v.dtype) for v in values), made
-
-
 def _written(operation: Operation) -> Tape | None:
     """What the operation means, as another tape on tensors without memory."""
     values = list(dict.fromkeys(operation.inputs))
-    given = [torch.empty_strided(v.shape, v.stride, dtype=v.dtype, device=META) for v in values]
+    given = [value.empty(META) for value in values]
     tensors = dict(zip(values, given, strict=True))
     args, kwargs = replaced((operation.args, operation.kwargs), Value, tensors.__getitem__)
 

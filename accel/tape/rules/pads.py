@@ -6,6 +6,7 @@ that. The same products of the same numbers: exact.
 
 from typing import Any
 
+from ..layout import dense
 from ..traits import aten, by_name
 from ..values import Operation, Readers, Tape, Value
 from . import edits
@@ -78,7 +79,4 @@ def _shrink(pad: Operation, widths: list[tuple[int, int]]) -> None:
     sides = [n + before + behind for n, (before, behind) in zip(source.shape[2:], widths, strict=True)]
     order = sorted(range(len(out.shape)), key=lambda d: -out.stride[d])
     out.shape = (*source.shape[:2], *sides)
-    strides, step = [0] * len(order), 1
-    for d in reversed(order):
-        strides[d], step = step, step * out.shape[d]
-    out.stride = tuple(strides)
+    out.stride = dense(out.shape, order)
