@@ -24,30 +24,30 @@ class Accelerate(io.ComfyNode):
             node_id="AnyShapeAccelerate",
             display_name="Accelerate (AnyShape)",
             category="AnyShape",
-            description="Makes a workflow faster with one node: Compile Model, Compile VAE and Compile ControlNet in "
-            "one. Connect what there is, and take it from here on. What cannot run faster runs as without this node; "
-            "Shape Cache Info says why.",
+            description="Speeds up a workflow with one node, which does the work of Compile Model, Compile VAE and "
+            "Compile ControlNet. Connect the parts that you have, and use its outputs from there on. What cannot run "
+            "faster runs as without this node; Shape Cache Info says why.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to speed up. LoRA nodes may come before or after."),
                 io.Combo.Input(
                     "mode",
                     options=list(MODES),
                     default="auto",
-                    tooltip="auto: joins small operations into fewer, faster ones. exact: ComfyUI's own operations, in "
-                    "a CUDA graph where that pays; the picture is bit-equal to ComfyUI's, and VAE and ControlNet pass "
-                    "through. off: exactly as without this node.",
+                    tooltip="auto: the fastest. Small operations are fused into fewer, faster ones. exact: ComfyUI's "
+                    "own operations, in a CUDA graph where that pays. The picture is bit-equal to ComfyUI's; VAE and "
+                    "ControlNet pass through. off: exactly as without this node.",
                 ),
                 budget_input(),
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
-                io.Vae.Input("vae", optional=True, tooltip="The VAE to speed up, if there is one."),
-                io.ControlNet.Input(
-                    "control_net", optional=True, tooltip="The ControlNet to speed up, if there is one."
-                ),
+                io.Vae.Input("vae", optional=True, tooltip="The VAE to speed up. Optional."),
+                io.ControlNet.Input("control_net", optional=True, tooltip="The ControlNet to speed up. Optional."),
             ],
             outputs=[
-                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original."),
-                io.Vae.Output(tooltip="The same VAE, faster; nothing if none is connected."),
-                io.ControlNet.Output(tooltip="The same ControlNet, faster; nothing if none is connected."),
+                io.Model.Output(
+                    tooltip="The same model, faster. To get the original back, bypass (Ctrl+B) or delete this node."
+                ),
+                io.Vae.Output(tooltip="The same VAE, faster. Empty if none is connected."),
+                io.ControlNet.Output(tooltip="The same ControlNet, faster. Empty if none is connected."),
             ],
             hidden=badge.HIDDEN,
         )

@@ -19,9 +19,8 @@ class CompileControlNet(io.ComfyNode):
             node_id="AnyShapeCompileControlNet",
             display_name="Compile ControlNet (AnyShape)",
             category="AnyShape",
-            description="Makes a ControlNet faster, of SD1.5, SD2, SDXL, Flux and others, at any size and batch, with "
-            "Compile Model or without. What cannot run faster runs as without this node; Shape Cache Info "
-            "says why.",
+            description="Speeds up a ControlNet (SD1.5, SD2, SDXL, Flux and others) at any size and batch, with or "
+            "without Compile Model. What cannot run faster runs as without this node; Shape Cache Info says why.",
             inputs=[
                 io.ControlNet.Input(
                     "control_net",
@@ -34,7 +33,8 @@ class CompileControlNet(io.ComfyNode):
             ],
             outputs=[
                 io.ControlNet.Output(
-                    tooltip="The same ControlNet, faster. Bypass (Ctrl+B) or delete it to get the original."
+                    tooltip="The same ControlNet, faster. To get the original back, bypass (Ctrl+B) or delete this "
+                    "node."
                 )
             ],
             hidden=badge.HIDDEN,

@@ -22,8 +22,9 @@ def budget_input() -> io.Int.Input:
         min=0,
         max=MAX_BUDGET_MB,
         step=64,
-        tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
-        "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
+        tooltip="How much GPU memory CUDA graphs may take, in MB. They make small images much faster. About 1.5 GB "
+        "is enough for all SDXL sizes. When the memory is used up, the least recently used sizes lose their graphs. "
+        "0: no graphs.",
     )
 
 
@@ -36,8 +37,8 @@ class CompileModel(io.ComfyNode):
             node_id="AnyShapeCompileModel",
             display_name="Compile Model (AnyShape)",
             category="AnyShape",
-            description="Makes sampling faster, for any model: image or video. Compiles once, in seconds; a new size, "
-            "batch or prompt length never compiles again. What cannot run faster runs as without this node; Shape "
+            description="Speeds up sampling for any image or video model. It compiles once, in seconds, and never "
+            "again for a new size, batch or prompt length. What cannot run faster runs as without this node; Shape "
             "Cache Info says why.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to speed up. LoRA nodes may come before or after."),
@@ -45,15 +46,17 @@ class CompileModel(io.ComfyNode):
                     "mode",
                     options=list(MODES),
                     default="auto",
-                    tooltip="auto: joins small operations into fewer, faster ones. exact: ComfyUI's own operations, in "
-                    "a CUDA graph where that pays; the picture is bit-equal to ComfyUI's. off: exactly as without this "
-                    "node.",
+                    tooltip="auto: the fastest. Small operations are fused into fewer, faster ones. exact: ComfyUI's "
+                    "own operations, in a CUDA graph where that pays. The picture is bit-equal to ComfyUI's. off: "
+                    "exactly as without this node.",
                 ),
                 budget_input(),
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
             outputs=[
-                io.Model.Output(tooltip="The same model, faster. Bypass (Ctrl+B) or delete it to get the original.")
+                io.Model.Output(
+                    tooltip="The same model, faster. To get the original back, bypass (Ctrl+B) or delete this node."
+                )
             ],
             hidden=badge.HIDDEN,
         )

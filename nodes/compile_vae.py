@@ -20,7 +20,7 @@ class CompileVAE(io.ComfyNode):
             node_id="AnyShapeCompileVAE",
             display_name="Compile VAE (AnyShape)",
             category="AnyShape",
-            description="Makes VAE decode and encode faster, at any size and batch. Other workflows that use the same "
+            description="Speeds up VAE decode and encode at any size and batch. Other workflows that use the same "
             "VAE are not affected.",
             inputs=[
                 io.Vae.Input("vae", tooltip="The VAE to speed up."),
@@ -29,7 +29,11 @@ class CompileVAE(io.ComfyNode):
                 ),
                 io.Boolean.Input("verify", default=True, optional=True, tooltip=VERIFY),
             ],
-            outputs=[io.Vae.Output(tooltip="The same VAE, faster. Bypass (Ctrl+B) or delete it to get the original.")],
+            outputs=[
+                io.Vae.Output(
+                    tooltip="The same VAE, faster. To get the original back, bypass (Ctrl+B) or delete this node."
+                )
+            ],
             hidden=badge.HIDDEN,
         )
 

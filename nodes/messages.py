@@ -10,8 +10,8 @@ from ..accel.attempt import attempt, failed
 log = logging.getLogger(__name__)
 
 VERIFY = (  # the tooltip of an input that several nodes have
-    "Compares the first result of each new size with ComfyUI's own, to find a faulty driver or card before it spoils "
-    "pictures. Costs at most one more forward at a new size."
+    "Compares the first result at each new size with ComfyUI's own. This finds a faulty driver or card before it "
+    "spoils pictures. It costs at most one extra forward per new size."
 )
 
 
