@@ -77,7 +77,9 @@ class Halves:
         if settings.verify and not self._is_right(call, program, inputs, result):
             program = Program(tape, fuse=False)
             if not self._is_right(call, program, inputs, result):
-                raise WrongResult("without what is left out, but with its features, the forward is another one")
+                raise WrongResult(
+                    "with features in place of the skipped blocks, the result differs from the full forward's"
+                )
         program.bind(call.taped.module)
         program.settled()
         take.program, take.form = program, whole.form

@@ -33,7 +33,7 @@ _NEXT = re.compile(r"[,;](?!\s*(?:b(?:atch)?\s*(?:[0-9]|\b)|[0-9]+\s*(?:frames?\
 _WIDE = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)} | {0x3000: " ", 0x3001: ","}
 _QUOTED = 40  # characters of a bad line
 NOT_ONE = "nothing in this list is a size"
-MORE_BAD = "more entries are no sizes"
+MORE_BAD = "more entries are not sizes"
 _SHOWN = 5  # bad lines by their number and text; of the others how many there are
 
 

@@ -93,7 +93,7 @@ def _current(mode: str) -> tuple[str, str]:
     """(the mode that stands for ``mode`` today, what the user should know)."""
     if mode not in FORMER:
         return mode, ""
-    return "auto", f"mode {mode!r} is of an earlier version and now means auto: choose one of {', '.join(MODES)}"
+    return "auto", f"mode {mode!r} comes from an earlier version and now means auto: choose one of {', '.join(MODES)}"
 
 
 def is_mode(mode: str | None) -> bool | str:

@@ -41,7 +41,9 @@ def _gain(gain: dict[str, float]) -> str:
     line = f"Compared with ComfyUI's own forward, at the sizes where both were measured: {gain['factor']:.2f}x, {what}"
     if "full_steps" not in gain:
         return line
-    return f"{line}\n  Skipped steps are compared with full ones of ComfyUI's; full steps alone: {gain['full_steps']:.2f}x"
+    return (
+        f"{line}\n  Skipped steps are compared with full ones of ComfyUI's; full steps alone: {gain['full_steps']:.2f}x"
+    )
 
 
 def _model(model: dict[str, Any], file: str, shorts: dict[str, str], device: str) -> str:

@@ -83,7 +83,7 @@ def import_from(store: Store, file: str, trust: bool) -> None:
 def prune_to(store: Store, megabytes: str) -> None:
     """The store, made as small as that."""
     if not megabytes.isdecimal():
-        raise ArtifactError(f"{megabytes!r} is no number of megabytes")
+        raise ArtifactError(f"{megabytes!r} is not a number of megabytes")
     print(f"{store.prune(int(megabytes) * MIB)} artefacts removed from {store.folder}")
 
 

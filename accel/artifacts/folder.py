@@ -21,7 +21,7 @@ def secure(folder: Path) -> Path:
         raise ArtifactError(f"the folder cannot be made ({error.strerror})") from error
     _check(folder, os.lstat(folder), stat.S_ISDIR)
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ArtifactError("the folder cannot be written to: give this user the right, or name another folder")
+        raise ArtifactError("the folder cannot be written to: give this user write access, or name another folder")
     return folder
 
 
@@ -68,4 +68,6 @@ def _check(path: Path, found: os.stat_result, is_kind: Callable[[int], bool], pr
             f"{path.name} may be written by others, who could put code there: take that right away (chmod -R go-w)"
         )
     if private and found.st_mode & READERS:
-        raise ArtifactError(f"{path.name} may be read by others, who could sign with it: delete it, a new one is made")
+        raise ArtifactError(
+            f"{path.name} may be read by others, who could sign with it: delete it, and a new one is made"
+        )

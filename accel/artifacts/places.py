@@ -71,5 +71,7 @@ def _made(path: Path) -> bytes:
 def _read(path: Path) -> bytes:
     found = folder.read(path, private=True)
     if len(found) < 32:
-        raise ArtifactError(f"{path.name}, which signs compiled kernels, is cut short: delete it, a new one is made")
+        raise ArtifactError(
+            f"{path.name}, which signs compiled kernels, is cut short: delete it, and a new one is made"
+        )
     return found

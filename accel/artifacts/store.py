@@ -90,7 +90,7 @@ def checked(entry: Entry, contents: dict[str, bytes]) -> dict[str, bytes]:
         raise Damaged(f"{odd[0]} is missing or not of this artefact")
     for name, content in contents.items():
         if hashlib.sha256(content).hexdigest() != entry.files[name]:
-            raise Damaged(f"{name} is damaged: its checksum is another")
+            raise Damaged(f"{name} is damaged: its checksum does not match")
     return contents
 
 

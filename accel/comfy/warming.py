@@ -46,7 +46,7 @@ HOPELESS = 4  # times the device's memory, by ComfyUI's estimate, which is gener
 NOT_RUN, FAILED, EVICTED = "not run", "failed", "evicted"
 
 NO_MODEL, NO_VAE, GONE = say("nothing_compiled"), say("vae_not_compiled"), say("warm_up_no_memory")
-NO_PICTURES = "this model makes neither images nor video, so a size in pixels says nothing of it"
+NO_PICTURES = "this model makes neither images nor video, so a size in pixels does not apply to it"
 NO_FRAMES = "{} makes single images: leave the frames out of this line"
 GAVE_WAY = say("gave_way")
 NO_SIZES = "no size to warm up: write one per line"

@@ -108,7 +108,7 @@ def _passing(call: BlockCall, read: set[Value], seen_by: dict[Value, set[int]]) 
             raise NotCut("the result of a block does not go on from one of its arguments")
         continues[value] = found.pop()
     if not continues:
-        raise NotCut("nobody reads the result of a block")
+        raise NotCut("nothing reads the result of a block")
     moves = any(value.stride != start.stride for value, start in continues.items())
     return Passing(call, continues, writes or moves)
 

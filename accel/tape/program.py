@@ -189,7 +189,7 @@ class Program:
             like = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
             stride = tensor.stride() if slot in self._loose else value.stride
             if like != (value.shape, stride, value.dtype, value.device):
-                raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} has another form or place")
+                raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} has changed its form or its place")
             bound[slot] = tensor
         for slot, make, sources in self._derived:
             bound[slot] = make(*(bound[source] for source in sources))
