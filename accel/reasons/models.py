@@ -9,7 +9,7 @@ REASONS = dict(
     ),
     patch_no_graph=(
         "another node's patch: no CUDA graph ({patch})",
-        "another node's patch is called {calls} times in each forward ({patch}), so there is no CUDA graph",
+        "each forward calls another node's patch {calls} times ({patch}), so there is no CUDA graph",
     ),
     patch_again=(
         "another node's patch is called from now on",
