@@ -1,4 +1,4 @@
-"""The two programs of a run that skips blocks, from one recording: the whole forward, and the one that leaves most out.
+"""The two programs of a run that skips blocks, from one recording: the whole forward, and the one without its middle.
 
 The first call of a size is a full step. Its tape is cut (``tape.cut``). The whole forward's program is checked as any
 other. The other one is given the features that this one has just made, and must come to the same result.

@@ -1,4 +1,4 @@
-"""The programs of one model: made, counted and checked against the forward that was recorded."""
+"""Makes and counts the programs of one model, and checks them against the recorded forward."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ NOT_COMPARED = say("not_finite")
 
 
 class NotCompared(AnyShapeError):
-    """A program whose first result could not be checked is not used."""
+    """Raised where a program's first result could not be checked; it is then not used."""
 
 
 class Maker:
-    """Makes them. begun: kinds of calls whose first size is over."""
+    """Makes the programs. begun: kinds of calls whose first size is done."""
 
     def __init__(self, stats: ModelStats, tapes: Tapes) -> None:
         self.stats, self._tapes, self._outlines = stats, tapes, Outlines()

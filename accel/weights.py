@@ -1,4 +1,4 @@
-"""Where a model's weights lie, and how they are laid out while it is sampled.
+"""Tracks where a model's weights are, and how they are laid out while it is sampled.
 
 A captured graph reads the weights' memory directly, so it is valid exactly as long as every weight stays at its
 address and in its layout. ComfyUI moves weights when it patches a LoRA in or out, loads, unloads or streams a model;
@@ -60,7 +60,7 @@ class Whereabouts:
 
 
 def low_vram(module: nn.Module, device: torch.device) -> str:
-    """How much of the weights lies elsewhere, which each call fetches, and what helps; "" if all are on ``device``."""
+    """Says how much of the weights each call fetches from elsewhere, and what helps; "" if all are on ``device``."""
     weights = [w for part in parts_of(module) if "_v" not in part.__dict__ for w in part._parameters.values()]
     sizes = [(weight.device != device, weight.nbytes) for weight in weights if weight is not None]
     away, every = sum(size for is_away, size in sizes if is_away), sum(size for _, size in sizes)

@@ -24,7 +24,7 @@ Contents = dict[str, bytes]
 
 
 def write(store: Store, to: IO[bytes]) -> int:
-    """Writes the sound entries of the store as a bundle; how many. Raises ``ArtifactError`` if there are none."""
+    """Writes the sound entries of the store into a bundle. Returns how many. Raises ``ArtifactError`` if none."""
     sums: dict[str, str] = {}
     with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as bundle:
         for entry, contents in _sound(store):
@@ -48,13 +48,13 @@ def _sound(store: Store) -> Iterator[tuple[Entry, Contents]]:
 
 
 def verified(file: IO[bytes]) -> list[tuple[Entry, int]]:
-    """(entry, its bytes) of a bundle that is whole. Raises ``ArtifactError``."""
+    """Yields (entry, its bytes) of a bundle that is complete. Raises ``ArtifactError``."""
     with _opened(file) as entries:
         return [(entry, sum(map(len, contents.values()))) for entry, contents in entries]
 
 
 def add(file: IO[bytes], store: Store) -> int:
-    """Puts the entries of a bundle, which ``verified`` has seen, into the store; how many are new there."""
+    """Puts the entries of a bundle that ``verified`` has checked into the store. Returns how many are new there."""
     with _opened(file) as entries:
         return sum(store.put(entry, contents) for entry, contents in entries)
 

@@ -13,7 +13,7 @@ READERS = stat.S_IRGRP | stat.S_IROTH
 
 
 def secure(folder: Path) -> Path:
-    """The folder, made if need be, which nobody else may write into. Raises ``ArtifactError``."""
+    """Returns the folder, which is made if needed and which nobody else may write into. Raises ``ArtifactError``."""
     folder = folder.expanduser().resolve()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def secure(folder: Path) -> Path:
 
 
 def read(path: Path, private: bool = False) -> bytes:
-    """The contents of a plain file of ours; never through a link. Raises ``ArtifactError``.
+    """Returns the contents of a plain file of this user, never through a link. Raises ``ArtifactError``.
 
     private: nobody else may read it.
     """

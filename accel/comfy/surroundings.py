@@ -1,4 +1,4 @@
-"""What around a model decides a forward of it: attention's backend, how torch is set, the user's interrupt."""
+"""What a forward depends on outside its model: attention's backend, torch's settings, the user's interrupt."""
 
 import comfy.ldm.modules.attention as attention
 import comfy.model_management

@@ -1,4 +1,4 @@
-"""Warm Up: the programs and graphs of listed sizes, made ahead through ComfyUI's own sampling and VAE.
+"""Warm Up: makes the programs and graphs of listed sizes in advance, through ComfyUI's own sampling and VAE.
 
 Each size is sampled for a few steps with the user's prompts, so that ComfyUI decides what meets the model: which
 prompts are joined, what a ControlNet adds, where the weights lie. Nothing is kept but what the engines keep anyway.
@@ -74,7 +74,7 @@ def warm_up(
     model: ModelPatcher, text: str, vae: comfy.sd.VAE | None = None, positive: list | None = None,
     negative: list | None = None, cfg: str = "auto", measure: bool = False, gives_way: Callable[[], bool] = bool,
 ) -> Outcome:  # fmt: skip
-    """Runs the sizes that ``text`` lists; nothing else is changed.
+    """Runs the sizes that ``text`` lists, and changes nothing else.
 
     measure: also on ComfyUI's own forwards, timed. gives_way: whether something else waits, so that no further size
     is begun.
@@ -224,7 +224,7 @@ class _Budget:
         self._device, self._limit, self._pins = device, limit, pins
 
     def is_spent(self) -> str:
-        """Why the next size cannot have a graph beside those before it; "" if it may."""
+        """Says why the next size cannot have a graph beside those before it; "" if it may."""
         return graphs.budget_is_full(self._limit) if self._pins.full else ""
 
     def settled(self, rows: Iterable[Row]) -> list[Row]:

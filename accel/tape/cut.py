@@ -1,4 +1,4 @@
-"""A tape in two: the forward that also gives features, and the one that is given them and leaves their making out.
+"""Cuts a tape in two: the forward that also returns features, and the one that takes them and skips what made them.
 
 What is left out is all that only the features needed. There are two forms, because there are two kinds of model.
 

@@ -1,4 +1,4 @@
-"""Views and reshapes: which dimension of the result comes from which of the source.
+"""Views and reshapes: which dimension of the result comes from which dimension of the source.
 
 ``groups`` is the one place that aligns two shapes; sizes and index expressions both follow it.
 """

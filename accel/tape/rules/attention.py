@@ -1,4 +1,4 @@
-"""Attention on the fastest of torch's exact backends, where torch took another one because ComfyUI asked for it."""
+"""Runs attention on the fastest of torch's exact backends, where ComfyUI asked torch for another one."""
 
 from typing import Any
 

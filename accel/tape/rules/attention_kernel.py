@@ -1,4 +1,4 @@
-"""Attention by a kernel that nobody plans, straight from the projections' layout.
+"""Runs attention by a kernel that needs no plan, straight from the projections' layout.
 
 To a prompt it is faster than libraries, and between an image's own tokens about as fast, where the heads suit it. There
 it is taken where cuDNN would have been, which plans each number of tokens at its first call, for longer than it runs.

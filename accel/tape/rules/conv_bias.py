@@ -1,4 +1,4 @@
-"""A convolution's bias as an addition, which becomes part of the kernel behind it.
+"""Turns a convolution's bias into an addition, which becomes part of the kernel after it.
 
 cuDNN gives a convolution without its bias, and PyTorch adds that by a kernel of its own, in memory. Exact: it adds it
 to the rounded result, as here. (On a CPU PyTorch adds it before rounding.)

@@ -1,4 +1,4 @@
-"""GEGLU inside the linear layer that makes its halves, so that they never reach memory."""
+"""Computes GEGLU inside the linear layer that makes its halves, so that they never reach memory."""
 
 import torch
 

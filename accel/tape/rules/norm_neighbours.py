@@ -1,4 +1,4 @@
-"""GroupNorm together with its neighbours: what is added to each channel before it, and SiLU behind it.
+"""Merges GroupNorm with its neighbours: what is added to each channel before it, and SiLU after it.
 
 A number added to a whole channel moves that channel's mean, so the time step's embedding and a convolution's bias cost
 nothing there. Norm and SiLU are one pass over memory.

@@ -1,4 +1,4 @@
-"""Zeros around a picture or video that only a convolution reads become that convolution's own padding.
+"""Turns zeros around a picture or video that only a convolution reads into that convolution's own padding.
 
 Models of video pad by hand, because frames are padded before the first one alone. Height and width need no copy for
 that. The same products of the same numbers: exact.
