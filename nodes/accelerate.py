@@ -54,7 +54,7 @@ class Accelerate(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, mode: str | None = None) -> bool | str:
-        """As Compile Model's."""
+        """Accepts what Compile Model accepts."""
         return is_mode(mode)
 
     @classmethod

@@ -1,6 +1,6 @@
-"""What a bug report needs besides the figures: versions, the card, how ComfyUI was started, nodes, the last errors.
+"""Collects what a bug report needs besides the figures: versions, the card, start options, nodes, the last errors.
 
-It leaves this machine, so no path in it has the user's name, and no secret is in it.
+It leaves this machine, so its paths do not contain the user's name, and it contains no secret.
 """
 
 import importlib.util
@@ -55,7 +55,7 @@ def _section(title: str, lines: list[str]) -> list[str]:
 
 @cache
 def pack_version() -> str:
-    """By the pack's own file, which the registry's archive has too."""
+    """Reads the version from the pack's own file, which the registry's archive has too."""
     found = re.search(r'^version = "(.+)"', PYPROJECT.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else "unknown"
 

@@ -48,7 +48,7 @@ class CompileControlNet(io.ComfyNode):
 
 
 def controlnet_part(control_net: io.ControlNet.Type, enabled: bool, verify: bool) -> Part:
-    """What Compile ControlNet makes of a CONTROL_NET."""
+    """Compiles a CONTROL_NET, as the node does."""
     if not enabled:
         return Part(control_net, None, enabled=False)
 

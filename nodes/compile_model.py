@@ -63,7 +63,7 @@ class CompileModel(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, mode: str | None = None) -> bool | str:
-        """In the place of ComfyUI's look at the list, which would refuse a saved workflow with a former mode."""
+        """Replaces ComfyUI's own check of the list, which would refuse a saved workflow with a former mode."""
         return is_mode(mode)
 
     @classmethod
@@ -77,7 +77,7 @@ class CompileModel(io.ComfyNode):
 
 
 def model_part(model: io.Model.Type, mode: str, graph_budget_mb: int, verify: bool) -> Part:
-    """What Compile Model makes of a MODEL."""
+    """Compiles a MODEL, as the node does."""
     mode, note = _current(mode)
     settings = Settings(mode, graph_budget_mb, verify)
 
@@ -104,5 +104,5 @@ def is_mode(mode: str | None) -> bool | str:
 
 
 def timed(model: io.Model.Type, mode: str) -> io.Model.Type:
-    """On ComfyUI's own forwards, timed, those of compiled ControlNets that steer it too. mode: of ``TIMED``."""
+    """Returns a model that runs and times ComfyUI's own forwards, compiled ControlNets' too. mode: one of ``TIMED``."""
     return compile_model(model, Settings(TIMED[mode], timed=True))[0]

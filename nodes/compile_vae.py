@@ -43,7 +43,7 @@ class CompileVAE(io.ComfyNode):
 
 
 def vae_part(vae: comfy.sd.VAE, enabled: bool, verify: bool) -> Part:
-    """What Compile VAE makes of a VAE."""
+    """Compiles a VAE, as the node does."""
     if not enabled:
         return Part(vae, None, enabled=False)
 

@@ -139,7 +139,7 @@ def _times(count: int) -> str:
 
 
 def _fallbacks(snapshot: dict[str, Any], files: dict[str, str]) -> str:
-    """What a table has said of its sizes is not said again."""
+    """Lists fallbacks, except those that a table has already named."""
     said = {(model["name"], shape["reason"]) for model in snapshot["models"] for shape in model["shapes"]}
     fallbacks = [f for f in snapshot["fallbacks"] if (f["where"], f["reason"]) not in said]
     lines = [f"- {wording.place(f['where'], snapshot, files)}, {_times(f['count'])}: {f['reason']}" for f in fallbacks]

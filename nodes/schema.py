@@ -1,4 +1,4 @@
-"""A node's schema, with what people type who look for such a node."""
+"""Makes a node's schema, with the words that people type when they search for such a node."""
 
 from dataclasses import fields
 from typing import Any
@@ -32,6 +32,6 @@ KNOWN = {one.name for one in fields(io.Schema)}
 
 
 def schema(node_id: str, **given: Any) -> io.Schema:
-    """``io.Schema``; the search of older ComfyUIs knows titles alone."""
+    """Returns an ``io.Schema``. Older ComfyUIs search titles only."""
     aliases = {"search_aliases": list(ALIASES[node_id])} if "search_aliases" in KNOWN else {}
     return io.Schema(node_id=node_id, **given, **aliases)
