@@ -9,7 +9,7 @@ REASONS = dict(
     ),
     patch_no_graph=(
         "another node's patch: no CUDA graph ({patch})",
-        "each forward calls another node's patch {calls} times ({patch}), so there is no CUDA graph",
+        "in each forward another node's patch is called {calls} times ({patch}), so there is no graph",
     ),
     patch_again=(
         "another node's patch is called from now on",
@@ -56,7 +56,7 @@ REASONS = dict(
     ),
     attention_no_graph=(
         "another node's attention: no CUDA graph",
-        "another node's attention is called in each forward, so there is no CUDA graph",
+        "another node's attention is called in each forward, so there is no graph",
     ),
     attention_option=(
         "another node's attention reads the option {option}",
