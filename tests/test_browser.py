@@ -103,7 +103,7 @@ def test_a_workflow_of_an_earlier_version_runs(built) -> None:
     """Its mode is no longer in the list: the page keeps and sends it, and the node says what it means now."""
     built.page.set_widgets(built.model, {"mode": "regions"})
     built.page.run(built.server)
-    title = built.page.page.locator(".anyshape-badge[title*='is of an earlier version and now means auto']")
+    title = built.page.page.locator(".anyshape-badge[title*='comes from an earlier version and now means auto']")
     title.first.wait_for()
     (noted,) = [one for one in built.stats()["nodes"] if "earlier version" in one["message"]]
     assert noted["type"] == "AnyShapeCompileModel" and noted["state"] == "ready"

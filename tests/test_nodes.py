@@ -102,7 +102,7 @@ def test_workflows_of_earlier_versions_run(server, plain, mode) -> None:
     assert np.array_equal(np.stack([np.asarray(p, dtype=np.float32) / 255 for p in pictures]), wanted)
     (noted,) = [one for one in stats(server)["nodes"] if one["id"] == "model"]
     assert noted["state"] == "ready"
-    assert noted["message"].startswith(f"mode '{mode}' is of an earlier version and now means auto")
+    assert noted["message"].startswith(f"mode '{mode}' comes from an earlier version and now means auto")
 
 
 @pytest.mark.parametrize("budget", [0, 1 << 20])
