@@ -29,7 +29,7 @@ class LastSizes:
         self._now: dict[str, list[str]] = {}
 
     def last(self, model: str) -> list[Shape]:
-        """The sizes of the last session before this one; none if there was none."""
+        """Returns the sizes of the session before this one; none if there was none."""
         with self._lock:
             return parse("\n".join(self._before().get(model, [])))[0]
 

@@ -39,7 +39,7 @@ class Maker:
         return _kind(call) not in self.begun
 
     def made(self, tape: Tape, fuse: bool, call: Call) -> Program:
-        """The program of ``tape``; without kernels where they cannot be compiled here."""
+        """Makes the program of ``tape``, without kernels where they cannot be compiled here."""
         if not fuse:
             return Program(tape, fuse=False)
         KEEPER.watch(call.key.device, _functions)
@@ -52,7 +52,7 @@ class Maker:
             return Program(tape, fuse=False)
 
     def count(self, program: Program, first: bool, call: Call) -> None:
-        """Counts what was compiled for ``program``; first: compiling was to be expected."""
+        """Counts what was compiled for ``program``. first: whether compiling was expected."""
         made, seconds = program.report.compiled, program.report.compile_seconds
         again = 0 if first else made
         self.stats.kernels += made

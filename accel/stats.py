@@ -193,7 +193,7 @@ class NodeStats:
         self.settings = {n: bounded(value) if isinstance(value, str) else value for n, value in self.settings.items()}
 
     def clear(self) -> None:
-        """Forgets what was said of its run; why a model cannot be compiled at all holds on."""
+        """Forgets what was said of its run, but not why a model cannot be compiled at all."""
         self.ended = ""
         if self.state != "eager":
             self.message = ""

@@ -266,7 +266,7 @@ class Tapes:
         return take
 
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
-        """From now on ``take`` is found for calls of this key."""
+        """Makes ``find`` find ``take`` for calls of this key from now on."""
         with self._lock:
             takes = self._takes.setdefault((key, fuse), [])
             takes.append(take)
@@ -275,7 +275,7 @@ class Tapes:
                 self._takes.popitem(last=False)
 
     def first(self, take: Take) -> None:
-        """Of several takes that fit, this one is tried first from now on."""
+        """Tries this take first from now on, if several fit."""
         with self._lock:
             for takes in self._takes.values():
                 if take in takes:
@@ -283,7 +283,7 @@ class Tapes:
                     takes.insert(0, take)
 
     def doubt(self, take: Take) -> bool:
-        """The take's program was wrong. Whether that may be because of blocks that are copies, so they are no more."""
+        """Notes that the take's program was wrong. Returns whether copied blocks may be why; none are copied then."""
         if take.copies:
             self._one_by_one = take.structure
             self.drop(take)

@@ -68,7 +68,7 @@ NOTHING = Comparison(compared=False)
 
 
 def compare(what: str, out: Output, reference: Output, noise: Comparison = NOTHING) -> Comparison:
-    """The errors of ``out``; raises ``WrongResult`` if rounding does not explain them. Waits for the GPU once.
+    """Returns the errors of ``out``. Raises ``WrongResult`` if rounding cannot explain them. Waits for the GPU once.
 
     noise: what one step in the model's input makes of its result, if that was measured. A reference that is not finite
     says nothing: then the model itself overflows, in eager too.

@@ -39,7 +39,7 @@ class WeightWatch:
         self._convolutions = [m._parameters for m in modules if isinstance(m, CONVOLUTIONS) and m._parameters]
 
     def fingerprint(self) -> int:
-        """Changes when a weight moved, was replaced or changed its layout; about 0.3 ms for SDXL's 1,680 weights."""
+        """Changes when a weight moves, is replaced or changes its layout. Takes 0.3 ms for SDXL's 1,680 weights."""
         addresses = [p.data_ptr() for table in self._tables for p in table.values() if p is not None]
         addresses += [own[name].data_ptr() for own, name in self._attributes if isinstance(own.get(name), Tensor)]
         layouts = [table["weight"].stride() for table in self._convolutions]
@@ -116,7 +116,7 @@ class ChannelsLastWeights:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Every weight that is still laid out as we left it goes back to torch's default."""
+        """Returns every weight that is still laid out as we left it to torch's default layout."""
         for weight in self._changed:
             with self.mapped.holding(weight) if self.mapped else nullcontext(True) as is_there:
                 if is_there and weight.is_contiguous(memory_format=LASTS[weight.ndim]):

@@ -242,7 +242,7 @@ def without_prefetch(options: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def calls_patches(options: Mapping[Any, Any]) -> bool:
-    """Whether other packs' patches are called, which may count their calls."""
+    """Whether patches of other packs are called; these may count their calls."""
     return any(options.get(key) for key in (*PATCH_KEYS, OVERRIDE))
 
 

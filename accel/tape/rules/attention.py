@@ -66,7 +66,7 @@ class Attention:
 
 
 def take_fastest(tape: Tape) -> str:
-    """Attention without dropout on the backend that is fastest for its case. Rounds in other places than eager."""
+    """Runs attention without dropout on the fastest backend for its case. Rounds in other places than eager."""
     if tape.device.type != "cuda":
         return ""
     read = {value for operation in tape.operations for value in operation.inputs} | set(tape.outputs)

@@ -18,7 +18,7 @@ ASKED_FOR = "_scaled_dot_product_flash_attention"  # by newer ComfyUI, in its pl
 
 
 def attend(tape: Tape) -> str:
-    """Attention to up to 256 tokens of a prompt, and what would be planned. Sums in another order than eager."""
+    """Takes attention to up to 256 prompt tokens, and what would need a plan. Sums in another order than eager."""
     from ...kernels import flash_attention as kernel
 
     readers, given_back = tape.readers(), set(tape.outputs)

@@ -11,7 +11,7 @@ from ..values import Operation, Tape, Value
 
 
 def add_after(tape: Tape) -> str:
-    """Every convolution that runs in channels_last. Exact."""
+    """Applies to every convolution that runs in channels_last. Exact."""
     found: list[Operation] = []
     for operation in tape.operations:
         if operation.func not in ours.CONVOLUTIONS or operation.args[2] is None:

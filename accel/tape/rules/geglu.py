@@ -14,7 +14,7 @@ LESS_EXACT = (
 
 
 def join_product(tape: Tape) -> str:
-    """A linear layer whose result is only cut in two, of which one half gates the other. Rounds less than eager."""
+    """For a linear layer whose result is only cut in two halves, one gating the other. Rounds less than eager."""
     if not _serves(tape.device):
         return ""
     readers, given_back = tape.readers(), set(tape.outputs)

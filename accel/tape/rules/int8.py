@@ -74,7 +74,7 @@ class Turned:
 
 
 def round_once(tape: Tape) -> str:
-    """Every int8 layer of several rows, on comfy-kitchen's own kernels."""
+    """Applies to every int8 layer of several rows, on comfy-kitchen's own kernels."""
     layers = list(filter(_fits, tape.operations))
     multiply = _product(tape.device) if layers else None
     if multiply is None:

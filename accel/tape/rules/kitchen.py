@@ -129,7 +129,7 @@ MODULATED = ("adaln", "rms_adaln")
 
 
 def decompose(tape: Tape) -> str:
-    """Puts plain operations in place of comfy-kitchen's. Exact but for contracted multiply-adds in its own kernels."""
+    """Replaces comfy-kitchen's operations with plain ones. Exact but for contracted multiply-adds in its kernels."""
     ours = [operation for operation in tape.operations if _meaning(operation)]
     if not ours:
         return ""

@@ -17,7 +17,7 @@ MOST_PENDING = 2  # as many as the kernel takes
 
 
 def take_in(tape: Tape) -> str:
-    """GroupNorms in channels_last, if nobody else reads what is taken in. Rounds less than eager."""
+    """Applies to GroupNorms in channels_last, if nothing else reads what is merged. Rounds less than eager."""
     readers, given_back = tape.readers(), set(tape.outputs)
     gone: set[int] = set()
     changed = False

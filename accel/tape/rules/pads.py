@@ -13,7 +13,7 @@ from .channels_last import CONVOLUTIONS, PADS, RANKS
 
 
 def fold(tape: Tape) -> str:
-    """Every such padding that is as wide on both sides; what is not stays. Exact."""
+    """Applies to padding that is equally wide on both sides; any other stays. Exact."""
     readers, given_back = tape.readers(), set(tape.outputs)
     written = {value.root for operation in tape.operations if (value := operation.writes) is not None}
     gone: set[int] = set()
