@@ -1,4 +1,4 @@
-"""AnyShape: compiled diffusion models that stay fast when the resolution and the batch change."""
+"""AnyShape: makes diffusion models faster, and keeps them fast when the size, the batch or the prompt changes."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Which of torch's two CUDA allocators this process has. ComfyUI switches ``cudaMallocAsync`` on for most cards."""
+"""Which of torch's two CUDA allocators this process uses. ComfyUI switches ``cudaMallocAsync`` on for most cards."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The one place that turns a failure of ours into another way of doing the same.
+"""The one place that turns a failure of ours into a fallback.
 
 Eager is always right, so whatever of ours raises must cost speed and nothing else. Every boundary between ComfyUI and
 us, and every tier of the engine, goes through ``attempt``; no other code here catches what it does not know.
@@ -44,7 +44,7 @@ def attempt(ours: Callable[[], T], judge: Judge, passthrough: Passthrough = ()) 
 
 @dataclass
 class Fallback(Generic[T]):
-    """ComfyUI's own way of one call. Its errors must reach the user, so it remembers them."""
+    """ComfyUI's own way of running one call. Its errors must reach the user, so they are remembered."""
 
     run: Callable[[], T]  # may be replaced by one that can be called repeatedly
     error: BaseException | None = field(default=None, init=False)
@@ -58,7 +58,7 @@ class Fallback(Generic[T]):
             raise
 
     def rescue(self, ours: Callable[[], T], judge: Judge, passthrough: Passthrough = ()) -> T:
-        """What ``ours`` gives, which may call this; if it fails by a fault of ours, what this gives."""
+        """Runs ``ours``, which may call this fallback. If it fails by a fault of ours, the fallback runs instead."""
         try:
             out, reason = attempt(ours, lambda error: None if error is self.error else judge(error), passthrough)
         finally:
@@ -67,7 +67,7 @@ class Fallback(Generic[T]):
 
 
 def failed(where: str, what: str) -> Judge:
-    """A judge for what is no tier's: counts the failure, and logs it the first time."""
+    """Returns a judge for failures outside the tiers. It counts a failure, and logs it the first time."""
 
     def judge(error: Exception) -> str:
         reason = say("failed", what=what, error=named(error))
@@ -79,11 +79,11 @@ def failed(where: str, what: str) -> Judge:
 
 
 def named(error: Any) -> str:
-    """An error in one line, as reasons quote it: files by their names, because a browser elsewhere may read it."""
+    """Describes an error in one line, for reasons. Files lose their folders, as a browser elsewhere may show it."""
     first = without_folders(next(iter(str(error).strip().splitlines()), ""))
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
 def without_folders(text: str) -> str:
-    """``text`` with each absolute path in it cut down to its last part."""
+    """Returns ``text`` with each absolute path cut down to its last part."""
     return _FOLDERS.sub("", _QUOTED.sub(r"\1\2\1", text))

@@ -1,4 +1,4 @@
-"""One call of a block: its arguments taken apart, into tensors and what a program depends on besides them."""
+"""One call of a block, with its arguments split into tensors and everything else that a program depends on."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ OPTIONS = "transformer_options"
 
 
 class NotUsed(AnyShapeError):
-    """A block runs in eager; says why."""
+    """Raised where a block must run in eager; says why."""
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Given:
 
 
 def take_apart(kind: type, args: tuple, kwargs: dict[str, Any]) -> Given:
-    """The arguments of a call of a block of class ``kind``.
+    """Splits the arguments of a call of a block of class ``kind``.
 
     Raises ``NotUsed`` if an argument has no key.
     """

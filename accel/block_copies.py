@@ -1,4 +1,4 @@
-"""Blocks that are alike, in one recording: the first is recorded, the others are written down as copies of it.
+"""Blocks that are alike, within one recording: the first is recorded, the others are added as copies of it.
 
 Recording takes the host longer than eager does. A model of sixty blocks has two or three different ones. So a block
 that is like an earlier one (``tape.blocks``), called with arguments of the same form, runs as ComfyUI's own without
@@ -75,7 +75,7 @@ class BlockCopies:
         self._turned = [weight.module for weight in recorder.turned]
 
     def forward(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A block's own result; recorded, or written down as a copy."""
+        """Returns the block's own result. The call is recorded, or added as a copy."""
         recorder = self._recorder
         found = None if recorder.is_deaf else recorder.guarded(lambda: self._found(path, block, args, kwargs))
         if isinstance(found, _Copy):

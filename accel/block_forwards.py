@@ -1,4 +1,4 @@
-"""The repeated blocks of one model, and a ``forward`` of ours in their place while the model's own forward runs."""
+"""The repeated blocks of one model, and our ``forward`` in place of theirs while the model's own forward runs."""
 
 import functools
 import threading
@@ -34,7 +34,7 @@ class Blocks:
         self._kinds: dict[Hashable, int] = {}  # likenesses are long, and compared at each call
 
     def look(self, model: nn.Module, structure: int) -> bool:
-        """Finds the blocks of ``model``; whether its code is another than at the last look."""
+        """Finds the blocks of ``model``. Returns whether its code has changed since the last look."""
         if self._structure == structure:
             return False
         self._alike.clear()
@@ -43,11 +43,11 @@ class Blocks:
         return True
 
     def forget(self) -> None:
-        """The next look finds everything again: the form of a weight changed, say."""
+        """Makes the next look find everything again, because the form of a weight changed, for example."""
         self._structure = None
 
     def likeness(self, path: str, block: nn.Module) -> int | None:
-        """Equal for blocks that are alike; None for one that is to be left alone."""
+        """Returns the same value for blocks that are alike, and None for a block that must be left alone."""
         if path not in self._alike:
             found = blocks.likeness(block)
             self._alike[path] = None if found is None else self._kinds.setdefault(found, len(self._kinds))

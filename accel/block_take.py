@@ -1,4 +1,4 @@
-"""One recording of a block's call: what it is made for, and how it is made."""
+"""One recording of a block's call: which calls it fits, and how it is made."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -66,7 +66,7 @@ class Visit:
         return f"{self.call.width}x{self.call.height}"
 
     def note(self, take: BlockTake) -> None:
-        """A call of a block ran on the program of ``take``."""
+        """Notes that a call of a block ran on the program of ``take``."""
         self.ran += 1
         self.slower += take.slower
 

@@ -1,4 +1,4 @@
-"""Blocks, where the whole is not recordable: a value comes back to the host at every step, say.
+"""Programs for repeated blocks, where the whole forward cannot be recorded: a value comes back to the host, say.
 
 The model's forward is ComfyUI's own. While it runs, its repeated blocks have a ``forward`` of ours, for that call and
 that thread only. The first call of a block records it; the program fits every block that is alike, on that block's
@@ -66,7 +66,7 @@ class BlockTier:
 
     @contextmanager
     def visit(self, call: Call, settings: Settings, first: bool, whole: str) -> Iterator[Visit]:
-        """The body is one forward of the model; its blocks are ours meanwhile. whole: why that is not recorded."""
+        """In the body, which is one forward of the model, its blocks are ours. whole: why that is not recorded."""
         visit = Visit(call, settings, first)
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled() and call.key not in self._idle:
@@ -80,7 +80,7 @@ class BlockTier:
             call.taped.rest(call.key, whole)
 
     def release(self) -> None:
-        """Lets go of the weights: the model is unloaded."""
+        """Releases the weights, because the model is unloaded."""
         self._weights = None
         for take in [take for takes in list(self._takes.values()) for take in takes]:
             take.bound.clear()

@@ -1,4 +1,4 @@
-"""What an engine is given: one forward, and what the user chose for its model."""
+"""What an engine gets: one forward, and what the user chose for its model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Call:
-    """One forward, as a family sees it. Valid for this call only: it holds the caller's tensors."""
+    """One forward. Valid for this call only, because it holds the caller's tensors."""
 
     key: ShapeKey
     inputs: dict[str, Tensor]  # everything that may differ from call to call

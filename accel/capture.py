@@ -1,4 +1,4 @@
-"""How a forward becomes a CUDA graph: one stream and one memory pool for all graphs of a device.
+"""Captures a forward as a CUDA graph. All graphs of a device share one stream and one memory pool.
 
 Nothing in the pool is live between two replays, so every graph may reuse the memory of every other. Two things follow.
 
@@ -32,7 +32,7 @@ SMALL = 1 << 20  # bytes; torch serves requests up to this from other segments t
 
 @dataclass(frozen=True)
 class Recording:
-    """What a capture needs."""
+    """What a capture needs to know."""
 
     forward: Forward
     inputs: dict[str, Tensor]
@@ -65,7 +65,7 @@ class CapturedGraph:
         return self.own_bytes + self.pool_growth
 
     def replay(self, inputs: dict[str, Tensor]) -> Output:
-        """The forward of ``inputs``; the result is the caller's to keep."""
+        """Replays the forward on ``inputs``. The caller owns the result."""
         for name, static in self.inputs.items():
             static.copy_(inputs[name])
         self.graph.replay()
@@ -73,7 +73,7 @@ class CapturedGraph:
 
 
 class Capturer:
-    """The stream, the pool and the memory of one device's graphs. Its owner makes one call at a time."""
+    """The stream, the pool and the memory of one device's graphs. Its owner must make one call at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -89,7 +89,7 @@ class Capturer:
 
     @property
     def may_fail(self) -> bool:
-        """Whether other captures may begin after one that failed."""
+        """Whether other captures can begin after one has failed."""
         return not addresses_are_promised()
 
     def warm(self, run: Callable[[], object]) -> None:
@@ -180,7 +180,7 @@ class Capturer:
             self._replayed.record(stream)
 
     def free(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Gives a graph's memory back, and with the last one the pool's."""
+        """Frees a graph's memory, and with the last graph the pool's."""
         self._graphs -= 1
         if not self._graphs:
             self._ballast.clear()
@@ -308,7 +308,7 @@ def _idle(segment: dict) -> list[int]:
 
 @contextlib.contextmanager
 def collector_off() -> Iterator[None]:
-    """No garbage is collected within: what is freed may have graphs, and dropping one would end the capture."""
+    """Keeps the garbage collector off. Freed objects may own graphs, and dropping a graph would end the capture."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""How long ComfyUI's own forward takes, from the one forward that was recorded.
+"""Measures how long ComfyUI's own forward takes, from the one forward that was recorded.
 
 Recording costs the host about 15 µs an operation. So the time is eager's only where that did not matter: on a GPU if
 the host was done long before the GPU, on a CPU if it is a small share of the time. Elsewhere nothing is said. Nor is
@@ -20,7 +20,7 @@ _BEGUN: set[torch.device] = set()  # GPUs on which a forward has run
 
 
 class Clock:
-    """Times one forward that is recorded."""
+    """Times one forward while it is recorded."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,4 +1,4 @@
-"""What runs on which kind of device. CUDA here means NVIDIA: torch calls AMD's GPUs ``cuda`` too."""
+"""What can run on which kind of device. CUDA here means NVIDIA, although torch calls AMD's GPUs ``cuda`` too."""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -20,12 +20,12 @@ def is_nvidia(device: torch.device) -> bool:
 
 
 def current(device: torch.device) -> AbstractContextManager:
-    """Makes ``device`` the one that kernels, streams and events without a device of their own are for."""
+    """Makes ``device`` current, for kernels, streams and events that name no device."""
     return torch.cuda.device(device) if is_nvidia(device) else nullcontext()
 
 
 def wait(device: torch.device) -> None:
-    """Until a GPU has done what the current stream was given.
+    """Waits until the GPU has finished the work of the current stream.
 
     Not for the whole GPU: nobody may wait for that while another thread captures.
     """
@@ -34,7 +34,7 @@ def wait(device: torch.device) -> None:
 
 
 def obstacle(device: torch.device) -> str:
-    """Why nothing but eager runs on this device; "" if something may."""
+    """Says why only eager runs on this device; "" if something else may."""
     if device.type == "cpu" or is_nvidia(device):
         return ""
     kind = OTHERS.get(device.type, f"{device.type} devices")

@@ -1,4 +1,4 @@
-"""The one decision per call: the tape, or ComfyUI's own forward.
+"""Decides for each call: the tape, or ComfyUI's own forward.
 
 A model's forward comes as a ``Call``, and is recorded (``tape_tier``). The engine runs a call in the fastest way that
 is safe, counts what it did, and turns every failure of ours into ComfyUI's own forward. Eager is the last resort, and
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Engine:
-    """The decisions for one model. Holds no reference to it, and none to a call's tensors.
+    """Decides for one model. Holds no reference to the model or to a call's tensors.
 
     ``passthrough``: exceptions that are messages, not failures (the user's interrupt).
     ``uses_graphs``: False for models that a graph does not make faster (a VAE is bound by the GPU).
@@ -126,12 +126,12 @@ class Engine:
             self._untold = ""
 
     def drop_graphs(self) -> None:
-        """Gives the memory of this model's graphs back; the next call of a shape captures it again."""
+        """Frees the memory of this model's graphs. The next call of a shape captures it again."""
         graphs.drop_owner(id(self))
         self._tape.release()
 
     def release(self) -> None:
-        """Lets go of weights, and keeps what was recorded. For a model that has no graphs, after each of its calls."""
+        """Releases the weights and keeps the recordings. For a model without graphs, after each of its calls."""
         self._tape.release()
 
     def __del__(self) -> None:

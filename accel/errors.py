@@ -1,4 +1,4 @@
-"""What can keep a fast path from running. Each error carries the sentence that the user reads."""
+"""Errors that keep a fast path from running. Each carries the sentence that the user reads."""
 
 import traceback
 
@@ -26,7 +26,7 @@ class NoRoom(CaptureFailed):
 
 
 class WrongResult(AnyShapeError):
-    """A tier gave other numbers than eager; the model runs without it."""
+    """A tier's numbers differ from eager's; the model runs without it."""
 
 
 class ArtifactError(AnyShapeError):
@@ -38,7 +38,7 @@ class Damaged(ArtifactError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short. torch has an exception of its own for it; the driver, cuBLAS and Triton only say so."""
+    """Whether memory was short. torch raises its own exception; the driver, cuBLAS and Triton only mention it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     text = str(error).lower()

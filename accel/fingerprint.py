@@ -1,4 +1,4 @@
-"""Whether the code of a module changed since it was looked at: hooks, methods, classes, layers, plain attributes.
+"""Tells whether a module's code has changed since the last look: hooks, methods, classes, layers, plain attributes.
 
 Packs change models at any time and in many ways: a hook, an instance's ``forward``, a class's ``forward`` for every
 model at once, another layer in place of one, an attribute that a forward branches on. What was planned or recorded
@@ -239,7 +239,7 @@ class ModuleFingerprint:
         return found
 
     def release(self) -> None:
-        """Lets go of the modules, at the end of a sampling run."""
+        """Releases the modules, at the end of a sampling run."""
         self._watch = None
 
 

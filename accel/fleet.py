@@ -1,4 +1,4 @@
-"""What the shared kernel cache has counted, if the operator switched it on.
+"""Reads the counters of the shared kernel cache, if the operator switched it on.
 
 It is a package of its own (``fleet/anyshape_redis``), which Triton loads because environment variables say so; nothing
 here loads it or depends on it.

@@ -1,7 +1,7 @@
-"""How much faster than ComfyUI's own forwards: only of what was measured, and never of what runs as ComfyUI does.
+"""How much faster than ComfyUI's own forward: only where both were measured, never for what runs as ComfyUI does.
 
-Behind Skip Blocks both kinds of step stand beside the full forward that ComfyUI makes in their place. So the total of
-a run is what its user waits less, and that of its full steps alone is what the same work gained.
+Behind Skip Blocks both kinds of step are compared with the full forward that ComfyUI runs in their place. So the
+total of a run says how much less its user waits, and the total of its full steps what the same work gained.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ import torch
 
 
 def can_gain() -> bool:
-    """Whether this machine has what makes models faster."""
+    """Whether this machine has a device that makes models faster."""
     return torch.cuda.is_available()
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs, one per shape and program, all in one memory pool, under a byte budget.
+"""Keeps CUDA graphs: one per shape and program, all in one memory pool, under a byte budget.
 
 A graph removes the Python and launch cost of a forward (about 40 ms for SDXL on a fast host). Capturing takes 0.05 s
 and about 10 MB, because all graphs share one pool: nothing in the pool is live between two replays, so each graph may
@@ -39,7 +39,7 @@ class Name(NamedTuple):
 
 @dataclass
 class Pins:
-    """Graphs that stay, whatever is captured later."""
+    """Graphs that must stay, whatever is captured later."""
 
     names: set[Name] = field(default_factory=set)
     full: bool = False  # a graph was refused because it would have needed their room
@@ -69,12 +69,12 @@ class GraphCache:
 
     @property
     def used_bytes(self) -> int:
-        """Device memory of all graphs."""
+        """Returns the device memory of all graphs."""
         own = sum(entry.own_bytes for entry in self._entries.values())
         return own + self._capturer.pool_bytes if self._entries else 0
 
     def replay(self, name: Name, weights: int, inputs: dict[str, Tensor]) -> Output | None:
-        """The output, or None where no valid graph exists. A graph of weights that have moved is dropped."""
+        """Returns the output, or None if there is no valid graph. A graph whose weights have moved is dropped."""
         with self._lock:
             self._drop_abandoned()
             entry = self._entries.get(name)
@@ -111,7 +111,7 @@ class GraphCache:
             return each(Tensor.clone, self._entries[name].output)
 
     def drop(self, name: Name) -> None:
-        """Forgets one graph, if it is there: what it captured is wrong."""
+        """Forgets one graph, if it exists, because what it captured is wrong."""
         with self._lock:
             if name in self._entries:
                 self._drop(name)
@@ -266,7 +266,7 @@ _CACHES: dict[torch.device, GraphCache] = {}
 
 
 def cache(device: torch.device) -> GraphCache:
-    """The one cache of ``device``."""
+    """Returns the one cache of ``device``."""
     return _CACHES.setdefault(device, GraphCache(device))
 
 

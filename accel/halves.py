@@ -1,4 +1,4 @@
-"""The two programs of a run that skips blocks, from one recording: the whole forward, and the one that leaves most out.
+"""The two programs of a run that skips blocks, from one recording: the whole forward, and the one without its middle.
 
 The first call of a size is a full step. Its tape is cut (``tape.cut``). The whole forward's program is checked as any
 other. The other one is given the features that this one has just made, and must come to the same result.
@@ -77,7 +77,9 @@ class Halves:
         if settings.verify and not self._is_right(call, program, inputs, result):
             program = Program(tape, fuse=False)
             if not self._is_right(call, program, inputs, result):
-                raise WrongResult("without what is left out, but with its features, the forward is another one")
+                raise WrongResult(
+                    "with features in place of the skipped blocks, the result differs from the full forward's"
+                )
         program.bind(call.taped.module)
         program.settled()
         take.program, take.form = program, whole.form

@@ -1,4 +1,4 @@
-"""The smallest description of a call that decides which captured graph fits it."""
+"""The key of a call: the smallest description that decides which captured graph fits it."""
 
 import functools
 import zlib
@@ -19,7 +19,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class ShapeKey:
-    """Equal keys, equal programs: a graph captured for one call may be replayed for the other.
+    """Calls with equal keys have equal programs: a graph captured for one may be replayed for the other.
 
     Weights are not part of it. They decide whether a captured graph is still valid (``weights.fingerprint``), not
     which one fits.
@@ -75,7 +75,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def shape_key(inputs: dict[str, Tensor], structure: dict[str, int | str] | None = None) -> ShapeKey:
-    """The key of a call with these inputs; the first one says the device."""
+    """Returns the key of a call with these inputs. The first input decides the device."""
     first = next(iter(inputs.values()))
     specs = tuple(TensorSpec(name, tuple(t.shape), t.dtype) for name, t in inputs.items())
     return ShapeKey(first.device, specs, tuple((structure or {}).items()))

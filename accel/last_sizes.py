@@ -1,4 +1,4 @@
-"""The sizes that each model was run at, kept from one process to the next: a small JSON file.
+"""Keeps the sizes at which each model ran from one process to the next, in a small JSON file.
 
 A model is named by its file. Each process notes what its user asked for; what was only warmed up does not count, or
 sizes would never leave. A model that did not run keeps the sizes of its own last session.
@@ -29,12 +29,12 @@ class LastSizes:
         self._now: dict[str, list[str]] = {}
 
     def last(self, model: str) -> list[Shape]:
-        """The sizes of the last session before this one; none if there was none."""
+        """Returns the sizes of the session before this one; none if there was none."""
         with self._lock:
             return parse("\n".join(self._before().get(model, [])))[0]
 
     def note(self, model: str, shapes: Iterable[Shape]) -> bool:
-        """Adds sizes to those of this session; whether that is news."""
+        """Adds sizes to those of this session. Returns whether any is new."""
         with self._lock:
             known = self._now.get(model, [])
             wanted = list(dict.fromkeys([*known, *map(str, shapes)]))[-MAX_SIZES:]

@@ -1,4 +1,4 @@
-"""The programs of one model: made, counted and checked against the forward that was recorded."""
+"""Makes and counts the programs of one model, and checks them against the recorded forward."""
 
 from typing import Any
 
@@ -21,11 +21,11 @@ NOT_COMPARED = say("not_finite")
 
 
 class NotCompared(AnyShapeError):
-    """A program whose first result could not be checked is not used."""
+    """Raised where a program's first result could not be checked; it is then not used."""
 
 
 class Maker:
-    """Makes them. begun: kinds of calls whose first size is over."""
+    """Makes the programs. begun: kinds of calls whose first size is done."""
 
     def __init__(self, stats: ModelStats, tapes: Tapes) -> None:
         self.stats, self._tapes, self._outlines = stats, tapes, Outlines()
@@ -39,7 +39,7 @@ class Maker:
         return _kind(call) not in self.begun
 
     def made(self, tape: Tape, fuse: bool, call: Call) -> Program:
-        """The program of ``tape``; without kernels where they cannot be compiled here."""
+        """Makes the program of ``tape``, without kernels where they cannot be compiled here."""
         if not fuse:
             return Program(tape, fuse=False)
         KEEPER.watch(call.key.device, _functions)
@@ -52,7 +52,7 @@ class Maker:
             return Program(tape, fuse=False)
 
     def count(self, program: Program, first: bool, call: Call) -> None:
-        """Counts what was compiled for ``program``; first: compiling was to be expected."""
+        """Counts what was compiled for ``program``. first: whether compiling was expected."""
         made, seconds = program.report.compiled, program.report.compile_seconds
         again = 0 if first else made
         self.stats.kernels += made

@@ -9,7 +9,7 @@ COMFYUI = (0, 3, 64)
 
 
 def unmet() -> str:
-    """What is too old here, and what to do; "" if nothing is."""
+    """Says what is too old here, and what to do; "" if nothing is."""
     wants = (("Python", _python(), PYTHON), ("torch", _torch(), TORCH), ("ComfyUI", _comfyui(), COMFYUI))
     old = [
         f"{name} {'.'.join(map(str, least))} or newer (this is {have})"

@@ -1,4 +1,4 @@
-"""What a forward gives: a tensor, or several (a ControlNet's residuals, a full step with its deep feature)."""
+"""The result of a forward: a tensor, or several (a ControlNet's residuals, a full step with its deep feature)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +11,14 @@ Output = Tensor | tuple[Tensor, ...]
 
 
 def odd_form(out: Any) -> str:
-    """Why a forward's result is no ``Output``; "" if it is one, or a list of tensors."""
+    """Says why a forward's result is not an ``Output``; "" if it is one, or a list of tensors."""
     if isinstance(out, Tensor) or (type(out) in (list, tuple) and all(isinstance(item, Tensor) for item in out)):
         return ""
     return say("odd_result")
 
 
 def flat(out: Any) -> Output:
-    """A list of tensors as a tuple of them."""
+    """Returns a list of tensors as a tuple."""
     return out if isinstance(out, Tensor) else tuple(out)
 
 

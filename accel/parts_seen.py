@@ -1,4 +1,4 @@
-"""What the parts of a model look like, and whether they still do.
+"""Remembers what the parts of a model look like, and tells whether they have changed.
 
 Most looks see no change, and each prompt waits for one. So a part's attributes are compared as a whole, in half the
 time that it takes to find out what changed: their names, the types of their values, the plain values, what lies in
@@ -78,7 +78,7 @@ def notes_of(part: nn.Module) -> list[tuple[str, type, Any]]:
 
 
 def is_hooked(part: nn.Module) -> bool:
-    """Whether another pack's code hangs on this part, for itself."""
+    """Whether another pack's code is attached to this very part."""
     own = part.__dict__
     if own.keys().isdisjoint(FORWARDS):  # as nearly all
         return any(_hooks(own))

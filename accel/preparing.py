@@ -1,6 +1,6 @@
-"""What is being made ready at this moment: a size that is recorded, compiled or captured takes longer than others.
+"""Tells what is being prepared now: a size that is recorded, compiled or captured takes longer than others.
 
-And the user's cancelling meanwhile: whoever takes long asks for it by ``look``, between two parts of the work.
+It also passes on the user's cancelling: code that takes long calls ``look`` between two parts of its work.
 """
 
 import itertools
@@ -20,19 +20,19 @@ _ASK: list[Callable[[], None]] = []
 
 
 def follow(ask: Callable[[], None]) -> None:
-    """``ask`` raises where the user has cancelled what runs."""
+    """Sets ``ask``, which raises if the user has cancelled what runs."""
     _ASK[:] = [ask]
 
 
 def look() -> None:
-    """Raises what says that the user has cancelled, if so. For the thread that runs the prompt alone."""
+    """Raises the interrupt if the user has cancelled. Only for the thread that runs the prompt."""
     for ask in _ASK:
         ask()
 
 
 @contextmanager
 def preparing(model: str, size: str) -> Iterator[None]:
-    """The body makes ``size`` of ``model`` ready. Within another one it is a part of that."""
+    """Within the body, ``size`` of ``model`` is being prepared. Nested in another one, it is a part of that."""
     thread = threading.get_ident()
     with _LOCK:
         mine = thread not in _NOW
@@ -56,7 +56,7 @@ def snapshot() -> dict[str, Any]:
 
 @contextmanager
 def workers(count: int, begin: Callable[..., None], *args: Any) -> Iterator[ThreadPoolExecutor]:
-    """Threads for the body, each after ``begin(*args)``. If the body is broken off, nobody waits for them.
+    """Gives threads for the body, each after ``begin(*args)``. If the body is interrupted, nobody waits for them.
 
     What has begun ends in its thread, what has not is dropped.
     """
@@ -70,7 +70,7 @@ def workers(count: int, begin: Callable[..., None], *args: Any) -> Iterator[Thre
 
 
 def finished(futures: Iterable[Future]) -> None:
-    """Waits for all of them, and raises as soon as the user cancels."""
+    """Waits for all of them, but raises as soon as the user cancels."""
     left = set(futures)
     while left:
         look()

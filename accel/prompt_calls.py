@@ -1,4 +1,4 @@
-"""What each of the latest prompts called, for the line that sums it up."""
+"""Counts what each of the latest prompts called, for the line that sums it up."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

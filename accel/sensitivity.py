@@ -1,4 +1,4 @@
-"""How far rounding alone carries a model: its own forward, on an input that is off by one step of its dtype.
+"""Measures how far rounding alone carries a model: its own forward, on an input that is off by one step of its dtype.
 
 Bounds for rounding suit most models. Some amplify it: with 8-bit activations, or many layers, one step in the latent
 makes a result that is 2 to 8 % off, which is more than the bounds allow for a right program. A model whose first result

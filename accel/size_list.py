@@ -33,7 +33,7 @@ _NEXT = re.compile(r"[,;](?!\s*(?:b(?:atch)?\s*(?:[0-9]|\b)|[0-9]+\s*(?:frames?\
 _WIDE = {wide: wide - 0xFEE0 for wide in range(0xFF01, 0xFF5F)} | {0x3000: " ", 0x3001: ","}
 _QUOTED = 40  # characters of a bad line
 NOT_ONE = "nothing in this list is a size"
-MORE_BAD = "more entries are no sizes"
+MORE_BAD = "more entries are not sizes"
 _SHOWN = 5  # bad lines by their number and text; of the others how many there are
 
 
@@ -87,13 +87,13 @@ def parse(text: str) -> tuple[list[Shape], list[str]]:
 
 
 def not_one_size(text: str) -> str:
-    """What is wrong with a list that has entries, but no size among them; "" of any other."""
+    """Says what is wrong with a list whose entries are not sizes; "" for any other list."""
     shapes, problems = parse(text)
     return "" if shapes or not problems else "\n".join([NOT_ONE, *in_short(problems, MORE_BAD)])
 
 
 def with_preset(text: str, preset: str) -> str:
-    """The user's list, and below it the sizes of ``preset``. Raises ValueError."""
+    """Returns the user's list, followed by the sizes of ``preset``. Raises ValueError."""
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; choose one of {', '.join(PRESETS)}")
     return f"{text}\n{PRESETS[preset]}"
@@ -105,13 +105,13 @@ def _entries(line: str) -> list[str]:
 
 
 def in_short(texts: list[str], rest: str) -> list[str]:
-    """The first few of ``texts``, and how many were left out; ``rest`` says what those are."""
+    """Returns the first few of ``texts``, and how many more there are; ``rest`` says what those are."""
     left = len(texts) - _SHOWN
     return texts if left <= 0 else [*texts[:_SHOWN], f"and {left:,} {rest}"]
 
 
 def _problem(entry: str) -> str:
-    """Why ``entry`` is no size that ComfyUI makes; "" if it is one."""
+    """Says why ``entry`` is not a size that ComfyUI can make; "" if it is."""
     match = _LINE.fullmatch(entry)
     if match is None:
         return f"write {FORMS}"
@@ -194,6 +194,6 @@ class Outcome:
 
     @property
     def line(self) -> str:
-        """What the node says of itself: how many are ready, and what to do about the others."""
+        """The node's line: how many sizes are ready, and what to do about the others."""
         counted = f"{self.ready} of {self.listed} sizes ready" if self.listed else "no size is ready"
         return "\n".join([counted, *self.warnings])

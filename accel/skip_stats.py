@@ -1,4 +1,4 @@
-"""What is counted of a sampling run with skipped blocks."""
+"""Counters of a sampling run with skipped blocks."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class SkipStats:
     _current: bool | None = field(default=None, repr=False)  # whether the step has been skipped so far
 
     def begin_evaluation(self) -> None:
-        """What is counted from now on belongs to another prediction of the sampler."""
+        """Begins another prediction of the sampler; what is counted from now on belongs to it."""
         self._current = None
 
     def count(self, skipped: bool, reason: str = "") -> None:

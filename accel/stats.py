@@ -1,4 +1,4 @@
-"""Counters and events: what the info node, the web panel and the tests read.
+"""Counters and events, which the info node, the web panel and the tests read.
 
 ``snapshot()`` gives the contract's dict. Nothing here holds a model, a graph or a tensor alive.
 """
@@ -142,7 +142,7 @@ class ModelStats:
 
 @dataclass
 class GraphStats:
-    """The memory of captured CUDA graphs, all devices together."""
+    """The memory of captured CUDA graphs on all devices together."""
 
     budget_bytes: int = 0
     used_bytes: int = 0
@@ -159,7 +159,7 @@ class ArtifactStats:
     rejected: list[dict[str, str]] = field(default_factory=list)
 
     def reject(self, file: str, reason: str) -> bool:
-        """Notes why an artefact is not used; False if that is known, or if too many are."""
+        """Notes why an artefact is not used. Returns False if that is known already, or if there are too many."""
         entry = {"file": file, "reason": reason}
         if entry in self.rejected or len(self.rejected) >= MAX_REJECTED:
             return False
@@ -194,7 +194,7 @@ class NodeStats:
         self.settings = {n: bounded(value) if isinstance(value, str) else value for n, value in self.settings.items()}
 
     def clear(self) -> None:
-        """Forgets what was said of its run; why a model cannot be compiled at all holds on."""
+        """Forgets what was said of its run, but not why a model cannot be compiled at all."""
         self.ended = ""
         if self.state != "eager":
             self.message = ""
@@ -230,7 +230,7 @@ class Stats:
         self.artifacts = ArtifactStats()
 
     def model(self, name: str, kind: str) -> ModelStats:
-        """A new entry; a second model of the same name gets a number."""
+        """Returns a new entry; a second model of the same name gets a number."""
         with self._lock:
             self._named[name] += 1
             number = self._named[name]
@@ -239,7 +239,7 @@ class Stats:
             return entry
 
     def models(self) -> list[ModelStats]:
-        """The entries, the oldest first."""
+        """Returns the entries, the oldest first."""
         with self._lock:
             return list(self._models)
 
@@ -262,7 +262,7 @@ class Stats:
                 del self._nodes[oldest]
 
     def ended(self, workflow: str, ids: Collection[str], how: str) -> None:
-        """Notes on the nodes of a prompt how it was broken off; "" if it was not."""
+        """Notes on the nodes of a prompt how it was interrupted; "" if it was not."""
         with self._lock:
             for node in self._nodes.values():
                 if node.workflow == workflow and node.id in ids:
@@ -274,7 +274,7 @@ class Stats:
             return list(self._nodes.values())
 
     def fallback(self, where: str, reason: str) -> int:
-        """Counts a step down to something slower and returns how often it has happened."""
+        """Counts a fallback to something slower. Returns how often it has happened."""
         key = where, bounded(reason)
         self.totals.fell_back(key[1])
         with self._lock:
@@ -325,5 +325,5 @@ STATS = Stats()
 
 
 def snapshot() -> dict[str, Any]:
-    """What has been counted so far, by the contract."""
+    """Returns what has been counted so far, by the contract."""
     return STATS.snapshot()

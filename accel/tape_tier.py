@@ -1,7 +1,7 @@
-"""The tape's way through a call: replay | run | record.
+"""Runs a call on the tape: replay a graph, run a program, or record.
 
 The first call of a size is ComfyUI's own forward, recorded. Its program runs at once and is compared with it, so the
-check costs no forward of its own, and what the first call gives back is what later calls will give.
+check costs no extra forward, and the first call returns what later calls will return.
 """
 
 import logging
@@ -43,7 +43,7 @@ NO_GRAPHS = say("no_graphs")
 
 
 class TapeTier:
-    """The programs of one model, and which of them runs.
+    """Holds the programs of one model, and decides which of them runs.
 
     owner: stands for the model among graphs. uses_graphs: False where they would only take memory.
     """
@@ -63,7 +63,7 @@ class TapeTier:
         self._halves = Halves(stats, self._tapes, passthrough, self._maker.made, self._maker.count)
 
     def run(self, call: Call, settings: Settings, shape: ShapeStats) -> Any:
-        """ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
+        """Returns ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
         tried: list[Take] = []
         with called_patches.forward(call.taped.options) as forward:
             while True:
@@ -139,7 +139,7 @@ class TapeTier:
         return False
 
     def release(self) -> None:
-        """Lets go of weights: the model was unloaded."""
+        """Releases weights, because the model was unloaded."""
         self._tapes.release()
         self._blocks.release()
 

@@ -1,4 +1,4 @@
-"""The programs of one model: recorded at the first call of a size, found again at later ones.
+"""Holds the programs of one model: recorded at the first call of a size, found again at later ones.
 
 A take is one recording. It fits a call if the inputs have its shapes, the options that the forward read are as they
 were, and the model's code has not changed since.
@@ -91,7 +91,7 @@ class Taped:
 
 @dataclass(eq=False)
 class Take:
-    """One recording of one size, and how it runs."""
+    """One recording of one size, and the program that runs it."""
 
     guards: Guards
     structure: int
@@ -151,7 +151,7 @@ class Tapes:
         self._lock = threading.RLock()
 
     def find(self, key: ShapeKey, fuse: bool, taped: Taped, but: Sequence[Take] = ()) -> Take | None:
-        """The take that fits this call, or None. but: takes that turned out not to."""
+        """Returns the take that fits this call, or None. but: takes that turned out not to fit."""
         with self._lock:
             takes = self._takes.get((key, fuse), [])
             for take in takes[:]:
@@ -175,7 +175,7 @@ class Tapes:
         return take.guards.differs(taped.options, taped.module)
 
     def in_vain(self, key: ShapeKey, fuse: bool, taped: Taped) -> str:
-        """Why one more recording of this size would be of no use; "" if it may be."""
+        """Says why another recording of this size would be of no use; "" if it may be."""
         with self._lock:
             last = self._takes.get((key, fuse), [])[-MAX_IN_VAIN:]
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
@@ -267,7 +267,7 @@ class Tapes:
         return take
 
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
-        """From now on ``take`` is found for calls of this key."""
+        """Makes ``find`` find ``take`` for calls of this key from now on."""
         with self._lock:
             takes = self._takes.setdefault((key, fuse), [])
             takes.append(take)
@@ -276,7 +276,7 @@ class Tapes:
                 self._takes.popitem(last=False)
 
     def first(self, take: Take) -> None:
-        """Of several takes that fit, this one is tried first from now on."""
+        """Tries this take first from now on, if several fit."""
         with self._lock:
             for takes in self._takes.values():
                 if take in takes:
@@ -284,7 +284,7 @@ class Tapes:
                     takes.insert(0, take)
 
     def doubt(self, take: Take) -> bool:
-        """The take's program was wrong. Whether that may be because of blocks that are copies, so they are no more."""
+        """Notes that the take's program was wrong. Returns whether copied blocks may be why; none are copied then."""
         if take.copies:
             self._one_by_one = take.structure
             self.drop(take)
@@ -298,7 +298,7 @@ class Tapes:
                     takes.remove(take)
 
     def release(self) -> None:
-        """Lets go of the weights: the model is unloaded."""
+        """Releases the weights, because the model is unloaded."""
         with self._lock:
             for takes in self._takes.values():
                 for take in takes:
@@ -318,7 +318,7 @@ def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwar
 
 
 def obstacle(tape: Tape, model: nn.Module | None = None) -> str:
-    """Why a tape may not be replayed; "" if it may. model: that it is of, if it is no single block's."""
+    """Says why a tape may not be replayed; "" if it may. model: its model, unless the tape is of a single block."""
     for value in tape.leaves():
         if value.device != tape.device and not (value.is_constant and not value.shape):
             return (low_vram(model, tape.device) if model is not None else "") or say("weights_elsewhere")

@@ -1,4 +1,4 @@
-"""How long calls take: the durations of the latest ones, and what all of them came to beside eager.
+"""Measures how long calls take: the latest durations, and the total compared with eager.
 
 On CUDA by events that are read when they are done, so measuring never waits.
 """
@@ -127,7 +127,7 @@ class Eager:
         self._calls = 0
 
     def note(self, milliseconds: float | None) -> None:
-        """Takes the time of one such forward; None if it could not be told."""
+        """Takes the time of one such forward; None if it could not be measured."""
         self.once = milliseconds or self.once
 
     @contextmanager

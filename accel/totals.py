@@ -1,6 +1,6 @@
-"""What a process has counted since it began, whatever was cleared or forgotten since: for monitoring.
+"""Counts for monitoring: everything since the process began, whatever was cleared or forgotten since.
 
-Counters that never fall. What tells them apart has few values: kinds of models, states, keys of reasons.
+These counters never fall. Their labels have few values: kinds of models, states, keys of reasons.
 """
 
 import threading
@@ -43,7 +43,7 @@ class Totals:
             self._seconds[kind] += seconds
 
     def fell_back(self, reason: str) -> None:
-        """Counts a step down to something slower, by what its text says first."""
+        """Counts a fallback to something slower, by the first reason in its text."""
         found = reasons.found_in(reason)
         with self._lock:
             self._fallbacks[found[0].reason.key if found else OTHER] += 1

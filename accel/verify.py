@@ -1,4 +1,4 @@
-"""Whether a fast way computes what eager computes: asked once for each shape, before its numbers are trusted.
+"""Checks once per shape, before its numbers are trusted, whether a fast way computes what eager computes.
 
 One norm over a whole output hides local faults: a black square of 128x128 pixels in one image of eight is less than
 5 % of it. So an output is compared three ways, and each has a bound:
@@ -31,7 +31,7 @@ PIECE = 1 << 25  # elements that are compared at once, in float32 copies
 
 @dataclass(frozen=True)
 class Bounds:
-    """The largest relative errors that rounding explains."""
+    """The largest relative errors that rounding can explain."""
 
     whole: float
     part: float  # of a tile or a channel
@@ -68,7 +68,7 @@ NOTHING = Comparison(compared=False)
 
 
 def compare(what: str, out: Output, reference: Output, noise: Comparison = NOTHING) -> Comparison:
-    """The errors of ``out``; raises ``WrongResult`` if rounding does not explain them. Waits for the GPU once.
+    """Returns the errors of ``out``. Raises ``WrongResult`` if rounding cannot explain them. Waits for the GPU once.
 
     noise: what one step in the model's input makes of its result, if that was measured. A reference that is not finite
     says nothing: then the model itself overflows, in eager too.

@@ -1,4 +1,4 @@
-"""The words of the text reports and of the chart; the browser says the same (web/anyshape/format.js)."""
+"""The wording of the text reports and of the chart; the browser uses the same (web/anyshape/format.js)."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -10,10 +10,10 @@ HEAD = "Worker | First picture, s | Second, s | Kernels compiled | Found | Read,
 NAMES = {
     "alone": "without a shared cache, empty disk",
     "first": "the first of the fleet: empty disk, empty Redis",
-    "joined": "one that joins: empty disk, filled Redis",
-    "again": "the same, started again: filled disk",
-    "down": "empty disk, nobody listens at Redis's port",
-    "frozen": "empty disk, Redis accepts and never answers",
+    "joined": "a later worker: empty disk, filled Redis",
+    "again": "the same worker started again: filled disk",
+    "down": "empty disk, Redis's port is closed",
+    "frozen": "empty disk, Redis accepts but never answers",
 }
 
 

@@ -23,8 +23,9 @@ TAYLOR, MAGNITUDE = "TaylorSeer", "MagCache"
 VERSUS = (OURS, FEWER, PLAIN, TAYLOR, MAGNITUDE, CACHE)  # columns of the comparison at equal cost
 PICTURE = "PSNR against cost and against seconds per picture, one line per method, for both models"
 HALF = (
-    "PSNR in dB and SSIM at half the cost of every step, in FLOPs, between two settings linear in it; in brackets: how "
-    "far Skip Blocks lies above. Empty where no setting of the method costs as little, or as much."
+    "PSNR in dB and SSIM at half the cost of full sampling, in FLOPs, interpolated between two settings. In "
+    "brackets: by how much Skip Blocks is better. A cell is empty if no setting of the method costs as little, or as "
+    "much."
 )
 CASE = ("model", "sampler", "steps", "width", "height")
 WAY = {"axis": "Axis", "damping": "Damping", "density": "Density", "of_order": "Order", "depth": "Depth"}
@@ -147,7 +148,7 @@ def sampling(result: dict[str, Any]) -> str:
     """How the pictures were made."""
     return (
         "{prompts} prompts of the demo's models in {dtype}, scheduler {setting[scheduler]}, CFG {setting[cfg]}, "
-        "batches of {batch}. Everything is compared with every step in full, of the same sampler and seed."
+        "batches of {batch}. Everything is compared with full sampling by the same sampler and seed."
     ).format(**result)
 
 
@@ -186,7 +187,7 @@ def ablation_part(title: str, result: dict[str, Any]) -> str:
     lines = [way_row(way[1:], found) for way, found in ways(rows, ["method", *names]).items()]
     how = f"PSNR in dB at {size(result)}, {result['prompts']} prompts; the first line is plain DeepCache."
     if "density" in names and any(row.get("density", 0) is None for row in rows):
-        how += " Where no density is named, full steps lie as Skip Blocks puts them by itself."
+        how += " If no density is given, Skip Blocks itself places the full steps."
     if "depth" in names:
         how += " A larger depth costs more."
     return headed(title, result, how, table(head, lines))

@@ -52,8 +52,8 @@ def even(row: dict[str, Any], result: dict[str, Any], name: str) -> str:
 
 
 AMPLIFIED = (
-    "Weights are random, and such models amplify rounding, most of all with 8-bit weights: where the latent is off by "
-    "one step of its dtype, Krea 2 in int8 gives a result that is 23% off in ComfyUI too."
+    "Weights are random. Such models amplify rounding, most of all with 8-bit weights: if the latent is off by one "
+    "step of its dtype, Krea 2's result in int8 is off by 23 %, in ComfyUI too."
 )
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")
@@ -157,7 +157,7 @@ def forward_part(model: str) -> str:
     result = figures.load(figures.forward_path(model))
     head = "Size | Images | Rows | Eager, ms | AnyShape, ms | Faster | First call, s | Break-even, cold | warm | Error"
     lines = table(head.split(" | "), [forward_row(row, result) for row in result["rows"]])
-    found = f"All {len(result['rows'])} shapes together take {result['memory_mib']:,.0f} MiB above eager."
+    found = f"All {len(result['rows'])} shapes together take {result['memory_mib']:,.0f} MiB more than eager."
     note = said(texts.ENGLISH, [starts(texts.ENGLISH, result), found], wrap=True)
     return headed(f"{figures.MODELS[model]}, one forward", result, lines, note)
 

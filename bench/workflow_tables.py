@@ -33,9 +33,9 @@ def controlnet_row(row: Result) -> list[str]:
 
 STARTS = {
     "eager": "eager",
-    "cold": "AnyShape, everything empty",
-    "store": "AnyShape, empty compiler caches, filled store",
-    "caches": "AnyShape, filled compiler caches, no store",
+    "cold": "AnyShape, all caches and the store empty",
+    "store": "AnyShape, cold compiler caches, filled store",
+    "caches": "AnyShape, warm compiler caches, no store",
 }
 
 
@@ -85,9 +85,9 @@ def soak_part(results: list[Result]) -> str:
     count, failed = sum(result["prompts"] for result in results), sum(len(result["failed"]) for result in results)
     above = (
         f"Random prompts on full-size SDXL, each compared with eager (`bench/soak.py`), in {len(results)} processes; "
-        f"the command is the first one's. {count} prompts, {failed} of them failed. *Worst*: relative L2 from eager; "
-        f"1e-2 is allowed for a latent of fp16, 3e-2 for a picture of a VAE in bf16. *GPU*, *RAM*: MiB in use at the "
-        f"first look at memory and at the last, each after everything was unloaded; the models are in RAM then."
+        f"the command is the first one's. {count} prompts, {failed} of them failed. *Worst*: relative L2 error against "
+        f"eager; the limit is 1e-2 for an fp16 latent and 3e-2 for a picture of a bf16 VAE. *GPU*, *RAM*: MiB in use "
+        f"at the first and the last check of memory, each after everything was unloaded; the models are in RAM then."
     )
     lines = map(soak_row, soak_paths(), results)
     return headed("Soak", results[0], above, table(head.split(" | "), lines))

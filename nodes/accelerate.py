@@ -22,30 +22,28 @@ class Accelerate(io.ComfyNode):
         return schema(
             node_id="AnyShapeAccelerate",
             display_name="Accelerate (AnyShape)",
-            description="Makes a workflow faster with one node: Compile Model, Compile VAE and Compile ControlNet in "
-            "one. Connect what there is, and take it from here on. What cannot run faster runs as without this node; "
-            "Shape Cache Info says why.",
+            description="Speeds up a workflow with one node, which does the work of Compile Model, Compile VAE and "
+            "Compile ControlNet. Connect the parts that you have, and use its outputs from there on. What cannot run "
+            "faster runs as without this node; Shape Cache Info says why.",
             inputs=[
                 model_input(),
-                mode_input(", and VAE and ControlNet pass through"),
+                mode_input("; VAE and ControlNet pass through"),
                 budget_input(),
                 verify_input(),
-                io.Vae.Input("vae", optional=True, tooltip="The VAE to speed up, if there is one."),
-                io.ControlNet.Input(
-                    "control_net", optional=True, tooltip="The ControlNet to speed up, if there is one."
-                ),
+                io.Vae.Input("vae", optional=True, tooltip="The VAE to speed up. Optional."),
+                io.ControlNet.Input("control_net", optional=True, tooltip="The ControlNet to speed up. Optional."),
             ],
             outputs=[
                 model_output(),
-                io.Vae.Output(tooltip="The same VAE, faster; nothing if none is connected."),
-                io.ControlNet.Output(tooltip="The same ControlNet, faster; nothing if none is connected."),
+                io.Vae.Output(tooltip="The same VAE, faster. Empty if none is connected."),
+                io.ControlNet.Output(tooltip="The same ControlNet, faster. Empty if none is connected."),
             ],
             hidden=badge.HIDDEN,
         )
 
     @classmethod
     def validate_inputs(cls, mode: str | None = None) -> bool | str:
-        """As Compile Model's."""
+        """Accepts what Compile Model accepts."""
         return is_mode(mode)
 
     @classmethod

@@ -1,10 +1,10 @@
-"""The sizes of the last session, warmed up when their model is first used in a new process, if the user wishes it.
+"""Warms up the sizes of the last session when their model is first used in a new process, if the user wishes it.
 
-Where a size has its first call, the time is the same, now or later: so nothing may come before the first picture. When
+A size's first call takes the same time now or later, so nothing may come before the first picture. When
 a prompt has succeeded and the queue is empty, a prompt of ours runs that user's nodes up to the sampler's MODEL, which
-ComfyUI has in its cache, and Warm Up behind it. It holds all nodes of the user's prompt, as ComfyUI's cache drops what
-the latest prompt lacks. Before each size it looks at the queue, and ends if anybody waits; the rest is done at the next
-quiet moment. Each model is done once in a process, and not again if it was cancelled.
+ComfyUI has in its cache, and Warm Up after it. It contains all nodes of the user's prompt, because ComfyUI's cache
+drops what the latest prompt lacks. Before each size it checks the queue, and ends if anybody waits; the rest is done at
+the next quiet moment. Each model is done once per process, and not again if it was cancelled.
 """
 
 import logging
@@ -40,7 +40,7 @@ class Ahead:
     _prompt_id: str = ""
 
     def in_a_quiet_moment(self) -> bool:
-        """The queue is empty; whether there is a prompt of ours in it now."""
+        """Called when the queue is empty. Returns whether a prompt of ours is in it now."""
         if self.server is None:
             return False
         if self._prompt_id:  # it has no pictures, and the user did not queue it
@@ -81,7 +81,7 @@ class Ahead:
         return node_id == ID and self.server.prompt_queue.get_tasks_remaining() > 1  # one of them is this one
 
     def ended(self, node_id: str | None, outcome: Outcome) -> None:
-        """Warm Up, as this node, has done what it could."""
+        """Notes that Warm Up, as this node, has done what it could."""
         if node_id == ID:
             self._left[self._file] = list(outcome.left)
 

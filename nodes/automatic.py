@@ -1,9 +1,9 @@
-"""Accelerating a workflow that has none of our nodes: they are put into the queued prompt, not into the user's graph.
+"""Accelerates a workflow without our nodes: they are added to the queued prompt, not to the user's graph.
 
-A MODEL is compiled where it is used, behind every node that changes it (LoRA, patches): what is compiled is then what
-the sampler gets, and of several samplers behind one output all share one node. What is a MODEL, a VAE or a CONTROL_NET
-is known from the types that nodes declare, never from their names. A path is left alone where one of our nodes is on
-it, or a node that compiles the model itself, or an exception of the user's.
+A MODEL is compiled where it is used, after every node that changes it (LoRA, patches). What is compiled is then what
+the sampler gets, and several samplers on one output share one node. MODELs, VAEs and CONTROL_NETs are recognised by the
+types that nodes declare, never by their names. A path is left alone if one of our nodes is on it, or a node that
+compiles the model itself, or one of the user's exceptions.
 """
 
 import re
@@ -29,7 +29,7 @@ COMPILERS = re.compile(r"^(?!AnyShape).*compile", re.IGNORECASE)  # node types: 
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user wants of it."""
+    """What the user has chosen."""
 
     budget_mb: int = BUDGET_MB
     exceptions: tuple[str, ...] = ()  # names of files or of node types, in lower case; * stands for anything
@@ -37,7 +37,7 @@ class Choice:
 
 @dataclass
 class Result:
-    """The prompt with our nodes in it; the one that was given stays as it is."""
+    """The prompt with our nodes in it. The given prompt is not changed."""
 
     prompt: Prompt
     added: list[str] = field(default_factory=list)  # ids
@@ -83,7 +83,7 @@ def exceptions(text: str) -> tuple[str, ...]:
 
 
 def _added(result: Result, use: Use, choice: Choice) -> str:
-    """The id of our node behind the output: the same one in every prompt, so that ComfyUI's cache holds."""
+    """Returns the id of our node after the output: the same in every prompt, so that ComfyUI's cache holds."""
     node_type, name = OURS[use.kind]
     id = f"{PREFIX}{name}-{use.link[0].replace(':', '.')}-{use.link[1]}"
     if id not in result.prompt:
@@ -104,7 +104,7 @@ def _uses(graph: PromptGraph) -> list[Use]:
 
 
 def _runs(graph: PromptGraph, id: str, kind: str) -> bool:
-    """Whether a node runs a model, and does not only hand it on, save it or ask it for its noise levels."""
+    """Whether a node runs a model, instead of only passing it on, saving it or reading its noise levels."""
     gives = graph.outputs(id)
     if graph.hands_on(id, kind):
         return "LATENT" in gives or graph.type(id) == WARM_UP  # a sampler that hands its model on

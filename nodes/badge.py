@@ -1,4 +1,4 @@
-"""Telling the browser which model a node has, so that the node can show how that model runs."""
+"""Tells the browser which model a node has, so that the node can show how that model runs."""
 
 import re
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""What a bug report needs besides the figures: versions, the card, how ComfyUI was started, nodes, the last errors.
+"""Collects what a bug report needs besides the figures: versions, the card, start options, nodes, the last errors.
 
-It leaves this machine, so no path in it has the user's name, and no secret is in it.
+It leaves this machine, so its paths do not contain the user's name, and it contains no secret.
 """
 
 import importlib.util

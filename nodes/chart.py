@@ -1,4 +1,4 @@
-"""The stats as a picture: what the first call of each size cost, and how fast it is now."""
+"""Draws the stats as a picture: what the first call of each size cost, and how fast it is now."""
 
 import io
 from typing import Any

@@ -17,9 +17,8 @@ class CompileControlNet(io.ComfyNode):
         return schema(
             node_id="AnyShapeCompileControlNet",
             display_name="Compile ControlNet (AnyShape)",
-            description="Makes a ControlNet faster, of SD1.5, SD2, SDXL, Flux and others, at any size and batch, with "
-            "Compile Model or without. What cannot run faster runs as without this node; Shape Cache Info "
-            "says why.",
+            description="Speeds up a ControlNet (SD1.5, SD2, SDXL, Flux and others) at any size and batch, with or "
+            "without Compile Model. What cannot run faster runs as without this node; Shape Cache Info says why.",
             inputs=[
                 io.ControlNet.Input(
                     "control_net",
@@ -40,5 +39,5 @@ class CompileControlNet(io.ComfyNode):
 
 
 def controlnet_part(control_net: io.ControlNet.Type, enabled: bool, verify: bool) -> Part:
-    """What Compile ControlNet makes of a CONTROL_NET."""
+    """Compiles a CONTROL_NET, as the node does."""
     return switched(control_net, enabled, verify, "Compile ControlNet", compile_controlnet, entries.of_controlnet)

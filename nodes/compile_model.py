@@ -20,8 +20,8 @@ class CompileModel(io.ComfyNode):
         return schema(
             node_id="AnyShapeCompileModel",
             display_name="Compile Model (AnyShape)",
-            description="Makes sampling faster, for any model: image or video. Compiles once, in seconds; a new size, "
-            "batch or prompt length never compiles again. What cannot run faster runs as without this node; Shape "
+            description="Speeds up sampling for any image or video model. It compiles once, in seconds, and never "
+            "again for a new size, batch or prompt length. What cannot run faster runs as without this node; Shape "
             "Cache Info says why.",
             inputs=[model_input(), mode_input(), budget_input(), verify_input()],
             outputs=[model_output()],
@@ -44,7 +44,7 @@ class CompileModel(io.ComfyNode):
 
 
 def model_part(model: io.Model.Type, mode: str, graph_budget_mb: int, verify: bool) -> Part:
-    """What Compile Model makes of a MODEL."""
+    """Compiles a MODEL, as the node does."""
     settings = Settings(mode, graph_budget_mb, verify)
 
     def made() -> Part:
@@ -62,5 +62,5 @@ def is_mode(mode: str | None) -> bool | str:
 
 
 def timed(model: io.Model.Type, mode: str) -> io.Model.Type:
-    """On ComfyUI's own forwards, timed, those of compiled ControlNets that steer it too. mode: of ``TIMED``."""
+    """Returns a model that runs and times ComfyUI's own forwards, compiled ControlNets' too. mode: one of ``TIMED``."""
     return compile_model(model, Settings(TIMED[mode], timed=True))[0]

@@ -18,7 +18,7 @@ class CompileVAE(io.ComfyNode):
         return schema(
             node_id="AnyShapeCompileVAE",
             display_name="Compile VAE (AnyShape)",
-            description="Makes VAE decode and encode faster, at any size and batch. Other workflows that use the same "
+            description="Speeds up VAE decode and encode at any size and batch. Other workflows that use the same "
             "VAE are not affected.",
             inputs=[io.Vae.Input("vae", tooltip="The VAE to speed up."), enabled_input("VAE"), verify_input()],
             outputs=[io.Vae.Output(tooltip=f"The same VAE, faster. {ORIGINAL}")],
@@ -31,5 +31,5 @@ class CompileVAE(io.ComfyNode):
 
 
 def vae_part(vae: comfy.sd.VAE, enabled: bool, verify: bool) -> Part:
-    """What Compile VAE makes of a VAE."""
+    """Compiles a VAE, as the node does."""
     return switched(vae, enabled, verify, "Compile VAE", compile_vae, entries.of_vae)

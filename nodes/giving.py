@@ -1,4 +1,4 @@
-"""What a compile node gives: said to the user, noted for its line in the browser, and passed on."""
+"""Gives a compile node's outputs: tells the user, notes them for the node's line in the browser, passes them on."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Part:
 
 
 def part_of(value: Any, what: str, make: Callable[[], Part]) -> Part:
-    """What ``make`` makes of ``value``; as it is where that fails: another pack's MODEL may be something else."""
+    """Returns ``make()``, or ``value`` unchanged if that fails, because another pack's MODEL may be something else."""
     if value is None:
         return Part(value, None)
     made, failure = attempt(make, failed(type(value).__name__, what), INTERRUPTS)
@@ -49,7 +49,7 @@ def switched(
 
 
 def give(node: type[io.ComfyNode], *parts: Part | None, **settings: Any) -> io.NodeOutput:
-    """The outputs of ``node``, one of each part; None where nothing is connected. settings: of ``badge.note``."""
+    """Returns the outputs of ``node``, one per part; None where nothing is connected. settings: see ``badge.note``."""
     given = [part for part in parts if part is not None]
     found = [part.names for part in given if part.names]
     message = "\n".join(part.message for part in given if part.message)

@@ -1,4 +1,4 @@
-"""The help pages in the language that is asked for, English where there is none in it.
+"""Serves the help pages in the requested language, or in English if there is none in it.
 
 The front end asks for ``<node>/<language>.md`` first, ``en`` included, and for ``<node>.md`` after a 404, which every
 browser's console shows. This answers the first question, so that no text lies in two files.

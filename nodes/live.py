@@ -1,4 +1,4 @@
-"""The stats to every open browser, over ComfyUI's websocket: while prompts run, and only when they have changed."""
+"""Sends the stats to every open browser over ComfyUI's websocket: while prompts run, and only if they have changed."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ LONG = 2.0  # seconds of preparing from which on a node says so itself
 
 
 class Live:
-    """Looks at the counters from a queued prompt on until the queue is empty. All of it in the server's loop."""
+    """Checks the counters from a queued prompt until the queue is empty. All of it runs in the server's loop."""
 
     def __init__(self, server: PromptServer) -> None:
         self._server = server
@@ -53,7 +53,7 @@ class Live:
             self._server.loop.run_in_executor(None, attempt, sizes.KEPT.save, judge)
 
     def push(self) -> None:
-        """Sends the stats if anybody listens and they are not what was sent before; the browser's clock runs on."""
+        """Sends the stats if anybody listens and they have changed. The browser's clock runs by itself."""
         if not self._server.sockets:
             return
         now = stats.snapshot()

@@ -1,4 +1,4 @@
-"""Telling the user something: in the log, and on the node where the server can show it."""
+"""Tells the user something: in the log, and on the node if the server can show it."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""The pack's page in ComfyUI's settings, as the server reads it: from the user's file, at each prompt.
+"""Reads the pack's page in ComfyUI's settings: from the user's file, at each prompt.
 
 Nothing is kept, so that what is set holds from the next prompt on. With ``--multi-user`` each user has settings of
 their own, and a request says whose it is; ComfyUI's hook for prompts gets no request, so a middleware notes the one

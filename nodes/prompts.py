@@ -1,4 +1,4 @@
-"""Prompts in ComfyUI's queue: which one runs, of which workflow, and a line of what it came to when it has ended."""
+"""Follows prompts in ComfyUI's queue: which one runs, of which workflow, and a line of results when it has ended."""
 
 import logging
 from itertools import takewhile

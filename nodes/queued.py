@@ -1,4 +1,4 @@
-"""What happens to a prompt when it is queued, by ComfyUI's own hook, from a browser and from a script alike.
+"""Handles a prompt when it is queued, by ComfyUI's own hook, from browsers and scripts alike.
 
 A script says otherwise with ``"extra_data": {"anyshape": {"accelerate": false}}`` (or true). A failure of ours never
 costs a prompt: it is counted and logged, and the prompt goes on as it came.

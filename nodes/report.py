@@ -38,10 +38,12 @@ def _gain(gain: dict[str, float]) -> str:
         return ""
     saved = gain["saved_seconds"]
     what = f"{saved:.1f} s saved" if saved >= 0 else f"{-saved:.1f} s lost so far"
-    line = f"Beside ComfyUI's own forwards, at the sizes where both were measured: {gain['factor']:.2f}x, {what}"
+    line = f"Compared with ComfyUI's own forward, at the sizes where both were measured: {gain['factor']:.2f}x, {what}"
     if "full_steps" not in gain:
         return line
-    return f"{line}\n  Skipped steps stand beside full ones of ComfyUI's; full steps alone: {gain['full_steps']:.2f}x"
+    return (
+        f"{line}\n  Skipped steps are compared with full ones of ComfyUI's; full steps alone: {gain['full_steps']:.2f}x"
+    )
 
 
 def _model(model: dict[str, Any], file: str, shorts: dict[str, str], device: str) -> str:
@@ -132,7 +134,7 @@ def _times(count: int) -> str:
 
 
 def _fallbacks(snapshot: dict[str, Any], files: dict[str, str]) -> str:
-    """What a table has said of its sizes is not said again."""
+    """Lists fallbacks, except those that a table has already named."""
     said = {(model["name"], shape["reason"]) for model in snapshot["models"] for shape in model["shapes"]}
     fallbacks = [f for f in snapshot["fallbacks"] if (f["where"], f["reason"]) not in said]
     lines = [f"- {wording.place(f['where'], snapshot, files)}, {_times(f['count'])}: {f['reason']}" for f in fallbacks]

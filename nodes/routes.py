@@ -72,7 +72,7 @@ async def _metrics(request: web.Request) -> web.Response:
 
 
 async def _clear(request: web.Request) -> web.Response:
-    """POST: forgets what was counted; ``{"graphs": true}`` gives the memory of all CUDA graphs back too."""
+    """POST: forgets what was counted; ``{"graphs": true}`` also frees the memory of all CUDA graphs."""
     try:
         drop_graphs = _wants_graphs(await request.read())
     except _Refused as refusal:

@@ -1,4 +1,4 @@
-"""A node's schema, with what people type who look for such a node, and inputs that several nodes have."""
+"""Makes a node's schema, with the words that people type when they search for such a node, and shared inputs."""
 
 from dataclasses import fields
 from typing import Any
@@ -31,11 +31,11 @@ ALIASES = {
     ),
 }  # fmt: skip
 KNOWN = {one.name for one in fields(io.Schema)}
-ORIGINAL = "Bypass (Ctrl+B) or delete it to get the original."
+ORIGINAL = "To get the original back, bypass (Ctrl+B) or delete this node."
 
 
 def schema(node_id: str, **given: Any) -> io.Schema:
-    """``io.Schema``; the search of older ComfyUIs knows titles alone."""
+    """Returns an ``io.Schema``. Older ComfyUIs search titles only."""
     aliases = {"search_aliases": list(ALIASES[node_id])} if "search_aliases" in KNOWN else {}
     return io.Schema(node_id=node_id, category="AnyShape", **given, **aliases)
 
@@ -59,8 +59,9 @@ def mode_input(others: str = "") -> io.Combo.Input:
         "mode",
         options=list(MODES),
         default="auto",
-        tooltip="auto: joins small operations into fewer, faster ones. exact: ComfyUI's own operations, in a CUDA "
-        f"graph where that pays; the picture is bit-equal to ComfyUI's{others}. off: exactly as without this node.",
+        tooltip="auto: the fastest. Small operations are fused into fewer, faster ones. exact: ComfyUI's own "
+        f"operations, in a CUDA graph where that pays. The picture is bit-equal to ComfyUI's{others}. off: exactly as "
+        "without this node.",
     )
 
 
@@ -72,8 +73,9 @@ def budget_input() -> io.Int.Input:
         min=0,
         max=MAX_BUDGET_MB,
         step=64,
-        tooltip="GPU memory for captured CUDA graphs, in MB. They make small images much faster; about "
-        "1.5 GB serves all SDXL sizes. 0 turns graphs off. The least recently used sizes give way.",
+        tooltip="How much GPU memory CUDA graphs may take, in MB. They make small images much faster. About 1.5 GB "
+        "is enough for all SDXL sizes. When the memory is used up, the least recently used sizes lose their graphs. "
+        "0: no graphs.",
     )
 
 
@@ -90,6 +92,6 @@ def verify_input() -> io.Boolean.Input:
         "verify",
         default=True,
         optional=True,
-        tooltip="Compares the first result of each new size with ComfyUI's own, to find a faulty driver or card before "
-        "it spoils pictures. Costs at most one more forward at a new size.",
+        tooltip="Compares the first result at each new size with ComfyUI's own. This finds a faulty driver or card "
+        "before it spoils pictures. It costs at most one extra forward per new size.",
     )

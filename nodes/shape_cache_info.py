@@ -22,19 +22,22 @@ class ShapeCacheInfo(io.ComfyNode):
         return schema(
             node_id="AnyShapeShapeCacheInfo",
             display_name="Shape Cache Info (AnyShape)",
-            description="Shows every size that has run: how (fast, partly fast, or as ComfyUI), what its first call "
-            "cost, how fast it is now, and the reason wherever something could not run faster.",
+            description="Lists every size that has run: how it ran (fast, partly fast, or as ComfyUI), what its "
+            "first call cost, how fast it is now, and the reason if something could not run faster.",
             inputs=[
                 io.AnyType.Input(
                     "after",
                     optional=True,
-                    tooltip="Connect anything here (the IMAGE of VAE Decode, say) to report after it has run.",
+                    tooltip="Connect any output here, such as the IMAGE of VAE Decode. The report is made after it "
+                    "has run.",
                 )
             ],
             outputs=[
-                io.String.Output(display_name="report", tooltip="A table to read."),
+                io.String.Output(display_name="report", tooltip="The tables as text."),
                 io.String.Output(display_name="stats", tooltip="The same figures as JSON, for scripts."),
-                io.Image.Output(display_name="chart", tooltip="First-call cost and speed by size."),
+                io.Image.Output(
+                    display_name="chart", tooltip="The cost of the first call and the current speed, by size."
+                ),
             ],
             hidden=[io.Hidden.unique_id, io.Hidden.prompt],
             is_output_node=True,

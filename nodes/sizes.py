@@ -1,4 +1,4 @@
-"""The sizes of this session and of the last one, by the file of their model: ComfyUI's user folder keeps them."""
+"""Keeps the sizes of this session and of the last one, by the file of their model, in ComfyUI's user folder."""
 
 import os
 from pathlib import Path
@@ -21,7 +21,7 @@ KEPT = LastSizes(_folder() / "sizes.json")
 
 
 def collect() -> bool:
-    """Notes what has run at the user's wish; whether there is anything new to save."""
+    """Notes which sizes the user has run. Returns whether there is anything new to save."""
     return any([KEPT.note(file, _asked_for(model)) for file, model in _by_file()])
 
 

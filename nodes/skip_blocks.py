@@ -27,11 +27,11 @@ class SkipBlocks(io.ComfyNode):
         return schema(
             node_id="AnyShapeSkipBlocks",
             display_name="Skip Blocks (DeepCache)",
-            description="Makes sampling much faster for a slightly different picture: on most steps the blocks in the "
-            "middle of the model are not computed, and what they would add is forecast from earlier steps. For SD1.5, "
-            "SD2, SDXL and transformers of images, video and sound (Flux, Z-Image, Qwen-Image, Wan and others), any "
-            "size; with or without Compile Model. Little can be won at 8 steps or fewer: such runs are left as they "
-            "are.",
+            description="Makes sampling much faster and changes the picture slightly. On most steps it skips the "
+            "blocks in the middle of the model and forecasts their output from earlier steps. Works at any size on "
+            "SD1.5, SD2, SDXL and on transformers for images, video and sound (Flux, Z-Image, Qwen-Image, Wan and "
+            "others), with or without Compile Model. Runs of 8 steps or fewer have little to gain and are left as "
+            "they are.",
             inputs=[
                 io.Model.Input("model", tooltip="The model to speed up; Compile Model may come before or after."),
                 io.Int.Input(
@@ -39,41 +39,42 @@ class SkipBlocks(io.ComfyNode):
                     default=3,
                     min=1,
                     max=MAX_INTERVAL,
-                    tooltip="Runs every block on one step in N. Higher: faster, and farther from the original "
-                    "picture. 1: every step in full, exactly as without this node.",
+                    tooltip="Runs every block on one step in N. A higher number is faster, and the picture differs "
+                    "more from the original. 1: every step is full, exactly as without this node.",
                 ),
                 io.Combo.Input(
                     "depth",
                     options=[AUTO, *map(str, range(DEEPEST + 1))],
                     default=AUTO,
-                    tooltip="How many blocks at either end of the model run on a skipped step, too (of a UNet one "
-                    "more). auto: as many as a tenth of a full step's work allows. Higher: slower, and closer to the "
-                    "original picture.",
+                    tooltip="How many blocks at each end of the model still run on a skipped step (one more in a "
+                    "UNet). A higher number is slower and stays closer to the original picture. auto: as many as a "
+                    "tenth of a full step's work allows.",
                 ),
                 _percent(
                     "start_percent",
                     0.0,
-                    "Where in the sampling schedule skipping begins; before it every step is full.",
+                    "Where in the sampling schedule skipping begins. Every step before it is full.",
                 ),
                 _percent(
-                    "end_percent", 1.0, "Where in the sampling schedule skipping ends; after it every step is full."
+                    "end_percent", 1.0, "Where in the sampling schedule skipping ends. Every step after it is full."
                 ),
                 io.Combo.Input(
                     "forecast",
                     options=list(FORECASTS),
                     default=FORECASTS[0],
-                    tooltip="order1: continues the change of the last two full steps. off: takes the last full step "
-                    "as it is, like DeepCache.",
+                    tooltip="order1: extrapolates the change between the last two full steps. off: reuses the last "
+                    "full step as it is, like DeepCache.",
                 ),
                 io.Combo.Input(
                     "preset",
                     options=list(PRESETS),
                     default=next(iter(PRESETS)),
                     optional=True,
-                    tooltip="safe, balanced, fast: interval 2, 3 or 4 with depth auto, in place of the two inputs "
-                    "above. custom: as they are set. Over 30 steps behind Compile Model, balanced was measured: 1.9x "
-                    "(SD1.5), 2.4x (SDXL), 2.6x (Flux), 2.7x (Wan 2.1). safe and fast were not; by the work that is "
-                    "left of the small demo models, they give 1.7x to 1.9x and 2.6x to 3.2x.",
+                    tooltip="safe, balanced, fast: interval 2, 3 or 4 with depth auto; they override those two "
+                    "inputs. custom: uses interval and depth as set. Measured over 30 steps on top of Compile Model, "
+                    "balanced gives 1.9x (SD1.5), 2.4x (SDXL), 2.6x (Flux), 2.7x (Wan 2.1). safe and fast were not "
+                    "measured. Judging by the work left on the small demo models, they give 1.7x to 1.9x and 2.6x to "
+                    "3.2x.",
                 ),
             ],
             outputs=[model_output()],

@@ -24,70 +24,73 @@ class WarmUp(io.ComfyNode):
         return schema(
             node_id="AnyShapeWarmUp",
             display_name="Warm Up Sizes (AnyShape)",
-            description="Compiles and captures the listed sizes ahead, largest first, so that their first prompt is "
-            "as fast as the second. Place it last before the sampler. Other sizes work as without this node.",
+            description="Compiles and captures the listed sizes in advance, largest first, so that their first "
+            "prompt is as fast as the second. Place it last before the sampler. Other sizes work as without this "
+            "node.",
             inputs=[
                 io.Model.Input(
                     "model",
-                    tooltip="The MODEL that the sampler gets, from Compile Model (and LoRA or Skip Blocks nodes).",
+                    tooltip="The MODEL that the sampler will use. It must come from Compile Model; LoRA and Skip "
+                    "Blocks nodes may lie in between.",
                 ),
                 io.String.Input(
                     "shapes",
                     multiline=True,
                     default="1024x1024",
-                    tooltip="One size per line, or several with commas, width x height in image pixels: 1024x1152, "
-                    "896x768 batch 2 for two images per prompt, 832x480x33 for a video of 33 frames. What follows a # "
-                    "is left out.",
+                    tooltip="One size per line, or several separated by commas: width x height in image pixels. "
+                    "Examples: 1024x1152; 896x768 batch 2 for two images per prompt; 832x480x33 for a video of 33 "
+                    "frames. Text after a # is ignored.",
                 ),
                 io.Vae.Input(
                     "vae",
                     optional=True,
-                    tooltip="From Compile VAE: decoding and encoding are warmed up at these sizes too.",
+                    tooltip="A VAE from Compile VAE. Its decoder and encoder are warmed up at these sizes too.",
                 ),
                 io.Conditioning.Input(
                     "positive",
                     optional=True,
-                    tooltip="What the sampler gets: sizes are warmed up for its prompt length and its ControlNets. "
-                    "Without positive and negative: a plain prompt of 77 tokens for a UNet and 256 for others; where "
-                    "none fits the model, the report says so.",
+                    tooltip="The positive prompt that the sampler will use. Sizes are warmed up for its length and "
+                    "its ControlNets. If neither positive nor negative is connected, a plain prompt stands in: 77 "
+                    "tokens for a UNet, 256 for others. If the model needs more than that, the report says so.",
                 ),
                 io.Conditioning.Input(
                     "negative",
                     optional=True,
-                    tooltip="What the sampler gets. If only one of positive and negative is connected, it stands for "
-                    "both.",
+                    tooltip="The negative prompt that the sampler will use. If only one of positive and negative is "
+                    "connected, it is used for both.",
                 ),
                 io.Combo.Input(
                     "cfg",
                     options=list(CFG_OPTIONS),
                     default=CFG_OPTIONS[0],
                     optional=True,
-                    tooltip="How the sampler's cfg will be. on: above 1.0, positive and negative together. off: 1.0, "
-                    "positive alone (LCM, Turbo, Flux). both: either way. auto: off for models that take their "
-                    "guidance as an input (Flux.1, HunyuanVideo), on for others.",
+                    tooltip="The sampler's cfg. on: above 1.0, so that positive and negative both run. off: 1.0, "
+                    "positive only (LCM, Turbo, Flux). both: prepares for either. auto: off for models that take "
+                    "guidance as an input (Flux.1, HunyuanVideo), on for all others.",
                 ),
                 io.Combo.Input(
                     "preset",
                     options=list(PRESETS),
                     default=next(iter(PRESETS)),
                     optional=True,
-                    tooltip="Sizes besides those of the list. SDXL: the nine that it was trained at. portrait and "
-                    "landscape: 832x1216 and 1216x832. SD1.5: 512x512, 512x768 and 768x512. sizes of the last "
-                    "session: those at which this model ran before ComfyUI was started. none: the list alone.",
+                    tooltip="Adds sizes to the list. SDXL: the nine sizes it was trained at. portrait and landscape: "
+                    "832x1216 and 1216x832. SD1.5: 512x512, 512x768 and 768x512. sizes of the last session: the "
+                    "sizes at which this model ran before ComfyUI was last started. none: only the list.",
                 ),
                 io.Boolean.Input(
                     "measure",
                     default=False,
                     optional=True,
-                    tooltip="Runs each size of the model on ComfyUI's own forwards as well, a few times, so that panel "
-                    "and nodes can say how much faster it is. Compiled ControlNets that steer it are timed too.",
+                    tooltip="Also runs each size a few times on ComfyUI's own forward, so that the panel and the "
+                    "nodes can say how much faster the model is. Compiled ControlNets in its prompts are timed too.",
                 ),
             ],
             outputs=[
                 io.Model.Output(tooltip="The same MODEL, unchanged."),
-                io.Vae.Output(tooltip="The same VAE, unchanged; nothing if none is connected."),
+                io.Vae.Output(tooltip="The same VAE, unchanged. Empty if none is connected."),
                 io.String.Output(
-                    display_name="report", tooltip="A table of the sizes: how each runs now, what it took, and why."
+                    display_name="report",
+                    tooltip="A table of the sizes: how each one runs now, how long it took, and why.",
                 ),
             ],
             hidden=badge.HIDDEN,

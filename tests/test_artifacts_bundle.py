@@ -160,7 +160,7 @@ def test_a_file_too_many(bundle, tmp_path, command):
 @pytest.mark.parametrize("prefix", ["../", "/", "../../", "x/../../", "C:\\", "..\\"])
 def test_names_that_lead_elsewhere(bundle, tmp_path, command, prefix):
     tamper(bundle, lambda name, content: (prefix + name, content))
-    assert "is no name that a bundle may have" in refused(command, bundle, tmp_path / "other")
+    assert "is not a name that a bundle may have" in refused(command, bundle, tmp_path / "other")
 
 
 def test_a_link(bundle, tmp_path, command):
@@ -181,7 +181,7 @@ def test_no_bundle(bundle, tmp_path, command, harm):
             file.writestr("readme.txt", b"hello")
     else:
         bundle.write_bytes(bundle.read_bytes()[:-200] if harm == "truncated" else b"hello")
-    assert "no bundle of AnyShape" in refused(command, bundle, tmp_path / "other")
+    assert "not a bundle of AnyShape" in refused(command, bundle, tmp_path / "other")
 
 
 NO_COMFYUI = """

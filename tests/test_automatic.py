@@ -206,7 +206,7 @@ def test_a_node_that_compiles_the_model_itself_keeps_it(accelerated) -> None:
     result = accelerated(flow)
     assert result.added == [VAE.format(1, 2)] and result.prompt["3"] == flow["3"]
     (reason,) = result.reasons
-    assert "node 5 (TorchCompileModel)" in reason and "bypass that node" in reason
+    assert "node 5 (TorchCompileModel)" in reason and "Bypass that node" in reason
 
 
 @pytest.mark.parametrize(

@@ -173,4 +173,4 @@ def test_the_benchmark_of_a_fleet(tmp_path, monkeypatch):
     assert result["repeats"] == 2 and result["command"] == "python -m bench.fleet --model sdxl --repeats 2"
     assert set(result["runs"]) == set(fleet_tables.NAMES)
     monkeypatch.setattr(figures, "RESULTS", path.parent)
-    assert "| one that joins: empty disk, filled Redis | 2.00 | 1.00 | 5 | 0 | 3.0 |" in fleet_tables.document()
+    assert "| a later worker: empty disk, filled Redis | 2.00 | 1.00 | 5 | 0 | 3.0 |" in fleet_tables.document()

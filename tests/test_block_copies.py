@@ -207,7 +207,7 @@ def test_blocks_that_differ_after_all_are_recorded_one_by_one() -> None:
     model.forward = lambda x, transformer_options: own(x, transformer_options) + kept["last"]
     tapes = Tapes()
     take, tape = recorded(model, tapes)
-    assert tape is None and take.copies == COUNT - 1 and "no input, no weight" in take.reason
+    assert tape is None and take.copies == COUNT - 1 and "not an input, not a weight" in take.reason
     take, tape = recorded(model, tapes)
     assert tape is not None and take.copies == 0
     assert_replays(model, tape, 1)

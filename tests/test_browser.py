@@ -108,7 +108,7 @@ def test_a_step_down_is_shown_with_its_reason(built) -> None:
     stats = built.stats()
     shorts = {told["text"]: told["said"][0]["short"] for told in stats["reasons"]}
     reasons = {step["reason"] for step in stats["fallbacks"]}
-    assert any("keeps something" in shorts[reason] for reason in reasons)
+    assert any("keeps state" in shorts[reason] for reason in reasons)
     for reason in reasons:  # in few words, once; all of it where the mouse rests
         shows(built.page.page.locator(PANEL), shorts[reason])
         assert built.panel().count(shorts[reason]) == 1

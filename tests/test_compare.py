@@ -199,7 +199,7 @@ def test_files_that_are_no_pictures_cost_no_times(page, server) -> None:
     page.page.locator("[data-action=compare]").click()
     text = await_text(page, COMPARE, "Without AnyShape")
     page.page.unroute("**/view?*")
-    assert "Files that are no pictures, and were not compared: 1." in text and "Largest difference" not in text
+    assert "Files that are not pictures and were not compared: 1." in text and "Largest difference" not in text
 
 
 def only_ours(changed: dict[str, Any]) -> None:

@@ -52,14 +52,14 @@ def settled(page: WebPage, node_id: int, begins: str) -> str:
 
 def test_lines_and_the_first_line_of_the_panel_say_it(page, server) -> None:
     assert re.fullmatch(rf"{GAIN}, 4 full, 8 skipped, depth \d", settled(page, 9, f"^{GAIN}, 4 full"))
-    assert re.search(r"Full steps alone: \d+\.\d+x\. Skipped steps stand beside full ones too", title(page, 9))
+    assert re.search(r"Full steps alone: \d+\.\d+x\. Skipped steps are compared with full steps too", title(page, 9))
     page.wait_for_line(4, "as ComfyUI: 168×136, on a CPU")  # on a CPU Compile Model gains nothing of it
     assert "Full steps" not in title(page, 4) and "On a CPU nothing is gained" in title(page, 4)
     first = page.page.locator(f"{PANEL} .anyshape-gain")
     assert re.fullmatch(GAIN, first.inner_text()) and "Full steps alone" in first.get_attribute("title")
     told = server.get("/anyshape/stats").json()["gain"]
     assert told["factor"] > told["full_steps"] > 0  # a skipped step takes less than a full one
-    assert "Skipped steps stand beside full ones of ComfyUI's" in server.get("/anyshape/stats", format="text").text
+    assert "Skipped steps are compared with full ones of ComfyUI's" in server.get("/anyshape/stats", format="text").text
     page.shot("gain-skipping")
 
 
@@ -69,7 +69,7 @@ def test_each_factor_says_what_it_compares(page) -> None:
         assert re.fullmatch(r"\d+\.\d+x", row.locator("td").nth(6).inner_text())
         return row.locator("td").nth(6).get_attribute("title")
 
-    assert helps("full") == "A full step beside a full step of ComfyUI's: the same work"
+    assert helps("full") == "A full step compared with a full step of ComfyUI's: the same work"
     assert "work that is left out" in helps("skipped")
     page.set("Comfy.Locale", "zh")
     page.page.locator(PANEL, has_text="尺寸缓存").wait_for()

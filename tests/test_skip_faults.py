@@ -24,7 +24,7 @@ def test_a_model_without_repeated_blocks_passes_through(models):
         axes_dim=[8, 12, 12],
     )  # fmt: skip
     out, message = skip_with_message(flux)
-    assert message == "Flux has no repeated blocks: no blocks are skipped, it runs as without this node"
+    assert message == "Flux has no repeated blocks: no blocks are skipped, and it runs as without this node"
     assert not out.wrappers and fallbacks()[-1]["reason"] == message
 
 
@@ -32,7 +32,7 @@ def test_a_depth_that_the_model_does_not_have(models):
     patcher = models.unet("sd15", torch.float32, **UNETS["sd15"])
     assert skip_with_message(patcher, depth="10")[1] == ""
     _, message = skip_with_message(patcher, depth="11")
-    assert message == "depth is 11, and this model has 0 to 10: auto is used"
+    assert message == "depth is 11, but this model has 0 to 10, so auto is used"
 
 
 # Faults of our own ------------------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ def test_depths(tiny):
         assert last_run()["depth"] == int(depth)
     assert far[1] < far[0]
     _, message = skip_with_message(tiny("Flux"), depth="5")
-    assert message == "depth is 5, and this model has 0 to 4: auto is used"
+    assert message == "depth is 5, but this model has 0 to 4, so auto is used"
 
 
 # Models that it is not for --------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def test_a_lora_that_is_applied_at_each_call(fresh, block_programs):
         assert error(wanted, before) > CHANGED
         assert error(unet_forward(lora, *size), wanted) < CLOSE
     assert {shape["state"] for shape in shapes()} == {"tape"}
-    assert all("one by one" in shape["note"] and "no input, no weight" in shape["note"] for shape in shapes())
+    assert all("one by one" in shape["note"] and "not an input, not a weight" in shape["note"] for shape in shapes())
     assert block_programs and not any(path.startswith(BLOCK) for path in block_programs)
     assert any(path.endswith(".0") for path in block_programs)  # ResBlocks, too
     lora.unpatch_model(torch.device("cpu"))

@@ -203,7 +203,7 @@ def test_forms_and_a_count(models, fresh, recordings, fusing, block_programs):
         outs.append([run(models, patched, seed=seed, steps=6) for seed in range(2)])
     assert all(error(out, wanted) < CLOSE for wanted, out in zip(*outs, strict=True))
     assert logs[0] == logs[1]
-    assert len(recordings) <= 4 and any("several forms" in each["reason"] for each in fallbacks())
+    assert len(recordings) <= 4 and any("several shapes or types" in each["reason"] for each in fallbacks())
     assert any("transformer_blocks" in path for path in block_programs) and any(
         path.endswith(".0") for path in block_programs
     )

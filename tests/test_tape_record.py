@@ -89,7 +89,7 @@ def into_zeros(self, x):
 
 @pytest.mark.parametrize("forward", [through_numpy, through_ctypes, into_zeros])
 def test_memory_written_past_the_dispatcher(forward) -> None:
-    refused(forward, "past torch's dispatcher")
+    refused(forward, "bypassed torch's dispatcher")
 
 
 @pytest.mark.parametrize(

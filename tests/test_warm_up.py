@@ -119,7 +119,7 @@ def test_vae(pack, models, patcher, clean_stats) -> None:
 def test_what_is_not_compiled_passes_through(pack, models, patcher, clean_stats) -> None:
     vae = models.vae(torch.float32, ch=32, num_res_blocks=1)
     report = warm(pack, patcher, "64x64", vae=vae)
-    assert "connect Compile Model before Warm Up: nothing to warm up" in report
+    assert "connect Compile Model before Warm Up: there is nothing to warm up" in report
     assert "this VAE does not come from Compile VAE" in report and shapes() == []
     assert "connect Compile Model before Warm Up" in warm(pack, compiled(patcher, mode="off"), "64x64")
 
@@ -138,7 +138,7 @@ def test_a_long_list_of_bad_lines_is_told_in_short(pack, patcher, clean_stats) -
     done = warm_up(compiled(patcher), "64x64\n" + "no size\n" * 10_000)
     assert (done.listed, done.ready, done.bad) == (1, 1, 10_000)
     assert done.line.splitlines()[0] == "1 of 1 sizes ready"
-    assert done.line.splitlines()[5:] == [done.warnings[4], "and 9,995 more entries are no sizes"]
+    assert done.line.splitlines()[5:] == [done.warnings[4], "and 9,995 more entries are not sizes"]
     assert len(done.warnings) == 6 and len(done.line) < 1000 and len(done.report) < 1200
 
 

@@ -234,12 +234,14 @@ def test_torch_compile(models, tiny, kind, parts):
     fast, plain = compiled(tiny[kind]), models.sample(tiny[kind], **RUNS[kind])
     for both in (compiling(fast), compiled(compiling(tiny[kind]))):
         assert error(models.sample(both, **RUNS[kind]), plain) < CLOSE
-        assert ("past Compile Model" in passed_by(both)()) == (parts == "the whole model")  # the node's line says so
+        assert ("bypasses Compile Model" in passed_by(both)()) == (
+            parts == "the whole model"
+        )  # the node's line says so
     if parts == "some blocks":
         assert {s["state"] for s in shapes()} == {FUSED} and shapes()[0]["reason"] == ""  # what they compute is taped
     else:
         assert shapes() == []
-        assert any("past Compile Model" in f["reason"] for f in fallbacks())
+        assert any("bypasses Compile Model" in f["reason"] for f in fallbacks())
     assert error(models.sample(fast, **RUNS[kind]), plain) < CLOSE
     assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
     assert passed_by(fast)() == "" == passed_by(tiny[kind])()

@@ -1,4 +1,4 @@
-"""The store from the command line, in the pack's folder, without ComfyUI.
+"""Manages the store from the command line. Run it in the pack's folder; ComfyUI need not run.
 
 python -m accel.artifacts list
 python -m accel.artifacts export FILE          all of it, in one file to carry to another machine
@@ -30,7 +30,7 @@ DATE = "%Y-%m-%d %H:%M"
 
 
 def list_entries(store: Store) -> None:
-    """A line for each artefact, the most recently used first."""
+    """Prints one line per artefact, the most recently used first."""
     for name in reversed(store.ids()):
         try:
             entry = store.entry(name)
@@ -52,7 +52,7 @@ def _mismatch(entry: Entry) -> str:
 
 
 def export_to(store: Store, file: str) -> None:
-    """The whole store as a bundle."""
+    """Writes the whole store into a bundle."""
     with tempfile.TemporaryFile() as local:  # so that a failure leaves no half of a bundle
         count = bundle.write(store, local)
         local.seek(0)
@@ -62,7 +62,7 @@ def export_to(store: Store, file: str) -> None:
 
 
 def import_from(store: Store, file: str, trust: bool) -> None:
-    """A bundle into the store, or what it holds. Raises ``ArtifactError``."""
+    """Puts a bundle into the store, or only shows what it contains. Raises ``ArtifactError``."""
     with tempfile.TemporaryFile() as local:
         with fsspec.open(file, "rb") as remote:
             shutil.copyfileobj(remote, local)
@@ -81,14 +81,14 @@ def import_from(store: Store, file: str, trust: bool) -> None:
 
 
 def prune_to(store: Store, megabytes: str) -> None:
-    """The store, made as small as that."""
+    """Shrinks the store to this size."""
     if not megabytes.isdecimal():
-        raise ArtifactError(f"{megabytes!r} is no number of megabytes")
+        raise ArtifactError(f"{megabytes!r} is not a number of megabytes")
     print(f"{store.prune(int(megabytes) * MIB)} artefacts removed from {store.folder}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 1 with a sentence on stderr if it could not be done."""
+    """Runs the command. Returns the exit code: 1, with a sentence on stderr, if it failed."""
     parser = argparse.ArgumentParser(
         prog="python -m accel.artifacts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

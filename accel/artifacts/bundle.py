@@ -24,7 +24,7 @@ Contents = dict[str, bytes]
 
 
 def write(store: Store, to: IO[bytes]) -> int:
-    """Writes the sound entries of the store as a bundle; how many. Raises ``ArtifactError`` if there are none."""
+    """Writes the sound entries of the store into a bundle. Returns how many. Raises ``ArtifactError`` if none."""
     sums: dict[str, str] = {}
     with zipfile.ZipFile(to, "w", zipfile.ZIP_DEFLATED) as bundle:
         for entry, contents in _sound(store):
@@ -48,13 +48,13 @@ def _sound(store: Store) -> Iterator[tuple[Entry, Contents]]:
 
 
 def verified(file: IO[bytes]) -> list[tuple[Entry, int]]:
-    """(entry, its bytes) of a bundle that is whole. Raises ``ArtifactError``."""
+    """Yields (entry, its bytes) of a bundle that is complete. Raises ``ArtifactError``."""
     with _opened(file) as entries:
         return [(entry, sum(map(len, contents.values()))) for entry, contents in entries]
 
 
 def add(file: IO[bytes], store: Store) -> int:
-    """Puts the entries of a bundle, which ``verified`` has seen, into the store; how many are new there."""
+    """Puts the entries of a bundle that ``verified`` has checked into the store. Returns how many are new there."""
     with _opened(file) as entries:
         return sum(store.put(entry, contents) for entry, contents in entries)
 
@@ -66,7 +66,7 @@ def _opened(file: IO[bytes]) -> Iterator[Iterator[tuple[Entry, Contents]]]:
             names = _names(bundle)
             yield (_entry(bundle, name, names[name]) for name in names)
     except (zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, NotImplementedError, *DAMAGE) as error:
-        raise ArtifactError(f"this is no bundle of AnyShape, or a damaged one ({error})") from error
+        raise ArtifactError(f"this is not a bundle of AnyShape, or it is damaged ({error})") from error
 
 
 def _names(bundle: zipfile.ZipFile) -> dict[str, list[str]]:
@@ -81,7 +81,7 @@ def _names(bundle: zipfile.ZipFile) -> dict[str, list[str]]:
     for info in infos:
         name, file = _parts(info)
         if hashlib.sha256(_bytes(bundle, info)).hexdigest() != sums[info.filename]:
-            raise ArtifactError(f"{info.filename} is damaged: its checksum is another")
+            raise ArtifactError(f"{info.filename} is damaged: its checksum does not match")
         found.setdefault(name, []).append(file)
     return found
 
@@ -90,10 +90,10 @@ def _parts(info: zipfile.ZipInfo) -> tuple[str, str]:
     """(the entry's folder, the file); both plain names, so that nothing leads out of the store."""
     name, _, file = info.filename.partition("/")
     if not ID.fullmatch(name) or not NAME.fullmatch(file):
-        raise ArtifactError(f"{info.filename!r} is no name that a bundle may have")
+        raise ArtifactError(f"{info.filename!r} is not a name that a bundle may have")
     mode = info.external_attr >> 16
     if mode and stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-        raise ArtifactError(f"{info.filename} is a link or something else that is no file")
+        raise ArtifactError(f"{info.filename} is a link or something else that is not a file")
     return name, file
 
 

@@ -46,7 +46,7 @@ def key_of(kind: str, machine: dict[str, str]) -> dict[str, str]:
 
 
 def mismatch(kind: str, key: dict[str, str], machine: dict[str, str]) -> str:
-    """Why an artefact with this key does not fit the machine; "" if it does."""
+    """Says why an artefact with this key does not fit the machine; "" if it fits."""
     for name in KINDS[kind]:
         if key[name] != machine[name]:
             return f"compiled for {WORDS[name]} {key[name]}, here it is {machine[name]}: it is compiled again"

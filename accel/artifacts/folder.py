@@ -13,7 +13,7 @@ READERS = stat.S_IRGRP | stat.S_IROTH
 
 
 def secure(folder: Path) -> Path:
-    """The folder, made if need be, which nobody else may write into. Raises ``ArtifactError``."""
+    """Returns the folder, which is made if needed and which nobody else may write into. Raises ``ArtifactError``."""
     folder = folder.expanduser().resolve()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -21,12 +21,12 @@ def secure(folder: Path) -> Path:
         raise ArtifactError(f"the folder cannot be made ({error.strerror})") from error
     _check(folder, os.lstat(folder), stat.S_ISDIR)
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        raise ArtifactError("the folder cannot be written to: give this user the right, or name another folder")
+        raise ArtifactError("the folder cannot be written to: give this user write access, or name another folder")
     return folder
 
 
 def read(path: Path, private: bool = False) -> bytes:
-    """The contents of a plain file of ours; never through a link. Raises ``ArtifactError``.
+    """Returns the contents of a plain file of this user, never through a link. Raises ``ArtifactError``.
 
     private: nobody else may read it.
     """
@@ -68,4 +68,6 @@ def _check(path: Path, found: os.stat_result, is_kind: Callable[[int], bool], pr
             f"{path.name} may be written by others, who could put code there: take that right away (chmod -R go-w)"
         )
     if private and found.st_mode & READERS:
-        raise ArtifactError(f"{path.name} may be read by others, who could sign with it: delete it, a new one is made")
+        raise ArtifactError(
+            f"{path.name} may be read by others, who could sign with it: delete it, and a new one is made"
+        )

@@ -36,7 +36,7 @@ def limit() -> int:
 
 
 class Keeper:
-    """Loads before the first compilation of a process, saves after each. Does nothing until ``use``."""
+    """Loads artefacts before a process first compiles, and saves new ones afterwards. Does nothing until ``use``."""
 
     def __init__(self) -> None:
         self._store: Store | None = None
@@ -168,7 +168,7 @@ class Keeper:
             attempt(self._save, _judge("store"))
 
     def wait(self) -> None:
-        """Returns when everything is saved."""
+        """Waits until everything is saved."""
         while (thread := self._thread) is not None:
             thread.join()
 

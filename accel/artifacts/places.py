@@ -1,4 +1,4 @@
-"""Where the store lies, and the secret that signs what is in it: by the rules of the system, far from any model folder.
+"""Where the store is, and the secret that signs its entries: by the system's rules, and not in any model folder.
 
 Nodes and routes of ComfyUI write what a browser names into every folder that ``folder_paths`` knows. A store there
 would be code that anybody could write. So it lies in the user's cache, and each entry is signed with a secret that lies
@@ -39,7 +39,7 @@ def _base(variable: str, linux: str, mac: str, windows: str) -> Path:
 
 
 def secret() -> bytes:
-    """What this install signs with: a random file that nobody else may read, made when first needed.
+    """Returns what this install signs with: a random file that nobody else may read, made when first needed.
 
     Raises ``ArtifactError``.
     """
@@ -71,5 +71,7 @@ def _made(path: Path) -> bytes:
 def _read(path: Path) -> bytes:
     found = folder.read(path, private=True)
     if len(found) < 32:
-        raise ArtifactError(f"{path.name}, which signs compiled kernels, is cut short: delete it, a new one is made")
+        raise ArtifactError(
+            f"{path.name}, which signs compiled kernels, is cut short: delete it, and a new one is made"
+        )
     return found

@@ -90,7 +90,7 @@ def checked(entry: Entry, contents: dict[str, bytes]) -> dict[str, bytes]:
         raise Damaged(f"{odd[0]} is missing or not of this artefact")
     for name, content in contents.items():
         if hashlib.sha256(content).hexdigest() != entry.files[name]:
-            raise Damaged(f"{name} is damaged: its checksum is another")
+            raise Damaged(f"{name} is damaged: its checksum does not match")
     return contents
 
 
@@ -127,7 +127,7 @@ class Store:
         return checked(entry, {name: folder.read(path / name) for name in names})
 
     def put(self, entry: Entry, contents: dict[str, bytes]) -> bool:
-        """Adds an entry, also in place of one that is not sound; False if it is there, which is then marked as used."""
+        """Adds an entry, or replaces a damaged one. Returns False if it is there already; it is then marked as used."""
         place = self.folder / entry.id
         if place.exists() and self._holds(entry) and self.touch(entry):
             return False
@@ -163,7 +163,7 @@ class Store:
         return True
 
     def remove(self, name: str) -> None:
-        """Takes an entry away, whole, as others may be reading it."""
+        """Removes an entry as a whole, because others may be reading it."""
         doomed = self.folder / f"{TEMPORARY}{os.getpid()}-{uuid.uuid4().hex}"
         try:
             os.rename(self.folder / name, doomed)
@@ -175,7 +175,7 @@ class Store:
             doomed.unlink()
 
     def prune(self, limit: int) -> int:
-        """Removes the least recently used entries beyond ``limit`` bytes; how many."""
+        """Removes the least recently used entries beyond ``limit`` bytes. Returns how many."""
         self._sweep()
         sizes = {name: size_of(self.folder / name) for name in self.ids() if ID.fullmatch(name)}
         total, removed = sum(sizes.values()), 0

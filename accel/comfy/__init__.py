@@ -1,1 +1,1 @@
-"""How models meet ComfyUI: a MODEL, a VAE or a CONTROL_NET as calls of the engine. No model is known by name."""
+"""Connects ComfyUI to the engine: a MODEL, a VAE or a CONTROL_NET becomes calls. No model is known by name."""

@@ -1,4 +1,4 @@
-"""How a MODEL meets ComfyUI: keyed wrappers on a clone of the model's patcher, state per sampling run.
+"""Attaches the engine to a MODEL, by keyed wrappers on a clone of its patcher. State belongs to a sampling run.
 
 ``compile_model`` returns a clone whose every forward goes through an engine; the shared model is not touched, so a
 workflow without our node (or with ``mode: off``) gets exactly ComfyUI's own forward.
@@ -52,7 +52,7 @@ def engines_of(module: nn.Module | None) -> list[Engine]:
 
 
 def entry_names(module: nn.Module | None) -> list[str]:
-    """The names of the stats' entries that ``module`` has; none before its first forward."""
+    """Returns the names of ``module``'s entries in the stats; none before its first forward."""
     return [engine.stats.name for engine in engines_of(module)]
 
 
@@ -83,7 +83,7 @@ def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, 
 
 
 def put_around(patcher: ModelPatcher, around: Callable[[nn.Module, Forward], Forward]) -> None:
-    """Where the model's forward calls no wrappers, what ``around`` makes of it takes its place."""
+    """If the model's forward calls no wrappers, replaces it with what ``around`` makes of it."""
     model = patcher.model.diffusion_model
     if not _calls_wrappers(type(model)):
         patcher.add_object_patch(FORWARD, around(model, patcher.get_model_object(FORWARD)))
@@ -121,7 +121,7 @@ def _calls_wrappers(kind: type) -> bool:
 
 
 def remove(patcher: ModelPatcher) -> ModelPatcher:
-    """Takes our wrappers and callbacks off ``patcher``, and gives it back."""
+    """Removes our wrappers and callbacks from ``patcher``, and returns it."""
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
@@ -130,7 +130,7 @@ def remove(patcher: ModelPatcher) -> ModelPatcher:
 
 
 def remove_forward(patcher: ModelPatcher, module: str) -> None:
-    """Takes a forward that code of ``module`` put around the model's own off ``patcher``."""
+    """Removes from ``patcher`` a forward that code of ``module`` put around the model's own."""
     if getattr(patcher.object_patches.get(FORWARD), "__module__", "") == module:
         del patcher.object_patches[FORWARD]
 
@@ -151,18 +151,18 @@ def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: 
 
 
 def drop_graphs(module: nn.Module) -> None:
-    """Gives the memory of this model's graphs back, if it has any."""
+    """Frees the memory of this model's graphs, if it has any."""
     for engine in engines_of(module):
         attempt(engine.drop_graphs, failed(engine.stats.name, "giving graphs back"), INTERRUPTS)
     small_weights.forget(module)
 
 
 def settings_of(patcher: ModelPatcher | None) -> Settings:
-    """The settings of the Compile Model node that made this patcher; the default ones without such a node."""
+    """Returns the settings of the Compile Model node that made this patcher, or the defaults without such a node."""
     session = session_of(patcher) if patcher else None
     return session.settings if session else Settings()
 
 
 def session_of(patcher: ModelPatcher) -> Session | None:
-    """What the Compile Model node put on this patcher; None without such a node, or where it has mode off."""
+    """Returns what the Compile Model node put on this patcher; None without such a node, or in mode off."""
     return next((wrapper.__self__ for wrapper in patcher.get_wrappers(WrappersMP.DIFFUSION_MODEL, KEY)), None)

@@ -1,4 +1,4 @@
-"""Where ComfyUI's versions differ: asked of what is there, never of a version number.
+"""Differences between versions of ComfyUI, found by asking for features, never for a version number.
 
 Older than 0.3.75: models are left in training mode. Newer: memory plans recorded around some models, and weights that
 are mapped in while a model runs (``dynamic``).

@@ -1,4 +1,4 @@
-"""The conds of a sampling run, copied to the GPU once.
+"""Copies the conds of a sampling run to the GPU once.
 
 Prompts come from the text encoder in main memory, and ComfyUI copies them to the model's device at each step. Such a
 copy waits until the GPU has done all it was given, so at each step the GPU then waits for the host: up to 3 ms.

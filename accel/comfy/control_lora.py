@@ -22,7 +22,7 @@ NAME = "Control-LoRA"  # in the stats
 
 
 class File:
-    """What is kept of one Control-LoRA's file."""
+    """What is kept for one Control-LoRA file."""
 
     def __init__(self) -> None:
         self.sampling = Sampling(Engine(STATS.model(NAME, KIND), INTERRUPTS), SameForm(), built_again=True)
@@ -56,7 +56,7 @@ _LOCK = threading.Lock()
 
 
 def file_of(control: comfy.controlnet.ControlLora) -> File:
-    """What is kept of the file that ``control`` is of."""
+    """Returns what is kept for the file of ``control``."""
     first = next(item for item in control.control_weights.values() if isinstance(item, Tensor))
     with _LOCK:
         if first not in _FILES:

@@ -1,4 +1,4 @@
-"""Compile ControlNet: how a ControlNet meets the engine, and ComfyUI's sampling.
+"""Compile ControlNet: connects a ControlNet to the engine and to ComfyUI's sampling.
 
 The shared ControlNet is never touched. A copy of ComfyUI's control object gets a shallow copy of its network, with the
 same layers and weights but another ``forward``; ComfyUI's memory management still loads the original. A Control-LoRA
@@ -54,7 +54,7 @@ def _compiled(
 
 
 def unsupported(control: comfy.controlnet.ControlBase) -> str:
-    """Why this control cannot be compiled; "" if it can."""
+    """Says why this control cannot be compiled; "" if it can."""
     if isinstance(control, comfy.controlnet.T2IAdapter):
         return say("t2i_adapter")
     return "" if type(control) in KINDS else say("unknown_control", name=type(control).__name__)
@@ -71,7 +71,7 @@ def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: 
 
 
 class Compiled:
-    """What is ours in a control of ComfyUI's. Nodes copy it for each prompt that it is applied to."""
+    """Our part of a control of ComfyUI's. Nodes copy it for each prompt that it is applied to."""
 
     def copy(self) -> "Compiled":  # noqa: D102
         c = super().copy()

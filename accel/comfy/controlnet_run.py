@@ -53,7 +53,7 @@ class Sampling:
         self._lock = threading.RLock()
 
     def begin(self, control: comfy.controlnet.ControlNet, patcher: ModelPatcher | None) -> None:
-        """A run of ``patcher`` begins for ``control``. ComfyUI says so once for each prompt that has it."""
+        """Begins a run of ``patcher`` for ``control``. ComfyUI calls this once for each prompt that has it."""
         with self._lock:
             if control in self._users:
                 return
@@ -64,7 +64,7 @@ class Sampling:
             patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, RUN_KEY, _Ending(self, control))
 
     def end(self, control: comfy.controlnet.ControlNet) -> None:
-        """``control``'s run is over. Leaves the weights as ComfyUI had them, once the last one is."""
+        """Ends the run of ``control``. After the last one, the weights are as ComfyUI had them."""
         with self._lock:
             if control not in self._users:  # both ComfyUI and our callback say so
                 return

@@ -45,7 +45,7 @@ _IN_THE_WAY: dict[torch.device, int] = {}  # bytes that graphs held when weights
 
 
 def is_mapped(layer: nn.Module) -> bool:
-    """Whether this layer's weights are pages that are mapped in."""
+    """Whether this layer's weights are pages that ComfyUI maps in."""
     return "_v" in layer.__dict__
 
 
@@ -124,7 +124,7 @@ class MappedWeights:
         return ""
 
     def streamed(self) -> str:
-        """Why nothing of ours runs, now."""
+        """Says why nothing of ours runs now."""
         return say(
             "weights_streamed", there=f"{min(self._loaded(), self.bytes) / GIB:.0f}", all=f"{self.bytes / GIB:.1f}"
         )
@@ -141,7 +141,7 @@ class MappedWeights:
         return False
 
     def let_go(self) -> None:
-        """Everything is launched: the pages may be given away."""
+        """Releases the pages, because everything is launched."""
         held, self._held = self._held, []
         for span in held:
             vbars.vbar_unpin(span)
@@ -283,7 +283,7 @@ class MappedWeights:
         return True
 
     def no_graph(self, device: torch.device) -> str:
-        """Why there is no room for graphs beside the weights, now; "" if there may be."""
+        """Says why there is no room for graphs beside the weights now; "" if there may be."""
         held = _IN_THE_WAY.get(device, 0)
         models = [loaded.model for loaded in mm.current_loaded_models if loaded.device == device]
         pages = sum(model.loaded_size() for model in models if model is not None and model.is_dynamic())

@@ -1,4 +1,4 @@
-"""Which entries of the stats belong to what a node gave. A badge in the browser shows them.
+"""Finds the entries of the stats that belong to a node's outputs. The node's line in the browser shows them.
 
 Each function gives the names of the entries, in a form that keeps no model alive, or None for what is not compiled.
 """

@@ -1,4 +1,4 @@
-"""How a model's latents relate to image pixels and frames, by its latent format.
+"""Relates a model's latents to image pixels and frames, by its latent format.
 
 ComfyUI's nodes for empty latents know these numbers, each for its own models. Newer versions also put them into the
 latent format itself, which is asked first.
@@ -38,7 +38,7 @@ class Latents:
 
 
 def latents_of(latent_format: LatentFormat) -> Latents | None:
-    """The latents of a model; None if they are not those of images or video (sound, 3D shapes)."""
+    """Returns the latents of a model; None if they are not those of images or video (sound, 3D shapes)."""
     names = [one.__name__ for one in type(latent_format).__mro__]
     if latent_format.latent_dimensions not in (2, 3) or names[0] in SOUND:
         return None

@@ -1,4 +1,4 @@
-"""What names ComfyUI's classes, imported where it is first asked for.
+"""Imports the modules that name ComfyUI's classes when they are first needed.
 
 Another version of ComfyUI may have renamed one of them. Then the module that names it is missing, with a reason, and
 the other nodes work.

@@ -1,4 +1,4 @@
-"""A prompt of random numbers, for a model that is warmed up without one. Any model says how wide it must be.
+"""Makes a prompt of random numbers for a model that is warmed up without one. The model says how wide it must be.
 
 ComfyUI has no list of these widths: each model names them in its own way, or not at all. But the first layer that meets
 a text of another width refuses it, and knows the right one. So a guess is sampled, on a clone without our wrappers,

@@ -1,4 +1,4 @@
-"""What is known of one model during a sampling run: its code, where its weights lie, and whether they stay there."""
+"""What is known of one model during a sampling run: its code, where its weights are, and whether they stay there."""
 
 import weakref
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class SamplingState:
             self._fingerprints.hold()  # there will be many looks
 
     def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Why nothing of this model may be recorded or replayed, now; "" if its weights are there, until ``let_go``.
+        """Says why nothing of this model may be recorded or replayed; "" if its weights are there, until ``let_go``.
 
         device, dtype: of the model's inputs.
         """
@@ -79,7 +79,7 @@ class SamplingState:
             self.mapped.let_go()
 
     def no_graph(self, device: torch.device) -> str:
-        """Why no graph may be captured, now; "" if one may."""
+        """Says why no graph may be captured now; "" if one may."""
         return self.mapped.no_graph(device) if self.mapped is not None else ""
 
     def is_elsewhere(self, device: torch.device) -> bool:
@@ -93,7 +93,7 @@ class SamplingState:
             self._fingerprints.rest(key, why, dynamic.unmapped(self._fingerprints.parts(self.model)[0]))
 
     def weights(self) -> int:
-        """Where the weights lie, now."""
+        """Returns where the weights are now."""
         return self._watch.fingerprint()
 
     def lay_out(self, wanted: frozenset[Weight], known: int) -> int:
@@ -140,7 +140,7 @@ class SamplingState:
         return self._fingerprints.changes()
 
     def close(self) -> None:
-        """The sampling run is over."""
+        """Ends the sampling run."""
         self.let_go()
         if self._layout is not None:
             self._layout.restore()

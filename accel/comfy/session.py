@@ -1,4 +1,4 @@
-"""What goes on while a compiled model is sampled: state per sampling run, and every forward as a ``Call``.
+"""Samples a compiled model: keeps the state of each sampling run, and turns every forward into a ``Call``.
 
 A sampling run may skip blocks (``skip.run``): then a forward is one of two programs, with a graph for each.
 """
@@ -70,7 +70,7 @@ class Session:
                     attempt(self._close_runs, failed(self.name, "the run's end"), INTERRUPTS)
 
     def sampler(self, executor: WrapperExecutor, guider: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """SAMPLER_SAMPLE: the guider's conds lie where the model is, before the first step asks for them."""
+        """SAMPLER_SAMPLE: copies the guider's conds to the model's device before the first step asks for them."""
         tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, Tensor)]
         if self.settings.mode != "off" and not self.settings.timed and tensors:
             judge = failed(self.name, "copying the prompts to the GPU")
@@ -83,7 +83,7 @@ class Session:
             run.close()
 
     def forward(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
-        """DIFFUSION_MODEL: our forward takes the place of the innermost one; other packs' wrappers stay around it."""
+        """DIFFUSION_MODEL: replaces the innermost forward with ours; other packs' wrappers stay around it."""
         model, original = executor.class_obj, executor.original
 
         ours = self._ours(model, original)

@@ -1,4 +1,4 @@
-"""Skip Blocks: how a run with skipped steps begins and ends in ComfyUI.
+"""Skip Blocks: begins and ends a run with skipped steps in ComfyUI.
 
 The run's state is made when sampling starts and travels in ``transformer_options``; the node, the model and its patcher
 hold none of it. The sampler's callback tells which step it is at, so that nothing is read back from the GPU.
@@ -64,7 +64,7 @@ def _made(patcher: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
 
 
 def remove(patcher: ModelPatcher) -> ModelPatcher:
-    """Takes our wrappers off ``patcher``, and gives it back."""
+    """Removes our wrappers from ``patcher``, and returns it."""
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, STATE)
@@ -73,12 +73,12 @@ def remove(patcher: ModelPatcher) -> ModelPatcher:
 
 
 def without_skipping(patcher: ModelPatcher) -> ModelPatcher:
-    """A clone of which every step is full."""
+    """Returns a clone whose steps are all full."""
     return remove(patcher.clone())
 
 
 def skips(patcher: ModelPatcher) -> bool:
-    """Whether a run of many steps on ``patcher`` leaves blocks out on some of them."""
+    """Whether a run of many steps on ``patcher`` skips blocks on some of them."""
     wrappers = patcher.get_wrappers(WrappersMP.OUTER_SAMPLE, KEY)
     return any(wrapper.__self__.settings.interval > 1 for wrapper in wrappers)
 
@@ -121,7 +121,7 @@ class _Skipping:
         return self
 
     def sampling(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
-        """OUTER_SAMPLE: a run begins here and ends in ``finally``; where it cannot begin, nothing is skipped."""
+        """OUTER_SAMPLE: a run begins here and ends in ``finally``. If it cannot begin, nothing is skipped."""
         judge = failed(self.name, "the start of Skip Blocks")
         begun, _ = attempt(lambda: self._begin(executor, args, kwargs), judge, INTERRUPTS)
         if begun is None:
@@ -184,7 +184,7 @@ def _has_depth(settings: SkipSettings, deepest: int) -> bool:
 
 
 def summary(stats: SkipStats) -> str:
-    """One line on a run."""
+    """Describes a run in one line."""
     resets = "; ".join(f"{count} calls in full: {reason}" for reason, count in stats.resets.items())
     line = (
         f"Skip Blocks, {stats.model}: {stats.full} full and {stats.skipped} skipped evaluations at depth "

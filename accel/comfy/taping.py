@@ -1,4 +1,4 @@
-"""Any diffusion model's call as one that may be recorded: its tensors by name, its plain arguments, its options.
+"""Turns any diffusion model's call into one that may be recorded: tensors by name, plain arguments, options.
 
 Nothing here knows a model. ComfyUI's own forward is called with the same arguments; only containers are copied, because
 some forwards empty the lists that they are given (ControlNet residuals).
@@ -147,7 +147,7 @@ def pixels(shape: tuple[int, ...]) -> tuple[int, int, int]:
 
 
 def obstacle(given: Given) -> str:
-    """Why only ComfyUI's own forward is right for this call; "" if it, or its blocks, may be recorded."""
+    """Says why this call must run in ComfyUI's own forward; "" if it, or its blocks, may be recorded."""
     if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
         return say("training", what="model")
     first = given.first
@@ -166,7 +166,7 @@ def call_of(
     model: nn.Module, original: Callable[..., Any], given: Given, run: SamplingState | None,
     fallback: Callable[[], Any], size_of: SizeOf, lean: bool = False, why: str = "",
 ) -> Call:  # fmt: skip
-    """The engine's call. size_of: the latent's, from its shape. lean: see ``Tape.lean``.
+    """Returns the engine's call. size_of: the latent's, from its shape. lean: see ``Tape.lean``.
 
     why: only ComfyUI's own forward runs, if that is known.
     """
@@ -254,7 +254,7 @@ def without_prefetch(options: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 
 def calls_patches(options: Mapping[Any, Any]) -> bool:
-    """Whether other packs' patches are called, which may count their calls."""
+    """Whether patches of other packs are called; these may count their calls."""
     return any(options.get(key) for key in (*PATCH_KEYS, OVERRIDE))
 
 

@@ -1,4 +1,4 @@
-"""Compile VAE: a VAE whose decode and encode go through the engine, recorded like any model.
+"""Compile VAE: sends a VAE's decode and encode through the engine, where they are recorded like any model.
 
 The loaded VAE is never touched. ComfyUI's ``VAE`` is copied with a clone of its patcher, and its first-stage model is
 copied shallowly: the same layers and weights, but a ``decode`` and an ``encode`` of ours around ComfyUI's own. Tiles,

@@ -1,4 +1,4 @@
-"""Warm Up: the programs and graphs of listed sizes, made ahead through ComfyUI's own sampling and VAE.
+"""Warm Up: makes the programs and graphs of listed sizes in advance, through ComfyUI's own sampling and VAE.
 
 Each size is sampled for a few steps with the user's prompts, so that ComfyUI decides what meets the model: which
 prompts are joined, what a ControlNet adds, where the weights lie. Nothing is kept but what the engines keep anyway.
@@ -45,7 +45,7 @@ HOPELESS = 4  # times the device's memory, by ComfyUI's estimate, which is gener
 NOT_RUN, FAILED, EVICTED = "not run", "failed", "evicted"
 
 NO_MODEL, NO_VAE, GONE = say("nothing_compiled"), say("vae_not_compiled"), say("warm_up_no_memory")
-NO_PICTURES = "this model makes neither images nor video, so a size in pixels says nothing of it"
+NO_PICTURES = "this model makes neither images nor video, so a size in pixels does not apply to it"
 NO_FRAMES = "{} makes single images: leave the frames out of this line"
 GAVE_WAY = say("gave_way")
 NO_SIZES = "no size to warm up: write one per line"
@@ -70,7 +70,7 @@ def warm_up(
     model: ModelPatcher, text: str, vae: comfy.sd.VAE | None = None, positive: list | None = None,
     negative: list | None = None, cfg: str = "auto", measure: bool = False, gives_way: Callable[[], bool] = bool,
 ) -> Outcome:  # fmt: skip
-    """Runs the sizes that ``text`` lists; nothing else is changed.
+    """Runs the sizes that ``text`` lists, and changes nothing else.
 
     measure: also on ComfyUI's own forwards, timed. gives_way: whether something else waits, so that no further size
     is begun.

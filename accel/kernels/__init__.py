@@ -1,4 +1,4 @@
-"""Shape-agnostic Triton kernels, each with an eager reference in ``reference``.
+"""Triton kernels for any size, each with an eager reference in ``reference``.
 
 ``load(device)`` gives them as ``TritonOps``, or says why they cannot run there. Triton is imported nowhere else, so a
 machine without it can import the pack.
@@ -19,7 +19,7 @@ OLDEST_TRITON = (3, 2)  # that of torch 2.6
 
 
 def obstacle(device: torch.device) -> str:
-    """Why no kernel can run there, as far as that is known without Triton; "" if one can."""
+    """Says why no kernel can run there, as far as that is known without Triton; "" if one can."""
     if device.type == "cpu":
         return say("no_kernels_on_cpu")
     return devices.obstacle(device) or too_old(device)
@@ -37,7 +37,7 @@ def too_old(device: torch.device) -> str:
 
 @functools.cache
 def load(device: torch.device) -> "TritonOps":  # noqa: F821  (imported below, with Triton)
-    """The fused operations on Triton for ``device``. Raises ``Unavailable`` with the reason."""
+    """Returns the fused operations on Triton for ``device``. Raises ``Unavailable`` with the reason."""
     if reason := obstacle(device):
         raise Unavailable(reason)
     try:

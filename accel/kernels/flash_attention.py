@@ -1,4 +1,4 @@
-"""Attention that libraries need not plan: any number of queries and keys at any size, by one kernel. See ``reference``.
+"""Attention without a plan: one kernel for any number of queries and keys at any size. See ``reference``.
 
 cuDNN, the fastest on Hopper, takes 35 to 50 ms to plan the first call of each number of tokens. Here one program goes
 through all keys of its queries with the softmax kept running (Milakov & Gimelshein 2018, "Online normalizer calculation

@@ -1,8 +1,8 @@
-"""The C modules by which Triton starts its kernels: built side by side, loaded one at a time.
+"""Loads the C modules by which Triton starts its kernels: built side by side, loaded one at a time.
 
-They have one name in common. Python keeps one module of that name, and a module that it has loaded before is put into
-that one again: whoever looks into his own while another is loaded finds the other's function there. A kernel that is
-started by it gets arguments of other kinds, or another number of them.
+All of them have the same name. Python keeps one module per name, and puts a reloaded module into it. A thread that
+reads its module while another thread loads one finds the other's function there. A kernel that is started by it gets
+arguments of other kinds, or another number of them.
 """
 
 import contextlib

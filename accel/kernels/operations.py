@@ -1,4 +1,4 @@
-"""Fused operations by hand as operations of torch, ``torch.ops.anyshape``, so that a tape can hold them.
+"""Registers the hand-written fused operations as ``torch.ops.anyshape``, so that a tape can hold them.
 
 Each has an implementation for tensors without memory (a *fake*), and one that takes the kernel or, where that fails or
 other sizes suit it better, plain torch: ``TritonOps`` decides. Images [N, C, H, W] come out in channels_last. Triton is

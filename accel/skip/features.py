@@ -1,6 +1,6 @@
-"""One sampling run with skipped steps: the features it may reuse, and when it must not.
+"""One sampling run with skipped steps: which features it may reuse, and when it must not.
 
-Features are what the blocks that are left out would have given: one tensor of a UNet, one for each stream of a
+Features stand for the output of the skipped blocks: one tensor of a UNet, one for each stream of a
 transformer. They belong to the rows of one prompt (ComfyUI's cond uuid) under one set of patches, for one latent
 shape, dtype and device. ComfyUI splits, joins and reorders prompts between steps, so features are stored by prompt and
 joined again for each call. A call skips only if *every* prompt in it has features from the latest full step; anything
@@ -96,15 +96,15 @@ class SkipRun:
 
     @property
     def skips(self) -> bool:
-        """Whether any step is meant to be skipped."""
+        """Whether any step is planned to be skipped."""
         return len(self.full) < len(self.sigmas)
 
     def begin_step(self, step: int) -> None:
-        """The sampler has done all steps before ``step``."""
+        """Notes that the sampler has done all steps before ``step``."""
         self.step, self._since_step = step, 0
 
     def begin_evaluation(self) -> None:
-        """The sampler asks for one prediction: all calls until the next one belong to it."""
+        """Notes that the sampler asks for one prediction. All calls until the next one belong to it."""
         self._evaluation += 1
         self._since_step += 1
         self.stats.begin_evaluation()
@@ -132,7 +132,7 @@ class SkipRun:
         return out
 
     def in_full(self, reason: str) -> None:
-        """Counts a call that has no other way: it is not recorded, or no step is skipped anyway, or that failed."""
+        """Counts a call that must run in full: it is not recorded, no step is skipped anyway, or skipping failed."""
         self.stats.count(skipped=False, reason=reason)
 
     def identity(self, thing: Any) -> int:
@@ -141,7 +141,7 @@ class SkipRun:
         return id(thing)
 
     def close(self) -> None:
-        """Gives the features back to the allocator."""
+        """Frees the features."""
         self._entries.clear()
         self._kept_alive.clear()
         self.unrecorded.clear()

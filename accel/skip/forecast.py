@@ -1,4 +1,4 @@
-"""What a deep feature will be at a step that is skipped: reuse, or the line through the last two full steps.
+"""Forecasts a deep feature at a skipped step: by reuse, or by the line through the last two full steps.
 
 Reuse is DeepCache (Ma, Fang and Wang 2024). The line is the first divided difference (Newton's form), exact for
 features that are linear in the axis, at any distances of the steps: TaylorSeer (Liu et al. 2025) of order 1 for steps

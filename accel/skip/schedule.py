@@ -1,7 +1,7 @@
 """Which steps run every block: a fixed list, known before the run starts, so that no step waits for the GPU.
 
 Ma, Fang and Wang 2024, "DeepCache", section 3.2 (one full step in N) and 3.3 (non-uniform 1:N). Ours places the same
-number of full steps in one of two ways, each measured on a trained model (docs/performance.md). Both are as many.
+number of full steps in one of two ways, each measured on a trained model (docs/performance.md).
 
 - In a network that is shaped like a U: by a power of the step's place, dense where the features move fast, and both
   ends always full.

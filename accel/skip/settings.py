@@ -21,7 +21,7 @@ FEW = f"{FEW_STEPS} steps or fewer leave little to win, so every step is full; S
 
 
 def with_preset(preset: str, interval: int, depth: str) -> dict[str, Any]:
-    """The interval and the depth that hold. Raises ValueError."""
+    """Returns the interval and the depth that apply. Raises ValueError."""
     if preset not in PRESETS:
         raise ValueError(f"preset is {preset!r}; choose one of {', '.join(PRESETS)}")
     return {"interval": interval, "depth": depth} | PRESETS[preset]

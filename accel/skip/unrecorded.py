@@ -1,4 +1,4 @@
-"""Skipped steps of a forward that is not on a tape: ComfyUI's own, without the blocks in its middle.
+"""Skips steps of a forward that is not on a tape: ComfyUI's own runs, without the blocks in its middle.
 
 Weights that are streamed keep a forward off the tape, and so does a value that comes back to the host. Its blocks can
 be left out all the same, and then their weights are not even fetched. What a tape shows at one look (``tape.middle``)
@@ -41,7 +41,7 @@ Forward = Callable[[], Any]
 
 
 class NotLeftOut(Exception):  # noqa: N818  a message, as ``NotCut``
-    """A skipped step went otherwise than the full one before it."""
+    """Raised where a skipped step behaved differently from the full one before it."""
 
 
 @dataclass(frozen=True)
@@ -139,14 +139,14 @@ class _FullStep(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def call(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """In the place of a block's own forward."""
+        """Runs in place of a block's own forward."""
         self._guarded(lambda: self._enter(path, type(block), args, kwargs))
         out = own(*args, **kwargs)
         self._guarded(lambda: self._leave(path, out))
         return out
 
     def end(self) -> None:
-        """The forward is over."""
+        """Ends the forward."""
         self._guarded(self._finish)
         if self._broken:
             self.rows, self.features = [], []
@@ -261,7 +261,7 @@ class _WithoutRows(SkippedStep):
         self._features = {id(row): {place: next(given) for place in row.streams} for row in rows}
 
     def call(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """In the place of a block's own forward."""
+        """Runs in place of a block's own forward."""
         row = self._of.get(path)
         if row is None:
             return own(*args, **kwargs)

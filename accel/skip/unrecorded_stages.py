@@ -1,4 +1,4 @@
-"""Skipped steps of a network that is shaped like a U and is on no tape: ComfyUI's own forward, without its deep stages.
+"""Skips steps of a network shaped like a U that is on no tape: ComfyUI's own forward runs without its deep stages.
 
 Such a network has as many stages up as down, and a stage up is given what the stage at its depth gave on the way down.
 So whatever lies between stage ``depth`` down and its counterpart reaches the rest by one tensor alone, the feature:
@@ -106,7 +106,7 @@ class _FullStep:
         self._ends, self._before = ends, ""
 
     def call(self, path: str, layer: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """In the place of a layer's own forward."""
+        """Runs in place of a layer's own forward."""
         out = own(*args, **kwargs)
         x = args[0] if args else None
         if isinstance(x, Tensor) and isinstance(out, Tensor):
@@ -128,7 +128,7 @@ class _WithoutLayers(SkippedStep):
         self._deep, self._feature = frozenset(paths), feature
 
     def call(self, path: str, layer: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """In the place of a layer's own forward."""
+        """Runs in place of a layer's own forward."""
         if path not in self._deep:
             return own(*args, **kwargs)
         self.take_turn(path)

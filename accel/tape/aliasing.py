@@ -1,4 +1,4 @@
-"""Passes over a fresh list of operations: what is written in place, what nobody needs.
+"""Passes over a new list of operations: in-place writes become new values, dead code is removed.
 
 An operation that changes a tensor in place is taken for one that makes a new value, so that it may fuse. That is right
 unless somebody still looks at the old memory: a view that was made before and is read after. Then the write stays in

@@ -1,8 +1,8 @@
-"""Which of torch's attention backends is the fastest for a case: measured once, and remembered in the store on disk.
+"""Chooses the fastest of torch's attention backends for a case: measured once, and kept in the store on disk.
 
-All of them compute attention exactly and round in other places. The same seed must give the same picture, so a choice
-is made once for each card: what is measured is a coarse case and never a call, so it does not matter which size came
-first, and later processes read the times that the first one wrote.
+All of them compute attention exactly and round in different places. The same seed must give the same picture, so a
+choice is made once for each card: what is measured is a coarse case and never a call, so it does not matter which size
+came first, and later processes read the times that the first one wrote.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, and which of them are alike, so that one tape fits all of those.
+"""Finds the repeated blocks of a model, and which of them are alike, so that one tape fits all of those.
 
 Two blocks are alike if everything that their code can see of them is: classes, plain attributes, the form of every
 weight. A block that somebody hooked, or that changes its weights at each call, is like no other: it is left alone.

@@ -1,4 +1,4 @@
-"""Patches that are called in each forward: steps of a program that are another pack's Python.
+"""Patches that are called in each forward: steps of a program that run another pack's Python.
 
 A patch whose effect cannot be written down once and for all (it counts its calls, reads a number from the GPU, draws
 random numbers) is called at each replay, in the order in which it was, with what it would be given in eager. What is
@@ -30,7 +30,7 @@ _NOW = threading.local()
 
 
 class FormChanged(Exception):
-    """A patch gave another form of result than it was recorded with. who: its code."""
+    """Raised where a patch returns another form of result than in the recording. who: its code."""
 
     def __init__(self, who: Any) -> None:
         super().__init__("a patch gave another form of result")
@@ -38,7 +38,7 @@ class FormChanged(Exception):
 
 
 class NotKnown(Exception):
-    """A patch was given something that a replay could not give it."""
+    """Raised where a patch gets something that a replay could not give it."""
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Played:
 
 
 def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any, Any]) -> Done:
-    """Calls a patch with arguments made of their templates."""
+    """Calls a patch with arguments made from their templates."""
     copies: dict[int, Tensor] = {}
     given: list[tuple[dict, list[int], int]] = []  # options that it gets, and what they were
 

@@ -1,4 +1,4 @@
-"""One Triton kernel for values of one shape: its loops, its source, and what a launch must give it.
+"""Writes one Triton kernel for values of one shape: its loops, its source, and the arguments of a launch.
 
 Sizes of the call are arguments, never text. A block is R rows of BC columns; both follow from sizes of the model alone.
 Where several heads read the same row of a table, a program takes all heads of a token (the tile), so that it reads the

@@ -1,4 +1,4 @@
-"""What operations cost: the multiplications of products, convolutions and attention. All else is little beside them."""
+"""Counts what operations cost: multiplications of products, convolutions and attention. The rest is small."""
 
 import math
 from collections.abc import Iterable

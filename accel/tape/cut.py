@@ -1,4 +1,4 @@
-"""A tape in two: the forward that also gives features, and the one that is given them and leaves their making out.
+"""Cuts a tape in two: the forward that also returns features, and the one that takes them and skips what made them.
 
 What is left out is all that only the features needed. There are two forms, because there are two kinds of model.
 
@@ -65,7 +65,7 @@ def _check(tape: Tape, features: Sequence[Value], rows: int) -> None:
     others = {size.first for size in latent.sizes[1:]} if alike else set()
     for value in features:
         if len(value.shape) < 2 or value.shape[0] != rows or alike and value.sizes[0].first in others:
-            raise NotCut(f"a stream of it has the form {list(value.shape)}, which is not one part per picture")
+            raise NotCut(f"one of its streams has the shape {list(value.shape)}, which is not one part per picture")
 
 
 # At a value -----------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def _laid_out(copies: Copies, feature: Value, value: Value, behind: Sequence[Ope
         return copies.add(aten.clone.default, (feature,), value) if _is_written(value, behind) else feature
     form = torch.empty(value.shape, device="meta")
     if len(value.shape) != 4 or value.stride != form.to(memory_format=torch.channels_last).stride():
-        raise NotCut("its deep feature lies in memory in an order of its own")
+        raise NotCut("its deep feature has a memory layout of its own")
     return copies.add(aten.clone.default, (feature,), value, memory_format=torch.channels_last)
 
 
@@ -151,7 +151,7 @@ def _ends(tape: Tape, run: Sequence[Passing], depth: int | None) -> tuple[int, i
         raise NotCut(f"its repeated blocks are only {sum(work) / total:.0%} of its work")
     usable = [at for at in range((count + 1) // 2) if not any(passing.must_run for passing in run[at : count - at])]
     if not usable:
-        raise NotCut("its blocks write into tensors that they are given, or lay them out in another order")
+        raise NotCut("its blocks write into tensors that they are given, or change their memory layout")
     left = {at: 1 - sum(work[at : count - at]) / total for at in usable}
     if depth is not None and usable[0] <= depth <= usable[-1]:
         chosen = depth
@@ -190,7 +190,7 @@ class _Identity:
         read = [value for operation in self.behind for value in operation.inputs] + self.tape.outputs
         found = list(dict.fromkeys(value for value in read if value in self.reached))
         if not found:
-            raise NotCut("nothing behind its blocks depends on them")
+            raise NotCut("nothing after its blocks depends on them")
         return found
 
 
@@ -203,7 +203,7 @@ def _skipped(tape: Tape, identity: _Identity, streams: Sequence[Value], given: i
     for stream in streams:
         start, term = copies.own(stream), rest.feature(stream)
         if _sum_of(start, term) != stream.stride:
-            raise NotCut("a stream of it lies in memory in another order behind its blocks")
+            raise NotCut("one of its streams has another memory layout after its blocks")
         copies.values[stream] = total = copies.add(aten.add.Tensor, (start, term), stream)
         copies.values.setdefault(stream.root, total)
     for operation in identity.behind:

@@ -1,4 +1,4 @@
-"""The deep part of a network that is shaped like a U: where one value stands for all that it made.
+"""Finds the deep part of a network that is shaped like a U, where one value stands for all of its results.
 
 A skip connection takes what the outer blocks made past the deep ones, to a join (``cat``) with what comes out of them.
 On a tape that is a join of two values, one of which is made of nothing but what the other is made of, too, and of less.

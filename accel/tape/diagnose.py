@@ -1,4 +1,4 @@
-"""Which kernel of a program is wrong: each is given eager's own inputs, and compared with eager's own results."""
+"""Finds the wrong kernels of a program: each gets eager's own inputs and is compared with eager's own results."""
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ TOLERANCE = 0.02  # relative L2 of one kernel's result: several roundings in bfl
 
 
 def wrong_kernels(tape: Tape, program: Program, inputs: list[Tensor], module: nn.Module) -> frozenset[str]:
-    """The sources of those kernels of ``program`` whose results are not what the tape's operations give."""
+    """Returns the sources of those kernels of ``program`` whose results differ from the tape's operations."""
     wrong: set[str] = set()
     for launch, operands, expected in eager_values(tape, program, inputs, module):
         look()

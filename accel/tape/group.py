@@ -1,4 +1,4 @@
-"""Which operations become one kernel: neighbours on the tape that are bound by memory.
+"""Decides which operations become one kernel: memory-bound neighbours on the tape.
 
 A group takes in what reads its values, until something that is no part of it needs one of them. Views belong to the
 group whose values they turn; they cost nothing there.
@@ -27,7 +27,7 @@ class Group(list):
 
 
 def classify(operation: Operation) -> str:
-    """How an operation may run: as a view of memory, inside a kernel, or by a call of it."""
+    """Says how an operation may run: as a view of memory, inside a kernel, or as a call."""
     like = operation.like
     if operation.alike and operation.func is like.func and like.kind and _bases(operation) == _bases(like):
         return like.kind

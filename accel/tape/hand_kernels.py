@@ -1,4 +1,4 @@
-"""Kernels by hand that a tape calls, compiled before its first run and side by side.
+"""Compiles the hand-written kernels that a tape calls, side by side and before its first run.
 
 Each operation is called once on one picture of one pixel, dry: what it would launch is compiled. The choice between two
 kernels by size compiles both, and so do operations that only another size of the call has (``Tape.ahead``).
@@ -23,7 +23,7 @@ _KNOWN: set[tuple] = set()  # what was compiled in this process
 
 @dataclass
 class Compiled:
-    """How many kernels were compiled."""
+    """Holds how many kernels were compiled."""
 
     count: int = 0
 

@@ -1,4 +1,4 @@
-"""What is compared by value, and how an object is known again without being kept alive."""
+"""Decides what is compared by value, and recognises an object without keeping it alive."""
 
 import weakref
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Index expressions: where an element of one value lies in another.
+"""Index expressions: where an element of one value is in another.
 
 An expression is a sum of terms ``coefficient * digit``. A digit is ``axis // div % mod`` with sizes of the model, so a
 row of H * D channels has the digits h = c // D and d = c % D, and h * D + d is c again. What cannot be said with digits

@@ -1,4 +1,4 @@
-"""A join whose parts are stored where they belong: its memory, and the places in it."""
+"""Joins whose parts are stored directly where they belong: the memory, and the places in it."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Whether a forward leaves something in its model that a later one reads: a cache, which a replay would not fill."""
+"""Tells whether a forward leaves something in its model for a later one: a replay would not fill such a cache."""
 
 import dis
 from collections import OrderedDict, defaultdict

@@ -1,4 +1,4 @@
-"""Generated kernels of this process: from source text to something that can be launched, each text once."""
+"""The generated kernels of this process: turns source text into something to launch, each text once."""
 
 import functools
 import hashlib
@@ -143,7 +143,7 @@ def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int, int, i
 
 
 def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
-    """Compiles what is new among ``launches`` side by side, and says how many that were. Raises ``KernelFailed``."""
+    """Compiles new kernels among ``launches`` side by side. Returns how many. Raises ``KernelFailed``."""
     from ..kernels.launch import MAX_WORKERS, STARTED
 
     launches = list({id(launch._compiled): launch for launch in launches}.values())

@@ -1,4 +1,4 @@
-"""How far apart neighbours lie in memory, as products of sizes: strides that hold at every size of the call."""
+"""Derives strides as products of sizes, so that they hold at every size of the call."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""From values to the lines of one kernel: what a value is at an index, computed through the operations of a group.
+"""Turns values into the lines of one kernel: a value at an index, computed through the operations of a group.
 
 Everything is pulled: a result asks for its arguments at the index it needs, views turn that index around, and what the
 group does not compute is loaded. Each result is rounded where eager rounds it.

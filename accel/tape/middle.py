@@ -1,4 +1,4 @@
-"""The middle of a model: the longest run of repeated blocks through which streams pass.
+"""Finds the middle of a model: the longest run of repeated blocks through which streams pass.
 
 A block of a transformer adds to what it is given: ``x + attention(x)``, then ``x + mlp(x)``. So each result of a block
 continues one of its arguments, and without the block the argument itself is what comes out. Blocks follow one another
@@ -21,7 +21,7 @@ MOVES = TURNS | frozenset("select slice split split_with_sizes chunk unbind narr
 
 
 class NotCut(Exception):  # noqa: N818  a message, as ``NotUsed``
-    """A tape has no middle that could be left out; says why."""
+    """Raised where a tape has no middle that could be skipped; says why."""
 
 
 @dataclass(eq=False)
@@ -108,7 +108,7 @@ def _passing(call: BlockCall, read: set[Value], seen_by: dict[Value, set[int]]) 
             raise NotCut("the result of a block does not go on from one of its arguments")
         continues[value] = found.pop()
     if not continues:
-        raise NotCut("nobody reads the result of a block")
+        raise NotCut("nothing reads the result of a block")
     moves = any(value.stride != start.stride for value, start in continues.items())
     return Passing(call, continues, writes or moves)
 

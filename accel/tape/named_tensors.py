@@ -1,4 +1,4 @@
-"""A model's tensors by name: how a recorder knows them, and how a program finds them again after they moved."""
+"""Names a model's tensors, so that a recorder knows them and a program finds them again after they moved."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping

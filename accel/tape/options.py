@@ -1,4 +1,4 @@
-"""What a forward read of its options, and whether it would read the same now.
+"""Notes what a forward reads of its options, and tells whether it would read the same now.
 
 ComfyUI hands a dict of options down to every block (``transformer_options``). A recorded forward gets it as a dict that
 notes what was read. What was read must be the same for a replay: plain values by equality, functions by identity.
@@ -47,7 +47,7 @@ class Reads:
                 self.used.add(key)
 
     def note_keys(self, keys: Iterator[Any], own: Iterable[Any]) -> None:
-        """Somebody looked at all keys, so one more or one less may matter."""
+        """Notes that code looked at all keys, so that one more or one less may matter."""
         if self.keys is None:
             own = COPIED_ALONG | frozenset(own)
             self.keys = frozenset(keys) - own, own

@@ -1,4 +1,4 @@
-"""A plan without its numbers: all that one size's plan says about another size of the same model.
+"""A plan without its numbers: everything that one size's plan says about other sizes of the same model.
 
 Values are slots, counted in the order in which the tape comes upon them. Lengths are classes: those that are equal at
 every size of the call. What a kernel is given (its strides, its starts, its rows) is said with these, so that another
@@ -136,7 +136,7 @@ def fixed(operation: Operation, check: int) -> tuple:
 
 
 def outline(tape: Tape, plan: Plan) -> Outline:
-    """What ``plan``, just made of ``tape``, says about other sizes. Raises ``NoOutline``."""
+    """Returns what ``plan``, just made from ``tape``, says about other sizes. Raises ``NoOutline``."""
     return _Maker(tape, plan).made
 
 

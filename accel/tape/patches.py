@@ -1,4 +1,4 @@
-"""Patches of other packs in a forward that is recorded.
+"""Handles patches of other packs in a forward that is recorded.
 
 The options get functions of ours in their place. A patch is *written down* if all that its code can read is known
 (``state``): its operations are on the tape, and its state is a guard. If it is not known, changed in the forward, or if

@@ -1,4 +1,4 @@
-"""What lies in a list, a dict or an object of settings, so that a change in place is seen.
+"""Remembers the contents of a list, a dict or an object of settings, so that a change in place is seen.
 
 A forward may read ``self.skip_layers`` or ``self.params.theta``, and another node may have changed it: the list is the
 same one, what lies in it is not.

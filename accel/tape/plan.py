@@ -1,4 +1,4 @@
-"""From a tape to steps: which groups become kernels, what they store, and what stays a call."""
+"""Plans a tape as steps: which groups become kernels, what they store, and what stays a call."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A program: what a tape does, as steps that can be run again on other inputs of the same sizes.
+"""A program: a tape as steps that can run again on other inputs of the same sizes.
 
 It holds no model. Weights are slots, filled by ``bind`` from the module that was recorded (or from another of the same
 structure) and emptied by ``unbind`` when ComfyUI unloads it.
@@ -28,7 +28,7 @@ Bound = list[Tensor | None]  # a program's values before it runs: its weights an
 
 
 class NotBound(RuntimeError):
-    """The module no longer has a weight as it was recorded."""
+    """Raised where the module no longer has a weight as it was recorded."""
 
 
 @dataclass(slots=True)
@@ -170,7 +170,7 @@ class Program:
     # Running it ---------------------------------------------------------------------------------------------------
 
     def bind(self, module: nn.Module) -> None:
-        """Takes the weights from ``module``. Raises ``NotBound``."""
+        """Fills in the weights of ``module``. Raises ``NotBound``."""
         self._bound = self.bound_to(module)
 
     def bound_to(self, module: nn.Module) -> Bound:
@@ -187,14 +187,14 @@ class Program:
             like = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
             stride = tensor.stride() if slot in self._loose else value.stride
             if like != (value.shape, stride, value.dtype, value.device):
-                raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} has another form or place")
+                raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} has changed its form or its place")
             bound[slot] = tensor
         for slot, make, sources in self._derived:
             bound[slot] = make(*(bound[source] for source in sources))
         return bound
 
     def unbind(self) -> None:
-        """Lets go of the weights."""
+        """Releases the weights."""
         self._bound = None
 
     def settled(self) -> None:

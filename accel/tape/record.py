@@ -1,4 +1,4 @@
-"""The recorder: writes down what one forward does, while it runs as it is.
+"""The recorder: notes what one forward does, while the forward runs unchanged.
 
 It refuses, and says why, whatever a later replay could not repeat: a value that came back to the host, random numbers,
 writes into inputs or weights, memory that nothing on the tape has written, tensors from nowhere, tensors that the model
@@ -304,7 +304,7 @@ class Recorder(TorchDispatchMode):
 
 
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:
-    """(``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
+    """Returns (``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
     with torch.inference_mode(), ExitStack() as stack:
         if recorder.device.type == "cpu":
             stack.enter_context(HostReads(recorder.read_back))

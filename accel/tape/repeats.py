@@ -1,4 +1,4 @@
-"""Groups that repeat within one tape: the second block of a model runs what was planned for the first.
+"""Plans groups that repeat within one tape only once: a model's second block runs what was planned for the first.
 
 Groups of the same operations on values of the same forms run the same kernels with the same numbers, on other values.
 So each form of a group is planned once, and a model of sixty blocks takes hardly longer than one of two.

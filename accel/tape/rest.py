@@ -79,7 +79,7 @@ class Rest:
 
     def _leaf(self, value: Value) -> Value:
         if value.leaf is None:
-            raise NotCut("what its blocks keep for each other is read behind them")
+            raise NotCut("what its blocks keep for each other is read after them")
         if value not in self._leaves:
             copied = value.again(value.number, value.base and self._leaf(value.base))
             index = value.leaf.index if isinstance(value.leaf, Input) else -1

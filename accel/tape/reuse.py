@@ -1,4 +1,4 @@
-"""Plans of one model: that of one size serves the others, which differ from it in their numbers alone.
+"""Reuses plans of one model: other sizes differ from an earlier one only in their numbers.
 
 A later size is not planned again. Its tape is held against an ``Outline`` of an earlier one: the same operations on the
 same values, lengths that were equal are equal again, and what kernels read lies as they expect. Each of these is
@@ -25,7 +25,7 @@ MAX_OUTLINES = 8  # per model: kinds of sizes (one picture, several; one frame, 
 
 
 class Misfit(Exception):
-    """An outline that is not this tape's."""
+    """Raised where an outline does not fit this tape."""
 
 
 class Outlines:

@@ -1,4 +1,4 @@
-"""What one picture or one frame hides: what copies at other sizes is a view, or nothing at all, where something is one.
+"""Handles sizes of 1: an operation that copies at other sizes is a view, or nothing at all, for one picture or frame.
 
 Then kernels would read the copy at one size and its source at another, and be different ones. So a reshape that is a
 view only by chance copies at every size, which costs one more kernel for a single picture or frame. And a copy that

@@ -1,4 +1,4 @@
-"""What the Python code of a patch can see besides its arguments, so that a recording of it can be guarded.
+"""Finds what a patch's Python code can see besides its arguments, so that a recording of it can be guarded.
 
 A patch of another node is a function or an object of unknown code. Recorded once, its effect is fixed; so whatever that
 code may read must be as it was: closures, defaults, attributes, globals, however deep. ``look`` walks through it and

@@ -1,4 +1,4 @@
-"""Views and reshapes: which dimension of the result comes from which of the source.
+"""Views and reshapes: which dimension of the result comes from which dimension of the source.
 
 ``groups`` is the one place that aligns two shapes; sizes and index expressions both follow it.
 """
@@ -247,5 +247,5 @@ def is_table(value: Value) -> bool:
 
 
 def is_table_part(operation: Operation) -> bool:
-    """Whether a view takes a stretch of a weight, as of a table of positions: the call says where it begins."""
+    """Whether a view takes a part of a weight, such as a table of positions, whose start the call decides."""
     return operation.traits.name in ("slice", "narrow") and is_table(operation.inputs[0])

@@ -1,4 +1,4 @@
-"""Operations on tensors that wrap others, as quantised weights do, whose class computes apart from torch: a step each.
+"""Operations on tensors that wrap others, as quantised weights do: one step each, if the class computes past torch.
 
 Such a class takes an operation apart itself, and what it does inside goes on the tape. A class that computes past
 torch's dispatcher leaves memory that nothing has written, and one with tables of its own reads tensors from nowhere.

@@ -1,4 +1,4 @@
-"""Which memory a forward has written while it is recorded: operations in place, and constants that are written to.
+"""Tracks which memory a forward writes while it is recorded: in-place operations, and writes into constants.
 
 A constant is made once and is the same at each replay. One that is written with something that is not must be made at
 each replay, from the operation on that writes it. Memory that nothing has written holds whatever was there before.

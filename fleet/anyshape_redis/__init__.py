@@ -8,9 +8,9 @@ The operator switches it on; ``docs/fleet.md`` has examples and says who may wri
     ANYSHAPE_FLEET_KEY                       a secret of all workers: only values that were signed with it are used.
                                              Without it nothing is asked for (but see ANYSHAPE_FLEET_UNSIGNED)
 
-What is on the worker's own disk is taken from there. Only what is missing is asked for, and what was compiled is stored
-behind the caller's back. Redis may be down, slow, full or hold garbage: that costs less
-than a second in all, is counted with its reason, and the kernel is compiled here, as without this cache.
+A worker reads its own disk first, and asks Redis only for what is missing. What it compiles is stored in the
+background. If Redis is down, slow, full or holds garbage, that costs less than a second in all. It is counted with its
+reason, and the kernel is compiled here, as without this cache.
 
 Imports only triton, redis and the standard library: this folder is on sys.path, the pack's never is.
 """
@@ -43,7 +43,7 @@ def remote() -> Remote:
 
 
 def renew() -> None:
-    """Starts from scratch, with the environment as it is now."""
+    """Starts from scratch, with the current environment."""
     global _remote, _making
     _remote, _making = None, threading.Lock()
 
@@ -59,7 +59,7 @@ def snapshot() -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Drops what was counted as rejected or as an outage."""
+    """Drops the rejections and outages that were counted."""
     if _remote:
         _remote.forget()
 

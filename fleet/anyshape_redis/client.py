@@ -1,4 +1,4 @@
-"""Redis, asked in such a way that its troubles cost next to no time: limits, and when it is left alone."""
+"""Asks Redis in a way that its troubles cost next to no time: there are time limits, and pauses after failures."""
 
 import hmac
 import logging
@@ -107,7 +107,7 @@ class Remote:
         return self._checked(path, value, read)
 
     def _is_there(self, name: str) -> bool:
-        """Whether Redis lists it: what is not there costs no question, and a worker that begins asks for much."""
+        """Whether Redis lists it. So missing values cost no question, and a worker that starts asks for many."""
         with self._reading:
             old = time.monotonic() - self._names_read > REFRESH
             if name.encode() not in self._names and old and self._is_up():
@@ -137,7 +137,7 @@ class Remote:
             log.warning("AnyShape: %s", reason)
 
     def put(self, name: str, data: bytes) -> None:
-        """Stores the value, behind the caller's back."""
+        """Stores the value in the background."""
         if self.refuses_writes or len(data) > MAX_BYTES // 2 or not self._is_up():
             return
         thread = _start(self._store, name, data)
@@ -191,7 +191,7 @@ class Remote:
         return value
 
     def _waited(self, seconds: float, worth: float) -> None:
-        """Counts it, and gives Redis up if it is slow."""
+        """Counts the time, and gives up on Redis if it is slow."""
         with self._lock:
             if time.monotonic() - self._wasting_since > PAUSE:
                 self._wasted, self._wasting_since = 0.0, time.monotonic()
@@ -202,7 +202,7 @@ class Remote:
             self._give_up(f"the shared kernel cache at {self.address} answers too slowly; {ADVICE}")
 
     def _is_up(self) -> bool:
-        """Whether to ask Redis. If its pause is over, somebody else than the caller finds out."""
+        """Whether to ask Redis. If its pause is over, another thread tries it first."""
         with self._lock:
             if not self._down:
                 return True
@@ -261,7 +261,7 @@ class Remote:
         }
 
     def forget(self) -> None:
-        """Drops what was counted as rejected or as an outage."""
+        """Drops the rejections and outages that were counted."""
         with self._lock:
             self.counts.rejected.clear()
             self.counts.outages.clear()

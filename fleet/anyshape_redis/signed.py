@@ -72,7 +72,7 @@ def _are_sizes(sizes: Any) -> bool:
 
 
 def check_kernel(files: dict[str, bytes], metadata: str, key: str) -> dict[str, bytes]:
-    """``files`` if Triton can read them as the kernel with that key of its cache. Raises ``Rejected``."""
+    """Returns ``files`` if Triton can read them as the kernel with that key of its cache. Raises ``Rejected``."""
     try:
         said = json.loads(files[metadata])
         namedtuple("Metadata", sorted(said))  # as Triton does
@@ -95,7 +95,7 @@ def check_kernel(files: dict[str, bytes], metadata: str, key: str) -> dict[str, 
 
 
 def check_module(data: bytes) -> bytes:
-    """``data`` if it is a C extension, of whatever system: Triton sees to the rest. Raises ``Rejected``."""
+    """Returns ``data`` if it is a C extension, of whatever system; Triton checks the rest. Raises ``Rejected``."""
     if not data.startswith(MODULES):
         raise Rejected("a value is not a launcher")
     return data

@@ -299,8 +299,8 @@ test("Warm Up's line is about its list", () => {
   const warm = (listed, ready, bad, words, language) =>
     badge([model([shape()])], { type: "AnyShapeWarmUp", sizes: { listed, ready, bad } }, words, language);
   assert.deepEqual([warm(3, 3, 0).level, warm(3, 3, 0).text], ["fast", "3 of 3 sizes ready"]);
-  assert.deepEqual([warm(3, 2, 1).level, warm(3, 2, 1).text], ["partly", "2 of 3 sizes ready, 1 entry is no size"]);
-  assert.deepEqual([warm(0, 0, 9).level, warm(0, 0, 9).text], ["as_comfyui", "9 entries are no sizes"]);
+  assert.deepEqual([warm(3, 2, 1).level, warm(3, 2, 1).text], ["partly", "2 of 3 sizes ready, 1 entry is not a size"]);
+  assert.deepEqual([warm(0, 0, 9).level, warm(0, 0, 9).text], ["as_comfyui", "9 entries are not sizes"]);
   assert.equal(warm(3, 2, 1, ZH, "zh").text, "3 个尺寸中 2 个已就绪，1 项不是尺寸");
   const bad = { type: "AnyShapeWarmUp", state: "eager", message: "connect Compile Model", sizes: { listed: 1, ready: 0, bad: 0 } };
   assert.match(badge([], bad).title, /0 of 1 sizes ready\nconnect Compile Model/);

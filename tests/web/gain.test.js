@@ -58,7 +58,7 @@ const skipping = () => [
 test("behind Skip Blocks every step stands beside a full one of ComfyUI's, and the tooltip says so", () => {
   const shown = badge(skipping());
   assert.equal(shown.text, "3.0x, 0.6 s saved, fast: 512×512");
-  assert.match(shown.title, /\nFull steps alone: 1.5x. Skipped steps stand beside full ones too/);
+  assert.match(shown.title, /\nFull steps alone: 1.5x. Skipped steps are compared with full steps too/);
   assert.match(badge(skipping(), {}, ZH, "zh").title, /\n只看完整步：1.5x。/);
   assert.equal(stepsText([shape()], EN), "");
   assert.equal(stepsText([skipping()[1]], EN), ""); // no full step's time is known: there is nothing to say of them
@@ -239,10 +239,10 @@ test("the largest difference is of all pictures, and files that are none are cou
   assert.deepEqual(inWords(found, EN), [
     "Largest difference of the pictures: 10 of 255 levels.",
     "Of animated pictures, the first frame was compared.",
-    "Files that are no pictures, and were not compared: 1.",
+    "Files that are not pictures and were not compared: 1.",
   ]);
   const films = await compared({ 2: video }, { 2: video });
-  assert.deepEqual(inWords(films, EN), ["Files that are no pictures, and were not compared: 1."]);
+  assert.deepEqual(inWords(films, EN), ["Files that are not pictures and were not compared: 1."]);
   assert.deepEqual(inWords(await compared({ 1: still }, {}), ZH), ["没有可对比的图片。"]);
   await assert.rejects(compared({ 1: still }, { 1: { images: [file("wide.png")] } }), /different sizes/);
 });

@@ -34,9 +34,9 @@ test("English keeps the long forms as they are, and knows the short ones", () =>
 test("Chinese has both forms, with the line of code that a reason names", () => {
   const told = inWords(STATS, ZH);
   const [drawn] = told.models[0].shapes;
-  assert.equal(drawn.reason, "模型会取随机数（ldm/x.py:7）");
+  assert.equal(drawn.reason, "模型会生成随机数（ldm/x.py:7）");
   assert.equal(drawn.note, "unknown");
-  assert.equal(inShort(drawn.reason, told), "模型会取随机数");
+  assert.equal(inShort(drawn.reason, told), "模型会生成随机数");
   assert.equal(told.fallbacks[0].reason, drawn.reason);
   assert.equal(told.nodes[1].instead, ZH.reasons.no_graphs.long);
   assert.deepEqual(told.skip[0].resets, { [ZH.reasons.no_graphs.long]: 2 });

@@ -1,4 +1,4 @@
-"""Attention on the fastest of torch's exact backends, where torch took another one because ComfyUI asked for it."""
+"""Runs attention on the fastest of torch's exact backends, where ComfyUI asked torch for another one."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ class Attention:
 
 
 def take_fastest(tape: Tape) -> str:
-    """Attention without dropout on the backend that is fastest for its case. Rounds in other places than eager."""
+    """Runs attention without dropout on the fastest backend for its case. Rounds in other places than eager."""
     if tape.device.type != "cuda":
         return ""
     read = {value for operation in tape.operations for value in operation.inputs} | set(tape.outputs)

@@ -1,4 +1,4 @@
-"""Attention by a kernel that nobody plans, straight from the projections' layout.
+"""Runs attention by a kernel that needs no plan, straight from the projections' layout.
 
 To a prompt it is faster than libraries, and between an image's own tokens about as fast, where the heads suit it. There
 it is taken where cuDNN would have been, which plans each number of tokens at its first call, for longer than it runs.
@@ -18,7 +18,7 @@ ASKED_FOR = "_scaled_dot_product_flash_attention"  # by newer ComfyUI, in its pl
 
 
 def attend(tape: Tape) -> str:
-    """Attention to up to 256 tokens of a prompt, and what would be planned. Sums in another order than eager."""
+    """Takes attention to up to 256 prompt tokens, and what would need a plan. Sums in another order than eager."""
     from ...kernels import flash_attention as kernel
 
     attentions = [each for each in tape.operations if not each.opaque and each.traits.name in ATTENTIONS]

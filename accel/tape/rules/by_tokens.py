@@ -1,4 +1,4 @@
-"""Attention whose result lies token by token, as the linear layer behind it reads it.
+"""Stores attention's result token by token, as the linear layer after it reads it.
 
 torch lays attention's result out like its queries. Where a kernel of ours makes the queries [B, H, T, D], it can store
 them token by token, a token's heads side by side: then the result lies so too, and joining its heads copies nothing.

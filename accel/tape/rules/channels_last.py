@@ -1,4 +1,4 @@
-"""Pictures and videos with their channels last in memory, from the first convolution to the last.
+"""Keeps pictures and videos channels-last in memory, from the first convolution to the last.
 
 There cuDNN has its fastest kernels, tokens are a view of a picture, and GroupNorm reads memory in one direction. The
 recorded forward has channels first. This goes through the tape once and says how each value lies instead: results of

@@ -1,4 +1,4 @@
-"""A convolution's bias as an addition, which becomes part of the kernel behind it.
+"""Turns a convolution's bias into an addition, which becomes part of the kernel after it.
 
 cuDNN gives a convolution without its bias, and PyTorch adds that by a kernel of its own, in memory. Exact: it adds it
 to the rounded result, as here. (On a CPU PyTorch adds it before rounding.)
@@ -11,7 +11,7 @@ from ..values import Operation, Tape, Value
 
 
 def add_after(tape: Tape) -> str:
-    """Every convolution that runs in channels_last. Exact."""
+    """Applies to every convolution that runs in channels_last. Exact."""
     found: list[Operation] = []
     for operation in tape.operations:
         if operation.func not in ours.CONVOLUTIONS or operation.args[2] is None:

@@ -1,4 +1,4 @@
-"""Copies that nobody needs."""
+"""Removes copies that nobody needs."""
 
 import torch
 

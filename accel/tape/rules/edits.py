@@ -1,4 +1,4 @@
-"""What rules that add and drop operations share."""
+"""Helpers for rules that add and drop operations."""
 
 from collections.abc import Iterable
 
@@ -40,7 +40,7 @@ def own_memory(value: Value, readers: Readers) -> None:
 
 
 def settle(tape: Tape) -> None:
-    """Drops what nobody needs any more, and numbers the results of all others in order."""
+    """Drops what nobody needs any more, and numbers all other results in order."""
     tape.operations[:] = aliasing.needed(tape.operations, tape.outputs)
     number = 0
     for operation in tape.operations:

@@ -1,4 +1,4 @@
-"""GELU as the last step of the product before it, in cuBLASLt's epilogue."""
+"""Computes GELU as the last step of the product before it, in cuBLASLt's epilogue."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""GEGLU inside the linear layer that makes its halves, so that they never reach memory."""
+"""Computes GEGLU inside the linear layer that makes its halves, so that they never reach memory."""
 
 import torch
 
@@ -14,7 +14,7 @@ LESS_EXACT = (
 
 
 def join_product(tape: Tape) -> str:
-    """A linear layer whose result is only cut in two, of which one half gates the other. Rounds less than eager."""
+    """For a linear layer whose result is only cut in two halves, one gating the other. Rounds less than eager."""
     if not _serves(tape.device):
         return ""
     if not any(map(_is_gate, tape.operations)):

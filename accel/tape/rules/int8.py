@@ -1,4 +1,4 @@
-"""Inputs of int8 layers that are rounded once, however many layers share them: queries, keys, values and gates.
+"""Rounds the input of int8 layers once, however many layers share it: queries, keys, values and gates.
 
 comfy-kitchen's ``int8_linear`` rounds its input to int8, a scale for each row, and multiplies. These are two operations
 here, and layers with the same input share the first, which a kernel before it may do (``quantisers``). Weights that are
@@ -74,7 +74,7 @@ class Turned:
 
 
 def round_once(tape: Tape) -> str:
-    """Every int8 layer of several rows, on comfy-kitchen's own kernels."""
+    """Applies to every int8 layer of several rows, on comfy-kitchen's own kernels."""
     layers = list(filter(_fits, tape.operations))
     multiply = _product(tape.device) if layers else None
     if multiply is None:

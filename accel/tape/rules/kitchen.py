@@ -1,4 +1,4 @@
-"""comfy-kitchen's rotary embeddings and modulated norms by their meaning, so that they fuse with what is around them.
+"""Takes comfy-kitchen's rotary embeddings and modulated norms apart, so that they fuse with what is around them.
 
 Newer versions of ComfyUI call that library's operations, and to a tape each is one call. Here is what they compute, in
 plain torch operations; these take the call's place where a neighbour fuses, and where a norm is part of it. Else a call
@@ -122,7 +122,7 @@ MODULATED = ("adaln", "rms_adaln")
 
 
 def decompose(tape: Tape) -> str:
-    """Puts plain operations in place of comfy-kitchen's. Exact but for contracted multiply-adds in its own kernels."""
+    """Replaces comfy-kitchen's operations with plain ones. Exact but for contracted multiply-adds in its kernels."""
     ours = [operation for operation in tape.operations if _meaning(operation)]
     if not ours:
         return ""

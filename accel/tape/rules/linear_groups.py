@@ -25,7 +25,7 @@ ALIGNED = 8  # channels of the input, for wide loads
 
 
 def join(tape: Tape) -> str:
-    """Linear layers of few rows that share their input, and those behind them. Sums in another order than eager."""
+    """Joins linear layers of few rows that share an input, and those after them. Sums in another order than eager."""
     first: dict[int, Operation] = {}
     gone: set[int] = set()
     products = [operation for operation in tape.operations if operation.func is aten.linear.default]

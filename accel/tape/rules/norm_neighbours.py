@@ -1,4 +1,4 @@
-"""GroupNorm together with its neighbours: what is added to each channel before it, and SiLU behind it.
+"""Merges GroupNorm with its neighbours: what is added to each channel before it, and SiLU after it.
 
 A number added to a whole channel moves that channel's mean, so the time step's embedding and a convolution's bias cost
 nothing there. Norm and SiLU are one pass over memory.
@@ -17,7 +17,7 @@ MOST_PENDING = 2  # as many as the kernel takes
 
 
 def take_in(tape: Tape) -> str:
-    """GroupNorms in channels_last, if nobody else reads what is taken in. Rounds less than eager."""
+    """Applies to GroupNorms in channels_last, if nothing else reads what is merged. Rounds less than eager."""
     norms = [operation for operation in tape.operations if operation.func is ours.group_norm_last]
     if not norms:
         return ""

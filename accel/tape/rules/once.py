@@ -13,7 +13,7 @@ ROUNDINGS = frozenset(("quantize_fp8",))  # of comfy-kitchen
 
 
 def compute_once(tape: Tape) -> str:
-    """The first such operation serves all; what is written in place afterwards is left alone."""
+    """The first such operation serves all others. A result that is written in place afterwards is left alone."""
     written = {value.root for operation in tape.operations if (value := operation.writes) is not None}
     given_back = set(tape.outputs)
     first: dict[tuple, Value] = {}

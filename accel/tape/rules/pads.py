@@ -1,4 +1,4 @@
-"""Zeros around a picture or video that only a convolution reads become that convolution's own padding.
+"""Turns zeros around a picture or video that only a convolution reads into that convolution's own padding.
 
 Models of video pad by hand, because frames are padded before the first one alone. Height and width need no copy for
 that. The same products of the same numbers: exact.
@@ -14,7 +14,7 @@ from .channels_last import CONVOLUTIONS, PADS, RANKS
 
 
 def fold(tape: Tape) -> str:
-    """Every such padding that is as wide on both sides; what is not stays. Exact."""
+    """Applies to padding that is equally wide on both sides; any other stays. Exact."""
     if not any(_pads(operation) for operation in tape.operations):
         return ""
     readers, given_back = tape.readers(), set(tape.outputs)

@@ -11,7 +11,7 @@ from ..values import Operation, Tape, Value
 
 
 def round_first(tape: Tape) -> str:
-    """Puts each rounding of every number by itself before the reshape of its input, where that is only a view."""
+    """Moves each element-wise rounding before the reshape of its input, where that reshape is only a view."""
     found: list[Operation] = []
     moved: dict[Value, Value] = {}
     for operation in tape.operations:

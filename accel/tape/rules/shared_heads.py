@@ -13,7 +13,7 @@ ABLE = ("cudnn", "flash")  # the efficient kernel wants as many heads of keys as
 
 
 def share(tape: Tape) -> str:
-    """Attention whose keys and values are heads repeated in turn, for it alone."""
+    """Applies to attention whose keys and values are heads repeated in turn, only for it."""
     if not any(map(_repeats, tape.operations)):
         return ""
     readers = tape.readers()
