@@ -33,8 +33,9 @@ def fused(monkeypatch):
     monkeypatch.setattr(maker.KEEPER, "watch", lambda *_: None)
 
 
-# A forward that calls no wrappers, frames, an Enum among the arguments, a forward that leaves it to its base class.
-EXACT = ("Flux", "SD3", "WAN21_T2V", "CosmosT2V", "Anima")
+# A forward that calls no wrappers, frames, an Enum among the arguments, a forward that leaves it to its base class, and
+# one that also begins with a copy of all options.
+EXACT = ("Flux", "SD3", "WAN21_T2V", "CosmosT2V", "Anima", "LTXAV")
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in architectures.present() if entry.name in EXACT])

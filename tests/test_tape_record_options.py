@@ -132,6 +132,40 @@ def test_a_copied_option_that_is_read_afterwards_is_a_guard() -> None:
     assert noted({"uuids": [1]}, stopped)[0].differs({"uuids": [2]}) == "uuids"
 
 
+@pytest.mark.parametrize("copy", [lambda d: {**d}, lambda d: dict(d), lambda d: {}.update(d)])
+def test_a_plain_copy_of_all_options_is_no_look_at_what_differs_in_every_run(copy) -> None:
+    """LTX-Video's forward begins with one. Python lists all keys for it first, and then asks for each of them."""
+    options = {"uuids": [1], "sample_sigmas": torch.ones(5), "a": 1, "cond_or_uncond": [0], "sigmas": torch.ones(1)}
+    guards, _ = noted(options, copy)
+    assert guards.differs(options | {"uuids": [2], "sample_sigmas": torch.ones(9)}) == ""
+    assert guards.differs(options | {"a": 2}) == "a" and guards.differs(options | {"cond_or_uncond": [1]})
+    assert guards.differs(options | {"sigmas": torch.ones(2)}) == "sigmas"
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda d: (list(d), d["uuids"]),
+        lambda d: (list(d), d["uuids"], d["b"], d["a"]),
+        lambda d: (list(d), d["uuids"], d.get("missing")),
+        lambda d: ({**d}, d["uuids"]),
+        lambda d: (dict(d.copy()), list(d), d["uuids"]),
+    ],
+)
+def test_what_is_asked_for_by_name_after_the_keys_were_listed_is_a_guard(read) -> None:
+    guards, _ = noted({"uuids": [1], "a": 1, "b": 2}, read)
+    assert guards.differs({"uuids": [2], "a": 1, "b": 2}) == "uuids"
+
+
+def test_a_copy_with_keys_of_the_forwards_own() -> None:
+    def read(d):
+        d["block"] = 3
+        return {**d}
+
+    guards, _ = noted({"uuids": [1], "a": 1}, read)
+    assert guards.differs({"uuids": [2], "a": 1}) == "" and guards.differs({"uuids": [1], "a": 2}) == "a"
+
+
 # Takes ----------------------------------------------------------------------------------------------------------------
 
 

@@ -21,6 +21,9 @@ MOST = 200  # objects in the state of one option
 COPIED_ALONG = frozenset(
     ("uuids", "sigmas", "sample_sigmas", "cond_or_uncond", "wrappers", "callbacks", "context_window")
 )
+# Of those, what a plain copy of all options leaves out: ``{**options}``, whose reads nobody sees. Tensors of another
+# number of steps would be another recording; if the copy's are used after all, that is refused.
+LEFT_OUT = COPIED_ALONG - {"cond_or_uncond", "sigmas"}
 
 
 class Reads:
@@ -33,6 +36,24 @@ class Reads:
         self.keys: tuple[frozenset, frozenset] | None = None  # the caller's, and those that the forward had written
         self.states: dict[tuple, tuple] = {}  # of recorded patches by their places in the options: see ``state``
         self._on_tensor = on_tensor
+        self._asked: list[tuple[Any, Any]] = []  # what was asked for in the order of all keys; perhaps a copy of all
+
+    def ask(self, key: Any, value: Any) -> None:
+        """Code that has listed all keys asks for them in that order: perhaps to copy them all."""
+        if key not in LEFT_OUT:
+            self.note(key, value, used=False)
+        self._asked.append((key, value))
+
+    def copied(self) -> None:
+        """It has asked for all of them: it has made a copy."""
+        self._asked.clear()
+
+    def settle(self, over: bool = False) -> None:
+        """What was asked for so far is no copy of everything, but was asked for by name. over: so is the forward."""
+        asked, self._asked = self._asked, []
+        for key, value in asked:
+            if not (over and isinstance(value, Tensor)):  # nothing was computed with it
+                self.note(key, value)
 
     def note(self, key: Any, value: Any, used: bool = True) -> None:
         """``key`` was asked for, and ``value`` was there (or ``MISSING``). used: not just copied with the rest."""
@@ -63,6 +84,8 @@ class NotedOptions(MutableMapping, dict):
     def __init__(self, options: Mapping[Any, Any], reads: Reads, own: frozenset[Any] = frozenset()) -> None:
         dict.__init__(self, options)
         self._reads, self._own, self._passing = reads, set(own), MISSING
+        self._listed: list[Any] = []  # keys that code has listed and not asked for yet, the next one last
+        self._looked = False  # whether it has asked for any since it began to list them
         self.heard: dict[Any, Any] | None = None
         self.strict = False  # while code of another pack has it: whatever that copies, it may read
 
@@ -81,9 +104,18 @@ class NotedOptions(MutableMapping, dict):
     def _note(self, key: Any) -> None:
         if key is self._passing and key in COPIED_ALONG and not self.strict:
             return
-        value = dict.get(self, key, MISSING)
+        value, self._looked = dict.get(self, key, MISSING), True
         if self.heard is not None and value is not MISSING:
             self.heard[key] = value
+        listed, self._listed = self._listed, []
+        if listed and key is listed[-1] and not self.strict:
+            self._listed = listed[:-1]
+            if key not in self._own:
+                self._reads.ask(key, value)
+            if not self._listed:
+                self._reads.copied()
+            return
+        self._reads.settle()
         if key not in self._own:
             self._reads.note(key, value, key is not self._passing)
 
@@ -99,11 +131,15 @@ class NotedOptions(MutableMapping, dict):
         return dict.__getitem__(self, key)
 
     def __iter__(self) -> Iterator[Any]:
+        """``dict(options)`` and ``{**options}`` list all keys first, and then ask for each of them."""
         self._note_keys()
+        self._looked = False
         try:
             for key in dict.__iter__(self):
                 self._passing = key
                 yield key
+            if not self._looked:
+                self._listed = list(dict.__reversed__(self))
         finally:
             self._passing = MISSING
 
@@ -150,6 +186,7 @@ class Guards:
     """What a recording depends on besides its inputs."""
 
     def __init__(self, reads: Reads) -> None:
+        reads.settle(over=True)
         self.tensors = list(reads.tensors)
         self._kept, self._specs, self._keys = dict(reads.kept), dict(reads.tensors), reads.keys
         self._states, self._used = dict(reads.states), frozenset(reads.used)
