@@ -20,10 +20,10 @@ from anyshape.accel.skip.unrecorded import NotLeftOut, UnrecordedBlocks  # noqa:
 
 pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
 
-STEPS = 12
+STEPS = 10
 # One stream, two that take turns in two lists, frames, a forward that calls no wrappers.
 STREAMED = ("Flux", "QwenImage", "ZImage", "WAN21_T2V", "LTXV", "AuraFlow")
-PLANNED = {"full": 4, "skipped": 8, "resets": {}}
+PLANNED = {"full": 4, "skipped": 6, "resets": {}}
 STREAMS = say("weights_streamed", there="", all="").partition(":")[0]
 
 
@@ -109,7 +109,7 @@ def test_runs_after_each_other_are_as_fresh_ones(streamed, run):
     skip = skipping(patcher)
     sample(skip, "Flux")
     assert torch.equal(sample(skip, "Flux", **run), sample(skipping(fresh), "Flux", **run))
-    assert last_run()["skipped"] >= 8 and last_run()["resets"] == {}
+    assert last_run()["skipped"] >= 6 and last_run()["resets"] == {}
 
 
 def test_weights_that_fit_again(streamed):
