@@ -15,7 +15,7 @@ MODELS = {  # the order of the tables
     "minimax": "MiniMax H3, 20 of 50 blocks",
 }  # fmt: skip
 FORMS = {"int8": "int8", "convrot": "int8, turned (convrot)", "fp8": "fp8"}  # of weights; else bf16
-HOWS = ("eager", "anyshape", "unverified", "blocks", "core")
+HOWS = ("eager", "anyshape", "blocks", "core")
 CONDITIONS = ("machine", "versions", "allocator", "date", "command")
 
 

@@ -1,6 +1,6 @@
 """The mixed run: 12 prompts of other sizes and batches, 20 Euler steps each, through comfy.sample.
 
-python -m bench.mixed --model sdxl|zimage|... --how eager,anyshape,unverified,core,blocks [--steps N] [--limit S]
+python -m bench.mixed --model sdxl|zimage|... --how eager,anyshape,core,blocks [--steps N] [--limit S]
                       [--cold-only] --json FILE
 
 Each ``how`` runs in processes of its own: cold (empty compiler caches) and warm (the caches that the cold run filled).
@@ -9,7 +9,6 @@ it had done by then. The JSON is written after each run: what was measured is ke
 
 - eager: ComfyUI as it is
 - anyshape: the Compile Model node
-- unverified: the same with ``verify`` off, so that no new size is compared with eager
 - core: ComfyUI's TorchCompileModel node with its defaults
 - blocks: each transformer block compiled with torch's defaults, as popular packs do (``bench.blocks``)
 """
@@ -24,7 +23,7 @@ from typing import Any
 
 from bench import blocks, measure, process
 
-HOWS = ("eager", "anyshape", "unverified", "core", "blocks")
+HOWS = ("eager", "anyshape", "core", "blocks")
 PROMPTS = {  # every model of bench.zoo that is not here makes those of sdxl
     "sdxl": [(1024, 1024, 1), (1024, 1152, 1), (896, 768, 1), (960, 720, 1), (1280, 1280, 1), (512, 2048, 1),
              (2048, 512, 1), (720, 1280, 1), (1024, 1024, 2), (728, 720, 1), (768, 768, 4), (1536, 1536, 1)],
@@ -63,10 +62,10 @@ def worker(model: str, how: str, steps: int) -> None:
 
 def prepare(patcher: Any, how: str) -> Any:
     """The patcher that ``how`` samples with."""
-    if how in ("anyshape", "unverified"):
+    if how == "anyshape":
         from bench import product
 
-        return product.compile_model(patcher, product.Settings(verify=how == "anyshape"))[0]
+        return product.compile_model(patcher, product.Settings())[0]
     if how == "core":
         from comfy_api.torch_helpers import set_torch_compile_wrapper
 

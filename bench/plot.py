@@ -51,8 +51,6 @@ def lines(result: dict[str, Any]) -> list[Line]:
     """Every run of ``result`` that is drawn."""
     found = []
     for how, name, run in figures.runs(result):
-        if how not in COLOURS:
-            continue
         seconds = [0.0]
         for prompt in run["prompts"]:
             seconds.append(seconds[-1] + prompt["seconds"])

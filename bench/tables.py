@@ -11,11 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bench import figures, fleet_tables, skip_tables, texts, workflow_tables
+from bench import figures, fleet_tables, skip_tables, texts
 from bench.markdown import conditions, headed, said, size, table
 from tools.paths import ROOT
 
-VERIFY = figures.RESULTS / "verify-sdxl.json"
 BEGIN = "<!-- begin: written by python -m bench.tables --write from bench/results -->"
 END = "<!-- end: written by python -m bench.tables -->"
 
@@ -148,8 +147,7 @@ def document() -> str:
     parts.append(dynamic_part())
     parts += [vae_part("VAE of SDXL in bf16", "vae"), vae_part("VAE of Wan 2.1 and Qwen-Image in bf16", "vae-wan")]
     parts += [mixed_part(model) for model in figures.MODELS if figures.mixed_path(model).exists()]
-    parts += [verify_part(figures.load(VERIFY))] if VERIFY.exists() else []
-    return "\n\n".join([*parts, *skip_tables.parts(), *workflow_tables.parts()])
+    return "\n\n".join([*parts, *skip_tables.parts(), controlnet_part()])
 
 
 def forward_part(model: str) -> str:
@@ -220,6 +218,19 @@ def vae_row(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def controlnet_part() -> str:
+    """Milliseconds per step of SDXL with a ControlNet."""
+    result = figures.load(figures.RESULTS / "controlnet.json")
+    head = ["Size", "Eager, ms", "Compile ControlNet", "Compile Model", "Both", "Faster", "Error of both"]
+    return headed("SDXL with a ControlNet, one step", result, table(head, map(controlnet_row, result["rows"])))
+
+
+def controlnet_row(row: dict[str, Any]) -> list[str]:
+    """One size, by what is compiled."""
+    times = [f"{row[f'{way}_ms']:.1f}" for way in ("neither", "control", "model", "both")]
+    return [size(row), *times, f"{row['neither_ms'] / row['both_ms']:.2f}x", f"{row['both_latent_error']:.1e}"]
+
+
 def mixed_part(model: str) -> str:
     """The mixed run of ``model``: a line per prompt, a column per run, and the plot."""
     path = figures.mixed_path(model)
@@ -227,13 +238,6 @@ def mixed_part(model: str) -> str:
     result = figures.load(path)
     title = f"{figures.MODELS[model]}, the mixed run"
     return headed(title, result, picture, "Seconds per prompt, everything included:", mixed_table(result))
-
-
-def verify_part(result: dict[str, Any]) -> str:
-    """The mixed run with and without the check of each new size."""
-    title = f"{figures.MODELS[result['model']]}, the mixed run: what verify costs"
-    said = "Seconds per prompt, all on one host. *unverified*: `verify` off."
-    return headed(title, result, said, mixed_table(result))
 
 
 def mixed_table(result: dict[str, Any]) -> str:

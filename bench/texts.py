@@ -14,7 +14,6 @@ ENGLISH = {
     "names": {
         "eager": "ComfyUI alone",
         "anyshape": "AnyShape",
-        "unverified": "AnyShape with verify off",
         "blocks": "each transformer block compiled with torch's defaults",
         "core": "ComfyUI's TorchCompileModel",
     },
@@ -39,7 +38,6 @@ CHINESE = {
     "names": {
         "eager": "ComfyUI 原版",
         "anyshape": "AnyShape",
-        "unverified": "AnyShape（关闭 verify）",
         "blocks": "逐个编译 transformer 块（torch 默认设置）",
         "core": "ComfyUI 的 TorchCompileModel",
     },

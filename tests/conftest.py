@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from tools.paths import OLDER_COMFYUI, ROOT, project_env
 
 if TYPE_CHECKING:
     from tools.comfy_server import ComfyServer
+    from tools.web_page import OpenedPages
 
 # Before any test module is imported: caches stay in the project, and `import nodes` can only be ComfyUI's.
 os.environ.update(project_env())
@@ -75,6 +75,7 @@ MARKS = {
     "test_gain_page": "browser", "test_compare": "browser", "test_screen": "browser", "test_settings": "browser",
     "test_package": "package", "test_soak": "soak",
 }  # fmt: skip
+PAGES: "list[OpenedPages]" = []  # once there are any
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -106,7 +107,9 @@ def scope(path: Path) -> str:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(scope(item.path), len(LONGEST)))
+    # Of those that drive the server, the ones in a browser come last: see ``pytest_runtest_setup``.
+    in_a_browser = lambda item: MARKS.get(item.path.stem) == "browser"  # noqa: E731
+    items.sort(key=lambda item: (places.get(scope(item.path), len(LONGEST)), in_a_browser(item)))
     for item in items:
         if "server" in item.fixturenames and item.path.stem not in SERVER:
             raise pytest.UsageError(f"{item.path.stem} drives the server: add it to SERVER in tests/conftest.py")
@@ -115,6 +118,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if PAGES and not item.get_closest_marker("browser"):
+        PAGES[0].close()  # whose event loop would be in the way
     if item.get_closest_marker("gpu") and not embed.has_cuda():
         pytest.skip("needs a CUDA device, and torch sees none on this machine")
 
@@ -255,37 +260,19 @@ def in_older_comfyui() -> Callable[..., subprocess.CompletedProcess]:
 @pytest.fixture
 def fusing(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but that programs run unfused; blocks run one by one where the whole cannot be recorded."""
-    _plan_kernels(monkeypatch)
+    from tools.recording import plan_kernels
+
+    plan_kernels(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def counting(pack: ModuleType) -> Iterator[None]:
     """``fusing`` for all tests of a file: what kernels its programs would need is counted as on a GPU."""
+    from tools.recording import plan_kernels
+
     with pytest.MonkeyPatch.context() as patch:
-        _plan_kernels(patch)
+        plan_kernels(patch)
         yield
-
-
-def _plan_kernels(patch: pytest.MonkeyPatch) -> None:
-    from anyshape.accel import maker, tape_tier
-    from anyshape.accel.tape import hand_kernels, program
-
-    fused, known = maker.Maker.made, set()
-
-    def made(self: Any, tape: Any, fuse: bool, call: Any) -> Any:
-        unfused = program.Program(tape, fuse=False)  # first: rules rewrite the tape
-        unfused.report = fused(self, tape, fuse, call).report
-        return unfused
-
-    @contextmanager
-    def by_hand(operations: Any, device: Any) -> Iterator[Any]:
-        forms = {hand_kernels._form(operation) for operation in hand_kernels.distinct(operations)} - known
-        known.update(forms)
-        yield hand_kernels.Compiled(len(forms))
-
-    patch.setattr(tape_tier, "can_fuse", lambda device: True)
-    patch.setattr(maker.Maker, "made", made)
-    patch.setattr(program, "compiling", by_hand)
 
 
 @pytest.fixture
@@ -336,15 +323,22 @@ def server() -> "Iterator[ComfyServer]":
         yield running
 
 
-@pytest.fixture(scope="module")
-def browser() -> "Iterator[Browser]":  # noqa: F821  (playwright's, which few files need)
-    """A Chromium without a window."""
+@pytest.fixture(scope="session")
+def opened_pages() -> "Iterator[OpenedPages]":
+    """The pages that files share."""
     from tools import browser, comfy_server
-    from tools.web_page import chromium
+    from tools.web_page import OpenedPages
 
     if not browser.find():
         pytest.skip(browser.MISSING)
     if comfy_server.front_end() is None:
         pytest.skip("there is no front end to test: make setup")
-    with chromium() as launched:
-        yield launched
+    PAGES.append(OpenedPages())
+    yield PAGES[0]
+    PAGES[0].close()
+
+
+@pytest.fixture(scope="module")
+def browser(opened_pages: "OpenedPages") -> "Browser":  # noqa: F821  (playwright's, which few files need)
+    """A Chromium without a window."""
+    return opened_pages.browser()

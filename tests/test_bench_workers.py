@@ -120,31 +120,6 @@ def test_first_calls_that_fail():
     assert first_call.beyond(runs, "cold") is None and first_call.beyond(runs, "warm") == 0.5
 
 
-def test_starts_share_what_they_should(tmp_path, monkeypatch):
-    """The cold start fills the caches and the store; each of the next two finds one of them."""
-    from bench import restart
-
-    seen = []
-
-    def follow(command: list[str], caches: Path, limit: float) -> process.Ended:
-        base = Path(command[command.index("--base") + 1])
-        seen.append((command[command.index("--worker") + 1], caches.name, base.name))
-        return process.Ended([{"conditions": {"machine": "x"}}, {"seconds": 2.0}], 0)
-
-    monkeypatch.setattr(restart.process, "follow", follow)
-    path = tmp_path / "restart.json"
-    monkeypatch.setattr(sys, "argv", ["restart", "--model", "sdxl", "--repeat", "2", "--json", str(path)])
-    restart.main()
-    places = [("eager", "full", "base"), ("cold", "full", "base"), ("store", "empty", "base"),
-              ("caches", "full", "no store")]  # fmt: skip
-    assert seen == [("eager", "caches", "base"), *places * 2]
-    result = json.loads(path.read_text())
-    assert result["machine"] == "x" and {start: len(runs) for start, runs in result["starts"].items()} == dict.fromkeys(
-        restart.STARTS, 2
-    )
-    assert result["command"] == "python -m bench.restart --model sdxl --mode auto --steps 20 --repeat 2"
-
-
 @pytest.mark.fleet
 @pytest.mark.skipif(redis_server.find() is None, reason=redis_server.MISSING)
 def test_the_benchmark_of_a_fleet(tmp_path, monkeypatch):

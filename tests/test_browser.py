@@ -22,12 +22,10 @@ STATS = "**/api/anyshape/stats"
 
 
 @pytest.fixture(scope="module")
-def built(browser, server) -> Iterator[Built]:
-    """One page for the file: its tests follow one another as a person's session does."""
+def built(opened_pages, server) -> Built:
+    """One page for all: the tests follow one another as a person's session does."""
     server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
-    page = WebPage(browser, server)
-    yield Built(page, server)
-    page.close()
+    return Built(opened_pages.page(server), server)
 
 
 def test_nodes_say_that_they_have_not_run(built) -> None:

@@ -4,7 +4,6 @@
 """
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,10 @@ BYPASSED = 4  # of a node's `mode`
 
 
 @pytest.fixture(scope="module")
-def page(browser, server) -> Iterator[WebPage]:
+def page(opened_pages, server) -> WebPage:
     """One page for the file, its Compile Model collapsed by the keyboard."""
     server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
-    shown = WebPage(browser, server)
+    shown = opened_pages.page(server)
     flow = text_to_image("1 2 3 6 7 8", (64, 72, 1), model=["4", 0], vae=["5", 0])
     flow |= {
         "4": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024),
@@ -40,8 +39,7 @@ def page(browser, server) -> Iterator[WebPage]:
     shown.select(MODEL)
     shown.page.keyboard.press("Alt+c")
     shown.page.wait_for_function("id => app.graph.getNodeById(id).flags.collapsed", arg=MODEL)
-    yield shown
-    shown.close()
+    return shown
 
 
 def size(width: int, **more: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ Pictures of the page lie in .cache/screenshots afterwards.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,13 +40,12 @@ PLACES = {"1": (20, 160), "2": (20, 330), "3": (20, 600), "4": (420, 160), "5": 
 
 
 @pytest.fixture(scope="module")
-def page(browser, server) -> Iterator[WebPage]:
+def page(opened_pages, server) -> WebPage:
     """One page for the file, with the panel open; each test opens a workflow of its own."""
-    shown = WebPage(browser, server)
+    shown = opened_pages.page(server)
     shown.page.evaluate("() => { app.extensionManager.sidebarTab.activeSidebarTabId = 'anyshape' }")
     shown.page.locator(PANEL).wait_for()
-    yield shown
-    shown.close()
+    return shown
 
 
 def opened(page: WebPage, workflow: dict[str, dict[str, Any]]) -> None:

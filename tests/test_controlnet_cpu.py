@@ -114,7 +114,7 @@ def test_a_run_with_and_without_residuals(models, warm, scene, nothing_compiles)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("rows", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 4])
 def test_residuals_equal_eager(nets, name, rows):
     """Each for itself, and each in memory of its own: ComfyUI multiplies them in place."""
     net, fast = nets[name]["net"].control_model, compiled_control(nets[name]["net"]).control_model

@@ -22,9 +22,9 @@ PROMPT_KEYS = {"width", "height", "batch", "first_seconds", "seconds", "eager_se
 
 @pytest.fixture(scope="module")
 def few_steps() -> Iterator[None]:
-    """Half of the demo's: what is drawn is seen, and the server takes half as long."""
+    """A quarter of the demo's: what is drawn is seen, and the server takes half as long."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(workflows.SAMPLER, "steps", 4)
+        patch.setitem(workflows.SAMPLER, "steps", 2)
         yield
 
 

@@ -1,7 +1,6 @@
 """How much faster, on the page: behind Skip Blocks, which gains on a CPU too; a real run in a real browser."""
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,10 +18,10 @@ GAIN = r"\d+\.\d+x, [\d.]+ (s|min) (saved|lost so far)"
 
 
 @pytest.fixture(scope="module")
-def page(browser, server) -> Iterator[WebPage]:
+def page(opened_pages, server) -> WebPage:
     """One page, after one prompt whose size Warm Up has measured on ComfyUI's own forwards."""
     server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
-    shown = WebPage(browser, server)
+    shown = opened_pages.page(server)
     flow = text_to_image("1 2 3 6 7 8", (168, 136, 1), model=["10", 0], vae=["1", 1], steps=12, cfg=2.0)
     flow |= {
         "4": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024),
@@ -33,8 +32,7 @@ def page(browser, server) -> Iterator[WebPage]:
     shown.set_widgets(10, {"measure": True})
     shown.page.locator(OURS).click()
     shown.run(server)
-    yield shown
-    shown.close()
+    return shown
 
 
 def title(page: WebPage, node_id: int) -> str:

@@ -6,7 +6,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from tools.paths import ROOT
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
 from tools.page_session import PANEL, answering, open_help  # noqa: E402 - it imports playwright
-from tools.web_page import OURS, SCREENSHOTS, SEARCH, TRIES, WebPage  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, SCREENSHOTS, SEARCH, TRIES, OpenedPages, WebPage  # noqa: E402 - it imports playwright
 
 MUTED, BYPASSED = 2, 4  # of a node's `mode`, in every front end
 
@@ -37,19 +37,10 @@ PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (420, 160), "5
           "7": (1070, 160), "8": (1260, 160), "9": (740, 560)}  # fmt: skip
 
 
-def opened(browser: Any, server: ComfyServer, **settings: Any) -> WebPage:
-    """A page with the workflow above."""
-    page = WebPage(browser, server, **settings)
-    page.load_workflow(flow(), PLACES)
-    return page
-
-
 @pytest.fixture(scope="module")
-def english(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+def english(opened_pages: OpenedPages, server: ComfyServer) -> WebPage:
     """One page for several tests: the front end takes three seconds to load."""
-    shown = opened(browser, server)
-    yield shown
-    shown.close()
+    return opened_pages.page(server)
 
 
 @pytest.fixture
@@ -82,12 +73,12 @@ def searched(english: WebPage) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="module")
-def chinese(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+def chinese(opened_pages: OpenedPages, server: ComfyServer) -> WebPage:
     """A page that is Chinese from the start."""
-    shown = opened(browser, server, Comfy_Locale="zh")
+    shown = opened_pages.page(server, "zh")
+    shown.load_workflow(flow(), PLACES)
     wait_for_title(shown, 4, CHINESE["title"])
-    yield shown
-    shown.close()
+    return shown
 
 
 def pixels(server: ComfyServer, entry: dict[str, Any]) -> np.ndarray:

@@ -13,7 +13,7 @@ from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.web_page import OURS, WebPage  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, OpenedPages, WebPage  # noqa: E402 - it imports playwright
 
 PANEL = ".anyshape-panel"
 IDS = [f"AnyShape.{name}" for name in ("Automatic", "Exceptions", "GraphBudget", "SizesAtStart", "Language")]
@@ -39,22 +39,19 @@ PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (740, 160), "5
 
 
 @pytest.fixture(scope="module")
-def chinese(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+def chinese(opened_pages: OpenedPages, server: ComfyServer) -> Iterator[WebPage]:
     """A page that is Chinese from the start, with our settings as a new user's, which they are afterwards, too."""
     server.http.post(f"{server.url}/api/settings", json=DEFAULTS).raise_for_status()
-    page = WebPage(browser, server, Comfy_Locale="zh")
+    page = opened_pages.page(server, "zh")
     page.load_workflow(flow(), PLACES)
     yield page
-    page.close()
     server.http.post(f"{server.url}/api/settings", json=DEFAULTS | {"Comfy.Locale": "en"}).raise_for_status()
 
 
 @pytest.fixture(scope="module")
-def shared(browser: Any, server: ComfyServer) -> Iterator[WebPage]:
+def shared(opened_pages: OpenedPages, server: ComfyServer) -> Iterator[WebPage]:
     """One English page for several tests: the front end takes three seconds to load."""
-    page = WebPage(browser, server)
-    yield page
-    page.close()
+    yield opened_pages.page(server)
     server.http.post(f"{server.url}/api/settings", json=DEFAULTS).raise_for_status()
 
 

@@ -20,10 +20,10 @@ from anyshape.accel.skip.unrecorded import NotLeftOut, UnrecordedBlocks  # noqa:
 
 pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
 
-STEPS = 12
+STEPS = 10
 # One stream, two that take turns in two lists, frames, a forward that calls no wrappers.
 STREAMED = ("Flux", "QwenImage", "ZImage", "WAN21_T2V", "LTXV", "AuraFlow")
-PLANNED = {"full": 4, "skipped": 8, "resets": {}}
+PLANNED = {"full": 4, "skipped": 6, "resets": {}}
 STREAMS = say("weights_streamed", there="", all="").partition(":")[0]
 
 
@@ -64,7 +64,7 @@ def test_streamed_weights(tiny, streamed, name):
     assert torch.equal(sample(skipping(compiled(patcher), depth="1"), name), out)
 
 
-@pytest.mark.parametrize("name", STREAMED)
+@pytest.mark.parametrize("name", ["Flux", "WAN21_T2V"])
 def test_weights_that_are_left_out_are_not_fetched(streamed, name):
     """On a skipped step nobody asks for the pages of a block in the middle."""
     patcher, load = streamed(name)
@@ -100,16 +100,13 @@ def test_every_step_in_full_is_eager_to_the_bit(streamed):
     assert torch.equal(sample(skipping(patcher), "Flux", **few), sample(patcher, "Flux", **few))
 
 
-@pytest.mark.parametrize(
-    "run", [{"cfg": 1.0}, {"tokens": 11}, {"batch": 2, "height": 6}, {"sampler": "heun"}, {"width": 7, "height": 9}],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize("run", [{"cfg": 1.0}, {"batch": 2, "height": 6}], ids=str)  # others: test_skip_middle
 def test_runs_after_each_other_are_as_fresh_ones(streamed, run):
     (patcher, _), (fresh, _) = streamed("Flux"), streamed("Flux")
     skip = skipping(patcher)
     sample(skip, "Flux")
     assert torch.equal(sample(skip, "Flux", **run), sample(skipping(fresh), "Flux", **run))
-    assert last_run()["skipped"] >= 8 and last_run()["resets"] == {}
+    assert last_run()["skipped"] >= 6 and last_run()["resets"] == {}
 
 
 def test_weights_that_fit_again(streamed):

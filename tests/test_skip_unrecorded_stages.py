@@ -17,9 +17,9 @@ from anyshape.accel.skip.unrecorded_stages import UnrecordedStages  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
 
-STEPS = 12
+STEPS = 10
 RUN = {"width": 128, "height": 128, "steps": STEPS}
-PLANNED = {"full": 4, "skipped": 8, "resets": {}}
+PLANNED = {"full": 4, "skipped": 6, "resets": {}}
 STREAMS = say("weights_streamed", there="", all="").partition(":")[0]
 
 

@@ -27,7 +27,7 @@ MODELS = (
     "HunyuanVideo",
     "ACEStep",
 )
-VARIANTS = 8
+VARIANTS = 5  # one to four pictures, and one again; every number of frames
 # Of their pictures and prompts, which run the same kernels.
 SEVERAL_LENGTHS = ("Flux", "Lumina2", "QwenImage", "WAN21_T2V", "HunyuanVideo", "SDXL")
 # Pictures, their sides, frames and words: a prompt as long as the picture, as a head is wide, as there are pictures.

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 
-from tools.comfy_nodes import CALLED, NODES, OWN_RUNS, TAPED, WITHOUT_EFFECT, extras, node, torch_compiled
+from tools.comfy_nodes import CALLED, GUIDANCE, NODES, OWN_RUNS, TAPED, WITHOUT_EFFECT, extras, node, torch_compiled
 from tools.driving import COMPILED_PARTS, DEEP_UNET, SMALL_UNET, TINY_UNET, calls_of, compiled, randn, sample_prompts
 from tools.oracles import FUSED, error, fallbacks, shapes
 from tools.patching import changing_in_mid_run
@@ -69,7 +69,7 @@ def test_node(models, patchers, plain, warm, patches, kind, name):
     wanted = models.sample(apply(patchers[kind]), **run)
     assert error(wanted, unpatched) > 1e-3 or (kind, name) in WITHOUT_EFFECT
     for patched in (apply(warm[kind]), compiled(apply(patchers[kind]))):
-        for _ in range(2):
+        for _ in range(1 if name in GUIDANCE and name not in OWN_RUNS else 2):  # which never enters a forward
             assert error(models.sample(patched, **run), wanted) < CLOSE
         assert patches() == wanted_way
     assert {s["state"] for s in shapes()} == {FUSED}

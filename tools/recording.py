@@ -1,11 +1,14 @@
 """Tapes and programs for tests, made of a diffusion model's call as the engine makes them, but without an engine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from anyshape.accel import maker, tape_tier
 from anyshape.accel.comfy import taping
-from anyshape.accel.tape import rules
+from anyshape.accel.tape import hand_kernels, program, rules
 from anyshape.accel.tape.diagnose import eager_values
 from anyshape.accel.tape.kernels import Launch
 from anyshape.accel.tape.layout import laid_out
@@ -107,3 +110,23 @@ def _ordered(x: Tensor) -> Tensor:
     """Integers in the order of the numbers, neighbours one apart; 0 and -0 are the same."""
     bits = x.contiguous().view(STEPS[x.dtype]).int()
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+
+
+def plan_kernels(patch: Any) -> None:
+    """As on a GPU, but that programs run unfused: which kernels they would need is counted. patch: pytest's."""
+    fused, known = maker.Maker.made, set()
+
+    def made(self: Any, tape: Any, fuse: bool, call: Any) -> Any:
+        unfused = Program(tape, fuse=False)  # first: rules rewrite the tape
+        unfused.report = fused(self, tape, fuse, call).report
+        return unfused
+
+    @contextmanager
+    def by_hand(operations: Any, device: Any) -> Iterator[Any]:
+        forms = {hand_kernels._form(operation) for operation in hand_kernels.distinct(operations)} - known
+        known.update(forms)
+        yield hand_kernels.Compiled(len(forms))
+
+    patch.setattr(tape_tier, "can_fuse", lambda device: True)
+    patch.setattr(maker.Maker, "made", made)
+    patch.setattr(program, "compiling", by_hand)

@@ -11,7 +11,7 @@ with chromium() as browser:
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from playwright.sync_api import (
@@ -60,6 +60,39 @@ def chromium() -> Iterator[Browser]:
         launched.close()
 
 
+class OpenedPages:
+    """A browser, and a page in each language, for several files of tests: the front end loads for seconds.
+
+    While they are open no other event loop runs in this thread.
+    """
+
+    def __init__(self) -> None:
+        self._stack, self._browser = ExitStack(), None
+        self._pages: dict[str, WebPage] = {}
+
+    def browser(self) -> Browser:
+        """The browser, which starts when it is first asked for."""
+        if self._browser is None:
+            self._browser = self._stack.enter_context(chromium())
+        return self._browser
+
+    def page(self, server: ComfyServer, language: str = "en") -> "WebPage":
+        """The page that was in this language from the start, as a new one."""
+        if language not in self._pages:
+            self._pages[language] = WebPage(self.browser(), server, Comfy_Locale=language)
+        return self._pages[language].renew(Comfy_Locale=language)
+
+    def close(self) -> None:
+        """The end of the browser and its pages."""
+        self._pages.clear()
+        self._browser = None
+        self._stack.close()
+
+
+def _wanted(settings: dict[str, Any]) -> dict[str, Any]:
+    return SETTINGS | {name.replace("_", "."): value for name, value in settings.items()}
+
+
 def shows(place: Locator, text: str) -> None:
     """Waits until the element has the text: what the server sends arrives when it does."""
     expect(place).to_contain_text(text, use_inner_text=True, timeout=20_000)
@@ -70,8 +103,7 @@ class WebPage:
 
     def __init__(self, browser: Browser, server: ComfyServer, prepare: Any = None, **settings: Any) -> None:
         """prepare(page): what to do before the page is loaded. settings: the frontend's, with _ for the dots."""
-        wanted = SETTINGS | {name.replace("_", "."): value for name, value in settings.items()}
-        server.http.post(f"{server.url}/api/settings", json=wanted).raise_for_status()
+        server.http.post(f"{server.url}/api/settings", json=_wanted(settings)).raise_for_status()
         self.context: BrowserContext = browser.new_context(
             viewport=VIEW, permissions=["clipboard-read", "clipboard-write"]
         )
@@ -90,6 +122,16 @@ class WebPage:
         ours = "/extensions/AnyShape" in message.location["url"] or message.text.startswith("AnyShape")
         if message.type in ("error", "warning") and ours:
             self.errors.append(message.text)
+
+    def renew(self, **settings: Any) -> "WebPage":
+        """As it was when it had just been opened, but for its workflow."""
+        self.page.unroute_all()
+        self.page.set_viewport_size(VIEW)
+        for name, value in _wanted(settings).items():
+            self.set(name, value)
+        self.page.evaluate("() => { app.extensionManager.sidebarTab.activeSidebarTabId = null }")
+        self.errors.clear()
+        return self
 
     def close(self) -> None:
         """Ends the page and its session."""

@@ -13,8 +13,8 @@ from torch import Tensor
 VARIANTS = 24
 # Latents of many sizes: square or not, even and odd, not divisible by a patch.
 SIZES = (
-    (8, 8), (10, 14), (14, 10), (16, 16), (12, 20), (9, 13), (13, 9), (7, 7), (20, 12), (6, 18), (11, 16), (16, 11),
-    (18, 6), (5, 12), (12, 12), (10, 10), (15, 15), (8, 24), (24, 8), (14, 18), (17, 8), (8, 17), (6, 6), (22, 10),
+    (8, 8), (10, 14), (14, 10), (16, 16), (12, 20), (5, 12), (13, 9), (7, 7), (20, 12), (6, 18), (11, 16), (16, 11),
+    (18, 6), (9, 13), (12, 12), (10, 10), (15, 15), (8, 24), (24, 8), (14, 18), (17, 8), (8, 17), (6, 6), (22, 10),
 )  # fmt: skip
 # How configurations name the width of the prompt, of a pooled embedding, and of the input.
 PROMPT_WIDTHS = (

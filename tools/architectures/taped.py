@@ -19,7 +19,7 @@ from torch import Tensor
 from tools import architectures, embed
 from tools.architectures.table import Architecture, parts_of
 
-VARIANTS = 20
+VARIANTS = 8  # every batch twice, and every number of frames; what a later one needs, the fourth needs already
 COMPARED = (0, 1)  # variants whose unfused program is run
 MAX_BLOCKS = 600  # of a fused program that Triton's interpreter runs, at some milliseconds a block
 # Where a fused program is not run on a CPU: Triton's interpreter takes minutes for a UNet's many groups.

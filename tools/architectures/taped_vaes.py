@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from tools.architectures import autoencoders
 from tools.architectures.autoencoders import VARIANTS, Autoencoder
-from tools.architectures.taped import COMPARED, Found, Recording, found_of, options_of_study
+from tools.architectures.taped import Found, Recording, found_of, options_of_study
 
-FUSED = 2  # the variant whose fused program is run
+COMPARED, FUSED = 1, 2  # the variants whose unfused and whose fused program are run
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def study(entry: Autoencoder, way: str, variants: int = VARIANTS, run: bool = Tr
     model = _model(entry.name)
     recorded = (recording(model, way, entry.inputs(way, k)) for k in range(variants))
     with as_on_gpu():
-        return found_of(f"{entry.name}, {way}", recorded, COMPARED if run else (), FUSED if run else -1)
+        return found_of(f"{entry.name}, {way}", recorded, (COMPARED,) if run else (), FUSED if run else -1)
 
 
 def main() -> None:
