@@ -293,7 +293,8 @@ def sample_tiny(
 ) -> Tensor:  # fmt: skip
     """A run of the model ``name`` of ``tools.architectures``, as SamplerCustom does it; latents of height x width.
 
-    tokens: of the negative prompt, if not as many as the positive one has. Videos have three latent frames.
+    tokens: of the negative prompt, if not as many as the positive one has. Videos have three latent frames, and what
+    the table gives one frame has one.
     options: more of the model's transformer_options. conditions: more of both prompts. mask: where noise is added.
     """
     import comfy.sample
@@ -306,12 +307,14 @@ def sample_tiny(
         patcher.model_options["transformer_options"].update(options)
     kind = TABLE[name]
     parts = kind.request(0)["conditions"]
-    context, extra = parts["context"][:1], {"pooled_output": parts["y"][:1]} if "y" in parts else {}
+    # as ComfyUI's text encoders give it: always there, and older versions ask for it
+    context, extra = parts["context"][:1], {"pooled_output": parts["y"][:1] if "y" in parts else None}
     if name == "LTXV":
         extra["attention_mask"] = torch.ones(1, context.shape[1], dtype=torch.int64)
     extra |= conditions or {}
     prompts = [[[context, extra]], [[context[:, :tokens] * 0.5, extra]]]
-    shape = (batch, kind.channels, *([3] if kind.dimensions > 2 else []), height, width)
+    frames = [min(3, kind.frames)] if kind.dimensions > 2 else []
+    shape = (batch, kind.channels, *frames, height, width)
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", steps)
     with torch.inference_mode():
