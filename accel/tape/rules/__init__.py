@@ -34,7 +34,7 @@ from . import (
 Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
-    slices.to_values, parts.put_together, kitchen.decompose, int8.round_once, copies.drop_repeats, once.compute_once,
+    kitchen.decompose, slices.to_values, parts.put_together, int8.round_once, copies.drop_repeats, once.compute_once,
     roundings.round_first, pads.fold, channels_last.lay_out, upsample.double, conv_bias.add_after,
     norm_neighbours.take_in, geglu.join_product, attention_kernel.attend, linear_groups.join, epilogue.fuse_gelu,
     attention.take_fastest, shared_heads.share, by_tokens.store_by_tokens,

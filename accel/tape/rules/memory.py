@@ -162,6 +162,7 @@ class Memory:
             for name in ("args", "kwargs", "inputs"):
                 given = replaced(getattr(operation, name), Value, lambda value: new.get(value, value))
                 self._set(operation, name, given)
+            self._set(operation, "runs", None)
 
     def _read(self, operation: Operation) -> None:
         """It makes something of its own."""

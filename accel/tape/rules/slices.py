@@ -10,7 +10,6 @@ write, slices along several dimensions, an operation that only works in place, m
 cost more than writes do.
 """
 
-from .. import group
 from ..layout import lie_alike
 from ..traits import aten
 from ..values import Operation, Readers, Tape, Value
@@ -110,7 +109,7 @@ def _through_views(tape: Tape) -> None:
             continue
         operation.func, operation.args, operation.kwargs, operation.inputs = call
         operation.writes = None
-        like = edits.made_of(operation) if group.probably_fuses(operation) else None
+        like = edits.made_of(operation)
         if like is None or like.dtype != target.dtype or not lie_alike(target.shape, like.stride(), target.stride):
             operation.func, operation.args, operation.kwargs, operation.inputs = form
             operation.writes = target
