@@ -86,3 +86,53 @@ def test_such_an_argument_keeps_no_other_call_off_the_tape(pack):
         given = taping.take(forward, (torch.zeros(1, 4, 8, 8),), rest)
         keys.add(taping.call_of(None, forward, given, None, None, lambda shape: (64, 64, 1)).key)
     assert len(keys) == 2
+
+
+def block_of(model, k):
+    """(the first block, its arguments in a forward of variant ``k``)."""
+    import torch
+
+    from tools import architectures
+
+    seen, block = [], model.blocks[0]
+    hook = block.register_forward_pre_hook(lambda block, args, named: seen.append((args, named)), with_kwargs=True)
+    args, named = architectures.TABLE["MiniMaxH3"].inputs(k)
+    with torch.inference_mode():
+        model(*args, **named)
+    hook.remove()
+    return block, *seen[0]
+
+
+def test_modulations_and_gates_fuse(made):
+    """Written slice by slice, and in place. What stays in place are the rotary embeddings of comfy-kitchen."""
+    import torch
+    from anyshape.accel.tape import rules
+    from anyshape.accel.tape.program import Program
+    from anyshape.accel.tape.record import Recorder, record
+    from anyshape.accel.tape.reuse import Outlines
+
+    from tools.architectures import patchers
+    from tools.architectures.taped import kernels_of
+
+    model, outlines, known = patchers.make("MiniMaxH3").model.diffusion_model, Outlines(), set()
+    for k in range(4):
+        block, (x, t_emb, segments, rope), named = block_of(model, k)
+        given = [x, t_emb, rope]
+
+        def forward(block=block, given=given, segments=segments, named=named):
+            return block(given[0].clone(), given[1], segments, given[2], **named)
+
+        out, tape = record(forward, Recorder(given, block, torch.device("cpu")))
+        assert tape is not None and len(segments) == 3
+        before = [operation for operation in tape.operations if operation.writes is not None]
+        rules.apply(tape)
+        after = [operation.traits.name for operation in tape.operations if operation.writes is not None]
+        assert len(before) == 19 and after == ["rms_rope_split_half_"]
+        for fuse, bound in ((False, 0.0), (True, 1e-6)):
+            program = Program(tape, fuse, outlines=outlines if fuse else None)
+            program.bind(block)
+            assert error(program.run(given), out) <= bound
+        assert (program.report.calls, program.report.kernels) == (10, 4)  # 35 and 1 with writes
+        known |= kernels_of(program)
+        assert len(known) == 4
+    assert outlines.reused == 3

@@ -37,6 +37,8 @@ LATER: dict[str, int] = {
     # Several frames of a time step each: the forward repeats what it makes of them for every token, by an operation
     # that one frame's forward does not have.
     "WAN22_T2V first frame": 6,
+    # A video of one frame is its guiding frame alone: all tokens are modulated alike, later ones in two kinds.
+    "HunyuanVideoI2V guiding frame": 6,
 }  # fmt: skip
 FEW = 4  # variants of a model that is built like another
 OLDER = 2  # and of those that the older ComfyUI builds, whose fused programs are not run

@@ -41,7 +41,7 @@ def settle(operations: Sequence[Operation], outputs: Sequence[Value], apart: boo
             (value is not target or apart) and value.number < operation.outputs[0].number and read > place
             for value, read in by_root.get(target.root, ())
         )
-        functional = None if seen_after or (target.base is not None and not apart) else _functional(operation)
+        functional = None if seen_after or (target.base is not None and not apart) else functional_of(operation)
         if functional is None or (target.base is not None and not _lies_the_same(functional, operation)):
             _share(operation, target, by_root)
         else:
@@ -59,7 +59,7 @@ def _share(operation: Operation, target: Value, by_root: dict[Value, list[tuple[
     by_root.setdefault(root, []).extend(moved)
 
 
-def _functional(operation: Operation) -> Any:
+def functional_of(operation: Operation) -> Any:
     """``aten.add`` for ``aten.add_``; None where there is none that gives the same."""
     func, target = operation.func, operation.writes
     name, overload = traits(func).name, func._overloadname

@@ -24,18 +24,20 @@ from . import (
     norm_neighbours,
     once,
     pads,
+    parts,
     roundings,
     shared_heads,
+    slices,
     upsample,
 )  # fmt: skip
 
 Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
-    kitchen.decompose, int8.round_once, copies.drop_repeats, once.compute_once, roundings.round_first, pads.fold,
-    channels_last.lay_out, upsample.double, conv_bias.add_after, norm_neighbours.take_in, geglu.join_product,
-    attention_kernel.attend, linear_groups.join, epilogue.fuse_gelu, attention.take_fastest, shared_heads.share,
-    by_tokens.store_by_tokens,
+    kitchen.decompose, slices.to_values, parts.put_together, int8.round_once, copies.drop_repeats, once.compute_once,
+    roundings.round_first, pads.fold, channels_last.lay_out, upsample.double, conv_bias.add_after,
+    norm_neighbours.take_in, geglu.join_product, attention_kernel.attend, linear_groups.join, epilogue.fuse_gelu,
+    attention.take_fastest, shared_heads.share, by_tokens.store_by_tokens,
 )  # fmt: skip
 
 

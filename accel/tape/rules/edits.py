@@ -1,8 +1,11 @@
 """Helpers for rules that add and drop operations."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import torch
 
 from .. import aliasing
+from ..layout import lie_alike
 from ..values import Operation, Readers, Tape, Value, replaced
 
 
@@ -37,6 +40,64 @@ def own_memory(value: Value, readers: Readers) -> None:
         old, each.base = each.base, base
         views = [out for reader in readers.get(each, ()) for out in reader.outputs if out is not None]
         left += [(out, value) for out in views if old is not None and out.base is old]
+
+
+def share_memory(value: Value, base: Value, readers: Readers) -> None:
+    """``value``, which had memory of its own, is a view of ``base`` from now on, and so is what is a view of it."""
+    left = [value]
+    while left:
+        each = left.pop()
+        left += [
+            out for reader in readers.get(each, ()) for out in reader.outputs if out is not None and out.base is value
+        ]
+        each.base = base.root
+
+
+def dense(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """The strides of memory without gaps whose dimensions lie in the order that strides ``like`` say."""
+    strides, step = [0] * len(shape), 1
+    for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
+        strides[d], step = step, step * max(shape[d], 1)
+    return tuple(strides)
+
+
+def lay(value: Value, stride: tuple[int, ...]) -> None:
+    """``value`` lies with these strides, whatever its operation makes of its arguments."""
+    value.stride = stride
+    made = made_of(value.origin)
+    if made is None or not lie_alike(value.shape, made.stride(), stride):
+        value.order = tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
+
+
+def made_of(operation: Operation) -> torch.Tensor | None:
+    """A tensor without memory that lies as the one result of an operation, if nobody sees to that; None where torch
+    cannot say.
+    """
+    if operation.opaque or not operation.func._schema.name.startswith("aten::") or len(operation.outputs) != 1:
+        return None
+
+    def form(value: Value) -> torch.Tensor:
+        device = "cpu" if value.scalar() is not None else "meta"
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
+
+    args, kwargs = replaced((operation.args, operation.kwargs), Value, form)
+    kwargs.pop("device", None)
+    try:
+        made = operation.func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return made if isinstance(made, torch.Tensor) else None
+
+
+def prune(tape: Tape) -> None:
+    """Drops what nobody reads, views too."""
+    wanted, kept = set(tape.outputs), []
+    for operation in reversed(tape.operations):
+        stays = operation.writes is not None or getattr(operation.func, "lives", False)
+        if stays or any(value in wanted for value in operation.outputs):
+            kept.append(operation)
+            wanted.update(operation.inputs)
+    tape.operations[:] = aliasing.needed(kept[::-1], tape.outputs)
 
 
 def settle(tape: Tape) -> None:

@@ -5,6 +5,8 @@ nothing there. Norm and SiLU are one pass over memory.
 """
 
 from ...kernels import operations as ours
+from .. import group
+from ..layout import lie_alike
 from ..traits import aten
 from ..values import Operation, Readers, Tape, Value, Weight
 from . import edits
@@ -39,15 +41,29 @@ def _alone(value: Value, reader: Operation, readers: Readers, given_back: set[Va
 
 
 def _take_silu(norm: Operation, readers: Readers, given_back: set[Value], gone: set[int]) -> bool:
-    (silu, *others) = readers.get(norm.outputs[0], [None])
-    if others or silu is None or silu.opaque or silu.func is not aten.silu.default:
+    """Takes in the SiLU that reads a GroupNorm, by itself or through views that nobody else reads."""
+    value, below = norm.outputs[0], []
+    while True:
+        (reader, *others) = readers.get(value, [None])
+        if others or reader is None or value in given_back or norm.args[6]:
+            return False
+        if not group.is_view(reader) or len(reader.outputs) != 1:
+            break
+        below.append(reader)
+        value = reader.outputs[0]
+    if reader.opaque or reader.func is not aten.silu.default:
         return False
-    if norm.outputs[0] in given_back or norm.args[6]:
+    result = reader.outputs[0]
+    if below and not lie_alike(value.shape, value.stride, result.stride):
         return False
     norm.args = (*norm.args[:6], True, norm.args[7])
-    norm.outputs = silu.outputs
-    norm.outputs[0].origin = norm
-    gone.add(id(silu))
+    gone.add(id(reader))
+    if not below:
+        norm.outputs = reader.outputs
+        result.origin = norm
+        return True
+    below[-1].outputs, result.origin, result.order = [result], below[-1], None
+    edits.share_memory(result, norm.outputs[0], readers)
     return True
 
 
