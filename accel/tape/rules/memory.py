@@ -103,14 +103,19 @@ class Memory:
             self._joined()
         return value if self._whole is self._root else self._cut(d, start, stop)
 
-    def _as_recorded(self, value: Value) -> Value:
-        """The same, lying as it was recorded."""
-        found = self._now(value)
+    def _as_recorded(self, value: Value, exactly: bool = False) -> Value:
+        """The same, lying as it was recorded. exactly: along what is 1 as well, on which a sum's order depends."""
+        found, region = self._now(value), self._regions[value]
         stride = self._recorded.get(value, value.stride)
-        if not lie_alike(value.shape, found.stride, stride):
-            self._joined()
-            found = self._cut(*self._regions[value])
-        return found
+        if (
+            found.stride == stride
+            or region in (WHOLE, None)
+            or not exactly
+            and lie_alike(value.shape, found.stride, stride)
+        ):
+            return found
+        self._joined()
+        return self._cut(*region)
 
     def _joined(self) -> Value:
         """The whole, with all that was written."""
@@ -168,17 +173,16 @@ class Memory:
         """It makes something of its own."""
         mine = [value for value in dict.fromkeys(operation.inputs) if value in self._regions]
         new = {value: self._now(value) for value in mine}
-        same = all(
-            lie_alike(value.shape, self._recorded.get(value, value.stride), now.stride) for value, now in new.items()
-        )
-        if not group.probably_fuses(operation):
+        fuses = group.probably_fuses(operation)
+        if not fuses:
             self._stored.update(value.root for value in new.values())
+        same = all(self._recorded.get(value, value.stride) == now.stride for value, now in new.items())
         args = operation.args, operation.kwargs, operation.inputs
         self._replace(operation, new)
-        if not same and not self._lies_as_recorded(operation):
+        if not same and not ((fuses or operation.writes is not None) and self._lies_as_recorded(operation)):
             for name, old in zip(("args", "kwargs", "inputs"), args, strict=True):
                 self._set(operation, name, old)
-            self._replace(operation, {value: self._as_recorded(value) for value in mine})
+            self._replace(operation, {value: self._as_recorded(value, exactly=True) for value in mine})
 
     def _lies_as_recorded(self, operation: Operation) -> bool:
         if operation.writes is not None:
