@@ -57,12 +57,23 @@ class Engine:
         STATS.prompts.called(shape)
         try:
             out = self._timed(call, settings, shape)
-            STATS.totals.called(self.stats.kind, shape.state, key.step)
-            return out
         except self.passthrough:
             if shape.calls == 1:  # the next call is this size's first
                 self.stats.shapes.pop(shape.key, None)
             raise
+        if out is None:  # a skipped step without a program: the call runs in full, and counts there
+            self._take_back(shape)
+        else:
+            STATS.totals.called(self.stats.kind, shape.state, key.step)
+        return out
+
+    def _take_back(self, shape: ShapeStats) -> None:
+        """Nothing was called at this size after all."""
+        shape.calls -= 1
+        shape.asked -= not times.is_rehearsing()
+        STATS.prompts.took_back(shape)
+        if not shape.calls:
+            self.stats.shapes.pop(shape.key, None)
 
     def _timed(self, call: Call, settings: Settings, shape: ShapeStats) -> Output:
         begun = call.begun or times.begin(call.key.device)
@@ -98,6 +109,8 @@ class Engine:
             if is_failure:
                 self._count(why)
             raise
+        if out is None and self._untold:  # the forward in full, which comes next, says whether the call is wrong or we
+            return None
         self._count(why)
         self._tell(call)
         return out

@@ -25,6 +25,12 @@ class Prompt:
         if calls or len(self.calls) < MAX_SIZES:
             self.calls[id(shape)] = shape, calls + 1
 
+    def take_back(self, shape: Any) -> None:
+        """One call at this size was none."""
+        _, calls = self.calls.pop(id(shape), (shape, 0))
+        if calls > 1:
+            self.calls[id(shape)] = shape, calls - 1
+
     def close(self, compiled: int) -> None:
         """It is over; compiled: how many kernels by now."""
         if self.kernels is None:
@@ -57,6 +63,12 @@ class Prompts:
         else:
             shape.used_by(prompt.number, prompt.workflow)
             prompt.count(shape)
+
+    def took_back(self, shape: Any) -> None:
+        """The latest call at ``shape`` was none."""
+        prompt = self.current()
+        if prompt is not None:
+            prompt.take_back(shape)
 
     def current(self) -> Prompt | None:
         """The prompt that runs in this thread; None outside of prompts."""

@@ -36,6 +36,8 @@ def expected(prompt: Prompt) -> list[str]:
         reasons += ["patches by another node"]
     if prompt.stop and prompt.stop.how == FAILURE:
         reasons += [f"RuntimeError: {FAILED}"]
+        if prompt.skip is not None:  # the patch reads which step it is, as its second step shows
+            reasons += ["no program yet for skipped steps"]
     if prompt.budget_mb < 2048:
         reasons += ["graph_budget_mb is"]
     return reasons

@@ -65,6 +65,34 @@ def test_a_skipped_step_that_fails_runs_in_full(models, fresh, monkeypatch):
     assert last_run()["skipped"] == 0 and set(last_run()["resets"]) == {FAILED, UNRECORDED}
 
 
+def test_another_packs_patch_that_fails_at_a_skipped_step_is_no_fault_of_ours(models, fresh):
+    """The user sees its error, once, and the model's later runs are on the tape as before."""
+    from anyshape.accel import stats
+
+    fast, calls, fails = compiled(skipping(fresh)), [0], []
+
+    def patch(h, options):
+        calls[0] += 1
+        if fails:
+            raise RuntimeError("the patch has failed")
+        return h
+
+    fast.set_model_input_block_patch(patch)
+    for _ in range(2):  # that it counts is found out in the first run
+        models.sample(fast, **RUN)
+    stats.STATS.clear()
+    with pytest.raises(RuntimeError, match="the patch has failed"):
+        models.sample(fast, callback=lambda *_: fails.append(True), **RUN)  # the second of 12 steps, which is skipped
+    assert not [each for each in fallbacks() if "the tape failed" in each["reason"]]
+    run = last_run()
+    taken = sum(shape["calls"] for model in stats.snapshot()["models"] for shape in model["shapes"])
+    assert run["full"] + run["skipped"] == 1 and taken == 2  # the second step failed, and counts once
+    fails.clear()
+    stats.STATS.clear()
+    models.sample(fast, **RUN)
+    assert last_run()["skipped"] == 8 and not [each for each in fallbacks() if "tape failed" in each["reason"]]
+
+
 def test_what_compile_model_could_not_do_is_no_fallback_without_it(models, monkeypatch, fresh):
     from anyshape.accel import stats
     from anyshape.accel.tape.program import Program

@@ -123,8 +123,8 @@ class SkipRun:
                 self.stats.count(skipped=True)
                 return out
             reason = FAILED  # or a batch of another size: in full, and the next one can
-        self.stats.count(skipped=False, reason=reason)
         out, features = programs.full()
+        self.stats.count(skipped=False, reason=reason)
         if isinstance(features, str):
             self._never |= dict.fromkeys(parts, features)
         elif features is not None:
