@@ -120,7 +120,7 @@ class Layouts:
         A stride of a dimension of 1 says little. What works on elements lays its result out like its first argument,
         and a convolution puts channels last where they are.
         """
-        order = sorted(range(len(value.shape)), key=lambda d: (-value.stride[d], d))
+        order = outermost_first(value.stride)
         operation = value.origin
         name = operation.traits.name if operation is not None and not operation.opaque else ""
         if 1 in value.shape and (name in static_sizes.ELEMENTWISE or name in static_sizes.CONVOLUTIONS):
@@ -266,6 +266,11 @@ def lie_alike(shape: Sequence[int], stride: Sequence[int], other: Sequence[int])
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of memory in order."""
     return dense(shape, range(len(shape)))
+
+
+def outermost_first(stride: Sequence[int]) -> tuple[int, ...]:
+    """The dimensions as they lie in memory by these strides, the outermost first."""
+    return tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
 
 
 def dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ import torch
 
 from ...kernels import operations as ours
 from .. import static_sizes, views
-from ..layout import contiguous, dense
+from ..layout import contiguous, dense, outermost_first
 from ..singles import is_steady
 from ..traits import aten, by_name
 from ..values import Operation, Tape, Value, Weight, replaced
@@ -198,7 +198,7 @@ class _Pass:
         elif made_of and (len(output.shape) in RANKS or operation.traits.name == "stack"):
             self._lies_last(output, made_of[0])
         else:
-            output.order = tuple(sorted(range(len(output.shape)), key=lambda d: -output.stride[d]))
+            output.order = outermost_first(output.stride)
 
     def _view(self, operation: Operation) -> None:
         """A view, or what is one of some memory, as torch makes it of the memory that there is."""
@@ -235,8 +235,8 @@ class _Pass:
         copy = self._copies.get(value)
         if copy is None:
             copy = self._copies[value] = Value.made(value.shape, stride, value.dtype, value.device)
-            order = sorted(range(len(stride)), key=lambda d: (-stride[d], d))
-            copy.stride, copy.order = dense(value.shape, order), tuple(order)
+            copy.order = outermost_first(stride)
+            copy.stride = dense(value.shape, copy.order)
             copy.origin = Operation(
                 aten.clone.default, (value,), {"memory_format": torch.contiguous_format}, [value], [copy]
             )

@@ -1,11 +1,11 @@
 """Helpers for rules that add and drop operations."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
 from .. import aliasing
-from ..layout import lie_alike
+from ..layout import lie_alike, outermost_first
 from ..values import Operation, Readers, Tape, Value, replaced
 
 
@@ -53,20 +53,12 @@ def share_memory(value: Value, base: Value, readers: Readers) -> None:
         each.base = base.root
 
 
-def dense(shape: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
-    """The strides of memory without gaps whose dimensions lie in the order that strides ``like`` say."""
-    strides, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (like[d], -d)):
-        strides[d], step = step, step * max(shape[d], 1)
-    return tuple(strides)
-
-
 def lay(value: Value, stride: tuple[int, ...]) -> None:
     """``value`` lies with these strides, whatever its operation makes of its arguments."""
     value.stride = stride
     made = made_of(value.origin)
     if made is None or not lie_alike(value.shape, made.stride(), stride):
-        value.order = tuple(sorted(range(len(stride)), key=lambda d: (-stride[d], d)))
+        value.order = outermost_first(stride)
 
 
 def made_of(operation: Operation) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import group, static_sizes
-from ..layout import lie_alike
+from ..layout import lie_alike, outermost_first
 from ..record import Recorder, record
 from ..values import Constant, Operation, Readers, Tape, Value, replaced
 from . import edits
@@ -239,7 +239,7 @@ def _laid_out(tensor: Tensor, stride: Sequence[int]) -> Tensor:
     """``tensor`` with its dimensions in memory in the order of ``stride``, as the operation's own result has them."""
     if lie_alike(tensor.shape, tensor.stride(), stride):
         return tensor
-    order = sorted(range(tensor.ndim), key=lambda d: -stride[d])
+    order = outermost_first(stride)
     return tensor.permute(order).contiguous().permute(sorted(range(tensor.ndim), key=order.__getitem__))
 
 

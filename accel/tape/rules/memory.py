@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from .. import aliasing, group, views
-from ..layout import lie_alike
+from ..layout import dense, lie_alike, outermost_first
 from ..rows import MAX_JOINED
 from ..traits import aten
 from ..values import Operation, Tape, Value, replaced
@@ -60,7 +60,7 @@ class Memory:
         root = self._root
         if root.leaf is not None or root.origin is None or not root.numel:
             raise Doubtful
-        if not lie_alike(root.shape, root.stride, edits.dense(root.shape, root.stride)):
+        if not lie_alike(root.shape, root.stride, dense(root.shape, outermost_first(root.stride))):
             raise Doubtful
         for self._place in places:
             operation = self._tape.operations[self._place]
@@ -254,7 +254,7 @@ class Memory:
         self._recorded[result] = target.stride
         for name, value in (("base", None), ("order", None), ("stride", result.stride)):
             self._set(result, name, value)
-        edits.lay(result, edits.dense(result.shape, self._root.stride))
+        edits.lay(result, dense(result.shape, outermost_first(self._root.stride)))
         self._keep(result, region)
 
     def _widen(self, operation: Operation) -> None:

@@ -6,7 +6,7 @@ that. The same products of the same numbers: exact.
 
 from typing import Any
 
-from ..layout import dense
+from ..layout import dense, outermost_first
 from ..traits import aten, by_name
 from ..values import Operation, Readers, Tape, Value
 from . import edits
@@ -77,6 +77,6 @@ def _shrink(pad: Operation, widths: list[tuple[int, int]]) -> None:
     """Has the result the shape of what is still padded."""
     source, out = pad.inputs[0], pad.outputs[0]
     sides = [n + before + behind for n, (before, behind) in zip(source.shape[2:], widths, strict=True)]
-    order = sorted(range(len(out.shape)), key=lambda d: -out.stride[d])
+    order = outermost_first(out.stride)
     out.shape = (*source.shape[:2], *sides)
     out.stride = dense(out.shape, order)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import pointwise, views
+from ..layout import dense, outermost_first
 from ..rows import MAX_JOINED
 from ..terms import FLOATS
 from ..traits import aten
 from ..values import Operation, Tape, Value, values_in
-from .edits import dense, lay, made_of, prune
+from .edits import lay, made_of, prune
 from .memory import MOST, PIECES
 
 Make = Callable[[list[Operation]], Value]  # makes a value; adds the operations that it takes
@@ -207,7 +208,7 @@ def _length(parts: Sequence[Value], dim: int) -> tuple[int, ...]:
 
 def _made(operation: Operation, like: Value, shape: tuple[int, ...], added: list[Operation]) -> Value:
     """The result of a new operation: of this shape, and laid out like a part."""
-    stride = dense(shape, like.stride)
+    stride = dense(shape, outermost_first(like.stride))
     value = Value.made(shape, stride, like.dtype, like.device)
     value.origin, operation.outputs = operation, [value]
     lay(value, stride)
