@@ -44,6 +44,8 @@ class Recording:
     # What it calls, if that is known: a library makes what it needs at its first call, which must not be in a capture.
     # Where another forward has called all of it on the captures' stream, this one is captured before it ever runs.
     calls: frozenset[Hashable] = frozenset()
+    # Its first run keeps the GPU busy for longer than the host needs for the capture, which then costs no time.
+    is_long: bool = False
 
 
 @dataclass

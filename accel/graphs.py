@@ -228,7 +228,7 @@ class GraphCache:
             each(Tensor.copy_, output, recording.forward(static))
 
         program, calls = (name.owner, name.program), recording.calls
-        at_once = bool(calls) and calls <= self._here.called and self._capturer.may_fail
+        at_once = bool(calls) and calls <= self._here.called and self._capturer.may_fail and not recording.is_long
         if not at_once and (recording.wanted or program not in self._warmed):
             self._capturer.warm(run)
             self._warmed.add(program)

@@ -55,6 +55,15 @@ def test_what_was_called_before_is_captured_before_it_runs(cache, capturer) -> N
     assert capturer.warmed == 3 and capturer.replayed == 1  # its result is not asked for
 
 
+def test_a_long_run_comes_before_its_capture(cache, capturer) -> None:
+    """The host captures it while the GPU runs it, though all that it calls was called before."""
+    given = dataclasses.replace(recording(output=4, scale=3), wanted=True, calls=frozenset({"linear"}))
+    cache.capture(name("a", program=1), given, BUDGET)
+    cache.capture(name("b", program=2), dataclasses.replace(given, is_long=True), BUDGET)
+    assert capturer.warmed == 2 and capturer.replayed == 0
+    assert torch.equal(cache.result(name("b", program=2)), torch.full((4,), 3, dtype=torch.uint8))
+
+
 def test_what_another_thread_called_runs_before_it_is_captured(cache, capturer) -> None:
     """Libraries have handles and workspaces of each thread."""
     given = dataclasses.replace(recording(), wanted=True, calls=frozenset({"linear"}))

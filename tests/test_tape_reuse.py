@@ -77,6 +77,49 @@ def test_one_of_something_is_another_plan():
     assert set(outlines.misfits) == {"lengths that were equal, or 1"}
 
 
+def filled_up(self: Model, x: Tensor) -> Tensor:
+    """Sides are filled up to even ones, as patches of a picture are, and cut again."""
+    height, width = x.shape[1:3]
+    x = torch.nn.functional.pad(x, (0, 0, 0, width % 2, 0, height % 2), mode="constant")
+    x = self.last(torch.nn.functional.layer_norm(self.first(x), (CHANNELS,)) * 2)
+    return (x.transpose(1, 2) + 1).transpose(1, 2)[:, :height, :width]
+
+
+PICTURES = ((2, 4, 6), (2, 3, 6), (2, 4, 5), (2, 7, 9), (3, 8, 4))
+
+
+@pytest.mark.parametrize("behind", [lambda x: x, lambda x: -x, lambda x: (-x[:, :2]) * 0.5], ids=["", "neg", "several"])
+def test_filling_up_is_no_other_plan(behind: Any):
+    """What is cut at the end is another number of operations for each kind of size, and what is computed behind it."""
+    calls = [(rand(*size, CHANNELS),) for size in PICTURES]
+    outlines = reuse(lambda self, x: behind(filled_up(self, x)), *calls)
+    assert outlines.reused == len(PICTURES) - 1 and not outlines.misfits
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x, rows: x[:, 1:][:, :rows],  # from somewhere else
+        lambda x, rows: x[:, :rows].sum(1),  # computed with others
+        lambda x, rows: (x[:, :rows], -x[:, :rows]),
+        lambda x, rows: (half := x[:, :rows], half * 2, half[:, :1]),  # read on the way
+    ],
+)
+def test_other_cuts_give_the_same(cut: Any):
+    def forward(self: Model, x: Tensor, y: Tensor) -> Any:
+        return cut(self.last(self.first(x) * 2), y.shape[1])
+
+    model, outlines = Model(forward), Outlines()
+    for length, rows in ((6, 6), (6, 4), (5, 2)):
+        tensors = rand(2, length, CHANNELS), rand(2, rows)
+        out, tape = tape_of(model, *tensors)
+        program = Program(tape, fuse=True, outlines=outlines)
+        program.bind(model)
+        mine = program.run(tensors)
+        for ours, own in zip(*((each if isinstance(each, tuple) else (each,)) for each in (mine, out)), strict=True):
+            assert ours.shape == own.shape and (ours - own).norm() <= 1e-5 * own.norm()
+
+
 def test_lengths_that_were_equal_by_chance_may_differ():
     """Two prompts of one length at the first size have lengths of their own: a later size may differ in them."""
 

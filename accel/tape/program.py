@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..kernels.operations import is_ours
 from ..preparing import look
+from . import cost
 from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
@@ -119,6 +120,7 @@ class Program:
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         steps = plan.steps
         self.calls = _calls(steps)
+        self.work = cost.of_all(step for step in steps if isinstance(step, Operation))  # multiplications
         self._written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
         self._steps = [self._step(step) for step in steps]
         self._output = replaced(tape.output, Value, self._slot)

@@ -15,6 +15,7 @@ from . import (
     channels_last,
     conv_bias,
     copies,
+    crops,
     edits,
     epilogue,
     geglu,
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     roundings.round_first, pads.fold, channels_last.lay_out, upsample.double, conv_bias.add_after,
     norm_neighbours.take_in, geglu.join_product, attention_kernel.attend, linear_groups.join, epilogue.fuse_gelu,
     attention.take_fastest, shared_heads.share, by_tokens.store_by_tokens,
+    crops.merge,
 )  # fmt: skip
 
 

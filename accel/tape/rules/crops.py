@@ -1,0 +1,86 @@
+"""Makes the cuts at a tape's end one operation: models pad a picture to whole patches, and cut the result again.
+
+``x[:, :, :height, :width]`` is recorded as a slice for each side that is really cut, and as another operation if none
+is. So sizes that need no padding, or need it along one side, would have tapes of their own, and a plan for each kind
+of them. The same numbers: exact.
+"""
+
+from torch import Tensor
+
+from ..layout import contiguous
+from ..static_sizes import ELEMENTWISE
+from ..values import Operation, Readers, Tape, Value
+from . import edits
+
+CUTS = frozenset(("alias", "slice"))
+WHOLE = (None, 0, None, None, 1)  # the arguments of a slice that leaves out nothing
+
+
+def merge(tape: Tape) -> str:
+    """Applies to what the model gives back. What is computed behind a cut is computed before it. Exact."""
+    readers, given_back = tape.readers(), tape.outputs
+    written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
+    instead: dict[int, list[Operation]] = {}
+    for value in dict.fromkeys(given_back):
+        chain = _chain(value, readers, given_back)
+        if chain and chain[0].inputs[0].root not in written:
+            instead |= {id(operation): [] for operation in chain} | {id(chain[-1]): _moved(chain)}
+    tape.operations[:] = [new for operation in tape.operations for new in instead.get(id(operation), (operation,))]
+    return ""
+
+
+def crop(x: Tensor, *lengths: int) -> Tensor:
+    """The first ``lengths`` of each dimension of ``x``, a view."""
+    for dim, length in enumerate(lengths):
+        x = x.narrow(dim, 0, length)
+    return x
+
+
+def cropped(x: Tensor, *lengths: int) -> Tensor:
+    """As ``crop``, in memory of its own."""
+    return crop(x, *lengths).clone()
+
+
+def _chain(value: Value, readers: Readers, given_back: list[Value]) -> list[Operation]:
+    """The cuts that end in ``value`` and what is computed between them, in order; nobody else reads any of it."""
+    found: list[Operation] = []
+    while (operation := value.origin) is not None and (_cuts(operation) or _computes(operation)):
+        if found and (len(readers.get(value, ())) > 1 or value in given_back):
+            break
+        found.insert(0, operation)
+        value = operation.inputs[0]
+    while found and not _cuts(found[0]):
+        del found[0]
+    return found
+
+
+def _cuts(operation: Operation) -> bool:
+    """Whether it leaves out what lies behind, if anything."""
+    if operation.opaque or operation.writes is not None or operation.kwargs or operation.traits.name not in CUTS:
+        return False
+    _, _, start, _, step = (*operation.args, *WHOLE[len(operation.args) :])
+    return operation.traits.name == "alias" or (not start and step == 1)
+
+
+def _computes(operation: Operation) -> bool:
+    """Whether it computes each number of its one tensor by itself."""
+    if operation.opaque or operation.writes is not None or len(operation.inputs) != 1:
+        return False
+    known = operation.traits.name in ELEMENTWISE - {"copy", "fill"}
+    return known and operation.outputs[0].base is None and operation.outputs[0].shape == operation.inputs[0].shape
+
+
+def _moved(chain: list[Operation]) -> list[Operation]:
+    """The same result, cut at the very end."""
+    out, whole = chain[-1].outputs[0], chain[0].inputs[0]
+    computed = [operation for operation in chain if not _cuts(operation)]
+    for operation in computed:
+        edits.replace_inputs(operation, {operation.inputs[0]: whole})
+        made, shape = edits.made_of(operation), whole.shape
+        stride = contiguous(shape) if made is None else made.stride()
+        whole = Value.made(shape, stride, operation.outputs[0].dtype, out.device, number=out.number)
+        whole.origin, operation.outputs = operation, [whole]
+    func = crop if _cuts(chain[-1]) else cropped
+    out.origin = Operation(func, (whole, *out.shape), {}, [whole], [out], opaque=True)
+    out.base = whole.root if func is crop else None
+    return [*computed, out.origin]
