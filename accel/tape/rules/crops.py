@@ -5,11 +5,13 @@ is. So sizes that need no padding, or need it along one side, would have tapes o
 of them. The same numbers: exact.
 """
 
+from collections import Counter
+
 from torch import Tensor
 
 from ..layout import contiguous
 from ..static_sizes import ELEMENTWISE
-from ..values import Operation, Readers, Tape, Value
+from ..values import Operation, Tape, Value
 from . import edits
 
 CUTS = frozenset(("alias", "slice"))
@@ -17,13 +19,20 @@ WHOLE = (None, 0, None, None, 1)  # the arguments of a slice that leaves out not
 
 
 def merge(tape: Tape) -> str:
-    """Applies to what the model gives back. What is computed behind a cut is computed before it. Exact."""
-    readers, given_back = tape.readers(), tape.outputs
+    """Applies to what the model gives back, where nobody reads what lies on the way. What is computed behind a cut is
+    computed before it. Exact.
+    """
+    chains = list(filter(None, map(_chain, dict.fromkeys(tape.outputs))))
+    if not chains:
+        return ""
+    between = {operation.outputs[0] for chain in chains for operation in chain[:-1]}
+    reads = Counter(value for operation in tape.operations for value in operation.inputs if value in between)
+    reads.update(value for value in tape.outputs if value in between)
     written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
     instead: dict[int, list[Operation]] = {}
-    for value in dict.fromkeys(given_back):
-        chain = _chain(value, readers, given_back)
-        if chain and chain[0].inputs[0].root not in written:
+    for chain in chains:
+        alone = all(reads[operation.outputs[0]] == 1 for operation in chain[:-1])
+        if alone and chain[0].inputs[0].root not in written:
             instead |= {id(operation): [] for operation in chain} | {id(chain[-1]): _moved(chain)}
     tape.operations[:] = [new for operation in tape.operations for new in instead.get(id(operation), (operation,))]
     return ""
@@ -41,12 +50,10 @@ def cropped(x: Tensor, *lengths: int) -> Tensor:
     return crop(x, *lengths).clone()
 
 
-def _chain(value: Value, readers: Readers, given_back: list[Value]) -> list[Operation]:
-    """The cuts that end in ``value`` and what is computed between them, in order; nobody else reads any of it."""
+def _chain(value: Value) -> list[Operation]:
+    """The cuts that end in ``value`` and what is computed between them, in order."""
     found: list[Operation] = []
     while (operation := value.origin) is not None and (_cuts(operation) or _computes(operation)):
-        if found and (len(readers.get(value, ())) > 1 or value in given_back):
-            break
         found.insert(0, operation)
         value = operation.inputs[0]
     while found and not _cuts(found[0]):

@@ -7,6 +7,7 @@ differ from part to part are joined instead, each as long as its part: a kernel 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .. import pointwise, views
@@ -14,7 +15,7 @@ from ..layout import dense, outermost_first
 from ..rows import MAX_JOINED
 from ..terms import FLOATS
 from ..traits import aten
-from ..values import Operation, Tape, Value, values_in
+from ..values import Operation, Readers, Tape, Value, values_in
 from .edits import lay, made_of, prune
 from .memory import MOST, PIECES
 
@@ -66,8 +67,12 @@ class _Search:
     """Looks for the whole of some parts."""
 
     def __init__(self, tape: Tape) -> None:
-        self._readers, self._given_back = tape.readers(), set(tape.outputs)
+        self._tape, self._given_back = tape, set(tape.outputs)
         self._written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
+
+    @cached_property
+    def _readers(self) -> Readers:
+        return self._tape.readers()  # few tapes need them
 
     def of_join(self, operation: Operation) -> Make | None:
         """How the result of a join is made without it; None if it is not that simple."""
@@ -79,9 +84,9 @@ class _Search:
         """How the whole of ``parts``, which lie side by side along ``dim``, is made by what makes each of them."""
         makers = [part.origin for part in parts]
         first = makers[0]
-        if first is None or not all(map(self._is_alone, parts)) or not _works_by_itself(first, dim):
+        if first is None or not _works_by_itself(first, dim) or any(not _is_like(maker, first) for maker in makers):
             return None
-        if any(not _is_like(maker, first) for maker in makers):
+        if not all(map(self._is_alone, parts)):
             return None
         if any(value.root in self._written for maker in makers if maker is not None for value in maker.inputs):
             return None
