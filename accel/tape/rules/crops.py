@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..layout import contiguous
 from ..static_sizes import ELEMENTWISE
+from ..traits import aten
 from ..values import Operation, Tape, Value
 from . import edits
 
@@ -48,6 +49,9 @@ def crop(x: Tensor, *lengths: int) -> Tensor:
 def cropped(x: Tensor, *lengths: int) -> Tensor:
     """As ``crop``, in memory of its own."""
     return crop(x, *lengths).clone()
+
+
+crop.own = cropped.own = aten.slice.Tensor  # what they ask of torch, which ``program`` wants to know
 
 
 def _chain(value: Value) -> list[Operation]:
