@@ -17,7 +17,7 @@ from tools import embed
 from tools.paths import OLDER_COMFYUI, ROOT
 
 MODEL = {"depth": 3, "depth_single_blocks": 6}  # of bench.models.flux: 4 GB in bfloat16
-STEPS = 4  # calls in a run
+CALLS = 4  # in a run
 
 
 def in_process(**options: Any) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def offloads_ahead() -> bool:
 
 def partly(
     share: float, whole: bool = False, repeat: int = 5, size: tuple[int, int] = (1024, 1024), dtype: str = "bfloat16",
-    **changes: Any,
+    calls: int = CALLS, **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """About ``share`` of the weights on the card. Eager and ours take turns.
 
@@ -76,7 +76,7 @@ def partly(
         for way, took, out in zip(ways, seconds, outs, strict=True):
             mm.soft_empty_cache()
             started = time.perf_counter()
-            out.append(loaded_forward(way, *size, rows=1, seed=turn, times=STEPS).cpu())  # waits for the GPU
+            out.append(loaded_forward(way, *size, rows=1, seed=turn, times=calls).cpu())  # waits for the GPU
             took.append(time.perf_counter() - started)
     shapes = [shape for model in stats.snapshot()["models"] for shape in model["shapes"]]
     return {
