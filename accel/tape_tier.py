@@ -36,7 +36,6 @@ from .tapes import NONE, FullStep, Take, Tapes, bound, obstacle
 log = logging.getLogger(__name__)
 
 LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in its graph's pool
-LONG_WORK = 2.5e13  # multiplications that take a GPU longer than the host takes to capture them: 60 ms of an H200
 MAX_FORMS = 4  # recordings of one size for patches that give results of several forms
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
 GONE = say("skipped_gone")
@@ -316,7 +315,7 @@ class TapeTier:
         recording = graphs.Recording(
             lambda static: flat(program.run(list(static.values()))), inputs, call.weights,
             tuple(program.constants()), out, self.stats.name, wanted, program.calls,
-            program.work > LONG_WORK,
+            program.is_long,
         )  # fmt: skip
         cache = graphs.cache(call.key.device)
         with preparing(self.stats.name, shape.size):

@@ -25,6 +25,7 @@ from .plan import Plan, unfused
 from .reuse import Outlines
 from .values import Constant, Derived, Input, Operation, Tape, Value, Weight, replaced
 
+LONG_WORK = 2.5e13  # multiplications that take a GPU longer than the host takes to capture them: 60 ms of an H200
 Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
 
 
@@ -120,7 +121,8 @@ class Program:
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         steps = plan.steps
         self.calls = _calls(steps)
-        self.work = cost.of_all(step for step in steps if isinstance(step, Operation))  # multiplications
+        calls = (step for step in steps if isinstance(step, Operation))
+        self.is_long = self.device.type == "cuda" and cost.of_all(calls) > LONG_WORK
         self._written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
         self._steps = [self._step(step) for step in steps]
         self._output = replaced(tape.output, Value, self._slot)
