@@ -177,17 +177,17 @@ def test_a_small_budget(models, small):
     patcher, run = small["flux"], {"height": 128, "batch": 4, "tokens": 4096, "steps": 1}
     largest = run | {"width": 1024, "height": 1024}
     models.sample(compiled(patcher, graph_budget_mb=1 << 14), **largest)
-    need = shapes()[-1]["bytes"] // graphs.MIB
+    budget = shapes()[-1]["bytes"] // graphs.MIB + 48  # where smaller graphs were, its memory lies less densely
     graphs.clear()
-    fast, evictions = compiled(patcher, graph_budget_mb=need + 16), stats.snapshot()["graphs"]["evictions"]
+    fast, evictions = compiled(patcher, graph_budget_mb=budget), stats.snapshot()["graphs"]["evictions"]
     for width in range(128, 640, 64):  # 4 MB of prompts each
         models.sample(fast, width=width, **run)
-        assert stats.snapshot()["graphs"]["used_bytes"] <= (need + 16) * graphs.MIB
+        assert stats.snapshot()["graphs"]["used_bytes"] <= budget * graphs.MIB
     for _ in range(2):
         out = models.sample(fast, **largest)
     assert_close(out, models.sample(patcher, **largest))
     assert stats.snapshot()["graphs"]["evictions"] > evictions
-    assert stats.snapshot()["graphs"]["used_bytes"] <= (need + 16) * graphs.MIB
+    assert stats.snapshot()["graphs"]["used_bytes"] <= budget * graphs.MIB
     state = next(s for s in shapes() if s["width"] == 1024)
     assert state["state"] == "graph" and state["replays"] > 0, state["reason"]
 
