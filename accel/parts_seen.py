@@ -8,6 +8,7 @@ lists and the like, and by identity what may be called. Holds no part and no fun
 import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -40,17 +41,51 @@ NO_SETTINGS = LEFT_OUT.union(FUNCTIONS)
 
 
 class PartsSeen:
-    """What the parts of a model looked like. tensors: see ``tensor_attributes``."""
+    """What the parts of a model looked like. tensors: see ``tensor_attributes``.
+
+    What all parts have is compared in rows, one for each kind of look: each prompt waits for it.
+    """
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         parts = list(parts)
         alike: dict[tuple, Any] = {}
-        self._seen = [_Part(part, alike) for part in parts]
+        dicts = [part.__dict__ for part in parts]
+        self._parts, self._kinds = list(map(weakref.ref, parts)), list(map(type, parts))
+        self._counts = list(map(len, dicts))
+        self._every = [_getter([name for name in own if name not in STANDARD], alike) for own in dicts]
+        self._types = [
+            _once(tuple(map(type, every(own))), alike) for every, own in zip(self._every, dicts, strict=True)
+        ]
+        self._plain = [_getter(_plain_names(own), alike) for own in dicts]
+        self._values = [plain(own) for plain, own in zip(self._plain, dicts, strict=True)]
+        self._weights = [_once(types, alike) for types in _types_of_weights(dicts)]
+        self._empty = [(n, name) for n, own in enumerate(dicts) for name in FUNCTIONS if name in own and not own[name]]
+        self._hooked = _hooked(dicts)
+        others = [(n, _Others(part)) for n, part in enumerate(parts)]
+        self._others = [(n, seen) for n, seen in others if seen.are_any]
         self.tensors = tensor_attributes(parts)
 
     def fits(self, parts: Sequence[nn.Module]) -> bool:
         """Whether these are the same parts, unchanged. False says little: what changed may not matter."""
-        return len(parts) == len(self._seen) and all(map(_Part.fits, self._seen, parts))
+        if len(parts) != len(self._parts):
+            return False
+        dicts = [part.__dict__ for part in parts]
+        try:
+            # of as many attributes, all that were there: no others
+            types = [tuple(map(type, every(own))) for every, own in zip(self._every, dicts, strict=True)]
+        except KeyError:
+            return False
+        return (
+            all(map(operator.is_, parts, [ref() for ref in self._parts]))
+            and all(map(operator.is_, map(type, parts), self._kinds))
+            and list(map(len, dicts)) == self._counts
+            and types == self._types
+            and [plain(own) for plain, own in zip(self._plain, dicts, strict=True)] == self._values
+            and _types_of_weights(dicts) == self._weights
+            and not any([dicts[n][name] for n, name in self._empty])
+            and _hooked(dicts) == self._hooked
+            and all([seen.fit(parts[n]) for n, seen in self._others])
+        )
 
 
 def settings_of(part: nn.Module) -> list[tuple[str, type, Any]]:
@@ -90,43 +125,31 @@ def is_plain(value: Any) -> bool:
     return type(value) in PLAIN or (type(value) in TUPLES and all(map(is_plain, value)))
 
 
-class _Part:
-    """What one part looked like. alike: what other parts have too, once, so that there is less memory to go through."""
+class _Others:
+    """What is neither plain nor empty of one part: hooks, functions, lists and objects of settings."""
 
-    __slots__ = (
-        "part", "kind", "names", "every", "types", "get", "values", "code", "held", "lists", "tables", "weights",
-        "notes",
-    )  # fmt: skip
+    __slots__ = ("code", "held", "lists", "tables", "notes")
 
-    def __init__(self, part: nn.Module, alike: dict[tuple, Any]) -> None:
+    def __init__(self, part: nn.Module) -> None:
         own = part.__dict__
-        self.part, self.kind = weakref.ref(part), type(part)
-        self.names = _once(tuple(own), alike)
-        self.every = _getter([name for name in own if name not in STANDARD], alike)
-        self.types = _once(tuple(map(type, self.every(own))), alike)
-        plain = [name for name, value in own.items() if name not in LEFT_OUT and is_plain(value)]
-        self.get = _getter(plain, alike)
-        self.values = self.get(own)
-        self.lists = [(name, list(map(kept, own[name]))) for name in FUNCTIONS if name in own]
-        self.tables = [list(map(kept, table.values())) for table in _hooks(own)] if any(_hooks(own)) else None
+        self.lists = [(name, list(map(kept, own[name]))) for name in FUNCTIONS if own.get(name)]
+        self.tables = [list(map(kept, table.values())) for table in _hooks(own)] if any(_hooks(own)) else []
         others = [(name, value) for name, value in own.items() if name not in NO_SETTINGS and not is_plain(value)]
         self.code = [(name, kept(value)) for name, value in others if callable(value)]
         self.held = [(name, picture(value)) for name, value in others if is_held(value)]
-        self.weights, self.notes = _once(_types_of(own["_parameters"]), alike), notes_of(part)
+        self.notes = notes_of(part)
 
-    def fits(self, part: nn.Module) -> bool:
+    @property
+    def are_any(self) -> bool:
+        return bool(self.lists or self.tables or self.code or self.held or self.notes)
+
+    def fit(self, part: nn.Module) -> bool:
         own = part.__dict__
         return (
-            self.part() is part
-            and type(part) is self.kind
-            and tuple(own) == self.names
-            and tuple(map(type, self.every(own))) == self.types
-            and self.get(own) == self.values
-            and (not any(_hooks(own)) if self.tables is None else self._tables_fit(own))
-            and (not self.lists or all([_same(refs, own[name]) for name, refs in self.lists]))
-            and (not self.code or all([ref() is own[name] for name, ref in self.code]))
-            and (not self.held or all([picture(own[name]) == seen for name, seen in self.held]))
-            and _types_of(own["_parameters"]) == self.weights
+            all([_same(refs, own[name]) for name, refs in self.lists])
+            and (not self.tables or self._tables_fit(own))
+            and all([ref() is own[name] for name, ref in self.code])
+            and all([picture(own[name]) == seen for name, seen in self.held])
             and (not self.notes or notes_of(part) == self.notes)
         )
 
@@ -137,8 +160,20 @@ class _Part:
 _hooks = operator.itemgetter(*HOOKS)
 
 
-def _types_of(table: dict[str, Any]) -> tuple[type, ...]:
-    return tuple(map(type, table.values())) if table else ()
+def _hooked(dicts: Sequence[dict[str, Any]]) -> list[int]:
+    """The places of parts with hooks."""
+    if not any(chain.from_iterable(map(_hooks, dicts))):
+        return []
+    return [n for n, own in enumerate(dicts) if any(_hooks(own))]
+
+
+def _plain_names(own: dict[str, Any]) -> list[str]:
+    return [name for name, value in own.items() if name not in LEFT_OUT and is_plain(value)]
+
+
+def _types_of_weights(dicts: Iterable[dict[str, Any]]) -> list[tuple[type, ...]]:
+    tables = [own["_parameters"] for own in dicts]
+    return [tuple(map(type, table.values())) if table else () for table in tables]
 
 
 def _once(found: tuple, alike: dict[tuple, Any]) -> tuple:
