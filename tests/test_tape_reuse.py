@@ -104,6 +104,7 @@ def test_filling_up_is_no_other_plan(behind: Any):
         lambda x, rows: x[:, :rows].sum(1),  # computed with others
         lambda x, rows: (x[:, :rows], -x[:, :rows]),
         lambda x, rows: (half := x[:, :rows], half * 2, half[:, :1]),  # read on the way
+        lambda x, rows: (half := (-x[:, :rows])[:, :2], half[..., 1:]),  # a view of what was computed
     ],
 )
 def test_other_cuts_give_the_same(cut: Any):

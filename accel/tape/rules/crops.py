@@ -26,14 +26,15 @@ def merge(tape: Tape) -> str:
     chains = list(filter(None, map(_chain, dict.fromkeys(tape.outputs))))
     if not chains:
         return ""
-    between = {operation.outputs[0] for chain in chains for operation in chain[:-1]}
-    reads = Counter(value for operation in tape.operations for value in operation.inputs if value in between)
-    reads.update(value for value in tape.outputs if value in between)
+    made = {operation.outputs[0] for chain in chains for operation in chain}
+    reads = Counter(value for operation in tape.operations for value in operation.inputs if value in made)
+    reads.update(tape.outputs)
     written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
     instead: dict[int, list[Operation]] = {}
     for chain in chains:
-        alone = all(reads[operation.outputs[0]] == 1 for operation in chain[:-1])
-        if alone and chain[0].inputs[0].root not in written:
+        # a view of a result that is computed would be one of memory that is gone
+        alone = chain if any(map(_computes, chain)) else chain[:-1]
+        if all(reads[each.outputs[0]] == 1 for each in alone) and chain[0].inputs[0].root not in written:
             instead |= {id(operation): [] for operation in chain} | {id(chain[-1]): _moved(chain)}
     tape.operations[:] = [new for operation in tape.operations for new in instead.get(id(operation), (operation,))]
     return ""
