@@ -53,6 +53,8 @@ def groups(out: Sequence[int], source: Sizes) -> list[Group]:
     A 1 of the call (one picture, one frame) goes where it would go if it were more, so that one and several are cut
     alike. Its value does not say where: ``_goes_left`` guesses from what stands beside it.
     """
+    if 0 in out:  # without elements it does not say what it merges
+        return [Group(0, len(out), 0, len(source))]
     runs = _runs(out, source)
     found: list[Group] = []
     o = s = 0
