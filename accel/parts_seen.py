@@ -71,7 +71,8 @@ class PartsSeen:
             return False
         dicts = [part.__dict__ for part in parts]
         try:
-            # of as many attributes, all that were there: no others
+            # As many attributes as before, and none of them missing: the same ones. A module that lacks one of torch's
+            # own cannot be called.
             types = [tuple(map(type, every(own))) for every, own in zip(self._every, dicts, strict=True)]
         except KeyError:
             return False

@@ -14,7 +14,7 @@ from bench import measure
 from tools import embed
 from tools.low_vram_cases import in_process
 
-FEW, REPEATS = 8, (5, 3)  # calls, and runs of few and of more
+LONG = 8  # calls in a run; of longer runs fewer are made
 
 
 def main() -> None:
@@ -26,11 +26,11 @@ def main() -> None:
     parser.add_argument("--calls", default="4,20", help="numbers of calls per run")
     chosen, rows = parser.parse_args(), []
     embed.use_comfyui()
-    given = (chosen.shares, chosen.streams, chosen.calls)
-    shares, streams, calls = ([float(one) for one in text.split(",")] for text in given)
-    for share, count, each, whole in itertools.product(shares, streams, calls, (True, False)):
-        options = {"share": share, "streams": int(count), "calls": int(each), "whole": whole}
-        found = in_process(repeat=REPEATS[each > FEW], **options)
+    shares = map(float, chosen.shares.split(","))
+    streams, calls = (map(int, text.split(",")) for text in (chosen.streams, chosen.calls))
+    for share, count, length, whole in itertools.product(shares, streams, calls, (True, False)):
+        options = {"share": share, "streams": count, "calls": length, "whole": whole}
+        found = in_process(repeat=3 if length > LONG else 5, **options)
         rows.append(options | found | {"ratio": round(found["s"] / found["eager_s"], 4)})
         print(f"{options}: eager {found['eager_s']:.3f} s, ours {found['s']:.3f} s ({rows[-1]['ratio']:.3f}), "
               f"{found['programs']} blocks on programs", flush=True)  # fmt: skip

@@ -177,7 +177,7 @@ def test_a_small_budget(models, small):
     patcher, run = small["flux"], {"height": 128, "batch": 4, "tokens": 4096, "steps": 1}
     largest = run | {"width": 1024, "height": 1024}
     models.sample(compiled(patcher, graph_budget_mb=1 << 14), **largest)
-    budget = shapes()[-1]["bytes"] // graphs.MIB + 48  # where smaller graphs were, its memory lies less densely
+    budget = shapes()[-1]["bytes"] // graphs.MIB + 48  # after smaller graphs its memory has more gaps
     graphs.clear()
     fast, evictions = compiled(patcher, graph_budget_mb=budget), stats.snapshot()["graphs"]["evictions"]
     for width in range(128, 640, 64):  # 4 MB of prompts each

@@ -79,8 +79,8 @@ def test_one_of_something_is_another_plan():
     assert set(outlines.misfits) == {"lengths that were equal, or 1"}
 
 
-def filled_up(self: Model, x: Tensor) -> Tensor:
-    """Sides are filled up to even ones, as patches of a picture are, and cut again."""
+def padded(self: Model, x: Tensor) -> Tensor:
+    """Sides are padded to even ones, as a picture is to whole patches, and cropped."""
     height, width = x.shape[1:3]
     x = torch.nn.functional.pad(x, (0, 0, 0, width % 2, 0, height % 2), mode="constant")
     x = self.last(torch.nn.functional.layer_norm(self.first(x), (CHANNELS,)) * 2)
@@ -91,10 +91,10 @@ PICTURES = ((2, 4, 6), (2, 3, 6), (2, 4, 5), (2, 7, 9), (3, 8, 4))
 
 
 @pytest.mark.parametrize("behind", [lambda x: x, lambda x: -x, lambda x: (-x[:, :2]) * 0.5], ids=["", "neg", "several"])
-def test_filling_up_is_no_other_plan(behind: Any):
-    """What is cut at the end is another number of operations for each kind of size, and what is computed behind it."""
+def test_padding_is_no_other_plan(behind: Any):
+    """The crop at the end is one operation at every size, also where something is computed after it."""
     calls = [(rand(*size, CHANNELS),) for size in PICTURES]
-    outlines = reuse(lambda self, x: behind(filled_up(self, x)), *calls)
+    outlines = reuse(lambda self, x: behind(padded(self, x)), *calls)
     assert outlines.reused == len(PICTURES) - 1 and not outlines.misfits
 
 
@@ -118,10 +118,10 @@ def test_tensors_without_elements_are_right():
         lambda x, rows: x[:, :rows].sum(1),  # computed with others
         lambda x, rows: (x[:, :rows], -x[:, :rows]),
         lambda x, rows: (half := x[:, :rows], half * 2, half[:, :1]),  # read on the way
-        lambda x, rows: (half := (-x[:, :rows])[:, :2], half[..., 1:]),  # a view of what was computed
+        lambda x, rows: (half := (-x[:, :rows])[:, :2], half[..., 1:] * 2 + 1),  # a view of what was computed is read
     ],
 )
-def test_other_cuts_give_the_same(cut: Any):
+def test_other_crops_give_the_same(cut: Any):
     def forward(self: Model, x: Tensor, y: Tensor) -> Any:
         return cut(self.last(self.first(x) * 2), y.shape[1])
 

@@ -1,8 +1,8 @@
-"""Makes the cuts at a tape's end one operation: models pad a picture to whole patches, and cut the result again.
+"""Makes the crop at a tape's end one operation: models pad a picture to whole patches, and crop the result.
 
-``x[:, :, :height, :width]`` is recorded as a slice for each side that is really cut, and as another operation if none
-is. So sizes that need no padding, or need it along one side, would have tapes of their own, and a plan for each kind
-of them. The same numbers: exact.
+``x[:, :, :height, :width]`` is recorded as a slice for each side that really gets shorter, and as an alias if none
+does. So sizes that need no padding, or need it along one side, would have different tapes, each with its own plan. The
+same numbers: exact.
 """
 
 from collections import Counter
@@ -15,12 +15,13 @@ from ..traits import aten
 from ..values import Operation, Tape, Value
 from . import edits
 
-CUTS = frozenset(("alias", "slice"))
+CROPS = frozenset(("alias", "slice"))
+COMPUTED = ELEMENTWISE - {"copy", "fill"}
 WHOLE = (None, 0, None, None, 1)  # the arguments of a slice that leaves out nothing
 
 
 def merge(tape: Tape) -> str:
-    """Applies to what the model gives back, where nobody reads what lies on the way. What is computed behind a cut is
+    """Applies to the model's results, where nobody reads the values in between. What is computed after a crop is
     computed before it. Exact.
     """
     chains = list(filter(None, map(_chain, dict.fromkeys(tape.outputs))))
@@ -32,7 +33,7 @@ def merge(tape: Tape) -> str:
     written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
     instead: dict[int, list[Operation]] = {}
     for chain in chains:
-        # a view of a result that is computed would be one of memory that is gone
+        # of a computed result there may be no view: the memory that it shows would never be written
         alone = chain if any(map(_computes, chain)) else chain[:-1]
         if all(reads[each.outputs[0]] == 1 for each in alone) and chain[0].inputs[0].root not in written:
             instead |= {id(operation): [] for operation in chain} | {id(chain[-1]): _moved(chain)}
@@ -48,7 +49,7 @@ def crop(x: Tensor, *lengths: int) -> Tensor:
 
 
 def cropped(x: Tensor, *lengths: int) -> Tensor:
-    """As ``crop``, in memory of its own."""
+    """As ``crop``, but a copy."""
     return crop(x, *lengths).clone()
 
 
@@ -56,19 +57,19 @@ crop.own = cropped.own = aten.slice.Tensor  # what they ask of torch, which ``pr
 
 
 def _chain(value: Value) -> list[Operation]:
-    """The cuts that end in ``value`` and what is computed between them, in order."""
+    """The crops that end in ``value`` and what is computed between them, in order."""
     found: list[Operation] = []
-    while (operation := value.origin) is not None and (_cuts(operation) or _computes(operation)):
+    while (operation := value.origin) is not None and (_crops(operation) or _computes(operation)):
         found.insert(0, operation)
         value = operation.inputs[0]
-    while found and not _cuts(found[0]):
+    while found and not _crops(found[0]):
         del found[0]
     return found
 
 
-def _cuts(operation: Operation) -> bool:
-    """Whether it leaves out what lies behind, if anything."""
-    if operation.opaque or operation.writes is not None or operation.kwargs or operation.traits.name not in CUTS:
+def _crops(operation: Operation) -> bool:
+    """Whether it keeps the first elements along a dimension, or all of them."""
+    if operation.opaque or operation.writes is not None or operation.kwargs or operation.traits.name not in CROPS:
         return False
     _, _, start, _, step = (*operation.args, *WHOLE[len(operation.args) :])
     return operation.traits.name == "alias" or (not start and step == 1)
@@ -78,21 +79,21 @@ def _computes(operation: Operation) -> bool:
     """Whether it computes each number of its one tensor by itself."""
     if operation.opaque or operation.writes is not None or len(operation.inputs) != 1:
         return False
-    known = operation.traits.name in ELEMENTWISE - {"copy", "fill"}
+    known = operation.traits.name in COMPUTED
     return known and operation.outputs[0].base is None and operation.outputs[0].shape == operation.inputs[0].shape
 
 
 def _moved(chain: list[Operation]) -> list[Operation]:
-    """The same result, cut at the very end."""
+    """The same result, cropped at the very end."""
     out, whole = chain[-1].outputs[0], chain[0].inputs[0]
-    computed = [operation for operation in chain if not _cuts(operation)]
+    computed = [operation for operation in chain if not _crops(operation)]
     for operation in computed:
         edits.replace_inputs(operation, {operation.inputs[0]: whole})
         made, shape = edits.made_of(operation), whole.shape
         stride = contiguous(shape) if made is None else made.stride()
         whole = Value.made(shape, stride, operation.outputs[0].dtype, out.device, number=out.number)
         whole.origin, operation.outputs = operation, [whole]
-    func = crop if _cuts(chain[-1]) else cropped
+    func = crop if _crops(chain[-1]) else cropped
     out.origin = Operation(func, (whole, *out.shape), {}, [whole], [out], opaque=True)
     out.base = whole.root if func is crop else None
     return [*computed, out.origin]
