@@ -3,6 +3,7 @@
 ``snapshot()`` gives the contract's dict. Nothing here holds a model, a graph or a tensor alive.
 """
 
+import logging
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection
@@ -17,6 +18,8 @@ from .prompt_calls import Prompts
 from .skip_stats import SkipStats
 from .times import CallTimes, Eager
 from .totals import Totals
+
+log = logging.getLogger(__name__)
 
 VERSION = 2
 STATES = ("graph", "tape", "eager")  # of a shape, fastest first
@@ -126,6 +129,12 @@ class ModelStats:
         """The entry for ``key``, made when new. own: the key of ComfyUI's own forward, where that is another one."""
         eager = self.eager_at(own or key)
         return _kept(self.shapes, key, lambda: ShapeStats(key, width, height, batch, frames, step, eager=eager))
+
+    def note(self, shape: ShapeStats, state: str, reason: str) -> None:
+        """Notes how a size runs, and counts the reason, if there is one."""
+        shape.state, shape.reason = state, reason
+        if reason and STATS.fallback(self.name, reason) == 1:
+            log.info("AnyShape: %s runs as %s: %s", self.name, state, reason)
 
     def as_dict(self) -> dict[str, Any]:
         """The contract's entry."""

@@ -12,19 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import devices, graphs, kernels
+from . import devices, kernels
 from .attempt import attempt, named
 from .block_tier import BlockTier, told
 from .call import Call, Settings
 from .capture import collector_off
 from .clock import timed
-from .errors import AnyShapeError, CaptureFailed, is_out_of_memory, let_go
+from .errors import AnyShapeError, is_out_of_memory, let_go
 from .halves import Halves
 from .maker import Maker
 from .outputs import Output, flat, odd_form
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
+from .take_graphs import TakeGraphs
 from .tape import called_patches
 from .tape.called_patches import FormChanged, Forward
 from .tape.options import at
@@ -39,7 +40,6 @@ LONG_MS = 250.0  # a forward that takes longer on the GPU leaves much memory in 
 MAX_FORMS = 4  # recordings of one size for patches that give results of several forms
 HOST_SHARE = 0.5  # of the GPU's time: if launching takes less, it is not what a forward waits for
 GONE = say("skipped_gone")
-NO_GRAPHS = say("no_graphs")
 
 
 class TapeTier:
@@ -51,8 +51,8 @@ class TapeTier:
     def __init__(
         self, stats: ModelStats, owner: int, passthrough: tuple[type[BaseException], ...], uses_graphs: bool = True
     ) -> None:
-        self.stats, self._owner, self._passthrough, self._uses_graphs = stats, owner, passthrough, uses_graphs
-        self._tapes = Tapes()
+        self.stats, self._passthrough, self._uses_graphs = stats, passthrough, uses_graphs
+        self._tapes, self._graphs = Tapes(), TakeGraphs(stats, owner)
         self._maker = Maker(stats, self._tapes)
         self._turned: dict[int, frozenset[Weight]] = {}  # what lies channels last in programs, by the model's structure
         self._told = False  # why nothing is fused
@@ -74,7 +74,7 @@ class TapeTier:
                         continue  # it was in vain, and changed nothing: another recording may fit
                     self._tapes.patches.odd(error.who)
                     self._tapes.drop(tried[-1])
-                    self._note(shape, "eager", say("patch_form", patch=getattr(error.who, "co_name", "a patch")))
+                    self.stats.note(shape, "eager", say("patch_form", patch=getattr(error.who, "co_name", "a patch")))
                     if not forward.log or call.taped.leaves_out:
                         return call.eager()
                     return call.taped.forward(called_patches.replaying(call.taped.options, forward.log))
@@ -85,7 +85,7 @@ class TapeTier:
         take = self._tapes.find(call.key, fuse, call.taped, tried)
         if take is None:
             if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(call.key, fuse, call.taped):
-                self._note(shape, "eager", reason)
+                self.stats.note(shape, "eager", reason)
                 return call.eager()
             out = self._first(call, settings, shape, fuse, forward)
             if tried and (new := self._tapes.find(call.key, fuse, call.taped, tried)) is not None:
@@ -96,7 +96,7 @@ class TapeTier:
         call = _laid_out(call, take.program.permuted)
         inputs = take.inputs(call.inputs, call.taped.options)
         if take.graph and settings.graph_budget_mb:
-            out = graphs.cache(call.key.device).replay(self._name(call, take), call.weights, inputs)
+            out = self._graphs.replay(call, take, inputs)
             if out is not None:
                 shape.state, shape.reason = "graph", ""
                 shape.replays += 1
@@ -110,7 +110,7 @@ class TapeTier:
             out = self._with_patches(call, take, program, inputs, forward, tried)
         else:
             out = flat(program.run(list(inputs.values())))
-        self._settle(call, settings, shape, take, inputs, out)
+        self._graphs.settle(call, settings, shape, take, inputs, out)
         return take.result(out)
 
     def _with_patches(
@@ -146,13 +146,13 @@ class TapeTier:
     def _unrecorded(self, call: Call, settings: Settings, shape: ShapeStats, take: Take, fuse: bool) -> Any:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
         if not (fuse and take.in_blocks):
-            self._note(shape, "eager", take.reason)
+            self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, call.eager())
         with self._blocks.visit(call, settings, self._maker.is_first(call), take.reason) as visit:
             out = call.eager()
         state, reason, note = told(visit, take.reason)
         shape.note = note or shape.note
-        self._note(shape, state, reason)
+        self.stats.note(shape, state, reason)
         return _apart(call, take, out)
 
     # The first call of a size ---------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class TapeTier:
         forward.playing = True  # patches were called in this forward, so what runs from here on must not call them
         if why := call.taped.hold():  # weights went in mid-forward, so nothing that it said of them counts
             self._tapes.drop(take)
-            self._note(shape, "eager", why)
+            self.stats.note(shape, "eager", why)
             return recorded if call.taped.skipping is None else FullStep(recorded, None)
         if tape is not None:
             take.reason = obstacle(tape, call.taped.module) or odd_form(recorded)
@@ -184,7 +184,7 @@ class TapeTier:
             # once more, as later calls will run: the same seed, the same picture
             if fuse and take.twice:
                 return self._unrecorded(call, settings, shape, take, fuse)
-            self._note(shape, "eager", take.reason)
+            self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, recorded)
         operations, first, known = len(tape.operations), self._maker.is_first(call), set(self._maker.begun)
         own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
@@ -225,50 +225,28 @@ class TapeTier:
         call = _laid_out(call, program.permuted)
         bound(take, call.taped.module, call.weights)
         if device.type != "cuda" and not (first or take.features):  # torch's operations, as in the first size: compared
-            self._settle(call, settings, shape, take, inputs, None)
+            self._graphs.settle(call, settings, shape, take, inputs, None)
             return flat(recorded)
+
+        def checked(out: Output) -> Output:
+            if not settings.verify:
+                return out
+            return self._maker.checked(call, take, tape, out, flat(recorded), list(inputs.values()))
+
         graphic = device.type == "cuda" and self._uses_graphs
         may = graphic and settings.graph_budget_mb and not (take.graph_obstacle or call.taped.no_graph())
         if may and not (take.features or take.clock.is_long(LONG_MS)):
-            out = self._captured_first(call, settings, shape, take, tape, inputs, flat(recorded))
+            out = self._graphs.first(call, settings, shape, take, inputs, flat(recorded), checked)
             if out is not None:
                 return out
         out, host, elapsed = timed(lambda: flat(program.run(list(inputs.values()))), device)
-        if settings.verify:
-            out = self._maker.checked(call, take, tape, out, flat(recorded), list(inputs.values()))
+        out = checked(out)
         take.graph = graphic and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
         if take.graph and take.graph_obstacle:
             take.graph, shape.note = False, take.graph_obstacle
         elif graphic and not take.graph:
             shape.note = say("gpu_limit", elapsed=f"{elapsed:.0f}", host=f"{host:.0f}")
-        self._settle(call, settings, shape, take, inputs, out)
-        return out
-
-    def _captured_first(
-        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape,
-        inputs: dict[str, Tensor], recorded: Output,
-    ) -> Output | None:  # fmt: skip
-        """The result of the program's graph, or of its run before the capture, checked; None if there is no graph.
-
-        Nothing waits but the check: while the GPU still runs it, the host captures the graph.
-        """
-        program, cache, name = take.program, graphs.cache(call.key.device), self._name(call, take)
-        take.graph = True
-        try:
-            self._capture(call, settings, shape, take, inputs, recorded, wanted=True)
-        except CaptureFailed:  # remembered: it is told when this size settles
-            return None
-        out = cache.result(name)
-        if not settings.verify:
-            return out
-        try:
-            out = self._maker.checked(call, take, tape, out, recorded, list(inputs.values()))
-        except BaseException:
-            cache.drop(name)
-            raise
-        if take.program is not program:
-            cache.drop(name)
-            self._settle(call, settings, shape, take, inputs, out)
+        self._graphs.settle(call, settings, shape, take, inputs, out)
         return out
 
     def _failed(self, take: Take, shape: ShapeStats, error: Exception) -> str:
@@ -282,53 +260,8 @@ class TapeTier:
             take.reason = str(error) if isinstance(error, AnyShapeError) else say("tape_failed", error=named(error))
             text = "".join(traceback.format_exception(error))
             log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, text)
-        self._note(shape, "eager", take.reason)
+        self.stats.note(shape, "eager", take.reason)
         return take.reason
-
-    # Graphs ---------------------------------------------------------------------------------------------------------
-
-    def _settle(
-        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
-        out: Output | None,
-    ) -> None:  # fmt: skip
-        """Notes that the program ran, and captures it where a graph pays."""
-        shape.state, shape.reason = "tape", ""
-        if not take.graph or out is None:
-            return
-        if not settings.graph_budget_mb:
-            self._note(shape, "tape", NO_GRAPHS)
-            return
-        if why := call.taped.no_graph():
-            self._note(shape, "tape", why)
-            return
-        try:
-            self._capture(call, settings, shape, take, inputs, out)
-        except CaptureFailed as error:  # the cache remembers why, and for how long
-            self._note(shape, "tape", str(error))
-
-    def _capture(
-        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
-        out: Output, wanted: bool = False,
-    ) -> None:  # fmt: skip
-        """Raises ``CaptureFailed``. out: what the result looks like."""
-        program = take.program
-        recording = graphs.Recording(
-            lambda static: flat(program.run(list(static.values()))), inputs, call.weights,
-            tuple(program.constants()), out, self.stats.name, wanted, program.calls,
-            program.is_long,
-        )  # fmt: skip
-        cache = graphs.cache(call.key.device)
-        with preparing(self.stats.name, shape.size):
-            shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
-        shape.state, shape.reason = "graph", ""
-
-    def _name(self, call: Call, take: Take) -> graphs.Name:
-        return graphs.Name(self._owner, call.key, take.number)
-
-    def _note(self, shape: ShapeStats, state: str, reason: str) -> None:
-        shape.state, shape.reason = state, reason
-        if reason and STATS.fallback(self.stats.name, reason) == 1:
-            log.info("AnyShape: %s runs as %s: %s", self.stats.name, state, reason)
 
 
 def _apart(call: Call, take: Take, out: Any) -> Any:

@@ -1,0 +1,90 @@
+"""The graphs of one model's takes: made where one pays, and replayed."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from . import graphs
+from .call import Call, Settings
+from .errors import CaptureFailed
+from .outputs import Output, flat
+from .preparing import preparing
+from .reasons import say
+from .stats import ModelStats, ShapeStats
+from .tapes import Take
+
+NO_GRAPHS = say("no_graphs")
+
+
+class TakeGraphs:
+    """owner: stands for the model among graphs."""
+
+    def __init__(self, stats: ModelStats, owner: int) -> None:
+        self._stats, self._owner = stats, owner
+
+    def replay(self, call: Call, take: Take, inputs: dict[str, Tensor]) -> Output | None:
+        """The result of the take's graph, or None if there is none."""
+        return graphs.cache(call.key.device).replay(self._name(call, take), call.weights, inputs)
+
+    def first(
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor], like: Output,
+        checked: Callable[[Output], Output],
+    ) -> Output | None:  # fmt: skip
+        """The result of the program's graph, or of its run before the capture, checked; None if there is no graph.
+
+        like: what the result looks like. Nothing waits but the check: while the GPU still runs it, the host captures
+        the graph.
+        """
+        program, cache, name = take.program, graphs.cache(call.key.device), self._name(call, take)
+        take.graph = True
+        try:
+            self._capture(call, settings, shape, take, inputs, like, wanted=True)
+        except CaptureFailed:  # remembered: it is told when this size settles
+            return None
+        try:
+            out = checked(cache.result(name))
+        except BaseException:
+            cache.drop(name)
+            raise
+        if take.program is not program:
+            cache.drop(name)
+            self.settle(call, settings, shape, take, inputs, out)
+        return out
+
+    def settle(
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
+        out: Output | None,
+    ) -> None:  # fmt: skip
+        """Notes that the program ran, and captures it where a graph pays."""
+        shape.state, shape.reason = "tape", ""
+        if not take.graph or out is None:
+            return
+        if not settings.graph_budget_mb:
+            self._stats.note(shape, "tape", NO_GRAPHS)
+            return
+        if why := call.taped.no_graph():
+            self._stats.note(shape, "tape", why)
+            return
+        try:
+            self._capture(call, settings, shape, take, inputs, out)
+        except CaptureFailed as error:  # the cache remembers why, and for how long
+            self._stats.note(shape, "tape", str(error))
+
+    def _capture(
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor],
+        like: Output, wanted: bool = False,
+    ) -> None:  # fmt: skip
+        """Raises ``CaptureFailed``."""
+        program = take.program
+        recording = graphs.Recording(
+            lambda static: flat(program.run(list(static.values()))), inputs, call.weights,
+            tuple(program.constants()), like, self._stats.name, wanted, program.calls,
+            program.is_long,
+        )  # fmt: skip
+        cache = graphs.cache(call.key.device)
+        with preparing(self._stats.name, shape.size):
+            shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
+        shape.state, shape.reason = "graph", ""
+
+    def _name(self, call: Call, take: Take) -> graphs.Name:
+        return graphs.Name(self._owner, call.key, take.number)
