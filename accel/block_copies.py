@@ -4,6 +4,9 @@ Recording takes the host longer than eager does. A model of sixty blocks has two
 that is like an earlier one (``tape.blocks``), called with arguments of the same form, runs as ComfyUI's own without
 being listened to. Its operations are those of the first on its own weights.
 
+A *short* recording leaves such blocks out altogether. What they would give is memory that nobody has written, so the
+forward's own result is void. Its tape is what that of a whole recording would be.
+
 What the first one did besides making its result is looked for, and keeps it from being copied: options or lists that it
 changed, constants that it wrote into, another pack's attention. Whatever is missed shows in the comparison of the
 program with the forward, after which blocks are recorded one by one.
@@ -65,11 +68,15 @@ class _Copy:
 class BlockCopies:
     """What runs in place of the blocks' forwards while ``recorder`` listens.
 
-    places: the options that only say which block of its model a block is.
+    places: the options that only say which block of its model a block is. short: blocks that are copied do not run.
     """
 
-    def __init__(self, recorder: Recorder, blocks: Blocks, places: Callable[[nn.Module], frozenset[str]]) -> None:
+    def __init__(
+        self, recorder: Recorder, blocks: Blocks, places: Callable[[nn.Module], frozenset[str]], short: bool = False
+    ) -> None:
         self.count = 0  # blocks that were copied
+        self.left_out = 0  # and of these, did not run
+        self._short = short
         self._recorder, self._blocks, self._places = recorder, blocks, places
         self._examples: dict[Hashable, Example | None] = {}  # None: it must not be copied
         self._turned = [weight.module for weight in recorder.turned]
@@ -80,7 +87,11 @@ class BlockCopies:
         found = None if recorder.is_deaf else recorder.guarded(lambda: self._found(path, block, args, kwargs))
         if isinstance(found, _Copy):
             with recorder.not_listening():
-                out = own(*args, **kwargs)
+                out = recorder.guarded(lambda: _void(found.example, found.given)) if self._short else None
+                if out is None:
+                    out = own(*args, **kwargs)
+                else:
+                    self.left_out += 1
             self.count += 1
             recorder.guarded(lambda: self._copied(found.example, found.values, found.given, out))
             return out
@@ -229,6 +240,18 @@ class _Line:
         """The keyword arguments of a copy."""
         kwargs = self.operation.kwargs
         return replaced(kwargs, Value, own) if self.has_named else dict(kwargs)
+
+
+def _void(example: Example, given: Given) -> Any:
+    """A result like the example's, that nobody has computed; None if it would lie in the memory of an argument."""
+    tensors: dict[Value, Tensor] = dict(zip(example.after, given.tensors, strict=True))
+    roots = {value.root for value in tensors}
+    for value in values_in(example.out):
+        if value not in tensors:
+            if value.root in roots:
+                return None
+            tensors[value] = value.empty(value.device)
+    return replaced(example.out, Value, tensors.__getitem__)
 
 
 class _Seen:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import sensitivity, verify
 from .artifacts import KEEPER
-from .call import Call
+from .call import Call, Settings
 from .errors import AnyShapeError, KernelFailed, WrongResult
 from .outputs import Output, flat
 from .reasons import say
@@ -30,6 +30,7 @@ class Maker:
     def __init__(self, stats: ModelStats, tapes: Tapes) -> None:
         self.stats, self._tapes, self._outlines = stats, tapes, Outlines()
         self.begun: set[tuple] = set()
+        self._whole: int | None = None  # a structure of the model that cannot be recorded short, as it turned out
         self._rules = True  # whether tapes are rewritten by rules
         self._noise = verify.NOTHING  # how far rounding carries the model, if that was measured
         self._told = ""  # and what the user reads of it
@@ -62,6 +63,30 @@ class Maker:
         self.begun.add(_kind(call))
         if made:
             KEEPER.save_soon()
+
+    def may_be_short(self, call: Call, settings: Settings) -> bool:
+        """Whether a short recording is enough for this call: its plan may be one that was right at other sizes."""
+        taped = call.taped
+        if self.is_first(call) or taped.lean or taped.calls_others or taped.foreign or self._whole == taped.structure:
+            return False
+        return self._outlines.are_trusted(*_of(call, settings))
+
+    def needs_whole(self, call: Call) -> None:
+        """Has this model's forwards recorded whole from now on, because a short one could not be."""
+        self._whole = call.taped.structure
+
+    def is_trusted(self, call: Call, settings: Settings, program: Program) -> bool:
+        """Whether the plan of ``program`` was right at sizes like this call's."""
+        return program.trust is not None and program.trust.covers(*_of(call, settings))
+
+    def trust(self, call: Call, settings: Settings, program: Program, long: bool) -> None:
+        """Notes that ``program`` gave what a whole forward did; long: that took the GPU long."""
+        if program.trust is not None:
+            program.trust.add(*_of(call, settings), long)
+
+    def is_brief(self, call: Call, program: Program) -> bool:
+        """Whether forwards of this call's size are known not to take the GPU long."""
+        return program.trust is not None and program.trust.is_brief(_elements(call))
 
     def checked(
         self, call: Call, take: Take, tape: Tape, out: Output, recorded: Output, inputs: list[Tensor]
@@ -117,6 +142,15 @@ class Maker:
         """The user is told how far rounding carries the model."""
         before, self._told = self._told, say("amplifies", share=f"{self._noise.whole:.1%}")
         self.stats.inexact = sorted({*self.stats.inexact, self._told} - {before})
+
+
+def _of(call: Call, settings: Settings) -> tuple[tuple[int, bool], tuple[int, ...]]:
+    """What a plan's trust is about, and the sizes that it is asked about. Without ``verify`` nothing was compared."""
+    return (call.taped.structure, settings.verify), _elements(call)
+
+
+def _elements(call: Call) -> tuple[int, ...]:
+    return tuple(tensor.numel() for tensor in call.inputs.values())
 
 
 def _kind(call: Call) -> tuple:

@@ -1,7 +1,9 @@
 """Runs a call on the tape: replay a graph, run a program, or record.
 
 The first call of a size is ComfyUI's own forward, recorded. Its program runs at once and is compared with it, so the
-check costs no extra forward, and the first call returns what later calls will return.
+check costs no extra forward, and the first call returns what later calls will return. Where the same plan was right at
+other sizes, blocks that are alike need not run for the recording, and each kernel is checked by itself
+(``tape.trust``).
 """
 
 import logging
@@ -17,16 +19,16 @@ from .attempt import attempt, named
 from .block_tier import BlockTier, told
 from .call import Call, Settings
 from .capture import collector_off
-from .clock import timed
+from .clock import Clock, timed
 from .errors import AnyShapeError, is_out_of_memory, let_go
 from .halves import Halves
-from .maker import Maker
-from .outputs import Output, flat, odd_form
+from .maker import Maker, NotCompared
+from .outputs import Output, flat, odd_form, tensors_of
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .take_graphs import TakeGraphs
-from .tape import called_patches
+from .tape import called_patches, kernel_check
 from .tape.called_patches import FormChanged, Forward
 from .tape.options import at
 from .tape.patches import code_of
@@ -166,12 +168,15 @@ class TapeTier:
         # The library of convolutions plans them once for each layout of the weights, which takes longer than they do.
         turned = NONE if not fuse or call.taped.lean else self._turned.get(call.taped.structure, NONE)
         call = _laid_out(call, turned)
-        recorded, take, tape = self._tapes.record(call.key, fuse, call.taped, call.inputs, turned)
+        recorded, take, tape = self._short(call, settings, fuse, turned) or self._tapes.record(
+            call.key, fuse, call.taped, call.inputs, turned
+        )
+        own = _Own(call, take, recorded)
         forward.playing = True  # patches were called in this forward, so what runs from here on must not call them
         if why := call.taped.hold():  # weights went in mid-forward, so nothing that it said of them counts
             self._tapes.drop(take)
             self.stats.note(shape, "eager", why)
-            return recorded if call.taped.skipping is None else FullStep(recorded, None)
+            return own() if call.taped.skipping is None else FullStep(own(), None)
         if tape is not None:
             take.reason = obstacle(tape, call.taped.module) or odd_form(recorded)
             take.in_blocks = bool(take.reason)
@@ -185,14 +190,13 @@ class TapeTier:
             if fuse and take.twice:
                 return self._unrecorded(call, settings, shape, take, fuse)
             self.stats.note(shape, "eager", take.reason)
-            return _apart(call, take, recorded)
+            return _apart(call, take, own())
         operations, first, known = len(tape.operations), self._maker.is_first(call), set(self._maker.begun)
-        own = type(recorded) if isinstance(recorded, (list, tuple)) else _only
-        take.form = own
+        take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _only
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
         try:
             out, _ = attempt(
-                lambda: self._programmed(call, settings, shape, take, tape, recorded, fuse),
+                lambda: self._programmed(call, settings, shape, take, tape, own, fuse),
                 lambda error: self._failed(take, shape, error),
                 self._passthrough,
             )
@@ -202,19 +206,40 @@ class TapeTier:
             raise
         if halves is not None and out is not None:
             self._halves.finish(call, settings, take, halves, out, fuse, first)
-        if not turned:  # eager has other convolutions
-            shape.eager.note(take.clock.eager_ms(operations))
-        take.clock = None
+        if take.clock is not None:
+            if not turned:  # eager has other convolutions
+                shape.eager.note(take.clock.eager_ms(operations))
+            if take.program is not None:
+                self._maker.trust(call, settings, take.program, take.clock.is_long(LONG_MS))
+            take.clock = None
         for each in take.live:
             each.recorded = None
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
             self._turned = {call.taped.structure: take.program.permuted}
-        return recorded if out is None else take.result(out)
+        return own() if out is None else take.result(out)
+
+    def _short(
+        self, call: Call, settings: Settings, fuse: bool, turned: frozenset[Weight]
+    ) -> tuple[Any, Take, Tape] | None:
+        """A short recording; None where there is to be a whole one."""
+        if not (fuse and self._maker.may_be_short(call, settings)):
+            return None
+        found, _ = attempt(
+            lambda: self._tapes.record(call.key, fuse, call.taped, call.inputs, turned, short=True),
+            lambda error: (
+                let_go(error) or named(error)
+            ),  # void numbers may lead a forward astray: the whole one decides
+            self._passthrough,
+        )
+        if found is None or (found[1].short and found[2] is None):
+            self._maker.needs_whole(call)
+            return None
+        return found
 
     def _programmed(
-        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape, recorded: Any, fuse: bool
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape, own: "_Own", fuse: bool
     ) -> Output:
         """The result of the new program, checked."""
         device, first = call.key.device, self._maker.is_first(call)
@@ -222,21 +247,26 @@ class TapeTier:
         self._maker.count(program, first, call)
         inputs = take.inputs(call.inputs, call.taped.options)
         take.program = program
+        if take.short and not self._maker.is_trusted(call, settings, program):
+            own.whole()
         call = _laid_out(call, program.permuted)
         bound(take, call.taped.module, call.weights)
-        if device.type != "cuda" and not (first or take.features):  # torch's operations, as in the first size: compared
+        if device.type != "cuda" and not (first or take.features or take.short):  # as in the first size: compared
             self._graphs.settle(call, settings, shape, take, inputs, None)
-            return flat(recorded)
+            return flat(own.like)
 
         def checked(out: Output) -> Output:
             if not settings.verify:
                 return out
-            return self._maker.checked(call, take, tape, out, flat(recorded), list(inputs.values()))
+            given = list(inputs.values())
+            if take.short and kernel_check.are_right(tape, program, given, tensors_of(out)):
+                return out
+            return self._maker.checked(call, take, tape, out, own.whole(), given)
 
         graphic = device.type == "cuda" and self._uses_graphs
         may = graphic and settings.graph_budget_mb and not (take.graph_obstacle or call.taped.no_graph())
-        if may and not (take.features or take.clock.is_long(LONG_MS)):
-            out = self._graphs.first(call, settings, shape, take, inputs, flat(recorded), checked)
+        if may and not (take.features or self._is_long(call, take)):
+            out = self._graphs.first(call, settings, shape, take, inputs, flat(own.like), checked)
             if out is not None:
                 return out
         out, host, elapsed = timed(lambda: flat(program.run(list(inputs.values()))), device)
@@ -248,6 +278,12 @@ class TapeTier:
             shape.note = say("gpu_limit", elapsed=f"{elapsed:.0f}", host=f"{host:.0f}")
         self._graphs.settle(call, settings, shape, take, inputs, out)
         return out
+
+    def _is_long(self, call: Call, take: Take) -> bool:
+        """Whether the forward takes the GPU long, or may: a short recording does not show it."""
+        if take.clock is None:
+            return not self._maker.is_brief(call, take.program)
+        return take.clock.is_long(LONG_MS)
 
     def _failed(self, take: Take, shape: ShapeStats, error: Exception) -> str:
         """What goes wrong with a new program costs nothing: ComfyUI's own result is there."""
@@ -262,6 +298,34 @@ class TapeTier:
             log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, text)
         self.stats.note(shape, "eager", take.reason)
         return take.reason
+
+
+class _Own:
+    """ComfyUI's own result of a first call. like: what it looks like; void after a short recording."""
+
+    def __init__(self, call: Call, take: Take, recorded: Any) -> None:
+        self._call, self._take, self.like = call, take, recorded
+
+    def __call__(self) -> Any:
+        """The result: what was recorded or, after a short recording, what ComfyUI's forward gives now."""
+        if self._take.short:
+            clock = Clock(self._call.key.device)
+            self.like = clock.run(self._call.eager)
+            self._take.clock, self._take.short = clock, 0
+        return self.like
+
+    def whole(self) -> Output:
+        """As a call of this, for a program that goes on. Raises ``NotCompared`` if weights went in that forward."""
+        ran, out = self._take.short, flat(self())
+        if ran and (why := self._call.taped.hold()):
+            raise NotCompared(why)
+        return out
+
+
+def _astray(error: Exception) -> str:
+    """Void numbers may have led a forward there. The whole one, which comes next, says whether the call is wrong."""
+    let_go(error)
+    return named(error)
 
 
 def _apart(call: Call, take: Take, out: Any) -> Any:

@@ -108,8 +108,9 @@ class Take:
     code: tuple = ()  # the state of other packs' code in the model, see ``tape.state``
     graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
     used: bool = False  # by a call after the one that was recorded
-    clock: Clock | None = None  # of the recorded forward
+    clock: Clock | None = None  # of the whole forward, where one ran
     copies: int = 0  # blocks that were written down as copies of others
+    short: int = 0  # of these, left out of its forward, whose result is void
     calls: list[BlockCall] = field(default_factory=list)  # of blocks, until the tape is cut
     features: int = 0  # results behind the forward's own
     depth: int = 0  # blocks at either end that always run
@@ -200,11 +201,12 @@ class Tapes:
         return take
 
     def record(
-        self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor], turned: frozenset[Weight] = NONE
-    ) -> tuple[Any, Take, Tape | None]:
+        self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor], turned: frozenset[Weight] = NONE,
+        short: bool = False,
+    ) -> tuple[Any, Take, Tape | None]:  # fmt: skip
         """(ComfyUI's own result, the new take, its tape). Errors are those of ComfyUI's own forward.
 
-        turned: see ``Recorder``.
+        turned: see ``Recorder``. short: see ``BlockCopies``; a take without a tape is then not kept.
         """
         recorder = Recorder(list(inputs.values()), taped.module, key.device, turned)
         recorder.lean = taped.lean
@@ -213,7 +215,7 @@ class Tapes:
         taped.prepare(noted, recorder)
         patches = Patches(noted, recorder, self.patches)
         clock, states = Clock(key.device), states_of(taped.foreign, taped.module)
-        copies = BlockCopies(recorder, self._blocks, taped.places)
+        copies = BlockCopies(recorder, self._blocks, taped.places, short)
         calls = BlockCalls(recorder) if taped.skipping is not None else None
 
         def forward() -> Any:
@@ -242,8 +244,11 @@ class Tapes:
             take.code = () if reason else states
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
             take.graph_obstacle = patches.obstacle() or (PACKS if recorder.calls_packs else "")
-            take.clock, take.copies = clock, copies.count
+            take.copies, take.short = copies.count, copies.left_out
+            take.clock = None if take.short else clock
             take.calls = calls.calls if calls is not None and tape is not None else []
+            if take.short and (reason or patches.again):
+                return out, take, None
             if patches.again:
                 take.again, take.reason = True, take.reason or say("patch_again")
                 return out, take, None

@@ -87,11 +87,11 @@ def enabled_input(what: str) -> io.Boolean.Input:
 
 
 def verify_input() -> io.Boolean.Input:
-    """Whether first results are compared."""
+    """Whether first results are checked."""
     return io.Boolean.Input(
         "verify",
         default=True,
         optional=True,
-        tooltip="Compares the first result at each new size with ComfyUI's own. This finds a faulty driver or card "
-        "before it spoils pictures. It costs at most one extra forward per new size.",
+        tooltip="Checks each new size before its result is used: against ComfyUI's own result or, once that was right at "
+        "other sizes, kernel by kernel. This finds a faulty driver or card before it spoils pictures.",
     )

@@ -67,7 +67,7 @@ def no_programs_left(request, pack):
 
         for engine in [engine for engines in attach._ENGINES.values() for engine in engines.values()]:
             engine.drop_graphs()
-            engine._tape._tapes._takes.clear()
+            engine.__post_init__()
 
 
 def assert_close(out, expected):
@@ -97,6 +97,28 @@ def test_a_sampling_run(models, small, counts, kind):
     assert counts() == (2, 2)
     assert_close(first, models.sample(patcher, **run))
     assert_close(other, models.sample(patcher, **run | ANOTHER))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_third_size_is_recorded_without_blocks_that_are_alike(models, small, monkeypatch, kind):
+    """The plan was right at two sizes. A size of more than twice the elements of those is compared whole again."""
+    from anyshape.accel.tapes import Tapes
+
+    left_out, own = [], Tapes.record
+
+    def record(self, *args, **named):
+        found = own(self, *args, **named)
+        left_out.append(found[1].short)
+        return found
+
+    monkeypatch.setattr(Tapes, "record", record)
+    fast, run = compiled(small[kind]), RUNS[kind]
+    with expect(fallbacks=0):
+        for width, height, tokens in ((544, 400, 77), (400, 480, 60), (272, 208, 91), (336, 592, 33), (1088, 800, 77)):
+            this = run | {"width": width, "height": height, "tokens": tokens}
+            assert_close(models.sample(fast, **this), models.sample(small[kind], **this))
+    assert [bool(n) for n in left_out] == [False, False, True, True, False]
+    assert states() == [("graph", "")] * 5
 
 
 @pytest.mark.parametrize("kind", KINDS)

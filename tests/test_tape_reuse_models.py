@@ -1,19 +1,12 @@
 """A later size of ComfyUI's models runs the plan of an earlier one: the one that it would have by itself."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
-from tools import architectures, embed
+from tools import architectures
 from tools.architectures.table import Draw
-
-embed.bare_pack()
-
-from anyshape.accel.tape.kernels import Launch  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.tape.program import Program  # noqa: E402
-from anyshape.accel.tape.rules.attention import Attention  # noqa: E402
 
 # Of each kind: UNets, joint and single blocks, frames, prompts as inputs, pictures in loops.
 MODELS = (
@@ -37,35 +30,11 @@ BY_CHANCE = (
 )  # fmt: skip
 
 
-def steps_of(program: Program) -> list[tuple]:
-    """What a program does, without its tensors: two with equal steps do the same."""
-    return [_kernel(step) if type(step.run) is Launch else _call(step) for step in program._steps]
-
-
-def _kernel(step: Any) -> tuple:
-    launch = step.run
-    values = [(value.shape, _strides(value), value.dtype) for value in (*launch.operands, *launch.outputs)]
-    return launch.source.text, launch.numbers, launch.grid, values, step.args, step.outputs, sorted(step.free)
-
-
-def _call(step: Any) -> tuple:
-    run = step.run
-    if isinstance(run, Attention):
-        func: tuple = *run.likeness, run.stride, run.backend
-    else:  # one that was made for a join has its sizes as arguments
-        func = getattr(run, "func", run), getattr(run, "args", ()), getattr(run, "keywords", {})
-    return *func, repr(step.args), repr(step.kwargs), step.outputs, sorted(step.free)
-
-
-def _strides(value: Any) -> tuple:
-    """Those of dimensions with more than one element, the others say nothing."""
-    return tuple(stride for stride, n in zip(value.stride, value.shape, strict=True) if n != 1)
-
-
 @pytest.mark.usefixtures("pack", "one_thread")
 @pytest.mark.parametrize("name", [entry.name for entry in architectures.present() if entry.name in MODELS])
 def test_a_reused_plan_is_the_one_that_the_size_would_have_by_itself(name: str):
     from tools.architectures import taped
+    from tools.recording import steps_of
 
     studied = taped.Studied(architectures.TABLE[name])
     for k in range(VARIANTS):
@@ -89,6 +58,7 @@ class ByChance(architectures.Architecture):
 @pytest.mark.parametrize("name", [entry.name for entry in architectures.present() if entry.name in SEVERAL_LENGTHS])
 def test_a_plan_that_was_made_where_lengths_are_equal_by_chance(name: str):
     from tools.architectures import taped
+    from tools.recording import steps_of
 
     studied = taped.Studied(ByChance(**vars(architectures.TABLE[name])))
     for k in range(len(BY_CHANCE)):

@@ -15,6 +15,7 @@ from anyshape.accel.tape.layout import laid_out
 from anyshape.accel.tape.options import Guards, NotedOptions, Reads
 from anyshape.accel.tape.program import Program
 from anyshape.accel.tape.record import Recorder, record
+from anyshape.accel.tape.rules.attention import Attention
 from anyshape.accel.tape.values import Tape
 from torch import Tensor, nn
 
@@ -112,13 +113,39 @@ def _ordered(x: Tensor) -> Tensor:
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 
 
+def steps_of(program: Program) -> list[tuple]:
+    """What a program does, without its tensors: two with equal steps do the same."""
+    return [_kernel(step) if type(step.run) is Launch else _call(step) for step in program._steps]
+
+
+def _kernel(step: Any) -> tuple:
+    launch = step.run
+    values = [(value.shape, _strides(value), value.dtype) for value in (*launch.operands, *launch.outputs)]
+    return launch.source.text, launch.numbers, launch.grid, values, step.args, step.outputs, sorted(step.free)
+
+
+def _call(step: Any) -> tuple:
+    run = step.run
+    if isinstance(run, Attention):
+        func: tuple = *run.likeness, run.stride, run.backend
+    else:  # one that was made for a join has its sizes as arguments
+        func = getattr(run, "func", run), getattr(run, "args", ()), getattr(run, "keywords", {})
+    return *func, repr(step.args), repr(step.kwargs), step.outputs, sorted(step.free)
+
+
+def _strides(value: Any) -> tuple:
+    """Those of dimensions with more than one element, the others say nothing."""
+    return tuple(stride for stride, n in zip(value.stride, value.shape, strict=True) if n != 1)
+
+
 def plan_kernels(patch: Any) -> None:
     """As on a GPU, but that programs run unfused: which kernels they would need is counted. patch: pytest's."""
     fused, known = maker.Maker.made, set()
 
     def made(self: Any, tape: Any, fuse: bool, call: Any) -> Any:
         unfused = Program(tape, fuse=False)  # first: rules rewrite the tape
-        unfused.report = fused(self, tape, fuse, call).report
+        planned = fused(self, tape, fuse, call)
+        unfused.report, unfused.trust = planned.report, planned.trust
         return unfused
 
     @contextmanager

@@ -17,6 +17,7 @@ from .index import Number
 from .kernels import Launch
 from .plan import Plan, Report
 from .structure import SHAPES_IN_RESULT
+from .trust import Trust
 from .values import Constant, Operation, Size, Tape, Value
 
 NONE, ANY = -1, -2  # slots: no value; whichever
@@ -102,6 +103,7 @@ class Outline:
     kernels: list[Kernel] = field(default_factory=list)
     steps: list[tuple] = field(default_factory=list)
     parts: list[tuple[int, int]] = field(default_factory=list)
+    trust: Trust = field(default_factory=Trust)
 
 
 def likeness(func: Any) -> Any:

@@ -5,7 +5,7 @@ structure) and emptied by ``unbind`` when ComfyUI unloads it.
 """
 
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -113,7 +113,7 @@ class Program:
             plan = Plan(tape, wrong)
         else:
             plan = outlines.plan(tape)
-        self.report, self.launches, self.parts = plan.report, plan.launches, plan.parts
+        self.report, self.launches, self.parts, self.trust = plan.report, plan.launches, plan.parts, plan.trust
         started = time.perf_counter()
         with compiling(plan.called, tape.device) as by_hand:
             self.report.compiled = compile_all(self.launches, tape.device) if self.launches else 0
@@ -197,6 +197,16 @@ class Program:
             bound[slot] = make(*(bound[source] for source in sources))
         return bound
 
+    def bound_with(self, known: Mapping[Value, Tensor]) -> Bound:
+        """For ``run``: these values, and constants, in the place of weights and of what operations have made."""
+        bound: Bound = [None] * self._count
+        for slot, tensor in self._fixed:
+            bound[slot] = tensor
+        for value, tensor in known.items():
+            if value in self._slots:
+                bound[self._slots[value]] = tensor
+        return bound
+
     def unbind(self) -> None:
         """Releases the weights."""
         self._bound = None
@@ -217,14 +227,15 @@ class Program:
         self._execute(
             inputs, lambda slot, tensor: found.update({names[slot]: tensor.clone()}) if slot in names else None
         )
-        for value in wanted - found.keys():
-            if isinstance(value.leaf, Input):
-                found[value] = inputs[value.leaf.index]
-            elif isinstance(value.leaf, Constant):  # of which the program may read only a part
-                found[value] = value.leaf.tensor
-            else:
-                found[value] = self._bound[self._slots[value]]
-        return found
+        return found | {value: self.leaf(value, inputs) for value in wanted - found.keys()}
+
+    def leaf(self, value: Value, inputs: Sequence[Tensor]) -> Tensor:
+        """What a leaf that the program reads is now."""
+        if isinstance(value.leaf, Input):
+            return inputs[value.leaf.index]
+        if isinstance(value.leaf, Constant):  # of which the program may read only a part
+            return value.leaf.tensor
+        return self._bound[self._slots[value]]
 
     def run(self, inputs: Sequence[Tensor], bound: Bound | None = None) -> Any:
         """The forward's result for these inputs; inference tensors only where the caller is in inference mode.

@@ -10,7 +10,7 @@ import dataclasses
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 
 from . import singles, views
@@ -19,6 +19,7 @@ from .kernels import Launch
 from .layout import contiguous
 from .outline import NONE, NoOutline, Outline, fixed, likeness, outline
 from .plan import Plan, Schedule
+from .trust import Elements
 from .values import Constant, Operation, Size, Tape, Value
 
 MAX_OUTLINES = 8  # per model: kinds of sizes (one picture, several; one frame, several) and of inputs
@@ -47,11 +48,18 @@ class Outlines:
                 continue
             self._keep(known)
             self.reused += 1
+            found.trust = known.trust
             return found
         plan = Plan(tape)
         with suppress(NoOutline):
-            self._keep(outline(tape, plan))
+            made = outline(tape, plan)
+            plan.trust = made.trust
+            self._keep(made)
         return plan
+
+    def are_trusted(self, about: Hashable, sizes: Elements) -> bool:
+        """Whether there is a plan that was right at sizes like these: theirs, perhaps. See ``Trust``."""
+        return any(known.trust.covers(about, sizes) for known in self._known)
 
     def _keep(self, known: Outline) -> None:
         with self._lock:

@@ -52,9 +52,13 @@ class Studied:
         self.architecture, self.outlines = architecture, Outlines()
         self.model = patchers.make(architecture.name, blocks=blocks).model.diffusion_model
 
-    def record(self, k: int, skipping: bool = False) -> "Recording":
-        """Variant ``k``'s forward, recorded the way the product does. skipping: so that its middle may be left out."""
-        return Recording(self.model, *self.architecture.inputs(k), outlines=self.outlines, skipping=skipping)
+    def record(self, k: int, skipping: bool = False, short: bool = False) -> "Recording":
+        """Variant ``k``'s forward, recorded the way the product does. skipping: so that its middle may be left out.
+
+        short: without the blocks that are like another one.
+        """
+        given = self.architecture.inputs(k)
+        return Recording(self.model, *given, outlines=self.outlines, skipping=skipping, short=short)
 
     @staticmethod
     def smallest_of(architecture: Architecture) -> int:
@@ -72,12 +76,12 @@ class Studied:
 class Recording:
     """One forward, or another ``way`` of a module: ``out``, its ``tape`` or the ``refusal``, its program's inputs.
 
-    lean: see ``Tape.lean``.
+    lean: see ``Tape.lean``. left_out: blocks that did not run, so that ``out`` is void.
     """
 
     def __init__(
         self, model: torch.nn.Module, arguments: tuple, named: dict[str, Any], outlines: Any = None,
-        skipping: bool = False, way: str = "forward", lean: bool = False,
+        skipping: bool = False, way: str = "forward", lean: bool = False, short: bool = False,
     ) -> None:  # fmt: skip
         from anyshape.accel.comfy import taping
         from anyshape.accel.key import shape_key
@@ -92,8 +96,8 @@ class Recording:
         )  # fmt: skip
         with torch.inference_mode():
             key = shape_key(self._given.tensors, {})
-            self.out, take, self.tape = Tapes().record(key, True, taped, self._given.tensors)
-        self.refusal, self._calls = take.reason, take.calls
+            self.out, take, self.tape = Tapes().record(key, True, taped, self._given.tensors, short=short)
+        self.refusal, self._calls, self.left_out = take.reason, take.calls, take.short
         self.inputs = list(take.inputs(self._given.tensors, self._given.options).values())
         self._model, self._outlines = model, outlines
 
