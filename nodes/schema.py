@@ -92,6 +92,6 @@ def verify_input() -> io.Boolean.Input:
         "verify",
         default=True,
         optional=True,
-        tooltip="Checks each new size before its result is used: against ComfyUI's own result or, once that was right at "
-        "other sizes, kernel by kernel. This finds a faulty driver or card before it spoils pictures.",
+        tooltip="Checks each new size before its result is used: against ComfyUI's own result or, once that was right "
+        "at other sizes, kernel by kernel. This finds a faulty driver or card before it spoils pictures.",
     )

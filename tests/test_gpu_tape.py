@@ -21,7 +21,7 @@ SMALL = {
             "target": "torch.nn.Linear", "params": {"in_features": 128, "out_features": 256},
         },
     },
-    "wan": {"dim": 256, "num_heads": 2, "ffn_dim": 512, "num_layers": 2, "text_dim": 128},
+    "wan": {"dim": 256, "num_heads": 2, "ffn_dim": 512, "num_layers": 3, "text_dim": 128},
 }  # fmt: skip
 WEIGHTS = {
     "flux": "double_blocks.1.img_attn.qkv", "sd35l": "joint_blocks.1.x_block.mlp.fc1", "wan": "blocks.1.self_attn.v",
