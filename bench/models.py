@@ -76,7 +76,8 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
                 scale.data.add_(1.0)
     for name, buffer in module.named_buffers():
         if f".{name}".endswith(EMPTY_BUFFERS):
-            buffer.data.normal_(std=0.02, generator=generator)
+            value = torch.randn(buffer.shape, generator=generator, device=generator.device)
+            buffer.data.copy_(value * 0.02)  # which may lie elsewhere than the parameters
     module.requires_grad_(False)
 
 

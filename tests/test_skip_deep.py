@@ -224,20 +224,29 @@ def test_sampling_a_network_that_is_not_sds():
 
 
 def test_fused_halves_share_their_kernels(models, plain_kernels, monkeypatch):
-    """Through Compile Model in Triton's interpreter: right, and no kernel for another size."""
-    from anyshape.accel import tape_tier
+    """Through Compile Model in Triton's interpreter: right, and no kernel for another size. The third is short."""
+    from anyshape.accel import tape_tier, tapes
     from anyshape.accel.tape import kernels
 
+    left_out, record = [], tapes.Tapes.record
+
+    def noted(self, key, fuse, *args, **named):
+        found = record(self, key, fuse, *args, **named)
+        if fuse:
+            left_out.append(found[1].short > 0)
+        return found
+
+    monkeypatch.setattr(tapes.Tapes, "record", noted)
     monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
     monkeypatch.setattr(kernels, "_COMPILED", {})  # whatever other tests have compiled
     patchers = [models.unet("sd15", torch.float16, **NARROW_UNET | TINY_UNET) for _ in range(2)]
     ways = skipping(patchers[0]), compiled(skipping(patchers[1]))
     with expect(recompiles=0, fallbacks=0):
-        for width in (64, 72):
+        for width in (64, 72, 56):
             eager, out = (models.sample(each, width=width, height=64, steps=9, cfg=1.0) for each in ways)
             assert error(out, eager) < 2e-2
             assert counted() == {"full": 3, "skipped": 6, "resets": {}}
-    assert {shape["state"] for shape in shapes()} == {"tape"}
+    assert {shape["state"] for shape in shapes()} == {"tape"} and left_out == [False, False, True]
 
 
 # Depths -----------------------------------------------------------------------------------------------------------
