@@ -190,14 +190,15 @@ class BlockCopies:
             return
 
         def own(value: Value) -> Value:
-            return values.get(value, value)
+            return get(value, value)
 
+        get = values.get
         if not example.recipe:
             example.recipe = [_Line.of(operation) for operation in example.operations]
         for line in example.recipe:
             operation = line.operation
             copied = Operation(
-                operation.func, line.arguments(own), line.named(own), [own(value) for value in operation.inputs],
+                operation.func, line.arguments(get), line.named(own), [get(value, value) for value in operation.inputs],
                 writes=operation.writes and own(operation.writes), opaque=operation.opaque, like=operation,
             )  # fmt: skip
             for value in operation.outputs:
@@ -227,13 +228,13 @@ class _Line:
         deep = len(flat) != sum(1 for _ in values_in(operation.args))
         return cls(operation, None if deep else flat, any(True for _ in values_in(operation.kwargs)))
 
-    def arguments(self, own: Callable[[Value], Value]) -> tuple:
-        """Those of a copy."""
+    def arguments(self, get: Callable[[Value, Value], Value]) -> tuple:
+        """Those of a copy. get: what stands for a value, itself by default."""
         if self.places is None:
-            return replaced(self.operation.args, Value, own)
+            return replaced(self.operation.args, Value, lambda value: get(value, value))
         args = list(self.operation.args)
         for place, value in self.places:
-            args[place] = own(value)
+            args[place] = get(value, value)
         return tuple(args)
 
     def named(self, own: Callable[[Value], Value]) -> dict[str, Any]:

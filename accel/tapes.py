@@ -210,7 +210,7 @@ class Tapes:
         """
         recorder = Recorder(list(inputs.values()), taped.module, key.device, turned)
         recorder.lean = taped.lean
-        recorder.plans_little |= short
+        recorder.short = short
         reads = Reads(recorder.add_input)
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)

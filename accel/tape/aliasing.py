@@ -92,11 +92,12 @@ def needed(operations: Sequence[Operation], outputs: Sequence[Value], calls: boo
     wanted = {value for value in outputs} | {value.root for value in outputs}
     kept: list[Operation] = []
     for operation in reversed(operations):
-        if not (calls and getattr(operation.func, "lives", False)) and not any(
-            value is not None and (value in wanted or (value.base is not None and value.base in wanted))
-            for value in operation.outputs
-        ):
-            continue
+        for value in operation.outputs:
+            if value is not None and (value in wanted or value.base in wanted):
+                break
+        else:
+            if not (calls and getattr(operation.func, "lives", False)):
+                continue
         kept.append(operation)
         for value in operation.inputs:
             wanted.add(value)

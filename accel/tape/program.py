@@ -150,11 +150,12 @@ class Program:
         return _Slot(self._number(value))
 
     def _step(self, step: Operation | Launch) -> Launched | Called:
-        number = self._number
-        outputs = tuple([-1 if value is None else number(value) for value in step.outputs])
+        slots = self._slots
+        number = slots.setdefault
+        outputs = tuple([-1 if value is None else number(value, len(slots)) for value in step.outputs])
         if isinstance(step, Launch):
-            return Launched(outputs, step, tuple([number(value) for value in step.operands]), self.device)
-        flat = [(place, number(item)) for place, item in enumerate(step.args) if type(item) is Value]
+            return Launched(outputs, step, tuple([number(value, len(slots)) for value in step.operands]), self.device)
+        flat = [(place, number(item, len(slots))) for place, item in enumerate(step.args) if type(item) is Value]
         if len(flat) == len(step.inputs):
             args = tuple([None if type(item) is Value else item for item in step.args])
             return Called(outputs, _run_of(step, self._written), args, step.kwargs, tuple(flat))
@@ -163,13 +164,14 @@ class Program:
 
     def _free(self, steps: Sequence[Operation | Launch], tape: Tape) -> None:
         """Each step frees what nobody reads after it."""
-        kept = {self._slots[value] for value in tape.outputs}
-        seen = set(kept)
+        seen = {self._slots[value] for value in tape.outputs}
         for made, step in zip(reversed(steps), reversed(self._steps), strict=True):
-            reads = made.operands if isinstance(made, Launch) else made.inputs
-            slots = {self._slots[value] for value in reads if value.leaf is None} | set(step.outputs) - {-1}
-            step.free = tuple(slots - seen)
-            seen |= slots
+            free = []
+            for value in (*made.outputs, *(made.operands if isinstance(made, Launch) else made.inputs)):
+                if value is not None and value.leaf is None and (slot := self._slots[value]) not in seen:
+                    seen.add(slot)
+                    free.append(slot)
+            step.free = tuple(free)
 
     # Running it ---------------------------------------------------------------------------------------------------
 

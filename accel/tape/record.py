@@ -40,8 +40,8 @@ class Recorder(TorchDispatchMode):
     """Records between ``__enter__`` and ``__exit__``. ``refuse`` gives up.
 
     turned: weights of convolutions that lie channels last, for programs that read them so. On the tape they, and what
-    the convolutions give, lie as ComfyUI has them: the tapes of all sizes are alike. ``plans_little``: libraries plan
-    as little as they can for this one forward, whose time says nothing.
+    the convolutions give, lie as ComfyUI has them: the tapes of all sizes are alike. With any, and if it is
+    ``short``, libraries plan as little as they can for this one forward, whose time says nothing.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Recorder(TorchDispatchMode):
         self.device, self._paused = device, False
         self._tensors = Tensors(module, self.refuse)
         self.turned = self._tensors.turned = turned
-        self.plans_little = bool(turned)
+        self.short = False  # what its forward gives is void, and how such forwards treat their model is known
         self.value, self.known, self.mark = self._tensors.value, self._tensors.known, self._tensors.mark
         self.number = self._tensors.next
         self.writes = Writes(self._tensors, self.refuse, self.operations)
@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):
                 self.writes.before(func, known, args, kwargs, lifted, inputs)
         except Exception as error:  # noqa: BLE001  ours costs the tape, never the forward
             self._failed(error)
-        planned = self.plans_little and (func is CONVOLUTION or func is ATTENTION)
+        planned = (self.turned or self.short) and (func is CONVOLUTION or func is ATTENTION)
         out = self.guarded(partial(instead, func, args, kwargs)) if planned else None
         if out is None:
             out = func(*args, **kwargs)
@@ -283,7 +283,7 @@ class Recorder(TorchDispatchMode):
             self.refuse(say("constant"))
         if self._world.was_drawn_from():
             self.refuse(RANDOM)
-        if kept := kept_tensor(self.module, self._tensors.depends):
+        if not self.short and (kept := kept_tensor(self.module, self._tensors.depends)):
             self.keeps = True
             self.refuse(say("keeps", tensor=kept))
         if not self.refuse.reason and self._blanks.were_filled():

@@ -11,7 +11,7 @@ from ..values import Operation, Readers, Tape, Value, replaced
 
 def replace_inputs(operation: Operation, other: dict[Value, Value]) -> None:
     """Has ``operation`` read other values."""
-    if any(value in other for value in operation.inputs):
+    if not other.keys().isdisjoint(operation.inputs):
         operation.args, operation.kwargs = (
             replaced(given, Value, lambda value: other.get(value, value))
             for given in (operation.args, operation.kwargs)
