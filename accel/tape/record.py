@@ -25,7 +25,7 @@ from .named_tensors import PLAIN, Memories, is_dressed
 from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
 from .tensors import Tensors
 from .traits import DROPOUTS, Traits, draws, traits
-from .unplanned import ATTENTION, CONVOLUTION, format_of, instead
+from .unplanned import ATTENTION, CONVOLUTION, format_of, instead, void
 from .values import Constant, Input, Operation, Tape, Value, Weight
 from .wrapped import Wrapped
 from .writes import Writes
@@ -40,8 +40,8 @@ class Recorder(TorchDispatchMode):
     """Records between ``__enter__`` and ``__exit__``. ``refuse`` gives up.
 
     turned: weights of convolutions that lie channels last, for programs that read them so. On the tape they, and what
-    the convolutions give, lie as ComfyUI has them: the tapes of all sizes are alike. With any, and if it is
-    ``short``, libraries plan as little as they can for this one forward, whose time says nothing.
+    the convolutions give, lie as ComfyUI has them: the tapes of all sizes are alike. With any, libraries plan
+    as little as they can for this one forward, whose time says nothing.
     """
 
     def __init__(
@@ -170,8 +170,11 @@ class Recorder(TorchDispatchMode):
                 self.writes.before(func, known, args, kwargs, lifted, inputs)
         except Exception as error:  # noqa: BLE001  ours costs the tape, never the forward
             self._failed(error)
-        planned = (self.turned or self.short) and (func is CONVOLUTION or func is ATTENTION)
-        out = self.guarded(partial(instead, func, args, kwargs)) if planned else None
+        out = None
+        if self.short and func is ATTENTION:
+            out = self.guarded(partial(void, args, kwargs))
+        elif self.turned and (func is CONVOLUTION or func is ATTENTION):
+            out = self.guarded(partial(instead, func, args, kwargs))
         if out is None:
             out = func(*args, **kwargs)
         if not self.refuse.reason:

@@ -84,7 +84,21 @@ def _attention(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
     out = _by_flash(q, k, v, mask, given.get("dropout_p", 0.0), given.get("is_causal", False), given.get("scale"))
     if out is None or not lie_alike(q.shape, out.stride(), q.stride()):  # as cuDNN's lies
         return None
-    return out, *(item.detach() if isinstance(item, Tensor) else item for item in _others(q.device, q.dtype))
+    return out, *_besides(q)
+
+
+def void(args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    """What cuDNN's attention gives, with a result that nobody has computed; None where it may lie otherwise."""
+    given = by_name(ATTENTION, args, kwargs)
+    q = given["query"]
+    if given["compute_log_sumexp"] or q.shape[-1] != given["value"].shape[-1]:
+        return None
+    return torch.empty_like(q), *_besides(q)
+
+
+def _besides(q: Tensor) -> tuple:
+    """New tensors for what cuDNN's attention gives besides its result."""
+    return tuple([item.detach() if isinstance(item, Tensor) else item for item in _others(q.device, q.dtype)])
 
 
 def _by_flash(
