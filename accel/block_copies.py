@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from .block_call import Given, NotUsed, is_plain, take_apart
 from .block_forwards import Blocks
-from .tape.named_tensors import modules_of, resolve, tensors_of
+from .tape.named_tensors import PartsByPath, modules_of, resolve, tensors_of
 from .tape.options import MISSING, NotedOptions, frozen
 from .tape.record import Recorder
 from .tape.values import Constant, Operation, Value, Weight, replaced, tensors_in, values_in
@@ -173,7 +173,7 @@ class BlockCopies:
                 return None
         if len({new.root for new in found.values()}) != len({old.root for old in found}):
             return None  # arguments share memory here, or did there
-        modules = dict(modules_of(block))
+        modules = PartsByPath(block)
         for old, name in example.weights:
             new = value(resolve(modules, name))
             if (new.shape, new.stride, new.dtype, new.device) != (old.shape, old.stride, old.dtype, old.device):

@@ -228,9 +228,7 @@ class TapeTier:
             return None
         found, _ = attempt(
             lambda: self._tapes.record(call.key, fuse, call.taped, call.inputs, turned, short=True),
-            lambda error: (
-                let_go(error) or named(error)
-            ),  # void numbers may lead a forward astray: the whole one decides
+            _astray,
             self._passthrough,
         )
         if found is None or (found[1].short and found[2] is None):
@@ -247,7 +245,7 @@ class TapeTier:
         self._maker.count(program, first, call)
         inputs = take.inputs(call.inputs, call.taped.options)
         take.program = program
-        if take.short and not self._maker.is_trusted(call, settings, program):
+        if settings.verify and take.short and not self._maker.is_trusted(call, settings, program):
             own.whole()
         call = _laid_out(call, program.permuted)
         bound(take, call.taped.module, call.weights)

@@ -80,12 +80,11 @@ PAGES: "list[OpenedPages]" = []  # once there are any
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For ``-n auto``: one process per core, two at most, and two that mostly wait: for the server or its page, and for
-    the process of ``test_older_comfyui``.
+    """For ``-n auto``: one process per core, two at most, and one for when the server's waits for it or for its page.
 
     None on a GPU, whose memory some tests measure.
     """
-    return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1) + 2
+    return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1) + 1
 
 
 @pytest.hookimpl(optionalhook=True)
