@@ -1,7 +1,7 @@
 """Compares the kernels of a program with torch's operations, each kernel by itself, on random numbers.
 
 For a size whose forward is not compared whole (``trust``). Of kernels that are launched with the same numbers one is
-compared: a model of sixty blocks has some twenty different ones. That takes a hundredth of a forward.
+compared: a model of sixty blocks has some twenty different ones. The host does it while the GPU runs the forward.
 """
 
 import math
