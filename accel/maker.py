@@ -30,7 +30,7 @@ class Maker:
     def __init__(self, stats: ModelStats, tapes: Tapes) -> None:
         self.stats, self._tapes, self._outlines = stats, tapes, Outlines()
         self.begun: set[tuple] = set()
-        self._whole: int | None = None  # a structure of the model that cannot be recorded short, as it turned out
+        self._whole: int | None = None  # a structure of the model that is not worth a short recording, as it turned out
         self._rules = True  # whether tapes are rewritten by rules
         self._noise = verify.NOTHING  # how far rounding carries the model, if that was measured
         self._told = ""  # and what the user reads of it
@@ -72,7 +72,7 @@ class Maker:
         return self._outlines.are_trusted(*_of(call, settings))
 
     def needs_whole(self, call: Call) -> None:
-        """Has this model's forwards recorded whole from now on, because a short one could not be."""
+        """Has this model's forwards recorded whole from now on: a short one cannot be, or spares nothing."""
         self._whole = call.taped.structure
 
     def is_trusted(self, call: Call, settings: Settings, program: Program) -> bool:

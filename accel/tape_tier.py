@@ -231,10 +231,10 @@ class TapeTier:
             _astray,
             self._passthrough,
         )
-        if found is None or (found[1].short and found[2] is None):
+        failed = found is None or found[2] is None
+        if failed or not found[1].left_out:  # where nothing can be left out it spares nothing
             self._maker.needs_whole(call)
-            return None
-        return found
+        return None if failed else found
 
     def _programmed(
         self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape, own: "_Own", fuse: bool
@@ -309,7 +309,7 @@ class _Own:
         if self._take.short:
             clock = Clock(self._call.key.device)
             self.like = clock.run(self._call.eager)
-            self._take.clock, self._take.short = clock, 0
+            self._take.clock, self._take.short = clock, False
         return self.like
 
     def whole(self) -> Output:

@@ -110,7 +110,8 @@ class Take:
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the whole forward, where one ran
     copies: int = 0  # blocks that were written down as copies of others
-    short: int = 0  # of these, left out of its forward, whose result is void
+    left_out: int = 0  # of these, did not run
+    short: bool = False  # its forward's result is void
     calls: list[BlockCall] = field(default_factory=list)  # of blocks, until the tape is cut
     features: int = 0  # results behind the forward's own
     depth: int = 0  # blocks at either end that always run
@@ -245,10 +246,10 @@ class Tapes:
             take.code = () if reason else states
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
             take.graph_obstacle = patches.obstacle() or (PACKS if recorder.calls_packs else "")
-            take.copies, take.short = copies.count, copies.left_out
-            take.clock = None if take.short else clock
+            take.copies, take.short, take.left_out = copies.count, short, copies.left_out
+            take.clock = None if short else clock
             take.calls = calls.calls if calls is not None and tape is not None else []
-            if take.short and (reason or patches.again):
+            if short and (reason or patches.again):
                 return out, take, None
             if patches.again:
                 take.again, take.reason = True, take.reason or say("patch_again")

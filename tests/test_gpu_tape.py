@@ -108,7 +108,7 @@ def test_a_third_size_is_recorded_without_blocks_that_are_alike(models, small, m
 
     def record(self, *args, **named):
         found = own(self, *args, **named)
-        left_out.append(found[1].short)
+        left_out.append(found[1].left_out)
         return found
 
     monkeypatch.setattr(Tapes, "record", record)

@@ -233,7 +233,7 @@ def test_fused_halves_share_their_kernels(models, plain_kernels, monkeypatch):
     def noted(self, key, fuse, *args, **named):
         found = record(self, key, fuse, *args, **named)
         if fuse:
-            left_out.append(found[1].short > 0)
+            left_out.append(found[1].left_out > 0)
         return found
 
     monkeypatch.setattr(tapes.Tapes, "record", noted)

@@ -18,7 +18,7 @@ from anyshape.accel import maker, stats, tape_tier  # noqa: E402 - the package e
 from anyshape.accel.call import Call, Settings  # noqa: E402
 from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
-from anyshape.accel.tape import kernel_check, kernels  # noqa: E402
+from anyshape.accel.tape import kernel_check, kernels, record  # noqa: E402
 from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.trust import REACH, Trust  # noqa: E402
 from anyshape.accel.tapes import Taped  # noqa: E402
@@ -60,6 +60,15 @@ class Viewed(Block):
         Block.ran += 1
         x.add_(torch.tanh(self.lin(self.norm(x))))
         return x[:, :]
+
+
+class Attends(Viewed):
+    """Attention whose result a short recording leaves void, in a block that cannot be left out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.norm(x)[:, None]
+        x.add_(torch.nn.functional.scaled_dot_product_attention(q, q, q)[:, 0])
+        return super().forward(x)
 
 
 class Model(nn.Module):
@@ -164,7 +173,19 @@ def test_a_block_that_gives_its_argument_back(bench) -> None:
 
 @pytest.mark.parametrize("bench", [(Viewed,)], indirect=True)
 def test_a_block_that_gives_a_view_of_its_argument_runs(bench) -> None:
-    assert bench.ran(4) == COUNT
+    assert bench.ran(4) == COUNT and bench.ran(3) == COUNT
+
+
+@pytest.mark.parametrize("bench", [(Attends,)], indirect=True)
+def test_a_short_recording_is_void_whatever_it_leaves_out(bench, monkeypatch) -> None:
+    """As where cuDNN's attention is not computed: what was recorded is then no result of ComfyUI's."""
+    def void(args, kwargs):
+        return torch.full_like(args[0], float("nan")), args[0].new_empty(args[0].shape[:3])
+
+    monkeypatch.setattr(record, "ATTENTION", torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    monkeypatch.setattr(record, "void", void)
+    assert bench.ran(4) == COUNT and bench.ran(3) == COUNT
+    assert states() == [("tape", "")] * 4 and reasons() == []
 
 
 # What goes wrong ------------------------------------------------------------------------------------------------------
