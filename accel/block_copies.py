@@ -189,21 +189,18 @@ class BlockCopies:
             recorder.refuse("blocks that are alike gave different results")
             return
 
-        def own(value: Value) -> Value:
-            return get(value, value)
-
         get = values.get
         if not example.recipe:
             example.recipe = [_Line.of(operation) for operation in example.operations]
         for line in example.recipe:
             operation = line.operation
             copied = Operation(
-                operation.func, line.arguments(get), line.named(own), [get(value, value) for value in operation.inputs],
-                writes=operation.writes and own(operation.writes), opaque=operation.opaque, like=operation,
+                operation.func, line.arguments(get), line.named(get), [get(value, value) for value in operation.inputs],
+                writes=get(operation.writes, operation.writes), opaque=operation.opaque, like=operation,
             )  # fmt: skip
             for value in operation.outputs:
                 if value is not None:
-                    values[value] = made = value.again(recorder.number(), value.base and own(value.base))
+                    values[value] = made = value.again(recorder.number(), get(value.base, value.base))
                     made.origin = copied
                     copied.outputs.append(made)
                 else:
@@ -211,7 +208,7 @@ class BlockCopies:
             recorder.operations.append(copied)
         for old, new in [*zip(example.after, given.tensors, strict=True), *pairs]:
             if isinstance(old, Value) and old not in example.given:
-                recorder.mark(new, own(old))
+                recorder.mark(new, get(old, old))
 
 
 @dataclass
@@ -237,10 +234,10 @@ class _Line:
             args[place] = get(value, value)
         return tuple(args)
 
-    def named(self, own: Callable[[Value], Value]) -> dict[str, Any]:
+    def named(self, get: Callable[[Value, Value], Value]) -> dict[str, Any]:
         """The keyword arguments of a copy."""
         kwargs = self.operation.kwargs
-        return replaced(kwargs, Value, own) if self.has_named else dict(kwargs)
+        return replaced(kwargs, Value, lambda value: get(value, value)) if self.has_named else dict(kwargs)
 
 
 def _void(example: Example, given: Given) -> Any:

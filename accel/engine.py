@@ -107,17 +107,13 @@ class Engine:
             if theirs and is_failure:
                 shape.reason = why = say("fails_anyway", error=named(error))
             if is_failure:
-                self._count(why)
+                self.stats.note(shape, "eager", why)
             raise
         if out is None and self._untold:  # the forward in full, which comes next, says whether the call is wrong or we
             return None
-        self._count(why)
+        self.stats.note(shape, "eager", why)
         self._tell(call)
         return out
-
-    def _count(self, why: str) -> None:
-        if why and STATS.fallback(self.stats.name, why) == 1:
-            log.info("AnyShape: %s runs as eager: %s", self.stats.name, why)
 
     def _step_down(self, error: Exception) -> str:
         """Retires the tape, unless only memory was short, and returns the reason."""

@@ -77,16 +77,15 @@ class Maker:
 
     def is_trusted(self, call: Call, settings: Settings, program: Program) -> bool:
         """Whether the plan of ``program`` was right at sizes like this call's."""
-        return program.trust is not None and program.trust.covers(*_of(call, settings))
+        return program.trust.covers(*_of(call, settings))
 
     def trust(self, call: Call, settings: Settings, program: Program, long: bool) -> None:
         """Notes that ``program`` gave what a whole forward did; long: that took the GPU long."""
-        if program.trust is not None:
-            program.trust.add(*_of(call, settings), long)
+        program.trust.add(*_of(call, settings), long)
 
     def is_brief(self, call: Call, program: Program) -> bool:
         """Whether forwards of this call's size are known not to take the GPU long."""
-        return program.trust is not None and program.trust.is_brief(_elements(call))
+        return program.trust.is_brief(_elements(call))
 
     def checked(
         self, call: Call, take: Take, tape: Tape, out: Output, recorded: Output, inputs: list[Tensor]

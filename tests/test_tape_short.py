@@ -179,6 +179,7 @@ def test_a_block_that_gives_a_view_of_its_argument_runs(bench) -> None:
 @pytest.mark.parametrize("bench", [(Attends,)], indirect=True)
 def test_a_short_recording_is_void_whatever_it_leaves_out(bench, monkeypatch) -> None:
     """As where cuDNN's attention is not computed: what was recorded is then no result of ComfyUI's."""
+
     def void(args, kwargs):
         return torch.full_like(args[0], float("nan")), args[0].new_empty(args[0].shape[:3])
 

@@ -1,5 +1,7 @@
 """Finds the wrong kernels of a program: each gets eager's own inputs and is compared with eager's own results."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ def wrong_kernels(tape: Tape, program: Program, inputs: list[Tensor], module: nn
         look()
         outputs = [value.empty(tape.device) for value in launch.outputs]
         launch([laid_out(tensor, v.stride) for tensor, v in zip(operands, launch.operands, strict=True)], outputs)
-        if any(_error(out, reference) > TOLERANCE for out, reference in zip(outputs, expected, strict=True)):
+        if any(bool(error(*pair) > TOLERANCE) for pair in zip(outputs, expected, strict=True)):
             wrong.add(launch.source.text)
     return frozenset(wrong)
 
@@ -40,9 +42,12 @@ def eager_values(
     ]
 
 
-def _error(out: Tensor, reference: Tensor) -> float:
+def error(out: Tensor, reference: Tensor) -> Tensor:
+    """The relative error (L2) of a kernel's result where ``reference`` is finite; infinite where ``out`` is not.
+
+    [], on the tensors' device.
+    """
     out, reference = out.float(), reference.float()
-    if not bool(torch.isfinite(reference).all()):
-        return 0.0
-    found = (out - reference).norm() / reference.norm().clamp_min(1e-12)
-    return found.item() if bool(torch.isfinite(found)) else float("inf")
+    finite = torch.isfinite(reference)
+    difference, own = torch.where(finite, out - reference, 0).norm(), torch.where(finite, reference, 0).norm()
+    return (difference / own.clamp_min(1e-12)).nan_to_num(math.inf, math.inf)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from .diagnose import TOLERANCE
+from .diagnose import TOLERANCE, error
 from .group import CALL
 from .kernels import Launch
 from .program import Program
@@ -31,7 +31,7 @@ def are_right(tape: Tape, program: Program, inputs: Sequence[Tensor], out: Seque
     Waits for the GPU once, and gives back what memory it took.
     """
     reserved = _reserved(tape.device)
-    errors = [error for _, error in compared(tape, program, inputs)]
+    errors = [found for _, found in compared(tape, program, inputs)]
     errors += [torch.where(torch.isfinite(tensor).all(), 0.0, math.inf) for tensor in out]
     right = bool((torch.stack(errors) <= TOLERANCE).all())
     if _reserved(tape.device) > reserved:
@@ -58,10 +58,10 @@ def compared(tape: Tape, program: Program, inputs: Sequence[Tensor]) -> Iterator
             expected = _by_torch(program, made_by, launch, operands, inputs)
             outputs = [value.empty(tape.device) for value in launch.outputs]
             launch(operands, outputs)
-            errors = [_error(*pair) for pair in zip(outputs, expected, strict=True)]
+            errors = [error(*pair) for pair in zip(outputs, expected, strict=True)]
         except (NotAlone, torch.OutOfMemoryError):
             continue
-        yield from ((launch, error) for error in errors)
+        yield from ((launch, found) for found in errors)
 
 
 def _by_torch(
@@ -103,11 +103,3 @@ def _random(value: Value, generator: torch.Generator) -> Tensor:
         least, most = (-WIDE, WIDE) if value.dtype == torch.int8 else (0, 2)
         numbers = torch.randint(least, most, (span,), **how).to(value.dtype)
     return numbers.as_strided(value.shape, value.stride)
-
-
-def _error(out: Tensor, reference: Tensor) -> Tensor:
-    """Relative error of what is finite in ``reference``; infinite where ``out`` is not."""
-    out, reference = out.float(), reference.float()
-    finite = torch.isfinite(reference)
-    difference, own = torch.where(finite, out - reference, 0).norm(), torch.where(finite, reference, 0).norm()
-    return (difference / own.clamp_min(1e-12)).nan_to_num(math.inf, math.inf)

@@ -38,7 +38,7 @@ class Schedule:
     """What a program runs. parts: parts of joins, where a kernel stores them, and what they are.
 
     called: operations whose kernels by hand are to be compiled; none where those of an earlier plan serve again.
-    trust: shared by all sizes of one plan; None where no other size can share it.
+    trust: shared by all sizes of one plan.
     """
 
     report: Report = field(default_factory=Report)
@@ -46,7 +46,7 @@ class Schedule:
     launches: list[Launch] = field(default_factory=list)
     parts: dict[Value, Value] = field(default_factory=dict)
     called: list[Operation] = field(default_factory=list)
-    trust: Trust | None = None
+    trust: Trust = field(default_factory=Trust)
 
 
 def unfused(tape: Tape) -> Schedule:

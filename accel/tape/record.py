@@ -40,8 +40,8 @@ class Recorder(TorchDispatchMode):
     """Records between ``__enter__`` and ``__exit__``. ``refuse`` gives up.
 
     turned: weights of convolutions that lie channels last, for programs that read them so. On the tape they, and what
-    the convolutions give, lie as ComfyUI has them: the tapes of all sizes are alike. With any, libraries plan
-    as little as they can for this one forward, whose time says nothing.
+    the convolutions give, lie as ComfyUI has them: the tapes of all sizes are alike. With any, libraries plan as little
+    as they can for this one forward, whose time says nothing.
     """
 
     def __init__(
