@@ -2,7 +2,7 @@
 
 A plan knows no size. Programs of two sizes that share one differ in their numbers alone, and each number is looked at
 when the plan is reused (``reuse``). So what a whole forward could still show is a kernel that is wrong at some size,
-and each kernel can be compared by itself (``kernel_check``), which takes a few milliseconds.
+and each kernel can be compared by itself (``kernel_check``), which takes few milliseconds of the host's.
 """
 
 from collections.abc import Hashable

@@ -2,7 +2,7 @@
 
 cuDNN plans attention of each new length for 35 to 50 ms, and each new form of a convolution for 2 ms, all of them the
 host's (one H200). Of a later size's first forward only the result is wanted, to compare a program with that plans less.
-The same sums in another order, and as exact.
+The same sums in another order, and as exact. Where not even the result is wanted, attention is not computed (``void``).
 """
 
 import functools
