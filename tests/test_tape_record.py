@@ -16,7 +16,8 @@ from tools import embed
 
 embed.bare_pack()
 
-from anyshape.accel.tape.record import Recorder, record  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.kept import kept_tensor  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 
 from tools.small_forwards import CPU, inputs, module, replayed_right, taped  # noqa: E402
 
@@ -193,6 +194,16 @@ def test_a_tensor_that_the_model_only_shows() -> None:
 
     replayed_right(forward, "comfy.ldm.cosmos.model")
     refused(forward, "keeps a tensor")
+
+
+def test_what_all_parts_share_is_looked_through_once() -> None:
+    """With DynamicVRAM ComfyUI gives every layer the same dict, which grows with the layers: 788,000 looks for LTX."""
+    shared, looks = {"stack": [torch.zeros(1) for _ in range(40)]}, []
+    model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(50)])
+    for part in model:
+        part._pin_state = shared
+    assert kept_tensor(model, lambda tensor: bool(looks.append(tensor))) == ""
+    assert len(looks) == 40
 
 
 def test_a_cache_that_was_there() -> None:

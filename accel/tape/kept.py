@@ -21,11 +21,14 @@ def kept_tensor(module: nn.Module, depends: Callable[[Tensor], bool]) -> str:
 
     depends: whether a tensor is such a one.
     """
+    seen: set[tuple[str, int]] = set()  # ComfyUI may give all parts of a model the same list, which is long
     for path, part in modules_of(module):
         for name, value in part.__dict__.items():
-            if name not in TABLES and type(value) in HOLDERS and any(map(depends, tensors_in(value))):
-                if _is_read(module, name):
-                    return f"{path}.{name}".lstrip(".")
+            if name in TABLES or type(value) not in HOLDERS or (name, id(value)) in seen:
+                continue
+            seen.add((name, id(value)))
+            if any(map(depends, tensors_in(value))) and _is_read(module, name):
+                return f"{path}.{name}".lstrip(".")
         for name, value in part._buffers.items():
             if value is not None and depends(value):
                 return f"{path}.{name}".lstrip(".")
