@@ -11,8 +11,8 @@ RESULTS = ROOT / "bench" / "results"
 STEPS = 20  # of the picture that break-even counts in
 MODELS = {  # the order of the tables
     "sdxl": "SDXL", "sd15": "SD1.5", "flux": "Flux", "zimage": "Z-Image", "qwen": "Qwen-Image", "sd35l": "SD3.5 large",
-    "chroma": "Chroma", "wan": "Wan 2.1 14B", "cosmos": "Cosmos-Predict2 2B", "krea": "Krea 2", "ltxv": "LTX-Video 13B",
-    "minimax": "MiniMax H3, 20 of 50 blocks",
+    "chroma": "Chroma", "wan": "Wan 2.1 14B", "cosmos": "Cosmos-Predict2 2B", "krea": "Krea 2",
+    "klein": "Flux.2 Klein 9B", "ltxv": "LTX-Video 13B", "ltx2": "LTX-2 19B", "minimax": "MiniMax H3, 20 of 50 blocks",
 }  # fmt: skip
 FORMS = {"int8": "int8", "convrot": "int8, turned (convrot)", "fp8": "fp8"}  # of weights; else bf16
 HOWS = ("eager", "anyshape", "blocks", "core")

@@ -56,6 +56,7 @@ SIZES = {
     "wan": [Case(1024, 1024), Case(832, 480, frames=33), Case(840, 968)],
     "cosmos": [Case(1024, 1024), Case(512, 512), Case(848, 976)],  # which takes multiples of 16
     "ltxv": [Case(768, 512, frames=65), Case(512, 320, frames=33), Case(736, 480, frames=49)],
+    "ltx2": [Case(768, 512, frames=97), Case(512, 320, frames=49), Case(736, 480, frames=65)],
     "minimax": [Case(768, 512, frames=33), Case(1280, 704, frames=33), Case(736, 480, frames=49)],
 }  # fmt: skip
 # Those of SIZES that are measured without CFG as well: half the rows.

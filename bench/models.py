@@ -213,7 +213,8 @@ class Traits(NamedTuple):
     scheduler: str = "simple"
     scale: int = 8  # image pixels a latent pixel, per side
     frames: int = 4  # of a video, a latent frame; the first one stands for itself
-    sound: tuple[int, int, int] | None = None  # channels of pictures and of sound, frames of sound for one of pictures
+    channels: int = 0  # of pictures, where the latent's format counts those of sound too
+    sound: Callable[[int], tuple[int, ...]] | None = None  # the shape of its latent with so many latent frames
 
 
 def _sd3_width(config: dict[str, Any]) -> int:
@@ -231,6 +232,7 @@ def _mask(tokens: int) -> dict[str, Any]:
 UNET = Traits(77, lambda config: config["context_dim"], lambda config: 1280, cfg=7.0, scheduler="normal")
 TRAITS = {  # by class of comfy.model_base; everything else is a UNet
     "Flux": Traits(512, lambda c: c["context_in_dim"], lambda c: c["vec_in_dim"], _guidance),
+    "Flux2": Traits(512, lambda c: c["context_in_dim"], scale=16),
     "Chroma": Traits(256, lambda c: c["context_in_dim"], extra=lambda tokens: {"guidance": 0.0}),
     "SD3": Traits(154, _sd3_width, lambda c: c["adm_in_channels"], cfg=5.0),
     "Lumina2": Traits(100, lambda c: c["cap_feat_dim"]),
@@ -238,7 +240,17 @@ TRAITS = {  # by class of comfy.model_base; everything else is a UNet
     "WAN21": Traits(512, lambda c: c.get("text_dim", 4096)),
     "CosmosPredict2": Traits(512, lambda c: c["crossattn_emb_channels"]),
     "LTXV": Traits(256, lambda c: c["caption_channels"], extra=_mask, scale=32, frames=8),
-    "MiniMaxH3": Traits(256, lambda c: c.get("text_dim", 5120), scale=16, sound=(24, 32, 4)),
+    "LTXAV": Traits(
+        1024,
+        lambda c: 2 * c["caption_channels"],
+        scale=32,
+        frames=8,
+        channels=128,
+        sound=lambda time: (8, 8 * time, 16),
+    ),
+    "MiniMaxH3": Traits(
+        256, lambda c: c.get("text_dim", 5120), scale=16, channels=24, sound=lambda time: (32, 2, 4 * time)
+    ),
     "Krea2": Traits(128, lambda c: c["txtlayers"] * c["txtdim"]),
 }
 
@@ -265,17 +277,17 @@ def conditioning(patcher: ModelPatcher, tokens: int | None = None, seed: int = 0
 def empty_latent(patcher: ModelPatcher, width: int, height: int, batch: int = 1, frames: int = 1) -> Tensor:
     """Zeros [batch, C, H, W], or [batch, C, T, H, W] for a model of videos; sizes in image pixels.
 
-    Of a model of videos with sound both, as ComfyUI nests them: sound is [batch, C, 2, T].
+    Of a model of videos with sound both, as ComfyUI nests them.
     """
     kind, form = traits(patcher), patcher.model.latent_format
     time = [(frames - 1) // kind.frames + 1] if form.latent_dimensions == 3 else []
-    channels, sound, rate = kind.sound or (form.latent_channels, 0, 0)
+    channels = kind.channels or form.latent_channels
     latent = torch.zeros(batch, channels, *time, height // kind.scale, width // kind.scale)
-    if not sound:
+    if kind.sound is None:
         return latent
     from comfy.nested_tensor import NestedTensor
 
-    return NestedTensor([latent, torch.zeros(batch, sound, 2, time[0] * rate)])
+    return NestedTensor([latent, torch.zeros(batch, *kind.sound(time[0]))])
 
 
 def sample(

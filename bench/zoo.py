@@ -62,6 +62,17 @@ ZOO = {
         "image_model": "ltxv", "num_layers": 48, "attention_head_dim": 128, "num_attention_heads": 32,
         "cross_attention_dim": 4096, "caption_channels": 4096, "in_channels": 128,
     }),
+    "ltx2": Entry("LTXAV", {
+        "image_model": "ltxav", "num_layers": 48, "attention_head_dim": 128, "num_attention_heads": 32,
+        "cross_attention_dim": 4096, "caption_channels": 3840, "in_channels": 128,
+    }),
+    "klein": Entry("Flux2", {  # of 9 B parameters
+        "image_model": "flux2", "in_channels": 128, "out_channels": 128, "patch_size": 1, "vec_in_dim": None,
+        "context_in_dim": 12288, "hidden_size": 4096, "mlp_ratio": 3.0, "num_heads": 32, "depth": 8,
+        "depth_single_blocks": 24, "axes_dim": [32, 32, 32, 32], "theta": 2000, "qkv_bias": False, "ops_bias": False,
+        "global_modulation": True, "mlp_silu_act": True, "default_ref_method": "index", "ref_index_scale": 10.0,
+        "guidance_embed": False,
+    }),
     "krea": Entry("Krea2", {
         "image_model": "krea2", "features": 6144, "channels": 16, "patch": 2, "layers": 28, "heads": 48, "kvheads": 12,
         "txtlayers": 12, "txtdim": 2560,
@@ -70,8 +81,9 @@ ZOO = {
 }  # fmt: skip
 if "vec_in_dim" in ChromaParams.__dataclass_fields__:  # newer than ComfyUI 0.3.75
     ZOO["chroma"].config.update(txt_ids_dims=[], vec_in_dim=None)
+    ZOO["klein"].config.update(txt_ids_dims=[3])
 FORMS = {"int8": "int8_tensorwise", "convrot": "int8_convrot", "fp8": "float8_e4m3fn"}  # of weights
-NAMES = ("flux", "zimage", "qwen", "sd35l", "chroma", "wan", "cosmos", "sdxl", "sd15", "krea", "ltxv", "minimax")
+NAMES = (*models.UNETS, "flux", *ZOO)
 
 
 class NotThere(RuntimeError):

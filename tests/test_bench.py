@@ -28,6 +28,7 @@ SMALL = {  # changes to the configs of bench.zoo that leave a forward of millise
     "cosmos": {"model_channels": 64, "num_blocks": 2, "num_heads": 2, "crossattn_emb_channels": 48,
                "adaln_lora_dim": 16},
     "ltxv": {**HEADS, "num_layers": 2, "cross_attention_dim": 32, "caption_channels": 48},
+    "klein": {**LIKE_FLUX, "context_in_dim": 48, "num_heads": 2, "axes_dim": [8, 8, 8, 8]},
     "krea": {"features": 128, "heads": 4, "kvheads": 2, "layers": 2, "txtlayers": 2, "txtdim": 80, "txtheads": 4,
              "txtkvheads": 4},
 }  # fmt: skip
@@ -66,7 +67,7 @@ def test_every_model_of_the_zoo(forward, name):
         with pytest.raises(zoo.NotThere, match="has no Krea2; krea needs a newer one"):
             zoo.make(name)
         return
-    patcher, scale = zoo.make(name), 32 if name == "ltxv" else 8
+    patcher, scale = zoo.make(name), {"ltxv": 32, "klein": 16}.get(name, 8)
     case = forward.Case(*((128, 112) if name == "cosmos" else (128, 96) if name == "ltxv" else (120, 104)))
     if name in VIDEO:
         case = case._replace(frames=17)
@@ -163,7 +164,7 @@ def test_models_one_after_the_other(forward, monkeypatch, tmp_path, capsys):
     assert "makes no videos" in found["zimage"]["failed"][1]["error"] and len(found["wan"]["failed"]) == 1
     assert found["chroma"]["rows"] == [] and "positional dim" in found["chroma"]["failed"][0]["error"]
     assert "chroma, the model: ValueError" in capsys.readouterr().out.splitlines()[-2]
-    assert set(zoo.NAMES) == {*SMALL, "minimax"}  # see test_minimax
+    assert set(zoo.NAMES) == {*SMALL, "minimax", "ltx2"}  # see test_nested_latents
 
 
 def test_sizes_by_name(forward):

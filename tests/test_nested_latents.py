@@ -1,6 +1,7 @@
-"""MiniMax H3 as ComfyUI samples it: pictures and sound in one nested latent, and an object of its own among arguments.
+"""MiniMax H3 and LTX-2 as ComfyUI samples them: pictures and sound in one nested latent.
 
-Such an object is nothing that a guard could compare, so the whole forward is not recorded. Its blocks are. CPU.
+MiniMax H3 has an object of its own among its arguments. Such an object is nothing that a guard could compare, so the
+whole forward is not recorded. Its blocks are. CPU.
 """
 
 import pytest
@@ -15,6 +16,13 @@ SMALL = {
     "hidden_size": 64, "num_layers": 5, "token_refiner_num_layers": 1, "num_attention_heads": 2, "text_dim": 40,
     "attention_head_dim": 32, "ffn_hidden_size": 96, "timestep_input_dim": 32, "time_embed_hidden_size": 64,
     "time_embed_dim": 48, "rope_inv_freq_len": 4,
+}  # fmt: skip
+
+SMALL_LTX2 = {
+    "num_layers": 4, "num_attention_heads": 2, "attention_head_dim": 16, "cross_attention_dim": 32,
+    "caption_channels": 40, "audio_num_attention_heads": 2, "audio_attention_head_dim": 16,
+    "audio_cross_attention_dim": 32, "connector_num_attention_heads": 2, "connector_attention_head_dim": 20,
+    "connector_num_layers": 1,
 }  # fmt: skip
 
 
@@ -71,6 +79,34 @@ def test_one_forward_of_it(made):
     case = step.Case(RUN["width"], RUN["height"], frames=RUN["frames"])
     own, fresh = step.inside(made, case, lambda step: (step(), step(step.fresh(1, 0.5))))
     assert own.shape == fresh.shape == (1, 1, 24 * 3 * 4 * 8 + 32 * 2 * 12) and fresh.isfinite().all()
+
+
+@pytest.fixture
+def ltx2(comfy):
+    if not (comfy / "comfy" / "ldm" / "lightricks" / "av_model.py").is_file():
+        pytest.skip("this ComfyUI has no LTX-2")
+    import torch
+
+    from bench import zoo
+
+    return zoo.make("ltx2", torch.float32, **SMALL_LTX2)
+
+
+def test_ltx2_is_recorded_whole(ltx2, models, fusing):
+    """Its latent is nested too, and both parts are inputs of one tape. A run of another prompt finds it again."""
+    fast = compiled(ltx2)
+    for width, height, seed in ((128, 64, 0), (192, 96, 1), (192, 96, 2)):
+        run = {"width": width, "height": height, "frames": 9, "seed": seed}
+        assert far(models.sample(fast, **run, steps=3), models.sample(ltx2, **run, steps=3)) < 1e-5
+    found = shapes()
+    assert [(shape["state"], shape["calls"], shape["reason"]) for shape in found] == [("tape", 3, ""), ("tape", 6, "")]
+
+
+def test_blocks_of_ltx2_are_skipped(ltx2, models):
+    wanted = models.sample(ltx2, **RUN, steps=12)
+    out = models.sample(compiled(skipping(ltx2)), **RUN, steps=12)
+    assert 0 < far(out, wanted) < 0.7 and counted()["skipped"] == 8
+    assert far(models.sample(skipping(ltx2, interval=1), **RUN, steps=12), wanted) == 0.0
 
 
 def test_such_an_argument_keeps_no_other_call_off_the_tape(pack):
