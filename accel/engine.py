@@ -140,7 +140,7 @@ class Engine:
         self._tape.release()
 
     def release(self) -> None:
-        """Releases the weights and keeps the recordings. For a model without graphs, after each of its calls."""
+        """Releases the weights and keeps the recordings, and graphs, which fit again if the same weights come back."""
         self._tape.release()
 
     def __del__(self) -> None:

@@ -12,6 +12,7 @@ from .outputs import Output, flat
 from .reasons import say
 from .stats import STATS, ModelStats
 from .tape import diagnose, rules
+from .tape.called_patches import KINDS, OVERRIDE
 from .tape.program import Program
 from .tape.reuse import Outlines
 from .tape.values import Tape
@@ -25,7 +26,7 @@ class NotCompared(AnyShapeError):
 
 
 class Maker:
-    """Makes the programs. begun: kinds of calls whose first size is done."""
+    """Makes the programs. begun: kinds of calls whose first size is done, with kernels or without."""
 
     def __init__(self, stats: ModelStats, tapes: Tapes) -> None:
         self.stats, self._tapes, self._outlines = stats, tapes, Outlines()
@@ -35,9 +36,9 @@ class Maker:
         self._noise = verify.NOTHING  # how far rounding carries the model, if that was measured
         self._told = ""  # and what the user reads of it
 
-    def is_first(self, call: Call) -> bool:
+    def is_first(self, call: Call, fuse: bool) -> bool:
         """Whether no size of this kind has had its first forward: residuals, say, or code of others, need kernels."""
-        return _kind(call) not in self.begun
+        return (*_kind(call), fuse) not in self.begun
 
     def made(self, tape: Tape, fuse: bool, call: Call) -> Program:
         """Makes the program of ``tape``, without kernels where they cannot be compiled here."""
@@ -60,14 +61,15 @@ class Maker:
         self.stats.compile_seconds += seconds
         self.stats.recompiles += again
         STATS.totals.compiled(self.stats.kind, made, again, seconds)
-        self.begun.add(_kind(call))
+        self.begun.add((*_kind(call), program.report.kernels > 0))
         if made:
             KEEPER.save_soon()
 
     def may_be_short(self, call: Call, settings: Settings) -> bool:
         """Whether a short recording is enough for this call: its plan may be one that was right at other sizes."""
         taped = call.taped
-        if self.is_first(call) or taped.lean or taped.calls_others or taped.foreign or self._whole == taped.structure:
+        others = taped.calls_others or taped.foreign
+        if self.is_first(call, True) or taped.lean or others or self._whole == taped.structure:
             return False
         return self._outlines.are_trusted(*_of(call, settings))
 
@@ -153,9 +155,15 @@ def _elements(call: Call) -> tuple[int, ...]:
 
 
 def _kind(call: Call) -> tuple:
-    """What calls must have in common for one to compile nothing after the other: all but sizes."""
-    others = call.taped.calls_others or bool(call.taped.foreign)
-    return call.key.inputs[0].dtype, others, tuple(spec.name for spec in call.key.inputs)
+    """What calls must have in common for one to compile nothing after the other: all but sizes.
+
+    Other patches, other code, or another depth of Skip Blocks make other operations, which need kernels of their own.
+    """
+    taped, skipping = call.taped, call.taped.skipping
+    patches = tuple([frozenset(taped.options.get(kind) or ()) for kind in KINDS])
+    others = patches, OVERRIDE in taped.options, tuple([name for name, _ in taped.foreign]), taped.structure
+    depth = (skipping.depth,) if skipping is not None else ()
+    return call.key.inputs[0].dtype, others, depth, tuple([spec.name for spec in call.key.inputs])
 
 
 def _functions() -> list[Any]:

@@ -150,7 +150,7 @@ class TapeTier:
         if not (fuse and take.in_blocks):
             self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, call.eager())
-        with self._blocks.visit(call, settings, self._maker.is_first(call), take.reason) as visit:
+        with self._blocks.visit(call, settings, self._maker.is_first(call, fuse), take.reason) as visit:
             out = call.eager()
         state, reason, note = told(visit, take.reason)
         shape.note = note or shape.note
@@ -191,7 +191,7 @@ class TapeTier:
                 return self._unrecorded(call, settings, shape, take, fuse)
             self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, own())
-        operations, first, known = len(tape.operations), self._maker.is_first(call), set(self._maker.begun)
+        operations, first, known = len(tape.operations), self._maker.is_first(call, fuse), set(self._maker.begun)
         take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _only
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
         try:
@@ -240,7 +240,7 @@ class TapeTier:
         self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape, own: "_Own", fuse: bool
     ) -> Output:
         """The result of the new program, checked."""
-        device, first = call.key.device, self._maker.is_first(call)
+        device, first = call.key.device, self._maker.is_first(call, fuse)
         program = self._maker.made(tape, fuse, call)
         self._maker.count(program, first, call)
         inputs = take.inputs(call.inputs, call.taped.options)

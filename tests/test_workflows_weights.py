@@ -121,6 +121,26 @@ def test_a_weight_wrapper(models, patchers, warm, plain, name):
     assert_fast()
 
 
+def test_weights_of_a_lora_do_not_outlive_it(models, patchers, warm):
+    """The next prompt has no LoRA, and no node of ours that could notice: ComfyUI puts other weights in their place."""
+    import gc
+    import weakref
+
+    from anyshape.accel.comfy import attach
+
+    model = patchers["sd15"].model.diffusion_model
+    models.sample(with_lora(warm["sd15"], lora(patchers["sd15"], "lora")), **SHORT_RUN)
+    changed = [f"{name}.weight" for name in LAYERS[family(patchers["sd15"])]]
+    weights = [weakref.ref(model.get_parameter(name)) for name in changed]
+    recorded = len(attach.engines_of(model)[0]._tape._tapes._takes)
+    models.sample(patchers["sd15"], **SHORT_RUN)
+    gc.collect()
+    assert [name for name, weight in zip(changed, weights, strict=True) if weight() is not None] == []
+    assert recorded and len(attach.engines_of(model)[0]._tape._tapes._takes) == recorded
+    models.sample(warm["sd15"], **SHORT_RUN)
+    assert_fast()
+
+
 # Merges -----------------------------------------------------------------------------------------------------------
 
 

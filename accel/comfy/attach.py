@@ -78,7 +78,7 @@ def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, 
     clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, session.sampler)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
     put_around(clone, session.whole_forward)
-    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _drop_graphs_on_unload)
+    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _let_go_on_detach)
     return clone, _graph_message(settings, clone.load_device)
 
 
@@ -145,9 +145,21 @@ def _graph_message(settings: Settings, device: torch.device) -> str:
     return say("large_budget", budget=settings.graph_budget_mb, card=card >> 20)
 
 
-def _drop_graphs_on_unload(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:
-    if unpatch_all and hasattr(patcher.model, "diffusion_model"):
-        drop_graphs(patcher.model.diffusion_model)
+def _let_go_on_detach(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:
+    if hasattr(patcher.model, "diffusion_model"):
+        detached(patcher.model.diffusion_model, unpatch_all)
+
+
+def detached(module: nn.Module, unloaded: bool) -> None:
+    """Lets go of the weights, because ComfyUI has unloaded ``module``, or loads it for another patcher.
+
+    That one may have other LoRAs, and these weights must not stay on the GPU. unloaded: graphs go as well.
+    """
+    if unloaded:
+        drop_graphs(module)
+        return
+    for engine in engines_of(module):
+        attempt(engine.release, failed(engine.stats.name, "letting go of weights"), INTERRUPTS)
 
 
 def drop_graphs(module: nn.Module) -> None:
