@@ -78,7 +78,7 @@ def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, 
     clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, session.sampler)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
     put_around(clone, session.whole_forward)
-    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _let_go_on_detach)
+    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go_on_detach)
     return clone, _graph_message(settings, clone.load_device)
 
 
@@ -145,7 +145,8 @@ def _graph_message(settings: Settings, device: torch.device) -> str:
     return say("large_budget", budget=settings.graph_budget_mb, card=card >> 20)
 
 
-def _let_go_on_detach(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:
+def let_go_on_detach(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:
+    """ON_DETACH of a patcher whose model has programs of ours."""
     if hasattr(patcher.model, "diffusion_model"):
         detached(patcher.model.diffusion_model, unpatch_all)
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher, create_model_options_clone
-from comfy.patcher_extension import WrapperExecutor, WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import Tensor, nn
 
 from ..attempt import attempt, failed
@@ -58,6 +58,7 @@ def _made(patcher: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STATE, _unless_compiled(session.sampling))
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _unless_compiled(session.forward))
+    clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, attach.let_go_on_detach)
     if attach.session_of(clone) is None:
         attach.put_around(clone, partial(_around, session))
     return clone, _depth_message(settings, deepest)
@@ -68,6 +69,7 @@ def remove(patcher: ModelPatcher) -> ModelPatcher:
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.PREDICT_NOISE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, STATE)
+    patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
     attach.remove_forward(patcher, __name__)
     return patcher
 
