@@ -38,7 +38,7 @@ class Maker:
 
     def is_first(self, call: Call, fuse: bool) -> bool:
         """Whether no size of this kind has had its first forward: residuals, say, or code of others, need kernels."""
-        return (*_kind(call), fuse) not in self.begun
+        return (*self._kind(call), fuse) not in self.begun
 
     def made(self, tape: Tape, fuse: bool, call: Call) -> Program:
         """Makes the program of ``tape``, without kernels where they cannot be compiled here."""
@@ -53,6 +53,18 @@ class Maker:
             STATS.fallback(self.stats.name, f"{error}: operations run unfused")
             return Program(tape, fuse=False)
 
+    def _kind(self, call: Call) -> tuple:
+        """What calls must have in common for one to compile nothing after the other: all but sizes.
+
+        Other patches, other code, or another depth of Skip Blocks make other operations, which need other kernels.
+        """
+        taped, skipping = call.taped, call.taped.skipping
+        patches = tuple([frozenset(taped.options.get(kind) or ()) for kind in KINDS])
+        code = OVERRIDE in taped.options, tuple([name for name, _ in taped.foreign]), taped.structure
+        depth = (skipping.depth,) if skipping is not None else ()
+        names = tuple([spec.name for spec in call.key.inputs])
+        return call.key.inputs[0].dtype, patches, self._tapes.patches.called, code, depth, names
+
     def count(self, program: Program, first: bool, call: Call) -> None:
         """Counts what was compiled for ``program``. first: whether compiling was expected."""
         made, seconds = program.report.compiled, program.report.compile_seconds
@@ -61,7 +73,7 @@ class Maker:
         self.stats.compile_seconds += seconds
         self.stats.recompiles += again
         STATS.totals.compiled(self.stats.kind, made, again, seconds)
-        self.begun.add((*_kind(call), program.report.kernels > 0))
+        self.begun.add((*self._kind(call), program.report.kernels > 0))
         if made:
             KEEPER.save_soon()
 
@@ -152,18 +164,6 @@ def _of(call: Call, settings: Settings) -> tuple[tuple[int, bool], tuple[int, ..
 
 def _elements(call: Call) -> tuple[int, ...]:
     return tuple(tensor.numel() for tensor in call.inputs.values())
-
-
-def _kind(call: Call) -> tuple:
-    """What calls must have in common for one to compile nothing after the other: all but sizes.
-
-    Other patches, other code, or another depth of Skip Blocks make other operations, which need kernels of their own.
-    """
-    taped, skipping = call.taped, call.taped.skipping
-    patches = tuple([frozenset(taped.options.get(kind) or ()) for kind in KINDS])
-    others = patches, OVERRIDE in taped.options, tuple([name for name, _ in taped.foreign]), taped.structure
-    depth = (skipping.depth,) if skipping is not None else ()
-    return call.key.inputs[0].dtype, others, depth, tuple([spec.name for spec in call.key.inputs])
 
 
 def _functions() -> list[Any]:

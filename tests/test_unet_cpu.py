@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tools import loras, oracles
-from tools.driving import DEEP_UNETS, SHORT_RUN, compiled, residuals, unet_forward
+from tools import loras, oracles, patching
+from tools.driving import DEEP_UNETS, SHORT_RUN, compiled, residuals, skipping, unet_forward
 from tools.oracles import assert_fast, error, expect, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -208,3 +208,21 @@ def test_low_vram_lora_equals_eager(models, fresh):
     assert error(wanted, plain) > 1e-3
     assert error(out, wanted) < CLOSE
     assert error(unet_forward(fast, 128, 128), plain) < CLOSE
+
+
+def test_what_needs_kernels_of_its_own_is_no_later_size(models, small_unets, fusing):
+    """Another mode, Skip Blocks at another depth, another patch: what compiles then was to be expected."""
+    source = small_unets["sd15"]
+    patched = source.clone()
+    patching.attn2_output(patched, [])
+    ways = (
+        compiled(source, mode="exact"), compiled(source), skipping(compiled(source)),
+        skipping(compiled(source), depth="1"), compiled(patched),
+    )  # fmt: skip
+    for place, way in enumerate(ways):
+        models.sample(way, 64 + 16 * place, 96, steps=12)
+    from anyshape.accel import stats
+
+    (model,) = [model for model in stats.snapshot()["models"] if model["shapes"]]
+    assert model["kernels"] > 0 and model["recompiles"] == 0
+    assert {shape["state"] for shape in model["shapes"]} == {"tape"} and len(model["shapes"]) > len(ways)

@@ -36,6 +36,11 @@ class PatchBook:
         """Whether it must be called in each forward."""
         return id(who) in self._live
 
+    @property
+    def called(self) -> frozenset[int]:
+        """Stands for those that must be called in each forward."""
+        return frozenset(self._live)
+
     def is_odd(self, who: Any) -> bool:
         """Whether it gives results of several forms, so that nothing around it is recorded."""
         return id(who) in self._odd
