@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from .block_call import Given, is_plain
 from .call import Call, Settings
 from .reasons import say
+from .tape.binding import Bound
 from .tape.called_patches import Played
 from .tape.options import Guards, NotedOptions, Reads
 from .tape.patches import PatchBook, Patches
-from .tape.program import Bound, Program
+from .tape.program import Program
 from .tape.record import Recorder, record
 from .tape.values import Constant, Input, Tape, Weight
 from .tapes import obstacle

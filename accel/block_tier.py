@@ -31,8 +31,9 @@ from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats
 from .tape import called_patches, diagnose
+from .tape.binding import NotBound, loose, tight
 from .tape.patches import PatchBook
-from .tape.program import NotBound, Program
+from .tape.program import Program
 from .tape.values import Input, Tape, swapped, tensors_in
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,11 @@ class BlockTier:
                 self._idle.clear()
             self._idle.add(call.key)
             call.taped.rest(call.key, whole)
+
+    def loosen(self) -> None:
+        """Holds the weights no longer than their model does."""
+        for take in [take for takes in list(self._takes.values()) for take in takes if take.program is not None]:
+            take.bound = {path: loose(bound, take.program.freed) for path, bound in take.bound.items()}
 
     def release(self) -> None:
         """Releases the weights, because the model is unloaded."""
@@ -140,9 +146,7 @@ class BlockTier:
         return next((take for take in takes if not take.differs(given.options, block)), None)
 
     def _replay(self, take: BlockTake, path: str, block: nn.Module, given: Given) -> Any:
-        bound = take.bound.get(path)
-        if bound is None:
-            bound = take.bound[path] = take.program.bound_to(block)
+        bound = take.bound[path] = tight(take.bound.get(path)) or take.program.bound_to(block)
         return _written_back(*take.program.run(take.inputs(given), bound), take, given)
 
     # The first call of a structure --------------------------------------------------------------------------------

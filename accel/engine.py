@@ -139,8 +139,12 @@ class Engine:
         graphs.drop_owner(id(self))
         self._tape.release()
 
+    def loosen(self) -> None:
+        """Holds the weights no longer than their model does. Recordings and graphs stay."""
+        self._tape.loosen()
+
     def release(self) -> None:
-        """Releases the weights and keeps the recordings, and graphs, which fit again if the same weights come back."""
+        """Releases the weights and keeps the recordings. For a model without graphs, after each of its calls."""
         self._tape.release()
 
     def __del__(self) -> None:

@@ -1,9 +1,8 @@
 """Runs a call on the tape: replay a graph, run a program, or record.
 
 The first call of a size is ComfyUI's own forward, recorded. Its program runs at once and is compared with it, so the
-check costs no extra forward, and the first call returns what later calls will return. Where the same plan was right at
-other sizes, blocks that are alike need not run for the recording, and each kernel is checked by itself
-(``tape.trust``).
+check costs no extra forward, and the first call returns what later calls will return. Where a plan was right at other
+sizes, blocks that are alike need not run for the recording, and each kernel is checked by itself (``tape.trust``).
 """
 
 import logging
@@ -29,10 +28,11 @@ from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .take_graphs import TakeGraphs
 from .tape import called_patches, kernel_check
+from .tape.binding import NotBound
 from .tape.called_patches import FormChanged, Forward
 from .tape.options import at
 from .tape.patches import code_of
-from .tape.program import NotBound, Program
+from .tape.program import Program
 from .tape.values import Tape, Weight
 from .tapes import NONE, FullStep, Take, Tapes, bound, obstacle
 
@@ -139,6 +139,11 @@ class TapeTier:
             self._told = True
             STATS.fallback(self.stats.name, f"operations run unfused: {kernels.why_not(device)}")
         return False
+
+    def loosen(self) -> None:
+        """Holds weights no longer than their model does."""
+        self._tapes.loosen()
+        self._blocks.loosen()
 
     def release(self) -> None:
         """Releases weights, because the model was unloaded."""

@@ -304,6 +304,12 @@ class Tapes:
                 if take in takes:
                     takes.remove(take)
 
+    def loosen(self) -> None:
+        """Holds the weights no longer than their model does."""
+        with self._lock:
+            for take in [take for takes in self._takes.values() for take in takes if take.program is not None]:
+                take.program.loosen()
+
     def release(self) -> None:
         """Releases the weights, because the model is unloaded."""
         with self._lock:
@@ -334,7 +340,7 @@ def obstacle(tape: Tape, model: nn.Module | None = None) -> str:
 
 def bound(take: Take, module: nn.Module, weights: int) -> Program:
     """The take's program on the weights of ``module``. Raises ``NotBound``."""
-    if take.weights != weights:
+    if take.weights != weights or not take.program.tighten():
         take.program.bind(module)
         take.weights = weights
     return take.program

@@ -15,7 +15,8 @@ embed.bare_pack()
 
 from anyshape.accel.kernels import operations  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.tape import diagnose, hand_kernels, kernels, rules  # noqa: E402
-from anyshape.accel.tape.program import NotBound, Program  # noqa: E402
+from anyshape.accel.tape.binding import NotBound  # noqa: E402
+from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 from anyshape.accel.tape.reuse import Outlines  # noqa: E402
 from anyshape.accel.tape.rules import (  # noqa: E402

@@ -3,8 +3,10 @@
 Plain torch modules on the CPU, no ComfyUI.
 """
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -16,8 +18,11 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel.key import shape_key  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.tape.program import NotBound, Program  # noqa: E402
+from anyshape.accel.tape.binding import NotBound  # noqa: E402
+from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
+from anyshape.accel.tape.rules import edits  # noqa: E402
+from anyshape.accel.tape.values import Derived, Value, Weight  # noqa: E402
 from anyshape.accel.tapes import Taped, Tapes  # noqa: E402
 
 from tools.small_forwards import CPU, inputs, module, replayed_right, taped  # noqa: E402
@@ -161,6 +166,46 @@ def test_weights_are_found_again_after_they_moved_and_changed() -> None:
         del model.lin.weight
         with pytest.raises(NotBound, match="lin.weight"):
             program.bind(model)
+
+
+def replaced_weight(model: nn.Module, name: str) -> weakref.ref:
+    """Gives the model another weight of this name, as ComfyUI does it for a LoRA; what is left of the old one."""
+    owner, _, own = name.rpartition(".")
+    part = model.get_submodule(owner)
+    old = weakref.ref(getattr(part, own))
+    setattr(part, own, nn.Parameter(torch.randn(old().shape), requires_grad=False))
+    gc.collect()
+    return old
+
+
+def test_between_two_runs_a_program_holds_weights_no_longer_than_its_model() -> None:
+    model = module(lambda self, x: self.lin(x) * self.scale + self.table)
+    program = Program(taped(model, inputs(0))[1], fuse=False)
+    program.bind(model)
+    for _ in range(2):
+        program.loosen()
+    assert program.tighten() and torch.equal(program.run([inputs(1)]), model(inputs(1)))
+    program.loosen()
+    assert replaced_weight(model, "lin.weight")() is None and not program.tighten()
+    program.loosen()  # which is not bound
+    program.bind(model)
+    assert torch.equal(program.run([inputs(1)]), model(inputs(1)))
+    assert replaced_weight(model, "scale")() is not None  # in a run nothing goes
+
+
+def test_what_numbers_were_copied_of_stays() -> None:
+    """A graph has the copy. Another weight at the same address would be taken for the one that it was made of."""
+    model = module(lambda self, x: x * self.scale)
+    for copies in (True, False):
+        tape = taped(model, inputs(0))[1]
+        (scale,) = [value for value in tape.leaves() if isinstance(value.leaf, Weight)]
+        made = Value.made(scale.shape, scale.stride, scale.dtype, CPU, Derived(torch.clone, (scale,), copies))
+        edits.replace_inputs(tape.operations[-1], {scale: made})
+        program = Program(tape, fuse=False)
+        program.bind(model)
+        assert torch.equal(program.run([inputs(1)]), model(inputs(1)))
+        program.loosen()
+        assert (replaced_weight(model, "scale")() is not None) == copies == program.tighten()
 
 
 class Converting(nn.Module):

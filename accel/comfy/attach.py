@@ -21,7 +21,9 @@ from ..call import Settings
 from ..engine import Engine
 from ..reasons import say
 from ..stats import STATS
+from ..tape.named_tensors import parts_of
 from . import small_weights
+from .dynamic import is_mapped
 from .latents import latents_of
 from .session import Session
 from .surroundings import INTERRUPTS
@@ -152,15 +154,18 @@ def let_go_on_detach(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -
 
 
 def detached(module: nn.Module, unloaded: bool) -> None:
-    """Lets go of the weights, because ComfyUI has unloaded ``module``, or loads it for another patcher.
+    """Lets go of the weights, because ComfyUI has unloaded ``module``, or loads it again, perhaps for another patcher.
 
-    That one may have other LoRAs, and these weights must not stay on the GPU. unloaded: graphs go as well.
+    That one may have other LoRAs, and these weights must not stay on the GPU. unloaded: graphs go as well. What
+    ComfyUI maps in (DynamicVRAM) has its memory for as long as the model is there.
     """
     if unloaded:
         drop_graphs(module)
         return
+    if any(map(is_mapped, parts_of(module))):
+        return
     for engine in engines_of(module):
-        attempt(engine.release, failed(engine.stats.name, "letting go of weights"), INTERRUPTS)
+        attempt(engine.loosen, failed(engine.stats.name, "letting go of weights"), INTERRUPTS)
 
 
 def drop_graphs(module: nn.Module) -> None:

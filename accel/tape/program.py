@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..kernels.operations import is_ours
 from ..preparing import look
 from . import cost
+from .binding import Bound, Loose, NotBound, loose, tight
 from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
@@ -26,11 +27,6 @@ from .reuse import Outlines
 from .values import Constant, Derived, Input, Operation, Tape, Value, Weight, replaced
 
 LONG_WORK = 2.5e13  # multiplications that take a GPU longer than the host takes to capture them: 60 ms of an H200
-Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
-
-
-class NotBound(RuntimeError):
-    """Raised where the module no longer has a weight as it was recorded."""
 
 
 @dataclass(slots=True)
@@ -136,10 +132,12 @@ class Program:
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
         derived = [(self._slots[v], v.leaf) for v in leaves if isinstance(v.leaf, Derived)]
         self._derived = [(slot, leaf.make, tuple(self._slots[v] for v in leaf.sources)) for slot, leaf in derived]
-        self._loose = frozenset(self._slots[v] for v in tape.permuted if v in self._slots)
+        copied_from = {source for value in leaves if isinstance(value.leaf, Derived) for source in value.leaf.kept}
+        self.freed = [slot for slot, value in self._weights if value not in copied_from]  # by ``loosen``
+        self._turned = frozenset(self._slots[v] for v in tape.permuted if v in self._slots)
         self.permuted = frozenset(v.leaf for v in tape.permuted if v in self._slots)  # may lie in channels_last
         self._count = len(self._slots)
-        self._bound: Bound | None = None
+        self._bound: Bound | Loose | None = None
 
     # Making it ----------------------------------------------------------------------------------------------------
 
@@ -191,7 +189,7 @@ class Program:
             except (AttributeError, KeyError) as error:
                 raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} is gone") from error
             like = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-            stride = tensor.stride() if slot in self._loose else value.stride
+            stride = tensor.stride() if slot in self._turned else value.stride
             if like != (value.shape, stride, value.dtype, value.device):
                 raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} has changed its form or its place")
             bound[slot] = tensor
@@ -208,6 +206,15 @@ class Program:
             if value in self._slots:
                 bound[self._slots[value]] = tensor
         return bound
+
+    def loosen(self) -> None:
+        """Holds the weights no longer than their model does, until ``tighten``."""
+        self._bound = loose(self._bound, self.freed)
+
+    def tighten(self) -> bool:
+        """Whether all weights that it is bound to are there."""
+        self._bound = tight(self._bound)
+        return self._bound is not None
 
     def unbind(self) -> None:
         """Releases the weights."""

@@ -93,6 +93,12 @@ class Derived:
 
     make: Callable[..., Tensor]
     sources: tuple["Value", ...]
+    copies: bool = True  # whether it has numbers of theirs, and not just addresses
+
+    @property
+    def kept(self) -> tuple["Value", ...]:
+        """The sources that must stay: others at the same address would be taken for those that were copied."""
+        return self.sources if self.copies else ()
 
 
 Leaf = Input | Weight | Constant | Derived
