@@ -226,7 +226,8 @@ class Program:
 
     def constants(self) -> list[Tensor]:
         """What the program holds on the device besides weights; what is made of weights while it is bound to them."""
-        made = [self._bound[slot] for slot, _, _ in self._derived] if self._bound is not None else []
+        bound = tight(self._bound)
+        made = [bound[slot] for slot, _, _ in self._derived] if bound is not None else []
         return [tensor for _, tensor in self._fixed] + made
 
     def values(self, inputs: Sequence[Tensor], wanted: set[Value]) -> dict[Value, Tensor]:
@@ -259,7 +260,7 @@ class Program:
     def _execute(
         self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None, bound: Bound | None = None
     ) -> Any:
-        values = list(self._bound if bound is None else bound)
+        values = list(tight(self._bound) if bound is None else bound)  # another thread may have let go meanwhile
         for slot, index in self._inputs:
             values[slot] = inputs[index]
         waits = self.device.type == "cpu"  # each step is done when it returns, and one may take seconds
