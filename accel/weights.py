@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 from .kernels.operations import LASTS
 from .reasons import say
-from .tape.named_tensors import parts_of, tensor_attributes
+from .tape.named_tensors import PLAIN, inner_tensors, parts_of, tensor_attributes
 
 GIB = 1 << 30
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)  # whose weights may lie with channels last
+KNOWN = (*PLAIN, type(None))
 # In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
 MAPPED = ("_v_weight", "_v_bias")
 
@@ -36,12 +37,16 @@ class WeightWatch:
         self._tables = [table for own in dicts for table in (own["_parameters"], own["_buffers"]) if table]
         found = tensor_attributes(modules) if attributes is None else attributes
         self._attributes = [(dicts[number], name) for number, name in found if name not in MAPPED]
+        # quantised weights have scales, which lie somewhere else
+        self._wrapped = [(table, name) for table in self._tables for name, w in table.items() if type(w) not in KNOWN]
         self._convolutions = [m._parameters for m in modules if isinstance(m, CONVOLUTIONS) and m._parameters]
 
     def fingerprint(self) -> int:
         """Changes when a weight moves, is replaced or changes its layout. Takes 0.3 ms for SDXL's 1,680 weights."""
         addresses = [p.data_ptr() for table in self._tables for p in table.values() if p is not None]
         addresses += [own[name].data_ptr() for own, name in self._attributes if isinstance(own.get(name), Tensor)]
+        wrapped = [(name, table[name]) for table, name in self._wrapped if table.get(name) is not None]
+        addresses += [inner.data_ptr() for each in wrapped for _, inner in inner_tensors(*each)]
         layouts = [table["weight"].stride() for table in self._convolutions]
         mapped = [weight for own in self._mapped for name in MAPPED if (weight := own.get(name)) is not None]
         places = [(weight.data_ptr(), weight.dtype, weight.stride()) for weight in mapped]

@@ -1,7 +1,7 @@
 """MiniMax H3 and LTX-2 as ComfyUI samples them: pictures and sound in one nested latent.
 
-MiniMax H3 has an object of its own among its arguments. Such an object is nothing that a guard could compare, so the
-whole forward is not recorded. Its blocks are. CPU.
+One of MiniMax H3's arguments is an object that no guard could compare, so its whole forward is not recorded. Its blocks
+are. CPU.
 """
 
 import pytest
@@ -92,13 +92,14 @@ def ltx2(comfy):
     return zoo.make("ltx2", torch.float32, **SMALL_LTX2)
 
 
-def test_ltx2_is_recorded_whole(ltx2, models, fusing):
+def test_ltx2_is_recorded_whole(ltx2, models, fusing, recordings):
     """Its latent is nested too, and both parts are inputs of one tape. A run of another prompt finds it again."""
     fast = compiled(ltx2)
     for width, height, seed in ((128, 64, 0), (192, 96, 1), (192, 96, 2)):
         run = {"width": width, "height": height, "frames": 9, "seed": seed}
         assert far(models.sample(fast, **run, steps=3), models.sample(ltx2, **run, steps=3)) < 1e-5
     found = shapes()
+    assert len(recordings) == 2
     assert [(shape["state"], shape["calls"], shape["reason"]) for shape in found] == [("tape", 3, ""), ("tape", 6, "")]
 
 

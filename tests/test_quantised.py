@@ -105,6 +105,19 @@ def test_another_quantised_weight_needs_no_new_recording(quantised: Any):
     assert each.error(program, wanted) == 0.0 and each.error(program, before) > 1e-3
 
 
+def test_a_scale_that_moves_is_seen(quantised: Any):
+    """A graph reads it by its address, which may change while that of the weight does not."""
+    from anyshape.accel.weights import WeightWatch
+
+    model = quantised.make("Flux", "int8_tensorwise")
+    weight = model.get_submodule("double_blocks.0.img_attn.proj").weight
+    watch, scale = WeightWatch(model), weight._params.scale
+    before = watch.fingerprint()
+    assert WeightWatch(model).fingerprint() == before
+    object.__setattr__(weight._params, "scale", scale.clone())
+    assert watch.fingerprint() != before and WeightWatch(model).fingerprint() != before
+
+
 def test_an_input_is_rounded_once_for_all_layers_that_read_it(quantised: Any, monkeypatch: Any):
     """The GPU's rule with plain torch in place of the library's kernels: a block's 8 layers have 5 inputs in Krea 2."""
     from anyshape.accel.tape.rules import edits, int8

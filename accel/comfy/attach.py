@@ -148,23 +148,19 @@ def _graph_message(settings: Settings, device: torch.device) -> str:
 
 
 def let_go_on_detach(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:
-    """ON_DETACH of a patcher whose model has programs of ours."""
-    if hasattr(patcher.model, "diffusion_model"):
-        detached(patcher.model.diffusion_model, unpatch_all)
+    """Lets go of the weights, because ComfyUI has unloaded the model, or loads it again, perhaps for another patcher.
 
-
-def detached(module: nn.Module, unloaded: bool) -> None:
-    """Lets go of the weights, because ComfyUI has unloaded ``module``, or loads it again, perhaps for another patcher.
-
-    That one may have other LoRAs, and these weights must not stay on the GPU. unloaded: graphs go as well. What
-    ComfyUI maps in (DynamicVRAM) has its memory for as long as the model is there.
+    That one may have other LoRAs, and these weights must not stay on the GPU. unpatch_all: the model is unloaded, and
+    graphs go as well. What ComfyUI maps in (DynamicVRAM) has its memory for as long as the model is there.
     """
-    if unloaded:
+    module = getattr(patcher.model, "diffusion_model", patcher.model)  # a ControlNet is its own
+    if unpatch_all:
         drop_graphs(module)
         return
-    if any(map(is_mapped, parts_of(module))):
+    engines = engines_of(module)
+    if not engines or any(map(is_mapped, parts_of(module))):
         return
-    for engine in engines_of(module):
+    for engine in engines:
         attempt(engine.loosen, failed(engine.stats.name, "letting go of weights"), INTERRUPTS)
 
 

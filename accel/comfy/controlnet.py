@@ -9,7 +9,6 @@ from typing import Any
 
 import comfy.controlnet
 import comfy.model_management
-from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from .. import devices
@@ -17,7 +16,7 @@ from ..attempt import attempt, failed
 from ..engine import Engine
 from ..reasons import say
 from ..stats import STATS
-from .attach import KEY, detached
+from .attach import KEY, let_go_on_detach
 from .control_lora import file_of
 from .controlnet_run import NAME, Sampling, shadow_of
 from .surroundings import INTERRUPTS
@@ -65,10 +64,6 @@ def _device(control: comfy.controlnet.ControlNet) -> Any:
     return getattr(control, "load_device", None) or comfy.model_management.get_torch_device()
 
 
-def _let_go_on_detach(patcher: ModelPatcher, unpatch_all: bool = True, *_: Any) -> None:
-    detached(patcher.model, unpatch_all)
-
-
 class Compiled:
     """Our part of a control of ComfyUI's. Nodes copy it for each prompt that it is applied to."""
 
@@ -104,7 +99,7 @@ class CompiledControlNet(Compiled, comfy.controlnet.ControlNet):
         """The network of ``control`` is this one's, too."""
         self.control_model = shadow_of(control.control_model, verify)
         self.control_model_wrapped = control.control_model_wrapped.clone()  # ComfyUI takes it for the same model
-        self.control_model_wrapped.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _let_go_on_detach)
+        self.control_model_wrapped.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go_on_detach)
 
     def cleanup(self) -> None:  # noqa: D102
         self.sampling.end(self)

@@ -132,8 +132,8 @@ class Program:
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
         derived = [(self._slots[v], v.leaf) for v in leaves if isinstance(v.leaf, Derived)]
         self._derived = [(slot, leaf.make, tuple(self._slots[v] for v in leaf.sources)) for slot, leaf in derived]
-        copied_from = {source for value in leaves if isinstance(value.leaf, Derived) for source in value.leaf.kept}
-        self.freed = [slot for slot, value in self._weights if value not in copied_from]  # by ``loosen``
+        kept = {source for _, leaf in derived if leaf.copies for source in leaf.sources}  # see ``Derived``
+        self.freed = [slot for slot, value in self._weights if value not in kept]  # by ``loosen``
         self._turned = frozenset(self._slots[v] for v in tape.permuted if v in self._slots)
         self.permuted = frozenset(v.leaf for v in tape.permuted if v in self._slots)  # may lie in channels_last
         self._count = len(self._slots)

@@ -89,16 +89,15 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """A leaf: made of weights each time a program is bound to them, by ``make(*sources)``."""
+    """A leaf: made of weights each time a program is bound to them, by ``make(*sources)``.
+
+    copies: it has their numbers, not just their addresses. Then they must stay as long as it does: others at the same
+    addresses would be taken for them.
+    """
 
     make: Callable[..., Tensor]
     sources: tuple["Value", ...]
-    copies: bool = True  # whether it has numbers of theirs, and not just addresses
-
-    @property
-    def kept(self) -> tuple["Value", ...]:
-        """The sources that must stay: others at the same address would be taken for those that were copied."""
-        return self.sources if self.copies else ()
+    copies: bool = True
 
 
 Leaf = Input | Weight | Constant | Derived
