@@ -21,7 +21,7 @@ class Card:
         from anyshape.accel.tape import attention_choice
         from anyshape.accel.tape.rules import attention as rule
 
-        self.times, self.able, self.timed = dict(FAST), set(FAST), []
+        self.times, self.able, self.timed, self.capability = dict(FAST), set(FAST), [], (8, 9)
         patch.setattr(attention_choice, "_KNOWN", {})
         patch.setattr(attention_choice, "_milliseconds", self._milliseconds)
         patch.setattr(attention_choice.Case, "tensors", lambda case, device: [torch.empty(1, 1, 1, 1)] * 3 + [None])
@@ -29,6 +29,7 @@ class Card:
             patch.setattr(module, "supports", lambda backend, *tensors: backend in self.able)
         patch.setattr(rule.torch, "empty_strided", lambda *form, **kind: torch.empty(0))
         patch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: self.capability)
 
     def _milliseconds(self, backend, tensors, causal) -> float:
         self.timed.append(backend)
@@ -78,6 +79,15 @@ def test_the_fastest_is_taken_and_said(card):
 def test_cudnns_is_not_measured(card):
     """It is the fastest where torch takes it by itself, and measuring costs a first call most of a second."""
     assert chosen(CUDNN) == (CUDNN, False) and not card.timed
+
+
+def test_on_hopper_it_is_taken_unmeasured(card):
+    """But for few queries, whose plan costs more than is won, and for forms that nobody measured."""
+    card.capability = (9, 0)
+    assert chosen(FLASH) == (CUDNN, True) and chosen(FLASH, 512) == (FLASH, False) and not card.timed
+    assert chosen(EFFICIENT, masked=True) == (CUDNN, True) and card.timed
+    card.able = {FLASH}
+    assert chosen(FLASH) == (FLASH, False)
 
 
 def test_what_is_as_fast_stays_as_it_was(card):

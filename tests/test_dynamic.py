@@ -9,7 +9,7 @@ import torch
 
 from tools import pages
 from tools.driving import SMALL_RUN, calls_of, compiled, options_of, unet_inputs
-from tools.oracles import assert_fast, error, fallbacks, shapes
+from tools.oracles import FUSED, assert_fast, error, fallbacks, shapes
 from tools.pages import ENOUGH
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -275,3 +275,38 @@ def test_skip_blocks(models, load, card):
     out = models.sample(skip, **run)
     assert counted() == {"full": 4, "skipped": 8, "resets": {}} and not load.pages.pinned
     assert error(out, taped) < 1e-4
+
+
+def test_a_size_that_pushes_weights_out_is_not_begun_again_and_again(models, load, recordings, monkeypatch):
+    """Recording needs more memory than ComfyUI's own forward; it is begun once more where there is more of it."""
+    from anyshape.accel.comfy import dynamic
+
+    from tools.driving import skipping
+    from tools.oracles import counted
+
+    free = [4 << 30]  # of a card; a CPU's is another in each run
+    monkeypatch.setattr(dynamic.mm, "get_free_memory", lambda device: free[0])
+    fast, wanted = compiled(load.patcher), models.sample(load.patcher, **SMALL_RUN)
+    load.pages.short_at = load.layers[len(load.layers) // 2]
+
+    def again(patcher, **changes):
+        before = len(recordings)
+        load()
+        out = models.sample(patcher, **SMALL_RUN | changes)
+        assert not load.pages.pinned
+        return out, len(recordings) - before
+
+    begun = []
+    for _ in range(4):
+        out, count = again(fast)
+        assert error(out, wanted) < CLOSE and shapes()[0]["state"] == "eager"
+        begun.append(count)
+    assert begun[0] and begun[2:] == [0, 0], begun
+    assert shapes()[0]["reason"].startswith("weights streamed: of ")
+    out, count = again(skipping(fast, depth="0"), steps=12)
+    assert count == 0 and counted() == {"full": 4, "skipped": 8, "resets": {}}  # its first step gives features
+    load.pages.short_at = None
+    assert again(fast)[1] == 0
+    free[0] = 5 << 30
+    out, count = again(fast)
+    assert count == 1 and error(out, wanted) < CLOSE and shapes()[0]["state"] == FUSED

@@ -5,6 +5,7 @@ Each case is a process of its own (``tools.dynamic_cases``): comfy-aimdo must be
 
 import importlib.util
 import json
+import statistics
 import subprocess
 import sys
 from typing import Any
@@ -106,10 +107,12 @@ def test_a_lora_on_and_off():
 @pytest.mark.parametrize("model", [{}, {"name": "sdxl"}], ids=["row", "U"])
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_weights_of_skipped_blocks_are_not_fetched(share, model):
-    """Of 12 steps 4 are full: the others take the time of what is left of the model."""
+    """Of 12 steps 4 are full: the others take the time of what is left of the model, a small part of its weights."""
     found = case("skip", share=share, **model)
+    step = statistics.median(found["eager_step_s"])
     for run in found["runs"]:
         assert run["message"] == "" and (run["full"], run["skipped"], run["resets"]) == (4, 8, {})
-        assert 0 < run["far"] < 1 and min(run["s"]) < 0.6 * min(found["eager_s"])
+        assert 0 < run["far"] < 1 and min(run["s"]) < min(found["eager_s"])
+        assert statistics.median(run["step_s"]) < 0.4 * step  # two thirds are skipped
         assert run["peak"] - found["peak"] < GIB // 2
     assert found["states"] == ["eager"] and only_streamed(found)

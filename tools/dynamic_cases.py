@@ -109,17 +109,19 @@ def skip(share: float, name: str = "", steps: int = 12, layers: int = 12) -> dic
     source = made(name) if name else zimage(layers)
     size, room = source.model_size(), room_of(source)
     with ballast(size * share + room):
-        eager = [sampled(source, steps=steps) for _ in range(2)]
+        eager = [sampled(source, each_step=True, steps=steps) for _ in range(2)]
         runs: list[dict[str, Any]] = []
         for way in (source, compiled(source)):
             skipping, message = product.skip_blocks(way, product.SkipSettings(), lambda line: None)
-            took = [sampled(skipping, steps=steps) for _ in range(2)]
+            took = [sampled(skipping, each_step=True, steps=steps) for _ in range(2)]
             counted = stats.snapshot()["skip"][-1]
             runs.append({"message": message, **{key: counted[key] for key in ("full", "skipped", "resets")}})
             runs[-1] |= {"s": [run["seconds"] for run in took], "peak": max(run["peak"] for run in took)}
+            runs[-1]["step_s"] = took[-1]["steps"]
             runs[-1]["far"] = far(took[-1]["out"], eager[-1]["out"])
         return {
             "eager_s": [run["seconds"] for run in eager], "peak": max(run["peak"] for run in eager), "runs": runs,
+            "eager_step_s": eager[-1]["steps"],
             "loaded": loaded(source), "size": size, **told(),
         }  # fmt: skip
 

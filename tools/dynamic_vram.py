@@ -5,6 +5,7 @@ It needs an NVIDIA GPU and comfy-aimdo, whose library must be there before Comfy
 
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -135,22 +136,30 @@ class Watch:
         tapes.Tapes.record, graphs.GraphCache.capture = recording, capturing
 
 
-def sampled(patcher: Any, **run: Any) -> dict[str, Any]:
-    """One run: its latent, seconds, and the most bytes of the device in use after any step."""
+def sampled(patcher: Any, each_step: bool = False, **run: Any) -> dict[str, Any]:
+    """One run: its latent, seconds, and the most bytes of the device in use after any step.
+
+    each_step: the seconds of each step too, which waits for the GPU behind each.
+    """
     import torch
 
     from bench import models
 
-    peak = [0]
+    peak, ends = [0], list[float]()
 
     def callback(*_: Any) -> None:
+        if each_step:
+            torch.cuda.synchronize()
+            ends.append(time.perf_counter())
         peak[0] = max(peak[0], used())
 
     torch.cuda.synchronize()
     started = time.perf_counter()
     out = models.sample(patcher, **RUN | run, callback=callback)
     torch.cuda.synchronize()
-    return {"out": out, "seconds": time.perf_counter() - started, "peak": peak[0]}
+    seconds = time.perf_counter() - started
+    steps = [end - begun for begun, end in itertools.pairwise([started, *ends])]
+    return {"out": out, "seconds": seconds, "peak": peak[0], "steps": steps}
 
 
 def room_of(patcher: Any) -> int:

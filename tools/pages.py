@@ -45,6 +45,7 @@ class Pages:
         self.serials = [0] * self.count
         self.there: set[int] = set()
         self.pins: Counter[int] = Counter()
+        self.short_at: nn.Module | None = None  # the layer at whose turn the image's own memory pushes pages out
         card.tables.append(self)
 
     @property
@@ -108,6 +109,11 @@ class Pages:
             self.there.discard(page)
             self.memory[page * PAGE : (page + 1) * PAGE] = GARBAGE
 
+    def turn_of(self, layer: nn.Module) -> None:
+        """ComfyUI's own forward has come to ``layer``."""
+        if layer is self.short_at:
+            self.give_away(0, self.count - 1)
+
     def unpin(self, address: int, size: int) -> None:
         for page in self._range(address, size):
             self.pins[page] = max(0, self.pins[page] - 1) if self.card.counts else 0
@@ -153,6 +159,7 @@ def use(monkeypatch: Any) -> None:
     ) -> Any:  # fmt: skip
         if not hasattr(s, "_v"):
             return own(s, input, dtype, device, bias_dtype, offloadable, compute_dtype, want_requant)
+        s._v[0].turn_of(s)
         dtype = dtype or input.dtype
         device, bias_dtype = device or input.device, bias_dtype or dtype
         prefetched, kept = hasattr(s, "_prefetch"), None

@@ -11,7 +11,7 @@ Where they do not fit, nothing of ours runs. ComfyUI's own forward streams them.
 ``small_weights``.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -82,6 +82,7 @@ class MappedWeights:
         self._waited = False  # in this call, for what ran last
         self._again = 0  # how often pages were asked for again after something else had pushed them out
         self.did_not_fit = False  # at the last call
+        self.free: int | None = None  # bytes beside them at the call's start, if that was asked
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -93,16 +94,24 @@ class MappedWeights:
         """Of all pages."""
         return sum(size for _, _, size in self._spans)
 
-    def ready(self, device: torch.device, dtype: torch.dtype) -> str:
+    def ready(self, device: torch.device, dtype: torch.dtype, too_short: Callable[[int], str] | None = None) -> str:
         """Has all weights lie on ``device``, and stay there until ``let_go``; why they do not, or "".
 
-        dtype: of the model's inputs, in which patches of weights are computed.
+        dtype: of the model's inputs, in which patches of weights are computed. too_short: of a call that has pushed
+        weights out before, why it would again, given the bytes that are free beside them; or "".
         """
         if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
             return say("weights_elsewhere")
         self._waited = self.did_not_fit = False
-        for _ in range(ROUNDS):
+        self.free = None
+        for turn in range(ROUNDS):
             if self.hold():
+                if turn or too_short is not None:
+                    self.free = mm.get_free_memory(device)
+                if too_short is not None and not graphs.cache(device).used_bytes and (why := too_short(self.free)):
+                    self.let_go()
+                    self.did_not_fit = True
+                    return why
                 self._small.keep(device)
                 return ""
             filled = self._complete(device, dtype)

@@ -17,6 +17,7 @@ from ..tape.state import first_kept, states_of
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch, Whereabouts
 from . import dynamic
+from .shortages import Shortages
 from .surroundings import surroundings
 
 MOST_CHANGES = 3  # of a model in one run: each costs a recording
@@ -50,14 +51,16 @@ class SamplingState:
             self._layout.mapped = self.mapped
             self._fingerprints.hold()  # there will be many looks
 
-    def obstacle(self, device: torch.device, dtype: torch.dtype) -> str:
+    def obstacle(self, key: ShapeKey, dtype: torch.dtype) -> str:
         """Says why nothing of this model may be recorded or replayed; "" if its weights are there, until ``let_go``.
 
-        device, dtype: of the model's inputs.
+        dtype: of the model's inputs.
         """
         if self._restless or self._replaced:
             return self._restless or self._replaced
-        return self.mapped.ready(device, dtype) if self.mapped is not None else ""
+        if self.mapped is None:
+            return ""
+        return self.mapped.ready(key.device, dtype, self._fingerprints.shortages.expected(key))
 
     def streams(self) -> str:
         """Why ComfyUI still streams the weights, or "". Asked before any look at the model, which takes longer."""
@@ -68,9 +71,13 @@ class SamplingState:
         """Whether ComfyUI streamed the weights at the last look."""
         return self.mapped is not None and self.mapped.did_not_fit
 
-    def hold(self) -> str:
+    def hold(self, key: ShapeKey) -> str:
         """Has the weights stay where they are, after ComfyUI's own layers have run; why they are gone, or ""."""
-        return "" if self.mapped is None or self.mapped.hold() else self.mapped.streamed()
+        if self.mapped is None or self.mapped.hold():
+            return ""
+        why = self.mapped.streamed()
+        self._fingerprints.shortages.add(key, self.mapped.free or 0, why)
+        return why
 
     def let_go(self) -> None:
         """The call is over, or ComfyUI's own forward is about to run."""
@@ -158,6 +165,7 @@ class Fingerprints:
         self.replaced = ""  # a function of torch's that another pack replaced
         self._resting: dict[ShapeKey, str] = {}  # calls that gain nothing, and why
         self._whereabouts = Whereabouts(())  # of the weights meanwhile
+        self.shortages = Shortages()
 
     def of(self, model: nn.Module) -> int:
         """The number of the model as it is now; a new one if it changed since the last look."""

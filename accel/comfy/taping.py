@@ -173,9 +173,9 @@ def call_of(
     why = why or obstacle(given) or (run.streams() if run is not None else "")
     taped = None
     structure = run.structure(model) if run is not None and not why else 0
-    x = given.first
+    x, key = given.first, key_of(given)
     if run is not None and not why:
-        why = run.obstacle(x.device, x.dtype)
+        why = run.obstacle(key, x.dtype)
     if run is not None and not why:
         options = given.theirs
         if run.mapped is not None:  # the weights are there
@@ -190,8 +190,8 @@ def call_of(
         taped = Taped(
             model, forward, options, structure, _prepare, run.changed, run.lay_out, lean,
             partial(_places, options), calls_patches(given.options),
-            run.foreign, unknown=unknown, hold=run.hold, let_go=run.let_go, no_graph=partial(run.no_graph, x.device),
-            rest=run.rest,
+            run.foreign, unknown=unknown, hold=partial(run.hold, key), let_go=run.let_go,
+            no_graph=partial(run.no_graph, x.device), rest=run.rest,
         )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1
     width, height, frames = size_of(tuple(x.shape)) if x is not None else (0, 0, 1)
@@ -202,7 +202,7 @@ def call_of(
         return fallback()
 
     return Call(
-        key=key_of(given),
+        key=key,
         inputs=given.tensors,
         eager=eager,
         weights=run.weights() if run is not None and not why else 0,

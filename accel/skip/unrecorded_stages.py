@@ -41,23 +41,25 @@ class UnrecordedStages:
         self.depth, self.share = depth or 0, 1.0
         self._wanted, self._judge, self._passthrough = depth, failed(type(model).__name__, "its stages"), passthrough
         self._down, self._up = ([list(_within(model, stage)) for stage in stages] for stages in _stages(model))
-        self._layers = Blocks()
+        self._layers, self._end = Blocks(), Blocks()
         self._layers.paths = [path for name, _ in model.named_children() for path in _layers(model, name)]
         self._deep: _Deep | None = None
         self._why = ""  # nothing is left out
 
     def full(self, model: nn.Module, forward: Forward, rows: int) -> tuple[Any, tuple[Tensor, ...] | str]:
         """(what ``forward`` gives, its features [rows, ...] or why there are none). rows: of the batch."""
-        ends = [stage[-1] for stage in self._up] if self._deep is None else self._deep.paths[-1:]
-        watch = _FullStep(ends)
-        with self._layers.ours(model, watch.call):
+        if self._why:
+            return forward(), self._why
+        known = self._deep is not None
+        watch = _FullStep(self._end.paths if known else [stage[-1] for stage in self._up])
+        with (self._end if known else self._layers).ours(model, watch.call):
             out = forward()
-        if self._deep is None and not self._why:
+        if not known:
             found, failure = attempt(lambda: self._begin(model, forward, watch, out), self._judge, self._passthrough)
             self._why = failure or found
-        if self._why:
-            return out, self._why
-        feature = watch.given.get(self._deep.paths[-1])
+            if self._why:
+                return out, self._why
+        feature = watch.given.get(self._end.paths[0])
         return out, NOT_ALL if feature is None or len(feature) != rows else (feature,)
 
     def skipped(self, model: nn.Module, forward: Forward, features: Sequence[Tensor]) -> Any:
@@ -82,7 +84,7 @@ class UnrecordedStages:
         if not same:
             self._deep = None
             return NOT_ALL
-        self.depth, self.share = chosen.depth, chosen.share
+        self.depth, self.share, self._end.paths = chosen.depth, chosen.share, chosen.paths[-1:]
         return ""
 
     def _choices(self, watch: "_FullStep") -> Iterator[_Deep]:

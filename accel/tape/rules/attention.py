@@ -8,13 +8,15 @@ from torch import Tensor
 from ...errors import is_out_of_memory
 from ...reasons import say
 from .. import static_sizes
-from ..attention_choice import attend, case_of, fastest, supports
+from ..attention_choice import attend, case_of, fastest, supports, takes_plans
 from ..layout import copied, lie_alike
 from ..traits import ATTENTIONS, by_name
 from ..values import Operation, Tape, Value
 
 LESS_EXACT = say("other_attention")
-TRUSTED = "cudnn"  # the fastest where torch takes it by itself (Hopper); measuring would cost most of a second
+TRUSTED = "cudnn"  # the fastest where torch takes it by itself (Hopper); measuring costs 0.1 to 0.2 s for each case
+WIDTHS = (64, 128)  # of heads: it was the fastest there in all cases that were measured (docs/performance.md)
+FEW = 512  # queries up to which it spares less than its plan of each new length takes
 NAMES = {name: name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in ATTENTIONS}
 
 
@@ -105,7 +107,10 @@ def _choice(recorded: str, q: Value, k: Value, v: Value, mask: Value | None, cau
         or (mask is not None and mask.dtype != q.dtype)
     ):
         return recorded
-    best = fastest(case_of(q, k, v, mask is not None, causal), recorded, device)
+    if takes_plans(device) and mask is None and not causal and q.shape[3] == v.shape[3] in WIDTHS:
+        best = TRUSTED if q.shape[2] > FEW else recorded
+    else:
+        best = fastest(case_of(q, k, v, mask is not None, causal), recorded, device)
     if best == recorded:
         return recorded
     like = [value and value.empty(device) for value in (q, k, v, mask)]
