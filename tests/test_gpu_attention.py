@@ -163,6 +163,7 @@ def test_a_new_length_costs_little():
 
 def test_heads_of_64_channels_are_never_planned(models):
     """Attention of a UNet by cuDNN on Hopper: neither its programs nor a later size's first forward asks for a plan."""
+    from anyshape.accel import stats
     from anyshape.accel.call import Settings
     from anyshape.accel.comfy.attach import compile_model
     from torch.profiler import ProfilerActivity, profile
@@ -176,6 +177,8 @@ def test_heads_of_64_channels_are_never_planned(models):
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         out = models.sample(compiled, 264, 328, steps=2)
     ran = {event.key for event in seen.key_averages() if "attention" in event.key}
+    found = [(shape["state"], shape["reason"]) for shape in stats.snapshot()["models"][-1]["shapes"]]
+    assert found == [("graph", "")] * 3, (found, ran)
     assert "anyshape::flash_attention" in ran and "aten::_cudnn_attention_forward" not in ran, ran
     wanted = models.sample(eager, 264, 328, steps=2)
     assert (out - wanted).norm() / wanted.norm() < 0.05
@@ -190,8 +193,9 @@ from anyshape.accel.stats import snapshot
 from anyshape.accel.tape import attention_choice
 timed, own = [], attention_choice._milliseconds
 attention_choice._milliseconds = lambda backend, *rest: timed.append(backend) or own(backend, *rest)
+forms = (*tests.FORMS, (1, 8, 640, 640, 96))  # Hopper does not measure the others
 used = [tests.recorded(tests.Attends("flash", form[1] * form[4]), tests.tensors(form, masked), True)[2]
-        for form in tests.FORMS for masked in (False, True)]
+        for form in forms for masked in (False, True)]
 found = snapshot()["artifacts"]
 print(json.dumps({"timed": len(timed), "used": used, "loaded": found["loaded"], "rejected": found["rejected"]}))
 """
