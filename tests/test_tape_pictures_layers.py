@@ -128,7 +128,7 @@ class AskingAsNewer(Asking):
     "model, words, taken",
     [
         (AskingAsNewer(), 7, True), (Asking(), 7, True), (Asking(), 256, True), (Asking(), 257, False),
-        (Asking(own=True), 7, False), (Asking(scale=0.5), 7, False),
+        (Asking(own=True), 7, False), (Asking(scale=0.5), 7, False), (Asking(scale=0.25), 7, True),
         (Asking(attn_mask=torch.zeros(12, 7).half()), 7, False),
     ],
 )  # fmt: skip
@@ -144,13 +144,16 @@ def test_which_attention_is_to_a_prompt(model, words, taken):
 
 @pytest.mark.parametrize("name", ["PLANNED", "ASKED_FOR"])
 @pytest.mark.parametrize("plans", [True, False])
-@pytest.mark.parametrize("count", [2, 4])
-def test_attention_that_would_be_planned_is_not(monkeypatch, name, plans, count):
-    """An image's own tokens, heads of 64 channels: where cuDNN is, which plans each number of them, or would be."""
+@pytest.mark.parametrize("count, scale", [(2, None), (2, 0.125), (4, None)])
+def test_attention_that_would_be_planned_is_not(monkeypatch, name, plans, count, scale):
+    """An image's own tokens, heads of 64 channels: where cuDNN is, which plans each number of them, or would be.
+
+    scale: on a GPU, torch's FlashAttention is recorded with the usual one.
+    """
     monkeypatch.setattr(attention_kernel, name, "_scaled_dot_product_flash_attention_for_cpu")
     monkeypatch.setattr(attention_kernel, "takes_plans", lambda device: plans)
     taken = count == 2 and (plans or name == "PLANNED")
-    model = Asking(own=True, width=128, count=count)
+    model = Asking(own=True, width=128, count=count, scale=scale)
     for tokens in (12, 300):
         given = torch.randn(2, tokens, 128).half(), torch.randn(2, 7, 128).half()
         tape, program = programmed(model, given)

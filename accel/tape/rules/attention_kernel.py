@@ -5,6 +5,8 @@ it is taken where cuDNN would have been, which plans each number of tokens at it
 Newer ComfyUI asks for FlashAttention there, which takes 1.5 to 1.7 times as long (docs/performance.md).
 """
 
+import math
+
 from ...kernels import operations as ours
 from ..attention_choice import takes_plans
 from ..layout import contiguous
@@ -50,13 +52,16 @@ def _found(operation: Operation, readers: Readers, given_back: set[Value], wides
     """((queries, keys, values, heads), the result) of attention from [B, T, C] to [B, T, C]."""
     given = by_name(operation.func, operation.args, operation.kwargs)
     mask = given.get("attn_bias", given.get("attn_mask"))
-    if mask is not None or given.get("is_causal") or given.get("dropout_p") or given.get("scale") is not None:
+    if mask is not None or given.get("is_causal") or given.get("dropout_p"):
         return None
     heads = [_tokens(value) for value in operation.args[:3]]
     if not all(heads) or any(other in readers or other in given_back for other in operation.outputs[1:]):
         return None
     (q, count, width), (k, other, _), (v, last, deep) = heads
     if not count == other == last or width != deep or width > widest or q.dtype not in HALVES:
+        return None
+    scale = given.get("scale")  # torch's FlashAttention is given the usual one as a number
+    if scale is not None and not math.isclose(scale, width**-0.5):
         return None
     if _source(q) is None or k.shape != v.shape or k.shape[0] != q.shape[0]:
         return None
