@@ -25,7 +25,8 @@ MISSING = (
 
 
 def find() -> Path | None:
-    """The browser: CHROMIUM if that is set, else what is installed."""
+    """The browser: CHROMIUM if that is set, else what is installed. Waits for packages that are being installed."""
+    debian.wait()
     named = os.environ.get("CHROMIUM")
     found = next((path for name in ([named] if named else NAMES) if (path := shutil.which(name))), None)
     return Path(found) if found else None
