@@ -167,7 +167,7 @@ def test_what_is_saved_adds_up(models, unet) -> None:
     (shape,) = shapes()
     spent = shape["calls"] * 1.0 - shape["saved_seconds"]
     assert shape["calls"] == 6 and shape["first_call_seconds"] < spent <= took
-    assert spent == pytest.approx(shape["first_call_seconds"] + 5 * shape["median_ms"] / 1e3, rel=0.25)
+    assert spent >= shape["first_call_seconds"] + 3 * shape["median_ms"] / 1e3  # three of five take that or longer
 
 
 # Below 1 ----------------------------------------------------------------------------------------------------------
