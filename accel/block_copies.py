@@ -53,7 +53,7 @@ class _First:
     values: list[Value]
     seen: "_Seen"
     begin: int
-    promoted: int
+    promoted: tuple[int, ...]
 
 
 @dataclass

@@ -9,7 +9,7 @@ listened. One operation costs about 15 µs, most of them torch's for calling a m
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,16 @@ aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 # Of our own mode that changes nothing that a tape could hold.
 IGNORED = frozenset(("detach_", "requires_grad_", "lift_fresh_copy", "_has_compatible_shallow_copy_type"))
+
+
+class _Place(NamedTuple):
+    """How far a recording has come: how much there is of everything, and the number of the next value."""
+
+    operations: int
+    leaves: int
+    promoted: int
+    number: int
+    reason: str
 
 
 class Recorder(TorchDispatchMode):
@@ -127,15 +137,19 @@ class Recorder(TorchDispatchMode):
             self._blanks.read(inputs)
         self._append(operation, results)
 
-    def place(self) -> tuple[int, int, int, str]:
+    def place(self) -> _Place:
         """How far the recording has come."""
-        return len(self.operations), self._tensors.count, self.writes.promoted, self.refuse.reason
+        return _Place(
+            len(self.operations), self._tensors.count, len(self.writes.promoted), self._tensors.next(),
+            self.refuse.reason,
+        )  # fmt: skip
 
-    def back_to(self, place: tuple[int, int, int, str]) -> bool:
+    def back_to(self, place: _Place) -> bool:
         """Forgets what was written down since ``place``; False if memory from before was written into since."""
-        operations, leaves, promoted, reason = place
-        if self.writes.promoted != promoted:
+        operations, leaves, promoted, number, reason = place
+        if any(root < number for root in self.writes.promoted[promoted:]):
             return False
+        self.writes.promoted = self.writes.promoted[:promoted]
         del self.operations[operations:]
         self._tensors.forget_since(leaves)
         self.refuse.reason = reason

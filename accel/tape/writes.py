@@ -26,7 +26,7 @@ class Writes:
         self._tensors, self._refuse, self._operations = tensors, refuse, operations
         self.blanks = Blanks()
         self.into: Input | Weight | None = None  # it is refused because this was written into
-        self.promoted = 0  # constants that turned out to be written
+        self.promoted: tuple[int, ...] = ()  # the numbers of constants that turned out to be written
         self._unwritten: set[Value] = set()
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
 
@@ -83,7 +83,7 @@ class Writes:
 
     def _promote(self, root: Value) -> None:
         """A constant is about to be written with something that is not: from here on it is made at each replay."""
-        self.promoted += 1
+        self.promoted += (root.number,)
         tensor = root.leaf.tensor
         self._tensors.forget(tensor)
         if root in self._unwritten:
