@@ -88,6 +88,21 @@ def into_zeros(self, x):
     return out * 2 + x
 
 
+def to_nothing(self, x):
+    """As memory-saving attention multiplies: what it would add to is never read."""
+    return torch.baddbmm(torch.empty(1, 1, 1), x[None], x.T[None], beta=0, alpha=0.5) + 1
+
+
+def to_something(self, x):
+    return torch.baddbmm(torch.empty(1, 1, 1), x[None], x.T[None], beta=0.5)
+
+
+def test_memory_that_a_product_ignores() -> None:
+    replayed_right(to_nothing)
+    _, tape, why = taped(module(to_something), inputs(0))
+    assert tape is None and "bypassed torch's dispatcher" in why
+
+
 @pytest.mark.parametrize("forward", [through_numpy, through_ctypes, into_zeros])
 def test_memory_written_past_the_dispatcher(forward) -> None:
     refused(forward, "bypassed torch's dispatcher")

@@ -24,7 +24,7 @@ from .kept import kept_tensor
 from .named_tensors import PLAIN, Memories, is_dressed
 from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
 from .tensors import Tensors
-from .traits import DROPOUTS, Traits, draws, traits
+from .traits import DROPOUTS, Traits, draws, read_by, traits
 from .unplanned import ATTENTION, CONVOLUTION, format_of, instead, void
 from .values import Constant, Input, Operation, Tape, Value, Weight
 from .wrapped import Wrapped
@@ -260,9 +260,10 @@ class Recorder(TorchDispatchMode):
         if known.may_draw and draws(known, args, kwargs):
             return RANDOM
         if not (known.of_shapes or known.view or known.maybe_view):
-            if self.writes.are_missing(inputs):
+            read = read_by(known, kwargs, inputs)
+            if self.writes.are_missing(read):
                 return UNWRITTEN
-            self._blanks.read(inputs)
+            self._blanks.read(read)
         return "" if fixed else self._world.obstacle(known, args, kwargs, inputs, out)
 
     def _base(self, known: Traits, args: tuple, inputs: list[Value], result: Tensor) -> Value | None:

@@ -24,6 +24,7 @@ MAYBE_VIEWS = frozenset("reshape contiguous to flatten type_as float _to_copy re
 OF_SHAPES = frozenset(
     "zeros_like ones_like full_like empty_like new_zeros new_ones new_full new_empty new_empty_strided".split()
 )
+ADDING = frozenset("addmm addmv addr addbmm baddbmm".split())  # a product to ``beta`` times their first argument
 UNWRITTEN = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
 # How many results there are, or how long they are, depends on values.
 OF_VALUES = frozenset(
@@ -105,6 +106,11 @@ class Traits:
         number = args[1] if len(args) > 1 and self.name != "new_full" else args[2] if len(args) > 2 else None
         number = kwargs.get(self.fills) if number is None else number
         return number if isinstance(number, (int, float)) and number == number else None
+
+
+def read_by(known: Traits, kwargs: dict[str, Any], inputs: list[Any]) -> list[Any]:
+    """Those of a call's ``inputs`` whose numbers it reads: a product to which nothing is added ignores its first."""
+    return inputs[1:] if known.name in ADDING and kwargs.get("beta", 1) == 0 else inputs
 
 
 def by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ SKIPPED = {
     "DepthAnything3": "estimates the depths of a picture: no sampler calls it",
     "SAM3": "finds objects in a picture: no sampler calls it",
     "SAM31": "finds objects in a picture: no sampler calls it",
+    "Trellis2": "has one size in space, which is recorded, and then points, whose number depends on values",
 }
 
 # Classes whose model is another entry's, but for widths or channels.

@@ -21,6 +21,7 @@ MINIMAX = {
     "audio_latents_dim": 32, "text_dim": 40, "timestep_input_dim": 32, "time_embed_hidden_size": 64,
     "time_embed_dim": 48, "rope_inv_freq_len": 4,
 }  # fmt: skip
+ANIMATE2 = WAN | {"model_type": "animate2", "in_dim": 36}
 TRIPOSPLAT = {
     "image_model": "triposplat", "q_token_length": 48, "model_channels": 64, "cond_channels": 40, "num_blocks": 2,
     "num_refiner_blocks": 1, "num_head_channels": 32, "mlp_ratio": 2,
@@ -52,6 +53,21 @@ def _seconds(config: Any) -> dict[str, Tensor]:
 
     names = NumberConditioner(768, fourier_features_type=config["timestep_features_type"]).state_dict()
     return {f"conditioner.conditioners.seconds_total.{name}": torch.zeros_like(value) for name, value in names.items()}
+
+
+def _two_layers(model: Any) -> None:
+    """Its widths are not in its settings, and it has 36 layers. What it reads from a file besides weights is empty."""
+    transformer = model.diffusion_transformer.transformer
+    del transformer.layers[2:]
+    for name, buffer in transformer.named_buffers():
+        buffer.copy_(torch.zeros(len(buffer)) if name.endswith("beta") else 1e4 ** -torch.linspace(0, 1, len(buffer)))
+
+
+def _pose(draw: Draw) -> Tensor | None:
+    """A frame for each but the first, which is the reference."""
+    if draw.frames == 1:
+        return None
+    return draw.normal(draw.batch, 16, draw.frames - 1, draw.height, draw.width)
 
 
 def _both(timesteps: Tensor, conditions: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -126,10 +142,24 @@ ARCHITECTURES = (
         latent=lambda draw: [draw.normal(draw.batch, 48, 16), draw.normal(draw.batch, 1, 5)],
         conditions={"ref_latents": lambda draw: [draw.normal(draw.batch, 128, 1, draw.tokens - 3)]},
     ),
+    video("WAN_Animate2", 16, ANIMATE2, concat=20, multiple=2, conditions=CLIP_IMAGE),
+    video(
+        "WAN_Animate2 pose", 16, ANIMATE2, family="WAN_Animate2", concat=20, multiple=2,
+        conditions=CLIP_IMAGE | {"pose_latents": _pose},
+        note="without the cache of the pose, which compares it on the host",
+    ),
     Architecture(
         "StableAudio3", 256, STABLE_AUDIO3, dimensions=1, timesteps=1.0, concat=257, state=_seconds,
         finish=rotary_frequencies,
         conditions={"global_embed": lambda draw: draw.normal(draw.batch, 48)},
+    ),
+    Architecture(
+        "MiniMaxMusic3", 128, {"audio_model": "minimax_music3"}, dimensions=1, timesteps=1.0, finish=_two_layers,
+        conditions={
+            "context": lambda draw: draw.prompt(8 * 4096),
+            "conditioning_scale": lambda draw: draw.uniform(0.5, 1.0)[:, None, None],
+        },
+        note="long sounds in windows, which are added up in place",
     ),
     Architecture(
         "ACEStep15", 64, ACE15, dimensions=1, timesteps=1.0,
