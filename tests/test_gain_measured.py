@@ -167,7 +167,8 @@ def test_what_is_saved_adds_up(models, unet) -> None:
     (shape,) = shapes()
     spent = shape["calls"] * 1.0 - shape["saved_seconds"]
     assert shape["calls"] == 6 and shape["first_call_seconds"] < spent <= took
-    assert spent >= shape["first_call_seconds"] + 3 * shape["median_ms"] / 1e3  # three of five take that or longer
+    later = sum(entry.times._done) / 1e3  # each by itself: a mean would depend on how even they are
+    assert spent == pytest.approx(shape["first_call_seconds"] + later, rel=0.01)
 
 
 # Below 1 ----------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_weights_of_skipped_blocks_are_not_fetched(share, model):
     step = statistics.median(found["eager_step_s"])
     for run in found["runs"]:
         assert run["message"] == "" and (run["full"], run["skipped"], run["resets"]) == (4, 8, {})
-        assert 0 < run["far"] < 1 and min(run["s"]) < min(found["eager_s"])
+        assert 0 < run["far"] < 1 and min(run["s"]) < 0.6 * min(found["eager_s"])
         assert statistics.median(run["step_s"]) < 0.4 * step  # two thirds are skipped
         assert run["peak"] - found["peak"] < GIB // 2
     assert found["states"] == ["eager"] and only_streamed(found)

@@ -169,7 +169,9 @@ def test_modulations_and_gates_fuse(made):
             program = Program(tape, fuse, outlines=outlines if fuse else None)
             program.bind(block)
             assert error(program.run(given), out) <= bound
-        assert program.report.calls <= 11 and program.report.kernels == 4  # 35 and 1 with writes
+        copies = sum(operation.traits.name == "clone" for operation in tape.operations if not operation.opaque)
+        # newer ComfyUI makes one copy more; with writes there were 35 calls and 1 kernel
+        assert (program.report.calls - copies, program.report.kernels) == (9, 4)
         known |= kernels_of(program)
         assert len(known) == 4
     assert outlines.reused == 3

@@ -276,7 +276,7 @@ class Hidden(torch.Tensor):
             x = x + torch.rand_like(x)
         if weight.way == "table":
             numbers = torch.empty(weight.numbers.shape)
-            for start in (0, 1):  # into memory of its own, as packed numbers are taken apart
+            for start in (0, 1):  # into new memory, as packed numbers are taken apart
                 numbers[:, start::2] = weight.numbers[:, start::2] * weight.scale
             return torch.nn.functional.linear(x @ TURNED, numbers, bias)
         if weight.way == "torch":

@@ -37,7 +37,7 @@ LATER: dict[str, int] = {
     # Several frames of a time step each: the forward repeats what it makes of them for every token, by an operation
     # that one frame's forward does not have.
     "WAN22_T2V first frame": 6,
-    # A video of one frame is its reference alone; of others each frame attends to a pose of its own.
+    # A video of one frame is its reference alone; of others each frame attends to its own pose.
     "WAN_Animate2 pose": 7,
     # The prompt's sound is longer or shorter than the latent: cut or padded.
     "MiniMaxMusic3": 1,

@@ -148,7 +148,7 @@ def test_which_attention_is_to_a_prompt(model, words, taken):
 def test_attention_that_would_be_planned_is_not(monkeypatch, name, plans, count, scale):
     """An image's own tokens, heads of 64 channels: where cuDNN is, which plans each number of them, or would be.
 
-    scale: on a GPU, torch's FlashAttention is recorded with the usual one.
+    scale: the usual one may be recorded as a number.
     """
     monkeypatch.setattr(attention_kernel, name, "_scaled_dot_product_flash_attention_for_cpu")
     monkeypatch.setattr(attention_kernel, "takes_plans", lambda device: plans)

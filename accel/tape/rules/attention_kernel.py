@@ -60,7 +60,7 @@ def _found(operation: Operation, readers: Readers, given_back: set[Value], wides
     (q, count, width), (k, other, _), (v, last, deep) = heads
     if not count == other == last or width != deep or width > widest or q.dtype not in HALVES:
         return None
-    scale = given.get("scale")  # torch's FlashAttention is given the usual one as a number
+    scale = given.get("scale")  # the usual one may be given as a number
     if scale is not None and not math.isclose(scale, width**-0.5):
         return None
     if _source(q) is None or k.shape != v.shape or k.shape[0] != q.shape[0]:
