@@ -235,7 +235,8 @@ class ModuleFingerprint:
         found = self.full()
         if not found:  # ComfyUI put an empty list in place of another, say: from now on that is what is there
             parts = parts_of(self._module())
-            self._watch = Watch(parts, self._to_watch(parts))
+            self._wanted = self._wanted or self._to_watch(parts)
+            self._watch = Watch(parts, self._wanted)
         return found
 
     def release(self) -> None:

@@ -51,8 +51,8 @@ class PartsSeen:
         alike: dict[tuple, Any] = {}
         dicts = [part.__dict__ for part in parts]
         self._parts, self._kinds = list(map(weakref.ref, parts)), list(map(type, parts))
-        self._counts = list(map(len, dicts))
-        self._every = [_getter([name for name in own if name not in STANDARD], alike) for own in dicts]
+        self._counts = list(map(_count, dicts))
+        self._every = [_getter([name for name in own if name not in LEFT_OUT], alike) for own in dicts]
         self._types = [
             _once(tuple(map(type, every(own))), alike) for every, own in zip(self._every, dicts, strict=True)
         ]
@@ -79,7 +79,7 @@ class PartsSeen:
         return (
             all(map(operator.is_, parts, [ref() for ref in self._parts]))
             and all(map(operator.is_, map(type, parts), self._kinds))
-            and list(map(len, dicts)) == self._counts
+            and list(map(_count, dicts)) == self._counts
             and types == self._types
             and [plain(own) for plain, own in zip(self._plain, dicts, strict=True)] == self._values
             and _types_of_weights(dicts) == self._weights
@@ -166,6 +166,11 @@ def _hooked(dicts: Sequence[dict[str, Any]]) -> list[int]:
     if not any(chain.from_iterable(map(_hooks, dicts))):
         return []
     return [n for n, own in enumerate(dicts) if any(_hooks(own))]
+
+
+def _count(own: dict[str, Any]) -> int:
+    """Of its attributes; ComfyUI's notes of weights that it maps in come and go with each step."""
+    return len(own) - len(MAPPING.intersection(own)) if "_v" in own else len(own)
 
 
 def _plain_names(own: dict[str, Any]) -> list[str]:

@@ -277,6 +277,26 @@ def test_skip_blocks(models, load, card):
     assert error(out, taped) < 1e-4
 
 
+def test_what_comfyui_notes_of_streamed_weights_is_no_change(models, load, card, monkeypatch):
+    """It does so at each layer of each step. A look that saw more than that would go through all the model's code."""
+    from anyshape.accel.fingerprint import ToWatch
+    from anyshape.accel.parts_seen import PartsSeen
+
+    from tools.driving import skipping
+    from tools.oracles import counted
+
+    looks, counts = [calls_of(monkeypatch, kind, "__init__") for kind in (PartsSeen, ToWatch)], []
+    skip = skipping(load.patcher, depth="0")
+    for turn in range(4):
+        card.pages = load.pages.count * (turn + 2) // 8  # other layers are streamed each time
+        load()
+        load.pages.give_away()
+        models.sample(skip, **SMALL_RUN | {"steps": 12})
+        assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+        counts.append([len(calls) for calls in looks])
+    assert counts[0][0] == 1 and counts[1:] == [[1, counts[1][1]]] * 3, counts
+
+
 def test_a_size_that_pushes_weights_out_is_not_begun_again_and_again(models, load, recordings, monkeypatch):
     """Recording needs more memory than ComfyUI's own forward; it is begun once more where there is more of it."""
     from anyshape.accel.comfy import dynamic

@@ -123,6 +123,7 @@ class _FullStep(TorchDispatchMode):
         self._inside = False  # a block
         self._given: dict[int, Place] = {}  # what it was given, by where that lies
         self._last: dict[int, Tensor] = {}  # what the row's latest block gave, until somebody uses it
+        self._harmless = set[Any]()  # operations that write into nothing
         self._passed: list[weakref.ref[Tensor]] = []  # and what the one before gave
 
     @classmethod
@@ -134,7 +135,8 @@ class _FullStep(TorchDispatchMode):
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._row is not None and not self._broken:
+        # Most operations are a block's own and write nothing: each step in full waits for all of them.
+        if self._row is not None and not (self._inside and func in self._harmless):
             self._guarded(lambda: self._look(func, args, kwargs))
         return func(*args, **kwargs)
 
@@ -163,7 +165,9 @@ class _FullStep(TorchDispatchMode):
             used = tensors_in((args, kwargs))
             if storages and any(tensor.untyped_storage()._cdata in storages for tensor in used):
                 self._finish()  # before it may write into a stream
-        elif traits(func).writes >= 0:
+        elif traits(func).writes < 0:
+            self._harmless.add(func)
+        else:
             written = tensors_in(_written(func, args, kwargs))
             places = [self._given.get(tensor.untyped_storage()._cdata) for tensor in written]
             self._row.written.update(place for place in places if place is not None)
