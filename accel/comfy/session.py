@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..attempt import Fallback, attempt, failed
 from ..call import Call, Settings
 from ..engine import Engine
+from ..frames import together
 from ..reasons import say
 from ..skip.features import RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..skip.unrecorded import NotLeftOut, UnrecordedBlocks
@@ -57,7 +58,7 @@ class Session:
         calls = self._calls
         try:
             with without_memory_plans():
-                out = executor(*args, **kwargs)
+                out = together(lambda: executor(*args, **kwargs))
             if len(_sigmas(args, kwargs)) > 1:
                 self.passed_by = PASSED_BY if self._calls == calls else ""
                 if self.passed_by:

@@ -17,6 +17,7 @@ from torch import nn
 from .. import devices
 from ..attempt import Fallback, attempt, failed
 from ..call import Settings
+from ..frames import together
 from ..reasons import say
 from ..stats import STATS
 from . import entries, sampling_state, taping
@@ -89,7 +90,8 @@ class _Way:
         """What ComfyUI's own gives for these arguments."""
         original = getattr(self._model, self._way)  # another pack may have replaced it meanwhile
         ours = partial(self._through_engine, original)
-        return through(ours, original, args, kwargs, self._engine.stats.name, f"a call of {self._way}")
+        where, what = self._engine.stats.name, f"a call of {self._way}"
+        return together(lambda: through(ours, original, args, kwargs, where, what))
 
     def _through_engine(
         self, original: Callable[..., Any], fallback: Fallback, args: tuple, kwargs: dict[str, Any]

@@ -1,0 +1,30 @@
+"""Has all Python frames of a sampling run lie in one piece of memory.
+
+CPython keeps frames in pieces of 16 KB, and gives a piece back when the frame that began it returns. Where the calls
+of a forward's layers happen to begin one, the system maps and unmaps memory at each of them. A few frames more or less
+around a forward decide it, nodes of other packs for example, and it costs up to 1.7 times the host's time
+(python/cpython issue 142183; fixed in 3.13.13 and 3.14.4). A frame that is large itself begins a piece that has as
+much room again, so the calls below it begin none.
+"""
+
+import types
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_SLOT = 8  # bytes
+_SPARE = 1000  # slots that CPython asks for beyond a frame, and rounds up to the next power of two then
+_ROOM = 1 << 18  # bytes for frames: more than Python's limit of recursion lets be
+
+
+def _call(work: Callable[[], T]) -> T:
+    return work()
+
+
+_LARGE = types.FunctionType(_call.__code__.replace(co_stacksize=_ROOM // _SLOT - _SPARE + 1), globals())
+
+
+def together(work: Callable[[], T]) -> T:
+    """What ``work`` gives. All frames below this one lie in one piece of memory."""
+    return _LARGE(work)
