@@ -7,6 +7,7 @@ around a forward decide it, nodes of other packs for example, and it costs up to
 much room again, so the calls below it begin none.
 """
 
+import threading
 import types
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,6 +17,7 @@ T = TypeVar("T")
 _SLOT = 8  # bytes
 _SPARE = 1000  # slots that CPython asks for beyond a frame, and rounds up to the next power of two then
 _ROOM = 1 << 18  # bytes for frames: more than Python's limit of recursion lets be
+_INSIDE = threading.local()  # a second large frame would take the room that the first one has made
 
 
 def _call(work: Callable[[], T]) -> T:
@@ -27,4 +29,10 @@ _LARGE = types.FunctionType(_call.__code__.replace(co_stacksize=_ROOM // _SLOT -
 
 def together(work: Callable[[], T]) -> T:
     """What ``work`` gives. All frames below this one lie in one piece of memory."""
-    return _LARGE(work)
+    if getattr(_INSIDE, "now", False):
+        return work()
+    _INSIDE.now = True
+    try:
+        return _LARGE(work)
+    finally:
+        _INSIDE.now = False

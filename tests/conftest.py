@@ -117,6 +117,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(MARKS[item.path.stem])
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+    """As pytest does it, with all Python frames in one piece of memory: a tenth of a test's time."""
+    from _pytest.runner import pytest_runtest_protocol as protocol
+    from anyshape.accel.frames import together
+
+    return together(lambda: protocol(item, nextitem))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if PAGES and not item.get_closest_marker("browser"):
         PAGES[0].close()  # whose event loop would be in the way

@@ -104,6 +104,9 @@ class MappedWeights:
             return say("weights_elsewhere")
         self._waited = self.did_not_fit = False
         self.free = None
+        if too_short is not None and (why := too_short(self._free_beside(device))):  # nothing is filled in vain
+            self.did_not_fit = True
+            return why
         for turn in range(ROUNDS):
             if self.hold():
                 if turn or too_short is not None:
@@ -291,12 +294,21 @@ class MappedWeights:
             span[0].prioritize()
         return True
 
+    def _free_beside(self, device: torch.device) -> int:
+        """Bytes that would be free beside all of the weights, if no other model and no graph kept any."""
+        missing = max(0, self.bytes - self._loaded())
+        return mm.get_free_memory(device) + graphs.cache(device).used_bytes + self._others(device) - missing
+
+    def _others(self, device: torch.device) -> int:
+        """Bytes of other models' pages."""
+        models = [loaded.model for loaded in mm.current_loaded_models if loaded.device == device]
+        pages = sum(model.loaded_size() for model in models if model is not None and model.is_dynamic())
+        return max(0, pages - self._loaded())
+
     def no_graph(self, device: torch.device) -> str:
         """Says why there is no room for graphs beside the weights now; "" if there may be."""
         held = _IN_THE_WAY.get(device, 0)
-        models = [loaded.model for loaded in mm.current_loaded_models if loaded.device == device]
-        pages = sum(model.loaded_size() for model in models if model is not None and model.is_dynamic())
-        if mm.get_free_memory(device) + max(0, pages - self._loaded()) > held + MARGIN:
+        if mm.get_free_memory(device) + self._others(device) > held + MARGIN:
             _IN_THE_WAY.pop(device, None)
             return ""
         return say("graphs_in_the_way", held=held >> 20) if held else say("graphs_no_room")
