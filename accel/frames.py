@@ -2,9 +2,9 @@
 
 CPython keeps frames in pieces of 16 KB, and gives a piece back when the frame that began it returns. Where the calls
 of a forward's layers happen to begin one, the system maps and unmaps memory at each of them. A few frames more or less
-around a forward decide it, nodes of other packs for example, and it costs up to 1.7 times the host's time
-(python/cpython issue 142183; fixed in 3.13.13 and 3.14.4). A frame that is large itself begins a piece that has as
-much room again, so the calls below it begin none.
+around a forward decide it, nodes of other packs for example, and the host takes up to 1.7 times as long
+(python/cpython issue 142183; mended in 3.13 and 3.14 in March 2026). A frame that is large itself begins a piece that
+has as much room again, so the calls below it begin none.
 """
 
 import threading
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _SLOT = 8  # bytes
 _SPARE = 1000  # slots that CPython asks for beyond a frame, and rounds up to the next power of two then
-_ROOM = 1 << 18  # bytes for frames: more than Python's limit of recursion lets be
+_ROOM = 1 << 18  # bytes for frames: some 1,000, which is Python's limit of recursion
 _INSIDE = threading.local()  # a second large frame would take the room that the first one has made
 
 
