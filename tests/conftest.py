@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from _pytest.runner import pytest_runtest_protocol as run_test
 
 from tools import driving, embed
 from tools.paths import OLDER_COMFYUI, ROOT, project_env
@@ -53,9 +54,9 @@ gc.set_threshold(100000, 10, 50)
 
 # Files that drive the server: all in one process, where it starts once.
 SERVER = {
-    "test_automatic_server", "test_automatic_users", "test_browser", "test_collapsed", "test_compare",
-    "test_demo_run", "test_examples", "test_gain_page", "test_locales", "test_metrics", "test_nodes", "test_report",
-    "test_schemas", "test_screen", "test_server", "test_settings", "test_web",
+    "test_automatic_server", "test_automatic_users", "test_browser", "test_collapsed", "test_compare", "test_demo_run",
+    "test_examples", "test_gain_page", "test_locales", "test_metrics", "test_nodes", "test_report", "test_schemas",
+    "test_screen", "test_server", "test_settings", "test_web",
 }  # fmt: skip
 # What takes longest begins first, so that the processes end together; files that are not here come last.
 LONGEST = (
@@ -80,10 +81,7 @@ PAGES: "list[OpenedPages]" = []  # once there are any
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """For ``-n auto``: one process per core, two at most, and one for when the server's waits for it or for its page.
-
-    None on a GPU, whose memory some tests measure.
-    """
+    """For ``-n auto``: one process per core, two at most, and one for when the server's waits; none on a GPU."""
     return 0 if embed.has_cuda() else min(2, os.cpu_count() or 1) + 1
 
 
@@ -120,10 +118,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool:
     """As pytest does it, with all Python frames in one piece of memory: a tenth of a test's time."""
-    from _pytest.runner import pytest_runtest_protocol as protocol
     from anyshape.accel.frames import together
 
-    return together(lambda: protocol(item, nextitem))
+    return together(lambda: run_test(item, nextitem))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
