@@ -24,7 +24,14 @@ def _call(work: Callable[[], T]) -> T:
     return work()
 
 
-_LARGE = types.FunctionType(_call.__code__.replace(co_stacksize=_ROOM // _SLOT - _SPARE + 1), globals())
+def _large() -> Callable[[Callable[[], T]], T]:
+    try:
+        return types.FunctionType(_call.__code__.replace(co_stacksize=_ROOM // _SLOT - _SPARE + 1), globals())
+    except (ValueError, OverflowError):  # a later Python may allow no such frame, and needs none
+        return _call
+
+
+_LARGE = _large()
 
 
 def together(work: Callable[[], T]) -> T:
