@@ -3,8 +3,8 @@
 CPython keeps frames in pieces of 16 KB, and gives a piece back when the frame that began it returns. Where the calls
 of a forward's layers happen to begin one, the system maps and unmaps memory at each of them. A few frames more or less
 around a forward decide it, nodes of other packs for example, and the host takes up to 1.7 times as long
-(python/cpython issue 142183; mended in 3.13 and 3.14 in March 2026). A frame that is large itself begins a piece that
-has as much room again, so the calls below it begin none.
+(python/cpython issue 142183; 3.11 and 3.12 stay so). A frame that is large itself begins a piece that has as much
+room again, so the calls below it begin none.
 """
 
 import threading

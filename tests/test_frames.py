@@ -1,6 +1,6 @@
 """Python frames in one piece of memory, by the pages that the system has to map for them.
 
-Each case runs in a thread, which has frames of its own: tests run in one piece already.
+Each case runs in a thread, whose frames are apart: those of tests lie in one piece already.
 """
 
 import sys

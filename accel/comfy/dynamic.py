@@ -104,7 +104,8 @@ class MappedWeights:
             return say("weights_elsewhere")
         self._waited = self.did_not_fit = False
         self.free = None
-        if too_short is not None and (why := too_short(self._free_beside(device))):  # nothing is filled in vain
+        # Before anything is filled, by an estimate that is too high where other models' pages need not give way.
+        if too_short is not None and (why := too_short(self._free_beside(device))):
             self.did_not_fit = True
             return why
         for turn in range(ROUNDS):
