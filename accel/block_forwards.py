@@ -2,7 +2,7 @@
 
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,8 +54,8 @@ class Blocks:
         return self._alike[path]
 
     @contextmanager
-    def ours(self, model: nn.Module, forward: Ours) -> Iterator[None]:
-        """While the body runs, ``forward`` runs in place of each block's own, in this thread.
+    def ours(self, model: nn.Module, forward: Ours, but: Container[str] = ()) -> Iterator[None]:
+        """While the body runs, ``forward`` runs in place of each block's own, in this thread. but: paths of others.
 
         Within one another, the inner body's is called first, and the outer's is what it takes for the block's own.
         """
@@ -69,7 +69,7 @@ class Blocks:
 
         try:
             with _INSTALLING:
-                for path in self.paths:
+                for path in [path for path in self.paths if path not in but]:
                     block = model.get_submodule(path)
                     before = block.__dict__.get("forward")
                     if before is None or getattr(before, "thread", None) == thread:  # else it is somebody else's

@@ -43,6 +43,7 @@ MAX_TAKES = 6  # of one key: a block that reads its own number of the options wo
 ROUNDS = 3
 LONG_MS = 30.0  # a block that takes longer is timed once
 NO_GAIN = say("blocks_no_gain")
+ELSEWHERE = say("weights_elsewhere")
 PASSING = say("block_passing")
 
 
@@ -64,6 +65,7 @@ class BlockTier:
         self._writes: dict[Hashable, set[int]] = {}  # the inputs that blocks of a likeness write into
         self._idle: set[Hashable] = set()  # calls of the model in which no block gains
         self._weights: int | None = None  # fingerprint of those in the takes' ``bound``
+        self._elsewhere: set[str] = set()  # blocks of which these weights are not on the device: left alone
 
     @contextmanager
     def visit(self, call: Call, settings: Settings, first: bool, whole: str) -> Iterator[Visit]:
@@ -72,7 +74,10 @@ class BlockTier:
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled() and call.key not in self._idle:
                 self._look(call)
-                stack.enter_context(self._blocks.ours(call.taped.module, partial(self._forward, visit)))
+                if self._elsewhere:
+                    visit.reasons[ELSEWHERE] = None
+                ours = partial(self._forward, visit)
+                stack.enter_context(self._blocks.ours(call.taped.module, ours, self._elsewhere))
             yield visit
         if visit.reasons and not visit.ran:
             if len(self._idle) >= MAX_KEYS:
@@ -88,6 +93,7 @@ class BlockTier:
     def release(self) -> None:
         """Releases the weights, because the model is unloaded."""
         self._weights = None
+        self._elsewhere.clear()
         for take in [take for takes in list(self._takes.values()) for take in takes]:
             take.bound.clear()
 
@@ -127,6 +133,8 @@ class BlockTier:
         if take is None:
             return given
         if take.program is None:
+            if take.reason == ELSEWHERE:
+                self._elsewhere.add(path)
             raise NotUsed(take.reason)
         if why := visit.call.taped.hold():
             raise NotUsed(why)

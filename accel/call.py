@@ -21,6 +21,7 @@ class Settings:
 
     mode: str = "auto"
     graph_budget_mb: int = BUDGET_MB  # 0: no graphs
+    has_budget: bool = True  # whether the user has a node that the budget could be raised on
     verify: bool = True  # compare each new shape's first result with eager
     timed: bool = False  # only ComfyUI's own forwards run, and how long they take is noted
 
@@ -50,6 +51,7 @@ class Call:
     height: int
     batch: int  # images per prompt
     frames: int = 1
+    pieces: int = 1  # of a video, that a VAE makes one after another: each of the first few takes other operations
     taped: Taped | None = None  # how to record it; None where it cannot be
     obstacle: str = ""  # why only eager is right; "" if what was recorded is
     begun: Begun | None = None  # when our looks at it began; None: with the engine

@@ -15,6 +15,7 @@ from .tape import diagnose, rules
 from .tape.called_patches import KINDS, OVERRIDE
 from .tape.program import Program
 from .tape.reuse import Outlines
+from .tape.rows import MAX_JOINED
 from .tape.values import Tape
 from .tapes import Take, Tapes
 
@@ -56,14 +57,17 @@ class Maker:
     def _kind(self, call: Call) -> tuple:
         """What calls must have in common for one to compile nothing after the other: all but sizes.
 
-        Other patches, other code, or another depth of Skip Blocks make other operations, which need other kernels.
+        Other patches, other code, another depth of Skip Blocks, or the second piece of a video make other operations,
+        which need other kernels; so does an input of one row that several share (a ControlNet's hint).
         """
         taped, skipping = call.taped, call.taped.skipping
         patches = tuple([frozenset(taped.options.get(kind) or ()) for kind in KINDS])
         code = OVERRIDE in taped.options, tuple([name for name, _ in taped.foreign]), taped.structure
         depth = (skipping.depth,) if skipping is not None else ()
-        names = tuple([spec.name for spec in call.key.inputs])
-        return call.key.inputs[0].dtype, patches, self._tapes.patches.called, code, depth, names
+        rows = call.key.inputs[0].shape[:1]
+        names = tuple([(spec.name, spec.shape[:1] == (1,) != rows) for spec in call.key.inputs])
+        pieces = min(call.pieces, MAX_JOINED + 1)  # more than one kernel joins are a join by themselves
+        return call.key.inputs[0].dtype, patches, self._tapes.patches.called, code, depth, names, pieces
 
     def count(self, program: Program, first: bool, call: Call) -> None:
         """Counts what was compiled for ``program``. first: whether compiling was expected."""

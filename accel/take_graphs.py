@@ -60,7 +60,8 @@ class TakeGraphs:
         if not take.graph or out is None:
             return
         if not settings.graph_budget_mb:
-            self._stats.note(shape, "tape", NO_GRAPHS)
+            if settings.has_budget:
+                self._stats.note(shape, "tape", NO_GRAPHS)
             return
         if why := call.taped.no_graph():
             self._stats.note(shape, "tape", why)

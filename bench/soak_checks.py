@@ -8,7 +8,7 @@ multiply the difference by an amount that depends on the prompt. So a latent pas
 
 import ctypes
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import comfy.model_management as mm
 import psutil
 import torch
 from anyshape.accel import graphs, stats
+from anyshape.accel.tape.program import Program
 from torch import nn
 
 from bench.soak_prompts import FAILURE, Prompt
@@ -26,7 +27,9 @@ PICTURE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of
 FAILED = "another pack's patch failed"
 GROWTH = 0.01  # of the weights' bytes: what device memory may grow by
 RUNNING_GROWTH = 256 << 20  # of the device's memory while models run: libraries keep plans and kernels of each size
+TENSORS = torch.Tensor, nn.Parameter
 RSS_GROWTH = 0.15  # of the process' memory: on a CPU oneDNN keeps a program for each size that it met, in eager too
+RSS_OF_SIZES = 512 << 20  # at least: our programs of up to 48 sizes per model, of a video VAE some MB each
 
 
 def expected(prompt: Prompt) -> list[str]:
@@ -109,9 +112,10 @@ def memory() -> dict[str, int]:
     """Bytes while models run, and after everything was unloaded and every graph dropped.
 
     running: on the device, by its driver, besides loaded weights and graphs. Then the process', the device's, and live
-    tensors.
+    tensors. programs: of these, what the programs of recent sizes hold (rotary tables, say), which is in no other
+    figure but the process'. It is bounded by their number, not by a share of a small model's weights.
     """
-    running = _running()
+    running = _running() - _of_programs()
     unload()
     for cache in list(graphs._CACHES.values()):
         cache.clear()
@@ -119,13 +123,26 @@ def memory() -> dict[str, int]:
     mm.soft_empty_cache()
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc keeps what was freed
         trim(0)
-    cuda = torch.cuda.is_available()
+    cuda, programs = torch.cuda.is_available(), _of_programs()
     return {
         "running": running,
         "process": psutil.Process().memory_info().rss,
-        "device": torch.cuda.memory_allocated() if cuda else 0,
-        "tensors": sum(tensor.nbytes for tensor in _tensors()),
+        "device": torch.cuda.memory_allocated() - programs if cuda else 0,
+        "tensors": _memory_of(thing for thing in gc.get_objects() if type(thing) in TENSORS) - programs,
+        "programs": programs,
     }
+
+
+def _of_programs() -> int:
+    """Bytes of what all programs hold besides weights."""
+    programs = [thing for thing in gc.get_objects() if type(thing) is Program]
+    return _memory_of(tensor for each in programs for tensor in each.constants())
+
+
+def _memory_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of their memory, which several may share."""
+    memory = (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in memory}.values())
 
 
 def _running() -> int:
@@ -138,20 +155,11 @@ def _running() -> int:
     return total - free - weights - sum(cache.used_bytes for cache in list(graphs._CACHES.values()))
 
 
-def _tensors() -> Iterator[torch.Tensor]:
-    """Every live tensor, one for each storage."""
-    seen = set()
-    for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, nn.Parameter) and thing.data_ptr() not in seen:
-            seen.add(thing.data_ptr())
-            yield thing
-
-
 def grown(first: dict[str, int], now: dict[str, int], weights: int) -> Iterator[str]:
     """What grew from the first look to this one by more than it may."""
     limits = {
         "running": RUNNING_GROWTH,
-        "process": RSS_GROWTH * first["process"],
+        "process": max(RSS_GROWTH * first["process"], RSS_OF_SIZES),
         "device": GROWTH * weights,
         "tensors": GROWTH * weights,
     }

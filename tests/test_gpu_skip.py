@@ -28,7 +28,8 @@ def test_compiled_and_captured_is_the_same_run_as_eager(models, name, forecast):
     assert {s["state"] for s in shapes()} == {"graph"}
     assert sum(s["replays"] for s in shapes()) >= len(SIZES) * (3 + 7)
     for out, (width, height) in zip(outs, SIZES, strict=True):
-        assert error(out, models.sample(eager, width, height, steps=12)) < 2e-2, (width, height)
+        with expect(fallbacks=0):  # without Compile Model no graph is missed
+            assert error(out, models.sample(eager, width, height, steps=12)) < 2e-2, (width, height)
         assert counted() == {"full": 4, "skipped": 8, "resets": {}}
 
 

@@ -229,3 +229,20 @@ def test_a_real_key_names_a_graph(cache) -> None:
     key = Name(0, shape_key(x), 1)
     cache.capture(key, Recording(lambda inputs: inputs["x"] * 2, x, 0, (), x["x"] * 2), 1 << 20)
     assert torch.equal(cache.replay(key, 0, {"x": x["x"] * 3}), x["x"] * 6)
+
+
+@pytest.mark.parametrize("has_budget", [True, False])
+def test_only_who_has_a_budget_is_told_to_raise_it(has_budget: bool) -> None:
+    """Skip Blocks alone makes no graphs, and has no input that would change it."""
+    from types import SimpleNamespace
+
+    from anyshape.accel.call import Settings
+    from anyshape.accel.reasons import say
+    from anyshape.accel.stats import ModelStats
+    from anyshape.accel.take_graphs import TakeGraphs
+
+    stats = ModelStats("SDXL", "model")
+    shape = stats.shape("a", 512, 512, 1)
+    settings = Settings(graph_budget_mb=0, has_budget=has_budget)
+    TakeGraphs(stats, 0).settle(None, settings, shape, SimpleNamespace(graph=True), {}, torch.zeros(1))
+    assert (shape.state, shape.reason) == ("tape", say("no_graphs") if has_budget else "")

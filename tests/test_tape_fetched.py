@@ -6,7 +6,7 @@ A model that does not fit is loaded in part: other layers get their weights at e
 import pytest
 import torch
 
-from tools import loras
+from tools import driving, loras
 from tools.driving import SMALL_RUN, SMALL_UNET, compiled, unet_forward
 from tools.loras import ALL_KINDS, lora
 from tools.oracles import error, shapes
@@ -147,3 +147,32 @@ def test_every_kind_of_lora_at_each_call(models, kind):
     assert all(error(out, wanted) < CLOSE for wanted, out in zip(*outs, strict=True))
     assert error(outs[0][0], unet_forward(patcher, 136, 120)) > CHANGED
     assert {shape["state"] for shape in shapes()} == {"tape"}
+
+
+def test_blocks_whose_weights_are_elsewhere_are_left_alone(fresh, monkeypatch):
+    """As low VRAM has it: after two calls nothing of ours runs around them, until weights have moved."""
+    from anyshape.accel import block_take
+    from anyshape.accel.block_tier import BlockTier
+    from anyshape.accel.reasons import say
+
+    small = 40  # operations: ResBlocks have fewer, transformers more
+    monkeypatch.setattr(block_take, "obstacle", lambda t: say("weights_elsewhere") if len(t.operations) > small else "")
+    ours = driving.calls_of(monkeypatch, BlockTier, "_fast", lambda self, visit, path, *args: path)
+    fast = compiled(fresh)
+    lora = with_lora(fast, f"{BLOCK}.attn1.to_q")
+    lora.patch_model(torch.device("cpu"), lowvram_model_memory=1, force_patch_weights=False)
+
+    def looked_at(seed):
+        """(transformers but the one with the LoRA, other blocks) that something of ours ran around."""
+        ours.clear()
+        assert error(unet_forward(lora, 128, 128, seed=seed), unet_forward(fresh, 128, 128, seed=seed)) < CLOSE
+        elsewhere = {path for path in ours if "transformer" in path and path != BLOCK}
+        return len(elsewhere), len(ours) - len(elsewhere)
+
+    counts = [looked_at(seed) for seed in range(5)]
+    assert max(counts)[0] > 0 and counts[4][0] == 0 and counts[4][1] > 5, counts
+    assert say("weights_elsewhere") in shapes()[-1]["reason"] and "one by one" in shapes()[-1]["note"]
+    layer = fresh.model.diffusion_model.out[2]
+    layer.weight = torch.nn.Parameter(layer.weight * 1.5, requires_grad=False)
+    assert looked_at(5)[0] > 0
+    lora.unpatch_model(torch.device("cpu"))

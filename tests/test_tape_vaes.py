@@ -274,3 +274,24 @@ def test_warm_up_of_a_video_vae(patcher):
     assert len(shapes()) == 4  # it was warm
     report = warm_up(patcher, "64x64", compiled_vae(autoencoders.make("Stable Audio"))).report
     assert say("no_pictures") in report
+
+
+@pytest.mark.usefixtures("clean_stats", "fusing")
+def test_longer_videos_compile_nothing(monkeypatch):
+    """A piece takes other operations than the one before it, up to the fifth; no kernel is made for one length."""
+    from anyshape.accel import stats
+    from anyshape.accel.tape import kernels as generated
+
+    from tools.driving import compiled_vae
+
+    monkeypatch.setattr(generated, "_COMPILED", {})  # by other tests
+    vae = autoencoders.make("Wan 2.1, Qwen-Image")
+    fast, kernels = compiled_vae(vae), []
+    with torch.inference_mode():
+        for frames in (1, 5, 9, 13, 17, 21, 29):
+            video = torch.rand(frames, 16, 24, 3)
+            latent = vae.encode(video)
+            assert torch.equal(fast.encode(video), latent) and torch.equal(fast.decode(latent), vae.decode(latent))
+            kernels.append(sum(model["kernels"] for model in stats.snapshot()["models"]))
+    assert kernels[0] > 0 and len(set(kernels[4:])) == 1, kernels
+    assert not any(model["recompiles"] for model in stats.snapshot()["models"]) and fallbacks() == []

@@ -272,3 +272,29 @@ def test_what_is_only_looked_at_for_its_shape_is_no_view(frames: int):
     with torch.inference_mode():
         program = programmed(model, (x,))
         assert torch.allclose(program.run([x]), model(x), atol=1e-6)
+
+
+@pytest.mark.parametrize("read", [True, False])
+def test_a_video_of_more_pieces_needs_no_further_kernel(read: bool):
+    """Pieces that are joined one after another are one join, which a later operation reads or the caller gets."""
+
+    class InPieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = (nn.Conv3d(8, 8, 1).requires_grad_(False) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:  # [N, 8, T, H, W]
+            out = None
+            for piece in x.split(1, dim=2):
+                new = F.silu(self.first(piece)) + 1
+                out = new if out is None else torch.cat([out, new], dim=2)
+            return self.last(F.silu(out) * 2) if read else out
+
+    model, compiled = InPieces(), {}
+    with torch.inference_mode():
+        for pieces in range(1, 12):
+            x = torch.randn(1, 8, pieces, 3, 2)
+            program = programmed(model, (x,))
+            assert torch.allclose(program.run([x]), model(x), atol=1e-6)
+            compiled[pieces] = program.report.compiled
+    assert compiled[1] > 0 and not any(compiled[pieces] for pieces in range(6, 12)), compiled

@@ -12,6 +12,7 @@ from . import (
     attention,
     attention_kernel,
     by_tokens,
+    chained_joins,
     channels_last,
     conv_bias,
     copies,
@@ -35,11 +36,10 @@ from . import (
 Rule = Callable[[Tape], str]
 
 RULES: tuple[Rule, ...] = (
-    kitchen.decompose, slices.to_values, parts.put_together, int8.round_once, copies.drop_repeats, once.compute_once,
-    roundings.round_first, pads.fold, channels_last.lay_out, upsample.double, conv_bias.add_after,
-    norm_neighbours.take_in, geglu.join_product, attention_kernel.attend, linear_groups.join, epilogue.fuse_gelu,
-    attention.take_fastest, shared_heads.share, by_tokens.store_by_tokens,
-    crops.merge,
+    kitchen.decompose, slices.to_values, chained_joins.join_once, parts.put_together, int8.round_once,
+    copies.drop_repeats, once.compute_once, roundings.round_first, pads.fold, channels_last.lay_out, upsample.double,
+    conv_bias.add_after, norm_neighbours.take_in, geglu.join_product, attention_kernel.attend, linear_groups.join,
+    epilogue.fuse_gelu, attention.take_fastest, shared_heads.share, by_tokens.store_by_tokens, crops.merge,
 )  # fmt: skip
 
 
