@@ -82,7 +82,10 @@ ZOO = {
 if "vec_in_dim" in ChromaParams.__dataclass_fields__:  # newer than ComfyUI 0.3.75
     ZOO["chroma"].config.update(txt_ids_dims=[], vec_in_dim=None)
     ZOO["klein"].config.update(txt_ids_dims=[3])
-FORMS = {"int8": "int8_tensorwise", "convrot": "int8_convrot", "fp8": "float8_e4m3fn"}  # of weights
+FORMS = {  # of weights
+    "int8": "int8_tensorwise", "convrot": "int8_convrot", "fp8": "float8_e4m3fn", "mxfp8": "mxfp8", "nvfp4": "nvfp4",
+    "w4a4": "convrot_w4a4", "w4a8": "asym_w4a8_int8",
+}  # fmt: skip
 NAMES = (*models.UNETS, "flux", *ZOO)
 
 

@@ -53,12 +53,14 @@ def test_exact_is_the_same_picture_to_the_bit():
     assert found["errors"] == [0.0] * 4 and found["states"] == ["graph"] and found["fallbacks"] == {}
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
-def test_a_model_that_does_not_fit_is_streamed_by_comfyui(share):
+@pytest.mark.parametrize("share, name", [(0.0, ""), (0.3, ""), (0.7, ""), (0.3, "sdxl"), (0.7, "sdxl")])
+def test_a_model_that_does_not_fit_is_streamed_by_comfyui(share, name):
     """It keeps as many weights on the card as without us."""
-    found = case("fit", share=share, graphs=0)
+    found = case("fit", share=share, graphs=0, name=name)
     assert max(found["errors"]) < CLOSE and only_streamed(found)
-    assert found["states"] == ["eager"] and found["graphs"] == 0 and found["recorded"] == 0
+    assert found["states"] == ["eager"] and found["graphs"] == 0
+    # with 0.7 of it all weights of a UNet are there, until recording pushes some out; not tried a third time
+    assert found["recorded"] <= (2 if (share, name) == (0.7, "sdxl") else 0)
     assert found["loaded"][1] >= 0.95 * found["loaded"][0] and found["loaded"][0] < 0.95 * found["size"]
     assert min(found["s"]) <= 1.05 * min(found["eager_s"])
     assert found["peak"][1] - found["peak"][0] <= found["graphs"] + GIB // 2

@@ -29,9 +29,14 @@ from tools.dynamic_vram import (
 )  # fmt: skip
 
 
-def fit(share: float, mode: str = "auto", graphs: int = GRAPHS, layers: int = 12) -> dict[str, Any]:
-    """As much memory as ``share`` of the model needs, and room for the rest. graphs: bytes for those."""
-    watch, source = Watch(), zimage(layers)
+def fit(
+    share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", layers: int = 12
+) -> dict[str, Any]:  # fmt: skip
+    """As much memory as ``share`` of the model needs, and room for the rest. graphs: bytes for those.
+
+    name: of another model than Z-Image.
+    """
+    watch, source = Watch(), made(name) if name else zimage(layers)
     size, room = source.model_size(), room_of(source)
     with ballast(size * share + room + graphs):
         eager = [sampled(source) for _ in range(3)]

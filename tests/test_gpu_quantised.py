@@ -1,0 +1,50 @@
+"""Every form of quantised weights on a real GPU: recorded, captured, and as ComfyUI's own quantised forward.
+
+comfy-kitchen takes its kernels for this card where it has some, and plain torch otherwise.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+from tools.driving import compiled
+from tools.on_gpu import SMALL_FLUX
+from tools.oracles import expect, fallbacks, shapes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("clean_stats", "no_graphs_left"),
+    pytest.mark.skipif(importlib.util.find_spec("comfy_kitchen") is None, reason="there is no comfy-kitchen"),
+]
+
+FORMS = ("int8", "convrot", "fp8", "mxfp8", "nvfp4", "w4a4", "w4a8")  # torch multiplies no two matrices of float8_e5m2
+# A second picture: layers of one row are another kernel of the library's, and what several are cut into has gaps.
+LATER = {"int8": 2, "fp8": 2}
+RUN = {"width": 512, "height": 512, "tokens": 77, "steps": 3}
+ANOTHER = {"width": 544, "height": 408, "tokens": 33}
+TWO = {"width": 320, "height": 192, "batch": 2}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_sampling_run(models, form):
+    from anyshape.accel import stats, verify
+
+    from bench import zoo
+    from tools.architectures import quantised
+
+    if not quantised.has(zoo.FORMS[form]):
+        pytest.skip("this ComfyUI has no such weights")
+    patcher = zoo.make(f"flux-{form}", torch.bfloat16, **SMALL_FLUX)
+    layer = patcher.model.diffusion_model.get_submodule("double_blocks.1.img_attn.qkv")
+    assert type(layer.weight).__name__ == "QuantizedTensor"
+    fast = compiled(patcher)
+    outs = [models.sample(fast, **RUN)]
+    with expect(recompiles=0, fallbacks=0):
+        assert torch.equal(models.sample(fast, **RUN), outs[0])
+        outs.append(models.sample(fast, **RUN | ANOTHER))
+    outs.append(models.sample(fast, **RUN | TWO))
+    assert sum(model["recompiles"] for model in stats.snapshot()["models"]) <= LATER.get(form, 0)
+    for out, other in zip(outs, ({}, ANOTHER, TWO), strict=True):
+        assert verify.compare(form, out.bfloat16(), models.sample(patcher, **RUN | other).bfloat16()), other
+    assert [(s["state"], s["reason"]) for s in shapes()] == [("graph", "")] * 3 and fallbacks() == []
