@@ -29,9 +29,7 @@ from tools.dynamic_vram import (
 )  # fmt: skip
 
 
-def fit(
-    share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", layers: int = 12
-) -> dict[str, Any]:  # fmt: skip
+def fit(share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", layers: int = 12) -> dict[str, Any]:
     """As much memory as ``share`` of the model needs, and room for the rest. graphs: bytes for those.
 
     name: of another model than Z-Image.
