@@ -43,7 +43,6 @@ MAX_TAKES = 6  # of one key: a block that reads its own number of the options wo
 ROUNDS = 3
 LONG_MS = 30.0  # a block that takes longer is timed once
 NO_GAIN = say("blocks_no_gain")
-ELSEWHERE = say("weights_elsewhere")
 PASSING = say("block_passing")
 
 
@@ -65,7 +64,7 @@ class BlockTier:
         self._writes: dict[Hashable, set[int]] = {}  # the inputs that blocks of a likeness write into
         self._idle: set[Hashable] = set()  # calls of the model in which no block gains
         self._weights: int | None = None  # fingerprint of those in the takes' ``bound``
-        self._elsewhere: set[str] = set()  # blocks of which these weights are not on the device: left alone
+        self._elsewhere: dict[str, str] = {}  # blocks whose weights are not all on the device: why they run in eager
 
     @contextmanager
     def visit(self, call: Call, settings: Settings, first: bool, whole: str) -> Iterator[Visit]:
@@ -74,8 +73,7 @@ class BlockTier:
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled() and call.key not in self._idle:
                 self._look(call)
-                if self._elsewhere:
-                    visit.reasons[ELSEWHERE] = None
+                visit.reasons |= dict.fromkeys(self._elsewhere.values())
                 ours = partial(self._forward, visit)
                 stack.enter_context(self._blocks.ours(call.taped.module, ours, self._elsewhere))
             yield visit
@@ -133,8 +131,8 @@ class BlockTier:
         if take is None:
             return given
         if take.program is None:
-            if take.reason == ELSEWHERE:
-                self._elsewhere.add(path)
+            if any(weight.device != visit.call.key.device for weight in block.parameters()):
+                self._elsewhere[path] = take.reason  # whatever the call is like
             raise NotUsed(take.reason)
         if why := visit.call.taped.hold():
             raise NotUsed(why)
