@@ -64,7 +64,7 @@ class BlockTier:
         self._writes: dict[Hashable, set[int]] = {}  # the inputs that blocks of a likeness write into
         self._idle: set[Hashable] = set()  # calls of the model in which no block gains
         self._weights: int | None = None  # fingerprint of those in the takes' ``bound``
-        self._elsewhere: dict[str, str] = {}  # blocks whose weights are not all on the device: why they run in eager
+        self._elsewhere: dict[str, str] = {}  # blocks that fetch their weights at each call: why they run in eager
 
     @contextmanager
     def visit(self, call: Call, settings: Settings, first: bool, whole: str) -> Iterator[Visit]:
@@ -131,7 +131,7 @@ class BlockTier:
         if take is None:
             return given
         if take.program is None:
-            if any(weight.device != visit.call.key.device for weight in block.parameters()):
+            if visit.call.taped.fetches(block):
                 self._elsewhere[path] = take.reason  # whatever the call is like
             raise NotUsed(take.reason)
         if why := visit.call.taped.hold():

@@ -87,6 +87,7 @@ class Taped:
     let_go: Callable[[], None] = lambda: None
     no_graph: Callable[[], str] = str  # why there is no room for a graph, now
     rest: Callable[[ShapeKey, str], None] = lambda key, why: None  # such calls gain nothing, and why
+    fetches: Callable[[nn.Module], bool] = lambda block: False  # whether its weights come from elsewhere at each call
 
 
 @dataclass(eq=False)

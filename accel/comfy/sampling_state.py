@@ -94,6 +94,10 @@ class SamplingState:
         parts, _ = self._fingerprints.parts(self.model)
         return any(weight.device != device for weight in dynamic.unmapped(parts))
 
+    def fetches(self, device: torch.device, block: nn.Module) -> bool:
+        """Whether weights of ``block`` lie on another device. Of a model that is mapped in, that says nothing."""
+        return self.mapped is None and any(weight.device != device for weight in block.parameters())
+
     def rest(self, key: ShapeKey, why: str) -> None:
         """Such calls gain nothing, and why. It holds while part of the weights lies elsewhere: see ``Fingerprints``."""
         if self.mapped is None and self.is_elsewhere(key.device):
