@@ -220,6 +220,7 @@ def key_of(forward, *args, **kwargs):
         mapped=None,
         hold=str,
         let_go=None,
+        fetches=bool,
         no_graph=str,
         rest=None,
     )
