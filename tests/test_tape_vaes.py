@@ -288,7 +288,7 @@ def test_longer_videos_compile_nothing(monkeypatch):
     vae = autoencoders.make("Wan 2.1, Qwen-Image")
     fast, kernels = compiled_vae(vae), []
     with torch.inference_mode():
-        for frames in (1, 5, 9, 13, 17, 21, 29):
+        for frames in (1, 5, 9, 13, 17, 29):
             video = torch.rand(frames, 16, 24, 3)
             latent = vae.encode(video)
             assert torch.equal(fast.encode(video), latent) and torch.equal(fast.decode(latent), vae.decode(latent))
