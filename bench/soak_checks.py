@@ -26,11 +26,10 @@ FORWARD = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PICTURE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of one decode or encode, the VAE's dtype
 FAILED = "another pack's patch failed"
 GROWTH = 0.01  # of the weights' bytes: what device memory may grow by
-SLACK = 16 << 20  # of the device's: torch rounds each large tensor of a program up by as much as 1 MiB
+ROUNDED = 0.1  # of what programs hold: torch rounds each large tensor up by as much as 1 MiB
 RUNNING_GROWTH = 256 << 20  # of the device's memory while models run: libraries keep plans and kernels of each size
 TENSORS = torch.Tensor, nn.Parameter
 RSS_GROWTH = 0.15  # of the process' memory: on a CPU oneDNN keeps a program for each size that it met, in eager too
-RSS_OF_SIZES = 512 << 20  # at least: our programs of up to 48 sizes per model, of a video VAE some MB each
 
 
 def expected(prompt: Prompt) -> list[str]:
@@ -160,8 +159,8 @@ def grown(first: dict[str, int], now: dict[str, int], weights: int) -> Iterator[
     """What grew from the first look to this one by more than it may."""
     limits = {
         "running": RUNNING_GROWTH,
-        "process": max(RSS_GROWTH * first["process"], RSS_OF_SIZES),
-        "device": GROWTH * weights + SLACK,
+        "process": RSS_GROWTH * first["process"],
+        "device": GROWTH * weights + ROUNDED * now["programs"],
         "tensors": GROWTH * weights,
     }
     for name, limit in limits.items():

@@ -35,9 +35,9 @@ LATER = {
 }  # fmt: skip
 OTHERS = (1, 0, 0)
 TOLERANCE = 1e-4  # of fused programs in float32
-# Whose kernels by hand are interpreted: a VAE of frames whose encoder is that of pictures, and one whose norms have a
-# single group. Of others they are in plain torch, as of most UNets (``plain_kernels``).
-INTERPRETED = ("SVD", "Cosmos")
+# Whose kernels by hand are interpreted: a VAE of pictures, one of frames, and one whose norms have a single group. Of
+# others they are in plain torch, as of most UNets (``plain_kernels``).
+INTERPRETED = ("SD", "SVD", "Cosmos")
 EXTRA_MEMORY = 1.05  # of a fused program: what eager changes in place, a kernel writes beside it
 
 

@@ -28,8 +28,12 @@ class Latents:
 
     def shape(self, width: int, height: int, batch: int = 1, frames: int = 1) -> tuple[int, ...]:
         """Of a batch of images or videos of this size: [N, C, h, w], of video [N, C, t, h, w]."""
-        time = ((frames - 1) // self.frames + 1,) if self.frames else ()
+        time = (self.steps(frames),) if self.frames else ()
         return batch, self.channels, *time, height // self.pixels, width // self.pixels
+
+    def steps(self, frames: int) -> int:
+        """How many latent frames there are of so many frames; 1 for a model of single images."""
+        return (frames - 1) // self.frames + 1 if self.frames else 1
 
     def size(self, latent_shape: tuple[int, ...]) -> tuple[int, int, int]:
         """(width, height, frames) in image pixels, of a latent of ``latent_shape``."""

@@ -103,8 +103,7 @@ class _Way:
             call = taping.call_of(self._model, original, given, run, fallback, self._size, lean=True)
             if not call.obstacle and run.is_elsewhere(given.first.device):
                 call = replace(call, obstacle=say("vae_in_pieces"), taped=None)
-            step = self._latents.frames if self._latents else 0
-            call = replace(call, pieces=(call.frames - 1) // step + 1 if step else 1)
+            call = replace(call, pieces=self._latents.steps(call.frames) if self._latents else 1)
             with outside_memory_plan():
                 return self._engine(call, self._settings)
         finally:

@@ -1,9 +1,9 @@
 """A tensor that grows piece by piece is one join of all pieces: the frames of a video VAE, say."""
 
 from .. import views
-from ..traits import aten
 from ..values import Operation, Tape
 from .edits import prune
+from .parts import is_join
 
 
 def join_once(tape: Tape) -> str:
@@ -12,7 +12,7 @@ def join_once(tape: Tape) -> str:
     In one kernel such a chain would take more operands with each piece, so that each number of frames would need a
     kernel of its own. Exact.
     """
-    joins = {operation.outputs[0]: operation for operation in tape.operations if _is_join(operation)}
+    joins = {each.outputs[0]: each for each in tape.operations if is_join(each) and len(each.args[0]) == 2}
     if not any(join.args[0][0] in joins for join in joins.values()):
         return ""
     readers, written = tape.readers(), {op.writes.root for op in tape.operations if op.writes is not None}
@@ -27,11 +27,6 @@ def join_once(tape: Tape) -> str:
             join.args, join.inputs, join.like = (pieces, _dim(join)), list(dict.fromkeys(pieces)), None
     prune(tape)
     return ""
-
-
-def _is_join(operation: Operation) -> bool:
-    """Whether it adds one piece to others."""
-    return not operation.opaque and operation.func is aten.cat.default and len(operation.args[0]) == 2
 
 
 def _dim(join: Operation) -> int:

@@ -26,12 +26,12 @@ ROWS, PICTURES = frozenset(("layer_norm", "rms_norm")), "group_norm"  # norms of
 
 def put_together(tape: Tape) -> str:
     """Every join whose parts are made alike of the parts of one tensor. Exact."""
-    if not any(map(_is_join, tape.operations)):
+    if not any(map(is_join, tape.operations)):
         return ""
     search, changed = _Search(tape), False
     operations: list[Operation] = []
     for operation in tape.operations:
-        make = search.of_join(operation) if _is_join(operation) else None
+        make = search.of_join(operation) if is_join(operation) else None
         if make is not None:
             changed = True
             whole, result = make(operations), operation.outputs[0]
@@ -50,7 +50,8 @@ def put_together(tape: Tape) -> str:
     return ""
 
 
-def _is_join(operation: Operation) -> bool:
+def is_join(operation: Operation) -> bool:
+    """Whether it joins several tensors."""
     return not operation.opaque and operation.func is aten.cat.default and len(operation.args[0]) > 1
 
 
