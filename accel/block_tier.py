@@ -35,6 +35,7 @@ from .tape.binding import NotBound, loose, tight
 from .tape.patches import PatchBook
 from .tape.program import Program
 from .tape.values import Input, Tape, swapped, tensors_in
+from .tapes import Taped
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,9 @@ MAX_KEYS = 96  # of block calls, per model; the least recently used goes
 MAX_TAKES = 6  # of one key: a block that reads its own number of the options would make one each
 ROUNDS = 3
 LONG_MS = 30.0  # a block that takes longer is timed once
+FEW = 0.25  # of the blocks: to look at the model at each call takes the host as long as programs of so few spare it
 NO_GAIN = say("blocks_no_gain")
+ELSEWHERE = say("weights_elsewhere")
 PASSING = say("block_passing")
 
 
@@ -62,18 +65,21 @@ class BlockTier:
         self._blocks = Blocks(stages=True)  # of the model that all of the following is about
         self._takes: OrderedDict[tuple, list[BlockTake]] = OrderedDict()
         self._writes: dict[Hashable, set[int]] = {}  # the inputs that blocks of a likeness write into
-        self._idle: set[Hashable] = set()  # calls of the model in which no block gains
+        self._idle: set[Hashable] = set()  # calls of the model in which no block gains, with its weights where they are
         self._weights: int | None = None  # fingerprint of those in the takes' ``bound``
-        self._elsewhere: dict[str, str] = {}  # blocks that fetch their weights at each call: why they run in eager
+        self._elsewhere: set[str] = set()  # blocks that run in eager, because weights are fetched at each call
 
     @contextmanager
     def visit(self, call: Call, settings: Settings, first: bool, whole: str) -> Iterator[Visit]:
         """In the body, which is one forward of the model, its blocks are ours. whole: why that is not recorded."""
         visit = Visit(call, settings, first)
+        works = torch.is_inference_mode_enabled()
+        if works:
+            self._look(call)
         with ExitStack() as stack:
-            if torch.is_inference_mode_enabled() and call.key not in self._idle:
-                self._look(call)
-                visit.reasons |= dict.fromkeys(self._elsewhere.values())
+            if works and call.key not in self._idle:
+                if self._elsewhere:
+                    visit.reasons[ELSEWHERE] = None
                 ours = partial(self._forward, visit)
                 stack.enter_context(self._blocks.ours(call.taped.module, ours, self._elsewhere))
             yield visit
@@ -91,7 +97,7 @@ class BlockTier:
     def release(self) -> None:
         """Releases the weights, because the model is unloaded."""
         self._weights = None
-        self._elsewhere.clear()
+        self._idle.clear()
         for take in [take for takes in list(self._takes.values()) for take in takes]:
             take.bound.clear()
 
@@ -103,7 +109,13 @@ class BlockTier:
                 known.clear()
         if self._weights != call.weights:
             self.release()
-            self._weights = call.weights
+            self._weights, self._elsewhere = call.weights, self._fetching(call.taped)
+
+    def _fetching(self, taped: Taped) -> set[str]:
+        """The blocks that fetch weights at each call; all of them where only a few have theirs on the device."""
+        paths = set(self._blocks.paths)
+        found = {path for path in paths if taped.fetches(taped.module.get_submodule(path))}
+        return paths if found and len(paths) - len(found) < FEW * len(paths) else found
 
     def _forward(
         self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -131,8 +143,6 @@ class BlockTier:
         if take is None:
             return given
         if take.program is None:
-            if visit.call.taped.fetches(block):
-                self._elsewhere[path] = take.reason  # whatever the call is like
             raise NotUsed(take.reason)
         if why := visit.call.taped.hold():
             raise NotUsed(why)

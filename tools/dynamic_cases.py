@@ -40,7 +40,7 @@ def fit(share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", 
         eager = [sampled(source) for _ in range(3)]
         at_eager = loaded(source)
         fast = compiled(source, mode=mode)
-        runs = [sampled(fast) for _ in range(4)]
+        runs = [sampled(fast) for _ in range(6)]
         return {
             "size": size, "room": room, "loaded": [at_eager, loaded(fast)],
             "recorded": watch.recorded, "captured": watch.captured,

@@ -26,9 +26,9 @@ REASONS = dict(
     low_vram=(
         "Use smaller weights (fp8, int8): a part is not on the GPU",
         "low VRAM: {away} of {all} GB of weights are in main memory, and ComfyUI copies them to the GPU at every "
-        "step. Blocks whose weights are on the GPU are fast, the others run as without this node, and there is no "
-        "CUDA graph. Load smaller weights (fp8, int8, 4 bit), lower the image size or the batch, close other "
-        "programs that use the GPU, or start ComfyUI without --lowvram and --novram",
+        "step. Blocks whose weights are on the GPU are fast if they are at least a quarter of all, the others run as "
+        "without this node, and there is no CUDA graph. Load smaller weights (fp8, int8, 4 bit), lower the image size "
+        "or the batch, close other programs that use the GPU, or start ComfyUI without --lowvram and --novram",
     ),
     weights_elsewhere=(
         "Free VRAM: a part of the model is not on the GPU",
