@@ -50,7 +50,7 @@ def test_a_model_that_fits_runs_on_the_users_own_patcher():
 
 def test_exact_is_the_same_picture_to_the_bit():
     found = case("fit", share=1.0, mode="exact")
-    assert found["errors"] == [0.0] * 4 and found["states"] == ["graph"] and found["fallbacks"] == {}
+    assert set(found["errors"]) == {0.0} and found["states"] == ["graph"] and found["fallbacks"] == {}
 
 
 @pytest.mark.parametrize("share, name", [(0.0, ""), (0.3, ""), (0.7, ""), (0.3, "sdxl"), (0.7, "sdxl")])

@@ -109,19 +109,20 @@ def skip(share: float, name: str = "", steps: int = 12, layers: int = 12) -> dic
 
     from bench import product
 
-    source = made(name) if name else zimage(layers)
+    watch, source = Watch(), made(name) if name else zimage(layers)
     size, room = source.model_size(), room_of(source)
     with ballast(size * share + room):
         eager = [sampled(source, each_step=True, steps=steps) for _ in range(2)]
         runs: list[dict[str, Any]] = []
         for way in (source, compiled(source)):
             skipping, message = product.skip_blocks(way, product.SkipSettings(), lambda line: None)
-            # a UNet that nearly fits is begun in vain twice, and then no more
-            took = [sampled(skipping, each_step=True, steps=steps) for _ in range(3)]
+            begun, took = watch.recorded, []
+            for _ in range(4):  # a UNet that nearly fits is begun in vain in the first ones
+                took.append(sampled(skipping, each_step=True, steps=steps) | {"recorded": watch.recorded - begun})
             counted = stats.snapshot()["skip"][-1]
             runs.append({"message": message, **{key: counted[key] for key in ("full", "skipped", "resets")}})
-            runs[-1] |= {"s": [run["seconds"] for run in took], "peak": max(run["peak"] for run in took)}
-            runs[-1]["step_s"] = took[-1]["steps"]
+            runs[-1] |= {"s": [run["seconds"] for run in took], "recorded": [run["recorded"] for run in took]}
+            runs[-1] |= {"peak": max(run["peak"] for run in took), "step_s": took[-1]["steps"]}
             runs[-1]["far"] = far(took[-1]["out"], eager[-1]["out"])
         return {
             "eager_s": [run["seconds"] for run in eager], "peak": max(run["peak"] for run in eager), "runs": runs,
