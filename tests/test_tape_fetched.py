@@ -197,6 +197,7 @@ def test_blocks_whose_weights_are_elsewhere_are_left_alone(fresh, away, ours):
             found, others = looked_at(seed)
             assert found == {BLOCK} and others > 5
     assert say("weights_elsewhere") in shapes()[-1]["reason"] and "one by one" in shapes()[-1]["note"]
+    assert looked_at(4)[0] == set(transformers)
     lora.unpatch_model(torch.device("cpu"))
 
 
