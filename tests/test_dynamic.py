@@ -297,6 +297,21 @@ def test_what_comfyui_notes_of_streamed_weights_is_no_change(models, load, card,
     assert counts[0][0] == 1 and counts[1:] == [[1, counts[1][1]]] * 3, counts
 
 
+def test_two_calls_that_pushed_weights_out_are_enough(pack):
+    """The first one did not ask how much was free, because all weights lay there already."""
+    from anyshape.accel.comfy.shortages import MARGIN, Shortages
+    from anyshape.accel.key import shape_key
+
+    key, larger, smaller = (shape_key({"x": torch.empty(1, 4, side, 8)}) for side in (8, 9, 7))
+    known, gib = Shortages(), 1 << 30
+    assert known.expected(key) is None
+    known.add(key, 0, "first")
+    assert known.expected(key)(gib) == ""
+    known.add(key, gib, "second")
+    assert known.expected(key)(gib) == known.expected(larger)(gib + MARGIN) == "second"
+    assert known.expected(key)(gib + MARGIN + 1) == "" and known.expected(smaller) is None
+
+
 def test_a_size_that_pushes_weights_out_is_not_begun_again_and_again(models, load, recordings, monkeypatch):
     """Recording needs more memory than ComfyUI's own forward; it is begun once more where there is more of it."""
     from anyshape.accel.comfy import dynamic

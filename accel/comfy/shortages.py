@@ -17,7 +17,7 @@ MOST = 32  # that are remembered
 
 class _Shortage(NamedTuple):
     elements: int  # of the call's inputs
-    free: int
+    free: int  # 0 if it was not asked
     why: str
 
 
@@ -38,7 +38,7 @@ class Shortages:
 
         def too_short(free: int) -> str:
             with_more = [each.why for each in smaller if free <= each.free + MARGIN]
-            return with_more[-1] if len(with_more) >= TRIES else ""
+            return with_more[-1] if with_more and len(smaller) >= TRIES else ""
 
         return too_short if smaller else None
 
