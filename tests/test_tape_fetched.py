@@ -202,7 +202,7 @@ def test_blocks_whose_weights_are_elsewhere_are_left_alone(fresh, away, ours):
 
 
 def test_few_blocks_with_weights_on_the_device_are_left_alone(fresh, away, ours, block_programs):
-    """What they could gain is less than looking at the model takes. When the weights are back, they gain again."""
+    """Nothing of ours runs around them. When the weights are back, they run on programs again."""
     from anyshape.accel.block_forwards import Blocks
 
     fast = compiled(fresh)

@@ -37,13 +37,13 @@ def fit(share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", 
     watch, source = Watch(), made(name) if name else zimage(layers)
     size, room = source.model_size(), room_of(source)
     with ballast(size * share + room + graphs):
-        eager = [sampled(source) for _ in range(3)]
+        eager = [sampled(source) for _ in range(5)]
         at_eager = loaded(source)
         fast = compiled(source, mode=mode)
-        runs = [sampled(fast) for _ in range(6)]
+        runs = [sampled(fast) | {"recorded": watch.recorded} for _ in range(6)]
         return {
             "size": size, "room": room, "loaded": [at_eager, loaded(fast)],
-            "recorded": watch.recorded, "captured": watch.captured,
+            "recorded": watch.recorded, "captured": watch.captured, "begun": [run["recorded"] for run in runs],
             "errors": [far(run["out"], eager[-1]["out"]) for run in runs],
             "eager_s": [run["seconds"] for run in eager], "s": [run["seconds"] for run in runs],
             "peak": [max(run["peak"] for run in eager), max(run["peak"] for run in runs)], **told(),
@@ -117,7 +117,7 @@ def skip(share: float, name: str = "", steps: int = 12, layers: int = 12) -> dic
         for way in (source, compiled(source)):
             skipping, message = product.skip_blocks(way, product.SkipSettings(), lambda line: None)
             begun, took = watch.recorded, []
-            for _ in range(4):  # a UNet that nearly fits is begun in vain in the first ones
+            for _ in range(3):  # a UNet that nearly fits is begun in vain twice, and then no more
                 took.append(sampled(skipping, each_step=True, steps=steps) | {"recorded": watch.recorded - begun})
             counted = stats.snapshot()["skip"][-1]
             runs.append({"message": message, **{key: counted[key] for key in ("full", "skipped", "resets")}})
