@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tools import embed
+from tools.group_norm_rounding import cancels, loses
 
 CUDA = embed.has_cuda()
 if not CUDA:
@@ -55,43 +56,8 @@ def assert_close(out, expected, dtype, at_least=0.0):
     assert error <= max(TOLERANCE[dtype], at_least), f"relative error {error:.2e}"
 
 
-def cancels(x, shift=None):
-    """(|x| + |shift|) / std of each group [N, 32]: how many times float32's rounding grows where these cancel.
-
-    The few values of a small group may lie close together, so the figure is computed for the input at hand.
-    """
-    groups = shifted(x, shift).reshape(x.shape[0], 32, -1)
-    largest = shifted(x.abs(), None if shift is None else shift.abs()).reshape(groups.shape).amax(-1)
-    return largest / _std(groups).squeeze(-1)
-
-
-def shifted(x, shift):
-    return x if shift is None else x + shift[:, :, None, None]
-
-
-def _std(groups):
-    return (groups.var(-1, correction=0, keepdim=True) + 1e-5).sqrt()
-
-
 def to_float64(*tensors):
     return tuple(None if t is None else t.double() for t in tensors)
-
-
-STEEPEST = 1.1  # SiLU's slope is at most 1.0998
-
-
-def rounding(x, shift, weight, expected):
-    """What float32 may lose in GroupNorm, relative to the whole result.
-
-    The kernel computes a x + b with a = weight / std and b = (shift - mean) a + bias. Two values that nearly cancel are
-    each off by eps / 2 of themselves, so the sum is off by d = eps cancels(x, shift), in units of the std. That is a
-    mean over such sums, so off by d as well: a normalised z is off by d (1 + |z|), times weight and SiLU's slope.
-    """
-    groups = shifted(x, shift).reshape(x.shape[0], 32, -1)
-    z = (groups - groups.mean(-1, keepdim=True)) / _std(groups)
-    off = torch.finfo(torch.float32).eps * cancels(x, shift)[:, :, None] * (1 + z.abs())
-    scale = 1.0 if weight is None else weight[:, None, None].abs()
-    return (STEEPEST * off.reshape(x.shape) * scale).norm().item() / expected.norm().item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -107,7 +73,7 @@ def test_group_norm(size, dtype, variant):
     out = group_norm(x, weight, bias, 32, 1e-5, shift, silu=variant != "no silu")
     exact = to_float64(x, weight, bias, shift)
     expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3], variant != "no silu")
-    assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3], exact[1], expected))
+    assert_close(out, expected, dtype, at_least=loses(exact[0], exact[3], exact[1], expected))
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 
@@ -123,7 +89,7 @@ def test_group_norm_of_a_joined_skip_connection(widths, layout, dtype):
     exact = to_float64(x, weight, bias, shift)
     expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3])
     out = group_norm(x, weight, bias, 32, 1e-5, shift)
-    assert_close(out, expected, dtype, at_least=rounding(exact[0], exact[3], exact[1], expected))
+    assert_close(out, expected, dtype, at_least=loses(exact[0], exact[3], exact[1], expected))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -137,7 +103,7 @@ def test_group_norm_adds_pending_biases(count, shifted, dtype):
     expected = reference.group_norm(*exact[:3], 32, 1e-5, exact[3], pending=more)
     assert torch.equal(expected, reference.group_norm(*exact[:3], 32, 1e-5, _sum(exact[3], more)))
     out = group_norm(x, weight, bias, 32, 1e-5, shift, pending=pending)
-    assert_close(out, expected, dtype, at_least=rounding(exact[0], _sum(exact[3], more), exact[1], expected))
+    assert_close(out, expected, dtype, at_least=loses(exact[0], _sum(exact[3], more), exact[1], expected))
 
 
 def _sum(shift, pending):
