@@ -56,7 +56,7 @@ def test_exact_is_the_same_picture_to_the_bit():
 @pytest.mark.parametrize("share, name", [(0.0, ""), (0.3, ""), (0.7, ""), (0.3, "sdxl"), (0.7, "sdxl")])
 def test_a_model_that_does_not_fit_is_streamed_by_comfyui(share, name):
     """It keeps as many weights on the card as without us."""
-    found = case("fit", share=share, graphs=0, name=name, again=5)
+    found = case("fit", share=share, graphs=0, name=name, turns=10)
     assert max(found["errors"]) < CLOSE and only_streamed(found)
     assert found["states"] == ["eager"] and found["graphs"] == 0
     # with 0.7 of it all weights may be there, until recording pushes some out; not tried a third time

@@ -30,13 +30,12 @@ from tools.dynamic_vram import (
 
 
 def fit(
-    share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", layers: int = 12,
-    again: int = 0,
+    share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", layers: int = 12, turns: int = 0
 ) -> dict[str, Any]:  # fmt: skip
     """As much memory as ``share`` of the model needs, and room for the rest. graphs: bytes for those.
 
-    name: of another model than Z-Image. again: so often both are timed once more, by turns, while ours is the slower
-    one: copies of weights take what other users of the host leave (0.8 to 1.5 s for the same run of SDXL).
+    name: of another model than Z-Image. turns: so often both run once more, one after the other, for times on a host
+    whose other users take their part of its memory's bandwidth.
     """
     watch, source = Watch(), made(name) if name else zimage(layers)
     size, room = source.model_size(), room_of(source)
@@ -46,10 +45,9 @@ def fit(
         fast = compiled(source, mode=mode)
         runs = [sampled(fast) | {"recorded": watch.recorded} for _ in range(6)]
         at_ours = loaded(fast)
-        for _ in range(again):
-            if min(run["seconds"] for run in runs) > min(run["seconds"] for run in eager):
-                eager += [sampled(source) for _ in range(2)]
-                runs += [sampled(fast) | {"recorded": watch.recorded} for _ in range(2)]
+        for _ in range(turns):
+            eager.append(sampled(source))
+            runs.append(sampled(fast) | {"recorded": watch.recorded})
         return {
             "size": size, "room": room, "loaded": [at_eager, at_ours],
             "recorded": watch.recorded, "captured": watch.captured, "begun": [run["recorded"] for run in runs],
