@@ -12,7 +12,7 @@ from .outputs import Output, flat
 from .reasons import say
 from .stats import STATS, ModelStats
 from .tape import diagnose, rules
-from .tape.called_patches import KINDS, OVERRIDE
+from .tape.layout import outermost_first
 from .tape.program import Program
 from .tape.reuse import Outlines
 from .tape.rows import MAX_JOINED
@@ -58,16 +58,19 @@ class Maker:
         """What calls must have in common for one to compile nothing after the other: all but sizes.
 
         Other patches, other code, another depth of Skip Blocks, or the second piece of a video make other operations,
-        which need other kernels; so does an input of one row that several share (a ControlNet's hint).
+        which need other kernels. So does an input of one row that several share (a ControlNet's hint), or one that lies
+        otherwise in memory (its residuals, channels first or last).
         """
         taped, skipping = call.taped, call.taped.skipping
-        patches = tuple([frozenset(taped.options.get(kind) or ()) for kind in KINDS])
-        code = OVERRIDE in taped.options, tuple([name for name, _ in taped.foreign]), taped.structure
+        code = tuple([name for name, _ in taped.foreign]), taped.structure
         depth = (skipping.depth,) if skipping is not None else ()
         rows = call.key.inputs[0].shape[:1]
-        names = tuple([(spec.name, spec.shape[:1] == (1,) != rows) for spec in call.key.inputs])
+        inputs = [
+            (name, tensor.shape[:1] == (1,) != rows, outermost_first(tensor.stride()))
+            for name, tensor in call.inputs.items()
+        ]
         pieces = min(call.pieces, MAX_JOINED + 1)  # more than one kernel joins are a join by themselves
-        return call.key.inputs[0].dtype, patches, self._tapes.patches.called, code, depth, names, pieces
+        return call.key.inputs[0].dtype, self._tapes.patches.among(taped.options), code, depth, tuple(inputs), pieces
 
     def count(self, program: Program, first: bool, call: Call) -> None:
         """Counts what was compiled for ``program``. first: whether compiling was expected."""

@@ -106,7 +106,7 @@ class Soak:
         try:
             with torch.inference_mode():
                 problems = list(self._prompt(prompt))
-                if prompt.index % self.scope.every == self.scope.every - 1:
+                if (self.report.prompts + 1) % self.scope.every == 0:  # warm at the first look, wherever it begins
                     problems += self._look()
         except Exception:  # noqa: BLE001  the run is to go on, and the report to say what happened
             problems = [traceback.format_exc()]

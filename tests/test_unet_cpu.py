@@ -77,6 +77,24 @@ def test_a_second_model_of_the_family_compiles_nothing(models, warm, name, nothi
     assert_fast()
 
 
+def test_residuals_that_lie_otherwise_are_no_later_size(fusing, fresh):
+    """A hint of one picture lies channels last, and so do the residuals; other kernels read them."""
+    from anyshape.accel import stats
+
+    def kernels(width, memory_format):
+        given = residuals(fresh, (2, 4, 8, width // 8), "controlnet")
+        turned = {kind: [each.to(memory_format=memory_format) for each in parts] for kind, parts in given.items()}
+        unet_forward(fast, width, 64, control=turned)
+        return stats.snapshot()["models"][-1]["kernels"]
+
+    fast = compiled(fresh)
+    with expect(recompiles=0):
+        assert kernels(64, torch.contiguous_format) < kernels(64, torch.channels_last)
+    with expect(recompiles=0, kernels=0):
+        kernels(72, torch.contiguous_format)
+        kernels(72, torch.channels_last)
+
+
 def test_loras_compile_nothing(models, warm, nothing_compiles):
     for strength in (1.0, 0.5):
         models.sample(with_lora(warm["sd15"], strength), **SHORT_RUN)

@@ -92,6 +92,23 @@ def test_a_model_that_was_patched_at_first_recompiles_nothing(models, fresh, mon
     assert stats.snapshot()["models"][-1]["recompiles"] == 3  # another size of it
 
 
+def test_another_patch_in_the_same_place_is_no_later_size(fusing, models, fresh):
+    """It makes other operations, which need other kernels. A further size with a patch that is known compiles none."""
+    from anyshape.accel import stats
+
+    louder, waves = compiled(fresh), compiled(fresh)
+    louder.set_model_input_block_patch(lambda h, options: h * 1.1)
+    waves.set_model_input_block_patch(lambda h, options: h.sin())
+    models.sample(louder, **SMALL_RUN)
+    before = stats.snapshot()["models"][-1]["kernels"]
+    with expect(recompiles=0):
+        models.sample(waves, **SMALL_RUN)
+    assert stats.snapshot()["models"][-1]["kernels"] > before
+    with expect(recompiles=0, kernels=0):
+        models.sample(waves, **SMALL_RUN | {"width": 72})
+        models.sample(louder, **SMALL_RUN | {"width": 72})
+
+
 def test_an_error_in_a_patch_is_the_users_to_see(models, patcher):
     """It comes through as in eager, and the model is as fast as before once the patch is gone."""
     fast = compiled(patcher)

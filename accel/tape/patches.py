@@ -7,7 +7,7 @@ out once for each patch's code.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,10 +36,17 @@ class PatchBook:
         """Whether it must be called in each forward."""
         return id(who) in self._live
 
-    @property
-    def called(self) -> frozenset[int]:
-        """Stands for those that must be called in each forward."""
-        return frozenset(self._live)
+    def among(self, options: Mapping[Any, Any]) -> frozenset[tuple]:
+        """(place, code, whether it must be called in each forward) of every patch in these options."""
+        found: set[tuple] = set()
+
+        def add(place: tuple, patch: Any) -> None:
+            who = code_of(patch)
+            found.add((place, who, self.is_live(who)))
+
+        for kind in called_patches.RAW:
+            called_patches.wrapped(options.get(kind), add, (kind,))
+        return frozenset(found)
 
     def is_odd(self, who: Any) -> bool:
         """Whether it gives results of several forms, so that nothing around it is recorded."""
