@@ -9,7 +9,7 @@ import torch
 
 from tools import pages
 from tools.driving import SMALL_RUN, calls_of, compiled, options_of, unet_inputs
-from tools.oracles import FUSED, assert_fast, error, fallbacks, shapes
+from tools.oracles import assert_fast, error, fallbacks, shapes
 from tools.pages import ENOUGH
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -223,6 +223,7 @@ def test_nothing_is_fetched_ahead_in_a_recorded_forward(models, load):
 def test_graphs_give_way_to_weights(models, load, card, monkeypatch):
     """And no other is captured until there is room for both. There are no graphs on a CPU: these are numbers."""
     from anyshape.accel.comfy import dynamic
+    from anyshape.accel.comfy.shortages import Unfit
 
     class Held:
         used_bytes = 100 << 20
@@ -236,7 +237,7 @@ def test_graphs_give_way_to_weights(models, load, card, monkeypatch):
     card.pages = load.pages.count // 2
     weights = dynamic.mapped(load.model)
     assert weights.no_graph(cpu) == ""
-    assert weights.ready(cpu, torch.float32) == "" and held.used_bytes == 0
+    assert weights.ready(cpu, torch.float32, None, Unfit()) == "" and held.used_bytes == 0
     weights.let_go()
     for free, said in ((1 << 20, "the model's weights did not fit beside 100 MB of graphs"), (1 << 40, "")):
         monkeypatch.setattr(dynamic.mm, "get_free_memory", lambda device, free=free: free)
@@ -295,55 +296,3 @@ def test_what_comfyui_notes_of_streamed_weights_is_no_change(models, load, card,
         assert counted() == {"full": 4, "skipped": 8, "resets": {}}
         counts.append([len(calls) for calls in looks])
     assert counts[0][0] == 1 and counts[1:] == [[1, counts[1][1]]] * 3, counts
-
-
-def test_two_calls_that_pushed_weights_out_are_enough(pack):
-    """The first one did not ask how much was free, because all weights lay there already."""
-    from anyshape.accel.comfy.shortages import MARGIN, Shortages
-    from anyshape.accel.key import shape_key
-
-    key, larger, smaller = (shape_key({"x": torch.empty(1, 4, side, 8)}) for side in (8, 9, 7))
-    known, gib = Shortages(), 1 << 30
-    assert known.expected(key) is None
-    known.add(key, 0, "first")
-    assert known.expected(key)(gib) == ""
-    known.add(key, gib, "second")
-    assert known.expected(key)(gib) == known.expected(larger)(gib + MARGIN) == "second"
-    assert known.expected(key)(gib + MARGIN + 1) == "" and known.expected(smaller) is None
-
-
-def test_a_size_that_pushes_weights_out_is_not_begun_again_and_again(models, load, recordings, monkeypatch):
-    """Recording needs more memory than ComfyUI's own forward; it is begun once more where there is more of it."""
-    from anyshape.accel.comfy import dynamic
-
-    from tools.driving import skipping
-    from tools.oracles import counted
-
-    free = [4 << 30]  # of a card; a CPU's is another in each run
-    monkeypatch.setattr(dynamic.mm, "get_free_memory", lambda device: free[0])
-    fast, wanted = compiled(load.patcher), models.sample(load.patcher, **SMALL_RUN)
-    load.pages.short_at = load.layers[len(load.layers) // 2]
-
-    def again(patcher, **changes):
-        before = len(recordings)
-        load()
-        out = models.sample(patcher, **SMALL_RUN | changes)
-        assert not load.pages.pinned
-        return out, len(recordings) - before
-
-    begun, filled = [], calls_of(monkeypatch, dynamic.MappedWeights, "_fill")
-    for _ in range(4):
-        filled.clear()
-        out, count = again(fast)
-        assert error(out, wanted) < CLOSE and shapes()[0]["state"] == "eager"
-        begun.append(count)
-    assert begun[0] and begun[2:] == [0, 0] and not filled, begun
-    assert shapes()[0]["reason"].startswith("weights streamed: of ")
-    out, count = again(skipping(fast, depth="0"), steps=12)
-    assert count == 0 and counted() == {"full": 4, "skipped": 8, "resets": {}}  # its first step gives features
-    assert again(fast, width=128)[1] == 0  # what is larger needs more memory
-    load.pages.short_at = None
-    assert again(fast)[1] == 0 and again(fast, width=32)[1] == 1
-    free[0] = 5 << 30
-    out, count = again(fast)
-    assert count == 1 and error(out, wanted) < CLOSE and shapes()[0]["state"] == FUSED

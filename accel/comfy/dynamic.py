@@ -24,6 +24,7 @@ from .. import graphs
 from ..errors import is_out_of_memory, let_go
 from ..reasons import say
 from ..tape.named_tensors import modules_of, parts_of
+from .shortages import Unfit
 from .small_weights import SmallWeights
 
 try:
@@ -39,6 +40,7 @@ CHUNK = 128 << 20  # bytes that are filled at once
 MARGIN = 256 << 20  # bytes that must be free beyond what graphs are known to need: a capture that runs short fails
 GIB = 1 << 30
 
+TooShort = Callable[[int], str] | None
 Place = tuple[Any, int, int]  # (whose pages, address, bytes), as comfy-aimdo has it
 
 _IN_THE_WAY: dict[torch.device, int] = {}  # bytes that graphs held when weights did not fit beside them
@@ -94,19 +96,18 @@ class MappedWeights:
         """Of all pages."""
         return sum(size for _, _, size in self._spans)
 
-    def ready(self, device: torch.device, dtype: torch.dtype, too_short: Callable[[int], str] | None = None) -> str:
+    def ready(self, device: torch.device, dtype: torch.dtype, too_short: TooShort, unfit: Unfit) -> str:
         """Has all weights lie on ``device``, and stay there until ``let_go``; why they do not, or "".
 
         dtype: of the model's inputs, in which patches of weights are computed. too_short: of a call that has pushed
-        weights out before, why it would again, given the bytes that are free beside them; or "".
+        weights out before, why it would again, given the bytes that are free beside them, or ""; None for any other.
         """
         if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
             return say("weights_elsewhere")
-        self._waited = self.did_not_fit = False
-        self.free = None
+        self._waited, self.did_not_fit = False, True
+        self.free, self._tried = None, False
         # Before anything is filled, by an estimate that is too high where other models' pages need not give way.
         if too_short is not None and (why := too_short(self._free_beside(device))):
-            self.did_not_fit = True
             return why
         for turn in range(ROUNDS):
             if self.hold():
@@ -114,16 +115,20 @@ class MappedWeights:
                     self.free = mm.get_free_memory(device)
                 if too_short is not None and not graphs.cache(device).used_bytes and (why := too_short(self.free)):
                     self.let_go()
-                    self.did_not_fit = True
                     return why
                 self._small.keep(device)
+                self.did_not_fit = False
+                unfit.clear()
                 return ""
+            if not turn and unfit.known and unfit.expects(self._free_beside(device)):
+                break
             filled = self._complete(device, dtype)
             if filled is None and not self._make_room(device):
                 break
             if filled == 0:  # looked through once more: what was filled last may have cost a page
                 self._note()
-        self.did_not_fit = True
+        if self._tried:
+            unfit.add(self._free_beside(device))
         return self.streamed()
 
     def still_streamed(self) -> str:
@@ -165,12 +170,10 @@ class MappedWeights:
         """The layer that ``weight`` is of, now; None once it was filled again."""
         part = self._owners.get(id(weight))
         if part is None or part.__dict__.get("_v_weight") is not weight:
-            self._owners = {id(own["_v_weight"]): part for own, part in self._owned() if "_v_weight" in own}
+            owned = zip(self._dicts, self._parts, strict=True)
+            self._owners = {id(own["_v_weight"]): part for own, part in owned if "_v_weight" in own}
             part = self._owners.get(id(weight))
         return part
-
-    def _owned(self) -> Iterator[tuple[dict[str, Any], nn.Module]]:
-        return zip(self._dicts, self._parts, strict=True)
 
     def companions(self, weight: Tensor) -> int:
         """As in ``weights.Mapped``: the bias lies behind the weight."""
@@ -250,6 +253,7 @@ class MappedWeights:
     def _fill(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> bool:
         """ComfyUI's own casts and patches, as its layers do them before they compute. False if memory is too short."""
         mm.throw_exception_if_processing_interrupted()
+        self._tried = True
         try:
             self._filled_by_comfyui(parts, device, dtype)
         except RuntimeError as error:

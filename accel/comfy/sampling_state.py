@@ -60,7 +60,8 @@ class SamplingState:
             return self._restless or self._replaced
         if self.mapped is None:
             return ""
-        return self.mapped.ready(key.device, dtype, self._fingerprints.shortages.expected(key))
+        shortages = self._fingerprints.shortages
+        return self.mapped.ready(key.device, dtype, shortages.expected(key), shortages.unfit)
 
     def streams(self) -> str:
         """Why ComfyUI still streams the weights, or "". Asked before any look at the model, which takes longer."""

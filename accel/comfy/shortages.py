@@ -1,7 +1,8 @@
-"""First calls that push the model's own weights out (DynamicVRAM), although all of them had fitted before.
+"""Memory that was too short for the model's own weights (DynamicVRAM), so that what failed is not tried in every run.
 
 Recording needs more memory than ComfyUI's own forward, so a model that nearly fits would be recorded in vain once per
-prompt. What is known of such calls outlives a sampling run, and ends as soon as there is more memory.
+prompt. Filling weights needs some too, so one that fits even less would be filled in vain. What is known outlives a
+sampling run, and ends as soon as there is more memory.
 """
 
 import math
@@ -12,6 +13,7 @@ from ..key import ShapeKey
 
 TRIES = 2  # the first one may have been chance: another program was large for a moment
 MARGIN = 256 << 20  # bytes by which free memory changes from prompt to prompt
+LITTLE = 32 << 20  # the same where to try in vain costs little, and not to try costs much
 MOST = 32  # that are remembered
 
 
@@ -26,6 +28,7 @@ class Shortages:
 
     def __init__(self) -> None:
         self._known: list[_Shortage] = []
+        self.unfit = Unfit()
 
     def add(self, key: ShapeKey, free: int, why: str) -> None:
         """Notes that a call has pushed weights out."""
@@ -41,6 +44,33 @@ class Shortages:
             return with_more[-1] if with_more and len(smaller) >= TRIES else ""
 
         return too_short if smaller else None
+
+
+class Unfit:
+    """How much was free beside a model's weights when filling them came to nothing.
+
+    That took 30 to 50 ms of SDXL's weights, in the first step of a run, and pushes out what ComfyUI streams with.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+
+    def add(self, free: int) -> None:
+        """Notes that memory was too short once weights had been filled."""
+        self._free = [*self._free[1 - MOST :], free]
+
+    def clear(self) -> None:
+        """All weights are there."""
+        self._free = []
+
+    @property
+    def known(self) -> bool:
+        """Whether ``expects`` is worth asking what is free."""
+        return len(self._free) >= TRIES
+
+    def expects(self, free: int) -> bool:
+        """Whether it would come to nothing again."""
+        return sum(free <= each + LITTLE for each in self._free) >= TRIES
 
 
 def _elements(key: ShapeKey) -> int:
