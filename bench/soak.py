@@ -1,7 +1,7 @@
 """Soak: random prompts one after another in one process, each compared with eager.
 
 python -m bench.soak [--model demo|small|sd15|sdxl|zimage|wan] [--prompts 500] [--seed 0] [--start N | --only N]
-    [--limit S] [--json FILE]
+    [--rounds 1] [--limit S] [--json FILE]
 
 A prompt draws its size (odd latents too), batch, sampler, steps, CFG, prompts by area and time, LoRAs, a ControlNet,
 another pack's patch, Skip Blocks, Compile Model's settings and Compile VAE; whether it is broken off first by the user
@@ -13,6 +13,9 @@ what it was to the bit. zimage and wan: those transformers with few and narrow b
 
 ``--seed`` names the sequence: ``--only N`` runs its prompt N alone, ``--start N`` begins with it. A prompt that fails
 is told with its line, and the run goes on; the exit code is 1 then. On a CPU use demo or small.
+
+Libraries keep a plan for each size that they met, in eager too. ``--rounds 2`` runs the same prompts once more: then
+the process' memory may hardly grow.
 """
 
 from tools import embed
@@ -23,6 +26,7 @@ embed.load_demo()
 
 import argparse  # noqa: E402
 import gc  # noqa: E402
+import itertools  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
@@ -83,13 +87,17 @@ class Soak:
         self.parts = Parts(name)
         self.canary: Tensor | None = None
         self.first: dict[str, int] = {}
+        self.settled = False  # every size that comes was there before
 
-    def run(self, indices: range, limit: float = float("inf")) -> Report:
-        """Runs these prompts of the sequence, for ``limit`` seconds at most."""
+    def run(self, indices: range, limit: float = float("inf"), rounds: int = 1) -> Report:
+        """Runs these prompts of the sequence ``rounds`` times, for ``limit`` seconds at most."""
         started = time.perf_counter()
-        for index in indices:
+        for turn, index in itertools.product(range(rounds), indices):
+            if turn and index == indices[0]:
+                self.first, self.settled = {}, True
             prompt = draw(self.seed, index, self.scope)
-            problems = self.attempt(prompt)
+            # by how many have run: models are warm at the first look, wherever the run begins
+            problems = self.attempt(prompt, look=(self.report.prompts + 1) % self.scope.every == 0)
             self.report.prompts += 1
             if problems:
                 self.report.failed.append({"index": index, "line": prompt.line(), "problems": problems})
@@ -101,12 +109,12 @@ class Soak:
                 break
         return self.report
 
-    def attempt(self, prompt: Prompt) -> list[str]:
-        """What is wrong with a prompt."""
+    def attempt(self, prompt: Prompt, look: bool = False) -> list[str]:
+        """What is wrong with a prompt, and after it. look: at memory and at the shared models."""
         try:
             with torch.inference_mode():
                 problems = list(self._prompt(prompt))
-                if (self.report.prompts + 1) % self.scope.every == 0:  # warm at the first look, wherever it begins
+                if look:
                     problems += self._look()
         except Exception:  # noqa: BLE001  the run is to go on, and the report to say what happened
             problems = [traceback.format_exc()]
@@ -229,7 +237,7 @@ class Soak:
         now = checks.memory()
         self.first = self.first or now
         self.report.memory.append({name: value >> 20 for name, value in now.items()})
-        yield from checks.grown(self.first, now, checks.weight_bytes(self.parts.modules()))
+        yield from checks.grown(self.first, now, checks.weight_bytes(self.parts.modules()), self.settled)
         with torch.backends.cudnn.flags(deterministic=True):
             prompt = replace(
                 draw(0, 0, self.scope), **CANARY, seed=0, denoise=1.0, conds="one", tokens=77, loras=(), control=None,
@@ -257,6 +265,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="begin with this prompt of the sequence")
     parser.add_argument("--only", type=int, help="this prompt of the sequence alone")
+    parser.add_argument("--rounds", type=int, default=1, help="so often, one after the other")
     parser.add_argument("--list", action="store_true", help="print the sequence and end")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no prompt begins")
     return parser.parse_args()
@@ -274,7 +283,7 @@ def main() -> int:
         return 0
     took: dict[str, float] = {}
     with measure.seconds(took, "seconds"):
-        report = Soak(chosen.model, chosen.seed, drawn).run(indices, chosen.limit)
+        report = Soak(chosen.model, chosen.seed, drawn).run(indices, chosen.limit, chosen.rounds)
     print(report.line(took["seconds"]), flush=True)
     measure.write(chosen.json, {"model": chosen.model, "seed": chosen.seed, **took, **vars(report)})
     return 1 if report.failed else 0

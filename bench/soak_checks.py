@@ -29,7 +29,8 @@ GROWTH = 0.01  # of the weights' bytes: what device memory may grow by
 ROUNDED = 0.1  # of what programs hold: torch rounds each large tensor up by as much as 1 MiB
 RUNNING_GROWTH = 256 << 20  # of the device's memory while models run: libraries keep plans and kernels of each size
 TENSORS = torch.Tensor, nn.Parameter
-RSS_GROWTH = 0.15  # of the process' memory: on a CPU oneDNN keeps a program for each size that it met, in eager too
+RSS_GROWTH = 0.15  # of the process' memory: libraries keep a plan for each size that they met, in eager too
+SETTLED = 0.01  # the same once they have met all of them
 
 
 def expected(prompt: Prompt) -> list[str]:
@@ -155,11 +156,11 @@ def _running() -> int:
     return total - free - weights - sum(cache.used_bytes for cache in list(graphs._CACHES.values()))
 
 
-def grown(first: dict[str, int], now: dict[str, int], weights: int) -> Iterator[str]:
-    """What grew from the first look to this one by more than it may."""
+def grown(first: dict[str, int], now: dict[str, int], weights: int, settled: bool = False) -> Iterator[str]:
+    """What grew from the first look to this one by more than it may. settled: no size was new since."""
     limits = {
         "running": RUNNING_GROWTH,
-        "process": RSS_GROWTH * first["process"],
+        "process": (SETTLED if settled else RSS_GROWTH) * first["process"],
         "device": GROWTH * weights + ROUNDED * now["programs"],
         "tensors": GROWTH * weights,
     }

@@ -42,7 +42,8 @@ def _unlogged(monkeypatch):
 def attempt(bench, soak):
     """What is wrong with a plain prompt, after changes to it. The report of the long run is left alone."""
     own, soak.report = soak.report, bench.Report()
-    yield lambda **changes: soak.attempt(replace(bench.draw(SEED, 0, soak.scope), **PLAIN | changes))
+    plain = replace(bench.draw(SEED, 0, soak.scope), **PLAIN)
+    yield lambda look=False, **changes: soak.attempt(replace(plain, **changes), look)
     soak.report = own
 
 
@@ -153,10 +154,9 @@ def test_what_is_left_on_the_shared_models(attempt, soak):
 
 
 def test_memory_that_is_not_given_back(attempt, soak):
-    last = soak.scope.every - 1
-    assert attempt(index=last) == []
+    assert attempt(look=True) == []
     leak = torch.zeros(1 << 18)
-    problems = attempt(index=last)
+    problems = attempt(look=True)
     assert any("tensors memory grew" in problem for problem in problems), leak.nbytes
 
 
@@ -168,6 +168,27 @@ def test_memory_that_grows_while_models_run():
     assert list(checks.grown(first, first | {"running": first["running"] + limit}, 1 << 30)) == []
     (problem,) = checks.grown(first, first | {"running": first["running"] + limit + 1}, 1 << 30)
     assert problem.startswith("running memory grew from 1024 to")
+    more = first | {"process": first["process"] + (100 << 20)}  # plans of new sizes, as in eager; there are none
+    assert list(checks.grown(first, more, 1 << 30)) == []
+    assert next(checks.grown(first, more, 1 << 30, settled=True)).startswith("process memory grew from 1024 to")
+
+
+def test_prompts_that_run_again_meet_no_new_size(bench, soak, monkeypatch):
+    """From the second round on, memory is held against that round's first look."""
+    looks = []
+    monkeypatch.setattr(soak, "report", bench.Report())
+    monkeypatch.setattr(soak, "first", {})
+    monkeypatch.setattr(soak, "settled", False)
+    monkeypatch.setattr(soak, "scope", replace(soak.scope, every=2))
+
+    def attempt(prompt, look):
+        looks.append((prompt.index, look, soak.settled, bool(soak.first)))
+        soak.first = soak.first or ({"process": 1} if look else {})
+        return []
+
+    monkeypatch.setattr(soak, "attempt", attempt)
+    assert soak.run(range(4, 6), rounds=2).prompts == 4
+    assert looks == [(4, False, False, False), (5, True, False, False), (4, False, True, False), (5, True, True, False)]
 
 
 def test_models_that_are_held(attempt, soak):
@@ -178,21 +199,20 @@ def test_models_that_are_held(attempt, soak):
 
 
 def test_a_picture_in_eager_that_has_changed(attempt, soak):
-    last = soak.scope.every - 1
-    assert attempt(index=last) == []
+    assert attempt(look=True) == []
     weight = soak.parts.patcher.model.diffusion_model.out[2].weight
     own = weight.data.clone()
     weight.data.mul_(1.001)
-    problems = attempt(index=last)
+    problems = attempt(look=True)
     weight.data.copy_(own)
-    assert any("no longer what it was" in problem for problem in problems) and attempt(index=last) == []
+    assert any("no longer what it was" in problem for problem in problems) and attempt(look=True) == []
 
 
 def test_a_failure_is_told_and_the_run_goes_on(bench, soak, monkeypatch, capsys, tmp_path):
     """From the command line: its line, the exit code, and a JSON with the conditions."""
     monkeypatch.setattr(bench, "Soak", lambda *args: soak)
     monkeypatch.setattr(soak, "report", bench.Report())
-    monkeypatch.setattr(soak, "attempt", lambda prompt: ["broken"] if prompt.index == 1 else [])
+    monkeypatch.setattr(soak, "attempt", lambda prompt, look: ["broken"] if prompt.index == 1 else [])
     path = tmp_path / "soak.json"
     monkeypatch.setattr(bench.sys, "argv", ["soak", "--model", "demo", "--prompts", "3", "--json", str(path)])
     monkeypatch.setattr(bench.measure, "conditions", lambda: {"machine": "x"})
