@@ -264,7 +264,7 @@ def test_shared_heads_are_read_where_they_lie(first, times):
 def test_a_result_that_nobody_computes_lies_as_cudnns(form, cut, tokens_first):
     """cut: queries are a part of something wider, as of one product for queries, keys and values."""
     from anyshape.accel.tape.attention_choice import supports
-    from anyshape.accel.tape.unplanned import ATTENTION, void
+    from anyshape.accel.tape.unplanned import ATTENTION, heard, void
 
     q, k, v = tensors(form, masked=False, tokens_first=tokens_first)
     if cut:
@@ -272,7 +272,9 @@ def test_a_result_that_nobody_computes_lies_as_cudnns(form, cut, tokens_first):
     if not supports("cudnn", q, k, v, None, False):
         pytest.skip("this cuDNN has no attention for that")
     given = (q, k, v, None, False, 0.0, False, False)
-    wanted, made = ATTENTION(*given), void(given, {})
+    wanted = ATTENTION(*given)
+    heard(given, {}, wanted)
+    made = void(given, {})
     assert [type(item) for item in made] == [type(item) for item in wanted]
     assert (made[0].shape, made[0].stride(), made[0].dtype) == (wanted[0].shape, wanted[0].stride(), wanted[0].dtype)
     assert void((*given[:4], True, *given[5:]), {}) is None

@@ -25,7 +25,7 @@ from .named_tensors import PLAIN, Memories, is_dressed
 from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
 from .tensors import Tensors
 from .traits import DROPOUTS, Traits, draws, read_by, traits
-from .unplanned import ATTENTION, CONVOLUTION, format_of, instead, void
+from .unplanned import ATTENTION, CONVOLUTION, format_of, heard, instead, void
 from .values import Constant, Input, Operation, Tape, Value, Weight
 from .wrapped import Wrapped
 from .writes import Writes
@@ -191,6 +191,8 @@ class Recorder(TorchDispatchMode):
             out = self.guarded(partial(instead, func, args, kwargs))
         if out is None:
             out = func(*args, **kwargs)
+            if func is ATTENTION:
+                self.guarded(partial(heard, args, kwargs, out))
         if not self.refuse.reason:
             try:
                 if self.turned and func is CONVOLUTION and lifted[0][1].leaf in self.turned:

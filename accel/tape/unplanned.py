@@ -5,7 +5,6 @@ host's (one H200). Of a later size's first forward only the result is wanted, to
 The same sums in another order, and as exact. Where not even the result is wanted, attention is not computed (``void``).
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ..kernels.operations import is_pointwise
-from .attention_choice import ALIGNED, attend, supports
+from .attention_choice import attend, supports
 from .layout import lie_alike
 from .traits import by_name
 
 aten = torch.ops.aten
 GEOMETRY = (("weight", None), ("stride", 1), ("padding", 0), ("dilation", 1), ("groups", 1))
+FEW = 16  # elements
 CONVOLUTION, ATTENTION = aten.conv2d.default, aten._scaled_dot_product_cudnn_attention.default
+
+_BESIDES: dict[tuple[torch.device, torch.dtype], tuple] = {}  # what cuDNN's attention gives besides its result
 
 
 def instead(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -76,29 +78,44 @@ class _ByFlash(TorchFunctionMode):
 
 
 def _attention(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
-    """What cuDNN's attention gives, computed by FlashAttention; None where that cannot."""
+    """What cuDNN's attention gives, computed by FlashAttention; None where that cannot, or at the first call."""
     given = by_name(func, args, kwargs)
     q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_bias"))
     if given["compute_log_sumexp"]:
         return None
     out = _by_flash(q, k, v, mask, given.get("dropout_p", 0.0), given.get("is_causal", False), given.get("scale"))
-    if out is None or not lie_alike(q.shape, out.stride(), q.stride()):  # as cuDNN's lies
+    besides = _besides(q)
+    if out is None or besides is None or not lie_alike(q.shape, out.stride(), q.stride()):  # as cuDNN's lies
         return None
-    return out, *_besides(q)
+    return out, *besides
 
 
 def void(args: tuple, kwargs: dict[str, Any]) -> tuple | None:
     """What cuDNN's attention gives, with a result that nobody has computed; None where it may lie otherwise."""
     given = by_name(ATTENTION, args, kwargs)
     q = given["query"]
-    if given["compute_log_sumexp"] or q.shape[-1] != given["value"].shape[-1]:
+    besides = _besides(q)
+    if besides is None or given["compute_log_sumexp"] or q.shape[-1] != given["value"].shape[-1]:
         return None
-    return torch.empty_like(q), *_besides(q)
+    return torch.empty_like(q), *besides
 
 
-def _besides(q: Tensor) -> tuple:
-    """New tensors for what cuDNN's attention gives besides its result."""
-    return tuple([item.detach() if isinstance(item, Tensor) else item for item in _others(q.device, q.dtype)])
+def heard(args: tuple, kwargs: dict[str, Any], out: tuple) -> None:
+    """Notes what cuDNN's attention has given besides its result: nothing, or single elements, whatever the sizes.
+
+    It is not called just to see that: of sizes that no model has, it loads another library, for 0.05 to 0.5 s.
+    """
+    given = by_name(ATTENTION, args, kwargs)
+    q, others = given["query"], out[1:]
+    small = all(item.numel() <= FEW for item in others if isinstance(item, Tensor))
+    if small and not given["compute_log_sumexp"]:
+        _BESIDES[q.device, q.dtype] = others
+
+
+def _besides(q: Tensor) -> tuple | None:
+    """New tensors for what cuDNN's attention gives besides its result; None if it was not heard yet."""
+    others = _BESIDES.get((q.device, q.dtype))
+    return others and tuple([item.detach() if isinstance(item, Tensor) else item for item in others])
 
 
 def _by_flash(
@@ -111,10 +128,3 @@ def _by_flash(
     if q.shape[1] != k.shape[1] or not supports("flash", q, k, v, None, is_causal):
         return None
     return attend("flash", q, k, v, None, is_causal, scale)
-
-
-@functools.cache
-def _others(device: torch.device, dtype: torch.dtype) -> tuple:
-    """What cuDNN's attention gives besides its result."""
-    like = torch.zeros(1, 1, ALIGNED, 64, device=device, dtype=dtype)
-    return tuple(aten._scaled_dot_product_cudnn_attention(like, like, like, None, False)[1:])
