@@ -6,14 +6,49 @@ must be gone then, as without us. If they are still there at the next run, the p
 
 import weakref
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from .named_tensors import PartsByPath, resolve
+from .values import Weight
+
+MOST_FORMS = 1 << 14  # that are kept
 Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
 
 
 class NotBound(RuntimeError):
     """Raised where the module no longer has a weight as it was recorded."""
+
+
+class Form(NamedTuple):
+    """A weight as a program reads it."""
+
+    leaf: Weight
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+# One object for the programs of all sizes. Each reads thousands of weights, and Python's garbage collector goes through
+# all objects, for a quarter of a second, whenever a quarter of them is new.
+form_of = lru_cache(maxsize=MOST_FORMS)(Form)
+
+
+def weight(modules: PartsByPath, form: Form, turned: bool) -> Tensor:
+    """The weight of this form in a model. turned: it may lie channels last. Raises ``NotBound``."""
+    leaf = form.leaf
+    try:
+        tensor = resolve(modules, leaf)
+    except (AttributeError, KeyError) as error:
+        raise NotBound(f"the weight {leaf.module}.{leaf.name} is gone") from error
+    stride = form.stride if turned else tensor.stride()
+    if (tuple(tensor.shape), stride, tensor.dtype, tensor.device) != form[1:]:
+        raise NotBound(f"the weight {leaf.module}.{leaf.name} has changed its form or its place")
+    return tensor
 
 
 class Loose:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from ..kernels.operations import is_ours
 from ..preparing import look
 from . import cost
-from .binding import Bound, Loose, NotBound, loose, tight
+from .binding import Bound, Loose, form_of, loose, tight, weight
 from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
 from .layout import copied
-from .named_tensors import PartsByPath, resolve
+from .named_tensors import PartsByPath
 from .plan import Plan, unfused
 from .reuse import Outlines
 from .values import Constant, Derived, Input, Operation, Tape, Value, Weight, replaced
@@ -128,12 +128,14 @@ class Program:
                 self._number(source)
         leaves = [value for value in self._slots if value.leaf is not None]
         self._inputs = [(self._slots[v], v.leaf.index) for v in leaves if isinstance(v.leaf, Input)]
-        self._weights = [(self._slots[v], v) for v in leaves if isinstance(v.leaf, Weight)]
+        weights = [v for v in leaves if isinstance(v.leaf, Weight)]
+        self._weights = [form_of(v.leaf, v.shape, v.stride, v.dtype, v.device) for v in weights]
+        self._weight_slots = [self._slots[v] for v in weights]
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
         derived = [(self._slots[v], v.leaf) for v in leaves if isinstance(v.leaf, Derived)]
         self._derived = [(slot, leaf.make, tuple(self._slots[v] for v in leaf.sources)) for slot, leaf in derived]
         kept = {source for _, leaf in derived if leaf.copies for source in leaf.sources}  # see ``Derived``
-        self.freed = [slot for slot, value in self._weights if value not in kept]  # by ``loosen``
+        self.freed = [self._slots[v] for v in weights if v not in kept]  # by ``loosen``
         self._turned = frozenset(self._slots[v] for v in tape.permuted if v in self._slots)
         self.permuted = frozenset(v.leaf for v in tape.permuted if v in self._slots)  # may lie in channels_last
         self._count = len(self._slots)
@@ -183,16 +185,8 @@ class Program:
         modules = PartsByPath(module)
         for slot, tensor in self._fixed:
             bound[slot] = tensor
-        for slot, value in self._weights:
-            try:
-                tensor = resolve(modules, value.leaf)
-            except (AttributeError, KeyError) as error:
-                raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} is gone") from error
-            like = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-            stride = tensor.stride() if slot in self._turned else value.stride
-            if like != (value.shape, stride, value.dtype, value.device):
-                raise NotBound(f"the weight {value.leaf.module}.{value.leaf.name} has changed its form or its place")
-            bound[slot] = tensor
+        for slot, form in zip(self._weight_slots, self._weights, strict=True):
+            bound[slot] = weight(modules, form, slot in self._turned)
         for slot, make, sources in self._derived:
             bound[slot] = make(*(bound[source] for source in sources))
         return bound
