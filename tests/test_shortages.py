@@ -90,6 +90,21 @@ def test_a_size_that_pushes_weights_out_is_not_begun_again_and_again(models, loa
     assert count == 1 and error(out, wanted) < CLOSE and shapes()[0]["state"] == FUSED
 
 
+def test_weights_are_filled_again_when_other_models_are_gone(pack):
+    """What is free without them is the same then, but their pages may have been in the way."""
+    from anyshape.accel.comfy.shortages import LITTLE, Unfit
+
+    known, gib = Unfit(), 1 << 30
+    for _ in range(2):
+        assert not known.known and not known.expects(6 * gib, 5 * gib)
+        known.add(6 * gib, 5 * gib)
+    assert known.known and known.expects(6 * gib, 5 * gib) and known.expects(6 * gib + LITTLE, 5 * gib + LITTLE)
+    assert known.expects(5 * gib, 5 * gib) and not known.expects(6 * gib, 0)
+    assert not known.expects(7 * gib, 6 * gib) and not known.expects(6 * gib, 4 * gib)
+    known.clear()
+    assert not known.known and not known.expects(6 * gib, 5 * gib)
+
+
 def test_weights_that_do_not_fit_are_not_filled_again_and_again(models, load, card, free, monkeypatch):
     """There is room for their pages, and no longer once some of them are filled; tried again where there is more."""
     from anyshape.accel.comfy import dynamic

@@ -120,7 +120,7 @@ class MappedWeights:
                 self.did_not_fit = False
                 unfit.clear()
                 return ""
-            if not turn and unfit.known and unfit.expects(self._free_beside(device)):
+            if not turn and unfit.known and unfit.expects(self._free_beside(device), self._others(device)):
                 break
             filled = self._complete(device, dtype)
             if filled is None and not self._make_room(device):
@@ -128,7 +128,7 @@ class MappedWeights:
             if filled == 0:  # looked through once more: what was filled last may have cost a page
                 self._note()
         if self._tried:
-            unfit.add(self._free_beside(device))
+            unfit.add(self._free_beside(device), self._others(device))
         return self.streamed()
 
     def still_streamed(self) -> str:

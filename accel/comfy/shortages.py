@@ -50,27 +50,31 @@ class Unfit:
     """How much was free beside a model's weights when filling them came to nothing.
 
     That took 30 to 50 ms of SDXL's weights, in the first step of a run, and pushes out what ComfyUI streams with.
+
+    free: if no other model kept any memory. others: what they kept. Their pages may be in the way or give way, so it is
+    tried again when they are gone.
     """
 
     def __init__(self) -> None:
-        self._free: list[int] = []
+        self._known: list[tuple[int, int]] = []  # free, and free as it was
 
-    def add(self, free: int) -> None:
+    def add(self, free: int, others: int) -> None:
         """Notes that memory was too short once weights had been filled."""
-        self._free = [*self._free[1 - MOST :], free]
+        self._known = [*self._known[1 - MOST :], (free, free - others)]
 
     def clear(self) -> None:
         """All weights are there."""
-        self._free = []
+        self._known = []
 
     @property
     def known(self) -> bool:
         """Whether ``expects`` is worth asking what is free."""
-        return len(self._free) >= TRIES
+        return len(self._known) >= TRIES
 
-    def expects(self, free: int) -> bool:
+    def expects(self, free: int, others: int) -> bool:
         """Whether it would come to nothing again."""
-        return sum(free <= each + LITTLE for each in self._free) >= TRIES
+        now = free - others
+        return sum(free <= most + LITTLE and now <= then + LITTLE for most, then in self._known) >= TRIES
 
 
 def _elements(key: ShapeKey) -> int:
