@@ -55,6 +55,33 @@ def test_the_users_own_patcher_runs(models, load, card, recordings):
     assert not fallbacks() and not load.pages.pinned and load.pages.there
 
 
+def test_a_later_run_asks_once_for_all_pages(models, load, card, monkeypatch):
+    """Where nothing has changed. A run before asked for each layer's, and so does one after a change."""
+    fast, faults = compiled(load.patcher), calls_of(monkeypatch, pages.Pages, "fault")
+
+    def asked():
+        load()
+        faults.clear()
+        out = models.sample(fast, **SMALL_RUN)
+        assert error(out, wanted) < CLOSE and not load.pages.pinned
+        return len(faults)
+
+    wanted = models.sample(load.patcher, **SMALL_RUN)
+    layers = len(load.layers)
+    assert asked() > layers and asked() == asked() < 5
+    load.pages.give_away(0)
+    assert asked() > layers and asked() < 5
+    load.layers[0]._v_signature = None  # as of a layer that is patched
+    assert asked() > layers and asked() < 5
+    before = load.pages
+    for part in load.layers:  # loaded again, at other addresses
+        del part._v
+        part._v_signature = None
+    load.__init__(load.model, card)
+    assert load.pages is not before and asked() > layers and asked() < 5
+    assert_fast()
+
+
 @both
 def test_a_model_that_is_asked_how_far_rounding_carries_it(models, load, recordings, monkeypatch):
     """Its own forward runs once more, which lets go of the weights; the program goes on with them, and none is kept."""

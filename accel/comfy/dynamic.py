@@ -24,13 +24,9 @@ from .. import graphs
 from ..errors import is_out_of_memory, let_go
 from ..reasons import say
 from ..tape.named_tensors import modules_of, parts_of
+from .known_pages import KnownPages, Place, vbars
 from .shortages import Unfit
 from .small_weights import SmallWeights
-
-try:
-    import comfy_aimdo.model_vbar as vbars
-except ImportError:  # ComfyUI before DynamicVRAM
-    vbars = None
 
 PREFETCH = "prefetch_dynamic_vbars"  # the option that has a forward's blocks fetched ahead
 KEYS = ("weight", "bias")
@@ -41,7 +37,6 @@ MARGIN = 256 << 20  # bytes that must be free beyond what graphs are known to ne
 GIB = 1 << 30
 
 TooShort = Callable[[int], str] | None
-Place = tuple[Any, int, int]  # (whose pages, address, bytes), as comfy-aimdo has it
 
 _IN_THE_WAY: dict[torch.device, int] = {}  # bytes that graphs held when weights did not fit beside them
 
@@ -51,10 +46,15 @@ def is_mapped(layer: nn.Module) -> bool:
     return "_v" in layer.__dict__
 
 
-def mapped(model: nn.Module, parts: Sequence[nn.Module] = ()) -> "MappedWeights | None":
-    """Those of ``model``; None if ComfyUI maps in none of its layers. parts: all of the model's, if they are known."""
+def mapped(
+    model: nn.Module, parts: Sequence[nn.Module] = (), known: KnownPages | None = None
+) -> "MappedWeights | None":  # fmt: skip
+    """Those of ``model``; None if ComfyUI maps in none of its layers. parts: all of the model's, if they are known.
+
+    known: from run to run.
+    """
     theirs = [part for part in parts or parts_of(model) if "_v" in part.__dict__]
-    return MappedWeights(model, theirs) if theirs and vbars is not None else None
+    return MappedWeights(model, theirs, known or KnownPages()) if theirs and vbars is not None else None
 
 
 def unmapped(parts: Iterable[nn.Module]) -> list[Tensor]:
@@ -70,14 +70,14 @@ def unmapped(parts: Iterable[nn.Module]) -> list[Tensor]:
 class MappedWeights:
     """One model's layers whose weights are mapped in. Holds them: keep it no longer than a sampling run."""
 
-    def __init__(self, model: nn.Module, parts: list[nn.Module]) -> None:
+    def __init__(self, model: nn.Module, parts: list[nn.Module], known: KnownPages) -> None:
         self._model, self._parts = model, sorted(parts, key=lambda part: part._v[1])
         self._dicts = [part.__dict__ for part in self._parts]
         self._places: list[Place] = [part._v for part in self._parts]
         self._spans = list(_spans(self._places))
-        self._known: list[Any] | None = None  # the spans' signatures when all weights were there
-        self._whole = 0  # bytes of the pages then
-        self._filled: list[Any] = []  # and the layers'
+        self._known = known
+        known.look(self._places)
+        self._fitted = False  # in this run
         self._small = SmallWeights(model, lambda part: KEYS if is_mapped(part) else ())
         self._held: list[Place] = []  # spans whose pages stay
         self._owners: dict[int, nn.Module] = {}  # by the id of its weight
@@ -150,10 +150,11 @@ class MappedWeights:
     def hold(self) -> bool:
         """Keeps the pages, if all of them are as they were when all weights were there. Asks for none that is gone."""
         self.let_go()
-        if self._known is None or self._loaded() < self._whole:
+        if not self._known.may_be_there(self._loaded()):
             return False
         signatures = self._fault()
-        if signatures is not None and self._is_as_known(signatures):
+        if signatures is not None and self._known.are_there(signatures, self._places, self._dicts):
+            self._fitted = True
             return True
         self.let_go()
         return False
@@ -199,8 +200,9 @@ class MappedWeights:
 
     def _note(self) -> None:
         """All weights are there: what that looks like."""
-        self._known, self._whole = self._fault(), self._loaded()
-        self._filled = [each.get("_v_signature") for each in self._dicts]
+        signatures = self._fault()
+        self._known.note(signatures, self._loaded(), self._places, self._dicts)
+        self._fitted = self._fitted or signatures is not None
         self.let_go()
 
     def _fault(self) -> list[Any] | None:
@@ -217,13 +219,6 @@ class MappedWeights:
             self._held.append(span)
             found.append(signature)
         return found
-
-    def _is_as_known(self, signatures: list[Any]) -> bool:
-        """Whether these pages hold the weights that they held when all were there."""
-        if not all(map(vbars.vbar_signature_compare, signatures, self._known)):
-            return False
-        same = zip(self._dicts, self._places, self._filled, strict=True)
-        return all([own.get("_v") is place and own.get("_v_signature") is filled for own, place, filled in same])
 
     def _complete(self, device: torch.device, dtype: torch.dtype) -> int | None:
         """Fills the layers whose weights are not there: how many; None if there is no room for all.
@@ -291,7 +286,7 @@ class MappedWeights:
         if held:
             graphs.cache(device).clear()
             _IN_THE_WAY[device] = held
-        elif self._known is None or self._again == AGAIN:
+        elif not self._fitted or self._again == AGAIN:
             return False
         else:
             self._again += 1

@@ -17,6 +17,7 @@ from ..tape.state import first_kept, states_of
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch, Whereabouts
 from . import dynamic
+from .known_pages import KnownPages
 from .shortages import Shortages
 from .surroundings import surroundings
 
@@ -45,7 +46,8 @@ class SamplingState:
         self.foreign, replaced = self._fingerprints.foreign(model), self._fingerprints.replaced  # see ``foreign_code``
         self._replaced = say("torch_replaced", name=replaced) if replaced else ""
         parts, tensors = self._fingerprints.parts(model)  # one walk through the model is enough
-        self._watch, self.mapped = WeightWatch(model, parts, tensors), dynamic.mapped(model, parts)
+        self._watch = WeightWatch(model, parts, tensors)
+        self.mapped = dynamic.mapped(model, parts, self._fingerprints.pages)
         self._names = self.mapped.names if self.mapped is not None else ()
         if self._layout is not None:
             self._layout.mapped = self.mapped
@@ -170,7 +172,7 @@ class Fingerprints:
         self.replaced = ""  # a function of torch's that another pack replaced
         self._resting: dict[ShapeKey, str] = {}  # calls that gain nothing, and why
         self._whereabouts = Whereabouts(())  # of the weights meanwhile
-        self.shortages = Shortages()
+        self.shortages, self.pages = Shortages(), KnownPages()
 
     def of(self, model: nn.Module) -> int:
         """The number of the model as it is now; a new one if it changed since the last look."""
