@@ -265,7 +265,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="begin with this prompt of the sequence")
     parser.add_argument("--only", type=int, help="this prompt of the sequence alone")
-    parser.add_argument("--rounds", type=int, default=1, help="so often, one after the other")
+    parser.add_argument("--rounds", type=int, default=1, help="how many times the prompts run")
     parser.add_argument("--list", action="store_true", help="print the sequence and end")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no prompt begins")
     return parser.parse_args()

@@ -12,35 +12,13 @@ from tools.driving import SMALL_RUN, calls_of, compiled, options_of, unet_inputs
 from tools.oracles import assert_fast, error, fallbacks, shapes
 from tools.pages import ENOUGH
 
+pytest_plugins = ("tools.page_fixtures",)
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
 
 
-@pytest.fixture
-def card(pack, monkeypatch, request):
-    """With room for all; ComfyUI maps weights in."""
-    if problem := pages.missing():
-        pytest.skip(problem)
-    pages.use(monkeypatch)
-    return pages.Card(counts=getattr(request, "param", True))
-
-
 both = pytest.mark.parametrize("card", [True, False], ids=["counted", "flagged"], indirect=True)  # comfy-aimdo's ways
-
-
-@pytest.fixture
-def load(models, card):
-    """A UNet, and what a load of it does."""
-    return pages.loaded_unet(models, card)
-
-
-@pytest.fixture
-def bound(pack, monkeypatch):
-    """One entry for each time that a program takes its weights."""
-    from anyshape.accel.tape.program import Program
-
-    return calls_of(monkeypatch, Program, "bind")
 
 
 def test_the_users_own_patcher_runs(models, load, card, recordings):
@@ -80,6 +58,23 @@ def test_a_later_run_asks_once_for_all_pages(models, load, card, monkeypatch):
     load.__init__(load.model, card)
     assert load.pages is not before and asked() > layers and asked() < 5
     assert_fast()
+
+
+def test_what_is_known_of_pages_is_about_one_place_of_the_weights(pack):
+    """Another table may count its pages alike, and one that is gone has no weights."""
+    from anyshape.accel.comfy.known_pages import KnownPages
+
+    one, other = pages.Pages(pages.Card(), pages.PAGE), pages.Pages(pages.Card(), pages.PAGE)
+    places, layers, known = [(one, 1, 2), (one, 3, 4)], [{}, {}], KnownPages()
+    for changed in ([(other, 1, 2), (other, 3, 4)], places[:1], [(one, 1, 2), (one, 5, 4)], [(one, 1, 2), (one, 3, 6)]):
+        known.note([], 8, places, layers)
+        known.look(list(places))
+        assert known.may_be_there(8) and not known.may_be_there(7)
+        known.look(changed)
+        assert not known.may_be_there(8)
+    known.note([], 8, places, layers)
+    known.note(None, 8, places, layers)
+    assert not known.may_be_there(8)
 
 
 @both

@@ -8,35 +8,13 @@ import torch
 from torch import nn
 
 from tools import pages
-from tools.driving import SMALL_RUN, SMALL_UNET, calls_of, compiled, options_of
+from tools.driving import SMALL_RUN, SMALL_UNET, compiled, options_of
 from tools.oracles import assert_fast, error, fallbacks, shapes
 
+pytest_plugins = ("tools.page_fixtures",)
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
-
-
-@pytest.fixture
-def card(pack, monkeypatch):
-    """With room for all; ComfyUI maps weights in."""
-    if problem := pages.missing():
-        pytest.skip(problem)
-    pages.use(monkeypatch)
-    return pages.Card()
-
-
-@pytest.fixture
-def load(models, card):
-    """A UNet, and what a load of it does."""
-    return pages.loaded_unet(models, card)
-
-
-@pytest.fixture
-def bound(pack, monkeypatch):
-    """One entry for each time that a program takes its weights."""
-    from anyshape.accel.tape.program import Program
-
-    return calls_of(monkeypatch, Program, "bind")
 
 
 def test_small_weights_stay_where_they_were(models, load, recordings, bound):

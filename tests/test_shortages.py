@@ -10,24 +10,10 @@ from tools import pages
 from tools.driving import SMALL_RUN, calls_of, compiled
 from tools.oracles import FUSED, error, shapes
 
+pytest_plugins = ("tools.page_fixtures",)
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32; the contract allows 1e-3
-
-
-@pytest.fixture
-def card(pack, monkeypatch):
-    """With room for all; ComfyUI maps weights in."""
-    if problem := pages.missing():
-        pytest.skip(problem)
-    pages.use(monkeypatch)
-    return pages.Card()
-
-
-@pytest.fixture
-def load(models, card):
-    """A UNet, and what a load of it does."""
-    return pages.loaded_unet(models, card)
 
 
 @pytest.fixture
@@ -96,13 +82,13 @@ def test_weights_are_filled_again_when_other_models_are_gone(pack):
 
     known, gib = Unfit(), 1 << 30
     for _ in range(2):
-        assert not known.known and not known.expects(6 * gib, 5 * gib)
+        assert not known.expects(6 * gib, 5 * gib)
         known.add(6 * gib, 5 * gib)
-    assert known.known and known.expects(6 * gib, 5 * gib) and known.expects(6 * gib + LITTLE, 5 * gib + LITTLE)
+    assert known.expects(6 * gib, 5 * gib) and known.expects(6 * gib + LITTLE, 5 * gib + LITTLE)
     assert known.expects(5 * gib, 5 * gib) and not known.expects(6 * gib, 0)
     assert not known.expects(7 * gib, 6 * gib) and not known.expects(6 * gib, 4 * gib)
     known.clear()
-    assert not known.known and not known.expects(6 * gib, 5 * gib)
+    assert not known.expects(6 * gib, 5 * gib)
 
 
 def test_weights_that_do_not_fit_are_not_filled_again_and_again(models, load, card, free, monkeypatch):

@@ -47,7 +47,7 @@ def test_other_convolutions_are_the_librarys(given: dict) -> None:
 
 
 def test_what_attention_gives_besides_its_result_is_heard_of_a_real_call(monkeypatch) -> None:
-    """A call of cuDNN's just to see it would load another library."""
+    """A call of cuDNN's just to see it takes long."""
     from anyshape.accel.tape import unplanned
 
     monkeypatch.setattr(unplanned, "_BESIDES", {})

@@ -34,8 +34,8 @@ def fit(
 ) -> dict[str, Any]:  # fmt: skip
     """As much memory as ``share`` of the model needs, and room for the rest. graphs: bytes for those.
 
-    name: of another model than Z-Image. turns: so often both run once more, one after the other, for times on a host
-    whose other users take their part of its memory's bandwidth.
+    name: of another model than Z-Image. turns: how many more times both run, in turn, for times on a host whose
+    other users take their part of its memory's bandwidth.
     """
     watch, source = Watch(), made(name) if name else zimage(layers)
     size, room = source.model_size(), room_of(source)

@@ -51,7 +51,7 @@ def mapped(
 ) -> "MappedWeights | None":  # fmt: skip
     """Those of ``model``; None if ComfyUI maps in none of its layers. parts: all of the model's, if they are known.
 
-    known: from run to run.
+    known: what is kept of them from run to run.
     """
     theirs = [part for part in parts or parts_of(model) if "_v" in part.__dict__]
     return MappedWeights(model, theirs, known or KnownPages()) if theirs and vbars is not None else None
@@ -120,7 +120,7 @@ class MappedWeights:
                 self.did_not_fit = False
                 unfit.clear()
                 return ""
-            if not turn and unfit.known and unfit.expects(self._free_beside(device), self._others(device)):
+            if not turn and unfit.expects(self._free_beside(device), self._others(device)):
                 break
             filled = self._complete(device, dtype)
             if filled is None and not self._make_room(device):

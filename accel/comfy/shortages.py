@@ -66,11 +66,6 @@ class Unfit:
         """All weights are there."""
         self._known = []
 
-    @property
-    def known(self) -> bool:
-        """Whether ``expects`` is worth asking what is free."""
-        return len(self._known) >= TRIES
-
     def expects(self, free: int, others: int) -> bool:
         """Whether it would come to nothing again."""
         now = free - others

@@ -23,7 +23,7 @@ class NotBound(RuntimeError):
     """Raised where the module no longer has a weight as it was recorded."""
 
 
-class Form(NamedTuple):
+class WeightForm(NamedTuple):
     """A weight as a program reads it."""
 
     leaf: Weight
@@ -35,10 +35,10 @@ class Form(NamedTuple):
 
 # One object for the programs of all sizes. Each reads thousands of weights, and Python's garbage collector goes through
 # all objects, for a quarter of a second, whenever a quarter of them is new.
-form_of = lru_cache(maxsize=MOST_FORMS)(Form)
+form_of = lru_cache(maxsize=MOST_FORMS)(WeightForm)
 
 
-def weight(modules: PartsByPath, form: Form, turned: bool) -> Tensor:
+def weight(modules: PartsByPath, form: WeightForm, turned: bool) -> Tensor:
     """The weight of this form in a model. turned: it may lie channels last. Raises ``NotBound``."""
     leaf = form.leaf
     try:
