@@ -84,7 +84,7 @@ class Capturer:
         self._graphs = 0
         self._pools: list[tuple[int, int]] = []  # the last one is for new graphs
         self._stream: torch.cuda.Stream | None = None  # one for all captures: the pools' blocks belong to a stream
-        self._primed = threading.local()  # whether this thread's libraries have run on it
+        self._primed = threading.local()  # whether this thread's products have their workspaces on it
         self._reserved: tuple[int, int] | None = None  # the pool that a run has begun, until its capture
         self._ballast: list[Tensor] = []
         self._replayed: torch.cuda.Event | None = None
@@ -94,17 +94,18 @@ class Capturer:
         """Whether other captures can begin after one has failed."""
         return not addresses_are_promised()
 
-    def warm(self, run: Callable[[], object]) -> None:
+    def warm(self, run: Callable[[], object], dtype: torch.dtype) -> None:
         """Runs once on the captures' stream what will be captured next, in the memory that its graph will have.
 
         So a capture finds the pool as large as it needs it, and whatever libraries do at their first call is done.
-        Nothing that ``run`` makes may outlive it.
+        Nothing that ``run`` makes may outlive it. dtype: one in which the model multiplies.
         """
         with torch.cuda.device(self.device):
             stream, current = self._own_stream(), torch.cuda.current_stream()
             self._ballast.clear()
             stream.wait_stream(current)
             with torch.cuda.stream(stream), self.replaying():
+                self._make_workspaces(dtype)
                 if addresses_are_promised() or _end_in_pool() is None:
                     run()
                 else:
@@ -137,10 +138,12 @@ class Capturer:
         if pool is not None:
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
-    def capture(self, run: Callable[[], object], replayed: bool = False) -> tuple[torch.cuda.CUDAGraph, int]:
+    def capture(
+        self, run: Callable[[], object], dtype: torch.dtype, replayed: bool = False
+    ) -> tuple[torch.cuda.CUDAGraph, int]:
         """(the graph of ``run``, the bytes of the device that it alone took); the pool's are in ``pool_bytes``.
 
-        replayed: the current stream runs the graph once.
+        dtype: see ``warm``. replayed: the current stream runs the graph once.
         No tensor that ``run`` makes may outlive the capture, not even in a traceback: under ``cudaMallocAsync`` its
         memory may never come to exist, and freeing it later would end the process.
         """
@@ -150,7 +153,7 @@ class Capturer:
             self._ballast.clear()
             before = self._outside()
             try:
-                graph = self._captured(run)
+                graph = self._captured(run, dtype)
                 if replayed or addresses_are_promised():  # that allocator gives a graph its memory at its first run
                     with self.replaying():
                         graph.replay()
@@ -192,10 +195,11 @@ class Capturer:
             graph.reset()
             torch.cuda.empty_cache()
 
-    def _captured(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def _captured(self, run: Callable[[], object], dtype: torch.dtype) -> torch.cuda.CUDAGraph:
         """As ``torch.cuda.graph``, which also waits for the GPU, collects garbage and empties the allocator's cache."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._own_stream()), collector_off():
+            self._make_workspaces(dtype)
             # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
             graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
             try:
@@ -224,21 +228,23 @@ class Capturer:
         self._pools.append(torch.cuda.graph_pool_handle())
 
     def _own_stream(self) -> torch.cuda.Stream:
-        """The captures' stream, on which this thread's libraries have their workspaces.
-
-        They make them at their first product there. Made in the pool these would lie in it for ever.
-        """
+        """The captures' stream."""
         self._stream = self._stream or torch.cuda.Stream(self.device)
-        if not getattr(self._primed, "done", False):
-            self._primed.done = True
-            with torch.cuda.stream(self._stream), torch.inference_mode():
-                for dtype in (torch.float16, torch.bfloat16, torch.float32):
-                    x = torch.zeros(16, 16, dtype=dtype, device=self.device)
-                    torch.addmm(x[0], x, x)
-                    torch.mm(x, x)
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
         return self._stream
+
+    def _make_workspaces(self, dtype: torch.dtype) -> None:
+        """Those of products on the current stream, for this thread. Made in the pool they would lie in it for ever.
+
+        torch makes one with the library's handle, and another at the first product with a bias. That is made in a dtype
+        in which the model has multiplied: loading another one's kernels takes a new process a tenth of a second.
+        """
+        if getattr(self._primed, "done", False):
+            return
+        self._primed.done = True
+        torch.cuda.current_blas_handle()
+        with torch.inference_mode():
+            x = torch.zeros(16, 16, dtype=dtype, device=self.device)
+            torch.addmm(x[0], x, x)
 
     def _outside(self) -> int:
         """Bytes of the device in use that are not torch's: graphs themselves and, with one allocator, their memory.

@@ -228,13 +228,14 @@ class GraphCache:
             each(Tensor.copy_, output, recording.forward(static))
 
         program, calls = (name.owner, name.program), recording.calls
+        dtype = next((value.dtype for value in static.values() if value.is_floating_point()), torch.float32)
         at_once = bool(calls) and calls <= self._here.called and self._capturer.may_fail and not recording.is_long
         if not at_once and (recording.wanted or program not in self._warmed):
-            self._capturer.warm(run)
+            self._capturer.warm(run, dtype)
             self._warmed.add(program)
             self._here.called |= calls
         before = self._capturer.pool_bytes if self._entries else 0
-        graph, own = self._capturer.capture(run, replayed=at_once and recording.wanted)
+        graph, own = self._capturer.capture(run, dtype, replayed=at_once and recording.wanted)
         own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
         growth = max(0, self._capturer.pool_bytes - before)
         return CapturedGraph(

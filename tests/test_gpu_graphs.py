@@ -175,7 +175,10 @@ def test_no_workspace_of_a_library_lies_in_the_pool(cache):
     def products(inputs, _):
         x = inputs["x"].view(512, 512)
         y = torch._int_mm((x * 8).to(torch.int8), (x * 8).to(torch.int8))  # its library refuses a capture otherwise
-        return (x @ x + torch.nn.functional.linear(x.half(), x.half(), x[0].half()).float() + y).flatten()
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            z = x.to(dtype)
+            y = y + z @ z + torch.nn.functional.linear(z, z, z[0])
+        return y.flatten().float()
 
     name = capture(cache, torch.rand(512 * 512, device="cuda"), run=products, program="products")
     cache._capturer._ballast.clear()

@@ -43,6 +43,14 @@ def test_the_run_before_a_capture_gives_the_first_result(cache, capturer) -> Non
     assert int(first.sum()) == 28
 
 
+def test_workspaces_are_made_by_a_product_of_a_dtype_that_the_model_has(cache, capturer) -> None:
+    """In a new process, another one's kernels would be loaded for it."""
+    given = recording(8)
+    step, x = torch.zeros(1, dtype=torch.int64), torch.ones(4, dtype=torch.bfloat16)
+    cache.capture(name("a"), dataclasses.replace(given, inputs={"step": step, "x": x}), BUDGET)
+    assert capturer.dtypes == {torch.bfloat16} and capturer.warmed == capturer.captures == 1
+
+
 def test_what_was_called_before_is_captured_before_it_runs(cache, capturer) -> None:
     """The first result of its graph is then that of a replay."""
     calls = {"a": {"linear"}, "b": {"linear", "conv2d"}, "c": {"conv2d"}, "d": set()}

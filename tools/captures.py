@@ -28,13 +28,16 @@ class Capturer:
     def __init__(self) -> None:
         self.broken, self.pool_bytes, self.needs, self.driver, self.may_fail = "", 0, 0, 0, True
         self.live, self.captures, self.warmed, self.replayed, self.errors = 0, 0, 0, 0, []
+        self.dtypes: set[torch.dtype] = set()  # of the products that make the libraries' workspaces
 
-    def warm(self, run: Callable[[], Any]) -> None:
+    def warm(self, run: Callable[[], Any], dtype: torch.dtype) -> None:
         self.warmed += 1
+        self.dtypes.add(dtype)
         run()
 
-    def capture(self, run: Callable[[], Any], replayed: bool = False) -> tuple[Graph, int]:
+    def capture(self, run: Callable[[], Any], dtype: torch.dtype, replayed: bool = False) -> tuple[Graph, int]:
         self.captures, self.replayed = self.captures + 1, self.replayed + replayed
+        self.dtypes.add(dtype)
         if self.errors:
             raise self.errors.pop(0)
         run()
