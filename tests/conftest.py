@@ -214,7 +214,7 @@ def nothing_compiles(clean_stats: None, warm: Any) -> Iterator[None]:
 def plain_kernels(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels by hand in plain torch: the interpreter takes half a second for each GroupNorm of a UNet.
 
-    They run in the tests of kernels and of pictures, in one whole UNet (``test_tape_unets``) and in three VAEs.
+    They run in the tests of kernels and of pictures, in one whole UNet (``test_tape_unets``) and in two VAEs.
     """
     from anyshape.accel.kernels import operations
 
