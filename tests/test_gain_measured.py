@@ -25,7 +25,8 @@ from anyshape.accel import gain, stats  # noqa: E402 - the package exists from t
 from anyshape.accel.times import Eager  # noqa: E402
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-RUN = {"width": 256, "height": 256, "steps": 12}
+SIDE = 256 if torch.cuda.is_available() else 64
+RUN = {"width": SIDE, "height": SIDE, "steps": 12}
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "no_graphs_left")
 
@@ -55,9 +56,9 @@ def by_step() -> dict[str, dict]:
 
 def test_warm_up_measures_a_controlnet_with_its_model(pack, models, unet) -> None:
     control = models.controlnet_for(unet)
-    fast, steer = compiled(unet), steering(compiled_control(control), width=256, height=256)
+    fast, steer = compiled(unet), steering(compiled_control(control), width=SIDE, height=SIDE)
     positive, negative = steer(models.conditioning(unet, seed=1), models.conditioning(unet, seed=2))
-    warm(pack, fast, "256x256\n264x256", positive=positive, negative=negative, measure=True)
+    warm(pack, fast, f"{SIDE}x{SIDE}\n{SIDE + 8}x{SIDE}", positive=positive, negative=negative, measure=True)
     assert len(of_kind("controlnet")) == len(of_kind("model")) == 2
     for shape in of_kind("controlnet") + of_kind("model"):
         assert shape["eager_ms"] > 0 and shape["step"] == ""
@@ -119,7 +120,7 @@ def test_both_kinds_of_step_stand_beside_comfyuis_full_one(models, unet, compile
 def test_eagers_time_is_one_whoever_measured_it(pack, models, unet) -> None:
     """By Warm Up behind Skip Blocks, in full steps; every run at that size knows it then, with that node or without."""
     fast = compiled(unet)
-    report = warm(pack, skipping(fast), "256x256", measure=True)
+    report = warm(pack, skipping(fast), f"{SIDE}x{SIDE}", measure=True)
     head, row, *_ = report.splitlines()  # and sentences, where one is said
     steps = by_step()
     assert set(steps) == {"", "full", "skipped"}  # of 8 steps and fewer nothing is skipped
@@ -209,7 +210,7 @@ def test_what_is_slower_than_comfyui_is_red(models, unet, monkeypatch, slow) -> 
 
     monkeypatch.setattr(Program, "run", run)
     fast = compiled(unet, graph_budget_mb=0)
-    warm_up(fast, "256x256", measure=True)
+    warm_up(fast, f"{SIDE}x{SIDE}", measure=True)
     models.sample(fast, **RUN | {"steps": 6})
     (shape,) = shapes()
     if not slow and device == "cpu":  # there both times differ by chance

@@ -1,6 +1,7 @@
 """Who may import whom, as docs/architecture.md draws it: read without running anything."""
 
 import ast
+import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -43,11 +44,16 @@ def dotted(path: Path) -> str:
 MODULES = {dotted(path): path for path in FILES}
 
 
-def imported(name: str, path: Path) -> Iterator[str]:
+@functools.cache
+def imported(name: str, path: Path) -> frozenset[str]:
     """What the module imports, anywhere in it: ours by their full names, others by their packages.
 
     ``nodes`` is ComfyUI's; ours is named from within the pack alone.
     """
+    return frozenset(imports(name, path))
+
+
+def imports(name: str, path: Path) -> Iterator[str]:
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
     for statement in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(statement, ast.Import):

@@ -162,7 +162,7 @@ def undo(monkeypatch):
     monkeypatch.setitem(globals(), "number", number)
 
 
-def pictures(tiny, install, gain, begin, change, fast, at_step=None, runs=4):
+def pictures(tiny, install, gain, begin, change, fast, at_step=None, runs=4, steps=2):
     """Of ``runs`` runs; between the second and the third, or after a step of the second, another node changes it."""
     patcher = tiny(NAME)
     block = install(patcher, gain)
@@ -178,7 +178,7 @@ def pictures(tiny, install, gain, begin, change, fast, at_step=None, runs=4):
     for seed in range(runs):
         if seed == 2 and at_step is None and change is not None:
             change(block)
-        found.append(sample_tiny(patcher, NAME, seed=seed, steps=4, height=10, callback=step))
+        found.append(sample_tiny(patcher, NAME, seed=seed, steps=steps, height=10, callback=step))
     for name in vars(kind).keys() - had.keys():
         delattr(kind, name)
     return found
@@ -194,7 +194,9 @@ def test_between_two_runs(tiny, undo, monkeypatch, case, install):
 
 @pytest.mark.parametrize(("case", "install"), MID_RUN)
 def test_in_mid_run(tiny, undo, case, install):
-    wanted, found = (pictures(tiny, install, *CASES[case], fast=fast, at_step=1, runs=3) for fast in (False, True))
+    wanted, found = (
+        pictures(tiny, install, *CASES[case], fast=fast, at_step=1, runs=3, steps=3) for fast in (False, True)
+    )
     assert max(map(error, found, wanted)) < CLOSE
 
 
@@ -231,9 +233,14 @@ def places():
     }
 
 
-@pytest.mark.parametrize("at_step", [None, 1])
-@pytest.mark.parametrize("name", ["attention of the model's module", "rotary embedding", "a helper of another module",
-                                  "torch's attention", "a function of torch's layers"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "at_step"),
+    [
+        ("attention of the model's module", None), ("rotary embedding", None), ("a helper of another module", None),
+        ("torch's attention", None), ("a function of torch's layers", None),
+        ("attention of the model's module", 1), ("torch's attention", 1),
+    ],
+)  # fmt: skip
 def test_a_function_in_the_place_of_comfyuis(tiny, monkeypatch, name, at_step):
     """As packs do that bring their own attention for every model; and theirs is taken away again."""
     where = places()[name]
@@ -247,7 +254,7 @@ def test_a_function_in_the_place_of_comfyuis(tiny, monkeypatch, name, at_step):
         with monkeypatch.context() as patch:
             found = pictures(
                 tiny, lambda patcher, gain: first(patcher), None, lambda block: None,
-                lambda block: patch.setattr(*where, louder), fast, at_step, runs=3,
+                lambda block: patch.setattr(*where, louder), fast, at_step, runs=3, steps=3,
             )  # fmt: skip
         return found
 
@@ -275,8 +282,7 @@ def test_a_function_that_is_another_one_at_each_step(tiny, monkeypatch, recordin
 # Options ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Gain, types.SimpleNamespace])
-@pytest.mark.parametrize("install", [as_class, as_patch])
+@pytest.mark.parametrize(("kind", "install"), [(Gain, as_class), (types.SimpleNamespace, as_patch)])
 def test_an_object_among_the_options(tiny, kind, install):
     """Whose value another node changes in place, between two steps."""
 

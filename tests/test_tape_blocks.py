@@ -267,7 +267,9 @@ def test_a_clock_decides_nothing(make, counted, monkeypatch, name):
     """What runs is the same whichever way was faster; the stats say so. Timing runs the block again, on copies."""
     from anyshape.accel import block_tier
 
-    out, notes = {}, {}
+    out, notes, ks = {}, {}, (0, 0, 0, 1, 1)
+    plain = make(name)
+    wanted = {k: forward(plain, name, k) for k in ks}
     for faster in ("eager", "program"):
 
         def timed(way, device, faster=faster):
@@ -275,11 +277,9 @@ def test_a_clock_decides_nothing(make, counted, monkeypatch, name):
 
         monkeypatch.setattr(block_tier, "_is_timed", lambda device: True)
         monkeypatch.setattr(block_tier, "timed", timed)
-        patcher = make(name)
-        fast = compiled(patcher)
-        out[faster] = [forward(fast, name, k) for k in (0, 0, 0, 1, 1)]
-        for k, each in zip((0, 0, 0, 1, 1), out[faster], strict=True):
-            assert error(each, forward(patcher, name, k)) < CLOSE
+        fast = compiled(make(name))
+        out[faster] = [forward(fast, name, k) for k in ks]
+        assert all(error(each, wanted[k]) < CLOSE for k, each in zip(ks, out[faster], strict=True))
         assert {shape["state"] for shape in shapes()} == {"tape"} and counted["replayed"]
         notes[faster] = [shape["note"] for shape in shapes()][-2:]
         counted["replayed"] = 0

@@ -8,11 +8,14 @@ import functools
 import pytest
 import torch
 
+from tools import patching
 from tools.driving import compiled
 from tools.oracles import error, fallbacks
-from tools.patching import CHANGED, CLOSE, assert_equal, run, takes_of, with_patch
+from tools.patching import CHANGED, CLOSE, takes_of, with_patch
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
+# Of two steps: what the first records, the second replays.
+assert_equal, run = (functools.partial(each, steps=2) for each in (patching.assert_equal, patching.run))
 
 
 def scaling(patcher, strength):

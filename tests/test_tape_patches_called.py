@@ -14,17 +14,18 @@ from tools.patching import CHANGED, CLOSE, PATCHES, assert_equal, run, takes_of,
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 
-@pytest.mark.parametrize("patch", PATCHES)
-def test_a_patch_that_counts_is_called_as_in_eager(models, fresh, recordings, patch):
-    """It sees the same places in the same order, once in each forward, and what is around it is recorded."""
+@pytest.mark.parametrize("patches", [PATCHES[start::3] for start in range(3)], ids=["one", "two", "three"])
+def test_patches_that_count_are_called_as_in_eager(models, fresh, recordings, patches):
+    """Each sees the same places in the same order, once in each forward, and what is around them is recorded."""
     outs, logs = [], []
     for each in (fresh, compiled(fresh)):
-        log = []
-        patched = with_patch(each, lambda p, log=log: patch(p, log))
+        patched, log = each.clone(), {patch: [] for patch in patches}
+        for patch, places in log.items():
+            patch(patched, places)
         outs.append([run(models, patched, seed=seed) for seed in range(2)])
         logs.append(log)
     assert all(error(out, wanted) < CLOSE for wanted, out in zip(*outs, strict=True))
-    assert logs[0] == logs[1] and len(logs[0]) >= 8
+    assert logs[0] == logs[1] and min(map(len, logs[0].values())) >= 8
     assert len(recordings) <= 2 and [shape["state"] for shape in shapes()] == ["tape"] and not fallbacks()
 
 
@@ -40,8 +41,8 @@ def test_a_patch_for_some_steps_alone(models, fresh, recordings):
 
     patched, fast = (with_patch(e, lambda p: p.set_model_input_block_patch(patch)) for e in (fresh, compiled(fresh)))
     for seed in range(2):
-        wanted = assert_equal(models, patched, fast, seed=seed, steps=6)
-    assert error(wanted, run(models, fresh, seed=1, steps=6)) > CHANGED
+        wanted = assert_equal(models, patched, fast, seed=seed)
+    assert error(wanted, run(models, fresh, seed=1)) > CHANGED
     assert len(recordings) == 2 and not fallbacks()
     (take,) = takes_of(fast)
     assert take.live and take.used and "no graph" in take.graph_obstacle
@@ -62,8 +63,8 @@ def test_a_step_counter(models, fresh, recordings):
     patched, fast = (
         with_patch(e, lambda p: p.set_model_input_block_patch(patch_of())) for e in (fresh, compiled(fresh))
     )
-    assert_equal(models, patched, fast, steps=6)
-    assert_equal(models, patched, fast, steps=6)
+    assert_equal(models, patched, fast)
+    assert_equal(models, patched, fast)
     assert len(recordings) == 2
 
 
@@ -81,7 +82,7 @@ def test_a_number_that_others_change_between_steps(models, fresh, recordings):
         patcher.set_model_attn2_output_patch(lambda n, options: n * scale[0])
         return patcher
 
-    assert_equal(models, patched(fresh), patched(compiled(fresh)), steps=12)
+    assert_equal(models, patched(fresh), patched(compiled(fresh)), steps=8)
     assert len(recordings) == 5  # four in vain, and the one with the patch as a call
     assert takes_of(compiled(fresh))[-1].live
 
@@ -94,7 +95,7 @@ def test_random_numbers(models, fresh):
     outs, states = [], []
     for each in (patched, fast):
         torch.manual_seed(11)
-        outs.append([run(models, each) for _ in range(3)])
+        outs.append([run(models, each) for _ in range(2)])
         states.append(torch.get_rng_state())
     assert all(error(out, wanted) < CLOSE for wanted, out in zip(*outs, strict=True))
     assert torch.equal(*states) and error(outs[0][0], run(models, fresh)) > CHANGED
@@ -127,12 +128,12 @@ def test_layers_of_a_patch_and_its_own_tokens(models, fresh, recordings):
     patched, fast = (
         with_patch(e, lambda p: p.set_model_attn2_replace(replace, "input", 1)) for e in (fresh, compiled(fresh))
     )
-    before = assert_equal(models, patched, fast, steps=6)
-    assert_equal(models, patched, fast, seed=2, steps=6)
+    before = assert_equal(models, patched, fast)
+    assert_equal(models, patched, fast, seed=2)
     with torch.no_grad():
         adapter.to_v.weight.mul_(2.0)  # in place: nothing tells us
         tokens.add_(0.5)
-    after = assert_equal(models, patched, fast, steps=6)
+    after = assert_equal(models, patched, fast)
     assert error(after, before) > CHANGED and len(recordings) <= 2 and not fallbacks()
 
 
@@ -153,8 +154,8 @@ def test_a_patch_that_keeps_features_for_the_next_step(models, fresh):
     patched, fast = (
         with_patch(e, lambda p: p.set_model_attn1_output_patch(patch_of())) for e in (fresh, compiled(fresh))
     )
-    assert_equal(models, patched, fast, steps=6)
-    assert_equal(models, patched, fast, steps=6, seed=2)
+    assert_equal(models, patched, fast)
+    assert_equal(models, patched, fast, seed=2)
 
 
 def test_results_of_several_forms(models, fresh, recordings):
@@ -173,7 +174,7 @@ def test_results_of_several_forms(models, fresh, recordings):
         patcher.set_model_output_block_patch(grow)
 
     patched, fast = (with_patch(each, set_patches) for each in (fresh, compiled(fresh)))
-    for seed in range(3):
+    for seed in range(2):
         assert_equal(models, patched, fast, seed=seed, steps=6)
     assert len(recordings) == 3 and not fallbacks()
 

@@ -67,17 +67,19 @@ def model(dtype) -> Pictures:
     return Pictures(dtype)
 
 
-# A rule by itself in one dtype: those for products and attention leave float32 alone.
+# A rule by itself in one dtype: those for products and attention leave float32 alone. How pictures lie is the ground of
+# three of the others.
 HALVES = ("geglu", "prompt", "layers")
-CASES = [(torch.float16 if name in HALVES else torch.float32, name) for name in EACH] + [(torch.float16, "all")]
+CASES = [(torch.float16 if name in HALVES else torch.float32, name) for name in EACH if name != "channels last"]
+CASES.append((torch.float16, "all"))
 
 
 @pytest.mark.parametrize(("dtype", "name"), CASES, indirect=["dtype"], ids=str)
 def test_rule_is_right_at_every_size_with_the_kernels_of_the_first(name, model, dtype):
     known: set[str] = set()
-    run = (SIZES[1], *(SIZES[3:] if name == "all" and dtype == torch.float16 else ()))
+    run = SIZES[3:] if name == "all" and dtype == torch.float16 else SIZES[1:2]
     # with channels first, a picture of one pixel hides how it lies
-    for size in SIZES if name in ("channels last", "bias", "norm", "upsampling", "all") else SIZES[:-1]:
+    for size in SIZES if name in ("bias", "norm", "upsampling", "all") else SIZES[:-1]:
         given = inputs(size, dtype)
         _, program = programmed(model, given, *EACH[name])
         sources = {launch.source.text for launch in program.launches}
@@ -131,10 +133,11 @@ def test_weights_may_lie_either_way(model, dtype):
         program.bind(stack)
 
 
-def test_a_size_recorded_while_weights_lie_channels_last_has_the_same_tape(dtype):
+def test_a_size_recorded_while_weights_lie_channels_last_has_the_same_tape():
     """Then a library plans each convolution once, for ComfyUI's forward and for the program."""
+    dtype = torch.float16  # which all rules are for
     model, outlines = Pictures(dtype), Outlines()
-    sizes = (SIZES[0], (2, 12, 10, 7))
+    sizes = (SIZES[0], (2, 5, 7, 4))
     plain = [taped(model, inputs(size, dtype)) for size in sizes]
     rules.apply(plain[0])
     outlines.plan(plain[0])

@@ -26,7 +26,7 @@ from anyshape.accel.tapes import Taped  # noqa: E402
 COUNT, WIDTH = 5, 16
 SIZES = (6, 5, 4)  # tokens; the third is the first that may be short
 MODELS = (
-    "SDXL", "SVD_img2vid", "Flux", "Chroma", "Lumina2", "ZImage", "QwenImage edit", "SD3", "WAN21_T2V",
+    "SDXL", "SVD_img2vid", "Flux", "Chroma", "ZImage", "QwenImage edit", "SD3", "WAN21_T2V",
     "HunyuanVideo mask", "CosmosT2IPredict2", "LTXV",
 )  # fmt: skip
 

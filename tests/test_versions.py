@@ -87,7 +87,7 @@ def test_a_patch_that_runs_a_kind_of_layer(monkeypatch, patcher, kind, newer):
     def patched(model):
         clone = model.clone()
         clone.set_model_patch((layer, run), "forward_timestep_embed_patch")
-        return [unet_forward(clone, 136, 128) for _ in range(3)], log.copy(), log.clear()
+        return [unet_forward(clone, 72, 64) for _ in range(3)], log.copy(), log.clear()
 
     wanted, places, _ = patched(patcher)
     outs, ours, _ = patched(compiled(patcher))
@@ -107,7 +107,7 @@ def test_a_patch_behind_the_middle_block(patcher):
             return {"h": args["h"] * 1.5}
 
         patched.set_model_patch(patch, "middle_block_after_patch")
-        outs.append([unet_forward(patched, 136, 128) for _ in range(3)])
+        outs.append([unet_forward(patched, 72, 64) for _ in range(3)])
         logs.append(seen)
     assert all(error(out, wanted) < CLOSE for wanted, out in zip(*outs, strict=True)) and logs[0] == logs[1]
     assert_fast()
@@ -119,17 +119,17 @@ def test_a_patch_that_has_joined_the_skip_connection(patcher):
     def join(h, skip, options):
         return torch.cat([h, skip], dim=1), None
 
-    plain, patched = unet_forward(compiled(patcher), 136, 128), compiled(patcher)
+    plain, patched = unet_forward(compiled(patcher), 72, 64), compiled(patcher)
     patched.set_model_output_block_patch(join)
     eager = patcher.clone()
     eager.set_model_output_block_patch(join)
     try:
-        unet_forward(eager, 136, 128)
+        unet_forward(eager, 72, 64)
     except TypeError as problem:
         with pytest.raises(TypeError, match=str(problem)[:30]):
-            unet_forward(patched, 136, 128)
+            unet_forward(patched, 72, 64)
         return
-    assert error(unet_forward(patched, 136, 128), plain) < CLOSE
+    assert error(unet_forward(patched, 72, 64), plain) < CLOSE
     assert_fast()
 
 

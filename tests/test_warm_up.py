@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tools.driving import compiled, compiled_control, every_progress, sample_prompts, skipping, steering
+from tools.driving import SMALL_UNETS, compiled, compiled_control, every_progress, sample_prompts, skipping, steering
 from tools.oracles import FUSED, error, expect, fallbacks, last_run, shapes
 from tools.warming import FORMS, ran, warm
 
@@ -27,11 +27,6 @@ def nothing_new(run):
     return out
 
 
-def sample_listed(models, model, **run):
-    for width, height, batch in LISTED:
-        models.sample(model, width, height, batch, **{"steps": 2} | run)
-
-
 def test_a_preset_is_warmed_up(pack, patcher, clean_stats, monkeypatch) -> None:
     from anyshape.accel import size_list
 
@@ -40,18 +35,16 @@ def test_a_preset_is_warmed_up(pack, patcher, clean_stats, monkeypatch) -> None:
     assert ran().keys() == {(64, 64, 1), (64, 96, 1), (96, 64, 1)} and len(report.splitlines()) == 4
 
 
-@pytest.mark.parametrize("name", ["sd15", "sdxl"])
-def test_listed_sizes_are_known_before_their_first_prompt(pack, models, small_unets, clean_stats, name) -> None:
-    """And of others nothing compiles either."""
-
-    model = compiled(small_unets[name])
+def test_listed_sizes_are_known_before_their_first_prompt(pack, models, clean_stats) -> None:
+    """And of others nothing compiles either. With a pooled embedding."""
+    model = compiled(models.unet("sdxl", torch.float32, **SMALL_UNETS["sdxl"]))
     report = warm(pack, model)
     assert ran().keys() == LISTED and {s["state"] for s in shapes()} == {FUSED}
     as_told = ["model", "as", "ComfyUI", f"({FUSED})"]  # on a CPU
     assert [line.split()[:6] for line in report.splitlines()[1:]] == [
         ["128x128", "1", *as_told], ["136x120", "1", *as_told], ["64x96", "2", *as_told],
     ]  # fmt: skip
-    nothing_new(lambda: sample_listed(models, model))
+    nothing_new(lambda: [models.sample(model, *size, steps=2) for size in LISTED])
     with expect(recompiles=0, kernels=0, fallbacks=0):
         models.sample(model, 200, 72, 3, steps=1)
     assert (200, 72, 3) in ran()
@@ -79,13 +72,13 @@ def test_the_prompts_are_the_users(pack, models, patcher, clean_stats) -> None:
 @pytest.mark.parametrize("interval", [1, 3, 20])
 def test_every_kind_of_step_is_warmed(pack, models, patcher, clean_stats, interval) -> None:
     model = skipping(compiled(patcher), interval=interval)
-    warm(pack, model)
+    warm(pack, model, "72x64\n64x96 batch 2")
     assert last_run()["resets"] == {} and (last_run()["skipped"] > 0) == (interval > 1)
     kinds = {kind for kind in ("full", "skipped") for s in shapes() if f"step={kind}" in s["key"]}
     assert kinds == ({"full", "skipped"} if interval > 1 else set())
-    nothing_new(lambda: sample_listed(models, model, steps=12))
+    nothing_new(lambda: [models.sample(model, *size, steps=12) for size in ((72, 64), (64, 96, 2))])
     assert interval == 1 or last_run()["skipped"] > 0
-    nothing_new(lambda: sample_listed(models, model, steps=8))
+    nothing_new(lambda: models.sample(model, 72, 64, steps=8))
     assert last_run()["skipped"] == 0
 
 
