@@ -1,14 +1,13 @@
 """The generated kernels of this process: turns source text into something to launch, each text once."""
 
-import functools
 import hashlib
 import importlib.util
+import linecache
 import math
-import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from importlib.abc import ExecutionLoader
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def functions() -> list[Any]:
 
 
 def function(text: str, name: str) -> Any:
-    """The kernel ``name`` of this source; Triton reads it from a file."""
+    """The kernel ``name`` of this source."""
     with _LOCK:
         found = _FUNCTIONS.get(text)
         if found is None:
@@ -48,21 +47,28 @@ def _interpreted() -> bool:
     return knobs.runtime.interpret
 
 
+class _Lines(ExecutionLoader):
+    """Imports a module from its text. A file for each kernel took up to 8 ms, on a host with a slow disk."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self._text
+
+    def get_filename(self, fullname: str) -> str:
+        return f"<{fullname}>"
+
+
 def _loaded(text: str, name: str) -> Any:
-    """The function ``name`` of a module made of ``text``."""
+    """The function ``name`` of a module made of ``text``, whose lines are where Triton looks for them."""
     title = f"anyshape_{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    path = Path(_folder().name) / f"{title}.py"
-    path.write_text(text, encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(title, path)
+    spec = importlib.util.spec_from_loader(title, _Lines(text))
+    file, lines = spec.loader.get_filename(title), text.splitlines(keepends=True)
+    linecache.cache[file] = len(text), None, lines, file  # no time: it is never out of date
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return getattr(module, name)
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory:
-    """Of this process alone, readable by this user alone, and gone with the process."""
-    return tempfile.TemporaryDirectory(prefix="anyshape-kernels-", ignore_cleanup_errors=True)
 
 
 @dataclass
