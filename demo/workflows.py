@@ -46,11 +46,11 @@ CASES = (
 # is looked at has the demo's size, and the others are smaller.
 QUICK = (
     CASES[0],
-    Case(152, 200, 2, True, "sunflower"),
-    Case(200, 152, 1, False, "cactus"),
-    Case(128, 176, 4, True, "red apple"),
+    Case(104, 136, 2, True, "sunflower"),
+    Case(136, 104, 1, False, "cactus"),
+    Case(88, 112, 4, True, "red apple"),
     Case(136, 128, 1, True, "rocket", TRANSFORMER),
-    Case(152, 200, 2, True, "crab", TRANSFORMER),
+    Case(104, 136, 2, True, "crab", TRANSFORMER),
 )
 
 # The eight steps are enough for a picture; the rest is what the demo model was judged with.

@@ -120,6 +120,9 @@ def test_what_a_step_is_given(forward):
 
 def test_a_forward_table(forward, monkeypatch, tmp_path, capsys):
     """``mode: off`` is eager against itself: no error, and every row with the batch that the model really saw."""
+    from tools import driving
+
+    monkeypatch.setitem(SMALL, "sd15", driving.SMALL_UNET)
     monkeypatch.setitem(forward.SIZES, "sd15", [forward.Case(64, 64), forward.Case(128, 64, 2)])
     monkeypatch.setitem(forward.WITHOUT_CFG, "sd15", [(64, 64)])
     path = tmp_path / "new" / "sd15-forward.json"

@@ -212,7 +212,7 @@ def test_kernels_serve_every_size(models):
     patcher = models.unet("sd15", HALF, **NARROW)
     control = models.controlnet_for(patcher)
     fast, network = compiled_control(control), control.control_model
-    sizes = [(64, 64, 2), (64, 64, 2), (72, 56, 1), (56, 64, 3), (64, 64, 2)]
+    sizes = [(64, 64, 1), (64, 64, 1), (72, 56, 2), (56, 32, 3)]
     calls, before = [inputs(*size, seed=seed) for seed, size in enumerate(sizes)], footprint(network)
     with torch.inference_mode():
         wanted = [network(**given) for given in calls]
@@ -223,7 +223,7 @@ def test_kernels_serve_every_size(models):
         fast.cleanup()
     assert_untouched(network, before)
     (entry,) = [entry for entry in stats.snapshot()["models"] if entry["shapes"]]
-    assert [(shape["state"], shape["calls"]) for shape in entry["shapes"]] == [("tape", 3), ("tape", 1), ("tape", 1)]
+    assert [(shape["state"], shape["calls"]) for shape in entry["shapes"]] == [("tape", 2), ("tape", 1), ("tape", 1)]
     assert entry["kernels"] > 10 and not entry["recompiles"] and not fallbacks()
 
 
@@ -253,14 +253,14 @@ def test_no_more_memory_than_eager(models, monkeypatch, kind):
 
     from tools.recording import recorded
 
-    patcher = models.unet("sd15", torch.float32, **SMALL_UNET)
+    patcher = models.unet("sd15", torch.float32, **driving.ONE_LEVEL_UNET)
     if kind == "Control-LoRA":
         control = models.control_lora(patcher)
         control.pre_run(patcher.model, patcher.model.model_sampling.percent_to_sigma)
     else:
         control = models.controlnet_for(patcher)
     given, network, made = inputs(128, 120, 2, torch.float32), control.control_model, []
-    eager = max(peak(lambda: network(**given)) for _ in range(2))
+    eager = peak(lambda: network(**given))
     assert peak(lambda: made.append(recorded(network, (), given, fuse=False))) <= eager * 1.01
     monkeypatch.setattr(Launch, "__call__", lambda *args: None)
     made.append(recorded(network, (), given))
@@ -276,7 +276,7 @@ def test_two_threads(models):
 
     def body(order):
         fast = compiled_control(control)
-        for seed, size in enumerate(order * 3):
+        for seed, size in enumerate(order * 2):
             given = inputs(*size, torch.float32, seed)
             with torch.inference_mode():
                 out, wanted = fast.control_model(**given), control.control_model(**given)

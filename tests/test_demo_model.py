@@ -119,7 +119,7 @@ def test_every_weight_of_the_transformer_is_used(demo, transformer):
     assert own - {"norm_final.weight"} == set(transformer[0].model.diffusion_model.state_dict()) - {"norm_final.weight"}
 
 
-@pytest.mark.parametrize(("height", "width"), [(25, 33), (24, 40), (33, 25)])
+@pytest.mark.parametrize(("height", "width"), [(9, 13), (13, 8)])
 def test_latents_with_odd_sides(either, height, width):
     patcher, vae, text = either
     with torch.inference_mode():
@@ -173,7 +173,7 @@ def test_weight_patches_find_their_keys_and_go_again(either, evaluate):
     key = PATCHED[type(patcher.model.diffusion_model).__name__]
     difference = torch.ones_like(patcher.model_state_dict()[key])
     assert patcher.add_patches({key: (difference,)}, 0.5) == [key]
-    setting = evaluate.Setting(steps=2)
+    setting = evaluate.Setting(steps=1)
 
     def picture(model) -> torch.Tensor:
         with torch.inference_mode():
@@ -212,10 +212,11 @@ def test_activations_fit_in_half_precision(either, evaluate):
     assert 0 < largest < 6000
 
 
-@pytest.mark.parametrize(("size", "first"), [((256, 256), 0), ((200, 264), 1)])
+@pytest.mark.parametrize(("size", "first"), [((320, 192), 0), ((200, 264), 1)])
 def test_pictures_show_what_was_asked_for(either, evaluate, size, first):
     """A part of the proof (demo/proof.json has it all): each picture is nearest to its own emoji among all 50.
 
+    In half as many steps. Beside its emoji a wide picture is white.
     first: every second prompt is sampled at one size, the others at the other.
     """
     features, nearest = evaluate.features, evaluate.nearest
@@ -224,16 +225,12 @@ def test_pictures_show_what_was_asked_for(either, evaluate, size, first):
     places = list(range(0, evaluate.COUNT, evaluate.COUNT // SHOWN))[first:SHOWN:2]
     names = [prompts[evaluate.proof_indices(len(prompts))[place]] for place in places]
     with torch.inference_mode():
-        pictures = evaluate.generate(either, names, list(range(first, SHOWN, 2)), size, evaluate.Setting(steps=8))
+        pictures = evaluate.generate(either, names, list(range(first, SHOWN, 2)), size, evaluate.Setting(steps=4))
     found = nearest(features(pictures), features(evaluate.load_references()))
     assert found.tolist() == places, names
+    if size[0] > size[1]:
+        assert all(picture[:, :, side].mean() > 0.97 for picture in pictures for side in (slice(40), slice(-40, None)))
     assert time.monotonic() - started < 60
-
-
-def test_white_stays_white(either, evaluate):
-    with torch.inference_mode():
-        picture = evaluate.generate(either, ["rocket"], [3], (320, 192), evaluate.Setting(steps=8))[0]
-    assert picture[:, :, :40].mean() > 0.97 and picture[:, :, -40:].mean() > 0.97
 
 
 def test_nodes_give_what_comfyui_expects(demo_pack):

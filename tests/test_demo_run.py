@@ -145,11 +145,11 @@ def test_on_a_cpu_no_time_is_shown() -> None:
 
 
 def skipping(flow: workflows.Workflow) -> workflows.Workflow:
-    """The workflow with Skip Blocks before its sampler, and steps enough to skip some."""
+    """The workflow with Skip Blocks before its sampler."""
     settings = {"interval": 3, "depth": "auto", "start_percent": 0.0, "end_percent": 1.0, "forecast": "order1"}
     inputs = flow["sampler"]["inputs"]
     node = {"class_type": "AnyShapeSkipBlocks", "inputs": {"model": inputs["model"], **settings}}
-    sampler = {"class_type": "KSampler", "inputs": inputs | {"model": ["skip", 0], "steps": 12}}
+    sampler = {"class_type": "KSampler", "inputs": inputs | {"model": ["skip", 0]}}
     return flow | {"skip": node, "sampler": sampler}
 
 
@@ -157,12 +157,12 @@ def skipping(flow: workflows.Workflow) -> workflows.Workflow:
 def test_skip_blocks_on_the_trained_model(server, compiled) -> None:
     """At a latent with odd sides: nearly the picture without it, the run's line in the log, its counts in the stats."""
     flow = workflows.picture(replace(workflows.CASES[1], batch=1), seed=11, compiled=compiled)
-    flow["sampler"]["inputs"]["steps"] = 12
+    flow["sampler"]["inputs"]["steps"] = 10  # enough to skip some
     pictures = [
         server.view(server.run(each)["outputs"]["save"]["images"][0]).convert("RGB") for each in (flow, skipping(flow))
     ]
     rms = ImageStat.Stat(ImageChops.difference(*pictures)).rms
     assert 0 < max(rms) < 16  # of 255
     latest = server.get("/anyshape/stats").json()["skip"][-1]
-    assert (latest["full"], latest["skipped"], latest["resets"]) == (4, 8, {})
-    assert "4 full and 8 skipped evaluations" in server.log()
+    assert (latest["full"], latest["skipped"], latest["resets"]) == (4, 6, {})
+    assert "4 full and 6 skipped evaluations" in server.log()

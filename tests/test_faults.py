@@ -6,14 +6,14 @@ On the CPU; ``test_gpu_faults.py`` has kernels, captures, replays and memory.
 import pytest
 import torch
 
-from tools.driving import compile_with_message, compiled, skip_with_message, skipping
+from tools.driving import ONE_LEVEL_UNET, compile_with_message, compiled, skip_with_message, skipping
 from tools.oracles import FUSED, error, fallbacks, last_run, reasons, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 CLOSE = 1e-4  # relative L2 in fp32
 RUN = {"width": 64, "height": 64, "steps": 2}
-LONG_RUN = RUN | {"steps": 10}  # long enough for blocks to be skipped
+LONG_RUN = RUN | {"steps": 9}  # long enough for blocks to be skipped
 
 # Everything that a forward of a compiled model goes through, by module of the pack.
 FORWARD = [
@@ -60,6 +60,18 @@ def inject(monkeypatch):
         monkeypatch.setattr(f"anyshape.accel.{target}", fail)
 
     return do
+
+
+@pytest.fixture(scope="module")
+def patcher(models):
+    """The UNet that the tests of this file share."""
+    return models.unet("sd15", torch.float32, **ONE_LEVEL_UNET)
+
+
+@pytest.fixture
+def fresh(models):
+    """The same UNet, of the test's own."""
+    return models.unet("sd15", torch.float32, **ONE_LEVEL_UNET)
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +206,7 @@ VAE = [
 def test_a_fault_in_the_vae(models, pack, inject, target):
     from anyshape.accel.comfy.vae import compile_vae
 
-    vae, latent = models.vae(torch.float32, ch=32, num_res_blocks=1), torch.randn(1, 4, 10, 9)
+    vae, latent = models.vae(torch.float32, ch=32, num_res_blocks=1), torch.randn(1, 4, 5, 3)
     inject(target)
     fast, message = compile_vae(vae)
     assert message == ""

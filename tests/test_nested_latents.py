@@ -43,20 +43,20 @@ def far(ours, theirs):
 
 
 def test_its_blocks_run_on_programs(made, models, fusing):
-    wanted = models.sample(made, **RUN, steps=3)
-    assert far(models.sample(compiled(made), **RUN, steps=3), wanted) < 1e-5
+    wanted = models.sample(made, **RUN, steps=2)
+    assert far(models.sample(compiled(made), **RUN, steps=2), wanted) < 1e-5
     (shape,) = shapes()
     assert shape["state"] == "tape" and "a PackedLayout" in shape["note"]
 
 
 def test_steps_are_skipped(made, models):
-    wanted = models.sample(made, **RUN, steps=12)
+    wanted = models.sample(made, **RUN, steps=9)
     for skip in (skipping(made), compiled(skipping(made))):
-        out = models.sample(skip, **RUN, steps=12)
+        out = models.sample(skip, **RUN, steps=9)
         assert 0 < far(out, wanted) < 0.7
         found = counted()
-        assert (found["full"], found["skipped"]) == (5, 7) and sum(found["resets"].values()) == 1
-    assert far(models.sample(skipping(made, interval=1), **RUN, steps=12), wanted) == 0.0
+        assert (found["full"], found["skipped"]) == (4, 5) and sum(found["resets"].values()) == 1
+    assert far(models.sample(skipping(made, interval=1), **RUN, steps=9), wanted) == 0.0
 
 
 def test_blocks_that_are_not_left_out_run_on_programs(made, models, fusing, monkeypatch):
@@ -97,17 +97,17 @@ def test_ltx2_is_recorded_whole(ltx2, models, fusing, recordings):
     fast = compiled(ltx2)
     for width, height, seed in ((128, 64, 0), (192, 96, 1), (192, 96, 2)):
         run = {"width": width, "height": height, "frames": 9, "seed": seed}
-        assert far(models.sample(fast, **run, steps=3), models.sample(ltx2, **run, steps=3)) < 1e-5
+        assert far(models.sample(fast, **run, steps=2), models.sample(ltx2, **run, steps=2)) < 1e-5
     found = shapes()
     assert len(recordings) == 2
-    assert [(shape["state"], shape["calls"], shape["reason"]) for shape in found] == [("tape", 3, ""), ("tape", 6, "")]
+    assert [(shape["state"], shape["calls"], shape["reason"]) for shape in found] == [("tape", 2, ""), ("tape", 4, "")]
 
 
 def test_blocks_of_ltx2_are_skipped(ltx2, models):
-    wanted = models.sample(ltx2, **RUN, steps=12)
-    out = models.sample(compiled(skipping(ltx2)), **RUN, steps=12)
-    assert 0 < far(out, wanted) < 0.7 and counted()["skipped"] == 8
-    assert far(models.sample(skipping(ltx2, interval=1), **RUN, steps=12), wanted) == 0.0
+    wanted = models.sample(ltx2, **RUN, steps=9)
+    out = models.sample(compiled(skipping(ltx2)), **RUN, steps=9)
+    assert 0 < far(out, wanted) < 0.7 and counted()["skipped"] == 6
+    assert far(models.sample(skipping(ltx2, interval=1), **RUN, steps=9), wanted) == 0.0
 
 
 def test_such_an_argument_keeps_no_other_call_off_the_tape(pack):

@@ -35,11 +35,11 @@ def quality_bench(runs, monkeypatch) -> ModuleType:
     return skip_quality
 
 
-@pytest.mark.parametrize(("architecture", "sampler"), [("unet", "euler"), ("transformer", "dpmpp_2m")])
-def test_the_table(runs, quality_bench, architecture, sampler):
+@pytest.mark.parametrize(("prompts", "architecture", "sampler"), [(2, "unet", "euler"), (1, "transformer", "dpmpp_2m")])
+def test_the_table(runs, quality_bench, prompts, architecture, sampler):
     """The forwards of others are counted one by one; those of programs by their runs."""
     with torch.inference_mode():
-        found = quality_bench.measured(runs.Demo(2, architecture), quality_bench.Case(sampler, STEPS, SIZE))
+        found = quality_bench.measured(runs.Demo(prompts, architecture), quality_bench.Case(sampler, STEPS, SIZE))
     rows: dict[str, list[dict]] = {}
     for row in found:
         rows.setdefault(row["method"], []).append(row)

@@ -29,6 +29,7 @@ WHOLE = {
     "PiD": "it has no repeated blocks",
     "WAN_Animate2": "it has no repeated blocks",  # none that is called as a module: it has two methods for two streams
 }
+LARGER = ("WAN21_SCAIL", "WAN21_SCAIL2")  # of a smaller picture, too
 # What is not recorded (see test_tape_families), and what cannot be made with other numbers of blocks.
 LEFT_OUT = {
     "HunyuanDiT", "HiDream", "HiDreamO1", "SeedVR2", "HunyuanVideo15_SR_Distilled", "Hunyuan3Dv2_1", "MiniMaxH3",
@@ -48,7 +49,7 @@ def test_without_its_middle_and_with_what_it_adds_a_forward_is_the_same(name: st
     """On the input that was recorded and on another one: whole to the bit, without the middle but for rounding."""
     from tools.architectures.taped import Studied, far
 
-    recording = Studied(architectures.TABLE[name], blocks=BLOCKS).record(3, skipping=True)
+    recording = Studied(architectures.TABLE[name], blocks=BLOCKS).record(3 if name in LARGER else 1, skipping=True)
     assert recording.tape is not None, recording.refusal
     if name in WHOLE:
         with pytest.raises(middle.NotCut, match=WHOLE[name]):
@@ -56,7 +57,7 @@ def test_without_its_middle_and_with_what_it_adds_a_forward_is_the_same(name: st
         return
     halves = recording.cut()
     assert halves.features >= 1 and 0 < halves.share < 1
-    assert halves.features == 1 or name not in DEEP
+    assert name not in DEEP or (halves.features == 1 and halves.share < 0.6)
     # of so few blocks each has more of the work than a skipped step may keep
     assert halves.depth == (name in FIRST_RUNS) or halves.share <= cut.MAX_SHARE
     whole, rest = (recording.program(fuse=False, tape=tape) for tape in (halves.full, halves.skipped))
@@ -65,10 +66,10 @@ def test_without_its_middle_and_with_what_it_adds_a_forward_is_the_same(name: st
         out = whole.run(inputs)
         own, added = out[: -halves.features], out[-halves.features :]
         assert all(tensor.is_contiguous() for tensor in added)  # kernels of the rest read them so
-        nothing = [torch.zeros_like(tensor) for tensor in added]
-        assert far(rest.run(recording.with_features(added, inputs)), own) < 1e-5
-        assert far(rest.run(recording.with_features(nothing, inputs)), own) > 0.01
-        assert inputs is not recording.inputs or far(own, recording.out) == 0.0
+        assert far(rest.run(recording.with_features(added, inputs)), own) <= (0.0 if name in DEEP else 1e-5)
+        if inputs is recording.inputs:
+            nothing = [torch.zeros_like(tensor) for tensor in added]
+            assert far(own, recording.out) == 0.0 and far(rest.run(recording.with_features(nothing)), own) > 0.01
 
 
 @pytest.mark.parametrize(("name", "by_picture"), [("CosmosT2V", False), ("WAN21_T2V", True)])
@@ -86,9 +87,7 @@ def test_as_many_frames_as_pictures_are_not_taken_for_them(name: str, by_picture
         recording.cut()
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in ("Flux", "QwenImage", "SD3", "WAN21_T2V", "CogVideoX_T2V") if name in NAMES]
-)
+@pytest.mark.parametrize("name", [name for name in ("Flux", "QwenImage", "WAN21_T2V") if name in NAMES])
 def test_fused_halves_share_their_kernels_and_need_none_for_another_size(name: str):
     """In Triton's interpreter: right, and of both halves at four sizes none but the first needs a kernel."""
     from tools.architectures.taped import Studied, far, kernels_of

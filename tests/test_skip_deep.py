@@ -16,6 +16,7 @@ from tools.driving import (
     unet_inputs,
 )
 from tools.oracles import counted, error, expect, fallbacks, shapes
+from tools.skip_driving import PLANNED, STEPS
 
 embed.bare_pack()
 
@@ -23,7 +24,7 @@ from anyshape.accel.tape import deep, middle  # noqa: E402 - the package exists 
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread", "clean_stats")
 
-SIZES = [(104, 72), (72, 136), (64, 64)]  # odd latent sides included
+SIZES = [(104, 72), (72, 136)]  # with odd latent sides
 KINDS = ["controlnet", "with gaps", "short", "t2i adapter"]
 
 
@@ -170,7 +171,7 @@ def test_a_second_way_out_of_the_deep_part_leaves_nothing_out():
 # ComfyUI's --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "size"), [("sdxl", SIZES[0]), *(("sd15", size) for size in SIZES)], ids=str)
+@pytest.mark.parametrize(("name", "size"), [("sdxl", SIZES[0]), ("sd15", SIZES[1])], ids=str)
 def test_both_halves_are_the_forward(unets, name, size):
     model, inputs = unets[name].model.diffusion_model, unet_inputs(unets[name], *size)
     for depth in range(len(model.output_blocks) - 1):
@@ -195,18 +196,6 @@ def test_every_residual_reaches_its_own_block(unets, kind, depth):
     assert torch.equal(out, wanted) and torch.equal(skipped, wanted)
 
 
-@pytest.mark.parametrize("name", ["SVD_img2vid", "Stable_Cascade_B", "Stable_Cascade_C"])
-def test_other_networks_of_this_shape(name):
-    """Of ComfyUI's: frames, and stages that are joined once for each level, past a layer's own skip connection."""
-    from tools import architectures
-    from tools.architectures.taped import Studied
-
-    recording = Studied(architectures.TABLE[name]).record(3, skipping=True)
-    halves, out, _, skipped = halves_of(recording)
-    assert halves.share < 0.6
-    assert torch.equal(out, recording.out) and torch.equal(skipped, recording.out)
-
-
 def test_sampling_a_network_that_is_not_sds():
     """Stable Cascade: the same with Compile Model and without, and no reason that anything ran in full."""
     from tools import architectures
@@ -216,11 +205,27 @@ def test_sampling_a_network_that_is_not_sds():
     given = architectures.TABLE["Stable_Cascade_B"].request(0)["conditions"]
     extra = {"pooled_output": given["clip"][0], "stable_cascade_prior": given["effnet"]}
     prompts, latent = [[[given["clip"] * scale, extra]] for scale in (1.0, 0.5)], torch.zeros(1, 4, 44, 40)
-    wanted = sample_prompts(patcher, *prompts, latent=latent, steps=12)
+    wanted = sample_prompts(patcher, *prompts, latent=latent, steps=STEPS)
     ways = skipping(patcher), compiled(skipping(patcher))
-    outs = [sample_prompts(ours, *prompts, latent=latent, steps=12) for ours in ways]
-    assert counted() == {"full": 4, "skipped": 8, "resets": {}} and fallbacks() == []
+    outs = [sample_prompts(ours, *prompts, latent=latent, steps=STEPS) for ours in ways]
+    assert counted() == PLANNED and fallbacks() == []
     assert torch.equal(*outs) and 0 < error(outs[0], wanted) < 0.7
+
+
+def first_steps(models, patcher, width):
+    """What the fifth step of a run gives: a full one, behind a full one and three skipped ones."""
+    from comfy.model_management import InterruptProcessingException
+
+    denoised = []
+
+    def stop(step, found, *_):
+        denoised.append(found)
+        if step == 4:
+            raise InterruptProcessingException
+
+    with pytest.raises(InterruptProcessingException):
+        models.sample(patcher, width=width, height=64, steps=STEPS, cfg=1.0, callback=stop)
+    return denoised[-1]
 
 
 def test_fused_halves_share_their_kernels(models, plain_kernels, monkeypatch):
@@ -243,9 +248,9 @@ def test_fused_halves_share_their_kernels(models, plain_kernels, monkeypatch):
     ways = skipping(patchers[0]), compiled(skipping(patchers[1]))
     with expect(recompiles=0, fallbacks=0):
         for width in (64, 72, 56):
-            eager, out = (models.sample(each, width=width, height=64, steps=9, cfg=1.0) for each in ways)
+            eager, out = (first_steps(models, each, width) for each in ways)
             assert error(out, eager) < 2e-2
-            assert counted() == {"full": 3, "skipped": 6, "resets": {}}
+            assert counted() == {"full": 2, "skipped": 3, "resets": {}}
     assert {shape["state"] for shape in shapes()} == {"tape"} and left_out == [False, False, True]
 
 
@@ -270,7 +275,7 @@ def full_size_recording(models, name, side, **changes):
     return recorded(full_size(models, name, **changes), **inputs, transformer_options={})
 
 
-@pytest.mark.parametrize("name, side, chosen", [("sdxl", 128, 2), ("sdxl", 64, 2), ("sd15", 64, 0), ("sd15", 96, 0)])
+@pytest.mark.parametrize("name, side, chosen", [("sdxl", 128, 2), ("sd15", 64, 0)])
 def test_depth_auto_is_the_deepest_cheap_one(models, name, side, chosen):
     assert full_size_recording(models, name, side).cut().depth == chosen
 
@@ -289,7 +294,7 @@ FEWER_BLOCKS = {  # than SDXL's 70, each of which torch counts alone
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "depth"), [("sd15", 0), ("sdxl", 2), ("sd15", 3), ("sdxl", 5)])
+@pytest.mark.parametrize(("name", "depth"), [("sd15", 3), ("sdxl", 2)])
 def test_shares_are_those_that_torch_counts(models, name, depth):
     """By torch's own counter of FLOPs, on tensors without memory."""
     from torch.utils.flop_counter import FlopCounterMode

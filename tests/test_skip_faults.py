@@ -8,7 +8,7 @@ import torch
 
 from tools.driving import SMALL_UNET, UNETS, compiled, skip_with_message, skipping
 from tools.oracles import counted, error, fallbacks, last_run
-from tools.skip_driving import RUN
+from tools.skip_driving import PLANNED, RUN, STEPS
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -38,26 +38,37 @@ def test_a_depth_that_the_model_does_not_have(models):
 # Faults of our own ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["halves.cut", "halves.Halves._is_right", "tape.program.Program.run"])
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
-def test_a_failure_of_ours_costs_speed_and_no_picture(models, fresh, monkeypatch, fault, mode):
+@pytest.fixture(scope="module")
+def wanted(models, patcher):
+    """What a fresh model gives without it."""
+    return models.sample(patcher, **RUN)
+
+
+@pytest.mark.parametrize(
+    ("fault", "mode"),
+    [
+        ("halves.cut", "eager"),
+        ("halves.Halves._is_right", "compiled"),
+        ("tape.program.Program.run", "eager"),
+        ("tape.program.Program.run", "compiled"),
+    ],
+)
+def test_a_failure_of_ours_costs_speed_and_no_picture(models, fresh, wanted, monkeypatch, fault, mode):
     """No step is skipped then, and the run says why."""
-    wanted = models.sample(fresh, **RUN)
     monkeypatch.setattr(f"anyshape.accel.{fault}", lambda *args: 1 / 0)
     skip = skipping(fresh)
     assert torch.equal(models.sample(compiled(skip) if mode == "compiled" else skip, **RUN), wanted)
-    assert last_run()["skipped"] == 0 and last_run()["full"] == 12
+    assert last_run()["skipped"] == 0 and last_run()["full"] == STEPS
     (reason,) = last_run()["resets"]
     assert "ZeroDivisionError" in reason or any("ZeroDivisionError" in f["reason"] for f in fallbacks())
 
 
-def test_a_skipped_step_that_fails_runs_in_full(models, fresh, monkeypatch):
+def test_a_skipped_step_that_fails_runs_in_full(models, fresh, wanted, monkeypatch):
     """And every step after it."""
     from anyshape.accel.skip.features import FAILED, UNRECORDED
     from anyshape.accel.tape.program import Program
 
     skip, own = skipping(fresh), Program.run
-    wanted = models.sample(fresh, **RUN)
     assert error(models.sample(skip, **RUN), wanted) > 1e-3
     # of the latent, the time step and the prompt; a skipped step has its feature besides
     monkeypatch.setattr(Program, "run", lambda self, inputs: own(self, inputs) if len(inputs) == 3 else 1 / 0)
@@ -82,7 +93,7 @@ def test_another_packs_patch_that_fails_at_a_skipped_step_is_no_fault_of_ours(mo
         models.sample(fast, **RUN)
     stats.STATS.clear()
     with pytest.raises(RuntimeError, match="the patch has failed"):
-        models.sample(fast, callback=lambda *_: fails.append(True), **RUN)  # the second of 12 steps, which is skipped
+        models.sample(fast, callback=lambda *_: fails.append(True), **RUN)  # the second step, which is skipped
     assert not [each for each in fallbacks() if "the tape failed" in each["reason"]]
     run = last_run()
     taken = sum(shape["calls"] for model in stats.snapshot()["models"] for shape in model["shapes"])
@@ -90,7 +101,7 @@ def test_another_packs_patch_that_fails_at_a_skipped_step_is_no_fault_of_ours(mo
     fails.clear()
     stats.STATS.clear()
     models.sample(fast, **RUN)
-    assert last_run()["skipped"] == 8 and not [each for each in fallbacks() if "tape failed" in each["reason"]]
+    assert last_run()["skipped"] == 6 and not [each for each in fallbacks() if "tape failed" in each["reason"]]
 
 
 def test_what_compile_model_could_not_do_is_no_fallback_without_it(models, monkeypatch, fresh):
@@ -103,7 +114,7 @@ def test_what_compile_model_could_not_do_is_no_fallback_without_it(models, monke
     assert fallbacks()
     stats.STATS.clear()
     models.sample(skipping(fresh), **RUN)
-    assert fallbacks() == [] and last_run()["skipped"] == 8
+    assert fallbacks() == [] and last_run()["skipped"] == 6
 
 
 @pytest.mark.parametrize("counts", [False, True])
@@ -125,10 +136,10 @@ def test_a_replaced_forward(models, fresh, counts):
     patched.add_object_patch("diffusion_model._forward", counting if counts else louder)
     out = models.sample(skipping(patched), **RUN)
     if counts:
-        assert len(calls) == 12 and torch.equal(out, models.sample(patched, **RUN))
+        assert len(calls) == STEPS and torch.equal(out, models.sample(patched, **RUN))
         assert last_run()["skipped"] == 0 and "could not be recorded" in next(iter(last_run()["resets"]))
         return
-    assert counted() == {"full": 4, "skipped": 8, "resets": {}}
+    assert counted() == PLANNED
     same = models.unet("sd15", torch.float32, **SMALL_UNET)
     for parameter in same.model.diffusion_model.out[2].parameters():
         parameter.mul_(1.1)

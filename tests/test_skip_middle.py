@@ -4,6 +4,8 @@ The models are the table's, with five blocks in each list of blocks. The oracle 
 ``test_skip_runs``; that the middle is the right one is in ``test_skip_cut``.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch import nn
 from tools import architectures, embed
 from tools.driving import compiled, sample_tiny, skip_with_message, skipping
 from tools.oracles import counted, error, fallbacks, last_run, reasons
-from tools.skip_driving import BLOCKS, FIRST_RUNS
+from tools.skip_driving import BLOCKS, FIRST_RUNS, PLANNED, STEPS
 
 embed.bare_pack()
 
@@ -21,7 +23,6 @@ from anyshape.accel.tape import cut  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
 
-STEPS = 10
 # By streams and forwards: two kinds of blocks, padded prompts, frames, a forward that calls no wrappers.
 SAMPLED = ("Flux", "QwenImage", "ZImage", "WAN21_T2V", "LTXV", "AuraFlow")
 
@@ -30,41 +31,49 @@ def sample(patcher, name, **run):
     return sample_tiny(patcher, name, **{"steps": STEPS, "width": 10} | run)
 
 
+@pytest.fixture(scope="module")
+def plain(tiny):
+    """The latent of a model by name."""
+    return cache(lambda name: sample(tiny(name), name))
+
+
+@pytest.fixture(scope="module")
+def skipped(tiny):
+    """The same with Skip Blocks."""
+    return cache(lambda name: sample(skipping(tiny(name)), name))
+
+
 @pytest.mark.parametrize("name", SAMPLED)
-def test_most_steps_leave_the_middle_out(tiny, name):
-    wanted = sample(tiny(name), name)
+def test_most_steps_leave_the_middle_out(tiny, plain, skipped, name):
     out = sample(skipping(tiny(name)), name)
-    assert counted() == {"full": 4, "skipped": 6, "resets": {}}
+    assert counted() == PLANNED
     assert last_run()["depth"] == (name in FIRST_RUNS) and last_run()["bytes"] > 0
-    assert 0 < error(out, wanted) < 0.7  # random weights: no smoothness
-    again = sample(skipping(tiny(name)), name)
-    assert torch.equal(again, out)  # another run, with the programs that are there
+    assert 0 < error(out, plain(name)) < 0.7  # random weights: no smoothness
+    assert torch.equal(skipped(name), out)  # another run, with the programs that are there
 
 
 @pytest.mark.parametrize("name", ["Flux", "AuraFlow"])
 def test_every_step_in_full_is_eager_to_the_bit(tiny, name):
-    assert torch.equal(sample(skipping(tiny(name), interval=1), name), sample(tiny(name), name))
     steps = {"steps": 7}  # too few to skip any
-    assert torch.equal(sample(skipping(tiny(name)), name, **steps), sample(tiny(name), name, **steps))
+    wanted = sample(tiny(name), name, **steps)
+    for settings in ({"interval": 1}, {}):
+        assert torch.equal(sample(skipping(tiny(name), **settings), name, **steps), wanted)
 
 
-@pytest.mark.parametrize("name", ["Flux", "AuraFlow"])
-@pytest.mark.parametrize("settings", [{}, {"mode": "exact"}], ids=str)
-def test_compile_model_runs_the_steps(tiny, name, settings):
+@pytest.mark.parametrize(("name", "settings"), [("Flux", {}), ("Flux", {"mode": "exact"}), ("AuraFlow", {})], ids=str)
+def test_compile_model_runs_the_steps(tiny, skipped, name, settings):
     """Before or behind Skip Blocks; on a CPU by the same operations."""
-    wanted = sample(skipping(tiny(name)), name)
     for made in (skipping(compiled(tiny(name), **settings)), compiled(skipping(tiny(name)), **settings)):
-        assert torch.equal(sample(made, name), wanted)
-        assert counted() == {"full": 4, "skipped": 6, "resets": {}}
+        assert torch.equal(sample(made, name), skipped(name))
+        assert counted() == PLANNED
     assert fallbacks() == []
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_the_middle_is_not_even_read_on_a_skipped_step(tiny, name):
+def test_the_middle_is_not_even_read_on_a_skipped_step(tiny, skipped, name):
     """Weights of a block that are no numbers, but on full steps, change nothing."""
     patcher = tiny(name)
-    skip, full = skipping(patcher), full_steps(range(STEPS), 3, density=None)
-    wanted = sample(skip, name)
+    skip, full, wanted = skipping(patcher), full_steps(range(STEPS), 3, density=None), skipped(name)
     lists = [part for part in patcher.model.diffusion_model.children() if isinstance(part, nn.ModuleList)]
     weights = list(max(lists, key=len)[BLOCKS // 2].parameters())
     kept = [weight.clone() for weight in weights]
@@ -74,7 +83,7 @@ def test_the_middle_is_not_even_read_on_a_skipped_step(tiny, name):
             weight.copy_(own if step + 1 in full or step + 1 == STEPS else own * torch.nan)
 
     assert torch.equal(sample(skip, name, callback=between), wanted)
-    assert counted() == {"full": 4, "skipped": 6, "resets": {}}
+    assert counted() == PLANNED
 
 
 # With everything else: the oracle is a fresh model's run --------------------------------------------------------------
@@ -82,7 +91,7 @@ def test_the_middle_is_not_even_read_on_a_skipped_step(tiny, name):
 
 @pytest.mark.parametrize(
     "run",
-    [{"cfg": 1.0}, {"tokens": 11}, {"batch": 2, "height": 6}, {"sampler": "heun"}, {"width": 7, "height": 9}],
+    [{"cfg": 1.0}, {"batch": 2, "height": 6, "tokens": 11}, {"sampler": "heun", "width": 7, "height": 9}],
     ids=str,
 )
 def test_runs_after_each_other_are_as_fresh_ones(tiny, run):
@@ -93,18 +102,17 @@ def test_runs_after_each_other_are_as_fresh_ones(tiny, run):
 
 
 @pytest.mark.parametrize(("name", "frames"), [("Flux", ()), ("QwenImage", (1,))])
-def test_reference_pictures_and_masks(tiny, name, frames):
+def test_reference_pictures_and_masks(tiny, plain, name, frames):
     """As Kontext and Qwen-Image-Edit have them: tokens of another picture, of a size of its own, behind the image's."""
     draw = torch.Generator().manual_seed(1)
     pictures = [[torch.randn(1, 16, *frames, 12, width, generator=draw)] for width in (10, 14)]
     mask = (torch.rand(1, 1, 8, 10, generator=draw) > 0.5).float()
-    skip, plain = skipping(tiny(name)), sample(tiny(name), name)
-    for picture in (*pictures, pictures[0]):
-        run = {"conditions": {"reference_latents": picture}, "mask": mask}
-        wanted = sample(tiny(name), name, **run)
-        assert error(wanted, plain) > 0.01  # they matter
+    runs = [{"conditions": {"reference_latents": picture}, "mask": mask} for picture in pictures]
+    skip, eager = skipping(tiny(name)), [sample(tiny(name), name, **run) for run in runs]
+    for run, wanted in zip((*runs, runs[0]), (*eager, eager[0]), strict=True):
+        assert error(wanted, plain(name)) > 0.01  # they matter
         out = sample(skip, name, **run)
-        assert counted() == {"full": 4, "skipped": 6, "resets": {}} and 0 < error(out, wanted) < 0.7
+        assert counted() == PLANNED and 0 < error(out, wanted) < 0.7
     assert torch.equal(sample(skipping(tiny(name), interval=1), name, **run), wanted)
     assert torch.equal(out, sample(skipping(tiny(name, fresh=True)), name, **run))
 
@@ -129,7 +137,7 @@ def test_a_prompt_that_begins_in_mid_run(tiny):
     assert last_run()["skipped"] >= 6 and sum(last_run()["resets"].values()) <= 2
 
 
-def test_a_lora_before_the_next_run(tiny):
+def test_a_lora_before_the_next_run(tiny, skipped):
     """On a block of the middle: its own weights are used, and nothing is recorded again."""
     weight = f"diffusion_model.double_blocks.{BLOCKS // 2}.img_mlp.0.weight"
     delta = torch.randn(tiny("Flux").get_model_object(weight).shape, generator=torch.Generator().manual_seed(2))
@@ -139,21 +147,21 @@ def test_a_lora_before_the_next_run(tiny):
         patcher.add_patches({weight: ("diff", (delta,))}, 0.5)
         return patcher
 
-    plain = sample(skipping(tiny("Flux")), "Flux")
+    before = skipped("Flux")
     changed = sample(with_lora(skipping(tiny("Flux"))), "Flux")
     assert torch.equal(changed, sample(with_lora(skipping(tiny("Flux", fresh=True))), "Flux"))
-    assert not torch.equal(changed, plain)
-    assert torch.equal(sample(skipping(tiny("Flux")), "Flux"), plain)
+    assert not torch.equal(changed, before)
+    assert torch.equal(sample(skipping(tiny("Flux")), "Flux"), before)
 
 
-def test_a_run_that_is_broken_off(tiny):
+def test_a_run_that_is_broken_off(tiny, skipped):
     from comfy.model_management import InterruptProcessingException
 
     def stop(step, *_):
         if step == 5:
             raise InterruptProcessingException
 
-    wanted = sample(skipping(tiny("ZImage")), "ZImage")
+    wanted = skipped("ZImage")
     with pytest.raises(InterruptProcessingException):
         sample(skipping(tiny("ZImage")), "ZImage", callback=stop)
     assert torch.equal(sample(skipping(tiny("ZImage")), "ZImage"), wanted)
@@ -161,7 +169,7 @@ def test_a_run_that_is_broken_off(tiny):
 
 
 @pytest.mark.parametrize("what", ["broken off", "gone"])
-def test_the_program_of_skipped_steps_is_made_again(tiny, monkeypatch, what):
+def test_the_program_of_skipped_steps_is_made_again(tiny, skipped, monkeypatch, what):
     """It was not made because the user cancelled, or its size is one of those that were forgotten."""
     from anyshape.accel.halves import Halves
     from anyshape.accel.tapes import Tapes
@@ -171,7 +179,6 @@ def test_the_program_of_skipped_steps_is_made_again(tiny, monkeypatch, what):
         raise InterruptProcessingException
 
     patcher = tiny("ZImage", fresh=True)
-    wanted = sample(skipping(tiny("ZImage")), "ZImage")
     with monkeypatch.context() as patch:
         patch.setattr(*((Halves, "_rest", cancelled) if what == "broken off" else (Tapes, "keep", lambda *_: None)))
         if what == "broken off":
@@ -180,15 +187,15 @@ def test_the_program_of_skipped_steps_is_made_again(tiny, monkeypatch, what):
         else:
             sample(skipping(patcher), "ZImage")
             assert last_run()["resets"]
-    assert torch.equal(sample(skipping(patcher), "ZImage"), wanted)
-    assert counted() == {"full": 4, "skipped": 6, "resets": {}}
+    assert torch.equal(sample(skipping(patcher), "ZImage"), skipped("ZImage"))
+    assert counted() == PLANNED
 
 
-def test_depths(tiny):
+def test_depths(tiny, plain):
     """By number, and by the share of work: more blocks at the ends, less is forecast."""
-    wanted, far = sample(tiny("Flux"), "Flux"), []
+    far = []
     for depth in ("1", "4"):
-        far.append(error(sample(skipping(tiny("Flux"), depth=depth), "Flux"), wanted))
+        far.append(error(sample(skipping(tiny("Flux"), depth=depth), "Flux"), plain("Flux")))
         assert last_run()["depth"] == int(depth)
     assert far[1] < far[0]
     _, message = skip_with_message(tiny("Flux"), depth="5")
@@ -198,20 +205,20 @@ def test_depths(tiny):
 # Models that it is not for --------------------------------------------------------------------------------------------
 
 
-def check_in_full(patcher, name, reason):
+def check_in_full(patcher, wanted, reason):
     """Every step is ComfyUI's, and the reason is said once a step that was to be skipped."""
-    wanted = sample(patcher, name)
-    assert torch.equal(sample(skipping(patcher), name), wanted)
+    assert torch.equal(sample(skipping(patcher), "Flux"), wanted)
     (why,) = last_run()["resets"]
     assert reason in why and (last_run()["full"], last_run()["skipped"]) == (STEPS, 0)
 
 
-def test_a_model_without_a_middle(tiny, monkeypatch):
+def test_a_model_without_a_middle(tiny, plain, monkeypatch):
     monkeypatch.setattr(cut, "LEAST_SHARE", 1.0)
-    check_in_full(tiny("Flux", fresh=True), "Flux", "no block of this model is skipped: its repeated blocks are only")
+    reason = "no block of this model is skipped: its repeated blocks are only"
+    check_in_full(tiny("Flux", fresh=True), plain("Flux"), reason)
 
 
-def test_a_program_that_fails_costs_one_recording(tiny, recordings, monkeypatch):
+def test_a_program_that_fails_costs_one_recording(tiny, plain, recordings, monkeypatch):
     """Every step is ComfyUI's then, and none is recorded again."""
     from anyshape.accel.maker import Maker
 
@@ -219,11 +226,11 @@ def test_a_program_that_fails_costs_one_recording(tiny, recordings, monkeypatch)
         raise RuntimeError("broken on purpose")
 
     monkeypatch.setattr(Maker, "made", broken)
-    check_in_full(tiny("Flux", fresh=True), "Flux", "could not be recorded")
+    check_in_full(tiny("Flux", fresh=True), plain("Flux"), "could not be recorded")
     assert len(recordings) == 1
 
 
-def test_a_model_that_reads_a_value_back(tiny, monkeypatch):
+def test_a_model_that_reads_a_value_back(tiny, plain, monkeypatch):
     """It is on no tape, which its first step finds out; the second one gives features of its own forward."""
     patcher = tiny("Flux", fresh=True)
     kind = type(patcher.model.diffusion_model)
@@ -233,16 +240,16 @@ def test_a_model_that_reads_a_value_back(tiny, monkeypatch):
         assert float(args[4].sum()) >= 0  # the time step, on the host
         return own(self, *args, **kwargs)
 
-    wanted = sample(patcher, "Flux")
+    wanted = plain("Flux")
     monkeypatch.setattr(kind, "forward_orig", reads)
     for made in (skipping(patcher), compiled(skipping(patcher))):
         out = sample(made, "Flux")
         assert 0 < error(out, wanted) < 0.7
-        assert counted() == {"full": 5, "skipped": 5, "resets": {say("newcomer"): 1}}
+        assert counted() == {"full": 4, "skipped": 5, "resets": {say("newcomer"): 1}}
     assert any("a value came back" in reason for reason in reasons()), reasons()
 
 
-def test_a_model_that_also_keeps_something(tiny, monkeypatch):
+def test_a_model_that_also_keeps_something(tiny, plain, monkeypatch):
     """Then nobody knows what a forward without some of its blocks would leave to the next."""
     patcher = tiny("Flux", fresh=True)
     kind = type(patcher.model.diffusion_model)
@@ -253,13 +260,13 @@ def test_a_model_that_also_keeps_something(tiny, monkeypatch):
         return own(self, *args, **kwargs)
 
     monkeypatch.setattr(kind, "forward_orig", reads)
-    wanted = sample(patcher, "Flux")
+    wanted = plain("Flux")
     assert torch.equal(sample(skipping(patcher), "Flux"), wanted)
     assert (last_run()["full"], last_run()["skipped"]) == (STEPS, 0) and last_run()["resets"]
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_patch_of_another_node_in_the_middle(tiny, counts):
+def test_a_patch_of_another_node_in_the_middle(tiny, skipped, counts):
     """It is left out with its block where it is on the tape; where it counts its calls, it is called on every step."""
     patcher, calls = tiny("Flux").clone(), []
 
@@ -272,12 +279,12 @@ def test_a_patch_of_another_node_in_the_middle(tiny, counts):
         return louder(args, extra)
 
     patcher.set_model_patch_replace(counting if counts else louder, "dit", "double_block", 1)
-    wanted, plain = sample(patcher, "Flux"), sample(skipping(tiny("Flux")), "Flux")
+    wanted = sample(patcher, "Flux")
     calls.clear()
     out = sample(skipping(patcher), "Flux")
     if counts:
         assert torch.equal(out, wanted) and len(calls) == STEPS
         assert (last_run()["full"], last_run()["skipped"]) == (STEPS, 0) and last_run()["resets"]
     else:
-        assert counted() == {"full": 4, "skipped": 6, "resets": {}}
-        assert error(out, wanted) < error(plain, wanted)
+        assert counted() == PLANNED
+        assert error(out, wanted) < error(skipped("Flux"), wanted)

@@ -6,7 +6,7 @@ import torch
 from tools import driving
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread", "clean_stats")
-SIZES = ((64, 64, 2), (64, 96, 2), (104, 72, 1), (128, 64, 3), (64, 64, 1), (264, 136, 2))  # in image pixels, and rows
+SIZES = ((64, 64, 2), (104, 72, 1), (64, 96, 3), (264, 136, 2))  # in image pixels, and rows
 HALF = torch.float16
 NARROW = driving.NARROW_UNET | driving.TINY_UNET
 
@@ -41,19 +41,19 @@ def test_every_size_runs_on_the_kernels_of_the_first(models, name):
 
 def test_a_fused_unet_gives_what_comfyui_gives(models):
     """With every kernel by hand. The others are compared by the check of their first result, below."""
-    call = recorded(models.unet("sdxl", HALF, **NARROW), 64, 72, 2)
+    call = recorded(models.unet("sdxl", HALF, **NARROW, transformer_depth_middle=1), 64, 72, 1)
     out = call.run()
     assert out.stride() == call.out.stride()
     assert (out - call.out).float().norm() / call.out.float().norm() < 5e-3
 
 
-@pytest.mark.parametrize("kind", ["controlnet", "with gaps", "short", "t2i adapter"])
+@pytest.mark.parametrize("kind", ["controlnet", "t2i adapter"])  # all of one kind of list, some of the other
 def test_residuals_of_a_controlnet_are_inputs(models, plain_kernels, kind):
     """What ComfyUI adds in place keeps no picture from lying channels last; the caller's lists stay as they are."""
     from tools.recording import recorded as on_a_tape
 
-    patcher = models.unet("sd15", torch.float32, **NARROW)  # the residuals' shapes are found by a forward
-    control = driving.residuals(patcher, (2, 4, 8, 9), kind)
+    # the residuals' shapes are found by a forward in float32
+    control = driving.residuals(models.unet("sd15", torch.float32, **NARROW), (2, 4, 8, 9), kind)
     control = {name: [item if item is None else item.half() for item in items] for name, items in control.items()}
     patcher = models.unet("sd15", HALF, **NARROW)
     given = arguments(patcher, 72, 64, 2) | {"transformer_options": {}}

@@ -29,17 +29,23 @@ def plain(models, patcher):
     return models.sample(patcher, 136, 128, steps=2)
 
 
-@pytest.mark.parametrize("patch", PATCHES)
-def test_patch_equals_eager(models, patcher, plain, patch):
-    """A patch sees the same places in the same order, does the same, and the rest stays fast."""
+@pytest.fixture(scope="module")
+def warm(models, patcher):
+    """Compiled, and run once."""
     fast = compiled(patcher)
-    models.sample(fast, 136, 128, steps=2)  # so that the patch comes to a model that has run
+    models.sample(fast, 136, 128, steps=2)
+    return fast
+
+
+@pytest.mark.parametrize("patch", PATCHES)
+def test_patch_equals_eager(models, patcher, plain, warm, patch):
+    """A patch sees the same places in the same order, does the same, and the rest stays fast."""
     wanted, places = run_patched(models, patcher, patch)
-    out, ours = run_patched(models, fast, patch)
+    out, ours = run_patched(models, warm, patch)
     assert ours == places and len(places) >= 2
     assert error(wanted, plain) > 1e-3
     assert error(out, wanted) < CLOSE
-    assert error(models.sample(fast, 136, 128, steps=2), plain) < CLOSE
+    assert error(models.sample(warm, 136, 128, steps=2), plain) < CLOSE
     assert_fast()
 
 
@@ -237,17 +243,17 @@ def test_an_object_patch_takes_effect(models, patcher, name):
     assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
 
 
-@pytest.mark.parametrize("name", HOOKED)
+@pytest.mark.parametrize("name", [f"{BLOCK}.attn1.to_q", BLOCK, "middle_block.1.proj_out"])
 def test_a_hook_without_a_state_is_on_the_tape(patcher, name):
     """Until a number that it reads is another one."""
     scale, fast = [1.5], compiled(patcher)
     module = patcher.model.diffusion_model.get_submodule(name)
     handle = module.register_forward_hook(lambda m, args, out: out * scale[0])
     try:
-        for number in (1.5, 1.5, 0.5, 0.5):
-            scale[0] = number
-            for size in ((128, 128), (136, 104)):
-                assert error(unet_forward(fast, *size), unet_forward(patcher, *size)) < CLOSE / 10
+        for scale[0] in (1.5, 0.5):
+            wanted = {size: unet_forward(patcher, *size) for size in ((64, 64), (72, 56))}
+            for size, out in [*wanted.items()] * 2:
+                assert error(unet_forward(fast, *size), out) < CLOSE / 10
     finally:
         handle.remove()
     assert_fast()

@@ -43,7 +43,7 @@ def footprint(vae):
 
 def test_workflows_in_turn(vae):
     """A with the node, B without it, A again; whole, tiled, after an error: B is to the bit what it was."""
-    z, pixels = latent(), picture(72, 64)
+    z, pixels = latent(), picture(40, 24)
     uses = (("VAEDecode", z), ("VAEDecodeTiled", z, 64, 0), ("VAEEncode", pixels))
 
     def run(each):
@@ -52,11 +52,10 @@ def test_workflows_in_turn(vae):
 
     wanted, before = run(vae), footprint(vae)  # which loads it
     first = run(compiled_vae(vae))
-    for _ in range(2):
-        assert all(torch.equal(*pair) for pair in zip(run(vae), wanted, strict=True))
-        assert all(torch.equal(*pair) for pair in zip(run(compiled_vae(vae)), first, strict=True))
-        with pytest.raises(RuntimeError):
-            node("VAEDecode", compiled_vae(vae), {"samples": torch.zeros(1, 3, 5, 4)})
+    with pytest.raises(RuntimeError):
+        node("VAEDecode", compiled_vae(vae), {"samples": torch.zeros(1, 3, 5, 4)})
+    assert all(torch.equal(*pair) for pair in zip(run(vae), wanted, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(run(compiled_vae(vae)), first, strict=True))
     assert footprint(vae) == before
     assert {s["state"] for s in shapes() if (s["width"], s["height"]) != (32, 40)} == {FUSED}
 

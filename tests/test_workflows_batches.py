@@ -1,6 +1,5 @@
 """Batches that ComfyUI makes: split and joined as memory allows, areas, masks, many prompts; eager's image always."""
 
-import itertools
 import types
 
 import pytest
@@ -67,10 +66,9 @@ def assert_equal(patchers, warm, name, positive, negative, **run):
 # Memory -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_cond_and_uncond_are_split_and_joined_in_mid_run(models, patchers, warm, monkeypatch, name):
+def test_cond_and_uncond_are_split_and_joined_in_mid_run(models, patchers, warm, monkeypatch):
     """As free memory comes and goes; the image is the same as with both in one batch."""
-    batches, own = [], patchers[name].model.apply_model
+    name, batches, own = "sd15", [], patchers["sd15"].model.apply_model
 
     def recording(x, *args, **kwargs):
         batches.append(len(x))
@@ -89,12 +87,11 @@ def test_cond_and_uncond_are_split_and_joined_in_mid_run(models, patchers, warm,
     assert_fast()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_batches_1_to_8(models, patchers, warm, name):
+def test_batches_1_to_8(models, patchers, warm):
     for batch in (1, 2, 3, 5, 8):
         for cfg in (1.0, 4.0):
-            run = {"latent": latents(name, batch), "cfg": cfg, "steps": 1}
-            assert_equal(patchers, warm, name, *prompts(models, patchers[name], name), **run)
+            run = {"latent": latents("sdxl", batch), "cfg": cfg, "steps": 1}
+            assert_equal(patchers, warm, "sdxl", *prompts(models, patchers["sdxl"], "sdxl"), **run)
 
 
 # Several prompts --------------------------------------------------------------------------------------------------
@@ -105,12 +102,6 @@ def in_area(cond, height, width, y, x):
     import nodes
 
     return nodes.ConditioningSetArea().append(cond, width, height, x, y, 1.2)[0]
-
-
-def in_percent(cond, width, height, x, y):
-    import nodes
-
-    return nodes.ConditioningSetAreaPercentage().append(cond, width, height, x, y, 0.8)[0]
 
 
 def in_mask(cond, mask, area="default"):
@@ -135,31 +126,34 @@ def masks():
 def regional(kind, conds):
     """A positive prompt of several."""
     a, b, c, d = conds
-    half, ramp, window = masks()
+    _, ramp, window = masks()
     return {
         "combined": a + b + c,
         "areas": a + in_area(b, 56, 48, 24, 24) + in_area(c, 40, 80, 0, 0),
         "areas of one size": in_area(a, 88, 40, 0, 0) + in_area(b, 88, 40, 0, 40) + in_area(c, 88, 40, 0, 16),
-        "percent": a + in_percent(b, 0.5, 0.6, 0.25, 0.4),
-        "masks": in_mask(a, half) + in_mask(b, 1 - half) + in_mask(c, ramp),
-        "mask bounds": a + in_mask(b, window, "mask bounds"),
         "ranges": in_range(a, 0.0, 0.4) + in_range(b, 0.4, 1.0) + in_range(c, 0.2, 0.7),
-        "everything": in_mask(a, ramp) + in_area(b, 56, 48, 24, 24) + in_range(c, 0.3, 0.8) + in_mask(d, window),
+        "everything": in_mask(a, ramp)
+        + in_area(b, 56, 48, 24, 24)
+        + in_range(c, 0.3, 0.8)
+        + in_mask(d, window, "mask bounds"),
     }[kind]
 
 
-REGIONAL = ["combined", "areas", "areas of one size", "percent", "masks", "mask bounds", "ranges", "everything"]
+@pytest.fixture(scope="module")
+def first_prompt(models, patchers):
+    """Eager's image of the first of several prompts alone."""
+    pair = [prompt(models, patchers["sd15"], "sd15", seed) for seed in (10, 2)]
+    return sample_prompts(patchers["sd15"], *pair, latents("sd15"), steps=3)
 
 
-@pytest.mark.parametrize("kind", REGIONAL)
-@pytest.mark.parametrize("name", NAMES)
-def test_several_prompts(models, patchers, warm, name, kind):
+@pytest.mark.parametrize("kind", ["combined", "areas", "areas of one size", "ranges", "everything"])
+def test_several_prompts(models, patchers, first_prompt, warm, kind):
     """Of unequal lengths where ComfyUI keeps them apart, in areas, masks and parts of the run."""
-    base = TOKENS
+    name, base = "sd15", TOKENS
     conds = [prompt(models, patchers[name], name, 10 + i, base * length) for i, length in enumerate((1, 2, 3, 1))]
     negative = prompt(models, patchers[name], name, 2)
     wanted = assert_equal(patchers, warm, name, regional(kind, conds), negative, steps=3)
-    assert error(wanted, sample_prompts(patchers[name], conds[0], negative, latents(name), steps=3)) > CHANGED
+    assert error(wanted, first_prompt) > CHANGED
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -221,11 +215,11 @@ def test_gligen(models, patchers, warm):
 def test_noise_mask(models, patchers, warm):
     """Inpainting with an ordinary model."""
     half, ramp, _ = masks()
-    for name, mask in itertools.product(NAMES, (half, ramp)):
-        latent = randn(*latents(name).shape, seed=3)
-        pair = prompts(models, patchers[name], name)
-        wanted = assert_equal(patchers, warm, name, *pair, latent=latent, noise_mask=mask[None], steps=3)
-        assert error(wanted, sample_prompts(patchers[name], *pair, latent=latent, steps=3)) > CHANGED
+    latent, pair = randn(*latents("sd15").shape, seed=3), prompts(models, patchers["sd15"], "sd15")
+    plain = sample_prompts(patchers["sd15"], *pair, latent=latent, steps=3)
+    for mask in (half, ramp):
+        wanted = assert_equal(patchers, warm, "sd15", *pair, latent=latent, noise_mask=mask[None], steps=3)
+        assert error(wanted, plain) > CHANGED
 
 
 # Models with more inputs ------------------------------------------------------------------------------------------

@@ -56,6 +56,9 @@ DEEP_UNETS = {  # with all their levels, on the lower of which a latent with odd
 TINY_UNET = {  # of a UNet that torch.compile traces in seconds
     "num_res_blocks": [1, 1], "channel_mult": (1, 2), "transformer_depth": [1, 1], "transformer_depth_output": [1] * 4,
 }  # fmt: skip
+ONE_LEVEL_UNET = SMALL_UNET | {  # without a lower level: half of what a small one computes
+    "channel_mult": (1,), "num_res_blocks": [1], "transformer_depth": [1], "transformer_depth_output": [1, 1],
+}  # fmt: skip
 COMPILED_PARTS = {  # what other packs compile of such a model
     "unet": ["diffusion_model.middle_block.1.transformer_blocks.0", "diffusion_model.out"],
     "flux": ["diffusion_model.double_blocks.0", "diffusion_model.single_blocks.1"],

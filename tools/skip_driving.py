@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from tools.oracles import error
 
-RUN = {"width": 72, "height": 56, "steps": 12}  # of bench.models.sample; odd latent sides
+STEPS = 9  # as few as leave some to skip
+RUN = {"width": 72, "height": 56, "steps": STEPS}  # of bench.models.sample; odd latent sides
+PLANNED = {"full": 3, "skipped": 6, "resets": {}}  # of as many steps, by default
 BLOCKS = 5  # in each list of blocks of a transformer
 # Their first block lays the stream out in another order, so it always runs, and the last one with it.
 FIRST_RUNS = ("WAN21_T2V", "WAN22_T2V", "WAN21_CausalAR_T2V", "CogVideoX_T2V")

@@ -8,7 +8,7 @@ from torch import Tensor
 from tools.driving import randn
 from tools.oracles import shapes
 
-ODD = (17, 9)  # a latent's height and width
+ODD = (9, 5)  # a latent's height and width
 
 
 def build(models: Any, **changes: Any) -> Any:
