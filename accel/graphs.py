@@ -27,6 +27,7 @@ from .reasons import say
 from .stats import STATS
 
 MIB = 1 << 20
+MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of plain products
 
 
 class Name(NamedTuple):
@@ -228,7 +229,7 @@ class GraphCache:
             each(Tensor.copy_, output, recording.forward(static))
 
         program, calls = (name.owner, name.program), recording.calls
-        dtype = next((value.dtype for value in static.values() if value.is_floating_point()), torch.float32)
+        dtype = next((value.dtype for value in static.values() if value.dtype in MULTIPLIED), torch.float32)
         at_once = bool(calls) and calls <= self._here.called and self._capturer.may_fail and not recording.is_long
         if not at_once and (recording.wanted or program not in self._warmed):
             self._capturer.warm(run, dtype)

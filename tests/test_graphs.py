@@ -46,8 +46,9 @@ def test_the_run_before_a_capture_gives_the_first_result(cache, capturer) -> Non
 def test_workspaces_are_made_by_a_product_of_a_dtype_that_the_model_has(cache, capturer) -> None:
     """In a new process, another one's kernels would be loaded for it."""
     given = recording(8)
-    step, x = torch.zeros(1, dtype=torch.int64), torch.ones(4, dtype=torch.bfloat16)
-    cache.capture(name("a"), dataclasses.replace(given, inputs={"step": step, "x": x}), BUDGET)
+    dtypes = {"step": torch.int64, "packed": torch.float8_e4m3fn, "x": torch.bfloat16, "y": torch.float32}
+    inputs = {what: torch.zeros(4, dtype=dtype) for what, dtype in dtypes.items()}
+    cache.capture(name("a"), dataclasses.replace(given, inputs=inputs), BUDGET)
     assert capturer.dtypes == {torch.bfloat16} and capturer.warmed == capturer.captures == 1
 
 
