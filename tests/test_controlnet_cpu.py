@@ -3,12 +3,21 @@
 With Compile Model alone, with Compile ControlNet alone, with both, and with Skip Blocks.
 """
 
-import functools
-
 import pytest
 import torch
 
-from tools.driving import SHORT_RUN, SMALL_RUN, SMALL_UNET, UNETS, compiled, compiled_control, randn, skipping, steering
+from tools.driving import (
+    SHORT_RUN,
+    SMALL_RUN,
+    SMALL_UNET,
+    UNETS,
+    compiled,
+    compiled_control,
+    randn,
+    sampled_once,
+    skipping,
+    steering,
+)
 from tools.oracles import FUSED, assert_fast, counted, error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -61,13 +70,8 @@ def nets(models):
 
 @pytest.fixture(scope="module")
 def plain(models, unets):
-    """Eager's image without any control, sampled once for each way to sample."""
-
-    @functools.cache
-    def sampled(name, run):
-        return models.sample(unets[name], **dict(run))
-
-    return lambda name, run: sampled(name, tuple(run.items()))
+    """Eager's image without any control."""
+    return sampled_once(models, unets)
 
 
 def as_compiled(nets):

@@ -304,8 +304,8 @@ def test_what_did_not_run_at_the_first_size_runs_at_the_next(monkeypatch):
     assert len(calls) == 2
 
 
-# The oldest, and the one with a kernel of its own; all are compiled for a release. The oldest has no instructions for
-# whole products: of small tiles, its code is compiled in a tenth of the time.
+# The oldest, and the one that a kernel is for; all are compiled for a release. The oldest has no instructions for whole
+# products, so what is compiled for it grows with its tiles: small ones do here.
 CARDS = """
 import sys
 from tools import compile_kernels

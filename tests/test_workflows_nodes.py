@@ -1,6 +1,5 @@
 """Every node of ComfyUI that patches a MODEL, before and after Compile Model: eager's image, and what stays fast."""
 
-import functools
 import inspect
 
 import pytest
@@ -16,6 +15,7 @@ from tools.driving import (
     compiled,
     randn,
     sample_prompts,
+    sampled_once,
 )
 from tools.oracles import FUSED, error, fallbacks, shapes
 from tools.patching import changing_in_mid_run
@@ -36,13 +36,8 @@ def patchers(models):
 
 @pytest.fixture(scope="module")
 def plain(models, patchers):
-    """Eager's image without any node, sampled once for each way to sample."""
-
-    @functools.cache
-    def sampled(kind, run):
-        return models.sample(patchers[kind], **dict(run))
-
-    return lambda kind, run: sampled(kind, tuple(run.items()))
+    """Eager's image without any node."""
+    return sampled_once(models, patchers)
 
 
 @pytest.fixture(scope="module")

@@ -106,7 +106,7 @@ def test_prompts_of_one_afternoon(models, patchers, warm, plain, monkeypatch, na
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_weights_in_mid_run(models, patchers, warm, name):
-    """Another pack puts parameters of its own in their places between two steps, and the model's back."""
+    """Another pack puts its parameters in their places between two steps, and the model's back."""
     layers = [patchers[name].model.diffusion_model.get_submodule(layer) for layer in LAYERS[family(patchers[name])]]
     own, run = [layer.weight for layer in layers], RUNS[name] | {"steps": 5}
     other = [torch.nn.Parameter(weight * 1.5, requires_grad=False) for weight in own]

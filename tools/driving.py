@@ -3,6 +3,7 @@
 Models are patchers of ComfyUI's own classes with random weights (``bench.models``), on the CPU and in float32.
 """
 
+import functools
 import itertools
 import sys
 import threading
@@ -238,6 +239,16 @@ def every_progress(monkeypatch: Any) -> None:
     import comfy.utils
 
     monkeypatch.setattr(comfy.utils, "PROGRESS_THROTTLE_MIN_INTERVAL", 0.0, raising=False)
+
+
+def sampled_once(models: types.ModuleType, patchers: dict[str, Patcher]) -> Callable[[str, dict[str, Any]], Tensor]:
+    """Gives the latent of a run of a model by its name; each is sampled once."""
+
+    @functools.cache
+    def sampled(name: str, run: tuple[tuple[str, Any], ...]) -> Tensor:
+        return models.sample(patchers[name], **dict(run))
+
+    return lambda name, run: sampled(name, tuple(run.items()))
 
 
 def sample_prompts(
