@@ -137,11 +137,21 @@ def _nameless(argument: str) -> str:
 
 class Kernels:
     """Counts the Triton kernels of this process: compiled, or found in a cache. Of those compiled side by side the
-    seconds add up. Before Triton 3.4 nobody tells, and nothing is counted.
+    seconds add up, but those of helpers, which are not known. Before Triton 3.4 nobody tells, and nothing is counted.
     """
 
     def __init__(self) -> None:
-        self.compiled, self.found, self.seconds = 0, 0, 0.0
+        self._compiled, self._found, self.seconds = 0, 0, 0.0
+
+    @property
+    def compiled(self) -> int:
+        """Of this process or of its helpers, whose kernels are then found."""
+        return self._compiled + _helped()
+
+    @property
+    def found(self) -> int:
+        """In a cache, where they were before."""
+        return self._found - _helped()
 
     def listen(self) -> "Kernels":
         """Begins; takes the place of an earlier listener. Returns itself."""
@@ -153,10 +163,16 @@ class Kernels:
 
     def _heard(self, times: Any, cache_hit: bool, **kernel: Any) -> None:
         if cache_hit:
-            self.found += 1
+            self._found += 1
         else:
-            self.compiled += 1
+            self._compiled += 1
             self.seconds += times.total * 1e-6
+
+
+def _helped() -> int:
+    """Kernels that helpers have compiled for this process."""
+    helpers = sys.modules.get("anyshape.accel.kernels.helpers")
+    return helpers.HELPERS.compiled if helpers else 0
 
 
 @functools.cache

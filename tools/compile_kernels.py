@@ -49,13 +49,18 @@ def _type(kernel: triton.JITFunction, name: str) -> str:
     return SCALARS.get(name) or ("*fp32" if name in FLOAT32 else "*fp16")
 
 
-def compile_for(kernel: triton.JITFunction, capability: int) -> CompiledKernel:
-    """``kernel`` as machine code for one compute capability (75 for 7.5)."""
+def source(kernel: triton.JITFunction) -> ASTSource:
+    """``kernel`` with one of its signatures."""
     names = kernel.arg_names
     constants = {p.name: FLAGS.get(p.name, True) for p in kernel.params if p.is_constexpr}
     signature = {name: "constexpr" if name in constants else _type(kernel, name) for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
-    return triton.compile(ASTSource(kernel, signature, constexprs=places), target=GPUTarget("cuda", capability, 32))
+    return ASTSource(kernel, signature, constexprs=places)
+
+
+def compile_for(kernel: triton.JITFunction, capability: int) -> CompiledKernel:
+    """``kernel`` as machine code for one compute capability (75 for 7.5)."""
+    return triton.compile(source(kernel), target=GPUTarget("cuda", capability, 32))
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ compiled side by side.
 """
 
 import functools
-import os
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from ..errors import KernelFailed, is_out_of_memory
 from ..preparing import finished, workers
 from ..reasons import say
 from . import launchers
+from .helpers import HELPERS
 
 # compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
@@ -60,6 +60,7 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any)
     Gives what ``launch_compiled`` takes.
     """
     try:
+        HELPERS.may_compile(kernel, torch.cuda.current_device())
         compiled = launchers.load(kernel.warmup(*args, grid=grid, **options))
     except FAILURES as error:
         raise _named(kernel, error) from error
@@ -109,9 +110,16 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextmanager
+def compilers(device: torch.device) -> Iterator[ThreadPoolExecutor]:
+    """Gives threads for the body that call ``compile_only``, for this device; helpers may take part of their work."""
+    with HELPERS.running(), workers(MAX_WORKERS, torch.cuda.set_device, device) as pool:
+        yield pool
+
+
+@contextmanager
 def compiling_ahead(device: torch.device) -> Iterator[None]:
     """Within the body nothing is launched: kernels are compiled, all of them by its end. What it computes is void."""
-    with workers(min(MAX_WORKERS, os.cpu_count() or 1), torch.cuda.set_device, device) as pool:
+    with compilers(device) as pool:
         ahead = _dry_run.ahead = _Ahead(pool)
         try:
             yield

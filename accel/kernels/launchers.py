@@ -37,11 +37,11 @@ def _building() -> Callable[..., None] | None:
         return None
     if "_load_module_from_path" not in make.__code__.co_names:
         return None
-    built = _among(make, _load_module_from_path=lambda name, path: SimpleNamespace(launch=None))
-    return _among(launcher.__init__, compile_module_from_src=built)
+    built = among(make, _load_module_from_path=lambda name, path: SimpleNamespace(launch=None))
+    return among(launcher.__init__, compile_module_from_src=built)
 
 
-def _among(function: FunctionType, **names: Any) -> FunctionType:
+def among(function: FunctionType, **names: Any) -> FunctionType:
     """A copy of ``function`` for which these global names mean something else."""
     return FunctionType(
         function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__

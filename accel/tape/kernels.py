@@ -1,19 +1,16 @@
 """The generated kernels of this process: turns source text into something to launch, each text once."""
 
-import hashlib
-import importlib.util
-import linecache
 import math
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from importlib.abc import ExecutionLoader
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..preparing import finished, workers
+from ..kernels.from_text import module_of
+from ..preparing import finished
 from .codegen import Source
 from .layout import copied
 from .pointwise import HEADER, INTERPRETED
@@ -36,7 +33,7 @@ def function(text: str, name: str) -> Any:
         found = _FUNCTIONS.get(text)
         if found is None:
             header = INTERPRETED if _interpreted() else HEADER
-            found = _FUNCTIONS[text] = _loaded(header + text, name)
+            found = _FUNCTIONS[text] = getattr(module_of(header + text, name), name)
         return found
 
 
@@ -45,30 +42,6 @@ def _interpreted() -> bool:
     from triton import knobs
 
     return knobs.runtime.interpret
-
-
-class _Lines(ExecutionLoader):
-    """Imports a module from its text. A file for each kernel took up to 8 ms, on a host with a slow disk."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def get_source(self, fullname: str) -> str:
-        return self._text
-
-    def get_filename(self, fullname: str) -> str:
-        return f"<{fullname}>"
-
-
-def _loaded(text: str, name: str) -> Any:
-    """The function ``name`` of a module made of ``text``, whose lines are where Triton looks for them."""
-    title = f"anyshape_{name}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-    spec = importlib.util.spec_from_loader(title, _Lines(text))
-    file, lines = spec.loader.get_filename(title), text.splitlines(keepends=True)
-    linecache.cache[file] = len(text), None, lines, file  # no time: it is never out of date
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
 
 
 @dataclass
@@ -150,7 +123,7 @@ def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int, int, i
 
 def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
     """Compiles new kernels among ``launches`` side by side. Returns how many. Raises ``KernelFailed``."""
-    from ..kernels.launch import MAX_WORKERS, STARTED
+    from ..kernels.launch import STARTED, compilers
 
     launches = list({id(launch._compiled): launch for launch in launches}.values())
     new: dict[tuple, Launch] = {}
@@ -162,7 +135,7 @@ def compile_all(launches: Iterable[Launch], device: torch.device) -> int:
             launch.compile()
     elif new:
         first, *others = new.values()
-        with workers(MAX_WORKERS, torch.cuda.set_device, device) as pool:
+        with compilers(device) as pool:
             begun = [pool.submit(first.compile)]
             if not STARTED.is_set():  # Triton hashes its own sources for the first kernel of a process
                 finished(begun)
