@@ -14,11 +14,12 @@ from anyshape.accel.kernels import launchers  # noqa: E402 - the package exists 
 class Compiled:
     """As Triton's: loading puts a module into the place that all have in common, and looks there again."""
 
-    src, metadata = None, None
+    metadata = None
     shared = SimpleNamespace(launch=None)
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, dtype: str = "fp32") -> None:
         self.number, self.launch = number, None
+        self.src = SimpleNamespace(signature={"x": f"*{dtype}"} | {f"n{each}": "i32" for each in range(number % 2)})
 
     @property
     def run(self) -> int:
@@ -36,6 +37,22 @@ def test_each_kernel_has_its_own(monkeypatch) -> None:
     assert in_threads(launchers.load, kernels) == kernels
     assert [kernel.launch for kernel in kernels] == list(range(16))
     assert len(built) == 16  # side by side, before
+
+
+def test_threads_build_a_launcher_once(monkeypatch) -> None:
+    """It depends on the kinds of arguments, for which all pointers are alike. Others are built meanwhile."""
+    active, seen = [], []
+
+    def build(launcher, src, metadata):
+        active.append(len(src.signature))
+        time.sleep(0.005)
+        seen.append(tuple(active))
+        active.remove(len(src.signature))
+
+    monkeypatch.setattr(launchers, "_building", lambda: build)
+    in_threads(launchers.load, [Compiled(number, dtype) for number in range(6) for dtype in ("fp16", "bf16")])
+    assert len(seen) == 12 and all(len(set(each)) == len(each) for each in seen)
+    assert any(len(each) == 2 for each in seen)
 
 
 def test_where_building_alone_does_not_work_it_is_loaded_all_the_same(monkeypatch) -> None:

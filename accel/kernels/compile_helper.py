@@ -42,14 +42,20 @@ def _take_hash(known: str) -> None:
             module.triton_key = lambda: known
 
 
-def _compiled(text: str, name: str, types: tuple, target: Any, options: dict[str, Any]) -> bool:
-    """types: signature, constants and attributes as ``ASTSource`` has them."""
+def _compiled(
+    text: str, name: str, imported: dict[str, tuple[str, str]], types: tuple, target: Any, options: dict[str, Any]
+) -> bool:
+    """imported: text and name of functions of other modules, by their names in this one.
+
+    types: signature, constants and attributes as ``ASTSource`` has them.
+    """
     import triton
     from triton.compiler import ASTSource
 
     try:
-        source = ASTSource(getattr(_module(text, name), name), *types)
-        triton.compile(source, target=target, options=options)
+        module = _module(text, name)
+        vars(module).update({here: getattr(_module(*there), there[1]) for here, there in imported.items()})
+        triton.compile(ASTSource(getattr(module, name), *types), target=target, options=options)
     except Exception:  # noqa: BLE001  the process that asks compiles it then, and says what is wrong
         return False
     return True

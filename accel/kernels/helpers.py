@@ -21,6 +21,7 @@ from queue import Empty, PriorityQueue
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
+from triton import JITFunction
 from triton.compiler import compiler
 from triton.runtime import cache
 
@@ -195,8 +196,17 @@ def _cores() -> int:
 
 def _request(src: Any, target: Any, options: dict[str, Any] | None) -> tuple:
     """What ``compile_helper`` takes."""
-    text = "".join(linecache.getlines(src.fn.fn.__code__.co_filename))
-    return text, src.fn.__name__, (src.signature, src.constants, src.attrs), target, options
+    file = src.fn.fn.__code__.co_filename
+    imported = {
+        name: (_text(each.fn.__code__.co_filename), each.__name__)
+        for name, each in src.fn.fn.__globals__.items()
+        if isinstance(each, JITFunction) and each.fn.__code__.co_filename != file
+    }
+    return _text(file), src.fn.__name__, imported, (src.signature, src.constants, src.attrs), target, options
+
+
+def _text(file: str) -> str:
+    return "".join(linecache.getlines(file))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Loads the C modules by which Triton starts its kernels: built side by side, loaded one at a time.
+"""Loads the C modules by which Triton starts its kernels: built side by side, each once, loaded one at a time.
 
 All of them have the same name. Python keeps one module per name, and puts a reloaded module into it. A thread that
 reads its module while another thread loads one finds the other's function there. A kernel that is started by it gets
@@ -13,6 +13,7 @@ from types import FunctionType, SimpleNamespace
 from typing import Any
 
 _LOADING = threading.Lock()
+_BUILDING: dict[tuple[str, ...], threading.Lock] = {}
 ANOTHER = (AttributeError, ImportError, LookupError, TypeError, ValueError)  # of a Triton that does otherwise
 
 
@@ -20,10 +21,17 @@ def load(compiled: Any) -> Any:
     """A kernel that Triton compiled, ready to start. Raises what Triton raises."""
     with contextlib.suppress(*ANOTHER):  # it is built where it is loaded
         if (build := _building()) is not None:
-            build(SimpleNamespace(), compiled.src, compiled.metadata)
+            with _building_of(compiled.src.signature):
+                build(SimpleNamespace(), compiled.src, compiled.metadata)
     with _LOADING:
         _ = compiled.run  # loads it, and the kernel
     return compiled
+
+
+def _building_of(signature: dict[str, Any]) -> threading.Lock:
+    """Kernels whose arguments are of the same kinds have the same launcher: one thread builds it, others find it."""
+    kinds = tuple(["*" if str(kind).startswith("*") else str(kind) for kind in signature.values()])
+    return _BUILDING.setdefault(kinds, threading.Lock())
 
 
 @functools.cache

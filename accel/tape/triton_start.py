@@ -30,7 +30,8 @@ def anyshape_start(p0, o0, BC: tl.constexpr):
 def prepare(device: torch.device) -> None:
     """Starts Triton where kernels can run."""
     if not kernels.obstacle(device):
-        threading.Thread(target=_start_triton, args=(device,), name="AnyShape starts Triton", daemon=True).start()
+        # no daemon: those that Python stops in the middle of Triton's C++ abort the process at its end
+        threading.Thread(target=_start_triton, args=(device,), name="AnyShape starts Triton").start()
 
 
 def _start_triton(device: torch.device) -> None:
