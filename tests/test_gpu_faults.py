@@ -108,12 +108,12 @@ def test_a_first_result_that_is_nonsense(models, monkeypatch, name, step):
 
     own, copy, spoilt = getattr(capture.Capturer, step), torch.Tensor.copy_, []
 
-    def spoiling(self, run):
+    def spoiling(self, run, dtype):
         with pytest.MonkeyPatch.context() as patch:  # what a graph computes is copied to where its readers look
             if not spoilt:
                 patch.setattr(torch.Tensor, "copy_", lambda target, *args: copy(target, *args).mul_(2))
             spoilt.append(True)
-            return own(self, run)
+            return own(self, run, dtype)
 
     patcher = small(models, name)
     fast = compiled(patcher)

@@ -70,7 +70,7 @@ def test_a_crowded_pool_begins_anew(models):
 def test_a_capture_that_fails_costs_only_the_graph(models, monkeypatch):
     from anyshape.accel import capture
 
-    def refuse(self, run):
+    def refuse(self, run, dtype):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(capture.Capturer, "_captured", refuse)
@@ -125,11 +125,11 @@ for width, height, batch in ((512, 512, 1), (544, 408, 2), (512, 512, 1)):
 shapes = stats.snapshot()["models"][-1]["shapes"]
 assert [shape["state"] for shape in shapes] == ["graph"] * 2, shapes
 own = capture.Capturer._captured
-def broken(self, run):
+def broken(self, run, dtype):
     def fails():
         run()
         raise RuntimeError("broken")
-    return own(self, fails)
+    return own(self, fails, dtype)
 capture.Capturer._captured = broken
 out, expected = (models.sample(p, 768, 512, steps=3) for p in (fast, patcher))
 assert (out - expected).norm() / expected.norm() < 1e-2
