@@ -164,12 +164,17 @@ def test_where_its_cache_lies_elsewhere_helpers_are_given_up(started, heard, cac
 
 
 @compiling
-def test_once_closed_nobody_waits(started):
-    seats = helpers._Seats(2)
-    seats.close()
-    with seats.taken() as helper:
-        assert helper is None
-    with pytest.raises(ValueError, match="ours"), seats.taken():
+def test_the_seat_of_a_helper_that_has_ended_is_ours(started):
+    closed, broken = helpers._Seats(2), helpers._Seats(2)
+    closed.close()
+    with broken.taken() as ours, broken.taken() as other:
+        with broken.taken() as third:
+            raise BrokenPipeError(f"of {third}")
+    for seats, left in ((closed, 0), (broken, 1)):
+        with seats.taken() as one, seats.taken() as two, seats.taken() as three:
+            assert [one, two, three].count(None) == 3 - left and not started
+    assert ours is None and other is not None
+    with pytest.raises(ValueError, match="ours"), closed.taken():
         raise ValueError("ours")
-    with seats.taken() as helper:
-        assert helper is None and not started
+    with closed.taken() as again:
+        assert again is None

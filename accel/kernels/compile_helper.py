@@ -11,7 +11,8 @@ import pickle
 import sys
 from typing import Any, BinaryIO
 
-from from_text import module_of  # beside this file
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))  # an embedded Python does not look there
+from from_text import module_of  # noqa: E402
 
 
 def main() -> None:

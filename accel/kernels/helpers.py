@@ -81,7 +81,10 @@ def _started() -> subprocess.Popen:
 
 
 class _Seats:
-    """Where kernels are compiled at one time: in helpers that run, in this process, in helpers not yet started."""
+    """Where kernels are compiled at one time: in helpers that run, in this process, in helpers not yet started.
+
+    The seat of a helper that has ended is this process's.
+    """
 
     def __init__(self, helpers: int) -> None:
         self._numbers, self._free, self._closed = itertools.count(), PriorityQueue(), False
@@ -105,25 +108,24 @@ class _Seats:
                 raise
             works = False
         finally:
-            if helper is None:
-                self._put(OURS, None)
-            elif works and not self._closed:
-                self._put(BEGUN, helper)
-            else:
-                helper.end()
+            self._back(helper, works and not self._closed)
+
+    def _back(self, helper: _Helper | None, works: bool) -> None:
+        if helper is not None and works:
+            self._put(BEGUN, helper)
+            return
+        if helper is not None:
+            helper.end()
+        self._put(OURS, None)
 
     def close(self) -> None:
         """Ends the helpers, those at work when they return. What is asked for from here on, this process compiles."""
-        self._closed, ours = True, 0
+        self._closed, free = True, []
         with contextlib.suppress(Empty):
             while True:
-                _, _, helper = self._free.get_nowait()
-                if helper is None:
-                    ours += 1
-                else:
-                    helper.end()
-        for _ in range(ours):  # somebody may be about to take one
-            self._put(OURS, None)
+                free.append(self._free.get_nowait())
+        for _, _, helper in free:  # somebody may be about to take one
+            self._back(helper, works=False)
 
 
 class Helpers:

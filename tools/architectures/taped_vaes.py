@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +36,17 @@ def _model(name: str) -> nn.Module:
     return autoencoders.model(name)
 
 
-def recording(model: nn.Module, way: str, arguments: tuple[Tensor, ...]) -> Recording:
-    """One decode or encode, on a lean tape."""
-    return Recording(model, arguments, {}, way=way, lean=True)
+def recording(model: nn.Module, way: str, arguments: tuple[Tensor, ...], outlines: Any = None) -> Recording:
+    """One decode or encode, on a lean tape. outlines: of earlier ones of this way."""
+    return Recording(model, arguments, {}, outlines=outlines, way=way, lean=True)
 
 
 def study(entry: Autoencoder, way: str, variants: int = VARIANTS, run: bool = True) -> Found:
     """Records every variant; compares results of a few, if they are to be run."""
-    model = _model(entry.name)
-    recorded = (recording(model, way, entry.inputs(way, k)) for k in range(variants))
+    from anyshape.accel.tape.reuse import Outlines
+
+    model, outlines = _model(entry.name), Outlines()
+    recorded = (recording(model, way, entry.inputs(way, k), outlines) for k in range(variants))
     with as_on_gpu():
         return found_of(f"{entry.name}, {way}", recorded, (COMPARED,) if run else (), FUSED if run else -1)
 
