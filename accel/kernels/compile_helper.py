@@ -68,7 +68,7 @@ def _module(text: str, name: str) -> Any:
 
 
 def _kernels_alone(text: str) -> str:
-    """``text`` with every other line empty, so that each keeps its number, and without what it would import."""
+    """The kernels of ``text``, and what it imports of Triton. All else is empty lines, so each keeps its number."""
     lines, kept = text.splitlines(keepends=True), set()
     for node in ast.parse(text).body:
         if _is_kernel(node) or _imports_triton(node):
