@@ -1,6 +1,6 @@
 """Compiles kernels in processes beside this one, where many are new.
 
-Triton's compiler holds Python's lock for half of its work, so threads help little. A helper puts its kernel into
+Triton's compiler holds Python's lock for much of its work, so threads help little. A helper puts its kernel into
 Triton's cache, and this process finds it there, as after a restart. So a helper decides nothing: what one cannot
 compile, and everything where none can run, this process compiles itself.
 """
