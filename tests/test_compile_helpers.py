@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -69,8 +70,14 @@ def sources(numbers, text=TEXT):
 
 def compiled(used, sources):
     """All of them at the same time, as ``compile_all`` does it."""
+    together = Barrier(len(sources))
+
+    def one(source):
+        together.wait(60)
+        return used.compile(source, TARGET, {"num_warps": 4})
+
     with used.running(), ThreadPoolExecutor(len(sources)) as pool:
-        return list(pool.map(lambda source: used.compile(source, TARGET, {"num_warps": 4}), sources))
+        return list(pool.map(one, sources))
 
 
 @pytest.mark.skipif(not knobs.runtime.interpret, reason="this process interprets nothing")

@@ -168,27 +168,27 @@ class Helpers:
 
     def compile(self, src: Any, target: Any = None, options: dict[str, Any] | None = None, **rest: Any) -> Any:
         """``triton.compile``: by a helper, if the kernel is new and more are than this process compiles itself."""
-        seats = self._seats
+        ours = functools.partial(compiler.compile, src, target=target, options=options, **rest)
+        seats, done = self._seats, False
         if seats is None:
-            return compiler.compile(src, target=target, options=options, **rest)
+            return ours()
+        from_cache = functools.partial(_cached(), src, target=target, options=options, **rest)
         with contextlib.suppress(_NotCached):
-            return _cached()(src, target=target, options=options, **rest)
-        done = False
+            return from_cache()
         with seats.taken() as helper:
             if helper is None:
-                return compiler.compile(src, target=target, options=options, **rest)
+                return ours()
             done = helper.compile(_request(src, target, options))
-        if done:
-            try:
-                found = _cached()(src, target=target, options=options, **rest)
-            except _NotCached:
+        try:
+            found = from_cache()
+        except _NotCached:
+            if done:
                 self._useless = True
                 seats.close()
-            else:
-                with self._lock:
-                    self.compiled += 1
-                return found
-        return compiler.compile(src, target=target, options=options, **rest)
+            return ours()
+        with self._lock:
+            self.compiled += 1
+        return found
 
 
 def _cores() -> int:
