@@ -134,20 +134,10 @@ def programmed(model: nn.Module, given: tuple[Tensor, ...], *chosen: Callable[[T
 
 
 def error(model: nn.Module, program: Program, given: tuple[Tensor, ...]) -> float:
-    """How far the program's result is from the model's, which lies the same."""
-    with torch.inference_mode():
-        out, wanted = program.run(list(given)), model(*given)
-    assert out.shape == wanted.shape and out.stride() == wanted.stride()
-    return ((out - wanted).float().norm() / wanted.float().norm()).item()
+    """How far the program's result is from the model's, which lies the same.
 
-
-def calls(tape: Tape, func: object) -> list[Operation]:
-    """The operations of that function."""
-    return [operation for operation in tape.operations if operation.func is func]
-
-
-def lies_as_said(program: Program, given: tuple[Tensor, ...]) -> None:
-    """Whether what calls give lies as the tape says, which is where kernels read it."""
+    What its calls give lies as the tape says, which is where kernels read it.
+    """
     values = {slot: value for value, slot in program._slots.items()}
     seen = 0
 
@@ -159,5 +149,11 @@ def lies_as_said(program: Program, given: tuple[Tensor, ...]) -> None:
         assert all(n == 1 or own == said for own, said, n in places), (value, tensor.stride(), value.stride)
 
     with torch.inference_mode():
-        program._execute(list(given), look)
-    assert seen
+        out, wanted = program._execute(list(given), look), model(*given)
+    assert seen and out.shape == wanted.shape and out.stride() == wanted.stride()
+    return ((out - wanted).float().norm() / wanted.float().norm()).item()
+
+
+def calls(tape: Tape, func: object) -> list[Operation]:
+    """The operations of that function."""
+    return [operation for operation in tape.operations if operation.func is func]
