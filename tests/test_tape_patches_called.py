@@ -9,24 +9,9 @@ from torch import nn
 
 from tools.driving import compiled, randn
 from tools.oracles import error, fallbacks, shapes
-from tools.patching import CHANGED, CLOSE, PATCHES, assert_equal, run, takes_of, with_patch
+from tools.patching import CHANGED, CLOSE, assert_equal, run, takes_of, with_patch
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
-
-
-@pytest.mark.parametrize("patches", [PATCHES[start::3] for start in range(3)], ids=["one", "two", "three"])
-def test_patches_that_count_are_called_as_in_eager(models, fresh, recordings, patches):
-    """Each sees the same places in the same order, once in each forward, and what is around them is recorded."""
-    outs, logs = [], []
-    for each in (fresh, compiled(fresh)):
-        patched, log = each.clone(), {patch: [] for patch in patches}
-        for patch, places in log.items():
-            patch(patched, places)
-        outs.append([run(models, patched, seed=seed) for seed in range(2)])
-        logs.append(log)
-    assert all(error(out, wanted) < CLOSE for wanted, out in zip(*outs, strict=True))
-    assert logs[0] == logs[1] and min(map(len, logs[0].values())) >= 8
-    assert len(recordings) <= 2 and [shape["state"] for shape in shapes()] == ["tape"] and not fallbacks()
 
 
 def sigma_of(options):
