@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tools.driving import (
-    SHORT_RUN,
     SMALL_RUN,
     SMALL_UNET,
     UNETS,
@@ -25,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("clean_stats")
 CLOSE = 1e-4  # relative L2 in fp32; what is measured is 4e-6
 FAMILIES = ("sd15", "sdxl")
 RUN = {"width": 88, "height": 72, "steps": 4}  # a latent of 11 x 9
+FIRST_RUN = {"width": 104, "height": 72, "steps": 1}  # of a compiled model
 
 SHORT = {"steps": 2}  # where every step is like the first: one that is recorded, and one that is replayed
 
@@ -37,13 +37,10 @@ SCENES = {
     "ends in mid-run": (["net"], {"end_percent": 0.5}, {}),
     "two of one network": (["net", "net"], {"strength": 0.6}, SHORT),
     "two networks, one T2I-Adapter": (["net", "adapter", "other"], {"strength": 0.4}, SHORT),
-    "a T2I-Adapter": (["adapter"], {}, SHORT),
     "a T2I-Adapter that ends": (["adapter"], {"end_percent": 0.5}, {}),
     "batch 3, a hint each": (["net"], {"batch": 3}, {"batch": 3, "width": 72, "steps": 2}),
-    "batch 4, two hints": (["net"], {"batch": 2}, {"batch": 4, "width": 64, "height": 72, "steps": 2}),
     "without CFG": (["net"], {"end_percent": 0.5}, {"cfg": 1.0}),
-    "a long prompt, batch 2": (["net"], {}, {"tokens": 154, "batch": 2, "width": 120, "height": 136, "steps": 2}),
-    "Heun": (["net"], {"start_percent": 0.4}, {"sampler": "heun", "steps": 3}),
+    "a long prompt, batch 2": (["net"], {}, {"tokens": 154, "batch": 2, "width": 72, "height": 104, "steps": 2}),
 }
 # Sampled with each node alone as well: what a node does at the begin and end of a run, and of a control.
 IN_EVERY_WAY = ("one", "appears in mid-run", "ends in mid-run", "two networks, one T2I-Adapter")
@@ -96,12 +93,12 @@ def warm(models, unets, nets, counting):
     for name in FAMILIES:
         fast, control = compiled(unets[name]), as_compiled(nets[name])
         for batch in (1, 2):
-            models.sample(fast, **SHORT_RUN | {"batch": batch})
-        for scene in ("one", "a T2I-Adapter", "two networks, one T2I-Adapter"):
-            sampled(models, fast, control, scene, **SHORT_RUN)
+            models.sample(fast, **FIRST_RUN | {"batch": batch})
+        for scene in ("one", "a T2I-Adapter that ends", "two networks, one T2I-Adapter"):
+            sampled(models, fast, control, scene, **FIRST_RUN)
         ways[name] = {"model": (fast, nets[name]), "control": (unets[name], control), "both": (fast, control)}
     fast, control = ways["sd15"]["both"]
-    sampled(models, skipping(fast), control, "ends in mid-run", **SHORT_RUN | {"steps": 9})
+    sampled(models, skipping(fast), control, "ends in mid-run", **FIRST_RUN | {"steps": 9})
     return ways
 
 
@@ -130,11 +127,11 @@ def test_a_run_with_and_without_residuals(models, warm, scene, nothing_compiles)
     assert calls["hint"] == calls["middle=1"] == 2 and calls["x["] == 4 + 2
 
 
-@pytest.mark.parametrize(("name", "rows"), [("sd15", 4), ("sdxl", 1)])
+@pytest.mark.parametrize(("name", "rows"), [("sd15", 2), ("sdxl", 1)])
 def test_residuals_equal_eager(nets, name, rows):
     """Each for itself, and each in memory of its own: ComfyUI multiplies them in place."""
     net, fast = nets[name]["net"].control_model, compiled_control(nets[name]["net"]).control_model
-    sizes = [(136, 120), (328, 72), (64, 64)]
+    sizes = [(88, 104), (168, 72), (64, 64)]
     for seed, (width, height) in enumerate(sizes + sizes[::-1]):  # each is recorded, and then replayed on other input
         call = control_inputs(net, width, height, rows, seed)
         with torch.inference_mode():
@@ -171,10 +168,9 @@ def union(models):
     return models.unet("sdxl", torch.float32, **tiny), control
 
 
-@pytest.mark.parametrize("kind", ["auto", "openpose"])
-def test_union_controlnets(models, union, kind):
+def test_union_controlnets(models, union):
     """Set Union ControlNet Type before our node or after it."""
-    patcher, control = union
+    (patcher, control), kind = union, "openpose"
     eager = set_type(control, kind)
     wanted = models.sample(patcher, **SMALL_RUN, steer=steering(eager))
     for fast in (compiled_control(eager), set_type(compiled_control(control), kind)):
