@@ -34,16 +34,14 @@ SMALL = [(2, 96, 9, 11), (1, 320, 12, 9), (1, 64, 5, 29), (1, 32, 2, 1)]  # the 
 LARGE = [(1, 320, 128, 128), (8, 640, 45, 33), (2, 1280, 23, 45), (1, 128, 544, 408), (2, 1920, 17, 17)]
 LAST = torch.channels_last
 JOINED = (1280, 640) if CUDA else (320, 160)
+LENGTHS, HEADS = [(1, 1), (70, 77), (33, 154), (128, 231), (65, 128)], [(2, 128), (3, 120), (1, 128), (4, 64)]
 LARGE_GEGLU = [(1024, 1280, 5120), (345, 640, 2560)] if CUDA else []
 SIZES = SMALL + (LARGE if CUDA else [])
 
 
 def crossed(one, other):
-    """On a GPU each with each. The interpreter takes its time, so here each of them once, by turns."""
-    if CUDA:
-        return [*itertools.product(one, other)]
-    turns = max(len(one), len(other))
-    return list(zip((one * turns)[:turns], (other * turns)[:turns], strict=True))
+    """On a GPU each with each. The interpreter takes its time: all of the longer ``one``, each with the next other."""
+    return [*(itertools.product(one, other) if CUDA else zip(one, itertools.cycle(other), strict=False))]
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +61,7 @@ def relative_error(out, expected):
 
 def assert_close(out, expected, dtype, at_least=0.0):
     error = relative_error(out, expected)
-    assert torch.isfinite(out).all()
-    assert error <= max(TOLERANCE[dtype], at_least), f"relative error {error:.2e}"
+    assert torch.isfinite(out).all() and error <= max(TOLERANCE[dtype], at_least), f"relative error {error:.2e}"
 
 
 def to_float64(*tensors):
@@ -132,11 +129,9 @@ def test_group_norm_names_its_limit():
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_group_norm_does_not_cancel(size):
     """A mean far above the spread: E[x^2] - E[x]^2 would lose every digit in float32."""
-    x = randn(*size) + 1000.0
-    c = size[1]
+    x, c = randn(*size) + 1000.0, size[1]
     weight, bias = randn(c), randn(c)
-    out = group_norm(x, weight, bias, 32, 1e-5, silu=False)
-    exact = to_float64(x, weight, bias)
+    out, exact = group_norm(x, weight, bias, 32, 1e-5, silu=False), to_float64(x, weight, bias)
     expected = reference.group_norm(*exact, 32, 1e-5, silu=False)
     each = cancels(exact[0]).repeat_interleave(c // 32, 1) * weight.abs()  # [N, C]
     allowed = 4 * torch.finfo(torch.float32).eps * each[:, :, None, None] + 1e-5 * (1 + expected.abs())
@@ -155,13 +150,8 @@ HOPPER = CUDA and torch.cuda.get_device_capability() == linear_geglu.CAPABILITY
 
 @pytest.mark.skipif(CUDA and not HOPPER, reason="the kernel is for compute capability 9.0")
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize(
-    "rows, depth, inner, with_bias",
-    [
-        (*size, with_bias)
-        for size, with_bias in crossed([(1, 64, 64), (77, 96, 200), (33, 320, 136)] + LARGE_GEGLU, [True, False])
-    ],
-)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("rows, depth, inner", [(1, 64, 64), (77, 96, 200), (33, 320, 136)] + LARGE_GEGLU)
 def test_linear_geglu(rows, depth, inner, with_bias, dtype):
     x, weight = randn(2, rows, depth, dtype=dtype), randn(2 * inner, depth, dtype=dtype)
     bias = randn(2 * inner, dtype=dtype) if with_bias else None
@@ -185,15 +175,10 @@ def test_linear_geglu_is_for_tiles_that_fill_the_card():
     assert not linear_geglu.is_faster(512, 1280, 5120, processors=132)  # at 512x512
 
 
-HEADS = [(2, 128), (3, 120), (1, 128), (4, 64)]
-LENGTHS = [(1, 1), (70, 77), (33, 154), (128, 231), (65, 128)]
-
-
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize(
-    "queries, keys, heads, channels", [(*lengths, *heads) for lengths, heads in crossed(LENGTHS, HEADS)]
-)
-def test_flash_attention(queries, keys, heads, channels, dtype):
+@pytest.mark.parametrize("lengths, sizes", crossed(LENGTHS, HEADS), ids=str)
+def test_flash_attention(lengths, sizes, dtype):
+    (queries, keys), (heads, channels) = lengths, sizes
     q = randn(2, queries, channels, dtype=dtype)
     k, v = (randn(2, keys, 2 * channels, dtype=dtype)[:, :, ::2] for _ in range(2))
     assert flash_attention.fits(q, k, heads)
@@ -249,8 +234,7 @@ class Broken:
 
 def _exactly(value):
     """In float64."""
-    if isinstance(value, list):
-        return [each.double() for each in value]
+    value = [each.double() for each in value] if isinstance(value, list) else value
     return value.double() if isinstance(value, torch.Tensor) else value
 
 
@@ -322,19 +306,17 @@ def test_what_did_not_run_at_the_first_size_runs_at_the_next(monkeypatch):
     assert len(calls) == 2
 
 
-# The oldest card, and the one that a kernel is for; all kernels are compiled for all cards for a release. Only products
-# differ by card. The oldest has no instructions for whole ones, so what is compiled for it grows with its tiles: small
-# ones do here.
+# All for the card that one is for; for the oldest, those with products and one without. It has no instructions for
+# whole products, so what is compiled for it grows with its tiles: small ones do here. A release compiles everything.
 CARDS = """
 from tools import compile_kernels
-for kernel in compile_kernels.KERNELS:
-    compile_kernels.compile_for(kernel, 90)
-    print("ok")
-compile_kernels.FLAGS |= dict.fromkeys(("BM", "BN", "BK", "BT", "BL"), 32)
-for name in ("coefficients_kernel", "grouped_linear_kernel", "flash_attention_kernel"):
-    (kernel,) = [each for each in compile_kernels.KERNELS if each.__name__ == name]
-    compile_kernels.compile_for(kernel, 75)
-    print("ok")
+small = dict.fromkeys(("BM", "BN", "BK", "BT", "BL"), 32)
+for card, tiles, words in ((90, {}, ""), (75, small, ("coefficients", "grouped_linear", "flash"))):
+    compile_kernels.FLAGS |= tiles
+    for kernel in compile_kernels.KERNELS:
+        if kernel.__name__.startswith(words):
+            compile_kernels.compile_for(kernel, card)
+            print("ok")
 """
 
 
