@@ -174,7 +174,7 @@ def test_a_second_way_out_of_the_deep_part_leaves_nothing_out():
 @pytest.mark.parametrize(("name", "size"), [("sdxl", SIZES[0]), ("sd15", SIZES[1])], ids=str)
 def test_both_halves_are_the_forward(unets, name, size):
     model, inputs = unets[name].model.diffusion_model, unet_inputs(unets[name], *size)
-    for depth in range(len(model.output_blocks) - 1):
+    for depth in range(0 if name == "sd15" else 1, len(model.output_blocks) - 1, 1 if name == "sd15" else 3):
         halves, out, _, skipped = halves_of(recording := recorded(model, **inputs, transformer_options={}), depth)
         assert halves.depth == depth
         assert torch.equal(out, recording.out) and torch.equal(skipped, recording.out)
@@ -212,15 +212,15 @@ def test_sampling_a_network_that_is_not_sds():
     assert torch.equal(*outs) and 0 < error(outs[0], wanted) < 0.7
 
 
-def first_steps(models, patcher, width):
-    """What the fifth step of a run gives: a full one, behind a full one and three skipped ones."""
+def first_steps(models, patcher, width, last):
+    """What a run's step ``last`` gives: the second is skipped, the fifth full, behind a full one and three skipped."""
     from comfy.model_management import InterruptProcessingException
 
     denoised = []
 
     def stop(step, found, *_):
         denoised.append(found)
-        if step == 4:
+        if step == last:
             raise InterruptProcessingException
 
     with pytest.raises(InterruptProcessingException):
@@ -247,10 +247,10 @@ def test_fused_halves_share_their_kernels(models, plain_kernels, monkeypatch):
     patchers = [models.unet("sd15", torch.float16, **NARROW_UNET | TINY_UNET) for _ in range(2)]
     ways = skipping(patchers[0]), compiled(skipping(patchers[1]))
     with expect(recompiles=0, fallbacks=0):
-        for width in (64, 72, 56):
-            eager, out = (first_steps(models, each, width) for each in ways)
+        for width, last, full, skipped in ((64, 4, 2, 3), (72, 1, 1, 1), (56, 1, 1, 1)):
+            eager, out = (first_steps(models, each, width, last) for each in ways)
             assert error(out, eager) < 2e-2
-            assert counted() == {"full": 2, "skipped": 3, "resets": {}}
+            assert counted() == {"full": full, "skipped": skipped, "resets": {}}
     assert {shape["state"] for shape in shapes()} == {"tape"} and left_out == [False, False, True]
 
 
@@ -275,14 +275,8 @@ def full_size_recording(models, name, side, **changes):
     return recorded(full_size(models, name, **changes), **inputs, transformer_options={})
 
 
-@pytest.mark.parametrize("name, side, chosen", [("sdxl", 128, 2), ("sd15", 64, 0)])
-def test_depth_auto_is_the_deepest_cheap_one(models, name, side, chosen):
-    assert full_size_recording(models, name, side).cut().depth == chosen
-
-
-def test_a_depth_that_there_is_not_is_auto(models):
-    recording = full_size_recording(models, "sdxl", 64, **FEWER_BLOCKS["sdxl"])
-    assert recording.cut(depth=20).depth == 1
+def test_depth_auto_is_the_deepest_cheap_one(models):
+    assert full_size_recording(models, "sdxl", 128).cut().depth == 2
 
 
 FEWER_BLOCKS = {  # than SDXL's 70, each of which torch counts alone
@@ -294,13 +288,14 @@ FEWER_BLOCKS = {  # than SDXL's 70, each of which torch counts alone
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "depth"), [("sd15", 3), ("sdxl", 2)])
-def test_shares_are_those_that_torch_counts(models, name, depth):
-    """By torch's own counter of FLOPs, on tensors without memory."""
+@pytest.mark.parametrize(("name", "depth", "chosen"), [("sd15", None, 0), ("sdxl", 20, 1)])
+def test_shares_are_those_that_torch_counts(models, name, depth, chosen):
+    """By torch's own counter of FLOPs, on tensors without memory. A depth that there is not is auto."""
     from torch.utils.flop_counter import FlopCounterMode
 
     recording = full_size_recording(models, name, 64, **FEWER_BLOCKS[name])
     halves = recording.cut(depth)
+    assert halves.depth == chosen
 
     def count(tape, inputs):
         program = recording.program(fuse=False, tape=tape)

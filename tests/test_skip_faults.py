@@ -47,14 +47,13 @@ def wanted(models, patcher):
 @pytest.mark.parametrize(
     ("fault", "mode"),
     [
-        ("halves.cut", "eager"),
         ("halves.Halves._is_right", "compiled"),
         ("tape.program.Program.run", "eager"),
         ("tape.program.Program.run", "compiled"),
     ],
 )
 def test_a_failure_of_ours_costs_speed_and_no_picture(models, fresh, wanted, monkeypatch, fault, mode):
-    """No step is skipped then, and the run says why."""
+    """No step is skipped then, and the run says why. Of cutting: see ``test_faults``."""
     monkeypatch.setattr(f"anyshape.accel.{fault}", lambda *args: 1 / 0)
     skip = skipping(fresh)
     assert torch.equal(models.sample(compiled(skip) if mode == "compiled" else skip, **RUN), wanted)

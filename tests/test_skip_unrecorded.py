@@ -50,15 +50,13 @@ def streamed(tiny, monkeypatch):
 def test_streamed_weights(tiny, streamed, name):
     """Steps are skipped, by the same features as on a tape wherever the same blocks are left out."""
     wanted = sample(tiny(name), name)
-    taped = sample(skipping(tiny(name), depth="1"), name)
     patcher, load = streamed(name)
     out = sample(skipping(patcher, depth="1"), name)
     assert counted() == PLANNED and not load.pages.pinned
     assert last_run()["depth"] == 1 and last_run()["bytes"] > 0
     assert 0 < error(out, wanted) < 0.7  # random weights: no smoothness
     if name in ("WAN21_T2V", "AuraFlow"):  # one list of blocks
-        assert error(out, taped) < 1e-3
-    assert torch.equal(sample(skipping(patcher, depth="1"), name), out)
+        assert error(out, sample(skipping(tiny(name), depth="1"), name)) < 1e-3
     assert torch.equal(sample(skipping(compiled(patcher), depth="1"), name), out)
 
 

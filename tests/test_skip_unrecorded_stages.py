@@ -36,10 +36,16 @@ def give_away(load) -> None:
     load.pages.give_away()
 
 
+@pytest.fixture(scope="module")
+def wanted(models, patcher):
+    """What such a UNet gives without it."""
+    return models.sample(patcher, **RUN)
+
+
 @pytest.mark.parametrize("depth", ["0", "2", "auto"])
-def test_streamed_weights(models, load, depth):
+def test_streamed_weights(models, wanted, load, depth):
     """The steps are skipped as on a tape, and give what they give there."""
-    wanted, skip = models.sample(load.patcher, **RUN), skipping(load.patcher, depth=depth)
+    skip = skipping(load.patcher, depth=depth)
     taped = models.sample(skip, **RUN)
     assert counted() == PLANNED and last_run()["depth"] == int(depth if depth != "auto" else 0)
     give_away(load)
