@@ -100,8 +100,14 @@ def programmed(model: nn.Module, given: tuple[Tensor, ...]) -> Program:
     return program
 
 
-@pytest.mark.parametrize("norm, mode", [("length", "zeros"), ("mean", "reflect"), ("group", "replicate")])
-@pytest.mark.parametrize("dtype", BOUND, ids=str)
+@pytest.mark.parametrize(
+    "dtype, norm, mode",
+    [
+        (torch.float32, "length", "zeros"), (torch.bfloat16, "length", "zeros"), (torch.float32, "mean", "reflect"),
+        (torch.bfloat16, "group", "replicate"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_right_at_every_size_with_the_kernels_of_the_first(dtype: torch.dtype, norm: str, mode: str):
     """Nothing is turned on the way: what the forward gives is the only copy."""
     model, known = Videos(dtype, norm, mode), set[str]()
