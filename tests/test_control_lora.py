@@ -48,7 +48,7 @@ def test_sizes_and_batches(models):
     sdxl = models.unet("sdxl", torch.float32, **SMALL_UNETS["sdxl"])
     control = models.control_lora(sdxl)
     fast = compiled_control(control)
-    for run in ({}, {"width": 120, "height": 136}, {"batch": 3}, {"tokens": 154, "cfg": 1.0}, {}):
+    for run in ({}, {"width": 72, "height": 88, "batch": 3}, {"tokens": 154, "cfg": 1.0}):
         wanted = sampled(models, sdxl, control, **run)
         assert error(sampled(models, sdxl, fast, **run), wanted) < CLOSE, run
     assert_fast()

@@ -22,7 +22,7 @@ from anyshape.accel.skip.schedule import full_steps  # noqa: E402 - the package 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 OTHER = {"width": 56, "height": 88, "steps": STEPS, "seed": 3}
-LARGER = {"width": 136, "height": 104}
+LARGER = {"width": 112, "height": 104}
 CLOSE = 1e-5
 
 
@@ -83,7 +83,7 @@ def test_deep_blocks_run_on_full_steps_only(patcher):
         assert counted() == PLANNED
 
 
-@pytest.mark.parametrize("options", [{}, {"depth": "2"}, {"forecast": "off"}, {"interval": 2, "depth": "1"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"forecast": "off"}, {"interval": 2, "depth": "1"}], ids=str)
 def test_the_picture_changes_a_little(models, patcher, plain, options):
     assert 0 < error(models.sample(skipping(patcher, **options), **RUN), plain) < 0.7  # random weights: no smoothness
 
@@ -95,7 +95,7 @@ def test_interval_1_is_eager_to_the_bit(models, patcher, sampler):
         assert torch.equal(models.sample(skipping(patcher, interval=1), **run), models.sample(patcher, **run))
 
 
-@pytest.mark.parametrize("steps", [1, 4, 8])
+@pytest.mark.parametrize("steps", [1, 8])
 def test_few_steps_are_left_alone(models, patcher, steps):
     """Of a distilled model every step counts; the run says why nothing was won."""
     run = RUN | {"steps": steps}
@@ -109,7 +109,7 @@ def test_outside_the_window_every_step_is_full(models, patcher):
     assert last_run()["skipped"] > 0 and last_run()["full"] > 7 and last_run()["resets"] == {}
 
 
-@pytest.mark.parametrize("sampler", ["heun", "dpmpp_2s_ancestral", "euler_ancestral", "uni_pc", "sa_solver_pece"])
+@pytest.mark.parametrize("sampler", ["heun", "dpmpp_2s_ancestral", "sa_solver_pece"])
 def test_samplers_that_evaluate_otherwise(models, patcher, sampler):
     """The ports count calls: two a step break them, and so does noise that is added back."""
     assert torch.isfinite(models.sample(skipping(patcher), **RUN | {"sampler": sampler})).all()
@@ -123,30 +123,21 @@ def test_samplers_that_choose_their_own_steps(patcher, sampler):
     assert last_run()["skipped"] == 0 and "chooses its own steps" in next(iter(last_run()["resets"]))
 
 
-def test_one_line_a_run(models, patcher):
+def test_what_is_said_of_a_run(models, patcher):
+    """One line, the report with its kinds of step, and the entry of its model: there may be others of its class."""
+    from anyshape.accel import stats
+    from anyshape.accel.comfy import entries
+    from anyshape.nodes.report import report
+
     lines = []
     skip = skipping(patcher, tell=lines.append)
     models.sample(skip, **RUN)
+    text = report(stats.snapshot())
+    assert "3 full and 6 skipped evaluations" in text and "full steps" in text and "skipped steps" in text
     models.sample(skip, **OTHER)
     assert len(lines) == 2
     assert "3 full and 6 skipped evaluations at depth 0" in lines[0]
-
-
-def test_the_report_names_runs_and_kinds_of_step(models, patcher, pack):
-    from anyshape.accel import stats
-    from anyshape.nodes.report import report
-
-    models.sample(skipping(patcher), **RUN)
-    text = report(stats.snapshot())
-    assert "3 full and 6 skipped evaluations" in text and "full steps" in text and "skipped steps" in text
-
-
-def test_a_run_names_the_entry_of_its_model(models, patcher):
-    """There may be others of its class."""
-    from anyshape.accel.comfy import entries
-
-    models.sample(skipping(patcher), **RUN)
-    (name,) = entries.of_skipping(skipping(patcher))()
+    (name,) = entries.of_skipping(skip)()
     assert last_run()["entry"] == name and last_run()["model"] == type(patcher.model).__name__
 
 
