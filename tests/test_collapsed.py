@@ -35,7 +35,6 @@ def page(opened_pages, server) -> WebPage:
         "5": node("AnyShapeCompileVAE", vae=["1", 1], enabled=True),
     }
     shown.load_workflow(flow, PLACES)
-    shown.page.wait_for_timeout(600)  # or the next click on a node is the second of a double click
     shown.select(MODEL)
     shown.page.keyboard.press("Alt+c")
     shown.page.wait_for_function("id => app.graph.getNodeById(id).flags.collapsed", arg=MODEL)
@@ -67,7 +66,7 @@ def show(page: WebPage, shapes: list[dict[str, Any]]) -> None:
         } }))""",
         shapes,
     )
-    page.page.wait_for_timeout(300)  # the canvas is drawn again with the next frame
+    page.drawn()
 
 
 def painted(page: WebPage, colour: tuple[int, ...]) -> np.ndarray:
@@ -97,13 +96,13 @@ def test_a_bypassed_one_is_grey_and_an_open_one_has_its_line_alone(page) -> None
     page.select(MODEL)
     page.page.keyboard.press("Control+b")
     page.wait_for_line(MODEL, "bypassed: as without this node")
-    page.page.wait_for_timeout(300)
+    page.drawn()
     assert not painted(page, COLOURS["fast"]).any()
     page.page.keyboard.press("Control+b")
     page.wait_for_line(MODEL, "fast: 64×64")
     page.page.keyboard.press("Alt+c")
     page.page.wait_for_function("id => !app.graph.getNodeById(id).flags.collapsed", arg=MODEL)
-    page.page.wait_for_timeout(300)
+    page.drawn()
     assert not painted(page, COLOURS["fast"]).any()
     page.page.keyboard.press("Alt+c")
 

@@ -22,9 +22,9 @@ OURS = {f"AnyShape{name}" for name in ("CompileModel", "CompileVAE", "WarmUp", "
 COMPARE = f"{PANEL} .anyshape-compare"
 
 
-def flow(seed: int = 11, width: int = 72, height: int = 64) -> dict[str, dict[str, Any]]:
+def flow(seed: int = 11, width: int = 72, height: int = 64, steps: int = 4) -> dict[str, dict[str, Any]]:
     """Text to image through all kinds of our nodes, its picture saved. Its size is in no other test."""
-    size, sampling = (width, height, 1), {"seed": seed, "steps": 4, "cfg": 2.0}
+    size, sampling = (width, height, 1), {"seed": seed, "steps": steps, "cfg": 2.0}
     return text_to_image("1 2 3 6 7 8", size, model=["10", 0], vae=["10", 1], saved="compared", **sampling) | {
         "4": node("AnyShapeCompileModel", model=["1", 0], mode="auto", graph_budget_mb=1024),
         "5": node("AnyShapeCompileVAE", vae=["1", 1], enabled=True),
@@ -53,8 +53,8 @@ def opened(page: WebPage, workflow: dict[str, dict[str, Any]]) -> None:
 
 
 def short(seed: int, width: int, height: int) -> dict[str, dict[str, Any]]:
-    """Without Warm Up."""
-    changed = flow(seed, width, height)
+    """Without Warm Up, and in as few steps as there may be."""
+    changed = flow(seed, width, height, steps=1)
     del changed["10"]
     changed["6"]["inputs"]["model"], changed["7"]["inputs"]["vae"] = ["4", 0], ["5", 0]
     return changed
@@ -154,12 +154,16 @@ def test_compare_tells_eagers_time_of_each_size(compared, server) -> None:
 
 
 def test_a_workflow_without_our_nodes_is_compared_with_them_put_in(page, server) -> None:
-    plain = {number: one for number, one in flow(12).items() if number not in ("4", "5", "9", "10", "11")}
+    """Here its files are no pictures, as of a node of another pack that shows its video under images: no time lost."""
+    plain = {number: one for number, one in short(12, 80, 56).items() if number not in ("4", "5", "9", "11")}
     plain["6"]["inputs"]["model"], plain["7"]["inputs"]["vae"] = ["1", 0], ["1", 1]
     opened(page, plain)
+    page.page.route("**/view?*", lambda route: route.fulfill(content_type="video/mp4", body=b"\0\0\0\x18ftypmp42"))
     known = history(server)
     page.page.locator("[data-action=compare]").click()
-    await_text(page, COMPARE, "Without AnyShape")
+    text = await_text(page, COMPARE, "Without AnyShape")
+    page.page.unroute("**/view?*")
+    assert "Files that are not pictures and were not compared: 1." in text and "Largest difference" not in text
     prompts = [entry["prompt"][2] for prompt_id, entry in history(server).items() if prompt_id not in known]
     ours = [{one["class_type"] for one in prompt.values() if one["class_type"] in OURS} for prompt in prompts]
     assert ours[:2] == [set(), set()] and ours[2] == ours[3] == {"AnyShapeCompileModel", "AnyShapeCompileVAE"}
@@ -189,16 +193,6 @@ def test_frames_of_videos_are_compared_and_not_saved(page, server) -> None:
     (last,) = [entry for prompt_id, entry in list(history(server).items())[-1:] if prompt_id not in known]
     assert {name: len(shown["images"]) for name, shown in last["outputs"].items()} == {"8 preview": 2, "11 preview": 2}
     assert page.errors == []
-
-
-def test_files_that_are_no_pictures_cost_no_times(page, server) -> None:
-    """As of a node of another pack that shows its video under images."""
-    opened(page, short(19, 80, 56))
-    page.page.route("**/view?*", lambda route: route.fulfill(content_type="video/mp4", body=b"\0\0\0\x18ftypmp42"))
-    page.page.locator("[data-action=compare]").click()
-    text = await_text(page, COMPARE, "Without AnyShape")
-    page.page.unroute("**/view?*")
-    assert "Files that are not pictures and were not compared: 1." in text and "Largest difference" not in text
 
 
 def only_ours(changed: dict[str, Any]) -> None:
@@ -288,9 +282,8 @@ def test_tables_are_about_a_prompt_a_workflow_or_everything(page, server) -> Non
 # A prompt in a line -----------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_ends_with_a_line(page, server) -> None:
-    opened(page, flow(16))
-    entry = page.run(server)
+def test_a_prompt_ends_with_a_line(compared, server) -> None:
+    entry = compared[1][-1]
     prompt_id = entry["prompt"][1]
     told = wait_until(lambda: server.history(prompt_id).get("anyshape"), 20)
     stamps = dict(entry["status"]["messages"])

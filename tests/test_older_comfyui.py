@@ -67,8 +67,7 @@ PAGE = (
     "test_compare.py::test_preparing_is_shown_with_a_clock_and_cancel_ends_it",
     "test_settings.py::test_every_model_is_accelerated_and_the_page_stays_calm",
     "test_settings.py::test_what_is_said_under_a_node_is_chinese",
-    "test_settings.py::test_the_page_is_chinese",
-    "test_settings.py::test_the_page_changes_with_the_language",
+    "test_settings.py::test_the_page_is_chinese_and_changes_with_the_language",
 )
 
 

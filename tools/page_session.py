@@ -1,13 +1,13 @@
 """What the tests of the page share: a workflow with our nodes in it, what is looked for there, and made-up figures."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from playwright.sync_api import TimeoutError
 
 from tools.api_format import inputs, node, text_to_image
 from tools.comfy_server import ComfyServer
-from tools.web_page import TRIES, WebPage
+from tools.web_page import WebPage
 
 PANEL = ".anyshape-panel"
 EMPTY = "Nothing has run through a compile node yet."
@@ -86,14 +86,6 @@ class Built:
         self.page.page.evaluate(connect, [source, target])
 
 
-class Blank(NamedTuple):
-    """A page with two of our nodes and the panel open, whose server has no data."""
-
-    page: WebPage
-    model: int
-    info: int
-
-
 def answering(address: str, **answer: Any) -> Callable[[Any], None]:
     """For a page whose requests to this address get this answer."""
     return lambda page: page.route(address, lambda route: route.fulfill(**answer))
@@ -102,10 +94,10 @@ def answering(address: str, **answer: Any) -> Callable[[Any], None]:
 def open_help(page: WebPage, one: int) -> None:
     """The help of a node. In a new language the front end makes its nodes again, and none is selected then."""
     info = page.page.locator("[data-testid=info-button]")
-    for _ in range(TRIES):
+    for patience in (1, 2, 4, 8, 20):  # seconds
         page.select(one)
         try:
-            return info.click(timeout=4_000)
+            return info.click(timeout=patience * 1_000)
         except TimeoutError:
             continue
 

@@ -41,6 +41,7 @@ SETTINGS = {
 }
 OURS = ".anyshape-tab-button"  # the panel's button, as the frontend names it
 TRIES = 5
+APART = 0.6  # seconds between two clicks that are no double click
 # Until then the front end may still open its own first workflow over another one.
 OPENED = """() => {
     const { workflow } = app.extensionManager ?? {};
@@ -110,6 +111,7 @@ class WebPage:
         self.context.set_default_timeout(20_000)
         self.page: Page = self.context.new_page()
         self.errors: list[str] = []
+        self._clicked = time.monotonic()  # the canvas, the latest time
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", self._listen)
         self.page.add_init_script(NO_BANNER)
@@ -141,8 +143,12 @@ class WebPage:
         """Keeps a picture of the page."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         self.page.mouse.move(VIEW["width"] / 2, VIEW["height"] - 60)  # over nothing that has a tooltip
-        self.page.wait_for_timeout(300)
+        self.drawn()
         self.page.screenshot(path=SCREENSHOTS / f"{name}.png")
+
+    def drawn(self) -> None:
+        """Waits until the canvas shows what has changed: in the next frame but one at the latest."""
+        self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     # The graph ---------------------------------------------------------------------------------------------------
 
@@ -186,6 +192,7 @@ class WebPage:
         field = self.page.locator(f"{SEARCH} input").first
         for patience in (1, 2, 4, 8, 20):  # seconds; where it opens at all, that takes a third of one
             self.page.mouse.dblclick(*self._on_page(x, y))
+            self._clicked = time.monotonic()
             try:
                 return field.wait_for(timeout=patience * 1_000)
             except TimeoutError:
@@ -200,12 +207,15 @@ class WebPage:
             self.page.mouse.move(*place, steps=5)
             self.page.wait_for_timeout(100)  # elements in it come along with the next picture
             self.page.mouse.click(*place)
+            self._clicked = time.monotonic()
             self.page.wait_for_function(f"id => !({held})(id)", arg=node)
 
     def select(self, node: int) -> None:
-        """Clicks on a node's title."""
+        """Clicks on a node's title, and not so soon that it were the second of a double click."""
+        self.page.wait_for_timeout(max(0.0, self._clicked + APART - time.monotonic()) * 1e3)
         place = self.page.evaluate("id => [...app.graph.getNodeById(id).pos]", node)
         self.page.mouse.click(*self._on_page(place[0] + 60, place[1] - 15))
+        self._clicked = time.monotonic()
 
     def connect(self, source: int, output: int, target: int, place: int) -> None:
         """Drags a link from an output to an input."""
@@ -305,5 +315,5 @@ class WebPage:
         path, deadline = f"/history/{answer['prompt_id']}", time.monotonic() + timeout
         while not (history := server.get(path).json()):
             assert time.monotonic() < deadline, "the prompt did not end"
-            self.page.wait_for_timeout(100)
+            self.page.wait_for_timeout(50)
         return history[answer["prompt_id"]]
