@@ -99,7 +99,7 @@ def test_switching_the_vae_off(built) -> None:
 
 def test_a_step_down_is_shown_with_its_reason(built) -> None:
     """A layer that keeps something from call to call: the panel says what ran instead, and why."""
-    counting = built.page.add_node("Counting Layer", 740, 540)
+    counting = built.page.create_node("AnyShapeTestCountingLayer", 740, 540)
     built.link(1, counting)
     built.link(counting, built.model)
     built.page.run(built.server)

@@ -198,26 +198,26 @@ def test_plans_are_drawn_from_the_workflows(plan) -> None:
 LOADERS = {"CheckpointLoaderSimple": (0, 2, 1), "UNETLoader": (0,), "CLIPLoader": (2,), "VAELoader": (1,)}
 
 
-def on_demo(flow: dict[str, Any]) -> dict[str, Any]:
-    """The same workflow on the demo model, with small pictures and few steps, and without its LoRA."""
+def on_demo(flow: dict[str, Any], most: int) -> dict[str, Any]:
+    """The same workflow on the demo model, with small pictures, ``most`` steps, and without its LoRA."""
     loras = {name: node["inputs"]["model"] for name, node in flow.items() if node["class_type"].startswith("Lora")}
     made = {}
     for name, node in flow.items():
         given = {key: loras.get(value[0], value) if isinstance(value, list) else value
                  for key, value in node["inputs"].items()}  # fmt: skip
         if name not in loras:
-            made[name] = _demo_node(node["class_type"], given)
+            made[name] = _demo_node(node["class_type"], given, most)
     return made
 
 
-def _demo_node(kind: str, given: dict[str, Any]) -> dict[str, Any]:
+def _demo_node(kind: str, given: dict[str, Any], most: int) -> dict[str, Any]:
     if kind in LOADERS:
         architecture = "unet" if kind == "CheckpointLoaderSimple" else "transformer"
         return {"class_type": "AnyShapeDemoLoader", "inputs": {"dtype": "fp32", "architecture": architecture}}
     if kind == "CLIPTextEncode":
         given, kind = {"text_encoder": given["clip"], "text": "rocket"}, "AnyShapeDemoPrompt"
     small = {key: given[key] // 64 * 8 for key in ("width", "height") if key in given}
-    few = {"steps": min(given["steps"], 12)} if "steps" in given else {}
+    few = {"steps": min(given["steps"], most)} if "steps" in given else {}
     listed = {"shapes": "128x128\n64x96"} if "shapes" in given else {}
     return {"class_type": kind, "inputs": given | small | few | listed}
 
@@ -232,10 +232,12 @@ def with_demo_outputs(flow: dict[str, Any]) -> dict[str, Any]:
     return flow
 
 
-def run(server: ComfyServer, known: dict[str, Any], name: str) -> tuple[dict[str, list[np.ndarray]], dict[str, Any]]:
+def run(
+    server: ComfyServer, known: dict[str, Any], name: str, steps: int = 3
+) -> tuple[dict[str, list[np.ndarray]], dict[str, Any]]:
     """(pictures of each node that shows some, by its title or type; the stats of this run alone)."""
     workflow = example(name)
-    flow = on_demo(with_demo_outputs(to_api(workflow, known)))
+    flow = on_demo(with_demo_outputs(to_api(workflow, known)), steps)
     server.http.post(f"{server.url}/anyshape/clear").raise_for_status()
     outputs = server.run(flow)["outputs"]
     titles = {str(node["id"]): node.get("title", node["type"]) for node in workflow["nodes"]}
@@ -278,7 +280,7 @@ def test_eager_and_compiled_are_one_picture(server, known) -> None:
 
 @pytest.mark.parametrize("model", ["SD1.5", "Z-Image"])
 def test_skip_blocks_skips(server, known, model) -> None:
-    shown, stats = run(server, known, f"Skip Blocks {model} - every step beside one in three")
+    shown, stats = run(server, known, f"Skip Blocks {model} - every step beside one in three", steps=12)
     (skip,) = stats["skip"]
     assert (skip["full"], skip["skipped"]) == (4, 8) and not skip["resets"]
     (full,), (skipped,) = shown["Every step in full"], shown["With Skip Blocks"]

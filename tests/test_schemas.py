@@ -81,7 +81,7 @@ CONTRACT = {
 
 @pytest.fixture(scope="module")
 def described(server: ComfyServer) -> dict:
-    return server.object_info()
+    return {name: server.get(f"/object_info/{name}").json()[name] for name in CONTRACT}
 
 
 def as_contract(node: dict) -> tuple:

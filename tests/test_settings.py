@@ -168,7 +168,7 @@ def test_new_nodes_take_the_budget_and_saved_ones_keep_theirs(page) -> None:
 
 def test_the_language_of_what_we_say(page) -> None:
     """Of the panel and the lines; titles follow ComfyUI's. At once, and back again."""
-    added = page.add_node("Accelerate", 410, 400)
+    added = page.create_node("AnyShapeAccelerate", 410, 400)
     page.wait_for_line(added, "not run yet")
     page.page.locator(OURS).click()
     page.set(IDS[4], "zh")
@@ -192,9 +192,7 @@ def test_warm_up_these(page, server) -> None:
     page.page.locator(f"{PANEL} tr[data-state=tape]", has_text="64×72").first.wait_for()
     button = page.page.locator("[data-action=warm]")
     assert not button.is_visible()
-    page.page.locator(OURS).click()  # or it covers the canvas
-    added = page.add_node("Warm Up", 410, 400)
-    page.page.locator(OURS).click()
+    added = page.create_node("AnyShapeWarmUp", 410, 400)
     button.click()
     page.page.get_by_text("Written into Warm Up's list.").wait_for()
     listed = "id => app.graph.getNodeById(id).widgets.find((one) => one.name === 'shapes').value"

@@ -192,7 +192,7 @@ def test_what_changes_is_pushed_and_nothing_twice(server) -> None:
         "latent": node("EmptyLatentImage", width=256, height=256, batch_size=1),
         "sampler": node(
             "KSampler", model=["loader", 0], positive=["text", 0], negative=["text", 0], latent_image=["latent", 0],
-            seed=1, steps=12, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0,
+            seed=1, steps=6, cfg=2.0, sampler_name="euler", scheduler="simple", denoise=1.0,
         ),
         "decode": node("VAEDecode", samples=["sampler", 0], vae=["vae", 0]),
         "save": node("SaveImage", images=["decode", 0], filename_prefix="pushed"),

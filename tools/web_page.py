@@ -187,6 +187,14 @@ class WebPage:
         self.page.evaluate("([id, pos]) => { app.graph.getNodeById(id).pos = pos }", [added, [x, y]])
         return added
 
+    def create_node(self, kind: str, x: int, y: int) -> int:
+        """Adds a node by its id of the server, without the search box, which costs the browser a second and a half."""
+        return self.page.evaluate(
+            "([kind, pos]) => { const made = LiteGraph.createNode(kind); made.pos = pos; app.graph.add(made);"
+            " return made.id; }",
+            [kind, [x, y]],
+        )
+
     def _open_search(self, x: int, y: int) -> None:
         """As a person does, again where the canvas took the first double click for something else."""
         field = self.page.locator(f"{SEARCH} input").first
