@@ -59,6 +59,7 @@ def test_the_table(runs, quality_bench, prompts, architecture, sampler):
 
 
 def test_an_ablation(runs, demo, monkeypatch):
+    """Each setting reaches the run: without this, an ablation would compare a thing with itself."""
     from bench import skip_ablation
 
     monkeypatch.setattr(skip_ablation, "SIZE", SIZE)
@@ -67,11 +68,15 @@ def test_an_ablation(runs, demo, monkeypatch):
     few = skip_ablation.tries([], ["drift"], [], [1])
     assert [way.density for way in few] == [None, "drift"]
     with torch.inference_mode():
-        chosen = [skip_ablation.Try(damping=0.5), *few]
-        rows = list(skip_ablation.measured(demo, chosen, [STEPS], [2]))
-    said = [(row["method"], row.get("damping"), row.get("density")) for row in rows]
-    assert said == [("plain", None, None), ("ours", 0.5, None), ("ours", 1.0, None), ("ours", 1.0, "drift")]
-    assert len({row["psnr"] for row in rows}) == 4 and len({row["cost"] for row in rows}) == 1
+        varied = [skip_ablation.Try(damping=0.5), skip_ablation.Try(axis="log_sigma"), skip_ablation.Try(density=2.0)]
+        rows = list(skip_ablation.measured(demo, [*varied, *few], [STEPS], [2]))
+    said = [(row["method"], *(row.get(name) for name in ("axis", "damping", "density"))) for row in rows]
+    assert said == [
+        ("plain", None, None, None), ("ours", "sigma", 0.5, None), ("ours", "log_sigma", 1.0, None),
+        ("ours", "sigma", 1.0, 2.0), ("ours", "sigma", 1.0, None), ("ours", "sigma", 1.0, "drift"),
+    ]  # fmt: skip
+    assert len({row["psnr"] for row in rows}) == 6
+    assert len({row["cost"] for row in rows if row.get("density") != 2.0}) == 1
 
 
 def test_full_steps_by_drift_are_the_best_of_all(runs):
@@ -124,18 +129,6 @@ def test_a_density_holds_for_a_row_of_blocks_too(runs):
     for steps, interval in ((20, 3), (30, 4)):
         sigmas = [float(steps - step) for step in range(steps)]
         assert OfOrder(interval, density_of=1.0).full_steps(sigmas, 1e9, 0.0, row=True) >= {0, steps - 1}
-
-
-def test_settings_reach_the_run(runs, demo):
-    """Without this, an ablation would compare a thing with itself."""
-    from bench.skip_baselines import OfOrder
-
-    with torch.inference_mode():
-        base, *others = (
-            demo.run(demo.skipping(OfOrder(3, **changed)), STEPS, SIZE, slice(2)).pictures
-            for changed in ({}, {"axis": "step"}, {"damping": 0.5}, {"density_of": 2.0})
-        )
-    assert not any(torch.equal(base, other) for other in others)
 
 
 def test_how_alike_pictures_are(runs):
