@@ -59,7 +59,7 @@ def wait_for(what: Any, wanted: Any) -> None:
     deadline = time.monotonic() + 60
     while (found := what()) != wanted:
         assert time.monotonic() < deadline, (found, wanted)
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
 def kept(server: ComfyServer) -> dict[str, list[str]]:
