@@ -205,7 +205,7 @@ def test_activations_fit_in_half_precision(either, evaluate):
     handles = [module.register_forward_hook(watch) for module in modules]
     try:
         with torch.inference_mode():
-            evaluate.generate(either, ["octopus"], [1], (128, 128), evaluate.Setting(steps=4, cfg=5.0))
+            evaluate.generate(either, ["octopus"], [1], (256, 256), evaluate.Setting(steps=4, cfg=5.0))
     finally:
         for handle in handles:
             handle.remove()

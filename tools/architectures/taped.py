@@ -7,6 +7,7 @@ Used by the tests of families and by ``tools.compatibility_table``. Needs the pa
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -142,7 +143,7 @@ class Recording:
 
 
 def far(out: Any, wanted: Any) -> float:
-    """The relative distance of the worst part; infinity where shapes or dtypes differ."""
+    """The relative distance of the worst part; infinity where shapes or dtypes differ, or where one is no number."""
     mine, theirs = parts_of(out), parts_of(wanted)
     same = [(a.shape, a.dtype) for a in mine] == [(b.shape, b.dtype) for b in theirs]
     return max(map(_far, mine, theirs)) if same else float("inf")
@@ -151,7 +152,8 @@ def far(out: Any, wanted: Any) -> float:
 def _far(a: Tensor, b: Tensor) -> float:
     if torch.equal(a, b):
         return 0.0
-    return ((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-9)).item()
+    found = ((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-9)).item()
+    return float("inf") if math.isnan(found) else found  # which is no larger than any other, nor smaller
 
 
 def kernels_of(program: Any) -> set[tuple]:
