@@ -170,10 +170,10 @@ def union(models):
 
 def test_union_controlnets(models, union):
     """Set Union ControlNet Type before our node or after it."""
-    (patcher, control), kind = union, "openpose"
-    eager = set_type(control, kind)
+    patcher, control = union
+    eager = set_type(control, "openpose")
     wanted = models.sample(patcher, **SMALL_RUN, steer=steering(eager))
-    for fast in (compiled_control(eager), set_type(compiled_control(control), kind)):
+    for fast in (compiled_control(eager), set_type(compiled_control(control), "openpose")):
         assert error(models.sample(patcher, **SMALL_RUN, steer=steering(fast)), wanted) < CLOSE
     other = models.sample(patcher, **SMALL_RUN, steer=steering(set_type(control, "depth")))
     assert error(other, wanted) > 10 * CLOSE
