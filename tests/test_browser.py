@@ -179,7 +179,7 @@ def test_our_scripts_complain_of_nothing(built) -> None:
 
 @pytest.fixture(scope="module")
 def page(opened_pages, server) -> WebPage:
-    """The same page for the tests below, each of which opens a workflow of its own: the front end loads for seconds."""
+    """The same page for the tests below, each of which opens its workflow: the front end loads for seconds."""
     return opened_pages.page(server)
 
 

@@ -278,7 +278,7 @@ def test_warm_up_of_a_video_vae(patcher):
 
 @pytest.mark.usefixtures("clean_stats", "fusing")
 def test_longer_videos_compile_nothing(monkeypatch):
-    """A piece takes other operations than the one before it, up to the fifth; no kernel is made for one length."""
+    """A piece takes other operations than the one before it, up to the fifth, and so does a shorter one at the end."""
     from anyshape.accel import stats
     from anyshape.accel.tape import kernels as generated
 

@@ -41,6 +41,7 @@ SETTINGS = {
 }
 OURS = ".anyshape-tab-button"  # the panel's button, as the frontend names it
 TRIES = 5
+PATIENCE = (1, 2, 4, 8, 20)  # seconds for what the page may have missed: another try after each
 APART = 0.6  # seconds between two clicks that are no double click
 # Until then the front end may still open its own first workflow over another one.
 OPENED = """() => {
@@ -198,7 +199,7 @@ class WebPage:
     def _open_search(self, x: int, y: int) -> None:
         """As a person does, again where the canvas took the first double click for something else."""
         field = self.page.locator(f"{SEARCH} input").first
-        for patience in (1, 2, 4, 8, 20):  # seconds; where it opens at all, that takes a third of one
+        for patience in PATIENCE:  # where it opens at all, that takes a third of a second
             self.page.mouse.dblclick(*self._on_page(x, y))
             self._clicked = time.monotonic()
             try:

@@ -153,7 +153,7 @@ def _far(a: Tensor, b: Tensor) -> float:
     if torch.equal(a, b):
         return 0.0
     found = ((a.float() - b.float()).norm() / b.float().norm().clamp(min=1e-9)).item()
-    return float("inf") if math.isnan(found) else found  # which is no larger than any other, nor smaller
+    return float("inf") if math.isnan(found) else found  # as max would pass over it
 
 
 def kernels_of(program: Any) -> set[tuple]:
