@@ -57,9 +57,9 @@ class Maker:
     def _kind(self, call: Call) -> tuple:
         """What calls must have in common for one to compile nothing after the other: all but sizes.
 
-        Other patches, other code, another depth of Skip Blocks, or the second piece of a video make other operations,
-        which need other kernels. So does an input of one row that several share (a ControlNet's hint), or one that lies
-        otherwise in memory (its residuals, channels first or last).
+        Other patches, other code, another depth of Skip Blocks, the second piece of a video, or one piece that is left
+        of pairs make other operations, which need other kernels. So does an input of one row that several share (a
+        ControlNet's hint), or one that lies otherwise in memory (its residuals, channels first or last).
         """
         taped, skipping = call.taped, call.taped.skipping
         code = tuple([name for name, _ in taped.foreign]), taped.structure
@@ -69,7 +69,8 @@ class Maker:
             (name, tensor.shape[:1] == (1,) != rows, outermost_first(tensor.stride()))
             for name, tensor in call.inputs.items()
         ]
-        pieces = min(call.pieces, MAX_JOINED + 1)  # more than one kernel joins are a join by themselves
+        # More pieces than one kernel joins are a join by themselves. If they are made two at a time, one may be left.
+        pieces = min(call.pieces, MAX_JOINED + 1), call.pieces % 2
         return call.key.inputs[0].dtype, self._tapes.patches.among(taped.options), code, depth, tuple(inputs), pieces
 
     def count(self, program: Program, first: bool, call: Call) -> None:

@@ -277,7 +277,8 @@ def test_warm_up_of_a_video_vae(patcher):
 
 
 @pytest.mark.usefixtures("clean_stats", "fusing")
-def test_longer_videos_compile_nothing(monkeypatch):
+@pytest.mark.parametrize("lengths", [(1, 5, 9, 13, 17, 29), (17, 29, 25, 21)], ids=["longer", "of any order"])
+def test_longer_videos_compile_nothing(monkeypatch, lengths):
     """A piece takes other operations than the one before it, up to the fifth, and so does a shorter one at the end."""
     from anyshape.accel import stats
     from anyshape.accel.tape import kernels as generated
@@ -288,10 +289,10 @@ def test_longer_videos_compile_nothing(monkeypatch):
     vae = autoencoders.make("Wan 2.1, Qwen-Image")
     fast, kernels = compiled_vae(vae), []
     with torch.inference_mode():
-        for frames in (1, 5, 9, 13, 17, 29):
+        for frames in lengths:
             video = torch.rand(frames, 16, 24, 3)
             latent = vae.encode(video)
             assert torch.equal(fast.encode(video), latent) and torch.equal(fast.decode(latent), vae.decode(latent))
             kernels.append(sum(model["kernels"] for model in stats.snapshot()["models"]))
-    assert kernels[0] > 0 and len(set(kernels[4:])) == 1, kernels
+    assert kernels[0] > 0 and len(set(kernels[-2:])) == 1, kernels
     assert not any(model["recompiles"] for model in stats.snapshot()["models"]) and fallbacks() == []
