@@ -142,6 +142,24 @@ def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     assert torch.equal(models.sample(load.patcher, **SMALL_RUN), eager)
 
 
+@pytest.mark.usefixtures("plain_kernels")
+def test_a_program_knows_when_convolutions_are_filled_again(models, load, recordings, bound, monkeypatch):
+    """At a load with other LoRAs. It was bound to tensors that lay channels last until its run's end alone."""
+    from anyshape.accel import tape_tier
+
+    monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
+    fast, source, run = compiled(load.patcher), load.patcher, SMALL_RUN | {"steps": 1}
+    eager = models.sample(source, **run)
+    for _ in range(2):
+        assert error(models.sample(fast, **run), eager) < CLOSE
+    assert len(bound) == 1
+    load(dirty=True)
+    assert torch.equal(models.sample(source, **run), eager)
+    assert error(models.sample(fast, **run), eager) < CLOSE
+    assert len(bound) == 2 and len(recordings) == 1
+    assert_fast()
+
+
 def test_blocks_of_a_model_that_cannot_be_recorded_as_a_whole(pack, card, fusing, block_programs):
     """MiniMax H3 reads its time step back. Pages are asked for before each block's program, and free behind it."""
     from tools import architectures

@@ -2,10 +2,13 @@
 
 ComfyUI puts other weights in their place when it loads a model with other LoRAs, and nobody tells us. The old ones
 must be gone then, as without us. If they are still there at the next run, the program goes on with them.
+
+With DynamicVRAM a load puts another tensor at the same place in memory. Weights of convolutions are laid out in place
+for a run and back at its end, so the old tensor says then how the weight lay without us, and no longer how it lies.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -16,7 +19,6 @@ from .named_tensors import PartsByPath, resolve
 from .values import Weight
 
 MOST_FORMS = 1 << 14  # that are kept
-Bound = list[Tensor | None]  # a program's values before it runs: its weights and constants
 
 
 class NotBound(RuntimeError):
@@ -51,18 +53,34 @@ def weight(modules: PartsByPath, form: WeightForm, turned: bool) -> Tensor:
     return tensor
 
 
+class Bound(list[Tensor | None]):
+    """A program's values before it runs: its weights and constants. lies: how those lie that may be laid out."""
+
+    lies: Sequence[tuple[int, tuple[int, ...]]] = ()  # (slot, strides)
+
+    def note(self, slots: Iterable[int]) -> None:
+        """Notes how the weights in these slots lie."""
+        self.lies = [(slot, self[slot].stride()) for slot in slots]
+
+    @property
+    def is_as_noted(self) -> bool:
+        """Whether all weights lie as they did."""
+        return all([self[slot].stride() == stride for slot, stride in self.lies])
+
+
 class Loose:
     """What a program is bound to, with weak references in some of its slots."""
 
     def __init__(self, bound: Bound, slots: Sequence[int]) -> None:
         self._refs = [(slot, weakref.ref(bound[slot])) for slot in slots]
-        self._others = list(bound)
+        self._others, self._lies = list(bound), bound.lies
         for slot in slots:
             self._others[slot] = None
 
     def tight(self) -> Bound | None:
         """All of it; None if a weight is gone."""
-        bound = list(self._others)
+        bound = Bound(self._others)
+        bound.lies = self._lies
         for slot, ref in self._refs:
             bound[slot] = tensor = ref()
             if tensor is None:
@@ -77,4 +95,5 @@ def loose(bound: "Bound | Loose | None", slots: Sequence[int]) -> "Loose | None"
 
 def tight(bound: "Bound | Loose | None") -> Bound | None:
     """What a program can run with; None if it must be bound again."""
-    return bound.tight() if isinstance(bound, Loose) else bound
+    found = bound.tight() if isinstance(bound, Loose) else bound
+    return found if found is not None and found.is_as_noted else None

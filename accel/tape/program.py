@@ -181,19 +181,19 @@ class Program:
 
     def bound_to(self, module: nn.Module) -> Bound:
         """The weights of ``module``, for ``run``. Raises ``NotBound``."""
-        bound: Bound = [None] * self._count
-        modules = PartsByPath(module)
+        bound, modules = Bound([None] * self._count), PartsByPath(module)
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for slot, form in zip(self._weight_slots, self._weights, strict=True):
             bound[slot] = weight(modules, form, slot in self._turned)
         for slot, make, sources in self._derived:
             bound[slot] = make(*(bound[source] for source in sources))
+        bound.note(self._turned)
         return bound
 
     def bound_with(self, known: Mapping[Value, Tensor]) -> Bound:
         """For ``run``: these values, and constants, in the place of weights and of what operations have made."""
-        bound: Bound = [None] * self._count
+        bound = Bound([None] * self._count)
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for value, tensor in known.items():
@@ -206,7 +206,7 @@ class Program:
         self._bound = loose(self._bound, self.freed)
 
     def tighten(self) -> bool:
-        """Whether all weights that it is bound to are there."""
+        """Whether all weights that it is bound to are there, and lie as they did."""
         self._bound = tight(self._bound)
         return self._bound is not None
 
