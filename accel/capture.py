@@ -94,6 +94,10 @@ class Capturer:
         """Whether other captures can begin after one has failed."""
         return not addresses_are_promised()
 
+    def free_bytes(self) -> int:
+        """Of the device."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def warm(self, run: Callable[[], object], dtype: torch.dtype) -> None:
         """Runs once on the captures' stream what will be captured next, in the memory that its graph will have.
 

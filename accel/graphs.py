@@ -27,6 +27,8 @@ from .reasons import say
 from .stats import STATS
 
 MIB = 1 << 20
+LITTLE = 1 << 30  # bytes of the device; where fewer are free, a capture fails in several guises
+MORE = 512 << 20  # bytes that must be free beyond those that were too few for a capture, before it is tried again
 MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of plain products
 
 
@@ -36,6 +38,13 @@ class Name(NamedTuple):
     owner: int  # any number that stands for a model
     key: ShapeKey
     program: Hashable  # what ran when the graph was captured: a graph never stands for another program
+
+
+class Refusal(NamedTuple):
+    """Why a graph was refused. free: bytes of the device then; None if that is not why."""
+
+    why: str
+    free: int | None = None
 
 
 @dataclass
@@ -60,7 +69,7 @@ class GraphCache:
         self.device = device
         self._capturer = capturer or Capturer(device)
         self._entries: OrderedDict[Name, CapturedGraph] = OrderedDict()
-        self._refused: dict[Name, str] = {}  # and why
+        self._refused: dict[Name, Refusal] = {}
         self._budget = 0  # bytes; refusals are for this budget
         self._warmed: set[tuple[int, Hashable]] = set()  # (owner, program) that have run on the captures' stream
         self._here = _Thread()
@@ -97,14 +106,27 @@ class GraphCache:
         with self._lock:
             self._drop_abandoned()
             self._set_budget(budget)
-            if why := self._refused.get(name) or (self._pins and self._pins.refused.get(name)):
+            if why := self._why_not(name) or (self._pins and self._pins.refused.get(name)):
                 raise CaptureFailed(why)
             try:
                 return self._keep(name, lambda: self._record_or_make_room(name, recording))
-            except CaptureFailed as error:  # pins end, and then there may be room
-                for_now = isinstance(error, NoRoom) and self._pinned()
-                (self._pins.refused if for_now else self._refused)[name] = str(error)
+            except CaptureFailed as error:
+                no_room = isinstance(error, NoRoom)
+                if no_room and self._pinned():  # pins end, and then there may be room
+                    self._pins.refused[name] = str(error)
+                else:
+                    self._refused[name] = Refusal(str(error), self._capturer.free_bytes() if no_room else None)
                 raise
+
+    def _why_not(self, name: Name) -> str:
+        """Why this graph was refused, and would be again; "" if it may be captured."""
+        refusal = self._refused.get(name)
+        if refusal is None:
+            return ""
+        if refusal.free is None or self._capturer.free_bytes() < refusal.free + MORE:
+            return refusal.why
+        del self._refused[name]
+        return ""
 
     def result(self, name: Name) -> Output:
         """What the first run of a graph's forward gave, if it was ``wanted`` and no replay came since."""
@@ -141,7 +163,7 @@ class GraphCache:
         with self._lock:
             for name in [name for name in self._entries if name.owner == owner]:
                 self._drop(name)
-            self._refused = {name: why for name, why in self._refused.items() if name.owner != owner}
+            self._refused = {name: refusal for name, refusal in self._refused.items() if name.owner != owner}
             self._warmed = {(other, program) for other, program in self._warmed if other != owner}
 
     def abandon(self, owner: int) -> None:
@@ -197,11 +219,15 @@ class GraphCache:
     def _record_or_make_room(self, name: Name, recording: Recording) -> CapturedGraph:
         if self._capturer.broken:
             raise CaptureFailed(_broken(self._capturer.broken))
+        program = name.owner, name.program
+        has_run = program in self._warmed or bool(self._here.called)  # before, or what it calls: not just now
         try:
             return self._record(name, recording)
         except RuntimeError as error:
-            short, known, self._here.called = _memory_was_short(error), self._here.called, frozenset()
-            if self._capturer.broken or not (short or known):
+            # Where memory was short, DynamicVRAM may have taken pages away for the capture, which ends it.
+            short, self._here.called = _memory_was_short(error), frozenset()
+            self._warmed.discard(program)
+            if self._capturer.broken or not (short or has_run):
                 raise self._failure(error) from error
         if short:
             self._evict_down_to(-1, keep=self._pinned())
@@ -215,9 +241,10 @@ class GraphCache:
         """What the user reads of a capture that failed."""
         if self._capturer.broken:
             return CaptureFailed(_broken(self._capturer.broken))
-        if _memory_was_short(error):
-            return NoRoom(say("capture_no_memory", error=error))
-        return CaptureFailed(say("capture_failed", error=error))
+        first, *_ = str(error).splitlines() or [type(error).__name__]  # the driver's errors go on for six lines
+        if _memory_was_short(error) or self._capturer.free_bytes() < LITTLE:
+            return NoRoom(say("capture_no_memory", error=first))
+        return CaptureFailed(say("capture_failed", error=first))
 
     def _record(self, name: Name, recording: Recording) -> CapturedGraph:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.

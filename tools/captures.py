@@ -29,6 +29,10 @@ class Capturer:
         self.broken, self.pool_bytes, self.needs, self.driver, self.may_fail = "", 0, 0, 0, True
         self.live, self.captures, self.warmed, self.replayed, self.errors = 0, 0, 0, 0, []
         self.dtypes: set[torch.dtype] = set()  # of the products that make the libraries' workspaces
+        self.room = 8 * graphs.LITTLE  # bytes that are free
+
+    def free_bytes(self) -> int:
+        return self.room
 
     def warm(self, run: Callable[[], Any], dtype: torch.dtype) -> None:
         self.warmed += 1
