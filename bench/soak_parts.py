@@ -4,6 +4,7 @@ Everything is ComfyUI's own class or function; only the weights are random (thos
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ import nodes
 from bench import models, zoo
 from bench.product import Settings, SkipSettings, compile_controlnet, compile_model, skip_blocks
 from bench.soak_prompts import CONDS, LORAS, Prompt, Scope
-from tools import driving, patching
+from tools import driving, dynamic_vram, patching
 
 KEY = "soak"
 RANK, LORA_LAYERS = 4, 40
@@ -37,6 +38,8 @@ ON_GPU = Scope(
     images=(1, 1, 2, 4), budgets_mb=(2048, 2048, 2048, 256, 0), rebuild=0.008, unload=0.02, every=50,
     modes=("auto",) * 15 + ("exact", "exact", "off", "off"), most_pixels=1024 * 768,
 )  # fmt: skip
+SHARES = (1.0,) * 7 + (0.7, 0.3, 0.0)  # of the weights, with DynamicVRAM
+ROOM = 3 << 30  # bytes that sampling may take besides the weights, in eager and through our nodes
 TRANSFORMERS = {  # few and narrow blocks, with heads as wide as the real ones
     "zimage": {"dim": 512, "n_heads": 4, "n_kv_heads": 4, "n_layers": 6, "cap_feat_dim": 64},
     "wan": {"dim": 512, "num_heads": 4, "num_layers": 6, "ffn_dim": 1024, "text_dim": 64},
@@ -45,9 +48,11 @@ SMALL_VAE = {"ch": 32, "num_res_blocks": 1}
 NAMES = ("demo", "small", "sd15", "sdxl", *TRANSFORMERS)
 
 
-def scope(name: str, cuda: bool) -> Scope:
-    """What is drawn from for the model ``name``."""
+def scope(name: str, cuda: bool, dynamic: bool = False) -> Scope:
+    """What is drawn from for the model ``name``. dynamic: with DynamicVRAM, whatever share of the weights fits."""
     whole = ON_GPU if cuda else ON_CPU
+    if dynamic:
+        whole = replace(whole, shares=SHARES)
     if name not in TRANSFORMERS:
         return whole
     whole = replace(whole, patches=("attention_values",), controls=0.0, rebuild=ON_CPU.rebuild, every=ON_CPU.every)
@@ -71,11 +76,21 @@ class Way:
 class Parts:
     """The models of a soak: UNet, VAE, ControlNet, LoRAs."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.patcher, self.vae, self.text = _load(name)
-        self.control = None if name in TRANSFORMERS else models.controlnet_for(self.patcher)
+    def __init__(self, name: str, dynamic: bool = False) -> None:
+        """dynamic: with weights that are mapped in."""
+        self.name, self.dynamic = name, dynamic
+        with dynamic_vram.with_weights() if dynamic else nullcontext():
+            self.patcher, self.vae, self.text = _load(name)
+            self.control = None if name in TRANSFORMERS else models.controlnet_for(self.patcher)
+        if dynamic:
+            self.patcher = dynamic_vram.mapped(self.patcher)
         self.loras = [_lora(self.patcher, seed) for seed in range(LORAS)]
+
+    def room(self, share: float) -> AbstractContextManager[None]:
+        """Within, only this share of the model's weights fits on the device."""
+        if share == 1.0:
+            return nullcontext()
+        return dynamic_vram.ballast(self.patcher.model_size() * share + ROOM)
 
     def modules(self) -> list[torch.nn.Module]:
         """Everything that has weights."""

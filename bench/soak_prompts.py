@@ -57,6 +57,7 @@ class Scope:
     patches: tuple[str, ...] = PATCHES
     controls: float = 0.3  # how often there is a ControlNet
     frames: tuple[int, ...] = (1,)
+    shares: tuple[float, ...] = (1.0,)  # of the model's weights, that fit on the device
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Prompt:
     budget_mb: int
     vae: bool  # Compile VAE
     frames: int
+    share: float  # of the model's weights, that fits on the device
     eager_first: bool
     twice: bool  # the same compiled patcher again
     stop: Stop | None
@@ -101,6 +103,7 @@ class Prompt:
             f"skip {self.skip.interval} at depth {self.skip.depth}" if self.skip else "",
             f"mode {self.mode} with {self.budget_mb} MB",
             "Compile VAE" if self.vae else "",
+            f"{self.share:.0%} of the weights fit" if self.share < 1 else "",
             "eager first" if self.eager_first else "compiled first",
             "twice" if self.twice else "",
             f"{self.stop.how} at step {self.stop.step}" if self.stop else "",
@@ -123,10 +126,13 @@ def draw(seed: int, index: int, scope: Scope) -> Prompt:
     prompt = Prompt(
         index=index, seed=dice.randrange(1 << 31), steps=steps, skip=skip,
         **_picture(dice, scope), **_patches(dice, scope), **_ways(dice, scope), stop=_stop(dice, steps), frames=1,
+        share=1.0,
     )  # fmt: skip
     if len(scope.frames) > 1:
         most = max(1, scope.most_pixels // (prompt.width * prompt.height * prompt.images))
         prompt = replace(prompt, frames=dice.choice([frames for frames in scope.frames if frames <= most] or [1]))
+    if len(scope.shares) > 1:
+        prompt = replace(prompt, share=dice.choice(scope.shares))
     return replace(prompt, rebuild=False) if prompt.unload else prompt
 
 

@@ -72,6 +72,18 @@ def test_a_prompt_is_drawn_again_from_its_number(bench, scope):
         assert any(word in line for line in lines), word
 
 
+def test_with_dynamic_vram_some_prompts_find_little_room(bench):
+    """All else is drawn as without it."""
+    from bench import soak_checks
+
+    scopes = [bench.scope("sdxl", True, dynamic) for dynamic in (False, True)]
+    pairs = [[bench.draw(SEED, index, each) for each in scopes] for index in range(40)]
+    assert all(replace(mapped, share=1.0) == plain for plain, mapped in pairs)
+    short = [mapped for _, mapped in pairs if mapped.share < 1]
+    assert 5 < len(short) < 20 and {prompt.share for prompt in short} == {0.0, 0.3, 0.7}
+    assert all("of the weights fit" in each.line() and soak_checks.expected(each) for each in short)
+
+
 def test_sizes_of_latents_are_odd_too(bench, scope):
     scopes = [scope, bench.scope("demo", cuda=False), bench.scope("demo", cuda=True)]
     prompts = [bench.draw(SEED, index, each) for index in PROMPTS for each in scopes]

@@ -51,20 +51,25 @@ def zimage(layers: int = 12, seed: int = 0) -> Any:
 
 def made(name: str, seed: int = 0, **changes: Any) -> Any:
     """A patcher of ``bench.zoo`` whose weights are mapped in."""
+    from bench import models, zoo
+
+    with with_weights():
+        made = zoo.make(name, **changes)
+    if seed:
+        models.randomise(made.model, seed)
+    return mapped(made)
+
+
+def mapped(patcher: Any) -> Any:
+    """Another patcher of the model, whose weights are mapped in."""
     import comfy.model_management as mm
     import comfy.model_patcher
     import torch
 
-    from bench import models, zoo
-
-    with with_weights():
-        model = zoo.make(name, **changes).model
-    if seed:
-        models.randomise(model, seed)
-    model.to("cpu")
+    patcher.model.to("cpu")
     gc.collect()
     torch.cuda.empty_cache()
-    return comfy.model_patcher.ModelPatcherDynamic(model, mm.get_torch_device(), torch.device("cpu"))
+    return comfy.model_patcher.ModelPatcherDynamic(patcher.model, mm.get_torch_device(), torch.device("cpu"))
 
 
 @contextlib.contextmanager
