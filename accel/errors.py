@@ -45,6 +45,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and ("out of memory" in text or "alloc_failed" in text)
 
 
+def memory_was_short(error: BaseException | None) -> bool:
+    """Whether memory was, also where the error is what followed: it comes in several guises during a capture."""
+    while error is not None and not is_out_of_memory(error):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
 def let_go(error: BaseException) -> None:
     """Lets go of what the code that raised ``error`` held: tensors, for which what runs instead may have no room."""
     left: BaseException | None = error

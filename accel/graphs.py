@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .capture import CapturedGraph, Capturer, Recording
-from .errors import CaptureFailed, NoRoom, is_out_of_memory
+from .errors import CaptureFailed, NoRoom, memory_was_short
 from .key import ShapeKey
 from .outputs import Output, each, tensors_of
 from .reasons import say
@@ -29,6 +29,7 @@ from .stats import STATS
 MIB = 1 << 20
 LITTLE = 1 << 30  # bytes of the device; where fewer are free, a capture fails in several guises
 MORE = 512 << 20  # bytes that must be free beyond those that were too few for a capture, before it is tried again
+STRANGE = 256 << 20  # bytes of the driver's for one graph: 10 MB are usual, so another program took them, perhaps
 MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of plain products
 
 
@@ -121,12 +122,10 @@ class GraphCache:
     def _why_not(self, name: Name) -> str:
         """Why this graph was refused, and would be again; "" if it may be captured."""
         refusal = self._refused.get(name)
-        if refusal is None:
+        if refusal and refusal.free is not None and self._capturer.free_bytes() >= refusal.free + MORE:
+            del self._refused[name]
             return ""
-        if refusal.free is None or self._capturer.free_bytes() < refusal.free + MORE:
-            return refusal.why
-        del self._refused[name]
-        return ""
+        return refusal.why if refusal else ""
 
     def result(self, name: Name) -> Output:
         """What the first run of a graph's forward gave, if it was ``wanted`` and no replay came since."""
@@ -225,7 +224,7 @@ class GraphCache:
             return self._record(name, recording)
         except RuntimeError as error:
             # Where memory was short, DynamicVRAM may have taken pages away for the capture, which ends it.
-            short, self._here.called = _memory_was_short(error), frozenset()
+            short, self._here.called = memory_was_short(error), frozenset()
             self._warmed.discard(program)
             if self._capturer.broken or not (short or has_run):
                 raise self._failure(error) from error
@@ -242,7 +241,7 @@ class GraphCache:
         if self._capturer.broken:
             return CaptureFailed(_broken(self._capturer.broken))
         first, *_ = str(error).splitlines() or [type(error).__name__]  # the driver's errors go on for six lines
-        if _memory_was_short(error) or self._capturer.free_bytes() < LITTLE:
+        if memory_was_short(error) or self._capturer.free_bytes() < LITTLE:
             return NoRoom(say("capture_no_memory", error=first))
         return CaptureFailed(say("capture_failed", error=first))
 
@@ -263,12 +262,23 @@ class GraphCache:
             self._warmed.add(program)
             self._here.called |= calls
         before = self._capturer.pool_bytes if self._entries else 0
-        graph, own = self._capturer.capture(run, dtype, replayed=at_once and recording.wanted)
+        graph, own = self._captured(run, dtype, at_once and recording.wanted)
         own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
         growth = max(0, self._capturer.pool_bytes - before)
         return CapturedGraph(
             graph, static, output, recording.weights, recording.constants, own, growth, recording.label
         )
+
+    def _captured(
+        self, run: Callable[[], None], dtype: torch.dtype, replayed: bool
+    ) -> tuple[torch.cuda.CUDAGraph, int]:
+        """As ``Capturer.capture``. The driver only says what all programs together have taken meanwhile."""
+        graph, own = self._capturer.capture(run, dtype, replayed=replayed)
+        if own < STRANGE:
+            return graph, own
+        self._capturer.free(graph)
+        graph, again = self._capturer.capture(run, dtype, replayed=replayed)
+        return graph, min(own, again)
 
     def _evict_down_to(self, budget: int, keep: Collection[Name] = ()) -> None:
         """Drops the least recently used graphs, none of ``keep``, until ``budget`` bytes are left."""
@@ -333,13 +343,6 @@ def bytes_of(tensors: Iterable[Tensor | None]) -> int:
 def budget_is_full(budget: int) -> str:
     """Why a size has no graph yet. ``budget``: bytes."""
     return say("budget_full", budget=budget // MIB)
-
-
-def _memory_was_short(error: BaseException | None) -> bool:
-    """Whether memory was, also where the error is what followed: it comes in several guises during a capture."""
-    while error is not None and not is_out_of_memory(error):
-        error = error.__cause__ or error.__context__
-    return error is not None
 
 
 def _broken(why: str) -> str:

@@ -152,6 +152,15 @@ def test_inputs_outputs_constants_the_driver_and_the_pool_count(cache, capturer)
     assert cache.used_bytes == 100 == graphs.STATS.graphs.used_bytes
 
 
+def test_what_another_program_took_meanwhile_does_not_count(cache, capturer) -> None:
+    """The driver's figure is of the whole card."""
+    capturer.driver, capturer.others = 5, [graphs.STRANGE]
+    capture(cache, a=10)
+    assert cache.used_bytes == 15 and (capturer.live, capturer.captures, capturer.replayed) == (1, 2, 0)
+    capturer.others = [graphs.STRANGE, graphs.STRANGE]
+    assert capture(cache, b=10) == {} and capturer.captures == 5  # others gave way before it was captured alone
+
+
 def test_a_drop_frees_what_the_graph_added_and_the_pool_goes_with_the_last(cache, capturer) -> None:
     capturer.needs = 50
     capture(cache, a=10, b=20)
