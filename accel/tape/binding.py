@@ -93,7 +93,12 @@ def loose(bound: "Bound | Loose | None", slots: Sequence[int]) -> "Loose | None"
     return Loose(bound, slots) if isinstance(bound, list) else bound
 
 
+def there(bound: "Bound | Loose | None") -> Bound | None:
+    """What a program is bound to; None if a weight of it is gone."""
+    return bound.tight() if isinstance(bound, Loose) else bound
+
+
 def tight(bound: "Bound | Loose | None") -> Bound | None:
     """What a program can run with; None if it must be bound again."""
-    found = bound.tight() if isinstance(bound, Loose) else bound
+    found = there(bound)
     return found if found is not None and found.is_as_noted else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..kernels.operations import is_ours
 from ..preparing import look
 from . import cost
-from .binding import Bound, Loose, form_of, loose, tight, weight
+from .binding import Bound, Loose, form_of, loose, there, tight, weight
 from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
@@ -220,7 +220,7 @@ class Program:
 
     def constants(self) -> list[Tensor]:
         """What the program holds on the device besides weights; what is made of weights while it is bound to them."""
-        bound = tight(self._bound)
+        bound = there(self._bound)
         made = [bound[slot] for slot, _, _ in self._derived] if bound is not None else []
         return [tensor for _, tensor in self._fixed] + made
 
