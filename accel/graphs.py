@@ -256,7 +256,8 @@ class GraphCache:
 
         program, calls = (name.owner, name.program), recording.calls
         dtype = next((value.dtype for value in static.values() if value.dtype in MULTIPLIED), torch.float32)
-        at_once = bool(calls) and calls <= self._here.called and self._capturer.may_fail and not recording.is_long
+        known = bool(calls) and calls <= self._here.called and self._capturer.may_fail
+        at_once = known and not recording.is_long and self._capturer.free_bytes() >= LITTLE
         if not at_once and (recording.wanted or program not in self._warmed):
             self._capturer.warm(run, dtype)
             self._warmed.add(program)

@@ -73,6 +73,16 @@ def test_a_long_run_comes_before_its_capture(cache, capturer) -> None:
     assert torch.equal(cache.result(name("b", program=2)), torch.full((4,), 3, dtype=torch.uint8))
 
 
+def test_where_little_memory_is_free_a_run_comes_first(cache, capturer) -> None:
+    """It fetches what the capture needs: see ``test_graphs_faults``."""
+    given = dataclasses.replace(recording(output=4, scale=3), wanted=True, calls=frozenset({"linear"}))
+    cache.capture(name("a", program=1), given, BUDGET)
+    for capturer.room, ran in ((graphs.LITTLE, (1, 1)), (graphs.LITTLE - 1, (2, 1))):
+        cache.drop(name("b", program=2))
+        cache.capture(name("b", program=2), given, BUDGET)
+        assert (capturer.warmed, capturer.replayed) == ran
+
+
 def test_what_another_thread_called_runs_before_it_is_captured(cache, capturer) -> None:
     """Libraries have handles and workspaces of each thread."""
     given = dataclasses.replace(recording(), wanted=True, calls=frozenset({"linear"}))
