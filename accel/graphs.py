@@ -29,7 +29,6 @@ from .stats import STATS
 MIB = 1 << 20
 LITTLE = 1 << 30  # bytes of the device; where fewer are free, a capture fails in several guises
 MORE = 512 << 20  # bytes that must be free beyond those that were too few for a capture, before it is tried again
-STRANGE = 256 << 20  # bytes of the driver's for one graph: 10 MB are usual, so another program took them, perhaps
 MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of plain products
 
 
@@ -256,30 +255,18 @@ class GraphCache:
 
         program, calls = (name.owner, name.program), recording.calls
         dtype = next((value.dtype for value in static.values() if value.dtype in MULTIPLIED), torch.float32)
-        known = bool(calls) and calls <= self._here.called and self._capturer.may_fail
-        at_once = known and not recording.is_long and self._capturer.free_bytes() >= LITTLE
+        at_once = bool(calls) and calls <= self._here.called and self._capturer.may_fail and not recording.is_long
         if not at_once and (recording.wanted or program not in self._warmed):
             self._capturer.warm(run, dtype)
             self._warmed.add(program)
             self._here.called |= calls
         before = self._capturer.pool_bytes if self._entries else 0
-        graph, own = self._captured(run, dtype, at_once and recording.wanted)
+        graph, own = self._capturer.capture(run, dtype, replayed=at_once and recording.wanted)
         own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
         growth = max(0, self._capturer.pool_bytes - before)
         return CapturedGraph(
             graph, static, output, recording.weights, recording.constants, own, growth, recording.label
         )
-
-    def _captured(
-        self, run: Callable[[], None], dtype: torch.dtype, replayed: bool
-    ) -> tuple[torch.cuda.CUDAGraph, int]:
-        """As ``Capturer.capture``. The driver only says what all programs together have taken meanwhile."""
-        graph, own = self._capturer.capture(run, dtype, replayed=replayed)
-        if own < STRANGE:
-            return graph, own
-        self._capturer.free(graph)
-        graph, again = self._capturer.capture(run, dtype, replayed=replayed)
-        return graph, min(own, again)
 
     def _evict_down_to(self, budget: int, keep: Collection[Name] = ()) -> None:
         """Drops the least recently used graphs, none of ``keep``, until ``budget`` bytes are left."""

@@ -24,7 +24,6 @@ from bench.soak_prompts import FAILURE, Prompt
 FLOOR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 FORWARD = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 PICTURE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of one decode or encode, the VAE's dtype
-OTHER_STEPS = 0.5  # how far a latent is from another one that skipped other steps, at most
 FAILED = "another pack's patch failed"
 GROWTH = 0.01  # of the weights' bytes: what device memory may grow by
 ROUNDED = 0.1  # of what programs hold: torch rounds each large tensor up by as much as 1 MiB

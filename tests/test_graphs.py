@@ -73,16 +73,6 @@ def test_a_long_run_comes_before_its_capture(cache, capturer) -> None:
     assert torch.equal(cache.result(name("b", program=2)), torch.full((4,), 3, dtype=torch.uint8))
 
 
-def test_where_little_memory_is_free_a_run_comes_first(cache, capturer) -> None:
-    """It fetches what the capture needs: see ``test_graphs_faults``."""
-    given = dataclasses.replace(recording(output=4, scale=3), wanted=True, calls=frozenset({"linear"}))
-    cache.capture(name("a", program=1), given, BUDGET)
-    for capturer.room, ran in ((graphs.LITTLE, (1, 1)), (graphs.LITTLE - 1, (2, 1))):
-        cache.drop(name("b", program=2))
-        cache.capture(name("b", program=2), given, BUDGET)
-        assert (capturer.warmed, capturer.replayed) == ran
-
-
 def test_what_another_thread_called_runs_before_it_is_captured(cache, capturer) -> None:
     """Libraries have handles and workspaces of each thread."""
     given = dataclasses.replace(recording(), wanted=True, calls=frozenset({"linear"}))
@@ -160,15 +150,6 @@ def test_inputs_outputs_constants_the_driver_and_the_pool_count(cache, capturer)
     assert took == cache.used_bytes == 10 + 7 + 20 + 3 + 40
     assert cache.capture(name("b"), recording(10, 7), BUDGET) == 20  # the pool is there
     assert cache.used_bytes == 100 == graphs.STATS.graphs.used_bytes
-
-
-def test_what_another_program_took_meanwhile_does_not_count(cache, capturer) -> None:
-    """The driver's figure is of the whole card."""
-    capturer.driver, capturer.others = 5, [graphs.STRANGE]
-    capture(cache, a=10)
-    assert cache.used_bytes == 15 and (capturer.live, capturer.captures, capturer.replayed) == (1, 2, 0)
-    capturer.others = [graphs.STRANGE, graphs.STRANGE]
-    assert capture(cache, b=10) == {} and capturer.captures == 5  # others gave way before it was captured alone
 
 
 def test_a_drop_frees_what_the_graph_added_and_the_pool_goes_with_the_last(cache, capturer) -> None:

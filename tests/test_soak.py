@@ -1,9 +1,10 @@
 """A short soak (bench/soak.py) on the demo model, and that it finds what it is there to find."""
 
+import contextlib
 import json
 import logging
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -106,6 +107,21 @@ def test_a_latent_that_is_not_eagers(attempt, monkeypatch):
     monkeypatch.setattr(Program, "run", lambda self, *args: own(self, *args) * 1.01)
     (problem,) = attempt()
     assert "from eager's" in problem
+
+
+def test_a_latent_of_other_steps_is_not_compared(bench, attempt, soak, monkeypatch):
+    """Where weights do not fit. If as many steps were full in eager, it is."""
+    from bench import soak_prompts
+
+    monkeypatch.setattr(soak.parts, "room", lambda share: contextlib.nullcontext())
+    skipping = {"skip": soak_prompts.Skip(3, "0"), "steps": 9, "share": 0.7, "eager_first": True}
+    assert attempt(**skipping) == [] and soak.report.other_steps == 0
+    sample = bench.sample
+    scales, full = iter((1.0, 1.01, 1.0, 1.0, 1.01)), iter((3, 3, 3, 4))  # eager, ours, eager's bound; eager, ours
+    monkeypatch.setattr(bench, "sample", lambda *args: sample(*args) * next(scales))
+    monkeypatch.setattr(bench, "stats", SimpleNamespace(snapshot=lambda: {"skip": [{"full": next(full)}]}))
+    assert ["from eager's" in problem for problem in attempt(**skipping)] == [True]
+    assert attempt(**skipping) == [] and soak.report.other_steps == 1
 
 
 def test_a_picture_that_is_not_eagers(attempt, monkeypatch):

@@ -27,7 +27,6 @@ class Capturer:
 
     def __init__(self) -> None:
         self.broken, self.pool_bytes, self.needs, self.driver, self.may_fail = "", 0, 0, 0, True
-        self.others: list[int] = []  # bytes that another program takes during the next captures
         self.live, self.captures, self.warmed, self.replayed, self.errors = 0, 0, 0, 0, []
         self.dtypes: set[torch.dtype] = set()  # of the products that make the libraries' workspaces
         self.room = 8 * graphs.LITTLE  # bytes that are free
@@ -48,7 +47,7 @@ class Capturer:
         run()
         self.live += 1
         self.pool_bytes = max(self.pool_bytes, self.needs)
-        return Graph(run), self.driver + (self.others.pop(0) if self.others else 0)
+        return Graph(run), self.driver
 
     def replaying(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()

@@ -138,20 +138,18 @@ def skip(share: float, name: str = "", steps: int = 12, layers: int = 12) -> dic
         }  # fmt: skip
 
 
-def lora(layers: int = 12, name: str = "", amount: float = 0.01, **settings: Any) -> dict[str, Any]:
-    """A patch of weights on and off. name: of another model than Z-Image. settings: of Compile Model."""
+def lora(layers: int = 12) -> dict[str, Any]:
+    """A patch of weights on and off."""
     import torch
 
-    watch, source = Watch(), made(name) if name else zimage(layers)
-    ends = ("attention.qkv.weight", "blocks.0.attn1.to_q.weight")
-    every = [key for key in source.model.state_dict() if key.endswith(ends)]
-    shape = source.model.state_dict()[every[0]].shape
-    keys = [key for key in every if source.model.state_dict()[key].shape == shape]
+    watch, source = Watch(), zimage(layers)
+    keys = [key for key in source.model.state_dict() if key.endswith("attention.qkv.weight")]
     patched = source.clone()
     draw = torch.Generator().manual_seed(5)
-    patched.add_patches({key: ("diff", (torch.randn(shape, generator=draw) * amount,)) for key in keys}, 1.0)
+    shape = source.model.state_dict()[keys[0]].shape
+    patched.add_patches({key: ("diff", (torch.randn(shape, generator=draw) * 0.01,)) for key in keys}, 1.0)
     wanted = [sampled(each)["out"] for each in (source, patched)]
-    fast = [compiled(each, **settings) for each in (source, patched)]
+    fast = [compiled(each) for each in (source, patched)]
     errors, counted = [], (0, 0)
     for turn in range(6):
         run = sampled(fast[turn % 2])

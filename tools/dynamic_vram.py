@@ -54,10 +54,10 @@ def made(name: str, seed: int = 0, **changes: Any) -> Any:
     from bench import models, zoo
 
     with with_weights():
-        made = zoo.make(name, **changes)
+        patcher = zoo.make(name, **changes)
     if seed:
-        models.randomise(made.model, seed)
-    return mapped(made)
+        models.randomise(patcher.model, seed)
+    return mapped(patcher)
 
 
 def mapped(patcher: Any) -> Any:
