@@ -91,7 +91,7 @@ class BlockTier:
     def loosen(self) -> None:
         """Holds the weights no longer than their model does."""
         for take in [take for takes in list(self._takes.values()) for take in takes if take.program is not None]:
-            take.bound = {path: loose(bound, take.program.freed) for path, bound in take.bound.items()}
+            take.bound = {path: loose(bound, take.program.weight_slots) for path, bound in take.bound.items()}
 
     def release(self) -> None:
         """Releases the weights, because the model is unloaded."""

@@ -99,7 +99,7 @@ class Engine:
                     return out
         shape.state, shape.reason = "eager", why
         try:
-            out = call.eager()
+            out = self._eager(call)
         except BaseException as error:
             theirs, is_failure = bool(self._untold), not isinstance(error, self.passthrough)
             if theirs:
@@ -114,6 +114,20 @@ class Engine:
         self.stats.note(shape, "eager", why)
         self._tell(call)
         return out
+
+    def _eager(self, call: Call) -> Output:
+        """ComfyUI's own forward; once more without any graph, if memory was too short for it beside our graphs."""
+
+        def judge(error: Exception) -> str | None:
+            if not (is_out_of_memory(error) and graphs.cache(call.key.device).used_bytes):
+                return None
+            let_go(error)
+            graphs.clear()
+            torch.cuda.empty_cache()
+            return say("no_memory_left")
+
+        out, why = attempt(call.eager, judge, self.passthrough)
+        return call.eager() if why else out
 
     def _step_down(self, error: Exception) -> str:
         """Retires the tape, unless only memory was short, and returns the reason."""

@@ -4,6 +4,10 @@ The bound. Both ways round in every operation, each in its own order, so their l
 multiply the difference by an amount that depends on the prompt. So a latent passes if it is within ``FLOOR`` of eager's
 (relative L2), or else if it is no farther than eager's own latent moves when every output of its model is off by
 ``FORWARD``, at random: the error of one forward that the parity tests find, in that dtype.
+
+Layers with quantised weights round their input to 8 bits or fewer, and its last bit may decide how. So there every
+latent is off as well before the model reads it, by what its dtype rounds: eager's own forward moves by 0.02 to 0.04
+(int8) or 0.04 to 0.07 (fp8). Ours is as far, at random too, and a latent may be ``RANDOM`` times as far as eager's own.
 """
 
 import ctypes
@@ -23,6 +27,8 @@ from bench.soak_prompts import FAILURE, Prompt
 
 FLOOR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 FORWARD = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+RANDOM = 1.25
+LATER = 2  # kernels of quantised weights that the first prompt of several rows needs beyond those for one
 PICTURE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}  # of one decode or encode, the VAE's dtype
 FAILED = "another pack's patch failed"
 GROWTH = 0.01  # of the weights' bytes: what device memory may grow by
@@ -46,6 +52,7 @@ def expected(prompt: Prompt) -> list[str]:
         reasons += ["graph_budget_mb is"]
     if prompt.share < 1:
         reasons += ["weights streamed", "did not fit beside", "leave no memory for a graph", "Memory is short"]
+        reasons += ["low VRAM"]  # of ComfyUI without DynamicVRAM
     return reasons
 
 
@@ -85,9 +92,9 @@ def _recompiles() -> dict[str, int]:
     return {model["name"]: model["recompiles"] for model in stats.snapshot()["models"]}
 
 
-def complaints(prompt: Prompt, counted: Counted) -> Iterator[str]:
-    """What the counters say that they should not."""
-    if counted.recompiles:
+def complaints(prompt: Prompt, counted: Counted, later: int) -> Iterator[str]:
+    """What the counters say that they should not. later: kernels that may be compiled."""
+    if counted.recompiles > later:
         yield f"{counted.recompiles} recompiles"
     for reason, count in counted.fallbacks.items():
         if not any(text in reason for text in expected(prompt)):

@@ -38,20 +38,29 @@ ON_GPU = Scope(
     images=(1, 1, 2, 4), budgets_mb=(2048, 2048, 2048, 256, 0), rebuild=0.008, unload=0.02, every=50,
     modes=("auto",) * 15 + ("exact", "exact", "off", "off"), most_pixels=1024 * 768,
 )  # fmt: skip
-SHARES = (1.0,) * 7 + (0.7, 0.3, 0.0)  # of the weights, with DynamicVRAM
+SHARES = (1.0,) * 7 + (0.7, 0.3, 0.0)  # of the weights
 ROOM = 3 << 30  # bytes that sampling may take besides the weights, in eager and through our nodes
 TRANSFORMERS = {  # few and narrow blocks, with heads as wide as the real ones
     "zimage": {"dim": 512, "n_heads": 4, "n_kv_heads": 4, "n_layers": 6, "cap_feat_dim": 64},
     "wan": {"dim": 512, "num_heads": 4, "num_layers": 6, "ffn_dim": 1024, "text_dim": 64},
 }  # fmt: skip
+WIDE = {  # few blocks as wide as the real ones: 2 to 3 GB, of which a part may not fit
+    "zimage": {"n_layers": 6, "cap_feat_dim": 64},
+    "wan": {"num_layers": 4, "text_dim": 64},
+}
 SMALL_VAE = {"ch": 32, "num_res_blocks": 1}
 NAMES = ("demo", "small", "sd15", "sdxl", *TRANSFORMERS)
 
 
-def scope(name: str, cuda: bool, dynamic: bool = False) -> Scope:
-    """What is drawn from for the model ``name``. dynamic: with DynamicVRAM, whatever share of the weights fits."""
-    whole = ON_GPU if cuda else ON_CPU
-    if dynamic:
+def known(name: str) -> bool:
+    """Whether ``name`` is a model of the soak, or a transformer and a form of its weights: "zimage-int8"."""
+    return name in NAMES or (_kind(name) in TRANSFORMERS and zoo.known(name))
+
+
+def scope(name: str, cuda: bool, partly: bool = False) -> Scope:
+    """What is drawn from for the model ``name``. partly: some prompts find room for a share of the weights alone."""
+    whole, name = ON_GPU if cuda else ON_CPU, _kind(name)
+    if partly:
         whole = replace(whole, shares=SHARES)
     if name not in TRANSFORMERS:
         return whole
@@ -76,12 +85,12 @@ class Way:
 class Parts:
     """The models of a soak: UNet, VAE, ControlNet, LoRAs."""
 
-    def __init__(self, name: str, dynamic: bool = False) -> None:
-        """dynamic: with weights that are mapped in."""
-        self.name, self.dynamic = name, dynamic
+    def __init__(self, name: str, partly: bool = False, dynamic: bool = False) -> None:
+        """partly: see ``scope``. dynamic: with weights that are mapped in."""
+        self.name, self.partly, self.dynamic = name, partly, dynamic
         with dynamic_vram.with_weights() if dynamic else nullcontext():
-            self.patcher, self.vae, self.text = _load(name)
-            self.control = None if name in TRANSFORMERS else models.controlnet_for(self.patcher)
+            self.patcher, self.vae, self.text = _load(name, (WIDE if partly else TRANSFORMERS).get(_kind(name), {}))
+            self.control = None if _kind(name) in TRANSFORMERS else models.controlnet_for(self.patcher)
         if dynamic:
             self.patcher = dynamic_vram.mapped(self.patcher)
         self.loras = [_lora(self.patcher, seed) for seed in range(LORAS)]
@@ -96,6 +105,11 @@ class Parts:
         """Everything that has weights."""
         control = [] if self.control is None else [self.control.control_model]
         return [self.patcher.model, self.vae.first_stage_model, *control]
+
+    @property
+    def rounding(self) -> float:
+        """How far a latent may be off before the model reads it: where weights are quantised, by its rounding."""
+        return 0.0 if self.name in NAMES else torch.finfo(self.dtype).eps / 2
 
     @property
     def dtype(self) -> torch.dtype:
@@ -145,18 +159,23 @@ class Parts:
         return demo.encode(self.text, " ".join([words] * (1 if prompt.tokens == 77 else 78)))
 
 
-def _load(name: str) -> tuple[ModelPatcher, comfy.sd.VAE, Any]:
-    """MODEL, VAE and the demo's text encoder."""
+def _kind(name: str) -> str:
+    """A model's name without the form of its weights."""
+    return name.partition("-")[0]
+
+
+def _load(name: str, changes: dict[str, Any]) -> tuple[ModelPatcher, comfy.sd.VAE, Any]:
+    """MODEL, VAE and the demo's text encoder. changes: to a transformer's config."""
     if name == "demo":
         return demo.load(None if torch.cuda.is_available() else "fp32")
     if name == "small":
         patcher = models.unet("sdxl", torch.float32, **driving.UNETS["sdxl"])
         return patcher, models.vae(torch.float32, **SMALL_VAE), None
     dtype = None if torch.cuda.is_available() else torch.float32
-    if name == "zimage":
-        return zoo.make(name, dtype, **TRANSFORMERS[name]), models.vae(dtype, **SMALL_VAE, z_channels=16), None
-    if name == "wan":
-        return zoo.make(name, dtype, **TRANSFORMERS[name]), models.wan_vae(dtype, dim=32), None
+    if _kind(name) == "zimage":
+        return zoo.make(name, dtype, **changes), models.vae(dtype, **SMALL_VAE, z_channels=16), None
+    if _kind(name) == "wan":
+        return zoo.make(name, dtype, **changes), models.wan_vae(dtype, dim=32), None
     return models.unet(name), models.vae(), None
 
 
@@ -171,7 +190,7 @@ def _lora(patcher: ModelPatcher, seed: int) -> dict[str, Tensor]:
     """A plain LoRA on random layers of the model; at strength 1 it changes a weight by about as much as it has."""
     generator = torch.Generator().manual_seed(seed)
     randn = partial(torch.randn, generator=generator)
-    weights = patcher.model.diffusion_model.state_dict().items()
+    weights = patcher.model.diffusion_model.named_parameters()  # as large as they are meant, where they are quantised
     layers = {name: weight for name, weight in weights if name.endswith(".weight") and weight.ndim > 1}
     chosen = torch.randperm(len(layers), generator=generator)[:LORA_LAYERS].tolist()
     lora = {}
@@ -209,14 +228,16 @@ def _counting(calls: list[int], executor: WrapperExecutor, *args: Any, **kwargs:
     return executor(*args, **kwargs)
 
 
-def trembling(way: Way, amount: float) -> Way:
-    """The same with each output of the diffusion model off by a relative L2 of ``amount``, at random."""
+def trembling(way: Way, out: float, into: float = 0.0) -> Way:
+    """The same with each output of the diffusion model off by a relative L2 of ``out``, and each latent by ``into``."""
     generator = torch.Generator(way.patcher.load_device).manual_seed(0)
 
-    def tremble(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
-        out = executor(*args, **kwargs)
-        noise = torch.randn(out.shape, generator=generator, device=out.device)
-        return (out + noise * (amount * out.float().square().mean().sqrt())).to(out.dtype)
+    def off(tensor: Tensor, amount: float) -> Tensor:
+        noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+        return (tensor + noise * (amount * tensor.float().square().mean().sqrt())).to(tensor.dtype)
+
+    def tremble(executor: WrapperExecutor, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return off(executor(off(x, into) if into else x, *args, **kwargs), out)
 
     patcher = way.patcher.clone()
     patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "soak.tremble", tremble)
@@ -230,7 +251,8 @@ def sample(way: Way, prompt: Prompt, latent: Tensor, callback: Callable[..., Non
     CPU and GPU round differently. A sigma half-way between two timesteps, or just where a cond begins, then falls to
     one side in the first run after a load and to the other in the next, in eager too.
     """
-    mm.load_models_gpu([way.patcher])
+    needed = way.patcher.memory_required([2 * len(latent), *latent.shape[1:]])  # as a sampling run asks for
+    mm.load_models_gpu([way.patcher], memory_required=needed)
     noise = comfy.sample.prepare_noise(latent, prompt.seed)
     return comfy.sample.sample(
         way.patcher, noise, prompt.steps, prompt.cfg, prompt.sampler, "normal", way.positive, way.negative, latent,

@@ -164,6 +164,26 @@ def test_memory_that_was_short_retires_nothing(engine, monkeypatch) -> None:
     assert states(engine) == [("tape", "")]
 
 
+@pytest.mark.parametrize("held", [0, 1 << 20])
+def test_eager_is_short_of_memory_beside_our_graphs(engine, monkeypatch, held) -> None:
+    """They are given back, and the picture is not lost."""
+    cleared, left = [], [1]
+
+    def short():
+        if left:
+            raise torch.OutOfMemoryError(str(left.pop()))
+        return MODEL(X)
+
+    monkeypatch.setattr(graphs.GraphCache, "used_bytes", held)
+    monkeypatch.setattr(graphs, "clear", lambda: cleared.append(1))
+    own = call(short, obstacle="because")
+    if not held:
+        with pytest.raises(torch.OutOfMemoryError):
+            engine(own, Settings())
+    assert torch.equal(engine(own, Settings()), MODEL(X))
+    assert cleared == [1] * bool(held) and states(engine) == [("eager", "because")]
+
+
 def test_an_interrupt_is_no_failure(engine, monkeypatch) -> None:
     with monkeypatch.context() as stopped, pytest.raises(InterruptedError):
         stopped.setattr(engine._tape, "run", failing(InterruptedError())[0])

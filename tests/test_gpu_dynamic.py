@@ -106,6 +106,20 @@ def test_a_lora_on_and_off():
     assert found["states"] == ["graph"] and found["fallbacks"] == {}
 
 
+def test_a_lora_on_and_off_of_quantised_weights():
+    """A load with other LoRAs writes other scales into the same memory. Eager's own int8 layers round by 0.05 or so."""
+    found = case("lora", name="zimage-int8", amount=0.05)
+    assert found["apart"] > 0.5 and max(found["errors"]) < 0.1
+    assert (found["first"], found["recorded"], found["captured"]) == (1, 0, 0) and found["states"] == ["graph"]
+
+
+def test_a_lora_on_and_off_without_graphs():
+    """Convolutions are filled again at each load, and laid out for each run. Programs read them as they lie."""
+    found = case("lora", name="sd15", amount=0.1, graph_budget_mb=0)
+    assert found["apart"] > 5 * CLOSE / 2 and max(found["errors"]) < CLOSE
+    assert (found["first"], found["recorded"], found["captured"]) == (1, 0, 0) and found["states"] == ["tape"]
+
+
 @pytest.mark.parametrize("model", [{}, {"name": "sdxl"}], ids=["row", "U"])
 @pytest.mark.parametrize("share", [0.3, 0.7])
 def test_weights_of_skipped_blocks_are_not_fetched(share, model):

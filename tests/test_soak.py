@@ -65,6 +65,12 @@ def test_prompts_that_differ_in_everything(soak):
     assert any("another pack's patch failed" in reason for reason in report.fallbacks)
 
 
+def test_which_models_there_are(bench):
+    """Transformers also with quantised weights, whose layers round what they read."""
+    known = ("demo", "sdxl", "zimage", "zimage-int8", "wan-fp8")
+    assert all(map(bench.known, known)) and not any(map(bench.known, ("", "flux", "sdxl-int8", "zimage-int9")))
+
+
 def test_a_prompt_is_drawn_again_from_its_number(bench, scope):
     lines = [bench.draw(SEED, index, scope).line() for index in PROMPTS]
     assert len(set(lines)) == len(PROMPTS) and bench.draw(SEED, PROMPTS[7], scope).line() == lines[7]
@@ -283,3 +289,19 @@ def test_transformers(bench, monkeypatch, name, narrow):
         assert soak.attempt(replace(bench.draw(SEED, 0, soak.scope), **plain | changes)) == []
     assert soak.report.broken_off == 1 and soak.report.skipped > 0 and soak.report.calls["vae"] > 1
     assert any("another pack's patch failed" in reason for reason in soak.report.fallbacks)
+
+
+def test_quantised_weights(bench, monkeypatch):
+    """Such layers round what they read: a latent may be as far as eager's own moves when its input does, no more."""
+    from anyshape.accel.tape.program import Program
+
+    from bench import soak_parts
+
+    monkeypatch.setitem(soak_parts.TRANSFORMERS, "zimage", {"dim": 256, "n_heads": 2, "n_kv_heads": 2, "n_layers": 2})
+    soak = bench.Soak("zimage-fp8", SEED, replace(soak_parts.scope("zimage-fp8", cuda=False), rebuild=0.0))
+    prompt = replace(bench.draw(SEED, 0, soak.scope), **PLAIN | {"loras": ((0, 0.7),), "eager_first": True})
+    assert soak.attempt(prompt) == [] and soak.report.states == {"tape": 1} and soak.parts.rounding > 0
+    own = Program.run
+    monkeypatch.setattr(Program, "run", lambda self, *args: own(self, *args) * 1.2)
+    (problem,) = soak.attempt(prompt)
+    assert "from eager's" in problem and soak.report.beyond_floor == 1

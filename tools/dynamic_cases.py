@@ -138,18 +138,20 @@ def skip(share: float, name: str = "", steps: int = 12, layers: int = 12) -> dic
         }  # fmt: skip
 
 
-def lora(layers: int = 12) -> dict[str, Any]:
-    """A patch of weights on and off."""
+def lora(name: str = "zimage", amount: float = 0.01, **settings: Any) -> dict[str, Any]:
+    """A patch of weights on and off. settings: of Compile Model."""
     import torch
 
-    watch, source = Watch(), zimage(layers)
-    keys = [key for key in source.model.state_dict() if key.endswith("attention.qkv.weight")]
+    watch, source = Watch(), made(name, **({"n_layers": 12} if name.startswith("zimage") else {}))
+    ends = ("attention.qkv.weight", "blocks.0.attn1.to_q.weight")
+    every = [key for key in source.model.state_dict() if key.endswith(ends)]
+    shape = source.model.state_dict()[every[0]].shape
+    keys = [key for key in every if source.model.state_dict()[key].shape == shape]
     patched = source.clone()
     draw = torch.Generator().manual_seed(5)
-    shape = source.model.state_dict()[keys[0]].shape
-    patched.add_patches({key: ("diff", (torch.randn(shape, generator=draw) * 0.01,)) for key in keys}, 1.0)
+    patched.add_patches({key: ("diff", (torch.randn(shape, generator=draw) * amount,)) for key in keys}, 1.0)
     wanted = [sampled(each)["out"] for each in (source, patched)]
-    fast = [compiled(each) for each in (source, patched)]
+    fast = [compiled(each, **settings) for each in (source, patched)]
     errors, counted = [], (0, 0)
     for turn in range(6):
         run = sampled(fast[turn % 2])

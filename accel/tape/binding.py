@@ -68,6 +68,15 @@ class Bound(list[Tensor | None]):
         return all([self[slot].stride() == stride for slot, stride in self.lies])
 
 
+def spread(values: list[Tensor | None], places: Sequence[tuple[int, int, int]]) -> None:
+    """Makes the ``Spread`` leaves of a run, all of them at once. places: (slot, that of its weight, rows)."""
+    if places:
+        rows = [count for _, _, count in places]
+        wide = torch.cat([values[source].reshape(-1).expand(count) for _, source, count in places])
+        for (slot, _, _), part in zip(places, wide.split(rows), strict=True):
+            values[slot] = part
+
+
 class Loose:
     """What a program is bound to, with weak references in some of its slots."""
 

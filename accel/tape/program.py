@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..kernels.operations import is_ours
 from ..preparing import look
 from . import cost
-from .binding import Bound, Loose, form_of, loose, there, tight, weight
+from .binding import Bound, Loose, form_of, loose, spread, there, tight, weight
 from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
@@ -24,7 +24,7 @@ from .layout import copied
 from .named_tensors import PartsByPath
 from .plan import Plan, unfused
 from .reuse import Outlines
-from .values import Constant, Derived, Input, Operation, Tape, Value, Weight, replaced
+from .values import Constant, Derived, Input, Operation, Spread, Tape, Value, Weight, replaced
 
 LONG_WORK = 2.5e13  # multiplications that take a GPU longer than the host takes to capture them: 60 ms of an H200
 
@@ -123,19 +123,19 @@ class Program:
         self._steps = [self._step(step) for step in steps]
         self._output = replaced(tape.output, Value, self._slot)
         self._free(steps, tape)
-        for value in [value for value in self._slots if isinstance(value.leaf, Derived)]:
-            for source in value.leaf.sources:
+        for leaf in [value.leaf for value in self._slots if isinstance(value.leaf, (Derived, Spread))]:
+            for source in leaf.sources if isinstance(leaf, Derived) else (leaf.source,):
                 self._number(source)
         leaves = [value for value in self._slots if value.leaf is not None]
         self._inputs = [(self._slots[v], v.leaf.index) for v in leaves if isinstance(v.leaf, Input)]
         weights = [v for v in leaves if isinstance(v.leaf, Weight)]
         self._weights = [form_of(v.leaf, v.shape, v.stride, v.dtype, v.device) for v in weights]
-        self._weight_slots = [self._slots[v] for v in weights]
+        self.weight_slots = [self._slots[v] for v in weights]
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
         derived = [(self._slots[v], v.leaf) for v in leaves if isinstance(v.leaf, Derived)]
         self._derived = [(slot, leaf.make, tuple(self._slots[v] for v in leaf.sources)) for slot, leaf in derived]
-        kept = {source for _, leaf in derived if leaf.copies for source in leaf.sources}  # see ``Derived``
-        self.freed = [self._slots[v] for v in weights if v not in kept]  # by ``loosen``
+        wide = [v for v in leaves if isinstance(v.leaf, Spread)]
+        self._spread = [(self._slots[v], self._slots[v.leaf.source], v.leaf.rows) for v in wide]
         self._turned = frozenset(self._slots[v] for v in tape.permuted if v in self._slots)
         self.permuted = frozenset(v.leaf for v in tape.permuted if v in self._slots)  # may lie in channels_last
         self._count = len(self._slots)
@@ -184,7 +184,7 @@ class Program:
         bound, modules = Bound([None] * self._count), PartsByPath(module)
         for slot, tensor in self._fixed:
             bound[slot] = tensor
-        for slot, form in zip(self._weight_slots, self._weights, strict=True):
+        for slot, form in zip(self.weight_slots, self._weights, strict=True):
             bound[slot] = weight(modules, form, slot in self._turned)
         for slot, make, sources in self._derived:
             bound[slot] = make(*(bound[source] for source in sources))
@@ -203,7 +203,7 @@ class Program:
 
     def loosen(self) -> None:
         """Holds the weights no longer than their model does, until ``tighten``."""
-        self._bound = loose(self._bound, self.freed)
+        self._bound = loose(self._bound, self.weight_slots)
 
     def tighten(self) -> bool:
         """Whether all weights that it is bound to are there, and lie as they did."""
@@ -257,6 +257,7 @@ class Program:
         values = list(tight(self._bound) if bound is None else bound)  # another thread may have let go meanwhile
         for slot, index in self._inputs:
             values[slot] = inputs[index]
+        spread(values, self._spread)
         waits = self.device.type == "cpu"  # each step is done when it returns, and one may take seconds
         for step in self._steps:
             if waits:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from . import views
 from .traits import ATTENTIONS, is_product
-from .values import ONE, Constant, Derived, Input, Operation, Size, Sizes, Tape, Value, Weight
+from .values import ONE, Constant, Derived, Input, Operation, Size, Sizes, Spread, Tape, Value, Weight
 
 ELEMENTWISE = frozenset(
     "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu sigmoid "
@@ -53,7 +53,7 @@ def _is_alike(operation: Operation, like: Operation) -> bool:
 
 def of_leaf(value: Value) -> Sizes:
     """The sizes of a leaf."""
-    if isinstance(value.leaf, (Weight, Derived)):
+    if isinstance(value.leaf, (Weight, Derived, Spread)):
         return tuple(ONE if n == 1 else Size(n, static=True) for n in value.shape)
     if isinstance(value.leaf, Input):
         return tuple(Size(n) for n in value.shape)

@@ -89,18 +89,24 @@ class Constant:
 
 @dataclass(frozen=True, eq=False)
 class Derived:
-    """A leaf: made of weights each time a program is bound to them, by ``make(*sources)``.
+    """A leaf: made of weights' addresses each time a program is bound to them, by ``make(*sources)``.
 
-    copies: it has their numbers, not just their addresses. Then they must stay as long as it does: others at the same
-    addresses would be taken for them.
+    Never of their numbers, of which others may be written into the same memory.
     """
 
     make: Callable[..., Tensor]
     sources: tuple["Value", ...]
-    copies: bool = True
 
 
-Leaf = Input | Weight | Constant | Derived
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """A leaf: what a weight is as a whole, for each of so many rows. Made when a run begins."""
+
+    source: "Value"  # of one element
+    rows: int
+
+
+Leaf = Input | Weight | Constant | Derived | Spread
 
 
 class Value:

@@ -2,16 +2,15 @@
 
 comfy-kitchen's ``int8_linear`` rounds its input to int8, a scale for each row, and multiplies. These are two operations
 here, and layers with the same input share the first, which a kernel before it may do (``quantisers``). Weights that are
-turned (convrot) want their input turned before it is rounded; the library does both in one kernel. A scale that a
-weight has as a whole is spread over its rows when a program is bound, not in each call. The same kernels with the same
-numbers: exact.
+turned (convrot) want their input turned before it is rounded; the library does both in one kernel. Scales that weights
+have as a whole are spread over their rows together when a run begins, not each in its layer's call. The same kernels
+with the same numbers: exact.
 """
 
 import importlib
 import inspect
 import math
 from collections.abc import Callable
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from .. import static_sizes
 from ..layout import contiguous, lie_alike
 from ..traits import by_name
-from ..values import Constant, Derived, Operation, Tape, Value, Weight
+from ..values import Constant, Operation, Spread, Tape, Value, Weight
 
 LIBRARY = "comfy_kitchen"
 BACKEND = "cuda"
@@ -171,11 +170,7 @@ def _rounding(x: Value, turned: bool) -> Operation:
 
 
 def _spread(scale: Value, rows: int) -> Value:
-    """One scale for each row of the weight, made when a program is bound."""
+    """One scale for each row of the weight."""
     if scale.numel == rows and len(scale.shape) == 1:
         return scale
-    return Value.made((rows,), (1,), scale.dtype, scale.device, Derived(partial(_for_each, rows), (scale,)))
-
-
-def _for_each(rows: int, scale: Tensor) -> Tensor:
-    return scale.detach().reshape(-1).expand(rows).contiguous()
+    return Value.made((rows,), (1,), scale.dtype, scale.device, Spread(scale, rows))

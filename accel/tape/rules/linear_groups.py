@@ -81,7 +81,7 @@ def _joined(layers: list[Operation], shared: bool) -> Operation:
     weights = [layer.args[1] for layer in layers]
     biases = [layer.args[2] for layer in layers if len(layer.args) > 2 and layer.args[2] is not None]
     rows = kernel.tiles([weight.shape[0] for weight in weights])
-    leaf = Derived(partial(ours.table_of, len(weights), not shared), (*weights, *biases), copies=False)
+    leaf = Derived(partial(ours.table_of, len(weights), not shared), (*weights, *biases))
     table = Value.made((rows, kernel.COLUMNS), (kernel.COLUMNS, 1), torch.int64, xs[0].device, leaf)
     args = (xs, weights, biases or [None] * len(weights), table)
     outputs: list[Value | None] = [layer.outputs[0] for layer in layers]
