@@ -63,7 +63,7 @@ def test_most_steps_leave_the_middle_out(tiny, plain, skipped, name):
     assert counted() == PLANNED
 
 
-@pytest.mark.parametrize("name", ["Flux", "AuraFlow"])
+@pytest.mark.parametrize("name", ["Flux", "SD3"])  # of which one's forward calls no wrappers
 def test_every_step_in_full_is_eager_to_the_bit(tiny, name):
     steps = {"steps": 7}  # too few to skip any
     wanted = sample(tiny(name), name, **steps)
@@ -282,3 +282,27 @@ def test_a_patch_of_another_node_in_the_middle(tiny, skipped, counts):
     else:
         assert counted() == PLANNED
         assert error(out, wanted) < error(skipped("Flux"), wanted)
+
+
+@pytest.mark.parametrize("nodes", [[compiled], [skipping], [skipping, compiled]], ids=["compile", "skip", "both"])
+@pytest.mark.parametrize("name", ["Flux", "SD3"])  # of which one's forward calls no wrappers
+def test_a_clone_that_is_of_another_model(tiny, name, nodes):
+    """Prompts with hooks get one from ComfyUI under DynamicVRAM, and each further GPU has one."""
+    patcher, other = tiny(name), tiny(name, fresh=True)
+    if not hasattr(patcher, "get_clone_model_override"):
+        pytest.skip("this ComfyUI has no such clones")
+    with torch.inference_mode():
+        for weight in other.model.parameters():
+            weight *= 1.1
+
+    def through(each):
+        for node in nodes:
+            each = node(each)
+        return each
+
+    ours = through(patcher)
+    wanted = [sample(through(each) if skipping in nodes else each, name) for each in (other, patcher)]
+    clone = ours.clone(model_override=other.get_clone_model_override())
+    assert clone.model is other.model and not torch.equal(*wanted)
+    assert torch.equal(sample(clone, name), wanted[0]) and torch.equal(sample(ours, name), wanted[1])
+    assert skipping not in nodes or counted() == PLANNED

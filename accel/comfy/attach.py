@@ -31,6 +31,7 @@ from .surroundings import INTERRUPTS
 KEY = "anyshape"
 FORWARD = "diffusion_model.forward"
 Forward = Callable[..., Any]
+MakesForward = Callable[[nn.Module, Forward], Forward]
 
 _LOCK = threading.Lock()  # two first calls at once must get one engine
 _ENGINES: "weakref.WeakKeyDictionary[nn.Module, dict[str, Engine]]" = weakref.WeakKeyDictionary()  # and by name
@@ -79,16 +80,58 @@ def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, 
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
     clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, session.sampler)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
-    put_around(clone, session.whole_forward)
+    put_around(clone, KEY, session.whole_forward)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go_on_detach)
     return clone, _graph_message(settings, clone.load_device)
 
 
-def put_around(patcher: ModelPatcher, around: Callable[[nn.Module, Forward], Forward]) -> None:
-    """If the model's forward calls no wrappers, replaces it with what ``around`` makes of it."""
-    model = patcher.model.diffusion_model
-    if not _calls_wrappers(type(model)):
-        patcher.add_object_patch(FORWARD, around(model, patcher.get_model_object(FORWARD)))
+class Around:
+    """A model's forward with ours around it: an object patch. arounds: by node, the outermost last.
+
+    theirs: another pack's patch, around which ours are; None if there is none.
+    """
+
+    def __init__(
+        self, model: nn.Module, own: Forward, arounds: dict[str, MakesForward], theirs: Forward | None
+    ) -> None:  # fmt: skip
+        self.arounds, self.theirs = arounds, theirs
+        for around in arounds.values():
+            own = around(model, own)
+        self._forward = own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's result."""
+        return self._forward(*args, **kwargs)
+
+
+def put_around(patcher: ModelPatcher, key: str, around: MakesForward) -> None:
+    """If the model's forward calls no wrappers, puts what ``around`` makes of it in its place.
+
+    key: the node's, for ``remove_forward``.
+    """
+    if _calls_wrappers(type(patcher.model.diffusion_model)):
+        return
+    patch = patcher.object_patches.get(FORWARD)
+    arounds, theirs = (patch.arounds, patch.theirs) if isinstance(patch, Around) else ({}, patch)
+    _patch_forward(patcher, {**arounds, key: around}, theirs)
+    patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, FORWARD)
+    patcher.add_callback_with_key(CallbacksMP.ON_CLONE, FORWARD, _on_clone)
+
+
+def _patch_forward(patcher: ModelPatcher, arounds: dict[str, MakesForward], theirs: Forward | None) -> None:
+    patcher.object_patches.pop(FORWARD, None)
+    if theirs is not None:
+        patcher.add_object_patch(FORWARD, theirs)
+    if arounds:
+        own = patcher.get_model_object(FORWARD)
+        patcher.add_object_patch(FORWARD, Around(patcher.model.diffusion_model, own, arounds, theirs))
+
+
+def _on_clone(patcher: ModelPatcher, clone: ModelPatcher) -> None:
+    """A clone may be of another model: prompts with hooks get one under DynamicVRAM, and each further GPU has one."""
+    patch = clone.object_patches.get(FORWARD)
+    if clone.model is not patcher.model and isinstance(patch, Around):
+        _patch_forward(clone, patch.arounds, patch.theirs)
 
 
 def size_of(patcher: ModelPatcher) -> Callable[[tuple[int, ...]], tuple[int, int, int]] | None:
@@ -127,14 +170,16 @@ def remove(patcher: ModelPatcher) -> ModelPatcher:
     for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
-    remove_forward(patcher, Session.__module__)
+    remove_forward(patcher, KEY)
     return patcher
 
 
-def remove_forward(patcher: ModelPatcher, module: str) -> None:
-    """Removes from ``patcher`` a forward that code of ``module`` put around the model's own."""
-    if getattr(patcher.object_patches.get(FORWARD), "__module__", "") == module:
-        del patcher.object_patches[FORWARD]
+def remove_forward(patcher: ModelPatcher, key: str) -> None:
+    """Removes from ``patcher`` what a node put around the model's own forward."""
+    patch = patcher.object_patches.get(FORWARD)
+    if isinstance(patch, Around) and key in patch.arounds:
+        left = {node: around for node, around in patch.arounds.items() if node != key}
+        _patch_forward(patcher, left, patch.theirs)
 
 
 def _graph_message(settings: Settings, device: torch.device) -> str:

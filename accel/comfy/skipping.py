@@ -60,7 +60,7 @@ def _made(patcher: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _unless_compiled(session.forward))
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, attach.let_go_on_detach)
     if attach.session_of(clone) is None:
-        attach.put_around(clone, partial(_around, session))
+        attach.put_around(clone, KEY, partial(_around, session))
     return clone, _depth_message(settings, deepest)
 
 
@@ -70,7 +70,7 @@ def remove(patcher: ModelPatcher) -> ModelPatcher:
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_wrappers_with_key(WrappersMP.OUTER_SAMPLE, STATE)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
-    attach.remove_forward(patcher, __name__)
+    attach.remove_forward(patcher, KEY)
     return patcher
 
 
