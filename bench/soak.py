@@ -3,14 +3,15 @@
 python -m bench.soak [--model demo|small|sd15|sdxl|zimage|wan] [--prompts 500] [--seed 0] [--start N | --only N]
     [--rounds 1] [--limit S] [--partly] [--dynamic] [--json FILE]
 
-A prompt draws its size (odd latents too), batch, sampler, steps, CFG, prompts by area and time, LoRAs, a ControlNet,
-another pack's patch, Skip Blocks, Compile Model's settings and Compile VAE; whether it is broken off first by the user
-or by a patch that fails; whether models are unloaded or built again. It is sampled in eager as well, with the same
-skipping on plain eager pieces. What must hold: the latent and the picture are eager's (``soak_checks`` says how near),
-nothing compiles again, nothing falls back unexpectedly, every call is counted, nothing is left on the shared models;
-every so many prompts memory is where it was, while models run and after they were unloaded, and a picture in eager is
-what it was to the bit. zimage and wan: those transformers with few and narrow blocks, the second one's videos too, also
-with quantised weights (zimage-int8).
+A prompt draws its size (odd latents too), batch, sampler, steps, CFG, prompts by area and time, LoRAs (of the model or
+of one prompt, which ComfyUI writes into the weights while it samples), a mask, a ControlNet, another pack's patch, Skip
+Blocks, Compile Model's settings and Compile VAE; whether it is broken off first by the user or by a patch that fails;
+whether models are unloaded or built again. It is sampled in eager as well, with the same skipping on plain eager
+pieces. What must hold: the latent and the picture are eager's (``soak_checks`` says how near), nothing compiles again,
+nothing falls back unexpectedly, every call is counted, nothing is left on the shared models; every so many prompts
+memory is where it was, while models run and after they were unloaded, and a picture in eager is what it was to the bit.
+zimage and wan: those transformers with few and narrow blocks, the second one's videos too, also with quantised weights
+(zimage-int8).
 
 ``--seed`` names the sequence: ``--only N`` runs its prompt N alone, ``--start N`` begins with it. A prompt that fails
 is told with its line, and the run goes on; the exit code is 1 then. On a CPU use demo or small.
@@ -270,7 +271,7 @@ class Soak:
         with torch.backends.cudnn.flags(deterministic=True):
             prompt = replace(
                 draw(0, 0, self.scope), **CANARY, seed=0, denoise=1.0, conds="one", tokens=77, loras=(), control=None,
-                patch="", skip=None,
+                hook=None, masked=False, patch="", skip=None,
             )  # fmt: skip
             latent = sample(self.parts.way(prompt, fast=False), prompt, self._latent(prompt))
             picture = self.parts.vae.decode(latent)
@@ -311,7 +312,7 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     """Prints what fails, and a line now and then; writes the JSON. The exit code: 1 if a prompt failed."""
     chosen = arguments()
-    drawn = scope(chosen.model, torch.cuda.is_available(), chosen.partly)
+    drawn = scope(chosen.model, torch.cuda.is_available(), chosen.partly, chosen.dynamic)
     start, count = (chosen.start, chosen.prompts) if chosen.only is None else (chosen.only, 1)
     indices = range(start, start + count)
     if chosen.list or chosen.only is not None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+import comfy.hooks
 import comfy.model_management as mm
 import comfy.sample
 import comfy.sd
@@ -22,7 +23,7 @@ from torch import Tensor
 import nodes
 from bench import models, zoo
 from bench.product import Settings, SkipSettings, compile_controlnet, compile_model, skip_blocks
-from bench.soak_prompts import CONDS, LORAS, Prompt, Scope
+from bench.soak_prompts import CONDS, LORAS, Hook, Prompt, Scope
 from tools import driving, dynamic_vram, patching
 
 KEY = "soak"
@@ -57,11 +58,17 @@ def known(name: str) -> bool:
     return name in NAMES or (_kind(name) in TRANSFORMERS and zoo.known(name))
 
 
-def scope(name: str, cuda: bool, partly: bool = False) -> Scope:
-    """What is drawn from for the model ``name``. partly: some prompts find room for a share of the weights alone."""
+def scope(name: str, cuda: bool, partly: bool = False, dynamic: bool = False) -> Scope:
+    """What is drawn from for the model ``name``. partly: some prompts find room for a share of the weights alone.
+
+    dynamic: with weights that are mapped in. ComfyUI reads such a model from its file once more for a prompt with a
+    LoRA of its own, and there is none.
+    """
     whole, name = ON_GPU if cuda else ON_CPU, _kind(name)
     if partly:
         whole = replace(whole, shares=SHARES)
+    if dynamic:
+        whole = replace(whole, hooks=0.0)
     if name not in TRANSFORMERS:
         return whole
     whole = replace(whole, patches=("attention_values",), controls=0.0, rebuild=ON_CPU.rebuild, every=ON_CPU.every)
@@ -133,12 +140,23 @@ class Parts:
 
     def _prompts(self, prompt: Prompt, fast: bool) -> tuple[list, list]:
         positive, negative = self._positive(prompt), self._cond(prompt, 1)
+        if prompt.hook is not None:
+            positive = comfy.hooks.set_hooks_for_conditioning(positive, self._hooks(prompt.hook))
         if prompt.control is None:
             return positive, negative
         strength, start, end, compiled = prompt.control
         control = compile_control(self.control) if fast and compiled else self.control
         hint = torch.rand(1, prompt.height, prompt.width, 3, generator=torch.Generator().manual_seed(prompt.seed))
         return nodes.ControlNetApplyAdvanced().apply_controlnet(positive, negative, control, hint, strength, start, end)
+
+    def _hooks(self, hook: Hook) -> comfy.hooks.HookGroup:
+        group = comfy.hooks.create_hook_lora(self.loras[hook.lora], hook.strength, 0.0)
+        if hook.changes:
+            frames = comfy.hooks.HookKeyframeGroup()
+            for strength, start in ((1.0, 0.0), (0.3, 0.5)):
+                frames.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=start))
+            group.set_keyframes_on_hooks(frames)
+        return group
 
     def _positive(self, prompt: Prompt) -> list:
         first, second = self._cond(prompt, 2), self._cond(prompt, 3)
@@ -257,4 +275,12 @@ def sample(way: Way, prompt: Prompt, latent: Tensor, callback: Callable[..., Non
     return comfy.sample.sample(
         way.patcher, noise, prompt.steps, prompt.cfg, prompt.sampler, "normal", way.positive, way.negative, latent,
         denoise=prompt.denoise, callback=callback, disable_pbar=True, seed=prompt.seed,
+        noise_mask=_mask(prompt, latent) if prompt.masked else None,
     )  # fmt: skip
+
+
+def _mask(prompt: Prompt, latent: Tensor) -> Tensor:
+    """1 where the picture is sampled: [1, 1, height, width] of the latent, at random."""
+    generator = torch.Generator().manual_seed(prompt.seed)
+    small = torch.rand(1, 1, 3, 3, generator=generator).round()
+    return torch.nn.functional.interpolate(small, latent.shape[-2:], mode="bilinear")

@@ -34,6 +34,14 @@ class Skip(NamedTuple):
     depth: str
 
 
+class Hook(NamedTuple):
+    """A LoRA on the positive prompt alone, at this strength, in mid-run at another one."""
+
+    lora: int
+    strength: float
+    changes: bool
+
+
 class Stop(NamedTuple):
     """How a first try of the prompt is broken off: at this step, by the user or by another pack's patch."""
 
@@ -58,6 +66,8 @@ class Scope:
     controls: float = 0.3  # how often there is a ControlNet
     frames: tuple[int, ...] = (1,)
     shares: tuple[float, ...] = (1.0,)  # of the model's weights, that fit on the device
+    hooks: float = 0.15  # how often a prompt has a LoRA of its own
+    masks: float = 0.1  # how often a part of the picture alone is sampled
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,8 @@ class Prompt:
     vae: bool  # Compile VAE
     frames: int
     share: float  # of the model's weights, that fits on the device
+    hook: Hook | None
+    masked: bool  # a part of the picture alone is sampled
     eager_first: bool
     twice: bool  # the same compiled patcher again
     stop: Stop | None
@@ -99,6 +111,8 @@ class Prompt:
             f"denoise {self.denoise:g}" if self.denoise < 1 else "",
             " + ".join(f"LoRA {number} at {strength:g}" for number, strength in self.loras),
             _control_text(self.control) if self.control else "",
+            _hook_text(self.hook) if self.hook else "",
+            "masked" if self.masked else "",
             f"patch {self.patch}" if self.patch else "",
             f"skip {self.skip.interval} at depth {self.skip.depth}" if self.skip else "",
             f"mode {self.mode} with {self.budget_mb} MB",
@@ -118,6 +132,11 @@ def _control_text(control: Control) -> str:
     return f"compiled {text}" if control.compiled else text
 
 
+def _hook_text(hook: Hook) -> str:
+    text = f"LoRA {hook.lora} at {hook.strength:g} on the prompt"
+    return f"{text}, which changes" if hook.changes else text
+
+
 def draw(seed: int, index: int, scope: Scope) -> Prompt:
     """Prompt number ``index`` of the sequence that ``seed`` names."""
     dice = random.Random(f"{seed}/{index}")
@@ -126,7 +145,7 @@ def draw(seed: int, index: int, scope: Scope) -> Prompt:
     prompt = Prompt(
         index=index, seed=dice.randrange(1 << 31), steps=steps, skip=skip,
         **_picture(dice, scope), **_patches(dice, scope), **_ways(dice, scope), stop=_stop(dice, steps), frames=1,
-        share=1.0,
+        share=1.0, **_later(random.Random(f"{seed}/{index}/later"), scope),
     )  # fmt: skip
     if len(scope.frames) > 1:
         most = max(1, scope.most_pixels // (prompt.width * prompt.height * prompt.images))
@@ -134,6 +153,12 @@ def draw(seed: int, index: int, scope: Scope) -> Prompt:
     if len(scope.shares) > 1:
         prompt = replace(prompt, share=dice.choice(scope.shares))
     return replace(prompt, rebuild=False) if prompt.unload else prompt
+
+
+def _later(dice: random.Random, scope: Scope) -> dict[str, Any]:
+    """What prompts have had since 2026-11-27, by other dice: all else is as in the sequences before."""
+    hook = Hook(dice.randrange(LORAS), dice.choice((-0.4, 0.7, 1.0)), dice.random() < 0.5)
+    return {"hook": hook if dice.random() < scope.hooks else None, "masked": dice.random() < scope.masks}
 
 
 def _picture(dice: random.Random, scope: Scope) -> dict[str, Any]:

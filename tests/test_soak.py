@@ -14,9 +14,9 @@ from tools.oracles import FUSED
 SEED, PROMPTS = 5696, range(2, 26)  # these have what 40 others have but for three kinds of patch, in half of the work
 SIDES = [64 + side // 2 * 8 for side in range(13)]  # in image pixels; as many as the soak draws from on a CPU
 PLAIN = {
-    "loras": (), "control": None, "patch": "", "skip": None, "conds": "one", "stop": None, "unload": "",
-    "rebuild": False, "denoise": 1.0, "twice": False, "mode": "auto", "vae": False, "width": 72, "height": 64,
-    "images": 1, "frames": 1, "steps": 2, "sampler": "euler", "cfg": 2.0,
+    "loras": (), "hook": None, "masked": False, "control": None, "patch": "", "skip": None, "conds": "one",
+    "stop": None, "unload": "", "rebuild": False, "denoise": 1.0, "twice": False, "mode": "auto", "vae": False,
+    "width": 72, "height": 64, "images": 1, "frames": 1, "steps": 2, "sampler": "euler", "cfg": 2.0,
 }  # fmt: skip
 
 
@@ -75,7 +75,20 @@ def test_a_prompt_is_drawn_again_from_its_number(bench, scope):
     lines = [bench.draw(SEED, index, scope).line() for index in PROMPTS]
     assert len(set(lines)) == len(PROMPTS) and bench.draw(SEED, PROMPTS[7], scope).line() == lines[7]
     assert bench.draw(SEED + 1, PROMPTS[7], scope).line() != lines[7]
-    for word in ("LoRA 0", "control", "skip", "interrupt", "failure", "unload", "rebuild", "mode off", "area", "late"):
+    for word in (
+        "LoRA 0",
+        "control",
+        "skip",
+        "interrupt",
+        "failure",
+        "unload",
+        "rebuild",
+        "mode off",
+        "area",
+        "late",
+        "masked",
+        "on the prompt",
+    ):
         assert any(word in line for line in lines), word
 
 
