@@ -62,12 +62,12 @@ def scope(name: str, cuda: bool, partly: bool = False, dynamic: bool = False) ->
     """What is drawn from for the model ``name``. partly: some prompts find room for a share of the weights alone.
 
     dynamic: with weights that are mapped in. ComfyUI reads such a model from its file once more for a prompt with a
-    LoRA of its own, and there is none.
+    LoRA of its own, and there is none. It has no such LoRAs of quantised weights.
     """
-    whole, name = ON_GPU if cuda else ON_CPU, _kind(name)
+    whole, quantised, name = ON_GPU if cuda else ON_CPU, name not in NAMES, _kind(name)
     if partly:
         whole = replace(whole, shares=SHARES)
-    if dynamic:
+    if dynamic or quantised:
         whole = replace(whole, hooks=0.0)
     if name not in TRANSFORMERS:
         return whole

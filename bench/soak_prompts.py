@@ -151,7 +151,9 @@ def draw(seed: int, index: int, scope: Scope) -> Prompt:
         most = max(1, scope.most_pixels // (prompt.width * prompt.height * prompt.images))
         prompt = replace(prompt, frames=dice.choice([frames for frames in scope.frames if frames <= most] or [1]))
     if len(scope.shares) > 1:
-        prompt = replace(prompt, share=dice.choice(scope.shares))
+        share = dice.choice(scope.shares)
+        # ComfyUI writes a prompt's LoRA into weights on the card
+        prompt = replace(prompt, share=share, hook=prompt.hook if share == 1.0 else None)
     return replace(prompt, rebuild=False) if prompt.unload else prompt
 
 
