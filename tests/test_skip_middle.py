@@ -284,6 +284,18 @@ def test_a_patch_of_another_node_in_the_middle(tiny, skipped, counts):
         assert error(out, wanted) < error(skipped("Flux"), wanted)
 
 
+def test_a_video_that_is_made_block_by_block(tiny):
+    """Its model keeps keys and values from call to call (SamplerARVideo), and calls no wrappers then."""
+    name = "WAN21_CausalAR_T2V"
+    if name not in {entry.name for entry in architectures.present()}:
+        pytest.skip("this ComfyUI has no such model")
+    run = {"sampler": "ar_video", "cfg": 1.0}
+    wanted = sample(tiny(name), name, **run)
+    assert torch.equal(sample(skipping(compiled(tiny(name))), name, **run), wanted)
+    assert counted()["skipped"] == 0
+    assert any("block by block" in each["reason"] for each in fallbacks())
+
+
 @pytest.mark.parametrize("nodes", [[compiled], [skipping], [skipping, compiled]], ids=["compile", "skip", "both"])
 @pytest.mark.parametrize("name", ["Flux", "SD3"])  # of which one's forward calls no wrappers
 def test_a_clone_that_is_of_another_model(tiny, name, nodes):

@@ -3,9 +3,10 @@
 REASONS = dict(
     # Other nodes
     passed_by=(
-        "Remove the other compile node",
-        "another node runs this model and bypasses Compile Model (TorchCompileModel, for example, compiles it as a "
-        "whole), so nothing was sped up here. Remove one of the two nodes",
+        "Remove the other compile node, if there is one",
+        "this run bypasses Compile Model, so nothing was sped up here. Either another node runs the model "
+        "(TorchCompileModel, for example, compiles it as a whole): then remove one of the two nodes. Or the sampler "
+        "makes a video block by block (SamplerARVideo), which only ComfyUI's own forward can do",
     ),
     patch_no_graph=(
         "another node's patch: no CUDA graph ({patch})",

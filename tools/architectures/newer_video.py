@@ -91,7 +91,7 @@ SCAIL2 = SCAIL | {
 }
 
 ARCHITECTURES = (
-    video("WAN21_CausalAR_T2V", 16, WAN, note="frame by frame it keeps keys and values between calls; not here"),
+    video("WAN21_CausalAR_T2V", 16, WAN, note="block by block (SamplerARVideo) it is ComfyUI's own"),
     video("WAN21_FlowRVS", 16, WAN | {"model_type": "flow_rvs"}),
     video(
         "WAN21_SCAIL", 16, WAN | {"model_type": "scail", "in_dim": 20}, concat=4, multiple=4,
