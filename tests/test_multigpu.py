@@ -84,3 +84,20 @@ def test_compile_controlnet(models, pack) -> None:
 
     assert error(out(fast=True), out(fast=False)) < NEAR
     assert engines() == (4, {"tape"}) and reasons() == []
+
+
+def test_a_controlnet_of_a_further_device_is_let_go_of(models, pack, monkeypatch) -> None:
+    """When ComfyUI unloads it, as the first one."""
+    import comfy.controlnet
+    from anyshape.accel import graphs
+    from anyshape.accel.comfy import attach
+
+    if not hasattr(comfy.controlnet.ControlNet, "deepclone_multigpu"):
+        pytest.skip("this ComfyUI splits nothing")
+    dropped = []
+    monkeypatch.setattr(graphs, "drop_owner", dropped.append)
+    fast = compiled_control(models.controlnet_for(models.unet("sd15", torch.float32, **SMALL_UNETS["sd15"])))
+    other = fast.deepclone_multigpu(SECOND)
+    other.control_model_wrapped.detach()
+    assert dropped == [id(engine) for engine in attach.engines_of(other.control_model_wrapped.model)] != []
+    assert other.engine is not fast.engine and id(other.engine) in dropped

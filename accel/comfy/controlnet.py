@@ -9,6 +9,7 @@ from typing import Any
 
 import comfy.controlnet
 import comfy.model_management
+from comfy.model_patcher import ModelPatcher
 from comfy.patcher_extension import CallbacksMP
 
 from .. import devices
@@ -98,8 +99,18 @@ class CompiledControlNet(Compiled, comfy.controlnet.ControlNet):
     def take_over(self, control: comfy.controlnet.ControlNet, verify: bool) -> None:
         """The network of ``control`` is this one's, too."""
         self.control_model = shadow_of(control.control_model, verify)
-        self.control_model_wrapped = control.control_model_wrapped.clone()  # ComfyUI takes it for the same model
-        self.control_model_wrapped.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go_on_detach)
+        self._load_by(control.control_model_wrapped.clone())  # ComfyUI takes it for the same model
+
+    def _load_by(self, patcher: ModelPatcher) -> None:
+        """The network's weights are loaded and unloaded by ``patcher``."""
+        patcher.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go_on_detach)
+        self.control_model_wrapped = patcher
+
+    def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> "CompiledControlNet":  # noqa: D102
+        c = super().deepclone_multigpu(*args, **kwargs)  # whose patcher is of the copy's shadow
+        made = c.control_model_wrapped
+        c._load_by(type(made)(c.control_model.forward.network, made.load_device, made.offload_device))
+        return c
 
     def cleanup(self) -> None:  # noqa: D102
         self.sampling.end(self)

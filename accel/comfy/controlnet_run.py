@@ -144,20 +144,20 @@ class Forward:
     """A network's forward through its engine."""
 
     def __init__(self, model: nn.Module, verify: bool, sampling: Sampling | None = None) -> None:
-        self._model, self._verify, self._given = model, verify, sampling
+        self.network, self._verify, self._given = model, verify, sampling
         self.sampling = sampling or sampling_of(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Forward":
         """A pack that copies prompts to the bottom gets a network of its own, as it does without us."""
-        return type(self)(copy.deepcopy(self._model, memo), self._verify, self._given)
+        return type(self)(copy.deepcopy(self.network, memo), self._verify, self._given)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The network's result; ComfyUI's own if anything of ours fails."""
         where = self.sampling.engine.stats.name
-        return through(self._through_engine, self._model, args, kwargs, where, "a forward")
+        return through(self._through_engine, self.network, args, kwargs, where, "a forward")
 
     def _through_engine(self, fallback: Fallback, args: tuple, kwargs: dict[str, Any]) -> Any:
-        sampling, model, forms = self.sampling, self._model, []
+        sampling, model, forms = self.sampling, self.network, []
         settings = replace(sampling.settings, verify=self._verify)
 
         def flat(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
