@@ -127,7 +127,7 @@ def test_nothing_is_held_beyond_a_run(models, patcher, control, monkeypatch):
     def look(*args):
         (user,) = fast.sampling._users
         networks.append(weakref.ref(user.control_model.input_blocks[1][0]))
-        networks.append(weakref.ref(user.control_model.forward._model.zero_convs[0][0].weight))
+        networks.append(weakref.ref(user.control_model.forward.network.zero_convs[0][0].weight))
 
     sampled(models, patcher, fast, callback=look)
     gc.collect()
