@@ -6,8 +6,8 @@ multiply the difference by an amount that depends on the prompt. So a latent pas
 ``FORWARD``, at random: the error of one forward that the parity tests find, in that dtype.
 
 Layers with quantised weights round their input to 8 bits or fewer, and its last bit may decide how. So there every
-latent is off as well before the model reads it, by what its dtype rounds: eager's own forward moves by 0.02 to 0.04
-(int8) or 0.04 to 0.07 (fp8). Ours is as far, at random too, and a latent may be ``RANDOM`` times as far as eager's own.
+latent is off as well before the model reads it, by what its dtype rounds: eager's own forward moves by 0.02 to 0.06
+(int8) or 0.05 to 0.09 (fp8). Ours is as far, at random too, and a latent may be ``RANDOM`` times as far as eager's own.
 """
 
 import ctypes

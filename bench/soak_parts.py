@@ -61,8 +61,8 @@ def known(name: str) -> bool:
 def scope(name: str, cuda: bool, partly: bool = False, dynamic: bool = False) -> Scope:
     """What is drawn from for the model ``name``. partly: some prompts find room for a share of the weights alone.
 
-    dynamic: with weights that are mapped in. ComfyUI reads such a model from its file once more for a prompt with a
-    LoRA of its own, and there is none. It has no such LoRAs of quantised weights.
+    dynamic: with weights that are mapped in. ComfyUI reads such a model from its file once more for a LoRA of one
+    prompt, and there is none. It has no such LoRAs of quantised weights.
     """
     whole, quantised, name = ON_GPU if cuda else ON_CPU, name not in NAMES, _kind(name)
     if partly:

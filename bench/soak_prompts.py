@@ -66,7 +66,7 @@ class Scope:
     controls: float = 0.3  # how often there is a ControlNet
     frames: tuple[int, ...] = (1,)
     shares: tuple[float, ...] = (1.0,)  # of the model's weights, that fit on the device
-    hooks: float = 0.15  # how often a prompt has a LoRA of its own
+    hooks: float = 0.15  # how often a LoRA is of one prompt alone
     masks: float = 0.1  # how often a part of the picture alone is sampled
 
 

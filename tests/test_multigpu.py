@@ -1,4 +1,4 @@
-"""CFG split over several devices, as ComfyUI's MultiGPU nodes do it: a clone with a model of its own for each. CPU.
+"""CFG split over several devices, as ComfyUI's MultiGPU nodes do it: a clone with another model for each. CPU.
 
 Two names of the one CPU are the devices: ComfyUI runs a part of each step's prompts on another thread for the second.
 """

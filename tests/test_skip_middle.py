@@ -63,7 +63,7 @@ def test_most_steps_leave_the_middle_out(tiny, plain, skipped, name):
     assert counted() == PLANNED
 
 
-@pytest.mark.parametrize("name", ["Flux", "SD3"])  # of which one's forward calls no wrappers
+@pytest.mark.parametrize("name", ["Flux", "AuraFlow", "SD3"])
 def test_every_step_in_full_is_eager_to_the_bit(tiny, name):
     steps = {"steps": 7}  # too few to skip any
     wanted = sample(tiny(name), name, **steps)
@@ -318,3 +318,23 @@ def test_a_clone_that_is_of_another_model(tiny, name, nodes):
     assert clone.model is other.model and not torch.equal(*wanted)
     assert torch.equal(sample(clone, name), wanted[0]) and torch.equal(sample(ours, name), wanted[1])
     assert skipping not in nodes or counted() == PLANNED
+
+
+def test_another_packs_forward_stays_below_ours(tiny):
+    """Ours go around it, and leave it there."""
+    from anyshape.accel.comfy.attach import FORWARD
+
+    patcher = tiny("SD3").clone()
+    own = patcher.get_model_object(FORWARD)
+
+    def theirs(*args, **kwargs):
+        return own(*args, **kwargs) * 1.1
+
+    patcher.add_object_patch(FORWARD, theirs)
+    short = {"steps": 7}  # too few to skip any
+    wanted, fast = sample(patcher, "SD3", **short), compiled(skipping(patcher))
+    assert not torch.equal(wanted, sample(tiny("SD3"), "SD3", **short))
+    assert torch.equal(sample(fast, "SD3", **short), wanted)
+    off = skip_with_message(compiled(fast, mode="off"), interval=1)[0]
+    assert torch.equal(sample(off, "SD3", **short), wanted)
+    assert compiled(compiled(patcher), mode="off").object_patches[FORWARD] is theirs
