@@ -1,27 +1,17 @@
 """Real kernels through the store into an empty Triton cache, in processes of their own; no GPU is needed to compile."""
 
-import base64
-import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from tools.paths import ROOT
 
 triton = pytest.importorskip("triton")
-SOURCE = """
-#include <Python.h>
-static PyObject *answer(PyObject *self, PyObject *args) { return PyLong_FromLong(42); }
-static PyMethodDef methods[] = {{"launch", answer, METH_NOARGS, 0}, {0}};
-static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "__triton_launcher", 0, -1, methods};
-PyMODINIT_FUNC PyInit___triton_launcher(void) { return PyModule_Create(&module); }
-"""
 
 
 class Process:
@@ -127,59 +117,12 @@ def test_a_store_of_another_install(store, tmp_path, later):
     assert len(found["rejected"]) == len(list(store.iterdir())) == 4
 
 
-def test_the_code_that_starts_a_kernel(tmp_path, monkeypatch):
-    """Triton builds it with the C compiler, in a folder of its own: found from the function, put back, and loadable."""
-    from anyshape.accel.artifacts import triton_cache
-    from triton.runtime.build import compile_module_from_src
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "one"))
-    module = compile_module_from_src(SOURCE, "__triton_launcher")
-
-    def wrapped(*args):  # as Triton does for a kernel with descriptors
-        return launcher(*args)
-
-    launcher = module.launch
-    monkeypatch.setattr(triton_cache, "_driver_module", str)
-    for launch, name in ((launcher, "_run"), (wrapped, "_run"), (launcher, "run")):  # Triton's name for it has changed
-        kernel = SimpleNamespace(
-            metadata_group={}, hash="0" * 64, metadata=SimpleNamespace(target=SimpleNamespace(arch=90)),
-            **{name: SimpleNamespace(launch=launch)},
-        )  # fmt: skip
-        own, found = triton_cache.found(kernel)
-        assert (own.kind, own.arch, found.kind, found.arch) == ("kernel", "sm_90", "launcher", "")
-    (name,) = found.files
-    contents = {name: found.files[name].read_bytes()}
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "two"))
-    assert not triton_cache.has("launcher", found.hash, contents)
-    triton_cache.place("launcher", found.hash, contents)
-    assert triton_cache.has("launcher", found.hash, contents)
-    folder = base64.b32encode(bytes.fromhex(found.hash)).decode().rstrip("=")
-    spec = importlib.util.spec_from_file_location("__triton_launcher", tmp_path / "two" / folder / name)
-    again = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(again)
-    assert again.launch() == 42
-
-
-def test_launchers_are_told_apart(tmp_path, monkeypatch):
-    """All are modules of one name, so loading one again has Python change another's ``__file__``."""
-    from anyshape.accel.artifacts import triton_cache
-    from triton.runtime.build import compile_module_from_src
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    sources = [SOURCE.replace("42", str(answer)) for answer in (1, 2)]
-    one, two, _ = (compile_module_from_src(sources[index], "__triton_launcher").launch for index in (0, 1, 0))
-    assert (one(), two()) == (1, 2)
-    places = [Path(triton_cache._module_of(launch)) for launch in (one, two)]
-    assert places[0] != places[1] and all(place.is_file() for place in places)
-    assert all(triton_cache._key_of(place) for place in places)
-
-
 @pytest.mark.parametrize("key", ["../../../x", "zz" * 32, "ab", ""])
 def test_a_name_that_is_no_hash(key):
     from anyshape.accel.artifacts import triton_cache
     from anyshape.accel.errors import Damaged
 
     with pytest.raises(Damaged):
-        triton_cache.has("kernel", key, ["k.json"])
+        triton_cache.has(key, ["k.json"])
     with pytest.raises(Damaged):
-        triton_cache.has("kernel", "ab" * 32, ["k.cubin"])
+        triton_cache.has("ab" * 32, ["k.cubin"])

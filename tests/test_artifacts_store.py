@@ -49,21 +49,6 @@ def test_a_kernel_for_another_machine(store, entry, keeper, here, field):
     assert ours in reason and "here it is another: it is compiled again" in reason
 
 
-@pytest.mark.parametrize("field", ["python", "platform"])
-def test_a_kernel_does_not_depend_on(store, entry, keeper, here, field):
-    here[field] = "another"
-    assert load(keeper, store) == ([CONTENT], [])
-
-
-@pytest.mark.parametrize("field", ["python", "platform"])
-def test_c_code_depends_on_python_and_the_system(here, field):
-    from anyshape.accel.artifacts import compiled_for
-
-    key = compiled_for.key_of("launcher", here)
-    assert compiled_for.mismatch("launcher", key, here) == ""
-    assert "another" in compiled_for.mismatch("launcher", key, here | {field: "another"})
-
-
 def test_what_kernels_compute_is_known_by_their_source(tmp_path, monkeypatch):
     """Wherever the pack lies; what generates kernels counts too."""
     from anyshape.accel.artifacts import compiled_for

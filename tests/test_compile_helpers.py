@@ -82,7 +82,8 @@ def compiled(used, sources):
 
 @pytest.mark.skipif(not knobs.runtime.interpret, reason="this process interprets nothing")
 def test_in_a_process_that_compiles():
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", __file__]
+    files = [__file__, str(Path(__file__).with_name("test_loaded.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, cwd=embed.ROOT, env=os.environ | {"TRITON_INTERPRET": "0"}, capture_output=True)
     assert done.returncode == 0, done.stdout[-4000:].decode()
 

@@ -17,9 +17,9 @@ TOLERANCE = {"unet": 5e-3, "tape": 2.5e-2, "vae": 2.5e-2}  # as in test_gpu.py a
 
 
 def start(caches: Path, store: Path) -> dict:
-    """``tools.restarted`` in a process with Triton's cache in ``caches``; its results are eager's."""
+    """``tools.restarted`` in a process with Triton's cache in ``caches`` and no C compiler; its results are eager's."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(caches), "ANYSHAPE_ARTIFACTS_DIR": str(store)}
-    environment["ANYSHAPE_ARTIFACTS_MB"] = "256"
+    environment |= {"ANYSHAPE_ARTIFACTS_MB": "256", "CC": "/no/compiler"}
     command = [sys.executable, "-m", "tools.restarted"]
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert ended.returncode == 0, ended.stderr
@@ -48,11 +48,11 @@ def store(filled, tmp_path):
 def test_a_first_start_compiles_and_saves(filled):
     _, found = filled
     assert found["compiled"] > 10 and found["loaded"] == 0 and found["rejected"] == []
-    assert found["saved"] > found["compiled"]  # and the code that starts them
+    assert found["saved"] > found["compiled"]  # and what was measured
 
 
 def test_a_restart_compiles_nothing(store, tmp_path):
-    """An empty cache, the same store: nothing for Triton, and nothing for the C compiler."""
+    """An empty cache, the same store."""
     found = start(tmp_path / "cache", store)
     assert (found["compiled"], found["saved"], found["rejected"]) == (0, 0, [])
     assert found["loaded"] == len(list(store.iterdir())) and found["hits"] > 10
@@ -68,7 +68,7 @@ def test_filled_caches_need_no_store(store, tmp_path):
 
 def test_a_damaged_store(store, tmp_path):
     """Half of the machine code cut short: rejected, compiled again, and right."""
-    damaged = sorted(store.glob("*/*.cubin"))[::2] + sorted(store.glob("*/*.so"))[::2]
+    damaged = sorted(store.glob("*/*.cubin"))[::2]
     for path in damaged:
         path.write_bytes(path.read_bytes()[:-100])
     found = start(tmp_path / "cache", store)

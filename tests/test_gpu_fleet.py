@@ -68,8 +68,7 @@ def run(folder: Path, port: int, manager: str = "anyshape_redis:Manager") -> dic
 def test_the_second_worker_compiles_nothing(tmp_path):
     with RedisServer() as server:
         first, second = run(tmp_path / "first", server.port), run(tmp_path / "second", server.port)
-        # kernels, their launchers, Triton's own helper
-        assert first["compiled"] >= 10 and first["fleet"]["stored"] > first["compiled"]
+        assert first["compiled"] >= 10 and first["fleet"]["stored"] >= first["compiled"]
         assert second["compiled"] == 0 and second["found"] >= first["compiled"]
         assert second["fleet"]["misses"] == second["fleet"]["stored"] == 0
         assert first["fallbacks"] == second["fallbacks"] == []

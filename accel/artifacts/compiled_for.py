@@ -2,9 +2,7 @@
 
 import functools
 import hashlib
-import platform
 import re
-import sysconfig
 from pathlib import Path
 
 import torch
@@ -12,12 +10,11 @@ import torch
 PACK = Path(__file__).resolve().parents[2]
 KINDS = {  # the fields that must be the same, by kind of artefact
     "kernel": ("pack", "sources", "torch", "triton", "cuda", "arch"),
-    "launcher": ("triton", "python", "platform"),  # C code that starts a kernel: it knows no GPU
     "times": ("torch", "cuda", "arch"),  # what was measured: its name holds the card
 }
 WORDS = {
     "pack": "AnyShape", "sources": "AnyShape's source", "torch": "torch", "triton": "Triton", "cuda": "CUDA",
-    "arch": "the architecture", "python": "Python", "platform": "the system",
+    "arch": "the architecture",
 }  # fmt: skip
 
 
@@ -30,8 +27,6 @@ def describe(device: torch.device) -> dict[str, str]:
         "triton": _triton_version(),
         "cuda": torch.version.cuda or "none",
         "arch": architecture(device),
-        "python": str(sysconfig.get_config_var("EXT_SUFFIX")),
-        "platform": _platform(),
     }
 
 
@@ -59,11 +54,6 @@ def _triton_version() -> str:
     except ImportError:
         return "none"
     return triton.__version__
-
-
-@functools.cache
-def _platform() -> str:
-    return "-".join([platform.system(), platform.machine(), *platform.libc_ver()])
 
 
 @functools.cache

@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 MEGABYTES = "ANYSHAPE_ARTIFACTS_MB"  # environment variable: how large the store may become; 0 for none
 DEFAULT_MB = 2048
 MIB = 1 << 20
-COMPILED = ("kernel", "launcher")  # kinds that go into Triton's cache
 TIMES = "times.json"
 Kernels = Callable[[], Iterable[Any]]
 
@@ -44,15 +43,14 @@ class Keeper:
         self._loading = threading.RLock()
         self._loaded: set[torch.device] = set()
         self._watched: dict[torch.device, list[Kernels]] = {}
-        self._kept: set[str] = set()  # hashes of Triton's entries that were saved
-        self._finished: set[str] = set()  # of variants of which everything was
+        self._kept: set[str] = set()  # hashes of variants that were saved
         self._saving = threading.Lock()
         self._due = False
         self._thread: threading.Thread | None = None
 
     def use(self, folder: Path) -> None:
         """Keeps the store in this folder, if it is safe."""
-        self._store, self._loaded, self._kept, self._finished = None, set(), set(), set()
+        self._store, self._loaded, self._kept = None, set(), set()
         STATS.artifacts.dir = ""
         attempt(partial(self._use, folder), _judge(folder.name))
 
@@ -100,7 +98,7 @@ class Keeper:
 
     def _load_one(self, name: str, here: dict[str, str]) -> bool:
         entry = self._store.entry(name)
-        if entry.kind not in COMPILED:
+        if entry.kind != "kernel":
             return False
         if reason := compiled_for.mismatch(entry.kind, entry.key, here):
             raise ArtifactError(reason)
@@ -187,20 +185,9 @@ class Keeper:
         for kernels in list(self._watched[device]):
             given, _ = attempt(lambda kernels=kernels: list(kernels()), _judge("store"))
             for variant in triton_cache.variants(given or ()):
-                if getattr(variant, "hash", "") not in self._finished:
-                    saved += self._save_variant(variant, here)
-        return saved
-
-    def _save_variant(self, variant: Any, here: dict[str, str]) -> int:
-        from . import triton_cache
-
-        saved, entries = 0, list(triton_cache.found(variant))
-        for found in entries:
-            if found.hash not in self._kept:
-                self._kept.add(found.hash)
-                saved += bool(attempt(partial(keep_found, self._store, found, here), _judge(found.hash))[0])
-        if len(entries) > 1:  # the code that starts it is known once it was started
-            self._finished.add(variant.hash)
+                if getattr(variant, "hash", "") not in self._kept and (found := triton_cache.found(variant)):
+                    self._kept.add(found.hash)
+                    saved += bool(attempt(partial(keep_found, self._store, found, here), _judge(found.hash))[0])
         return saved
 
 
@@ -208,9 +195,9 @@ def place(store: Store, entry: Entry) -> bool:
     """Puts an entry into Triton's cache; False if it is there. Raises ``ArtifactError``."""
     from . import triton_cache
 
-    if triton_cache.has(entry.kind, entry.name, entry.files):
+    if triton_cache.has(entry.name, entry.files):
         return False
-    triton_cache.place(entry.kind, entry.name, store.read(entry))
+    triton_cache.place(entry.name, store.read(entry))
     return True
 
 
@@ -222,8 +209,8 @@ def keep(store: Store, kind: str, name: str, here: dict[str, str], files: dict[s
 
 def keep_found(store: Store, found: Any, here: dict[str, str]) -> bool:
     """Adds an entry of Triton's cache, a ``triton_cache.Found``, to the store; False if it is there."""
-    here = here | ({"arch": found.arch} if found.arch else {})
-    return keep(store, found.kind, found.hash, here, {name: path.read_bytes() for name, path in found.files.items()})
+    here = here | {"arch": found.arch}
+    return keep(store, "kernel", found.hash, here, {name: path.read_bytes() for name, path in found.files.items()})
 
 
 def _judge(file: str) -> Judge:

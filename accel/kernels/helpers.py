@@ -25,8 +25,6 @@ from triton import JITFunction
 from triton.compiler import compiler
 from triton.runtime import cache
 
-from .launchers import among
-
 PROGRAM = Path(__file__).with_name("compile_helper.py")
 HERE = 2  # kernels that this process compiles itself at one time: so few are not worth a helper
 MOST = 12  # helpers; each is ready after a quarter of a second
@@ -226,6 +224,13 @@ def _cached() -> Callable[..., Any] | None:
 def _hash() -> str:
     """Triton's, over its own sources."""
     return (cache if hasattr(cache, "triton_key") else compiler).triton_key()
+
+
+def among(function: FunctionType, **names: Any) -> FunctionType:
+    """A copy of ``function`` for which these global names mean something else."""
+    return FunctionType(
+        function.__code__, function.__globals__ | names, function.__name__, function.__defaults__, function.__closure__
+    )
 
 
 HELPERS = Helpers()

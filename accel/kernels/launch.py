@@ -1,13 +1,11 @@
-"""Launching Triton kernels: as usual, inside a capture under ``cudaMallocAsync``, and not at all, to compile ahead.
+"""Launching Triton kernels: as usual, and not at all, to compile ahead.
 
-``cudaMallocAsync``: ComfyUI switches that allocator on for most NVIDIA cards. What it hands out during a capture are
-addresses that exist only once the graph runs. Triton asks the driver about the address of every tensor, is told that it
-is invalid, and refuses. It asks nothing about plain integers, so there the compiled kernel is given the addresses
-themselves.
+Triton compiles them, and this package starts them (``loaded``): that takes no C compiler, and asks the driver nothing
+about the address of a tensor. ``cudaMallocAsync``, which ComfyUI switches on for most NVIDIA cards, hands out addresses
+during a capture that exist only once the graph runs.
 
 Compiling ahead: a model's first forward needs a dozen kernel variants, and each costs a third of a second of compilers
-(Triton's, ptxas, the C compiler for its launcher) on one core. A dry run of the forward finds out which; they are then
-compiled side by side.
+(Triton's, ptxas) on one core. A dry run of the forward finds out which; they are then compiled side by side.
 """
 
 import functools
@@ -23,17 +21,18 @@ from torch import Tensor
 from triton import JITFunction
 from triton.errors import TritonError
 
-from ..allocator import addresses_are_promised
 from ..errors import KernelFailed, is_out_of_memory
 from ..preparing import finished, workers
 from ..reasons import say
-from . import launchers
+from .compiling import compiled
 from .helpers import HELPERS
+from .loaded import Loaded
 
-# compiling: Triton's own errors, its passes (RuntimeError), the C compiler and ptxas; starting: the driver
+# compiling: Triton's own errors, its passes (RuntimeError), ptxas; loading and starting: the driver
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
 MAX_WORKERS = 16
-_VARIANTS: dict[tuple, tuple[Any, Any]] = {}  # (kernel, variant) by its id and all that Triton compiles a variant for
+_VARIANTS: dict[tuple, tuple[Any, Loaded]] = {}  # (kernel, variant) by its id and what decides on a variant
+_LOADED: dict[int, Loaded] = {}  # by the id of what Triton compiled
 STARTED = threading.Event()  # a kernel of this process is compiled, for which Triton has hashed its own sources
 
 
@@ -54,27 +53,28 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         raise _named(kernel, error) from error
 
 
-def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
-    """Compiles the variant of such a launch, and loads it. A dtype may stand for a tensor. Raises ``KernelFailed``.
-
-    Gives what ``launch_compiled`` takes.
-    """
+def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> Loaded:
+    """Compiles the variant of such a launch, and loads it. A dtype may stand for a tensor. Raises ``KernelFailed``."""
     try:
-        HELPERS.may_compile(kernel, torch.cuda.current_device())
-        compiled = launchers.load(kernel.warmup(*args, grid=grid, **options))
+        variant = _load(kernel, torch.cuda.current_device(), grid, args, options)
     except FAILURES as error:
         raise _named(kernel, error) from error
     STARTED.set()
-    return compiled
+    return variant
 
 
-def launch_compiled(kernel: Any, compiled: Any, grid: tuple[int, int, int], args: tuple, stream: int) -> None:
-    """Starts the variant ``compiled`` on a stream, for arguments of the kind that it was compiled for.
+def _load(kernel: Any, device: int, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Loaded:
+    made = compiled(kernel, device, args, grid, options)
+    return _LOADED.get(id(made)) or _LOADED.setdefault(id(made), Loaded(made, device))
 
-    Triton's own way looks the variant up again, which takes longer than all the rest. Raises ``KernelFailed``.
+
+def launch_compiled(kernel: Any, variant: Loaded, grid: tuple[int, int, int], args: tuple, stream: int) -> None:
+    """Starts a variant of this kernel on a stream, for arguments of the kind that it was compiled for.
+
+    Raises ``KernelFailed``.
     """
     try:
-        _start(compiled, grid, args, stream)
+        variant(grid, args, stream)
     except FAILURES as error:
         if is_out_of_memory(error):
             raise
@@ -94,15 +94,9 @@ def _launch(kernel: Any, grid: tuple[int, ...], args: tuple, options: dict[str, 
     traits = tuple([_trait(parameter, value) for parameter, value in zip(kernel.params, args, strict=True)])
     name = id(kernel), device, traits, tuple(options.items())
     known = _VARIANTS.get(name)
-    if known is None:  # compiled, or from Triton's cache: nothing is launched
-        known = _VARIANTS[name] = kernel, launchers.load(kernel.warmup(*args, grid=grid, **options))
-    _start(known[1], (*grid, 1, 1)[:3], args, torch._C._cuda_getCurrentRawStream(device))
-
-
-def _start(compiled: Any, grid: tuple[int, ...], args: tuple, stream: int) -> None:
-    if addresses_are_promised() and torch.cuda.is_current_stream_capturing():
-        args = tuple([item.data_ptr() if isinstance(item, Tensor) else item for item in args])
-    compiled[grid](*args, stream=stream)
+    if known is None:  # compiled, or from Triton's cache
+        known = _VARIANTS[name] = kernel, _load(kernel, device, grid, args, options)
+    known[1]((*grid, 1, 1)[:3], args, torch._C._cuda_getCurrentRawStream(device))
 
 
 def _first_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import math
 import threading
 from collections.abc import Iterable, Sequence
+from ctypes import c_float
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +119,8 @@ def _numbers(source: Source) -> tuple[tuple[int | float, ...], tuple[int, int, i
     numbers = [math.prod(size.value for size in sizes) for sizes in source.integers] + [rows]
     if not column.static:
         numbers.append(column.value)
-    return (*numbers, *source.floats, source.rows, source.columns), (blocks * parts, 1, 1)
+    floats = [c_float(number).value for number in source.floats]  # one too large for 32 bits is infinite there
+    return (*numbers, *floats, source.rows, source.columns), (blocks * parts, 1, 1)
 
 
 def compile_all(launches: Iterable[Launch], device: torch.device) -> int:

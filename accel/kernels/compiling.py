@@ -1,0 +1,44 @@
+"""Compiles kernels without Triton's driver, which a C compiler would have to build first. Helpers may take part."""
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton import JITFunction
+from triton.backends.compiler import GPUTarget
+
+from .helpers import HELPERS, among
+
+
+def compiled(kernel: Any, device: int, args: tuple, grid: tuple[int, ...], options: dict[str, Any]) -> Any:
+    """``kernel.warmup(*args, grid=grid, **options)`` for the device of this number: what Triton compiled.
+
+    A dtype may stand for a tensor. Raises what Triton raises.
+    """
+    ways = _without_driver(device) if getattr(type(kernel), "run", None) is JITFunction.run else None
+    if ways is None:
+        HELPERS.may_compile(kernel, device)
+        return kernel.warmup(*args, grid=grid, **options)
+    run, bind = ways
+    caches = getattr(kernel, "device_caches", {device: None})  # Triton 3.2 has none: ``run`` asks for the target itself
+    if device not in caches:
+        caches[device] = bind(kernel)
+    HELPERS.may_compile(kernel, device)
+    return JITFunction.warmup(SimpleNamespace(run=functools.partial(run, kernel)), *args, grid=grid, **options)
+
+
+@functools.cache
+def _without_driver(device: int) -> tuple[Callable, Callable] | None:
+    """``JITFunction.run`` and ``create_binder`` for this device; None where Triton does otherwise."""
+    run, bind = JITFunction.run, JITFunction.create_binder
+    if "driver" not in run.__code__.co_names:
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    active = SimpleNamespace(
+        get_current_device=lambda: device, get_current_stream=lambda device: 0, get_current_target=lambda: target
+    )
+    driver = SimpleNamespace(active=active)
+    return among(run, driver=driver), among(bind, driver=driver)
