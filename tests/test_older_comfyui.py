@@ -83,5 +83,7 @@ def test_older_comfyui(in_older_comfyui):
         tests += PAGE
     result = in_older_comfyui(*(f"tests/{test}" for test in tests))
     counted = re.search(r"^(\d+) passed(, \d+ warnings?)? in ", result.stdout, re.MULTILINE)
-    assert result.returncode == 0 and counted, result.stdout[-4000:] + result.stderr[-1000:]
+    begins = re.search(r"^=+ (ERRORS|FAILURES) =+$", result.stdout, re.MULTILINE)
+    said = result.stdout[begins.start() :][:8000] if begins else result.stdout[-4000:]
+    assert result.returncode == 0 and counted, said + result.stderr[-1000:]
     assert int(counted[1]) >= len(tests) + len(on_a_tape)

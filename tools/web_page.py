@@ -49,6 +49,7 @@ OPENED = """() => {
     return !workflow || (workflow.activeWorkflow && app.graph.nodes.length);
 }"""
 SEARCH = ":is(.comfy-vue-node-search-container, [role=dialog]:has([role=search]))"  # of older front ends and newer
+SELECTED = "id => Boolean(app.canvas.selected_nodes?.[id])"
 NO_BANNER = "localStorage.setItem('vueNodesBannerDismissed', 'true')"  # the offer of another kind of nodes
 READY = "() => window.app?.graph && window.app.extensionManager?.getSidebarTabs?.().length > 1"
 
@@ -220,11 +221,20 @@ class WebPage:
             self.page.wait_for_function(f"id => !({held})(id)", arg=node)
 
     def select(self, node: int) -> None:
-        """Clicks on a node's title, and not so soon that it were the second of a double click."""
-        self.page.wait_for_timeout(max(0.0, self._clicked + APART - time.monotonic()) * 1e3)
-        place = self.page.evaluate("id => [...app.graph.getNodeById(id).pos]", node)
-        self.page.mouse.click(*self._on_page(place[0] + 60, place[1] - 15))
-        self._clicked = time.monotonic()
+        """Clicks on a node's title, and not so soon that it were the second of a double click.
+
+        As a person does, again where the canvas moved meanwhile, as it does once behind a workflow that was opened.
+        """
+        for patience in PATIENCE:
+            self.page.wait_for_timeout(max(0.0, self._clicked + APART - time.monotonic()) * 1e3)
+            place = self.page.evaluate("id => [...app.graph.getNodeById(id).pos]", node)
+            self.page.mouse.click(*self._on_page(place[0] + 60, place[1] - 15))
+            self._clicked = time.monotonic()
+            try:
+                return self.page.wait_for_function(SELECTED, arg=node, timeout=patience * 1_000)
+            except TimeoutError:
+                continue
+        raise AssertionError(f"node {node} was not selected")
 
     def connect(self, source: int, output: int, target: int, place: int) -> None:
         """Drags a link from an output to an input."""

@@ -20,9 +20,12 @@ SHARED_WITHOUT_ASKING = 48 << 10  # bytes
 MAP_SIZE, MAP_ALIGNMENT = 128, 64  # bytes
 
 
+NAME = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+
+
 @functools.cache
 def _library() -> Any:
-    return ctypes.WinDLL("nvcuda.dll") if os.name == "nt" else ctypes.CDLL("libcuda.so.1")
+    return ctypes.CDLL(NAME)
 
 
 @functools.cache
@@ -33,7 +36,10 @@ def _launch() -> Any:
 
 
 def _call(name: str, *args: Any) -> None:
-    _check(name, getattr(_library(), name)(*args))
+    function = getattr(_library(), name, None)
+    if function is None:
+        raise RuntimeError(f"the GPU's driver is too old: it has no {name}")
+    _check(name, function(*args))
 
 
 def _check(name: str, code: int) -> None:
@@ -70,10 +76,11 @@ def load(binary: bytes, name: str, shared: int, device: int) -> int:
 
 def parameters(function: int) -> list[int] | None:
     """The size in bytes of each parameter of a function; None if the driver is older than CUDA 12.4."""
-    if not hasattr(_library(), "cuFuncGetParamInfo"):
+    ask = getattr(ctypes.PyDLL(NAME), "cuFuncGetParamInfo", None)  # keeps Python's lock: it would wait for it each time
+    if ask is None:
         return None
     found, offset, size = [], c_size_t(), c_size_t()
-    while not _library().cuFuncGetParamInfo(c_void_p(function), c_size_t(len(found)), byref(offset), byref(size)):
+    while not ask(c_void_p(function), c_size_t(len(found)), byref(offset), byref(size)):
         found.append(size.value)
     return found
 

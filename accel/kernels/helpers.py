@@ -218,7 +218,13 @@ def _cached() -> Callable[..., Any] | None:
     def begin() -> None:
         raise _NotCached
 
-    return among(compiler.compile, ir=SimpleNamespace(context=begin))
+    return among(compiler.compile, ir=SimpleNamespace(context=begin), CompiledKernel=_without_steps)
+
+
+def _without_steps(src: Any, files: dict[str, str], name: str) -> Any:
+    """Triton's ``CompiledKernel`` without the steps between source and machine code, 0.4 MB of text to read."""
+    needed = {file: path for file, path in files.items() if file.endswith((".json", ".cubin"))}
+    return compiler.CompiledKernel(src, needed, name)
 
 
 def _hash() -> str:

@@ -14,7 +14,7 @@ from ..kernels.from_text import module_of
 from ..preparing import finished
 from .codegen import Source
 from .layout import copied
-from .pointwise import HEADER, INTERPRETED
+from .pointwise import module_text
 from .values import LARGE, Value
 
 ALIGNED = 16  # bytes; Triton would compile another variant for a pointer that is not
@@ -33,8 +33,7 @@ def function(text: str, name: str) -> Any:
     with _LOCK:
         found = _FUNCTIONS.get(text)
         if found is None:
-            header = INTERPRETED if _interpreted() else HEADER
-            found = _FUNCTIONS[text] = getattr(module_of(header + text, name), name)
+            found = _FUNCTIONS[text] = getattr(module_of(module_text(text, _interpreted()), name), name)
         return found
 
 
