@@ -154,16 +154,17 @@ def test_a_tensor_that_is_not_on_the_card():
         loaded._address(torch.zeros(1))
 
 
-def test_no_driver(monkeypatch):
-    """A kernel that cannot be loaded is one that failed: torch's operations take its place."""
+@pytest.mark.parametrize("error", [OSError("libcuda.so.1: cannot open"), AttributeError("no device_caches")])
+def test_what_cannot_be_compiled_or_loaded(monkeypatch, error):
+    """No driver, or another Triton: a kernel that failed, in whose place torch's operations run."""
     from anyshape.accel.errors import KernelFailed
 
-    def none(*_):
-        raise OSError("libcuda.so.1: cannot open shared object file")
+    def fails(*_):
+        raise error
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "compiled", none)
-    with pytest.raises(KernelFailed, match="geglu_kernel"):
+    monkeypatch.setattr(launch, "compiled", fails)
+    with pytest.raises(KernelFailed, match=f"geglu_kernel.*{error}"):
         launch.compile_only(geglu_upsample.geglu_kernel, (1,), torch.float16, torch.float16, 16, 16)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
 from typing import Any
 
+NAME = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 # from cuda.h
 SHARED_SIZE, DYNAMIC_SHARED_SIZE = 1, 8  # of a function, in bytes
 DEVICE_SHARED_SIZE = 97  # that one block can ask for
@@ -18,9 +19,6 @@ PREFER_SHARED = 1
 NO_INTERLEAVE, PROMOTE_TO_128_BYTES, FILL_WITH_ZEROS = 0, 2, 0  # of a tensor map
 SHARED_WITHOUT_ASKING = 48 << 10  # bytes
 MAP_SIZE, MAP_ALIGNMENT = 128, 64  # bytes
-
-
-NAME = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 
 
 @functools.cache
@@ -76,7 +74,8 @@ def load(binary: bytes, name: str, shared: int, device: int) -> int:
 
 def parameters(function: int) -> list[int] | None:
     """The size in bytes of each parameter of a function; None if the driver is older than CUDA 12.4."""
-    ask = getattr(ctypes.PyDLL(NAME), "cuFuncGetParamInfo", None)  # keeps Python's lock: it would wait for it each time
+    # Python's lock is kept: threads that load kernels side by side would wait for it at each call.
+    ask = getattr(ctypes.PyDLL(NAME), "cuFuncGetParamInfo", None)
     if ask is None:
         return None
     found, offset, size = [], c_size_t(), c_size_t()

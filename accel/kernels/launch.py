@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton import JITFunction
 from triton.errors import TritonError
@@ -30,6 +31,7 @@ from .loaded import Loaded
 
 # compiling: Triton's own errors, its passes (RuntimeError), ptxas; loading and starting: the driver
 FAILURES = (TritonError, RuntimeError, OSError, subprocess.SubprocessError)
+UNKNOWN = (AttributeError, LookupError, TypeError)  # of a Triton that has other parts
 MAX_WORKERS = 16
 _VARIANTS: dict[tuple, tuple[Any, Loaded]] = {}  # (kernel, variant) by its id and what decides on a variant
 _LOADED: dict[int, Loaded] = {}  # by the id of what Triton compiled
@@ -64,8 +66,11 @@ def compile_only(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any)
 
 
 def _load(kernel: Any, device: int, grid: tuple[int, ...], args: tuple, options: dict[str, Any]) -> Loaded:
-    made = compiled(kernel, device, args, grid, options)
-    return _LOADED.get(id(made)) or _LOADED.setdefault(id(made), Loaded(made, device))
+    try:
+        made = compiled(kernel, device, args, grid, options)
+        return _LOADED.get(id(made)) or _LOADED.setdefault(id(made), Loaded(made, device))
+    except UNKNOWN as error:
+        raise RuntimeError(f"Triton {triton.__version__} is not known: {type(error).__name__}: {error}") from error
 
 
 def launch_compiled(kernel: Any, variant: Loaded, grid: tuple[int, int, int], args: tuple, stream: int) -> None:

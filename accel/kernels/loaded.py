@@ -89,12 +89,12 @@ def _parameters(compiled: Any) -> tuple[list[tuple[int, Callable[[Any], Any]]], 
             taken.append((position, _same))
             forms.append(FORMS[kind])
         else:
-            taken.append((position, described := _described(kind, next(maps, None))))
+            taken.append((position, described := _Described(kind, next(maps, None))))
             forms += [MAP, *"i" * described.rank, *"q" * described.rank]
     return taken, forms
 
 
-class _described:
+class _Described:
     """Makes a map of a tensor's descriptor, for the block that the kernel was compiled for."""
 
     def __init__(self, kind: str, block: dict[str, Any] | None) -> None:
