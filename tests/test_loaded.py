@@ -177,3 +177,13 @@ def test_where_triton_compiles_in_another_way(monkeypatch):
     monkeypatch.setattr(kernel, "warmup", lambda *args, **options: asked.append(options) or "compiled")
     assert compiling.compiled(kernel, 0, (1,), (2,), {"num_warps": 8}) == "compiled"
     assert asked == [{"grid": (2,), "num_warps": 8}]
+
+
+@pytest.mark.parametrize("interpreted", [True, False])
+def test_the_oldest_triton_says_by_its_variable_whether_it_interprets(monkeypatch, interpreted):
+    from anyshape.accel.tape import kernels
+
+    assert kernels._interpreted() == knobs.runtime.interpret
+    monkeypatch.delattr(triton, "knobs")
+    monkeypatch.setenv("TRITON_INTERPRET", str(int(interpreted)))
+    assert kernels._interpreted() == interpreted

@@ -1,6 +1,7 @@
 """The generated kernels of this process: turns source text into something to launch, each text once."""
 
 import math
+import os
 import threading
 from collections.abc import Iterable, Sequence
 from ctypes import c_float
@@ -39,9 +40,10 @@ def function(text: str, name: str) -> Any:
 
 def _interpreted() -> bool:
     """Whether Triton's interpreter runs kernels, on the CPU."""
-    from triton import knobs
+    import triton
 
-    return knobs.runtime.interpret
+    knobs = getattr(triton, "knobs", None)  # not before Triton 3.4
+    return knobs.runtime.interpret if knobs else os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass
