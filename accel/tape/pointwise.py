@@ -64,8 +64,6 @@ from triton.language.extra import libdevice
 
 
 """
-# As libdevice computes gelu_tanh's from 0.55 on; below, 1 + tanh is as exact this way, and its polynomial costs as much
-# again.
 FUNCTIONS = {
     "tanh": """@triton.jit
 def tanh(x):
@@ -82,6 +80,7 @@ def gelu_erf(x):
     "gelu_tanh": """@triton.jit
 def gelu_tanh(x):
     inner = 0.7978845608028654 * (x + 0.044715 * (x * x * x))
+    # as libdevice does it from 0.55 on; below, 1 + tanh is as exact this way, and its polynomial costs as much again
     return 0.5 * x * (1.0 + (1.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)))
 
 
