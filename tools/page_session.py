@@ -3,11 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from playwright.sync_api import TimeoutError
-
 from tools.api_format import inputs, node, text_to_image
 from tools.comfy_server import ComfyServer
-from tools.web_page import PATIENCE, WebPage
+from tools.web_page import WebPage, patiently
 
 PANEL = ".anyshape-panel"
 EMPTY = "Nothing has run through a compile node yet."
@@ -94,12 +92,7 @@ def answering(address: str, **answer: Any) -> Callable[[Any], None]:
 def open_help(page: WebPage, one: int) -> None:
     """The help of a node. In a new language the front end makes its nodes again, and none is selected then."""
     info = page.page.locator("[data-testid=info-button]")
-    for patience in PATIENCE:
-        page.select(one)
-        try:
-            return info.click(timeout=patience * 1_000)
-        except TimeoutError:
-            continue
+    patiently(lambda: page.select(one), lambda patience: info.click(timeout=patience))
 
 
 def known_inputs(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:

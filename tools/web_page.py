@@ -10,7 +10,7 @@ with chromium() as browser:
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -94,6 +94,18 @@ class OpenedPages:
 
 def _wanted(settings: dict[str, Any]) -> dict[str, Any]:
     return SETTINGS | {name.replace("_", "."): value for name, value in settings.items()}
+
+
+def patiently(act: Callable[[], None], wait: Callable[[float], Any]) -> None:
+    """Acts until ``wait`` (milliseconds) finds what should come of it. Raises the last wait's ``TimeoutError``."""
+    for patience in PATIENCE:  # what comes at all comes in a third of a second
+        act()
+        try:
+            wait(patience * 1_000)
+            return
+        except TimeoutError:
+            if patience == PATIENCE[-1]:
+                raise
 
 
 def shows(place: Locator, text: str) -> None:
@@ -200,14 +212,12 @@ class WebPage:
     def _open_search(self, x: int, y: int) -> None:
         """As a person does, again where the canvas took the first double click for something else."""
         field = self.page.locator(f"{SEARCH} input").first
-        for patience in PATIENCE:  # where it opens at all, that takes a third of a second
+
+        def click() -> None:
             self.page.mouse.dblclick(*self._on_page(x, y))
             self._clicked = time.monotonic()
-            try:
-                return field.wait_for(timeout=patience * 1_000)
-            except TimeoutError:
-                continue
-        field.wait_for()
+
+        patiently(click, lambda patience: field.wait_for(timeout=patience))
 
     def _put_down(self, node: int, x: int, y: int) -> None:
         """In a newer front end a node from the search box follows the cursor until a click."""
@@ -223,18 +233,16 @@ class WebPage:
     def select(self, node: int) -> None:
         """Clicks on a node's title, and not so soon that it were the second of a double click.
 
-        As a person does, again where the canvas moved meanwhile, as it does once behind a workflow that was opened.
+        As a person does, again where that did not select it.
         """
-        for patience in PATIENCE:
+
+        def click() -> None:
             self.page.wait_for_timeout(max(0.0, self._clicked + APART - time.monotonic()) * 1e3)
             place = self.page.evaluate("id => [...app.graph.getNodeById(id).pos]", node)
             self.page.mouse.click(*self._on_page(place[0] + 60, place[1] - 15))
             self._clicked = time.monotonic()
-            try:
-                return self.page.wait_for_function(SELECTED, arg=node, timeout=patience * 1_000)
-            except TimeoutError:
-                continue
-        raise AssertionError(f"node {node} was not selected")
+
+        patiently(click, lambda patience: self.page.wait_for_function(SELECTED, arg=node, timeout=patience))
 
     def connect(self, source: int, output: int, target: int, place: int) -> None:
         """Drags a link from an output to an input."""

@@ -63,8 +63,6 @@ def parse(text: bytes, secret: bytes) -> Entry:
     try:
         read = json.loads(text)
         entry = Entry(read["kind"], read["name"], read["key"], read["files"])
-        if entry.kind not in KINDS:  # earlier versions kept the code that started kernels
-            raise Damaged(f"artefacts of its kind, {entry.kind}, are no longer used")
         known = read["format"] == FORMAT and _is_sound(entry)
         signature = str(read.get("signature")).encode()
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:

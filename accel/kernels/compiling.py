@@ -17,11 +17,7 @@ def compiled(kernel: Any, device: int, args: tuple, grid: tuple[int, ...], optio
 
     A dtype may stand for a tensor. Raises what Triton raises.
     """
-    ways = _without_driver(device) if getattr(type(kernel), "run", None) is JITFunction.run else None
-    if ways is None:
-        HELPERS.may_compile(kernel, device)
-        return kernel.warmup(*args, grid=grid, **options)
-    run, bind = ways
+    run, bind = _without_driver(device)
     caches = getattr(kernel, "device_caches", {device: None})  # Triton 3.2 has none: ``run`` asks for the target itself
     if device not in caches:
         caches[device] = bind(kernel)
@@ -30,15 +26,12 @@ def compiled(kernel: Any, device: int, args: tuple, grid: tuple[int, ...], optio
 
 
 @functools.cache
-def _without_driver(device: int) -> tuple[Callable, Callable] | None:
-    """``JITFunction.run`` and ``create_binder`` for this device; None where Triton does otherwise."""
-    run, bind = JITFunction.run, JITFunction.create_binder
-    if "driver" not in run.__code__.co_names:
-        return None
+def _without_driver(device: int) -> tuple[Callable, Callable]:
+    """``JITFunction.run`` and ``create_binder`` for this device: what they ask of the driver, they are told."""
     major, minor = torch.cuda.get_device_capability(device)
     target = GPUTarget("cuda", 10 * major + minor, 32)
     active = SimpleNamespace(
         get_current_device=lambda: device, get_current_stream=lambda device: 0, get_current_target=lambda: target
     )
     driver = SimpleNamespace(active=active)
-    return among(run, driver=driver), among(bind, driver=driver)
+    return among(JITFunction.run, driver=driver), among(JITFunction.create_binder, driver=driver)

@@ -1,7 +1,7 @@
 """The functions of CUDA's driver that kernels need, called through ctypes.
 
 Triton's own way has a C compiler build a link to the driver and, up to Triton 3.6, a launcher per list of argument
-kinds. Many systems have no C compiler, and where one is, each launcher takes it 0.2 s.
+kinds. Not every system has one, and where one is, each launcher takes it 0.2 s.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ def load(binary: bytes, name: str, shared: int, device: int) -> int:
 
 
 def parameters(function: int) -> list[int] | None:
-    """The size in bytes of each parameter of a function; None if the driver is older than CUDA 12.4."""
+    """The size in bytes of each parameter of a function; None if this driver does not tell."""
     # Python's lock is kept: threads that load kernels side by side would wait for it at each call.
     ask = getattr(ctypes.PyDLL(NAME), "cuFuncGetParamInfo", None)
     if ask is None:
@@ -88,9 +88,7 @@ def start(
     function: int, grid: tuple[int, int, int], threads: int, shared: int, stream: int, places: ctypes.Array
 ) -> None:
     """Starts a function on a stream. places: the address of each argument. Raises ``RuntimeError``."""
-    code = _launch()(function, *grid, threads, 1, 1, shared, stream, places, None)
-    if code:
-        _check("cuLaunchKernel", code)
+    _check("cuLaunchKernel", _launch()(function, *grid, threads, 1, 1, shared, stream, places, None))
 
 
 def tensor_map(

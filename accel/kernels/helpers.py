@@ -25,6 +25,8 @@ from triton import JITFunction
 from triton.compiler import compiler
 from triton.runtime import cache
 
+from ..artifacts.triton_cache import without_steps
+
 PROGRAM = Path(__file__).with_name("compile_helper.py")
 HERE = 2  # kernels that this process compiles itself at one time: so few are not worth a helper
 MOST = 12  # helpers; each is ready after a quarter of a second
@@ -218,13 +220,10 @@ def _cached() -> Callable[..., Any] | None:
     def begin() -> None:
         raise _NotCached
 
-    return among(compiler.compile, ir=SimpleNamespace(context=begin), CompiledKernel=_without_steps)
+    def read(src: Any, files: dict[str, str], name: str) -> Any:
+        return compiler.CompiledKernel(src, without_steps(files), name)
 
-
-def _without_steps(src: Any, files: dict[str, str], name: str) -> Any:
-    """Triton's ``CompiledKernel`` without the steps between source and machine code, 0.4 MB of text to read."""
-    needed = {file: path for file, path in files.items() if file.endswith((".json", ".cubin"))}
-    return compiler.CompiledKernel(src, needed, name)
+    return among(compiler.compile, ir=SimpleNamespace(context=begin), CompiledKernel=read)
 
 
 def _hash() -> str:
