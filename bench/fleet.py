@@ -29,7 +29,7 @@ def worker(model: str) -> None:
     from tools import embed
 
     embed.use_comfyui()
-    events = listen()
+    kernels = measure.Kernels().listen()
     embed.load_pack()
     import torch
 
@@ -42,26 +42,17 @@ def worker(model: str) -> None:
     for seed, name in enumerate(("first_seconds", "second_seconds")):
         with measure.seconds(took, name):
             models.sample(patcher, *SIZE, steps=STEPS, seed=seed)
-    print(json.dumps(took | counted(events)), flush=True)
+    print(json.dumps(took | counted(kernels)), flush=True)
 
 
-def listen() -> list[bool]:
-    """For each kernel that Triton takes from a cache or compiles from now on: whether it was in one."""
-    import triton
-
-    events: list[bool] = []
-    triton.knobs.compilation.listener = lambda cache_hit, **rest: events.append(cache_hit)
-    return events
-
-
-def counted(events: list[bool]) -> dict[str, Any]:
+def counted(kernels: measure.Kernels) -> dict[str, Any]:
     """Kernels compiled and found, what the shared cache counted, and the fallbacks that a user would see."""
     from anyshape.accel import stats
 
     if shared := sys.modules.get("anyshape_redis"):
         shared.remote().flush()
     now = stats.snapshot()
-    found = {"compiled": events.count(False), "found": events.count(True)}
+    found = {"compiled": kernels.compiled, "found": kernels.found}
     return found | {"fleet": now["fleet"], "fallbacks": now["fallbacks"]}
 
 

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from tools.paths import ROOT
 
@@ -132,3 +133,30 @@ def test_weights_of_skipped_blocks_are_not_fetched(share, model):
         assert statistics.median(run["step_s"]) < 0.4 * step  # two thirds are skipped
         assert run["peak"] - found["peak"] < GIB // 2
     assert found["states"] == ["eager"] and only_streamed(found)
+
+
+SD35 = {"name": "sd35l", "depth": 24, "context_embedder_config": {
+    "target": "torch.nn.Linear", "params": {"in_features": 4096, "out_features": 1536},
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given", [{"n_layers": 12}, {"name": "sdxl", "behind": True}, SD35], ids=["behind the node", "U", "no wrappers"]
+)
+def test_a_prompt_on_two_gpus(given):
+    """ComfyUI's MultiGPU CFG Split: the second GPU has a model of its own, which another thread calls."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = case("split", **given)
+    near = 2 * CLOSE  # a row alone is rounded in other ways, which CFG 4 multiplies: eager's own is 0.029 off
+    assert found["whole"] < near and max(found["errors"]) < near
+    assert found["engines"] == 2 and found["states"] == ["graph"] and found["fallbacks"] == {}
+    assert min(found["s"][1:]) <= min(found["eager_s"])
+
+
+def test_skipped_blocks_on_two_gpus():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    found = case("split", n_layers=12, behind=True, skipping=True)
+    assert found["engines"] == 2 and found["fallbacks"] == {} and max(found["errors"]) < 1
+    assert min(found["s"][1:]) <= 0.6 * min(found["eager_s"])

@@ -186,9 +186,42 @@ def vae() -> dict[str, Any]:
     return {"message": message, "freed": freed, "error": far(before, eager), "same": same, **counts(watch), **told()}
 
 
+def split(name: str = "zimage", behind: bool = False, skipping: bool = False, **changes: Any) -> dict[str, Any]:
+    """ComfyUI's MultiGPU CFG Split over two GPUs. behind: its node comes after ours. skipping: with Skip Blocks.
+
+    engines: how many models were called. whole: how far eager's latent is from that of a run on one GPU.
+    """
+    import comfy.multigpu
+    from anyshape.accel import stats
+
+    from bench import product
+
+    source = made(name, **changes)
+    source.cached_patcher_init = (lambda: made(name, **changes), ())
+
+    def over_both(patcher: Any) -> Any:
+        return comfy.multigpu.create_multigpu_deepclones(patcher, 2, reuse_loaded=True)
+
+    def ours(patcher: Any) -> Any:
+        if skipping:
+            patcher, _ = product.skip_blocks(patcher, product.SkipSettings(), lambda line: None)
+        return compiled(patcher)
+
+    run, shared = {"cfg": 4.0, "steps": 12 if skipping else 4}, over_both(source)
+    alone = sampled(source, **run)["out"]
+    eager = [sampled(shared, **run) for _ in range(3)]
+    fast = over_both(ours(source)) if behind else ours(shared)
+    runs = [sampled(fast, **run) for _ in range(4)]
+    called = [model for model in stats.snapshot()["models"] if model["shapes"]]
+    return {
+        "whole": far(eager[-1]["out"], alone), "errors": [far(run["out"], eager[-1]["out"]) for run in runs],
+        "eager_s": [run["seconds"] for run in eager], "s": [run["seconds"] for run in runs],
+        "engines": len(called), **told(),
+    }  # fmt: skip
+
+
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "fit": fit, "evict": evict, "switch": switch, "lora": lora, "vae": vae,
-    "skip": skip,
+    "fit": fit, "evict": evict, "switch": switch, "lora": lora, "vae": vae, "skip": skip, "split": split,
 }  # fmt: skip
 
 
