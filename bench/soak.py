@@ -1,7 +1,7 @@
 """Soak: random prompts one after another in one process, each compared with eager.
 
 python -m bench.soak [--model demo|small|sd15|sdxl|zimage|wan] [--prompts 500] [--seed 0] [--start N | --only N]
-    [--rounds 1] [--limit S] [--partly] [--dynamic] [--json FILE]
+    [--rounds 1] [--limit S] [--partly] [--dynamic] [--mode MODE] [--budget MB] [--json FILE]
 
 A prompt draws its size (odd latents too), batch, sampler, steps, CFG, prompts by area and time, LoRAs (of the model or
 of one prompt, which ComfyUI writes into the weights while it samples), a mask, a ControlNet, another pack's patch, Skip
@@ -18,7 +18,8 @@ is told with its line, and the run goes on; the exit code is 1 then. On a CPU us
 
 Libraries keep a plan for each size that they met, in eager too. ``--rounds 2`` runs the same prompts once more: then
 the process' memory may hardly grow. ``--partly``: some prompts find room for a part of the model's weights alone.
-``--dynamic``: so too, with ComfyUI's DynamicVRAM, as most people have it.
+``--dynamic``: so too, with ComfyUI's DynamicVRAM, as most people have it. ``--mode off`` and ``--budget 0`` show if a
+failure needs our programs, or their graphs.
 """
 
 import sys
@@ -90,10 +91,10 @@ class Report:
 
 
 class Soak:
-    """The models, and what has been found. dynamic: with DynamicVRAM."""
+    """The models, and what has been found. dynamic: with DynamicVRAM. fixed: of each prompt, whatever is drawn."""
 
-    def __init__(self, name: str, seed: int, scope: Scope, dynamic: bool = False) -> None:
-        self.seed, self.scope, self.report = seed, scope, Report()
+    def __init__(self, name: str, seed: int, scope: Scope, dynamic: bool = False, **fixed: Any) -> None:
+        self.seed, self.scope, self.fixed, self.report = seed, scope, fixed, Report()
         self.parts = Parts(name, len(scope.shares) > 1, dynamic)
         self.later = checks.LATER if self.parts.rounding else 0  # kernels that may still be compiled
         self.canary: Tensor | None = None
@@ -106,7 +107,7 @@ class Soak:
         for turn, index in itertools.product(range(rounds), indices):
             if turn and index == indices[0]:
                 self.first, self.settled = {}, True
-            prompt = draw(self.seed, index, self.scope)
+            prompt = replace(draw(self.seed, index, self.scope), **self.fixed)
             # by how many have run: models are warm at the first look, wherever the run begins
             problems = self.attempt(prompt, look=(self.report.prompts + 1) % self.scope.every == 0)
             self.report.prompts += 1
@@ -299,6 +300,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the sequence and end")
     parser.add_argument("--partly", action="store_true", help="a part of the weights alone fits for some prompts")
     parser.add_argument(DYNAMIC, action="store_true", help="the same with DynamicVRAM")
+    parser.add_argument("--mode", choices=("auto", "exact", "off"), help="of Compile Model, for each prompt")
+    parser.add_argument("--budget", type=int, help="of its graphs, MB, for each prompt")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no prompt begins")
     chosen = parser.parse_args()
     if not known(chosen.model):
@@ -321,7 +324,10 @@ def main() -> int:
         return 0
     took: dict[str, float] = {}
     with measure.seconds(took, "seconds"):
-        report = Soak(chosen.model, chosen.seed, drawn, chosen.dynamic).run(indices, chosen.limit, chosen.rounds)
+        given = {"mode": chosen.mode, "budget_mb": chosen.budget}
+        fixed = {name: value for name, value in given.items() if value is not None}
+        soak = Soak(chosen.model, chosen.seed, drawn, chosen.dynamic, **fixed)
+        report = soak.run(indices, chosen.limit, chosen.rounds)
     print(report.line(took["seconds"]), flush=True)
     what = {"model": chosen.model, "seed": chosen.seed, "partly": chosen.partly, "dynamic": chosen.dynamic}
     measure.write(chosen.json, {**what, **took, **vars(report)})

@@ -34,7 +34,6 @@ os.environ["ANYSHAPE_ARTIFACTS_MB"] = "0"
 if not embed.has_cuda():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-
 # One thread for each test process: several run side by side, and small models gain nothing from more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
@@ -132,10 +131,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def interpreter() -> None:
-    """Kernels run faster where they are interpreted."""
+    """Where kernels are interpreted, they keep to their tensors and run faster."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         from tools import interpreter
 
+        interpreter.watch()
         interpreter.hasten()
 
 

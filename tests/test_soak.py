@@ -254,16 +254,27 @@ def test_a_picture_in_eager_that_has_changed(attempt, soak):
 
 def test_a_failure_is_told_and_the_run_goes_on(bench, soak, monkeypatch, capsys, tmp_path):
     """From the command line: its line, the exit code, and a JSON with the conditions."""
-    monkeypatch.setattr(bench, "Soak", lambda *args: soak)
+    drawn: list[tuple[str, int]] = []
+
+    def attempt(prompt, look):
+        drawn.append((prompt.mode, prompt.budget_mb))
+        return ["broken"] if prompt.index == 1 else []
+
+    def made(*args, **fixed):
+        monkeypatch.setattr(soak, "fixed", fixed)
+        return soak
+
+    monkeypatch.setattr(bench, "Soak", made)
     monkeypatch.setattr(soak, "report", bench.Report())
-    monkeypatch.setattr(soak, "attempt", lambda prompt, look: ["broken"] if prompt.index == 1 else [])
+    monkeypatch.setattr(soak, "attempt", attempt)
     path = tmp_path / "soak.json"
-    monkeypatch.setattr(bench.sys, "argv", ["soak", "--model", "demo", "--prompts", "3", "--json", str(path)])
+    options = ["--model", "demo", "--prompts", "3", "--mode", "off", "--budget", "7", "--json", str(path)]
+    monkeypatch.setattr(bench.sys, "argv", ["soak", *options])
     monkeypatch.setattr(bench.measure, "conditions", lambda: {"machine": "x"})
     assert bench.main() == 1
     found = json.loads(path.read_text())
     assert found["prompts"] == 3 and [entry["index"] for entry in found["failed"]] == [1] and found["machine"] == "x"
-    assert "FAILED 1: seed" in capsys.readouterr().out
+    assert "FAILED 1: seed" in capsys.readouterr().out and drawn == [("off", 7)] * 3
 
 
 # Transformers: last, for what pytest keeps of their models would be memory that grew ----------------------------------

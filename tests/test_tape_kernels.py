@@ -230,25 +230,30 @@ def swapped(x: Tensor, cut: int) -> Tensor:
     return torch.cat([-x[..., cut:], x[..., :cut]], dim=-1)
 
 
-def layer(x: Tensor) -> Tensor:
+def layer(x: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x, (WIDTH,))
 
 
-def rms(x: Tensor) -> Tensor:
+def rms(x: Tensor, scale: Tensor) -> Tensor:
     return F.rms_norm(x, (WIDTH,))
 
 
-def centred(x: Tensor) -> Tensor:
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """A part of a row needs its part of the weight, and nothing beside that is read (``interpreter.watch``)."""
+    return F.rms_norm(x, (WIDTH,), scale)
+
+
+def centred(x: Tensor, scale: Tensor) -> Tensor:
     return x - x.mean(-1, keepdim=True)
 
 
-def paired(x: Tensor) -> Tensor:
+def paired(x: Tensor, scale: Tensor) -> Tensor:
     """Of each two neighbours the first, twice, and a cut between the two."""
     pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
     return (pairs[..., 0] * torch.tensor([1.0, -1.0])).reshape(x.shape)
 
 
-@pytest.mark.parametrize("sums", [layer, rms, centred, paired])
+@pytest.mark.parametrize("sums", [layer, rms, scaled, centred, paired])
 @pytest.mark.parametrize("cut", [WIDTH // 2, 5])
 def test_a_sum_in_a_join_of_parts_of_its_rows(sums, cut) -> None:
     """It is of whole rows, whichever part of them is asked for."""
@@ -258,9 +263,10 @@ def test_a_sum_in_a_join_of_parts_of_its_rows(sums, cut) -> None:
             super().__init__()
             torch.manual_seed(0)
             self.linear = nn.Linear(CHANNELS, CHANNELS).requires_grad_(False)
+            self.scale = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            heads = sums(self.linear(x).view(*x.shape[:2], HEADS, WIDTH))
+            heads = sums(self.linear(x).view(*x.shape[:2], HEADS, WIDTH), self.scale)
             return heads * 0.5 + swapped(heads, cut)
 
     model = Joined()

@@ -12,11 +12,13 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy
+import torch
 from triton.runtime import interpreter
 
 tl = interpreter.tl
 LANGUAGE = (tl, tl.core)
 MOST = 1 << 18  # elements of a program
+PAIR = 8  # bytes of two numbers, which are read together where one may be the last of a tensor; a GPU's memory goes on
 
 
 class _Kept:
@@ -24,6 +26,10 @@ class _Kept:
 
     def restore(self) -> None:
         """The next kernel needs the same again."""
+
+
+class OutOfBounds(BaseException):
+    """A kernel reads or writes beside its tensors. No Exception: without this kernel a model would run as well."""
 
 
 def hasten() -> None:
@@ -36,6 +42,52 @@ def hasten() -> None:
     _keep_dtypes()
     _keep_broadcasts()
     interpreter._convert_float = _rounding(interpreter._convert_float)
+
+
+def watch() -> None:
+    """Each read and write has to lie in a tensor that the kernel was given, or raises ``OutOfBounds``.
+
+    On a GPU there may be no memory beside a tensor, and whoever touches it there ends the process.
+    """
+    builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+    convert, call = interpreter._implicit_cvt, executor.__call__
+    load, store = builder.create_masked_load, builder.create_masked_store
+    memory: list[builtins.tuple[int, int]] = []
+    names = [""]
+
+    def converted(arg: Any) -> Any:
+        tensor = getattr(arg, "base", arg)  # of a descriptor
+        if isinstance(tensor, torch.Tensor):
+            storage = tensor.untyped_storage()
+            start, size = storage.data_ptr(), -(-storage.nbytes() // PAIR) * PAIR
+            # a table of addresses: the kernel reads what they name, too
+            memory.append((0, 1 << 63) if tensor.dtype == torch.int64 else (start, start + size))
+        return convert(arg)
+
+    def called(self: Any, *args: Any, **kwargs: Any) -> None:
+        memory.clear()
+        names[0] = self.fn.__name__
+        call(self, *args, **kwargs)
+
+    def look(places: Any, mask: Any) -> None:
+        addresses = places.data[numpy.broadcast_to(mask.data, places.data.shape).astype(bool)]
+        if not addresses.size:
+            return
+        size = places.get_element_ty().primitive_bitwidth // 8
+        first, end = int(addresses.min()), int(addresses.max()) + size
+        if not any(start <= first and end <= stop for start, stop in memory):
+            raise OutOfBounds(f"{names[0]} touches {first:#x} to {end:#x}; its tensors lie in {memory}")
+
+    def loaded(self: Any, places: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        look(places, mask)
+        return load(self, places, mask, *rest, **named)
+
+    def stored(self: Any, places: Any, value: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+        look(places, mask)
+        return store(self, places, value, mask, *rest, **named)
+
+    interpreter._implicit_cvt, executor.__call__ = converted, called
+    builder.create_masked_load, builder.create_masked_store = loaded, stored
 
 
 def widen(kernels: ModuleType) -> None:

@@ -112,10 +112,10 @@ def norm(kernel: KernelLines, operation: Operation, name: str, index: Indices, m
     x = kernel.value(source, index, mask)
     axes = x.axes | scale.axes
     text = f"({x.name} - {mean.name}) * {scale.name}" if mean is not None else f"{x.name} * {scale.name}"
-    term = kernel.let(text, axes)
+    term, near = kernel.let(text, axes), mask.along(kernel.axes(index[-1]))
     for parameter, sign in ((weight, "*"), (bias, "+")):
         if parameter is not None:
-            other = kernel.value(parameter, (index[-1],))
+            other = kernel.value(parameter, (index[-1],), near)
             term = kernel.let(f"{term.name} {sign} {other.name}", term.axes | other.axes)
     return term
 

@@ -50,6 +50,10 @@ class Mask:
             return None
         return Mask(tuple(condition for condition in self.conditions if "c" not in condition.axes))
 
+    def along(self, axes: frozenset[str]) -> "Mask":
+        """What it says of a value that varies along ``axes`` alone, whose memory may end where it is not asked for."""
+        return Mask(tuple(each for each in self.conditions if not each.axes or each.axes & axes))
+
 
 EVERYWHERE = Mask()
 
