@@ -114,6 +114,13 @@ def test_a_lora_on_and_off_of_quantised_weights():
     assert (found["first"], found["recorded"], found["captured"]) == (1, 0, 0) and found["states"] == ["graph"]
 
 
+@pytest.mark.parametrize("name, amount, near", [("zimage", 0.01, CLOSE), ("zimage-int8", 0.05, 0.1)])
+def test_a_plain_patcher_was_unloaded(name, amount, near):
+    found = case("untold", name=name, amount=amount)
+    assert max(found["errors"]) < near
+    assert found["states"] == ["graph"] and found["fallbacks"] == {}
+
+
 def test_a_lora_on_and_off_without_graphs():
     """Convolutions are filled again at each load, and laid out for each run. Programs read them as they lie."""
     found = case("lora", name="sd15", amount=0.1, graph_budget_mb=0)

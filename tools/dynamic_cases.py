@@ -140,16 +140,8 @@ def skip(share: float, name: str = "", steps: int = 12, layers: int = 12) -> dic
 
 def lora(name: str = "zimage", amount: float = 0.01, **settings: Any) -> dict[str, Any]:
     """A patch of weights on and off. settings: of Compile Model."""
-    import torch
-
     watch, source = Watch(), made(name, **({"n_layers": 12} if name.startswith("zimage") else {}))
-    ends = ("attention.qkv.weight", "blocks.0.attn1.to_q.weight")
-    every = [key for key in source.model.state_dict() if key.endswith(ends)]
-    shape = source.model.state_dict()[every[0]].shape
-    keys = [key for key in every if source.model.state_dict()[key].shape == shape]
-    patched = source.clone()
-    draw = torch.Generator().manual_seed(5)
-    patched.add_patches({key: ("diff", (torch.randn(shape, generator=draw) * amount,)) for key in keys}, 1.0)
+    patched = _patched(source, amount)
     wanted = [sampled(each)["out"] for each in (source, patched)]
     fast = [compiled(each, **settings) for each in (source, patched)]
     errors, counted = [], (0, 0)
@@ -162,6 +154,44 @@ def lora(name: str = "zimage", amount: float = 0.01, **settings: Any) -> dict[st
         "apart": far(*wanted), "errors": errors, "first": counted[0], "recorded": watch.recorded - counted[0],
         "captured": watch.captured - counted[1], **told(),
     }  # fmt: skip
+
+
+def _patched(source: Any, amount: float) -> Any:
+    """A clone with a patch of a layer of each block."""
+    import torch
+
+    ends = ("attention.qkv.weight", "blocks.0.attn1.to_q.weight")
+    every = [key for key in source.model.state_dict() if key.endswith(ends)]
+    shape = source.model.state_dict()[every[0]].shape
+    keys = [key for key in every if source.model.state_dict()[key].shape == shape]
+    patched = source.clone()
+    draw = torch.Generator().manual_seed(5)
+    patched.add_patches({key: ("diff", (torch.randn(shape, generator=draw) * amount,)) for key in keys}, 1.0)
+    return patched
+
+
+def untold(name: str = "zimage", amount: float = 0.01) -> dict[str, Any]:
+    """A plain patcher is loaded last and unloaded, so our node hears nothing; in the meantime memory is given away.
+
+    A graph of a small size is captured while little memory is free, with a patch of weights; then a graph of another
+    size; and at last the first size comes again, without the patch.
+    """
+    import comfy.model_management as mm
+
+    watch, source = Watch(), made(name, n_layers=6)
+    small, other = {"width": 544, "height": 408}, {"width": 264, "height": 200}
+    wanted = sampled(source, **small)["out"]
+    patched, fast = compiled(_patched(source, amount)), compiled(source)
+    free = source.model_size() + 3 * GIB
+    with ballast(free):
+        sampled(patched, **small)
+    sampled(source, **other)
+    with ballast(free):  # everything is unloaded before
+        sampled(source, **other)
+        mm.unload_all_models()
+        sampled(fast, **other)
+    runs = [sampled(fast, **small) for _ in range(2)]
+    return {"errors": [far(run["out"], wanted) for run in runs], **counts(watch), **told()}
 
 
 def vae() -> dict[str, Any]:
@@ -221,7 +251,8 @@ def split(name: str = "zimage", behind: bool = False, skipping: bool = False, **
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "fit": fit, "evict": evict, "switch": switch, "lora": lora, "vae": vae, "skip": skip, "split": split,
+    "fit": fit, "evict": evict, "switch": switch, "lora": lora, "untold": untold, "vae": vae,
+    "skip": skip, "split": split,
 }  # fmt: skip
 
 
