@@ -76,11 +76,14 @@ def test_a_model_that_fits_without_its_graphs():
     assert found["recorded"] <= 2
 
 
-@pytest.mark.parametrize("name, changes", [("zimage", {"n_layers": 12}), ("sdxl", {})])
-def test_weights_that_went_and_came_back(name, changes):
+@pytest.mark.parametrize(
+    "name, changes, near",
+    [("zimage", {"n_layers": 12}, CLOSE), ("zimage-int8", {"n_layers": 12}, 0.1), ("sdxl", {}, CLOSE)],
+)
+def test_weights_that_went_and_came_back(name, changes, near):
     """A UNet's convolutions lie channels last while it is sampled."""
     found = case("evict", name=name, **changes)
-    assert found["freed"] > 4 * GIB and found["error"] < CLOSE
+    assert found["freed"] > 2 * GIB and found["error"] < near
     assert found["same"] == [True, True] and (found["recorded"], found["captured"]) == (0, 0)
     assert found["states"] == ["graph"] and found["fallbacks"] == {}
 
