@@ -179,7 +179,7 @@ def untold(name: str = "zimage", amount: float = 0.01) -> dict[str, Any]:
     import comfy.model_management as mm
 
     watch, source = Watch(), made(name, n_layers=6)
-    small, other = {"width": 544, "height": 408}, {"width": 264, "height": 200}
+    small, other = ({"width": width, "height": height, "cfg": 2.0} for width, height in ((544, 408), (264, 200)))
     wanted = sampled(source, **small)["out"]
     patched, fast = compiled(_patched(source, amount)), compiled(source)
     free = source.model_size() + 3 * GIB
