@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tools import pages
-from tools.driving import SMALL_RUN, SMALL_UNET, compiled, options_of
+from tools.driving import SMALL_RUN, SMALL_UNET, calls_of, compiled, options_of
 from tools.oracles import assert_fast, error, fallbacks, shapes
 
 pytest_plugins = ("tools.page_fixtures",)
@@ -197,14 +197,28 @@ def forward(patcher, name, compiled_by=None):
         return patcher.model.diffusion_model(*map(half, arguments), **named)
 
 
+def astray(program, load):
+    """What a program reads that a graph might not find later: not in pages, no small weight, and not its own."""
+    from anyshape.accel.comfy import small_weights
+
+    begin, size = load.pages.memory.data_ptr(), load.pages.memory.nbytes
+    kept = [place for places in small_weights._PLACES.values() for place in places.values()]
+    known = {tensor.data_ptr() for tensor in (*kept, *program.constants())}
+    read = [tensor.data_ptr() for tensor in program._bound if tensor is not None]
+    return [address for address in read if address not in known and not begin <= address < begin + size]
+
+
 @pytest.mark.parametrize("form", ["int8_tensorwise", "float8_e4m3fn", "nvfp4"])
-def test_quantised_weights(pack, card, form, recordings, bound):
-    """A mapped weight is taken apart like another: to the bit, and it may go and come back."""
+def test_quantised_weights(pack, card, form, recordings, bound, monkeypatch):
+    """A mapped weight is taken apart like another: to the bit, and it may go and come back. So may its scales."""
     quant_ops = pytest.importorskip("comfy.quant_ops")
     if form not in getattr(quant_ops, "QUANT_ALGOS", {}):
         pytest.skip("this ComfyUI has no such weights")
+    from anyshape.accel.tape.program import Program
+
     from tools.architectures import patchers, quantised
 
+    programs = calls_of(monkeypatch, Program, "bind", lambda program, module: program)
     patcher = patchers.make("Flux", torch.bfloat16)
     patcher.model.diffusion_model = quantised.make("Flux", form)
     load = pages.Loads(patcher.model.diffusion_model, card)
@@ -213,6 +227,7 @@ def test_quantised_weights(pack, card, form, recordings, bound):
     assert any(isinstance(part._v_weight, quant_ops.QuantizedTensor) for part in load.layers)
     for _ in range(3):
         assert torch.equal(forward(patcher, "Flux", fast), eager)
+        assert astray(programs[-1], load) == []
         load.pages.give_away()
         load()
     assert len(recordings) == 1 and len(bound) == 1 and not load.pages.pinned
