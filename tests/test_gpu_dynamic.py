@@ -77,13 +77,13 @@ def test_a_model_that_fits_without_its_graphs():
 
 
 @pytest.mark.parametrize(
-    "name, changes, near",
-    [("zimage", {"n_layers": 12}, CLOSE), ("zimage-int8", {"n_layers": 12}, 0.1), ("sdxl", {}, CLOSE)],
+    "name, changes, size, near",
+    [("zimage", {"n_layers": 12}, 4, CLOSE), ("zimage-int8", {"n_layers": 12}, 2, 0.1), ("sdxl", {}, 4, CLOSE)],
 )
-def test_weights_that_went_and_came_back(name, changes, near):
+def test_weights_that_went_and_came_back(name, changes, size, near):
     """A UNet's convolutions lie channels last while it is sampled."""
     found = case("evict", name=name, **changes)
-    assert found["freed"] > 2 * GIB and found["error"] < near
+    assert found["freed"] > size * GIB and found["error"] < near
     assert found["same"] == [True, True] and (found["recorded"], found["captured"]) == (0, 0)
     assert found["states"] == ["graph"] and found["fallbacks"] == {}
 
@@ -151,14 +151,16 @@ SD35 = {"name": "sd35l", "depth": 24, "context_embedder_config": {
 
 
 @pytest.mark.parametrize(
-    "given", [{"n_layers": 12}, {"name": "sdxl", "behind": True}, SD35], ids=["behind the node", "U", "no wrappers"]
+    "given, near",
+    # Z-Image: a row alone is rounded in other ways, which CFG 4 multiplies. Eager's own two ways are 0.029 apart.
+    [({"n_layers": 12}, 2 * CLOSE), ({"name": "sdxl", "behind": True}, CLOSE), (SD35, CLOSE)],
+    ids=["behind the node", "U", "no wrappers"],
 )
-def test_a_prompt_on_two_gpus(given):
-    """ComfyUI's MultiGPU CFG Split: the second GPU has a model of its own, which another thread calls."""
+def test_a_prompt_on_two_gpus(given, near):
+    """ComfyUI's MultiGPU CFG Split: the second GPU has another model, which another thread calls."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     found = case("split", **given)
-    near = 2 * CLOSE  # a row alone is rounded in other ways, which CFG 4 multiplies: eager's own is 0.029 off
     assert found["whole"] < near and max(found["errors"]) < near
     assert found["engines"] == 2 and found["states"] == ["graph"] and found["fallbacks"] == {}
     assert min(found["s"][1:]) <= min(found["eager_s"])
