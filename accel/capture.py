@@ -41,8 +41,8 @@ class Recording:
     output: Output  # what the graph's will look like
     label: str = ""  # the model's name in the stats
     wanted: bool = False  # its result is asked for
-    # What it calls, if that is known: a library makes what it needs at its first call, which must not be in a capture.
-    # Where another forward has called all of it on the captures' stream, this one is captured before it ever runs.
+    # What it calls, if all of it is known: a library makes what it needs at its first call, which must not be in a
+    # capture. Where another forward has called all of it on the captures' stream, this one is captured before it runs.
     calls: frozenset[Hashable] = frozenset()
     # Its first run keeps the GPU busy for longer than the host needs for the capture, which then costs no time.
     is_long: bool = False
@@ -60,6 +60,7 @@ class CapturedGraph:
     own_bytes: int  # all that goes when it is dropped
     pool_growth: int  # and what the pool grew by when it was captured, which stays for others
     label: str = ""
+    calls_others: bool = False  # libraries of which nothing is known
 
     @property
     def bytes(self) -> int:

@@ -5,6 +5,10 @@ and about 10 MB, because all graphs share one pool: nothing in the pool is live 
 reuse the memory of every other. That is also the contract of a replay: its output is copied out at once, and one replay
 runs at a time.
 
+*Some libraries keep memory for each stream*, and free it for more when they need more (comfy-kitchen's int8 products).
+Graphs that were captured before would use what is no longer there. So where a program calls others than torch's
+libraries and ours, its first run drops the graphs of all that do; each is captured again when its size comes.
+
 What counts against the budget: of each graph its static inputs and output, its constants, and what the driver keeps for
 it; besides, the pool. A graph that is dropped frees its own bytes. The pool frees its own with its last graph.
 """
@@ -53,6 +57,7 @@ class Pins:
 
     names: set[Name] = field(default_factory=set)
     full: bool = False  # a graph was refused because it would have needed their room
+    lost: bool = False  # graphs were dropped for another one's first run; there is room to capture them again
     refused: dict[Name, str] = field(default_factory=dict)  # for as long as they stay, and why
 
 
@@ -257,6 +262,8 @@ class GraphCache:
         dtype = next((value.dtype for value in static.values() if value.dtype in MULTIPLIED), torch.float32)
         at_once = bool(calls) and calls <= self._here.called and self._capturer.may_fail and not recording.is_long
         if not at_once and (recording.wanted or program not in self._warmed):
+            if not calls and program not in self._warmed:
+                self._drop_all_that_call_others()  # whose memory may now be freed
             self._capturer.warm(run, dtype)
             self._warmed.add(program)
             self._here.called |= calls
@@ -265,8 +272,14 @@ class GraphCache:
         own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
         growth = max(0, self._capturer.pool_bytes - before)
         return CapturedGraph(
-            graph, static, output, recording.weights, recording.constants, own, growth, recording.label
+            graph, static, output, recording.weights, recording.constants, own, growth, recording.label, not calls
         )
+
+    def _drop_all_that_call_others(self) -> None:
+        for name in [name for name, entry in self._entries.items() if entry.calls_others]:
+            self._drop(name)
+            if self._pins:
+                self._pins.lost = True
 
     def _evict_down_to(self, budget: int, keep: Collection[Name] = ()) -> None:
         """Drops the least recently used graphs, none of ``keep``, until ``budget`` bytes are left."""

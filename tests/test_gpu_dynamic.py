@@ -124,6 +124,12 @@ def test_a_plain_patcher_was_unloaded(name, amount, near):
     assert found["states"] == ["graph"] and found["fallbacks"] == {}
 
 
+def test_sizes_by_turns_of_quantised_weights():
+    """The int8 products of comfy-kitchen free the memory that they keep for a stream when they need more."""
+    found = case("sizes")
+    assert max(found["errors"]) < 0.1 and found["states"] == ["graph"] and found["fallbacks"] == {}
+
+
 def test_a_lora_on_and_off_without_graphs():
     """Convolutions are filled again at each load, and laid out for each run. Programs read them as they lie."""
     found = case("lora", name="sd15", amount=0.1, graph_budget_mb=0)

@@ -35,7 +35,7 @@ def test_the_run_before_a_capture_gives_the_first_result(cache, capturer) -> Non
     """It runs whether or not the program has run before, and its result outlives the graph's next replay."""
     capture(cache, a=10)
     given = recording(20, output=4, scale=7)
-    cache.capture(name("b"), dataclasses.replace(given, wanted=True), BUDGET)
+    cache.capture(name("b"), dataclasses.replace(given, wanted=True, is_long=True), BUDGET)
     assert capturer.warmed == 2  # "a" and "b" are of one program, which had run
     first = cache.result(name("b"))
     assert torch.equal(first, torch.full((4,), 7, dtype=torch.uint8))
@@ -80,6 +80,23 @@ def test_what_another_thread_called_runs_before_it_is_captured(cache, capturer) 
         in_threads(lambda key: cache.capture(name(key, program=key), given, BUDGET), [number])
     cache.capture(name("b", program=3), given, BUDGET)
     assert capturer.warmed == 3 and capturer.replayed == 0
+
+
+def test_a_first_run_may_cost_others_the_memory_that_a_library_keeps(cache, capturer) -> None:
+    """A library of which nothing is known may free what it has for the captures' stream. Later runs need no more."""
+
+    def made(key: str, program: int, *calls: str) -> None:
+        cache.capture(name(key, program=program), dataclasses.replace(recording(1), calls=frozenset(calls)), BUDGET)
+
+    made("known", 1, "linear")
+    made("a", 2)
+    made("b", 3)
+    assert held(cache) == {"known", "b"} and capturer.live == 2
+    with cache.pinning() as pins:
+        made("a", 2)
+        assert held(cache) == {"known", "a", "b"} and not pins.lost
+        made("c", 4)
+        assert held(cache) == {"known", "c"} and pins.lost
 
 
 def test_a_graph_whose_program_was_wrong_is_dropped_alone(cache, capturer) -> None:
@@ -201,13 +218,13 @@ def test_held_names_the_model(cache) -> None:
 
 
 def test_a_program_runs_once_on_the_captures_stream_before_it_is_captured(cache, capturer) -> None:
-    capture(cache, a=1, b=1)
-    assert capturer.warmed == 1
-    cache.capture(name("a", program=2), recording(1), BUDGET)
-    cache.capture(name("a", owner=1), recording(1), BUDGET)
-    assert capturer.warmed == 3
+    given, warmed = dataclasses.replace(recording(1), is_long=True), []
+    for which in (name("a"), name("b"), name("a", program=2), name("a", owner=1)):
+        cache.capture(which, given, BUDGET)
+        warmed.append(capturer.warmed)
+    assert warmed == [1, 1, 2, 3]
     cache.drop_owner(0)
-    capture(cache, a=1)
+    cache.capture(name("a"), given, BUDGET)
     assert capturer.warmed == 4
 
 

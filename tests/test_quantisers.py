@@ -157,8 +157,9 @@ def test_a_lone_rounding_stays_the_librarys(monkeypatch: pytest.MonkeyPatch):
             return torch.ops.comfy_kitchen.quantize_int8_rowwise(self.layer(x))
 
     with torch.inference_mode():
-        report = programmed(Alone(), given).report
-        assert (report.calls, report.kernels) == (2, 0)
+        program = programmed(Alone(), given)
+        assert (program.report.calls, program.report.kernels) == (2, 0)
+        assert not program.calls  # it may keep memory for a stream, so a first run of it drops graphs
         monkeypatch.undo()
         report = programmed(Block("int8", torch.float32, keeps=False), given).report
         assert report.calls == 5

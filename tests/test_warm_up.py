@@ -1,6 +1,7 @@
 """Warm Up on the CPU, in front of real sampling on small models: sizes known, faults, Cancel, the budget."""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -278,6 +279,27 @@ def test_a_graph_that_is_gone_is_said(pack, monkeypatch) -> None:
     rows = [Row(Shape(64, 64), "model", "graph", keys=frozenset({("UNet", key)})) for key in ("gone", "there")]
     assert [row.state for row in warming._settled(rows, torch.device("cpu"))] == ["evicted", "graph"]
     assert "memory ran short" in rows[0].why and not rows[1].why
+
+
+def test_sizes_that_lost_their_graph_to_a_later_one_are_run_again(pack, monkeypatch) -> None:
+    from anyshape.accel.comfy import warming
+    from anyshape.accel.size_list import Row, Shape
+
+    there, ran = {("UNet", "b"): 1}, []
+    monkeypatch.setattr(warming.graphs, "held", lambda _: there)
+
+    def run(job: Any) -> Row:
+        ran.append(job)
+        there[job.part, "a"] = 1
+        return Row(job.shape, job.part, "graph", 2.0, keys=frozenset({(job.part, "a")}))
+
+    monkeypatch.setattr(warming, "_run", run)
+    jobs = [warming._Job(Shape(64, 64), "UNet", 1, 0.0, torch.device("cpu"), tuple, eager=tuple) for _ in "abc"]
+    kept = [frozenset({("UNet", key)}) for key in "ab"]
+    rows = [Row(Shape(64, 64), "UNet", "graph", 1.0, keys=keys) for keys in (*kept, frozenset())]
+    again = warming._captured_again(jobs, rows, torch.device("cpu"))
+    assert [job.eager for job in ran] == [None]
+    assert (again[0].seconds, again[0].keys) == (3.0, kept[0]) and again[1:] == rows[1:]
 
 
 def test_pins_end_with_the_warm_up(pack, patcher) -> None:

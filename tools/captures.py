@@ -70,10 +70,10 @@ def recording(
     size: int = 0, output: int = 0, weights: int = 0, constants: tuple[Tensor | None, ...] = (), scale: int = 2,
     label: str = "UNet",
 ) -> Recording:  # fmt: skip
-    """Of a forward that takes and gives so many bytes."""
+    """Of a forward that takes and gives so many bytes, and calls one of torch's operations."""
     x = torch.ones(size, dtype=torch.uint8)
     out = torch.full((output,), scale, dtype=torch.uint8)
-    return Recording(lambda inputs: out.clone(), {"x": x}, weights, constants, out, label)
+    return Recording(lambda inputs: out.clone(), {"x": x}, weights, constants, out, label, calls=frozenset({"clone"}))
 
 
 def name(key: Hashable, owner: int = 0, program: int = 1) -> Name:

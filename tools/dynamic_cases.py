@@ -194,6 +194,31 @@ def untold(name: str = "zimage", amount: float = 0.01) -> dict[str, Any]:
     return {"errors": [far(run["out"], wanted) for run in runs], **counts(watch), **told()}
 
 
+def sizes(name: str = "zimage-int8") -> dict[str, Any]:
+    """One size after another, then each again: a library's memory that grew must not be missed by earlier graphs.
+
+    What is free between them is written over, as another model's weights would.
+    """
+    import torch
+
+    source = made(name, n_layers=6)
+    runs = [
+        {"width": width, "height": height, "cfg": cfg}
+        for width, height, cfg in ((264, 200, 1.0), (544, 408, 2.0), (520, 776, 2.0), (1024, 1024, 1.0))
+    ]
+    wanted = [sampled(source, **run)["out"] for run in runs]
+    fast = compiled(source)
+    errors, took = [], []
+    for _ in range(3):
+        for run, want in zip(runs, wanted, strict=True):
+            done = sampled(fast, **run)
+            errors.append(far(done["out"], want))
+            took.append(done["seconds"])
+            torch.empty(GIB, dtype=torch.uint8, device="cuda").fill_(7)
+        torch.cuda.empty_cache()
+    return {"errors": errors, "s": took, **told()}
+
+
 def vae() -> dict[str, Any]:
     """SDXL's, whose weights go and come back between two pictures."""
     import torch
@@ -252,7 +277,7 @@ def split(name: str = "zimage", behind: bool = False, skipping: bool = False, **
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "fit": fit, "evict": evict, "switch": switch, "lora": lora, "untold": untold, "vae": vae,
-    "skip": skip, "split": split,
+    "skip": skip, "split": split, "sizes": sizes,
 }  # fmt: skip
 
 

@@ -119,6 +119,8 @@ def _warmed(
         stack.enter_context(torch.random.fork_rng(devices=cards))
         stack.enter_context(torch.inference_mode())
         rows = _in_order(jobs, lambda: GAVE_WAY if gives_way() else _spent(limit, pins))
+        if pins.lost and not gives_way():
+            rows = _captured_again(jobs, rows, model.load_device)
         return shapes, _settled(rows, model.load_device), warnings
 
 
@@ -149,6 +151,18 @@ def _in_order(jobs: Sequence[_Job], reason: Callable[[], str]) -> list[Row]:
         rows.append(Row(job.shape, job.part, NOT_RUN, why=why) if why else _run(job))
         progress.update(1)
     return rows
+
+
+def _captured_again(jobs: Sequence[_Job], rows: Sequence[Row], device: torch.device) -> list[Row]:
+    """The rows once every size has a graph: a later size may have cost an earlier one its graph (``graphs``)."""
+    found = []
+    for job, row in zip(jobs, rows, strict=True):
+        if row.keys - graphs.held(device).keys():
+            mm.throw_exception_if_processing_interrupted()
+            again = _run(replace(job, eager=None))
+            row = replace(row if again.state == FAILED else again, seconds=row.seconds + again.seconds)
+        found.append(row)
+    return found
 
 
 def _run(job: _Job) -> Row:
