@@ -24,6 +24,7 @@ from .errors import let_go
 from .outputs import Output, each
 
 Forward = Callable[[dict[str, Tensor]], Output]
+Pool = tuple[int, int]  # torch's handle of it
 # torch's end of a capture tells the allocator nothing when the driver has refused the capture: no later one could use
 # the pool then, nor would memory that is short make torch give its cache back. The names are newest first.
 END_IN_POOL = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
@@ -82,11 +83,11 @@ class Capturer:
         self.device = device
         self.broken = ""  # why no capture can begin any more
         self.pool_bytes = 0  # that the pool holds, whichever graph made it grow
-        self._graphs = 0
-        self._pools: list[tuple[int, int]] = []  # the last one is for new graphs
+        self._graphs: dict[torch.cuda.CUDAGraph, Pool | None] = {}  # and the pool of each
+        self._pool: Pool | None = None  # that new graphs share
         self._stream: torch.cuda.Stream | None = None  # one for all captures: the pools' blocks belong to a stream
         self._primed = threading.local()  # whether this thread's products have their workspaces on it
-        self._reserved: tuple[int, int] | None = None  # the pool that a run has begun, until its capture
+        self._reserved: Pool | None = None  # the pool that a run has begun, until its capture
         self._ballast: list[Tensor] = []
         self._replayed: torch.cuda.Event | None = None
 
@@ -122,9 +123,7 @@ class Capturer:
 
     def _run_in_pool(self, run: Callable[[], object]) -> None:
         """The pool stays reserved for the capture that follows."""
-        if not self._graphs:
-            self._pools[:] = [torch.cuda.graph_pool_handle()]
-        pool, done = self._pools[-1], False
+        pool, done = self._for_new_graphs(), False
         try:
             with _allocating_in(pool):
                 run()
@@ -136,6 +135,12 @@ class Capturer:
             self._reserved = pool
             if not done:
                 self._release()
+
+    def _for_new_graphs(self) -> Pool:
+        """The pool that they share. torch takes up none whose last user has gone, and is broken if it is asked to."""
+        if self._pool is None or self._pool not in (self._reserved, *self._graphs.values()):
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
 
     def _release(self) -> None:
         """The pool is no longer reserved; without graphs it is gone."""
@@ -153,8 +158,6 @@ class Capturer:
         memory may never come to exist, and freeing it later would end the process.
         """
         with torch.cuda.device(self.device):
-            if not (self._graphs or self._reserved):  # a pool ends with its last graph, a failed capture's included
-                self._pools[:] = [torch.cuda.graph_pool_handle()]
             self._ballast.clear()
             before = self._outside()
             try:
@@ -168,7 +171,7 @@ class Capturer:
                 self._release()
                 self._settle()
                 raise
-            self._graphs += 1
+            self._graphs[graph] = self._pool
             self._release()
             own = max(0, self._outside() - before)
             if addresses_are_promised():  # the graphs' memory is the driver's: what one gives back, another may take
@@ -190,15 +193,19 @@ class Capturer:
             self._replayed.record(stream)
 
     def free(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Frees a graph's memory, and with the last graph the pool's."""
-        self._graphs -= 1
-        if not self._graphs:
+        """Frees a graph's memory, and with the last graph of a pool the pool's."""
+        pool = self._graphs.pop(graph)
+        is_last = pool not in self._graphs.values()
+        if is_last:
             self._ballast.clear()
+        if not self._graphs:
             self.pool_bytes = 0
         with torch.cuda.device(self.device):
             torch.cuda.synchronize()  # a replay of it may still be running
             graph.reset()
             torch.cuda.empty_cache()
+            if is_last and self._graphs:
+                self._settle()
 
     def _captured(self, run: Callable[[], object], dtype: torch.dtype) -> torch.cuda.CUDAGraph:
         """As ``torch.cuda.graph``, which also waits for the GPU, collects garbage and empties the allocator's cache."""
@@ -206,7 +213,7 @@ class Capturer:
         with torch.cuda.stream(self._own_stream()), collector_off():
             self._make_workspaces(dtype)
             # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
-            graph.capture_begin(pool=self._pools[-1], capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._for_new_graphs(), capture_error_mode="thread_local")
             try:
                 run()
             except BaseException as error:
@@ -225,12 +232,11 @@ class Capturer:
         end = _end_in_pool()
         if addresses_are_promised() or end is None:
             return
-        index, pool = torch.cuda.current_device(), self._pools[-1]
+        index, pool = torch.cuda.current_device(), self._pool
         with contextlib.suppress(RuntimeError):  # where the allocator's part had ended
             end(index, pool)
             torch._C._cuda_releasePool(index, pool)
-        # torch takes the old one for in use by a capture, whatever it is told; the graphs in it go on
-        self._pools.append(torch.cuda.graph_pool_handle())
+        self._pool = None  # torch takes it for in use by a capture, whatever it is told; the graphs in it go on
 
     def _own_stream(self) -> torch.cuda.Stream:
         """The captures' stream."""
@@ -264,7 +270,7 @@ class Capturer:
         if addresses_are_promised():  # its graph memory is no part of what torch has reserved
             return
         self.pool_bytes, reserved = 0, torch.cuda.memory_reserved(self.device)
-        for pool in self._pools if self._graphs else ():
+        for pool in set(self._graphs.values()):
             segments = self._segments(pool)
             self.pool_bytes += sum(segment["total_size"] for segment in segments)
             if sizes := [size for segment in segments for size in _idle(segment)]:
@@ -273,7 +279,7 @@ class Capturer:
         if torch.cuda.memory_reserved(self.device) > reserved:  # not in idle blocks: it would take memory, not mark it
             self._ballast.clear()
 
-    def _fill(self, pool: tuple[int, int], sizes: list[int]) -> None:
+    def _fill(self, pool: Pool, sizes: list[int]) -> None:
         """Each size is one of the pool's idle blocks, so the best fit is it. As ``torch.cuda.use_mem_pool``."""
         if _end_in_pool() is None:
             return
@@ -282,10 +288,10 @@ class Capturer:
                 with _allocating_in(pool):
                     for size in sizes:
                         self._ballast.append(torch.empty(size, dtype=torch.uint8, device=self.device))
-            finally:
+            finally:  # torch counts its user before it may refuse it
                 torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
-    def _segments(self, pool: tuple[int, int]) -> list[dict]:
+    def _segments(self, pool: Pool) -> list[dict]:
         """torch's account of a pool."""
         takes_pool = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
         segments = torch.cuda.memory_snapshot(pool) if takes_pool else torch.cuda.memory_snapshot()
@@ -299,7 +305,7 @@ def _end_in_pool() -> Callable[[int, tuple[int, int]], None] | None:
 
 
 @contextlib.contextmanager
-def _allocating_in(pool: tuple[int, int]) -> Iterator[None]:
+def _allocating_in(pool: Pool) -> Iterator[None]:
     """Within, what this thread allocates lies in ``pool``, which gets one user more. As ``torch.cuda.use_mem_pool``."""
     index = torch.cuda.current_device()
     begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)

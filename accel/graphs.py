@@ -14,7 +14,7 @@ it; besides, the pool. A graph that is dropped frees its own bytes. The pool fre
 """
 
 import threading
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -155,10 +155,9 @@ class GraphCache:
         """The graphs that are there, by their model's name and their key as the stats show them: bytes at capture."""
         with self._lock:
             self._drop_abandoned()
-            found: dict[tuple[str, str], int] = {}
+            found: Counter[tuple[str, str]] = Counter()
             for name, entry in self._entries.items():
-                shown = entry.label, str(name.key)
-                found[shown] = found.get(shown, 0) + entry.bytes
+                found[entry.label, str(name.key)] += entry.bytes
             return found
 
     def drop_owner(self, owner: int) -> None:
@@ -245,6 +244,7 @@ class GraphCache:
         if self._capturer.broken:
             return CaptureFailed(_broken(self._capturer.broken))
         first, *_ = str(error).splitlines() or [type(error).__name__]  # the driver's errors go on for six lines
+        first = ". ".join(first.split(". ")[:2])  # and torch's with its account of memory
         if memory_was_short(error) or self._capturer.free_bytes() < LITTLE:
             return NoRoom(say("capture_no_memory", error=first))
         return CaptureFailed(say("capture_failed", error=first))

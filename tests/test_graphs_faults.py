@@ -101,6 +101,13 @@ def test_memory_that_pins_hold_is_no_reason_for_good(cache, capturer) -> None:
     assert capture(cache, b=10) == {}
 
 
+def test_a_shortage_is_said_without_torchs_account_of_memory(cache, capturer) -> None:
+    text = "CUDA out of memory. Tried to allocate 76.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which"
+    capturer.errors = [torch.OutOfMemoryError(text)] * 2
+    said = capture(cache, a=10)["a"]
+    assert "(CUDA out of memory. Tried to allocate 76.00 MiB)" in said and "Memory is short" in said
+
+
 def test_no_capture_begins_where_one_broke_the_allocator(cache, capturer) -> None:
     capture(cache, a=10)
     capturer.broken = "no memory"
