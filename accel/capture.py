@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .allocator import addresses_are_promised
-from .errors import let_go
+from .errors import is_out_of_memory, let_go
 from .outputs import Output, each
 
 Forward = Callable[[dict[str, Tensor]], Output]
@@ -209,24 +209,26 @@ class Capturer:
 
     def _captured(self, run: Callable[[], object], dtype: torch.dtype) -> torch.cuda.CUDAGraph:
         """As ``torch.cuda.graph``, which also waits for the GPU, collects garbage and empties the allocator's cache."""
-        graph = torch.cuda.CUDAGraph()
+        graph, has_run = torch.cuda.CUDAGraph(), False
         with torch.cuda.stream(self._own_stream()), collector_off():
             self._make_workspaces(dtype)
-            # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
-            graph.capture_begin(pool=self._for_new_graphs(), capture_error_mode="thread_local")
             try:
+                # thread_local: another thread may allocate or copy meanwhile (previews, another model's loading)
+                graph.capture_begin(pool=self._for_new_graphs(), capture_error_mode="thread_local")
                 run()
+                has_run = True
+                graph.capture_end()
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)
-                if addresses_are_promised():  # torch's allocator keeps traces of a capture that broke off
+                is_ended = has_run and is_out_of_memory(error)  # and only the graph could not be made of it
+                if addresses_are_promised() and not is_ended:  # torch's allocator keeps traces of one that broke off
                     self.broken = str(error) or type(error).__name__
                 self._break_off(graph)
                 raise
-            graph.capture_end()
         return graph
 
     def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Ends a capture that failed. What its end has to say is that it failed, and not why."""
+        """Ends a capture that failed, maybe in its end. What that has to say is that it failed, and not why."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         end = _end_in_pool()

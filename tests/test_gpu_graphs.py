@@ -284,6 +284,32 @@ def test_a_capture_that_fails_for_good_costs_no_other_graph(cache):
     assert cache._capturer.pool_bytes == 0 and not cache._capturer._ballast
 
 
+def test_a_capture_whose_end_says_that_it_failed(cache):
+    """Something within it did not raise. torch must not go on to take a capture for under way."""
+    if addresses_are_promised():
+        pytest.skip("no capture can begin after one that broke off")
+    x, tried = torch.ones(FLOATS, device="cuda"), []
+    first = capture(cache, x)
+
+    def run():
+        with contextlib.suppress(RuntimeError):
+            tried.append(x[0].item())
+
+    with pytest.raises(RuntimeError):
+        cache._capturer.capture(run, torch.float32)
+    assert not tried
+    total = torch.cuda.get_device_properties(0).total_memory
+    del [torch.empty(64 * MIB, dtype=torch.uint8, device="cuda") for _ in range(8)][:]
+    try:  # torch gives its cache back where memory is short, which it does not while a capture is under way
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 64 * MIB) / total)
+        assert torch.empty(512 * MIB, dtype=torch.uint8, device="cuda").is_cuda
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    later = capture(cache, x * 2, program=1)
+    for name in (first, later):
+        assert torch.equal(cache.replay(name, 0, {"x": x}), forward({"x": x}))
+
+
 # Devices ----------------------------------------------------------------------------------------------------------
 
 
