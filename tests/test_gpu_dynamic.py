@@ -130,6 +130,12 @@ def test_sizes_by_turns_of_quantised_weights():
     assert max(found["errors"]) < 0.1 and found["states"] == ["graph"] and found["fallbacks"] == {}
 
 
+def test_warm_up_of_quantised_weights():
+    """Later sizes cost earlier ones their graphs, which are captured once more."""
+    found = case("warm")
+    assert (found["ready"], found["held"]) == (3, 3) and found["fallbacks"] == {}, found["report"]
+
+
 def test_a_lora_on_and_off_without_graphs():
     """Convolutions are filled again at each load, and laid out for each run. Programs read them as they lie."""
     found = case("lora", name="sd15", amount=0.1, graph_budget_mb=0)

@@ -219,6 +219,18 @@ def sizes(name: str = "zimage-int8") -> dict[str, Any]:
     return {"errors": errors, "s": took, **told()}
 
 
+def warm(name: str = "zimage-int8") -> dict[str, Any]:
+    """Warm Up of three sizes. held: graphs that are there afterwards."""
+    from anyshape.accel import graphs
+    from anyshape.accel.comfy.warming import warm_up
+
+    fast = compiled(made(name, n_layers=6))
+    outcome = warm_up(fast, "264x200\n544x408\n520x776")
+    return {
+        "report": outcome.report, "ready": outcome.ready, "held": len(graphs.held(fast.load_device)), **told(),
+    }  # fmt: skip
+
+
 def vae() -> dict[str, Any]:
     """SDXL's, whose weights go and come back between two pictures."""
     import torch
@@ -277,7 +289,7 @@ def split(name: str = "zimage", behind: bool = False, skipping: bool = False, **
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "fit": fit, "evict": evict, "switch": switch, "lora": lora, "untold": untold, "vae": vae,
-    "skip": skip, "split": split, "sizes": sizes,
+    "skip": skip, "split": split, "sizes": sizes, "warm": warm,
 }  # fmt: skip
 
 
