@@ -11,7 +11,6 @@ Nothing in the pool is live between two replays, so every graph may reuse the me
 import contextlib
 import gc
 import inspect
-import threading
 import traceback
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -86,7 +85,7 @@ class Capturer:
         self._graphs: dict[torch.cuda.CUDAGraph, Pool | None] = {}  # and the pool of each
         self._pool: Pool | None = None  # that new graphs share
         self._stream: torch.cuda.Stream | None = None  # one for all captures: the pools' blocks belong to a stream
-        self._primed = threading.local()  # whether this thread's products have their workspaces on it
+        self._workspaces: Pool | None = None  # of products on that stream
         self._reserved: Pool | None = None  # the pool that a run has begun, until its capture
         self._ballast: list[Tensor] = []
         self._replayed: torch.cuda.Event | None = None
@@ -246,18 +245,22 @@ class Capturer:
         return self._stream
 
     def _make_workspaces(self, dtype: torch.dtype) -> None:
-        """Those of products on the current stream, for this thread. Made in the pool they would lie in it for ever.
+        """Those of products on the current stream, for this thread, if there are none. Graphs go on using them.
 
         torch makes one with the library's handle, and another at the first product with a bias. That is made in a dtype
         in which the model has multiplied: loading another one's kernels takes a new process a tenth of a second.
+
+        They have a pool for themselves, for good. In the graphs' they would keep it from ever being empty. In torch's
+        cache their memory would become someone else's once they are cleared, as torch's own graphs do it
+        (``torch.compile`` with ``mode="reduce-overhead"``).
         """
-        if getattr(self._primed, "done", False):
-            return
-        self._primed.done = True
-        torch.cuda.current_blas_handle()
+        can = not addresses_are_promised() and _end_in_pool() is not None
+        self._workspaces = self._workspaces or torch.cuda.graph_pool_handle()
         with torch.inference_mode():
             x = torch.zeros(16, 16, dtype=dtype, device=self.device)
-            torch.addmm(x[0], x, x)
+            with _allocating_in(self._workspaces) if can else contextlib.nullcontext():
+                torch.cuda.current_blas_handle()
+                torch.addmm(x[0], x, x, out=torch.empty_like(x))
 
     def _outside(self) -> int:
         """Bytes of the device in use that are not torch's: graphs themselves and, with one allocator, their memory.

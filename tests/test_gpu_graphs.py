@@ -191,6 +191,28 @@ def test_no_workspace_of_a_library_lies_in_the_pool(cache):
     assert torch.allclose(cache.replay(name, 0, {"x": x}), products({"x": x}, 1), rtol=1e-3, atol=1e-2)
 
 
+@native
+def test_workspaces_that_someone_clears_are_nobody_elses(cache):
+    """As torch's own graphs do. Ours go on using them."""
+
+    def products(inputs, _):
+        x = inputs["x"].view(64, -1).half()  # so deep that the product is split, and summed in a workspace
+        return torch.addmm(x[0, :64], x, x.T).float() + (x @ x.T).float()
+
+    x = torch.rand(64 << 14, device="cuda")
+    name = capture(cache, x, run=products, program="products")
+    wanted = cache.replay(name, 0, {"x": x})
+    for again in range(2):
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        taken = [torch.full((size * MIB,), 7, dtype=torch.uint8, device="cuda") for size in (1, 4, 8, 16, 32, 32, 64)]
+        for _ in range(3):
+            assert torch.equal(cache.replay(name, 0, {"x": x}), wanted)
+        assert all(bool((block == 7).all()) for block in taken)
+        del taken
+        capture(cache, x * 2, run=products, program=f"products {again}")  # which makes them again
+
+
 def test_memory_that_is_short_in_a_capture_makes_room(cache):
     """What torch has cached may go; what a graph holds as well; the account stays right."""
     total = torch.cuda.get_device_properties(0).total_memory
