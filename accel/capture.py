@@ -86,6 +86,7 @@ class Capturer:
         self._pool: Pool | None = None  # that new graphs share
         self._stream: torch.cuda.Stream | None = None  # one for all captures: the pools' blocks belong to a stream
         self._workspaces: Pool | None = None  # of products on that stream
+        self._multiplied: torch.dtype | None = None  # of the product that makes them
         self._reserved: Pool | None = None  # the pool that a run has begun, until its capture
         self._ballast: list[Tensor] = []
         self._replayed: torch.cuda.Event | None = None
@@ -248,7 +249,7 @@ class Capturer:
         """Those of products on the current stream, for this thread, if there are none. Graphs go on using them.
 
         torch makes one with the library's handle, and another at the first product with a bias. That is made in a dtype
-        in which the model has multiplied: loading another one's kernels takes a new process a tenth of a second.
+        in which a model has multiplied: loading another one's kernels takes a new process a tenth of a second.
 
         They have a pool for themselves, for good. In the graphs' they would keep it from ever being empty. In torch's
         cache their memory would become someone else's once they are cleared, as torch's own graphs do it
@@ -256,8 +257,9 @@ class Capturer:
         """
         can = not addresses_are_promised() and _end_in_pool() is not None
         self._workspaces = self._workspaces or torch.cuda.graph_pool_handle()
+        self._multiplied = self._multiplied or dtype
         with torch.inference_mode():
-            x = torch.zeros(16, 16, dtype=dtype, device=self.device)
+            x = torch.zeros(16, 16, dtype=self._multiplied, device=self.device)
             with _allocating_in(self._workspaces) if can else contextlib.nullcontext():
                 torch.cuda.current_blas_handle()
                 torch.addmm(x[0], x, x, out=torch.empty_like(x))
