@@ -4,6 +4,8 @@ comfy-kitchen's CUDA kernels are not here: their steps are written in plain torc
 library.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,7 @@ embed.bare_pack()
 from anyshape.accel.tape import kernels, quantisers, rules  # noqa: E402
 from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
+from anyshape.accel.tape.rules import int8  # noqa: E402
 
 CHANNELS, WIDE = 96, 160
 SCALE = 0.25  # of fp8
@@ -163,6 +166,38 @@ def test_a_lone_rounding_stays_the_librarys(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.undo()
         report = programmed(Block("int8", torch.float32, keeps=False), given).report
         assert report.calls == 5
+
+
+@torch.library.custom_op("comfy_kitchen_next::int8_linear", mutates_args=())
+def _newer(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, output_dtype_code: int,
+    convrot: bool = False, input_act_eps: float = 0.0, residual: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As the library's, with two arguments that it has since 0.2.40."""
+    out = torch.ops.comfy_kitchen.int8_linear(x, weight, weight_scale, bias, output_dtype_code, convrot)
+    return out if residual is None else out + residual
+
+
+def test_what_a_newer_library_adds_leaves_a_layer_to_it(monkeypatch: pytest.MonkeyPatch):
+    """A residual, say. Where it says nothing the layer is one as before."""
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("weight", torch.ones(32, 16, dtype=torch.int8))
+            self.register_buffer("scale", torch.tensor(1e-3))
+
+        def forward(self, x: Tensor, residual: Tensor) -> list[Tensor]:
+            layer = functools.partial(_newer, x, self.weight, self.scale, None, 0, False)
+            return [layer(0.0, None), layer(0.0, residual), layer(1e-6)]
+
+    monkeypatch.setattr(int8, "_product", lambda device: lambda *args: None)
+    model, given = Layers(), [torch.randn(1, 7, 16), torch.randn(1, 7, 32)]
+    with torch.inference_mode():
+        _, tape = record(lambda: model(*given), Recorder(given, model, given[0].device))
+    layers = [operation for operation in tape.operations if "int8_linear" in str(operation.func)]
+    int8.round_once(tape)
+    assert [isinstance(layer.func, int8.Product) for layer in layers] == [True, False, False]
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ BACKEND = "cuda"
 LAYER = "int8_linear"
 PRODUCT = "_int4_linear_via_int8_values"  # of that backend: ``int8_linear`` without the rounding before it
 BEGINS = ["x", "weight", "weight_scale", "bias"]  # the layer's arguments
+KNOWN = frozenset((*BEGINS, "output_dtype_code", "convrot", "convrot_groupsize", "input_act"))
 AMPERE = (8, 0)
 ALIGNED = 16  # channels in and out, which that kernel takes on every card
 TAKES = ["x_int8", "weight_int8", "x_scale", "weight_scale", "bias", "out_dtype"]
@@ -112,9 +113,16 @@ def _fits(operation: Operation) -> bool:
     if len(weight.shape) != 2 or not isinstance(scale.leaf, (Weight, Constant)):
         return False
     plain = given.get("input_act") in (None, "none") and given.get("convrot_groupsize", GROUP) == GROUP
+    plain = plain and _says_no_more(operation.func, given)
     rows, columns = weight.shape
     whole = scale.numel in (1, rows) and scale.dtype == torch.float32 and not (rows % ALIGNED or columns % ALIGNED)
     return plain and whole and math.prod(x.shape[:-1]) > 1 and lie_alike(x.shape, x.stride, contiguous(x.shape))
+
+
+def _says_no_more(func: Any, given: dict[str, Any]) -> bool:
+    """Whether arguments that newer versions of the library have say nothing here (a residual that is added)."""
+    others = [argument for argument in func._schema.arguments if argument.name not in KNOWN]
+    return all(given.get(other.name, other.default_value) == other.default_value for other in others)
 
 
 def _product(device: torch.device) -> Callable[..., Tensor] | None:
