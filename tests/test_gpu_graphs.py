@@ -14,44 +14,14 @@ embed.bare_pack()
 from anyshape.accel import graphs, stats  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.allocator import addresses_are_promised  # noqa: E402
 from anyshape.accel.call import Call, Settings  # noqa: E402
-from anyshape.accel.capture import Recording  # noqa: E402
 from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.errors import CaptureFailed  # noqa: E402
-from anyshape.accel.graphs import Name  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
 from anyshape.accel.tapes import Taped  # noqa: E402
 
+from tools.gpu_captures import FLOATS, MIB, capture, comfy_free, fits, forward, in_use  # noqa: E402
+
 pytestmark = pytest.mark.gpu
-
-MIB = 1 << 20
-FLOATS = MIB // 4  # of a MiB
-
-
-def in_use(device=None):
-    """Bytes of the device that the driver has given out, when torch's cache is empty."""
-    gc.collect()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
-def forward(inputs, blow_up=1):
-    """x [N] -> [N], through ``blow_up`` copies of it."""
-    x = inputs["x"]
-    return (x.expand(blow_up, -1) * 2.0 + 1.0).sum(0)
-
-
-def capture(cache, x, budget=1 << 40, owner=0, blow_up=1, run=forward, program=0):
-    """Runs and captures; the name of the graph."""
-    inputs = {"x": x}
-    name = Name(owner, shape_key(inputs), (program, blow_up))
-    out = run(inputs, blow_up).cpu()
-    torch.cuda.empty_cache()  # or static tensors would lie in what the run has left, and keep it from going
-    out = out.to(x.device)
-    calls = frozenset({name.program})
-    cache.capture(name, Recording(lambda t: run(t, blow_up), inputs, 0, (), out, calls=calls), budget)
-    return name
 
 
 @pytest.fixture
@@ -105,27 +75,6 @@ def test_static_inputs_and_outputs_are_in_the_budget(cache):
     assert 1 <= len(cache) <= 3
     cache.clear()
     assert in_use() - before <= 8 * MIB
-
-
-def comfy_free(device=None):
-    """What ComfyUI's get_free_memory says of a CUDA device."""
-    counted = torch.cuda.memory_stats(device)
-    reserved, active = counted["reserved_bytes.all.current"], counted["active_bytes.all.current"]
-    return torch.cuda.mem_get_info(device)[0] + reserved - active
-
-
-def fits(size):
-    """Whether a model of so many bytes does, in pieces as weights are."""
-    pieces, piece = [], 64 * MIB
-    try:
-        for _ in range(size // piece):
-            pieces.append(torch.empty(piece, dtype=torch.uint8, device="cuda"))
-    except torch.OutOfMemoryError:
-        return False
-    finally:
-        pieces.clear()
-        torch.cuda.empty_cache()
-    return True
 
 
 @native
