@@ -82,6 +82,13 @@ def through_ctypes(self, x):
     return out * 2
 
 
+def past(x):
+    """As a library's kernel: twice ``x``, in memory that nothing recorded has written."""
+    out, source = torch.empty_like(x), x * 2
+    ctypes.memmove(out.data_ptr(), source.data_ptr(), 48)
+    return out
+
+
 def into_zeros(self, x):
     out, source = torch.zeros_like(x), x + 0
     ctypes.memmove(out.data_ptr(), source.data_ptr(), 48)
@@ -106,6 +113,34 @@ def test_memory_that_a_product_ignores() -> None:
 @pytest.mark.parametrize("forward", [through_numpy, through_ctypes, into_zeros])
 def test_memory_written_past_the_dispatcher(forward) -> None:
     refused(forward, "bypassed torch's dispatcher")
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: (x + 1).addcmul_(past(x), x),
+        lambda self, x: (x + 1).copy_(past(x)),
+        lambda self, x: past(x).mul_(x),
+        lambda self, x: past(x).view(12).add_(x.view(12)),
+        lambda self, x: past(x).double() + x,
+        lambda self, x: past(x).T.contiguous() + x.T,
+        lambda self, x: past(x).reshape(12).to(torch.bfloat16) + x.view(12),
+        lambda self, x: torch.add(past(x), x, out=torch.empty(3, 4)),
+    ],
+)
+def test_however_it_is_read_then(forward) -> None:
+    """In place, as what an operation writes into, or copied: it would stay what it was in the first call."""
+    refused(forward, "bypassed torch's dispatcher")
+
+
+def test_memory_that_is_written_over() -> None:
+    def forward(self, x):
+        out = torch.empty_like(x)
+        out[1:].copy_(x[1:])
+        out[0] = x[0] * 2
+        return torch.add(out, x, out=torch.empty(3, 4)) + torch.empty(3, 4).fill_(2).addcmul_(x, x)
+
+    replayed_right(forward)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from ..attempt import named
 from ..reasons import say
-from . import aliasing
+from . import aliasing, library_calls
 from .blanks import blank
 from .called_patches import Played
 from .kept import kept_tensor
@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
         self.writes = Writes(self._tensors, self.refuse, self.operations)
         self.module: nn.Module | None = module  # None after the end
         self._world = World(device)
+        self.in_wrapped = False  # within an operation that a wrapping tensor's class takes apart
         self.keeps = False  # whether the forward left a tensor in its model
         self.apart = False  # whether its blocks may be left out: see ``aliasing.settle``
         self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
@@ -261,20 +262,20 @@ class Recorder(TorchDispatchMode):
     ) -> str:
         if known.may_draw and draws(known, args, kwargs):
             return RANDOM
-        if not (known.of_shapes or known.view or known.maybe_view):
+        if not (known.of_shapes or known.view):
             read = read_by(known, kwargs, inputs)
-            if self.writes.are_missing(read):
+            if self.writes.are_missing(read) and not (known.maybe_view and _is_view(args, out)):
                 return UNWRITTEN
-            self._blanks.read(read)
+            if not known.maybe_view:
+                self._blanks.read(read)
         return "" if fixed else self._world.obstacle(known, args, kwargs, inputs, out)
 
     def _base(self, known: Traits, args: tuple, inputs: list[Value], result: Tensor) -> Value | None:
         """The value whose memory ``result`` shares, or None."""
         if known.view and inputs and isinstance(args[0], Tensor):
             return inputs[0].root
-        if known.maybe_view and inputs and isinstance(args[0], Tensor) and args[0].device == result.device:
-            if torch._C._is_alias_of(result, args[0]):
-                return inputs[0].root
+        if known.maybe_view and inputs and isinstance(args[0], Tensor) and _is_view(args, result):
+            return inputs[0].root
         return None
 
     def _append(self, operation: Operation, results: Sequence[Any], bases: Sequence[Value | None] = ()) -> None:
@@ -324,12 +325,16 @@ class Recorder(TorchDispatchMode):
         self.module = None
 
 
+def _is_view(args: tuple, result: Tensor) -> bool:
+    return args[0].device == result.device and torch._C._is_alias_of(result, args[0])
+
+
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:
     """Returns (``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
     with torch.inference_mode(), ExitStack() as stack:
         if recorder.device.type == "cpu":
             stack.enter_context(HostReads(recorder.read_back))
-        with recorder:
+        with library_calls.noted(recorder), recorder:
             out = forward()
         tape = None
         try:

@@ -74,8 +74,12 @@ class Wrapped:
             self._write(step, args, out)
             return out
         before = recorder.place()
-        with recorder:
-            out = kind.__torch_dispatch__(func, types, args, kwargs)
+        outer, recorder.in_wrapped = recorder.in_wrapped, True
+        try:
+            with recorder:
+                out = kind.__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            recorder.in_wrapped = outer
         if step is not None and recorder.guarded(lambda: self._is_apart(out) and recorder.back_to(before)):
             self._steps[step.likeness] = step
             self._write(step, args, out)

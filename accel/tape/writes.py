@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ..reasons import say
 from .blanks import Blanks, blank
-from .refusals import Refusal, obstacle_to_writing
+from .refusals import UNWRITTEN, Refusal, obstacle_to_writing
 from .tensors import Tensors
-from .traits import Traits, aten
+from .traits import Traits, aten, read_in_place
 from .values import Constant, Input, Operation, Value, Weight
 
 Result = tuple[Operation, list[Tensor], list[Value]]  # an operation, its results, whose memory they share
@@ -51,6 +51,8 @@ class Writes:
         target = known.written(lifted[0], lifted[1])
         if reason := obstacle_to_writing(func, known, args, kwargs, lifted):
             self._refuse(reason)
+        elif self.are_missing(read_in_place(known, kwargs, target, inputs)):
+            self._refuse(UNWRITTEN)
         elif type(target.root.leaf) is not Constant and target.root.leaf is not None:
             self.into = target.root.leaf
             self._refuse(say("writes_input"))

@@ -1,0 +1,130 @@
+"""comfy-kitchen's functions that compute past torch's dispatcher, on tapes. On a CPU its CUDA backend is played."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tools import embed
+
+embed.bare_pack()
+
+from anyshape.accel.tape.program import Program  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.record import Recorder, record  # noqa: E402
+from anyshape.accel.tape.values import Tape  # noqa: E402
+
+kitchen = pytest.importorskip("comfy_kitchen")
+
+
+class Past:
+    """Of the library's functions those of int8, which fill memory that torch has made, and say nothing of it."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def int8_linear(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        from comfy_kitchen.backends import eager
+
+        self.calls += 1
+        out = torch.empty(*x.shape[:-1], len(weight), dtype=kwargs.get("out_dtype", x.dtype))
+        with _disable_current_modes():
+            out.copy_(eager.int8_linear(x, weight, *args, **kwargs))
+        return out
+
+
+@pytest.fixture
+def past() -> Any:
+    registry = kitchen.registry
+    reason = registry.list_backends()["cuda"]["unavailable_reason"]
+    found = Past()
+    registry.register("cuda", found, {"int8_linear": None})
+    yield found
+    del registry._backends["cuda"], registry._capabilities["cuda"]
+    registry.mark_unavailable("cuda", reason or "")
+
+
+class Layer(nn.Module):
+    """x [B, T, 16] through an int8 layer, which applies GELU to its input. heard: by torch's own operation."""
+
+    def __init__(self, heard: bool = False) -> None:
+        super().__init__()
+        self.heard = heard
+        weight = torch.randint(-127, 128, (16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", torch.tensor(1e-2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.silu(x)
+        if self.heard:
+            y = torch.ops.comfy_kitchen.int8_linear(F.gelu(y), self.weight, self.scale, None, 0)
+        else:
+            y = kitchen.int8_linear(y, self.weight, self.scale, None, torch.float32, input_act="gelu_tanh")
+        return y + x
+
+
+def recorded(model: nn.Module, x: Tensor) -> tuple[Tensor, Tape | None, str]:
+    recorder = Recorder([x], model, x.device)
+    with torch.inference_mode():
+        out, tape = record(lambda: model(x), recorder)
+    return out, tape, recorder.refusal
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_call_past_torch_is_a_call_on_the_tape(past: Past, heard: bool) -> None:
+    model, x = Layer(heard), torch.randn(1, 7, 16)
+    out, tape, refusal = recorded(model, x)
+    assert tape is not None, refusal
+    assert past.calls == 1 and torch.equal(out, model(x))
+    names = [str(operation.func) for operation in tape.operations]
+    assert sum("int8_linear" in name for name in names) == 1 and not any("empty" in name for name in names)
+    program = Program(tape, fuse=False)
+    program.bind(model)
+    for rows in range(1, 3):
+        x = torch.randn(1, 7, 16) * rows
+        assert torch.equal(program.run([x]), model(x))
+
+
+def test_an_implementation_that_is_called_otherwise(past: Past) -> None:
+    """The library asks for it by names, and calls it by place."""
+
+    class Asks(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            given = {"x": x, "weight": self.weight, "weight_scale": self.scale, "bias": None}
+            linear = kitchen.registry.get_implementation("int8_linear", kwargs=given)
+            return linear(x, self.weight, self.scale, out_dtype=torch.float32) + x
+
+    model, x = Asks(), torch.randn(1, 7, 16)
+    _, tape, refusal = recorded(model, x)
+    assert tape is not None, refusal
+    program = Program(tape, fuse=False)
+    program.bind(model)
+    assert torch.equal(program.run([x * 2]), model(x * 2))
+
+
+def test_the_librarys_choice_is_its_own_again(past: Past) -> None:
+    """After a forward, after one that failed, and on other threads meanwhile."""
+    from tools.driving import in_threads
+
+    registry, chosen = kitchen.registry, []
+
+    class Fails(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            in_threads(lambda _: chosen.append(registry.get_capable_backend("int8_linear")), [0])
+            super().forward(x)
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        recorded(Fails(), torch.randn(1, 7, 16))
+    chosen.append(registry.get_capable_backend("int8_linear"))
+    assert chosen == ["cuda", "cuda"]
+
+
+def test_without_kernels_the_library_is_left_alone() -> None:
+    """Its plain torch is heard, operation by operation."""
+    model, x = Layer(), torch.randn(1, 7, 16)
+    _, tape, refusal = recorded(model, x)
+    assert tape is not None, refusal
+    assert not any("int8_linear" in str(operation.func) for operation in tape.operations)
