@@ -48,3 +48,24 @@ def test_a_sampling_run(models, form):
     for out, other in zip(outs, ({}, ANOTHER, TWO), strict=True):
         assert verify.compare(form, out.bfloat16(), models.sample(patcher, **RUN | other).bfloat16()), other
     assert [(s["state"], s["reason"]) for s in shapes()] == [("graph", "")] * 3 and fallbacks() == []
+
+
+NARROW = {  # two blocks, whose layers are large enough to have int8 weights
+    "ltxv-int8": {"num_layers": 2},
+    "wan-int8": {"num_layers": 2, "dim": 1024, "num_heads": 8, "ffn_dim": 2816},
+}
+
+
+@pytest.mark.parametrize("name", NARROW)
+def test_layers_that_a_model_calls_directly(models, name):
+    """Newer ComfyUI hands an int8 layer what GELU is to be taken of, past torch's dispatcher."""
+    from anyshape.accel import verify
+
+    from bench import zoo
+
+    patcher = zoo.make(name, torch.bfloat16, **NARROW[name])
+    run = {"width": 256, "height": 192, "frames": 9, "tokens": 33, "steps": 4}
+    wanted, fast = models.sample(patcher, **run).bfloat16(), compiled(patcher)
+    for _ in range(2):
+        assert verify.compare(name, models.sample(fast, **run).bfloat16(), wanted)
+    assert [(s["state"], s["reason"]) for s in shapes()] == [("graph", "")] and fallbacks() == []

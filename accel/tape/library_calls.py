@@ -22,7 +22,7 @@ KERNELS = "cuda"  # the library's backend that computes past torch; without it n
 PLAIN = "eager"  # the one that has every function
 WRITES = ("_", "_out")  # how the names of functions end that write into their arguments
 
-_HERE = threading.local()  # recorder: that of this thread's forward; given: what the last implementation was asked for
+_HERE = threading.local()  # recorder: that of this thread's forward; given: arguments for which it was asked last
 _LOCK = threading.Lock()
 
 
@@ -48,7 +48,7 @@ def _told(registry: Any, recorder: Any) -> Iterator[None]:
         with registry.use_backend(BACKEND):
             yield
     finally:
-        _HERE.recorder = outer
+        _HERE.recorder, _HERE.given = outer, None  # which holds tensors
 
 
 def _register(registry: Any) -> bool:
