@@ -22,7 +22,7 @@ KERNELS = "cuda"  # the library's backend that computes past torch; without it n
 PLAIN = "eager"  # the one that has every function
 WRITES = ("_", "_out")  # how the names of functions end that write into their arguments
 
-_HERE = threading.local()  # recorder: that of this thread's forward; given: arguments for which it was asked last
+_HERE = threading.local()  # recorder: that of this thread's forward; given: with which arguments a call was announced
 _LOCK = threading.Lock()
 
 
@@ -48,7 +48,7 @@ def _told(registry: Any, recorder: Any) -> Iterator[None]:
         with registry.use_backend(BACKEND):
             yield
     finally:
-        _HERE.recorder, _HERE.given = outer, None  # which holds tensors
+        _HERE.recorder, _HERE.given = outer, None
 
 
 def _register(registry: Any) -> bool:
@@ -60,8 +60,10 @@ def _register(registry: Any) -> bool:
         result = constraints.ValidationResult
 
         def listens(given: Any) -> Any:
+            if not _listening():
+                return result.fail("recorder", "nobody listens")
             _HERE.given = given
-            return result.ok() if _listening() else result.fail("recorder", "nobody listens")
+            return result.ok()
 
         only = constraints.FunctionConstraints(call_rules=(listens,))
         names = [name for name in registry.list_backends()[PLAIN]["capabilities"] if not name.endswith(WRITES)]
@@ -85,7 +87,8 @@ class _Backend:
         return partial(self._call, name)
 
     def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        recorder = _HERE.recorder
+        recorder, given = _HERE.recorder, _HERE.given
+        _HERE.given = None  # it holds tensors
         with recorder.not_listening():
-            own = self._registry.get_implementation(name, kwargs=_HERE.given)
+            own = self._registry.get_implementation(name, kwargs=given)
         return recorder.call(own, args, kwargs, lambda: own(*args, **kwargs))
