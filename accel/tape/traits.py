@@ -26,7 +26,9 @@ OF_SHAPES = frozenset(
 )
 ADDING = frozenset("addmm addmv addr addbmm baddbmm".split())  # a product to ``beta`` times their first argument
 # In place they write over what was there, all of it or a part, and do not read it.
-OVERWRITES = frozenset("copy_ fill_ zero_ index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_".split())
+OVERWRITES = frozenset(
+    "copy_ fill_ zero_ index_put_ _index_put_impl_ index_copy_ index_fill_ scatter_ masked_scatter_".split()
+)
 UNWRITTEN = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
 # How many results there are, or how long they are, depends on values.
 OF_VALUES = frozenset(
@@ -118,8 +120,8 @@ def read_by(known: Traits, kwargs: dict[str, Any], inputs: list[Any]) -> list[An
 def read_in_place(known: Traits, kwargs: dict[str, Any], target: Any, inputs: list[Any]) -> list[Any]:
     """As ``read_by``, of an operation that writes ``target``, an argument or its ``out``."""
     name = known.name
-    reads = name.endswith("_") and name not in OVERWRITES and not (name[:-1] in ADDING and kwargs.get("beta", 1) == 0)
-    return inputs if reads else [value for value in inputs if value is not target]
+    ignored = name in OVERWRITES or known.turns is not None or (name[:-1] in ADDING and kwargs.get("beta", 1) == 0)
+    return inputs if name.endswith("_") and not ignored else [value for value in inputs if value is not target]
 
 
 def by_name(func: Any, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
