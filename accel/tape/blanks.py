@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .values import Constant, Operation, Value
 
+COMPARED = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)  # by ``aminmax``
+
 
 def blank(tensor: Tensor, number: Any, value: Value | None = None) -> Operation:
     """The operation that makes memory like ``tensor``, full of ``number``; with None whatever is there."""
@@ -26,11 +28,19 @@ def _made(
     return out if number is None else out.fill_(number)
 
 
+def _is_odd(tensor: Tensor, number: Any) -> Tensor:
+    """Whether ``tensor`` holds another number, on its device; where it can, without another tensor of its size."""
+    if tensor.dtype not in COMPARED or not tensor.numel():
+        return (tensor != number).any()
+    low, high = torch.aminmax(tensor)
+    return (low != number) | (high != number)
+
+
 class Blanks:
     """Those of one recording that no operation has written into: whoever reads one must find its number there.
 
-    Somebody may have written past torch's dispatcher. One that is a constant is looked at in the end. One that nobody
-    keeps is looked at when it is first read.
+    Somebody may have written past torch's dispatcher. One that is a constant is looked at in the end, or before it is
+    written into. One that nobody keeps is looked at when it is first read.
     """
 
     def __init__(self) -> None:
@@ -52,7 +62,14 @@ class Blanks:
             for value in values:
                 tensor, number = self._full.pop(value.root, (None, None))
                 if tensor is not None and (found := tensor()) is not None:
-                    self._odd.append((found != number).any())
+                    self._odd.append(_is_odd(found, number))
+
+    def before_write(self, root: Value) -> None:
+        """An operation of the tape is about to write into it, all of it or a part."""
+        if root in self._kept:
+            tensor, number = self._kept[root]
+            self._odd.append(_is_odd(tensor, number))
+        self.read((root,))
 
     def written(self, root: Value) -> None:
         """An operation of the tape has written into it."""
@@ -61,7 +78,7 @@ class Blanks:
 
     def were_filled(self) -> bool:
         """Whether one of them was not what it should be. Waits for the GPU if there were any."""
-        odd = self._odd + [(tensor != number).any() for tensor, number in self._kept.values()]
+        odd = self._odd + [_is_odd(tensor, number) for tensor, number in self._kept.values()]
         return bool(odd) and bool(torch.stack(odd).any())
 
     def note(self) -> None:

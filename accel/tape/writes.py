@@ -58,8 +58,11 @@ class Writes:
             self._refuse(say("writes_input"))
         elif target.root in self._tensors.memoised:
             self._refuse(say("writes_kept"))
-        elif known.turns is None and target.root.is_constant:
+        elif known.turns is None:
             root = target.root
+            self.blanks.before_write(root)
+            if not root.is_constant:
+                return
             if root in self._read_constants or not all(value.is_constant for value in inputs):
                 self._promote(root)
 
