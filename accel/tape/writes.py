@@ -61,9 +61,8 @@ class Writes:
         elif known.turns is None:
             root = target.root
             self.blanks.before_write(root)
-            if not root.is_constant:
-                return
-            if root in self._read_constants or not all(value.is_constant for value in inputs):
+            same = root not in self._read_constants and all(value.is_constant for value in inputs)
+            if root.is_constant and not same:
                 self._promote(root)
 
     def after(
