@@ -58,7 +58,7 @@ class ToWatch:
         self.watched = [(n, name) for name in WATCHED for n, part in enumerate(parts) if name in part.__dict__]
         self.methods = [(n, name) for n, kind in enumerate(classes) for name in {*_methods(kind), *FORWARDS}]
         self.held = [(number, name) for number, name in held if number < len(parts)]
-        self.noted = [n for n, part in enumerate(parts) if part._parameters and notes_of(part)]
+        self.noted = [n for n, part in enumerate(parts) if part._parameters and notes_of(part, wrapped=False)]
         # Other packs change settings in mid-run too, of the model as a whole and of what they brought.
         theirs = {kind for kind in set(map(type, parts)) if not is_known(kind)}
         watched = [n for n, part in enumerate(parts) if not n or type(part) in theirs or is_hooked(part)]
@@ -124,7 +124,8 @@ class Watch:
         return [methods.get(name) for methods, name in self._methods]
 
     def _picture(self) -> list[Any]:
-        return [picture(own.get(name)) for own, name in self._held] + [notes_of(part) for part in self._noted]
+        notes = [notes_of(part, wrapped=False) for part in self._noted]
+        return [picture(own.get(name)) for own, name in self._held] + notes
 
     def _set(self) -> list[Any]:
         return [own.get(name) for own, name in self._settings]

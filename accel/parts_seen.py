@@ -103,13 +103,21 @@ def settings_of(part: nn.Module) -> list[tuple[str, type, Any]]:
     return found + notes_of(part)
 
 
-def notes_of(part: nn.Module) -> list[tuple[str, type, Any]]:
-    """What weights of another pack's tensor class say of themselves: how they are packed, what patches them."""
+def notes_of(part: nn.Module, wrapped: bool = True) -> list[tuple[str, type, Any]]:
+    """What weights of another tensor class say of themselves: how they are packed, what patches them.
+
+    wrapped: those too that are made of other tensors (quantised ones), which nobody changes but for another one.
+    """
     found = []
     for name, weight in part._parameters.items():
-        if type(weight) not in TENSORS and weight is not None and is_dressed(type(weight)):
+        kind = type(weight)
+        if kind in TENSORS or weight is None:
+            continue
+        if is_dressed(kind):
             own = {key: value for key, value in weight.__dict__.items() if key != MARK}
-            found.append((name, type(weight), picture(own)))
+            found.append((name, kind, picture(own)))
+        elif wrapped and (flatten := getattr(weight, "__tensor_flatten__", None)):
+            found.append((name, kind, repr(flatten()[1])))
     return found
 
 

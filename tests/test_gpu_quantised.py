@@ -8,7 +8,7 @@ import importlib.util
 import pytest
 import torch
 
-from tools.driving import compiled
+from tools.driving import calls_of, compiled
 from tools.on_gpu import SMALL_FLUX
 from tools.oracles import expect, fallbacks, shapes
 
@@ -23,12 +23,14 @@ FORMS = ("int8", "convrot", "fp8", "mxfp8", "nvfp4", "w4a4", "w4a8")  # torch mu
 LATER = {"int8": 2, "fp8": 2}
 RUN = {"width": 512, "height": 512, "tokens": 77, "steps": 3}
 ANOTHER = {"width": 544, "height": 408, "tokens": 33}
+FURTHER = {"width": 448, "height": 360, "tokens": 64}
 TWO = {"width": 320, "height": 192, "batch": 2}
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_sampling_run(models, form):
+def test_a_sampling_run(models, form, monkeypatch):
     from anyshape.accel import verify
+    from anyshape.accel.tape import kernel_check
 
     from bench import zoo
     from tools.architectures import quantised
@@ -38,16 +40,20 @@ def test_a_sampling_run(models, form):
     patcher = zoo.make(f"flux-{form}", torch.bfloat16, **SMALL_FLUX)
     layer = patcher.model.diffusion_model.get_submodule("double_blocks.1.img_attn.qkv")
     assert type(layer.weight).__name__ == "QuantizedTensor"
+    models.sample(patcher, **RUN)  # the process's first forward fills what libraries keep
     fast = compiled(patcher)
     outs = [models.sample(fast, **RUN)]
     with expect(recompiles=0, fallbacks=0):
         assert torch.equal(models.sample(fast, **RUN), outs[0])
         outs.append(models.sample(fast, **RUN | ANOTHER))
+        checks = calls_of(monkeypatch, kernel_check, "are_right")
+        outs.append(models.sample(fast, **RUN | FURTHER))
+    assert len(checks) == 1  # its recording was a short one
     with expect(recompiles=LATER.get(form, 0)):
         outs.append(models.sample(fast, **RUN | TWO))
-    for out, other in zip(outs, ({}, ANOTHER, TWO), strict=True):
+    for out, other in zip(outs, ({}, ANOTHER, FURTHER, TWO), strict=True):
         assert verify.compare(form, out.bfloat16(), models.sample(patcher, **RUN | other).bfloat16()), other
-    assert [(s["state"], s["reason"]) for s in shapes()] == [("graph", "")] * 3 and fallbacks() == []
+    assert [(s["state"], s["reason"]) for s in shapes()] == [("graph", "")] * 4 and fallbacks() == []
 
 
 NARROW = {  # two blocks, whose layers are large enough to have int8 weights

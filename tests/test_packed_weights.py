@@ -54,6 +54,15 @@ def test_another_weight_needs_no_new_recording(models, recordings):
     assert len(recordings) == 1
 
 
+def test_blocks_are_alike_if_their_weights_say_the_same(models):
+    from anyshape.accel.tape.blocks import likeness
+
+    blocks = flux(models).model.diffusion_model.single_blocks
+    assert len({likeness(block) for block in blocks}) == 1
+    blocks[1].linear1.weight.patches = [2.0]
+    assert len({likeness(block) for block in blocks}) == 2
+
+
 @pytest.mark.parametrize("in_mid_run", [False, True])
 def test_a_note_at_a_weight_that_its_layer_reads(models, recordings, in_mid_run):
     """As a LoRA is put on packed weights: the model is the same, its weights lie where they lay."""

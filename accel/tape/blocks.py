@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..fingerprint import GLOBAL_HOOKS
-from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT
-from .named_tensors import tensors_of
+from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT, MARK
+from .named_tensors import PLAIN as TENSORS
+from .named_tensors import is_dressed, tensors_of, undressed
 from .options import PLAIN
 
 FEWEST = 3  # blocks that are worth a program
@@ -131,15 +132,30 @@ def likeness(block: nn.Module) -> Hashable | None:
                 and (name in read or type(value) is not int)  # the number of the block, say, that nobody reads
             ]
         )
-        weights = []
-        for name, tensor in tensors_of(part):
-            if type(tensor) not in (Tensor, nn.Parameter):  # a quantised weight has a say of its own
-                weights.append((name, id(tensor)))
-                continue
-            form = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
-            weights.append((name, *form, first.setdefault(id(tensor), len(first))))
+        weights = [(name, _form_of(tensor, first)) for name, tensor in tensors_of(part)]
         parts.append((path, type(part), plain, tuple(weights)))
     return tuple(parts)
+
+
+def _form_of(tensor: Tensor, first: dict[int, int]) -> Hashable:
+    """What code can see of a tensor but for its numbers. first: tensors that were met before, by their order.
+
+    A subclass says by ``__tensor_flatten__`` what it is made of, and what else there is to say (a form of quantised
+    weights, its scales and its original shape); one that only adds to a tensor has that in its attributes.
+    """
+    kind, said = type(tensor), ()
+    if kind not in TENSORS:
+        if is_dressed(kind):
+            said = kind, _seen({key: value for key, value in vars(tensor).items() if key != MARK})
+        elif flatten := getattr(tensor, "__tensor_flatten__", None):
+            names, context = flatten()
+            parts = tuple([(name, _form_of(getattr(tensor, name), first)) for name in names])
+            return kind, tuple(tensor.shape), tensor.stride(), repr(context), parts
+        else:
+            return kind, id(tensor)
+    plain = undressed(tensor)
+    form = tuple(plain.shape), plain.stride(), plain.dtype, plain.device
+    return said, form, first.setdefault(id(tensor), len(first))
 
 
 @functools.cache

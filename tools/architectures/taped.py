@@ -79,7 +79,8 @@ class Studied:
 class Recording:
     """One forward, or another ``way`` of a module: ``out``, its ``tape`` or the ``refusal``, its program's inputs.
 
-    lean: see ``Tape.lean``. left_out: blocks that did not run. short: ``out`` is void.
+    lean: see ``Tape.lean``. copies: blocks that are like an earlier one; left_out: and did not run. short: ``out`` is
+    void.
     """
 
     def __init__(
@@ -100,7 +101,8 @@ class Recording:
         with torch.inference_mode():
             key = shape_key(self._given.tensors, {})
             self.out, take, self.tape = Tapes().record(key, True, taped, self._given.tensors, short=short)
-        self.refusal, self._calls, self.left_out = take.reason, take.calls, take.left_out
+        self.refusal, self._calls = take.reason, take.calls
+        self.copies, self.left_out = take.copies, take.left_out
         self.inputs = list(take.inputs(self._given.tensors, self._given.options).values())
         self._model, self._outlines = model, outlines
 
