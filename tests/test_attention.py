@@ -82,12 +82,29 @@ def test_cudnns_is_not_measured(card):
 
 
 def test_on_hopper_it_is_taken_unmeasured(card):
-    """But for few queries, whose plan costs more than is won, and for forms that nobody measured."""
+    """But for little work, where the plan of each length costs more than is won, and for forms that nobody measured."""
     card.capability = (9, 0)
-    assert chosen(FLASH) == (CUDNN, True) and chosen(FLASH, 512) == (FLASH, False) and not card.timed
+    assert chosen(FLASH, 8192) == (CUDNN, True) and chosen(FLASH, 512) == (FLASH, False) and not card.timed
     assert chosen(EFFICIENT, masked=True) == (CUDNN, True) and card.timed
     card.able = {FLASH}
-    assert chosen(FLASH) == (FLASH, False)
+    assert chosen(FLASH, 8192) == (FLASH, False)
+
+
+@pytest.mark.parametrize(("calls", "backend"), [(2, FLASH), (3, CUDNN)])
+def test_what_all_calls_of_a_form_spare_pays_for_its_plan(card, calls, backend):
+    """And the steps are alike whichever runs, so that the plan of one size fits the other."""
+    from anyshape.accel.tape.rules import attention
+    from anyshape.accel.tape.values import Tape
+
+    card.capability = (9, 0)
+    operations = [tape_of(FLASH)[0] for _ in range(calls)]
+    inputs = [value for operation in operations for value in operation.inputs]
+    attention.take_fastest(Tape(operations, inputs, [operation.outputs[0] for operation in operations], CUDA))
+    assert {operation.func.backend for operation in operations} == {backend}
+    [other] = {operation.func.likeness for operation in operations}
+    operation, tape = tape_of(FLASH, 8192)
+    attention.take_fastest(tape)
+    assert operation.func.backend == CUDNN and operation.func.likeness == other
 
 
 def test_what_is_as_fast_stays_as_it_was(card):

@@ -1,5 +1,6 @@
 """Runs attention on the fastest of torch's exact backends, where ComfyUI asked torch for another one."""
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from ..values import Operation, Tape, Value
 
 LESS_EXACT = say("other_attention")
 TRUSTED = "cudnn"  # the fastest where torch takes it by itself (Hopper); measuring costs 0.1 to 0.2 s for each case
-FEW = 512  # queries up to which it spares less than its plan of each new length takes
+# Floating-point operations of all calls of one form. With fewer, less than 0.7 ms of a forward is spared, and the plan
+# of each new length takes the host 40 to 85 (H200).
+PAYS = 5e11
 WIDTHS = (64, 128)  # of heads: with more queries it was the fastest of torch's, or within 3 % (docs/performance.md)
 NAMES = {name: name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in ATTENTIONS}
 
@@ -70,18 +73,20 @@ def take_fastest(tape: Tape) -> str:
     if tape.device.type != "cuda":
         return ""
     read = {value for operation in tape.operations for value in operation.inputs} | set(tape.outputs)
-    chosen: dict[tuple, str] = {}  # by form: a model's blocks are alike
-    changed = False
+    alike: dict[tuple, list[Operation]] = {}  # by form: a model's blocks are alike
     for operation in tape.operations:
         if operation.opaque or operation.traits.name not in NAMES or read & set(operation.outputs[1:]):
             continue
         recorded, given = NAMES[operation.traits.name], _named(operation.func, operation.args, operation.kwargs)
         form = recorded, tuple((v.shape, v.stride, v.dtype) if isinstance(v, Value) else v for v in given)
-        if form not in chosen:
-            chosen[form] = _choice(recorded, *given[:5], device=tape.device)
-        if chosen[form] != recorded:
-            replace(operation, chosen[form])
-            changed = True
+        alike.setdefault(form, []).append(operation)
+    changed = False
+    for (recorded, _), operations in alike.items():
+        given = _named(operations[0].func, operations[0].args, operations[0].kwargs)
+        backend = _choice(recorded, *given[:5], device=tape.device, calls=len(operations))
+        for operation in operations if backend else ():
+            replace(operation, backend)
+        changed = changed or backend not in ("", recorded)
     return LESS_EXACT if changed else ""
 
 
@@ -98,20 +103,25 @@ def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     return *args[:3], mask, given.get("is_causal", False), given.get("scale")
 
 
-def _choice(recorded: str, q: Value, k: Value, v: Value, mask: Value | None, causal: bool, device: torch.device) -> str:
-    """The backend for a call of this form."""
+def _choice(
+    recorded: str, q: Value, k: Value, v: Value, mask: Value | None, causal: bool, device: torch.device, calls: int
+) -> str:
+    """The backend for so many calls of this form; "" where nothing is to be changed."""
     if (
         recorded == TRUSTED
         or len(q.shape) != 4
         or q.shape[1] % k.shape[1]
         or (mask is not None and mask.dtype != q.dtype)
     ):
-        return recorded
+        return ""
     if takes_plans(device) and mask is None and not causal and q.shape[3] == v.shape[3] in WIDTHS:
-        best = TRUSTED if q.shape[2] > FEW else recorded
-    else:
-        best = fastest(case_of(q, k, v, mask is not None, causal), recorded, device)
-    if best == recorded:
-        return recorded
-    like = [value and value.empty(device) for value in (q, k, v, mask)]
-    return best if supports(best, *like, causal) else recorded
+        # a step of ours either way, so that a small size has the plan of a large one
+        pays = 4.0 * math.prod(q.shape) * k.shape[2] * calls >= PAYS
+        return TRUSTED if pays and _can(TRUSTED, q, k, v, mask, causal, device) else recorded
+    best = fastest(case_of(q, k, v, mask is not None, causal), recorded, device)
+    return best if best != recorded and _can(best, q, k, v, mask, causal, device) else ""
+
+
+def _can(backend: str, q: Value, k: Value, v: Value, mask: Value | None, causal: bool, device: torch.device) -> bool:
+    """Whether torch would take ``backend`` for tensors that lie like these."""
+    return supports(backend, *[value and value.empty(device) for value in (q, k, v, mask)], causal)
