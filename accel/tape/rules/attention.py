@@ -16,9 +16,9 @@ from ..values import Operation, Tape, Value
 
 LESS_EXACT = say("other_attention")
 TRUSTED = "cudnn"  # the fastest where torch takes it by itself (Hopper); measuring costs 0.1 to 0.2 s for each case
-# Floating-point operations of all calls of one form. With fewer, less than 0.7 ms of a forward is spared, and the plan
-# of each new length takes the host 40 to 85 (H200).
-PAYS = 5e11
+# Floating-point operations of a call. With fewer, it spares less than 14 µs, and its plan of each new length takes the
+# host 40 to 85 ms (H200).
+PAYS = 1e10
 WIDTHS = (64, 128)  # of heads: with more queries it was the fastest of torch's, or within 3 % (docs/performance.md)
 NAMES = {name: name.removeprefix("_scaled_dot_product_").removesuffix("_attention") for name in ATTENTIONS}
 
@@ -73,20 +73,18 @@ def take_fastest(tape: Tape) -> str:
     if tape.device.type != "cuda":
         return ""
     read = {value for operation in tape.operations for value in operation.inputs} | set(tape.outputs)
-    alike: dict[tuple, list[Operation]] = {}  # by form: a model's blocks are alike
+    chosen: dict[tuple, str] = {}  # by form: a model's blocks are alike
+    changed = False
     for operation in tape.operations:
         if operation.opaque or operation.traits.name not in NAMES or read & set(operation.outputs[1:]):
             continue
         recorded, given = NAMES[operation.traits.name], _named(operation.func, operation.args, operation.kwargs)
         form = recorded, tuple((v.shape, v.stride, v.dtype) if isinstance(v, Value) else v for v in given)
-        alike.setdefault(form, []).append(operation)
-    changed = False
-    for (recorded, _), operations in alike.items():
-        given = _named(operations[0].func, operations[0].args, operations[0].kwargs)
-        backend = _choice(recorded, *given[:5], device=tape.device, calls=len(operations))
-        for operation in operations if backend else ():
+        if form not in chosen:
+            chosen[form] = _choice(recorded, *given[:5], device=tape.device)
+        if backend := chosen[form]:
             replace(operation, backend)
-        changed = changed or backend not in ("", recorded)
+            changed = changed or backend != recorded
     return LESS_EXACT if changed else ""
 
 
@@ -103,10 +101,8 @@ def _named(func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple:
     return *args[:3], mask, given.get("is_causal", False), given.get("scale")
 
 
-def _choice(
-    recorded: str, q: Value, k: Value, v: Value, mask: Value | None, causal: bool, device: torch.device, calls: int
-) -> str:
-    """The backend for so many calls of this form; "" where nothing is to be changed."""
+def _choice(recorded: str, q: Value, k: Value, v: Value, mask: Value | None, causal: bool, device: torch.device) -> str:
+    """The backend for a call of this form; "" where nothing is to be changed."""
     if (
         recorded == TRUSTED
         or len(q.shape) != 4
@@ -116,7 +112,7 @@ def _choice(
         return ""
     if takes_plans(device) and mask is None and not causal and q.shape[3] == v.shape[3] in WIDTHS:
         # a step of ours either way, so that a small size has the plan of a large one
-        pays = 4.0 * math.prod(q.shape) * k.shape[2] * calls >= PAYS
+        pays = 4.0 * math.prod(q.shape) * k.shape[2] >= PAYS
         return TRUSTED if pays and _can(TRUSTED, q, k, v, mask, causal, device) else recorded
     best = fastest(case_of(q, k, v, mask is not None, causal), recorded, device)
     return best if best != recorded and _can(best, q, k, v, mask, causal, device) else ""
