@@ -25,13 +25,19 @@ class Past:
     def __init__(self) -> None:
         self.calls = 0
 
-    def int8_linear(self, x: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def int8_linear(
+        self, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None, convrot: bool = False, convrot_groupsize: int = 256,
+        input_act: str | None = None,
+    ) -> Tensor:  # fmt: skip
         from comfy_kitchen.backends import eager
 
         self.calls += 1
-        out = torch.empty(*x.shape[:-1], len(weight), dtype=kwargs.get("out_dtype", x.dtype))
+        out = torch.empty(*x.shape[:-1], len(weight), dtype=out_dtype or x.dtype)
         with _disable_current_modes():
-            out.copy_(eager.int8_linear(x, weight, *args, **kwargs))
+            out.copy_(
+                eager.int8_linear(x, weight, weight_scale, bias, out_dtype, convrot, convrot_groupsize, input_act)
+            )
         return out
 
 
@@ -47,12 +53,13 @@ def past() -> Any:
 
 
 class Layer(nn.Module):
-    """x [B, T, 16] through an int8 layer, which applies GELU to its input. heard: by torch's own operation."""
+    """x [B, T, width] through an int8 layer, which applies GELU to its input. heard: by torch's own operation."""
 
-    def __init__(self, heard: bool = False) -> None:
+    def __init__(self, heard: bool = False, act: str = "gelu_tanh", width: int = 16, **more: Any) -> None:
         super().__init__()
-        self.heard = heard
-        weight = torch.randint(-127, 128, (16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+        self.heard, self.more = heard, {"input_act": act} | more
+        shape = (width, width // 2 if act == "swiglu" else width)
+        weight = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8)
         self.register_buffer("weight", weight)
         self.register_buffer("scale", torch.tensor(1e-2))
 
@@ -61,7 +68,7 @@ class Layer(nn.Module):
         if self.heard:
             y = torch.ops.comfy_kitchen.int8_linear(F.gelu(y), self.weight, self.scale, None, 0)
         else:
-            y = kitchen.int8_linear(y, self.weight, self.scale, None, torch.float32, input_act="gelu_tanh")
+            y = kitchen.int8_linear(y, self.weight, self.scale, None, torch.float32, **self.more)
         return y + x
 
 
@@ -84,6 +91,53 @@ def test_a_call_past_torch_is_a_call_on_the_tape(past: Past, heard: bool) -> Non
     program.bind(model)
     for rows in range(1, 3):
         x = torch.randn(1, 7, 16) * rows
+        assert torch.equal(program.run([x]), model(x))
+
+
+@pytest.mark.parametrize(("act", "names"), [("gelu_tanh", {"gelu"}), ("swiglu", {"silu", "mul"}), ("none", set())])
+def test_an_activation_comes_out_of_a_layer(past: Past, act: str, names: set[str]) -> None:
+    """So that it fuses with the rounding of the layer's input. What is left is the operation that torch hears."""
+    from anyshape.accel.tape.rules.kitchen import decompose
+
+    model = Layer(act=act)
+    _, tape, refusal = recorded(model, torch.randn(1, 7, 16))
+    assert tape is not None, refusal
+    assert decompose(tape) == "" and not any(operation.opaque for operation in tape.operations)
+    assert {operation.traits.name for operation in tape.operations} >= names | {"int8_linear", "silu", "add"}
+    program = Program(tape, fuse=False)
+    program.bind(model)
+    for rows in range(1, 3):
+        x = torch.randn(1, 7, 16) * rows
+        assert torch.equal(program.run([x]), model(x))
+
+
+def test_what_a_layer_does_besides_is_left_to_the_library(past: Past, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It turns an input together with its activation; a newer version adds a residual."""
+    from anyshape.accel.tape.rules.kitchen import decompose
+
+    own = past.int8_linear
+
+    def newer(x, weight, weight_scale, bias=None, out_dtype=None, convrot=False, convrot_groupsize=256,
+              input_act=None, residual=None) -> Tensor:  # fmt: skip
+        out = own(x, weight, weight_scale, bias, out_dtype, convrot, convrot_groupsize, input_act)
+        return out if residual is None else out + residual
+
+    class Adds(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            linear, added = kitchen.registry.get_implementation("int8_linear", kwargs={"x": x}), self.added(x)
+            return linear(x, self.weight, self.scale, None, torch.float32, input_act="gelu_tanh", residual=added)
+
+    turned = Layer(width=256, convrot=True)
+    adds, same = Adds(), Adds()
+    adds.added, same.added = (lambda x: x), (lambda x: None)
+    for model, left, function in ((turned, 1, own), (adds, 1, newer), (same, 0, newer)):
+        monkeypatch.setattr(past, "int8_linear", function)
+        _, tape, refusal = recorded(model, torch.randn(1, 7, model.weight.shape[1]))
+        assert tape is not None, refusal
+        decompose(tape)
+        assert sum(operation.opaque for operation in tape.operations) == left
+        program, x = Program(tape, fuse=False), torch.randn(1, 7, model.weight.shape[1])
+        program.bind(model)
         assert torch.equal(program.run([x]), model(x))
 
 

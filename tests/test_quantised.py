@@ -4,7 +4,6 @@ On a CPU comfy-kitchen computes in plain torch. What a card's own kernels do is 
 """
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,8 +21,6 @@ FORMS = (
 )  # fmt: skip
 APART = ("convrot_w4a4", "asym_w4a8_int8")  # whose products are no operations of torch's
 CASES = [("Flux", form) for form in FORMS] + [("QwenImage", "int8_tensorwise"), ("QwenImage", "convrot_w4a4")]
-KIND = "QuantizedTensor"
-RUN = {"width": 128, "height": 64, "steps": 2}
 VARIANTS = (2, 0, 5)
 # Several pictures are cut apart before a product that wants its rows without gaps, one picture is not.
 LATER = {("QwenImage", "int8_tensorwise"): 1}
@@ -41,8 +38,8 @@ def quantised(pack: Any) -> Any:
     return quantised
 
 
-def recordings(model: torch.nn.Module, name: str, short: bool = False) -> Any:
-    """A recording of each variant, in bfloat16. short: see ``taped.Recording``."""
+def recordings(model: torch.nn.Module, name: str) -> Any:
+    """A recording of each variant, in bfloat16."""
     from anyshape.accel.tape.reuse import Outlines
 
     from tools.architectures import taped
@@ -51,7 +48,7 @@ def recordings(model: torch.nn.Module, name: str, short: bool = False) -> Any:
     for k in VARIANTS:
         arguments, named = architectures.TABLE[name].inputs(k)
         half = {key: _half(value) for key, value in named.items()}
-        yield taped.Recording(model, tuple(map(_half, arguments)), half, outlines=outlines, short=short)
+        yield taped.Recording(model, tuple(map(_half, arguments)), half, outlines=outlines)
 
 
 def _half(item: Any) -> Any:
@@ -105,45 +102,6 @@ def test_another_quantised_weight_needs_no_new_recording(quantised: Any):
     wanted = each.eager()
     program.bind(model)
     assert each.error(program, wanted) == 0.0 and each.error(program, before) > 1e-3
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_blocks_that_are_alike_are_copied(form: str, quantised: Any, monkeypatch: Any):
-    """And need not run in a short recording, as those with weights in 16 bits."""
-    if not quantised.has(form):
-        pytest.skip("this ComfyUI has no such weights")
-    entry = architectures.TABLE["Flux"]
-    deep = replace(entry, config={**entry.config, "depth": 3, "depth_single_blocks": 4})
-    monkeypatch.setitem(architectures.TABLE, "Flux", deep)
-    model = quantised.make("Flux", form)
-    each = next(recordings(model, "Flux"))
-    assert each.copies == 5
-    assert each.error(each.program(fuse=False), each.eager()) == 0.0
-    assert next(recordings(model, "Flux", short=True)).left_out == 5
-
-
-def test_what_a_weight_says_of_itself_is_looked_at(quantised: Any, models: Any):
-    """Numbers that lie as before and mean something else: the block is like no other, and the recording is over."""
-    from anyshape.accel.tape.blocks import likeness
-
-    from bench import zoo
-    from tools.driving import compiled
-    from tools.on_gpu import SMALL_FLUX
-
-    patcher = zoo.make("flux-convrot", torch.bfloat16, **SMALL_FLUX)
-    blocks = patcher.model.diffusion_model.single_blocks
-    assert len({likeness(block) for block in blocks}) == 1
-    fast = compiled(patcher)
-    before = models.sample(fast, **RUN)
-    assert torch.equal(before, models.sample(patcher, **RUN))
-    layer = next(part for part in blocks[1].modules() if type(getattr(part, "weight", None)).__name__ == KIND)
-    own = layer.weight
-    params = replace(own._params.clone(), convrot=not own._params.convrot)
-    layer.weight = torch.nn.Parameter(type(own)(own._qdata.clone(), own._layout_cls, params), requires_grad=False)
-    assert len({likeness(block) for block in blocks}) == 2
-    wanted = models.sample(patcher, **RUN)
-    assert not torch.equal(before, wanted)
-    assert torch.equal(models.sample(fast, **RUN), wanted)
 
 
 def test_a_scale_that_moves_is_seen(quantised: Any):

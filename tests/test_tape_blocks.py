@@ -54,18 +54,14 @@ def counted(pack, monkeypatch):
 
 @pytest.fixture
 def make(pack, monkeypatch):
-    """A model of the table with more blocks, which reads its time step back at each call. form: of its weights."""
+    """A model of the table with more blocks, which reads its time step back at each call."""
     from tools.architectures import patchers
 
-    def made(name="ZImage", form="", **config):
+    def made(name="ZImage", **config):
         entry = architectures.TABLE[name]
         entry = replace(entry, config={**entry.config, **DEEPER[name], **config})
         monkeypatch.setitem(architectures.TABLE, name, entry)
         patcher = patchers.make(name)
-        if form:
-            from tools.architectures import quantised
-
-            patcher.model.diffusion_model = quantised.make(name, form, torch.float32)
         model = patcher.model.diffusion_model
         own = type(model)._forward
 
@@ -163,19 +159,6 @@ def test_blocks_of_minimax_h3(make, counted, comfy):
         assert error(forward(fast, "MiniMaxH3", k), forward(patcher, "MiniMaxH3", k)) < CLOSE
     assert counted == {"recorded": 4, "replayed": 25}  # twice for the first size: in place, then on a copy
     assert all(shape["state"] == "tape" and "minimax/model.py:" in shape["note"] for shape in shapes())
-
-
-def test_quantised_weights(make, counted):
-    """The numbers of each block's own are in its parts' memory, as those in 16 bits."""
-    quant_ops = pytest.importorskip("comfy.quant_ops")
-    if "int8_tensorwise" not in getattr(quant_ops, "QUANT_ALGOS", {}):
-        pytest.skip("this ComfyUI has no such weights")
-    patcher = make(form="int8_tensorwise")
-    assert any(type(each).__name__ == "QuantizedTensor" for each in layers(patcher)[0].parameters())
-    fast = compiled(patcher)
-    for k in (0, 1):
-        assert error(forward(fast, k=k), forward(patcher, k=k)) < CLOSE
-    assert counted == {"recorded": 2, "replayed": 6}
 
 
 def test_kernels_in_the_interpreter(make, monkeypatch, counted):

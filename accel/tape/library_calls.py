@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,18 @@ WRITES = ("_", "_out")  # how the names of functions end that write into their a
 
 _HERE = threading.local()  # recorder: that of this thread's forward; given: with which arguments a call was announced
 _LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Called:
+    """A function of the library's on a tape. function: the implementation that the registry gave for it."""
+
+    name: str
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the implementation gives."""
+        return self.function(*args, **kwargs)
 
 
 def noted(recorder: Any) -> AbstractContextManager[None]:
@@ -91,4 +104,4 @@ class _Backend:
         _HERE.given = None  # it holds tensors
         with recorder.not_listening():
             own = self._registry.get_implementation(name, kwargs=given)
-        return recorder.call(own, args, kwargs, lambda: own(*args, **kwargs))
+        return recorder.call(Called(name, own), args, kwargs, lambda: own(*args, **kwargs))

@@ -2,12 +2,14 @@
 
 Newer versions of ComfyUI call that library's operations, and to a tape each is one call. Here is what they compute, in
 plain torch operations; these take the call's place where a neighbour fuses, and where a norm is part of it. Else a call
-is one launch already.
+is one launch already. An int8 layer that a model calls directly, with an activation of its input, becomes the
+activation and the library's operation, which ``int8`` goes on with.
 """
 
 import functools
+import importlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import group, static_sizes
 from ..layout import lie_alike, outermost_first
+from ..library_calls import Called
 from ..record import Recorder, record
 from ..values import Constant, Operation, Readers, Tape, Value, replaced
 from . import edits
@@ -106,6 +109,25 @@ def _rms_adaln(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     return (F.rms_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale.float()) + shift.float()).type_as(x)
 
 
+def _int8_linear(
+    x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    convrot: bool = False, convrot_groupsize: int = 256, input_act: str | None = None, **others: Any,
+) -> Tensor:  # fmt: skip
+    """others: what newer versions have besides; it says nothing here."""
+    layer = torch.ops.comfy_kitchen.int8_linear
+    return layer(ACTIVATIONS[input_act](x), weight, weight_scale, bias, _codes()[out_dtype], convrot, convrot_groupsize)
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {  # rounded once more before the layer rounds to int8
+    None: lambda x: x, "none": lambda x: x, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "swiglu": _swiglu,
+}  # fmt: skip
+LAYER = "int8_linear"
 TABLE: dict[str, Callable[..., Any]] = {
     "apply_rope": _apply_rope,
     "apply_rope1": _pairs,
@@ -152,16 +174,44 @@ def decompose(tape: Tape) -> str:
 
 def _meaning(operation: Operation) -> Callable[..., Any] | None:
     """What an operation computes; None if it is not for this rule."""
+    if isinstance(operation.func, Called):
+        return _int8_linear if _is_layer(operation.func, operation.args, operation.kwargs) else None
     meaning = None if operation.opaque else TABLE.get(operation.traits.name)
     if meaning is None or not operation.func._schema.name.startswith("comfy_kitchen::"):
         return None
     return meaning if _agrees(operation.func, meaning) and _is_rounded_so(operation) else None
 
 
+def _is_layer(called: Called, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether it is an int8 layer as it is known here. The library turns some inputs together with their activation."""
+    own, known = _parameters(called.function), list(_parameters(_int8_linear))[:-1]
+    if called.name != LAYER or list(own)[: len(known)] != known or len(args) > len(known):
+        return False
+    given = dict(zip(known, args, strict=False)) | kwargs
+    act, plain = given.get("input_act"), (None, "none")
+    others = all(given[name] is own[name].default or given[name] == own[name].default for name in given.keys() - known)
+    fits = act in plain or (act in ACTIVATIONS and not given.get("convrot"))
+    return others and fits and given.get("out_dtype") in _codes()
+
+
+@functools.lru_cache(maxsize=64)
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(function).parameters
+
+
+@functools.cache
+def _codes() -> dict[torch.dtype, int]:
+    """How the library's operations are told a dtype; none in another version of it."""
+    try:
+        return dict(importlib.import_module("comfy_kitchen.backends.eager.quantization").DTYPE_TO_CODE)
+    except (ImportError, AttributeError):
+        return {}
+
+
 @functools.lru_cache(maxsize=64)
 def _agrees(func: Any, meaning: Callable[..., Any]) -> bool:
     """Whether their arguments have the same names: another version of the library may mean something else."""
-    return [argument.name for argument in func._schema.arguments] == list(inspect.signature(meaning).parameters)
+    return [argument.name for argument in func._schema.arguments] == list(_parameters(meaning))
 
 
 def _is_rounded_so(operation: Operation) -> bool:
@@ -183,13 +233,15 @@ def _pays(operation: Operation, makers: dict[Value, Operation], readers: Readers
     A table for turns that is given from outside hides them. The library's kernel norms and turns Z-Image's queries and
     keys in 0.148 ms, our two took 0.038 with an older ComfyUI (H200, 1024x1024).
     """
+    if operation.opaque:  # a layer
+        return True
     if _is_normed(operation):
         return (_table(operation) or operation.inputs[0]).sizes[-1].static
     return _fuses_before(operation, makers) or _fuses_after(operation, readers)
 
 
 def _is_normed(operation: Operation) -> bool:
-    name = operation.traits.name
+    name = "" if operation.opaque else operation.traits.name
     return name.startswith("rms") or name in MODULATED
 
 
