@@ -14,7 +14,7 @@ from tools.api_format import node, text_to_image
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.web_page import WebPage  # noqa: E402 - it imports playwright
+from tools.web_page import WebPage, patiently  # noqa: E402 - it imports playwright
 
 COLOURS = {"fast": (42, 157, 143), "partly": (76, 120, 168), "as_comfyui": (196, 78, 82)}  # of style.css
 SHARES = {"fast": 1, "partly": 0.5, "as_comfyui": 0.25}  # of the title's length
@@ -22,6 +22,7 @@ PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (420, 160), "5
           "7": (1070, 160), "8": (1260, 160)}  # fmt: skip
 MODEL = 4
 BYPASSED = 4  # of a node's `mode`
+COLLAPSED = "id => app.graph.getNodeById(id).flags.collapsed === true"
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +37,12 @@ def page(opened_pages, server) -> WebPage:
     }
     shown.load_workflow(flow, PLACES)
     shown.select(MODEL)
-    shown.page.keyboard.press("Alt+c")
-    shown.page.wait_for_function("id => app.graph.getNodeById(id).flags.collapsed", arg=MODEL)
+
+    def collapse() -> None:  # the page may still be busy with what was loaded when the key is pressed
+        if not shown.page.evaluate(COLLAPSED, MODEL):
+            shown.page.keyboard.press("Alt+c")
+
+    patiently(collapse, lambda patience: shown.page.wait_for_function(COLLAPSED, arg=MODEL, timeout=patience))
     return shown
 
 
