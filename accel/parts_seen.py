@@ -117,7 +117,7 @@ def notes_of(part: nn.Module, wrapped: bool = True) -> list[tuple[str, type, Any
             own = {key: value for key, value in weight.__dict__.items() if key != MARK}
             found.append((name, kind, picture(own)))
         elif wrapped and (flatten := getattr(weight, "__tensor_flatten__", None)):
-            found.append((name, kind, repr(flatten()[1])))
+            found.append((name, kind, picture(flatten()[1])))
     return found
 
 

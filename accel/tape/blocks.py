@@ -143,7 +143,7 @@ def _form_of(tensor: Tensor, first: dict[int, int]) -> Hashable:
     A subclass says by ``__tensor_flatten__`` what it is made of, and what else there is to say (a form of quantised
     weights, its scales and its original shape); one that only adds to a tensor has that in its attributes.
     """
-    kind, said = type(tensor), ()
+    kind, said, own = type(tensor), (), id(tensor)
     if kind not in TENSORS:
         if is_dressed(kind):
             said = kind, _seen({key: value for key, value in vars(tensor).items() if key != MARK})
@@ -152,10 +152,10 @@ def _form_of(tensor: Tensor, first: dict[int, int]) -> Hashable:
             parts = tuple([(name, _form_of(getattr(tensor, name), first)) for name in names])
             return kind, tuple(tensor.shape), tensor.stride(), repr(context), parts
         else:
-            return kind, id(tensor)
-    plain = undressed(tensor)
-    form = tuple(plain.shape), plain.stride(), plain.dtype, plain.device
-    return said, form, first.setdefault(id(tensor), len(first))
+            return kind, own
+        tensor = undressed(tensor)
+    form = tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
+    return said, form, first.setdefault(own, len(first))
 
 
 @functools.cache
