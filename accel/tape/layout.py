@@ -8,6 +8,7 @@ from torch import Tensor
 
 from . import static_sizes, views
 from .index import UNIT, ZERO, Number, number
+from .traits import ELEMENTWISE
 from .values import ONE, Operation, Size, Value
 
 Steps = tuple[Number, ...]
@@ -123,13 +124,13 @@ class Layouts:
         order = outermost_first(value.stride)
         operation = value.origin
         name = operation.traits.name if operation is not None and not operation.opaque else ""
-        if 1 in value.shape and (name in static_sizes.ELEMENTWISE or name in static_sizes.CONVOLUTIONS):
+        if 1 in value.shape and (name in ELEMENTWISE or name in static_sizes.CONVOLUTIONS):
             like = next((each for each in operation.inputs if _may_be_like(each, value)), None)
             steps = self._recorded(like) if like is not None else ()
             if steps and all(step.value or size is ONE for step, size in zip(steps, value.sizes, strict=True)):
                 guess = order_of(steps)
                 solid = [d for d in guess if value.shape[d] != 1]
-                known = name in static_sizes.ELEMENTWISE or guess == [0, *range(2, len(guess)), 1]
+                known = name in ELEMENTWISE or guess == [0, *range(2, len(guess)), 1]
                 if known and solid == [d for d in order if value.shape[d] != 1]:
                     order = guess
         return _dense_steps(value, value.order or order)

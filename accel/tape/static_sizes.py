@@ -1,19 +1,16 @@
 """Which sizes of each value belong to the model and which to the call.
 
-A weight's sizes belong to the model, an input's to the call. From there they follow the operations: a linear layer's
-result has its weight's channels and its input's tokens. What no rule knows belongs to the call, which is always right.
+A weight's sizes belong to the model, an input's to the call, but for its channels (``channels``). From there they
+follow the operations: a linear layer's result has its weight's channels and its input's tokens. What no rule knows
+belongs to the call, which is always right.
 """
 
 from collections.abc import Callable
 
-from . import views
-from .traits import ATTENTIONS, is_product
+from . import channels, views
+from .traits import ATTENTIONS, ELEMENTWISE, is_product
 from .values import ONE, Constant, Derived, Input, Operation, Size, Sizes, Spread, Tape, Value, Weight
 
-ELEMENTWISE = frozenset(
-    "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu sigmoid "
-    "tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge".split()
-)
 CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution cudnn_convolution conv2d_last conv3d_last".split())
 SMALL = 4  # the last sizes of a constant up to this are of the model: the 2x2 of a rotary table, not a batch
 
@@ -22,6 +19,14 @@ def annotate(tape: Tape) -> None:
     """Sets ``sizes`` of every value on the tape."""
     for value in tape.inputs:
         value.sizes = of_leaf(value)
+    channels.mark(channels.of_layers(tape))
+    _follow(tape)
+    if channels.mark(channels.met(tape)):
+        _follow(tape)
+
+
+def _follow(tape: Tape) -> None:
+    """From the leaves on."""
     weights: dict[tuple[int, ...], Sizes] = {}  # by shape: of the model, so they may as well be the same
     for operation in tape.operations:
         for value in operation.inputs:
@@ -30,8 +35,9 @@ def annotate(tape: Tape) -> None:
                     value.sizes = weights.get(value.shape) or weights.setdefault(value.shape, of_leaf(value))
                 else:
                     value.sizes = of_leaf(value)
-        if operation.like is not None and _is_alike(operation, operation.like):
-            operation.alike, operation.runs = True, operation.like.runs
+        operation.alike = operation.like is not None and _is_alike(operation, operation.like)
+        if operation.alike:
+            operation.runs = operation.like.runs
             for output, known in zip(operation.outputs, operation.like.outputs, strict=True):
                 if output is not None:
                     output.sizes = known.sizes

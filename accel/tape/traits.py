@@ -37,6 +37,10 @@ OF_VALUES = frozenset(
 )
 SOMETIMES_OF_VALUES = frozenset("index where repeat_interleave one_hot tensor_split".split())
 DROPOUTS = frozenset(("dropout", "feature_dropout", "native_dropout", "dropout_", "feature_dropout_"))
+ELEMENTWISE = frozenset(
+    "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu sigmoid "
+    "tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge".split()
+)
 ATTENTION = "scaled_dot_product_attention"  # chooses one of these
 ATTENTIONS = tuple(
     f"_scaled_dot_product_{name}"

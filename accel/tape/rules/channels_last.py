@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ...kernels import operations as ours
-from .. import static_sizes, views
+from .. import views
 from ..layout import contiguous, dense, outermost_first
 from ..singles import is_steady
-from ..traits import aten, by_name
+from ..traits import ELEMENTWISE, aten, by_name
 from ..values import Operation, Tape, Value, Weight, replaced
 from . import edits
 
@@ -33,7 +33,7 @@ ORDER = (0, 2, 3, 1)  # of pictures
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 JOINS = frozenset(("cat", "stack"))
 # They keep their arguments' layout, or are made to.
-ALIKE = static_sizes.ELEMENTWISE | JOINS | {"clone", "to", "_to_copy", "float", "type_as"}
+ALIKE = ELEMENTWISE | JOINS | {"clone", "to", "_to_copy", "float", "type_as"}
 RESAMPLED = frozenset("upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d avg_pool2d max_pool2d".split())
 PADS = frozenset(("pad", "constant_pad_nd"))
 GATHERED = ("replicate", "reflect")  # what pads are made of

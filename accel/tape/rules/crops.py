@@ -10,8 +10,7 @@ from collections import Counter
 from torch import Tensor
 
 from ..layout import contiguous
-from ..static_sizes import ELEMENTWISE
-from ..traits import aten
+from ..traits import ELEMENTWISE, aten
 from ..values import Operation, Tape, Value
 from . import edits
 
