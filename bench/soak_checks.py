@@ -34,7 +34,8 @@ FAILED = "another pack's patch failed"
 GROWTH = 0.01  # of the weights' bytes: what device memory may grow by
 ROUNDED = 0.1  # of what programs hold: torch rounds each large tensor up by as much as 1 MiB
 RUNNING_GROWTH = 256 << 20  # of the device's memory while models run: libraries keep plans and kernels of each size
-LARGE = 4 * 584 * 824  # pixels of all images and frames; a small Wan's graph of eight rows takes 2,605 MB unfused
+# Pixels of all images and frames: a small Wan's graph of eight rows takes 2,058 MB, and unfused 2,605 at fewer.
+LARGE = {"auto": 4 * 640 * 896, "exact": 4 * 584 * 824}
 TENSORS = torch.Tensor, nn.Parameter
 RSS_GROWTH = 0.15  # of the process' memory: libraries keep a plan for each size that they met, in eager too
 SETTLED = 0.01  # the same once they have met all of them
@@ -51,7 +52,8 @@ def expected(prompt: Prompt) -> list[str]:
             reasons += ["no program yet for skipped steps"]
     if prompt.budget_mb < 2048:
         reasons += ["graph_budget_mb is"]
-    if prompt.images * prompt.width * prompt.height * prompt.frames >= LARGE:
+    pixels = prompt.images * prompt.width * prompt.height * prompt.frames
+    if prompt.mode in LARGE and pixels >= LARGE[prompt.mode]:
         reasons += ["the graph of this size needs"]
     if prompt.share < 1:
         reasons += ["weights streamed", "did not fit beside", "leave no memory for a graph", "Memory is short"]

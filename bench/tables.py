@@ -53,8 +53,8 @@ def even(row: dict[str, Any], result: dict[str, Any], name: str) -> str:
 AMPLIFIED = (
     "Weights are random. Such models amplify rounding, most of all with 8-bit weights: if the latent is off by one "
     "step of its dtype, Krea 2's result in int8 is off by 23 %, in ComfyUI too. First calls of quantised models are "
-    "from before their blocks counted as alike. Since then MiniMax H3's further sizes in int8 took 0.15 and 0.09 s "
-    "beyond eager's (H200), LTX-2's 1.3 and LTX-Video's 0.4 to 1.0 (H100)."
+    "from before their blocks counted as alike. Since then, on an H100, further sizes in int8 took 0.13 and 0.15 s "
+    "beyond eager's (MiniMax H3), 1.3 (LTX-2), and 1.0 and 0.4 (LTX-Video; `bench/results/blocks-alike-*.json`)."
 )
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")

@@ -182,19 +182,14 @@ def test_blocks_of_a_model_that_cannot_be_recorded_as_a_whole(pack, card, fusing
     assert shapes()[0]["state"] == "tape" and "one by one" in shapes()[0]["note"]
 
 
-def half(item):
-    return item.bfloat16() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
-
-
 def forward(patcher, name, compiled_by=None):
     """One call of a model of the table, in bfloat16, through Compile Model's wrappers if there are any."""
     from tools import architectures
 
-    arguments, named = architectures.TABLE[name].inputs(1)
-    named = {key: half(value) for key, value in named.items()}
+    arguments, named = architectures.in_bfloat16(*architectures.TABLE[name].inputs(1))
     named["transformer_options"] = {**named.get("transformer_options", {}), **options_of(compiled_by or patcher)}
     with torch.inference_mode():
-        return patcher.model.diffusion_model(*map(half, arguments), **named)
+        return patcher.model.diffusion_model(*arguments, **named)
 
 
 def astray(program, load):

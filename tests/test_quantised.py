@@ -14,7 +14,8 @@ from tools import architectures, embed
 embed.bare_pack()
 pytest.importorskip("comfy_kitchen")
 
-pytestmark = pytest.mark.usefixtures("pack", "one_thread")
+pytest_plugins = ("tools.quantised_fixtures",)
+pytestmark = pytest.mark.usefixtures("pack", "one_thread", "quantised")
 FORMS = (
     "int8_tensorwise", "int8_convrot", "float8_e4m3fn", "float8_e5m2", "mxfp8", "nvfp4", "convrot_w4a4",
     "asym_w4a8_int8",
@@ -27,17 +28,6 @@ LATER = {("QwenImage", "int8_tensorwise"): 1}
 CLOSE = 5e-3  # one step of bfloat16 in one place changes what is rounded to 8 bits behind it
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quantised(pack: Any) -> Any:
-    """The maker of such models."""
-    quant_ops = pytest.importorskip("comfy.quant_ops")
-    if "int8_tensorwise" not in getattr(quant_ops, "QUANT_ALGOS", {}):
-        pytest.skip("this ComfyUI has no such weights")
-    from tools.architectures import quantised
-
-    return quantised
-
-
 def recordings(model: torch.nn.Module, name: str) -> Any:
     """A recording of each variant, in bfloat16."""
     from anyshape.accel.tape.reuse import Outlines
@@ -46,13 +36,8 @@ def recordings(model: torch.nn.Module, name: str) -> Any:
 
     outlines = Outlines()
     for k in VARIANTS:
-        arguments, named = architectures.TABLE[name].inputs(k)
-        half = {key: _half(value) for key, value in named.items()}
-        yield taped.Recording(model, tuple(map(_half, arguments)), half, outlines=outlines)
-
-
-def _half(item: Any) -> Any:
-    return item.bfloat16() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
+        given = architectures.in_bfloat16(*architectures.TABLE[name].inputs(k))
+        yield taped.Recording(model, *given, outlines=outlines)
 
 
 @functools.cache
@@ -128,11 +113,10 @@ def test_an_input_is_rounded_once_for_all_layers_that_read_it(quantised: Any, mo
 
     if "Krea2" not in {each.name for each in architectures.present()}:
         pytest.skip("this ComfyUI has no Krea 2")
-    arguments, named = architectures.TABLE["Krea2"].inputs(2)
-    half = {key: _half(value) for key, value in named.items()}
     from tools.architectures import taped
 
-    each = taped.Recording(quantised.make("Krea2", "int8_tensorwise"), tuple(map(_half, arguments)), half)
+    given = architectures.in_bfloat16(*architectures.TABLE["Krea2"].inputs(2))
+    each = taped.Recording(quantised.make("Krea2", "int8_tensorwise"), *given)
     layers = [op for op in each.tape.operations if "int8_linear" in str(op.func)]
     assert int8.round_once(each.tape) == "" and layers[0].func is not None and not layers[0].opaque  # not on a CPU
     monkeypatch.setattr(int8, "_product", lambda device: multiply)

@@ -11,6 +11,7 @@ from tools.driving import calls_of, compiled
 from tools.on_gpu import SMALL_FLUX
 from tools.oracles import error
 
+pytest_plugins = ("tools.quantised_fixtures",)
 pytestmark = pytest.mark.usefixtures("pack", "one_thread", "clean_stats")
 FORMS = ("int8_tensorwise", "int8_convrot", "float8_e4m3fn", "mxfp8", "nvfp4", "convrot_w4a4", "asym_w4a8_int8")
 KIND = "QuantizedTensor"
@@ -18,26 +19,11 @@ CLOSE = 1e-5  # relative L2 in fp32
 RUN = {"width": 128, "height": 64, "steps": 2}
 
 
-@pytest.fixture(scope="module")
-def quantised(pack: Any) -> Any:
-    """The maker of such models."""
-    quant_ops = pytest.importorskip("comfy.quant_ops")
-    if "int8_tensorwise" not in getattr(quant_ops, "QUANT_ALGOS", {}):
-        pytest.skip("this ComfyUI has no such weights")
-    from tools.architectures import quantised
-
-    return quantised
-
-
 def make(quantised: Any, patch: pytest.MonkeyPatch, name: str, form: str, dtype: torch.dtype, **deep: int) -> Any:
     """The tiny model of this name with more blocks, and their weights in ``form``."""
     entry = architectures.TABLE[name]
     patch.setitem(architectures.TABLE, name, replace(entry, config={**entry.config, **deep}))
     return quantised.make(name, form, dtype)
-
-
-def half(item: Any) -> Any:
-    return item.bfloat16() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -48,8 +34,7 @@ def test_the_first_is_recorded_and_the_others_are_copies(form: str, quantised: A
     if not quantised.has(form):
         pytest.skip("this ComfyUI has no such weights")
     model = make(quantised, monkeypatch, "Flux", form, torch.bfloat16, depth=3, depth_single_blocks=4)
-    arguments, named = architectures.TABLE["Flux"].inputs(2)
-    given = tuple(map(half, arguments)), {name: half(value) for name, value in named.items()}
+    given = architectures.in_bfloat16(*architectures.TABLE["Flux"].inputs(2))
     each = taped.Recording(model, *given)
     assert each.copies == 5
     assert each.error(each.program(fuse=False), each.eager()) == 0.0
@@ -73,17 +58,9 @@ def test_where_the_whole_cannot_be_recorded(
     patcher.model.diffusion_model = model
     fast, recorded = compiled(patcher), calls_of(monkeypatch, block_tier, "record_block")
     for k in (0, 0, 1):
-        assert error(forward(fast, k), forward(patcher, k)) < CLOSE
+        ours, own = (patchers.forward(each, "MiniMaxH3", k) for each in (fast, patcher))
+        assert error(ours, own) < CLOSE
     assert len(recorded) == 3 and len(block_programs) == 3 + 4 + 3
-
-
-def forward(patcher: Any, k: int) -> torch.Tensor:
-    """The model's result for variant ``k`` of its inputs, as inside a sampling run."""
-    arguments, named = architectures.TABLE["MiniMaxH3"].inputs(k)
-    options = patcher.model_options["transformer_options"] | named["transformer_options"]
-    named["transformer_options"] = options | {"wrappers": patcher.wrappers}
-    with torch.inference_mode():
-        return architectures.parts_of(patcher.model.diffusion_model(*arguments, **named))[0]
 
 
 def test_what_a_weight_says_of_itself_is_looked_at(quantised: Any, models: Any):

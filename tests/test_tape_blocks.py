@@ -78,12 +78,9 @@ def make(pack, monkeypatch):
 
 
 def forward(patcher, name="ZImage", k=0):
-    """The model's result for variant ``k`` of its inputs, as inside a sampling run."""
-    arguments, named = architectures.TABLE[name].inputs(k)
-    options = patcher.model_options["transformer_options"] | named["transformer_options"]
-    named["transformer_options"] = options | {"wrappers": patcher.wrappers}
-    with torch.inference_mode():
-        return architectures.parts_of(patcher.model.diffusion_model(*arguments, **named))[0]
+    from tools.architectures import patchers
+
+    return patchers.forward(patcher, name, k)
 
 
 def layers(patcher):

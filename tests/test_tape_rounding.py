@@ -3,8 +3,6 @@
 In Triton's interpreter, against torch's operations on the CPU; ``test_gpu_tape_kernels.py`` says the same of a card.
 """
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -18,10 +16,6 @@ MODELS = ("Flux", "SD3", "QwenImage", "Lumina2", "WAN21_T2V", "CosmosT2IPredict2
 UNEQUAL, FURTHER = 2e-3, 1e-3  # off by more than a step is what lies near zero
 
 
-def half(item: Any) -> Any:
-    return item.bfloat16() if isinstance(item, torch.Tensor) and item.is_floating_point() else item
-
-
 @pytest.mark.parametrize("name", [entry.name for entry in architectures.present() if entry.name in MODELS])
 def test_each_kernel_gives_the_numbers_of_eager(name: str):
     from tools.architectures import patchers, taped
@@ -29,9 +23,8 @@ def test_each_kernel_gives_the_numbers_of_eager(name: str):
 
     entry = architectures.TABLE[name]
     model = patchers.make(name, torch.bfloat16).model.diffusion_model
-    arguments, named = entry.inputs(taped.Studied.smallest_of(entry))
-    named = {key: half(value) for key, value in named.items()}
-    recording = taped.Recording(model, tuple(map(half, arguments)), named)
+    given = architectures.in_bfloat16(*entry.inputs(taped.Studied.smallest_of(entry)))
+    recording = taped.Recording(model, *given)
     assert recording.tape is not None, recording.refusal
     rounding = Rounding()
     program = recording.program(fuse=True)

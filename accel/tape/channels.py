@@ -6,13 +6,37 @@ only copies an input, or computes each of its numbers for itself, may lie betwee
 """
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from . import views
-from .traits import ELEMENTWISE, is_product
-from .values import Input, Operation, Size, Tape, Value, Weight
+from .traits import ELEMENTWISE, NORMS, is_product
+from .values import Operation, Size, Tape, Value, Weight
 
-NORMS = frozenset(("rms_norm", "layer_norm", "native_layer_norm"))
 PARTS = frozenset("slice narrow chunk split split_with_sizes unsqueeze".split())
+KEPT = PARTS | views.SAME | ELEMENTWISE
+
+
+class Reader(NamedTuple):
+    """An operation, what it reads, and the input that this is a copy of as far as its channels go."""
+
+    operation: Operation
+    value: Value
+    source: Value
+
+
+def readers(tape: Tape) -> list[Reader]:
+    """Who reads the inputs; of blocks that are copies of an earlier one, that one."""
+    sources = {value: value for value in tape.inputs if value.shape and value.shape[-1] > 1}
+    found = []
+    for operation in tape.operations:
+        if operation.opaque or operation.like is not None:
+            continue
+        own = [value for value in operation.inputs if value in sources]
+        found += [Reader(operation, value, sources[value]) for value in own]
+        if own and len(operation.inputs) == 1 and operation.writes is None and operation.traits.name in KEPT:
+            same = [value for value in operation.outputs if value and value.shape[-1:] == own[0].shape[-1:]]
+            sources |= dict.fromkeys(same, sources[own[0]])
+    return found
 
 
 def mark(inputs: Iterable[Value]) -> bool:
@@ -23,24 +47,17 @@ def mark(inputs: Iterable[Value]) -> bool:
     return bool(new)
 
 
-def of_layers(tape: Tape) -> Iterator[Value]:
+def of_layers(found: Iterable[Reader]) -> Iterator[Value]:
     """Inputs that go through layers with a number, or a column, for each of their channels."""
-    for operation in tape.operations:
-        if not operation.opaque and operation.args and isinstance(operation.args[0], Value):
-            source = _source(operation.args[0])
-            if source is not None and _is_layer(operation):
-                yield source
+    for operation, value, source in found:
+        if operation.args[:1] == (value,) and _is_layer(operation):
+            yield source
 
 
-def met(tape: Tape) -> Iterator[Value]:
+def met(found: Iterable[Reader]) -> Iterator[Value]:
     """Inputs whose channels meet the model's in an element-wise operation. The tape's sizes are known."""
-    for operation in tape.operations:
-        if operation.opaque or operation.traits.name not in ELEMENTWISE:
-            continue
-        for value in operation.inputs:
-            source = _source(value)
-            if source is None or views.is_table(value):
-                continue
+    for operation, value, source in found:
+        if operation.traits.name in ELEMENTWISE:
             others = [other.sizes[-1] for other in operation.inputs if other is not value and other.sizes]
             if any(size.static and size.value == value.shape[-1] for size in others):
                 yield source
@@ -52,17 +69,3 @@ def _is_layer(operation: Operation) -> bool:
     if name in NORMS:
         return any(weight.shape == x.shape[-1:] for weight in weights)
     return is_product(name) and any(value is operation.args[1] and value.shape[1:] == x.shape[-1:] for value in weights)
-
-
-def _source(value: Value) -> Value | None:
-    """The input that ``value`` is a copy of, as far as its channels go; None if it is of none, or has but one."""
-    if not value.shape or value.shape[-1] == 1:
-        return None
-    while (maker := value.origin) is not None:
-        if maker.opaque or maker.writes is not None or len(maker.inputs) != 1:
-            return None
-        kept = maker.traits.name in PARTS | views.SAME | ELEMENTWISE
-        if not kept or maker.inputs[0].shape[-1:] != value.shape[-1:]:
-            return None
-        value = maker.inputs[0]
-    return value if type(value.leaf) is Input else None

@@ -11,9 +11,10 @@ import torch
 
 from . import pointwise, quantisers, views
 from .layout import Layouts
-from .lower import COPIES, NORMS
+from .lower import COPIES
 from .rows import LENGTH, MAX_JOINED
 from .terms import FLOATS
+from .traits import NORMS
 from .values import Operation, Tape, Value
 
 LONG_ROW = 1024  # torch gives each row of a norm to a block of threads, which is too many for a head of 128 channels

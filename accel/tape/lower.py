@@ -14,10 +14,10 @@ from .index import NOTHING, UNIT, Axis, Digit, Index, Number, at, number, produc
 from .kernel_lines import KernelLines
 from .layout import Layouts
 from .terms import EVERYWHERE, FLOATS, Indices, Mask, NoKernel, Term, where
+from .traits import NORMS
 from .values import ONE, Operation, Size, Value
 
 COPIES = frozenset("clone contiguous to _to_copy float type_as copy".split())
-NORMS = frozenset(("layer_norm", "rms_norm"))
 LITERALS = frozenset(
     (0.0, 1.0, -1.0, 2.0, 0.5)
 )  # other numbers are arguments, so that they make no kernel of their own

@@ -19,9 +19,10 @@ def annotate(tape: Tape) -> None:
     """Sets ``sizes`` of every value on the tape."""
     for value in tape.inputs:
         value.sizes = of_leaf(value)
-    channels.mark(channels.of_layers(tape))
+    readers = channels.readers(tape)
+    channels.mark(channels.of_layers(readers))
     _follow(tape)
-    if channels.mark(channels.met(tape)):
+    if channels.mark(channels.met(readers)):
         _follow(tape)
 
 

@@ -41,6 +41,7 @@ ELEMENTWISE = frozenset(
     "add sub mul div rsub pow addcmul addcdiv where clamp clamp_min clamp_max maximum minimum lerp silu gelu sigmoid "
     "tanh neg exp rsqrt relu sqrt square sin cos abs reciprocal log softplus copy fill eq ne lt gt le ge".split()
 )
+NORMS = frozenset(("layer_norm", "rms_norm"))
 ATTENTION = "scaled_dot_product_attention"  # chooses one of these
 ATTENTIONS = tuple(
     f"_scaled_dot_product_{name}"

@@ -15,11 +15,12 @@ import ast
 from pathlib import Path
 
 from tools.architectures import audio, image, newer, newer_video, video
-from tools.architectures.table import VARIANTS, Architecture, parts_of
+from tools.architectures.table import VARIANTS, Architecture, in_bfloat16, parts_of
 from tools.paths import OLDER_COMFYUI, comfyui_path
 
 __all__ = [
-    "SKIPPED", "TABLE", "VARIANTS", "Architecture", "comfy", "is_older", "is_twin", "parts_of", "present", "version",
+    "SKIPPED", "TABLE", "VARIANTS", "Architecture", "comfy", "in_bfloat16", "is_older", "is_twin", "parts_of",
+    "present", "version",
 ]  # fmt: skip
 
 FILES = (image, video, audio, newer, newer_video)

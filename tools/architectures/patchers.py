@@ -74,6 +74,15 @@ def randomise(model: nn.Module, seed: int = 0, centred: bool = False) -> None:
     model.requires_grad_(False)
 
 
+def forward(patcher: ModelPatcher, name: str, k: int) -> Tensor:
+    """The diffusion model's result for variant ``k``, or its first part, called as inside a sampling run."""
+    arguments, named = TABLE[name].inputs(k)
+    options = patcher.model_options["transformer_options"] | named["transformer_options"]
+    named["transformer_options"] = options | {"wrappers": patcher.wrappers}
+    with torch.inference_mode():
+        return parts_of(patcher.model.diffusion_model(*arguments, **named))[0]
+
+
 def apply(patcher: ModelPatcher, k: int, name: str, options: dict[str, Any] | None = None) -> list[Tensor]:
     """The parts of what ``apply_model`` gives for variant ``k``, called as the sampler does.
 

@@ -204,3 +204,12 @@ def moved(value: Any, device: str | torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(moved(part, device) for part in value)
     return value
+
+
+def in_bfloat16(arguments: tuple, named: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The inputs of a variant with floating-point tensors in bfloat16; what lies in options or lists is as it was."""
+
+    def half(value: Any) -> Any:
+        return value.bfloat16() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return tuple(map(half, arguments)), {name: half(value) for name, value in named.items()}

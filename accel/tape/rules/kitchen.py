@@ -22,6 +22,7 @@ from ..library_calls import Called
 from ..record import Recorder, record
 from ..values import Constant, Operation, Readers, Tape, Value, replaced
 from . import edits
+from .int8 import LAYER
 
 META = torch.device("meta")
 
@@ -127,7 +128,6 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {  # rounded once mo
     None: lambda x: x, "none": lambda x: x, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
     "swiglu": _swiglu,
 }  # fmt: skip
-LAYER = "int8_linear"
 TABLE: dict[str, Callable[..., Any]] = {
     "apply_rope": _apply_rope,
     "apply_rope1": _pairs,
@@ -189,7 +189,7 @@ def _is_layer(called: Called, args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     given = dict(zip(known, args, strict=False)) | kwargs
     act, plain = given.get("input_act"), (None, "none")
-    others = all(given[name] is own[name].default or given[name] == own[name].default for name in given.keys() - known)
+    others = all(given[name] == own[name].default for name in given.keys() - known)
     fits = act in plain or (act in ACTIVATIONS and not given.get("convrot"))
     return others and fits and given.get("out_dtype") in _codes()
 
