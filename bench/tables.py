@@ -52,9 +52,9 @@ def even(row: dict[str, Any], result: dict[str, Any], name: str) -> str:
 
 AMPLIFIED = (
     "Weights are random. Such models amplify rounding, most of all with 8-bit weights: if the latent is off by one "
-    "step of its dtype, Krea 2's result in int8 is off by 23 %, in ComfyUI too. First calls of quantised models are "
-    "from before their blocks counted as alike. Since then, on an H100, further sizes in int8 took 0.13 and 0.15 s "
-    "beyond eager's (MiniMax H3), 1.3 (LTX-2), and 1.0 and 0.4 (LTX-Video; `bench/results/blocks-alike-*.json`)."
+    "step of its dtype, Krea 2's result in int8 is off by 23 %, in ComfyUI too. First calls of quantised models, but for "
+    "MiniMax H3, are from before their blocks counted as alike. Since then, on an H100, further sizes in int8 took "
+    "1.3 s beyond eager's (LTX-2), and 1.0 and 0.4 (LTX-Video; `bench/results/blocks-alike-*.json`)."
 )
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")
