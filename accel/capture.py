@@ -12,8 +12,8 @@ import contextlib
 import gc
 import inspect
 import traceback
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -41,12 +41,9 @@ class Recording:
     output: Output  # what the graph's will look like
     label: str = ""  # the model's name in the stats
     wanted: bool = False  # its result is asked for
-    # What it calls of libraries of which one call is enough; empty where nobody knows. A library makes what it needs at
-    # its first call, which must not be in a capture. Where another forward has called all of it on the captures'
-    # stream, this one is captured before it runs.
+    # What it calls, if all of it is known: a library makes what it needs at its first call, which must not be in a
+    # capture. Where another forward has called all of it on the captures' stream, this one is captured before it runs.
     calls: frozenset[Hashable] = frozenset()
-    # By form, its calls of libraries that may need more for each form. Each makes that call by itself.
-    others: Mapping[Hashable, Callable[[], object]] = field(default_factory=dict)
     # Its first run keeps the GPU busy for longer than the host needs for the capture, which then costs no time.
     is_long: bool = False
 

@@ -6,9 +6,8 @@ reuse the memory of every other. That is also the contract of a replay: its outp
 runs at a time.
 
 *Some libraries keep memory for each stream*, and free it for more when they need more (comfy-kitchen's int8 products).
-Graphs that were captured before would use what is no longer there. So a program's first calls of others than torch's
-libraries and ours drop the graphs of all that make such calls; each is captured again when its size comes. Once a
-program has run, the first calls of another size are made by themselves, one of each form (``tape.first_calls``).
+Graphs that were captured before would use what is no longer there. So where a program calls others than torch's
+libraries and ours, its first run drops the graphs of all that do; each is captured again when its size comes.
 
 What counts against the budget: of each graph its static inputs and output, its constants, and what the driver keeps for
 it; besides, the pool. A graph that is dropped frees its own bytes. The pool frees its own with its last graph.
@@ -16,7 +15,7 @@ it; besides, the pool. A graph that is dropped frees its own bytes. The pool fre
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from torch import Tensor
 from .capture import CapturedGraph, Capturer, Recording
 from .errors import CaptureFailed, NoRoom, memory_was_short
 from .key import ShapeKey
-from .outputs import Output, bytes_of, each, tensors_of
+from .outputs import Output, each, tensors_of
 from .reasons import say
 from .stats import STATS
 
@@ -221,7 +220,7 @@ class GraphCache:
 
     def _record_or_make_room(self, name: Name, recording: Recording) -> CapturedGraph:
         if self._capturer.broken:
-            raise CaptureFailed(say("capture_broken", error=self._capturer.broken))
+            raise CaptureFailed(_broken(self._capturer.broken))
         program = name.owner, name.program
         has_run = program in self._warmed or bool(self._here.called)  # before, or what it calls: not just now
         try:
@@ -243,7 +242,7 @@ class GraphCache:
     def _failure(self, error: RuntimeError) -> CaptureFailed:
         """What the user reads of a capture that failed."""
         if self._capturer.broken:
-            return CaptureFailed(say("capture_broken", error=self._capturer.broken))
+            return CaptureFailed(_broken(self._capturer.broken))
         first, *_ = str(error).splitlines() or [type(error).__name__]  # the driver's errors go on for six lines
         first = ". ".join(first.split(". ")[:2])  # and torch's with its account of memory
         if memory_was_short(error) or self._capturer.free_bytes() < LITTLE:
@@ -261,26 +260,20 @@ class GraphCache:
 
         program, calls = (name.owner, name.program), recording.calls
         dtype = next((value.dtype for value in static.values() if value.dtype in MULTIPLIED), torch.float32)
-        others = {form: call for form, call in recording.others.items() if form not in self._here.called}
         at_once = bool(calls) and calls <= self._here.called and self._capturer.may_fail and not recording.is_long
-        if at_once:
-            first = others and (lambda: [call() for call in others.values()])
-        else:
-            first = (recording.wanted or program not in self._warmed) and run
-        if first:
-            if others or not calls and program not in self._warmed:
+        if not at_once and (recording.wanted or program not in self._warmed):
+            if not calls and program not in self._warmed:
                 self._drop_all_that_call_others()  # whose memory may now be freed
-            self._capturer.warm(first, dtype)
-            self._warmed |= set() if at_once else {program}
-            self._here.called |= calls | others.keys()
+            self._capturer.warm(run, dtype)
+            self._warmed.add(program)
+            self._here.called |= calls
         before = self._capturer.pool_bytes if self._entries else 0
         graph, own = self._capturer.capture(run, dtype, replayed=at_once and recording.wanted)
         own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
         growth = max(0, self._capturer.pool_bytes - before)
         return CapturedGraph(
-            graph, static, output, recording.weights, recording.constants, own, growth, recording.label,
-            not calls or bool(recording.others),
-        )  # fmt: skip
+            graph, static, output, recording.weights, recording.constants, own, growth, recording.label, not calls
+        )
 
     def _drop_all_that_call_others(self) -> None:
         for name in [name for name, entry in self._entries.items() if entry.calls_others]:
@@ -342,6 +335,16 @@ def clear() -> None:
         device_cache.clear()
 
 
+def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+    """Of these tensors, each counted once."""
+    distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}
+    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+
+
 def budget_is_full(budget: int) -> str:
     """Why a size has no graph yet. ``budget``: bytes."""
     return say("budget_full", budget=budget // MIB)
+
+
+def _broken(why: str) -> str:
+    return say("capture_broken", error=why)

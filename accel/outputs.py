@@ -1,6 +1,6 @@
 """The result of a forward: a tensor, or several (a ControlNet's residuals, a full step with its deep feature)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -32,9 +32,3 @@ def each(fn: Callable[..., Tensor], *outputs: Output) -> Output:
     if isinstance(outputs[0], Tensor):
         return fn(*outputs)
     return tuple(fn(*tensors) for tensors in zip(*outputs, strict=True))
-
-
-def bytes_of(tensors: Iterable[Tensor | None]) -> int:
-    """Of these tensors, each counted once."""
-    distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}
-    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())

@@ -80,7 +80,7 @@ class TakeGraphs:
         recording = graphs.Recording(
             lambda static: flat(program.run(list(static.values()))), inputs, call.weights,
             tuple(program.constants()), like, self._stats.name, wanted, program.calls,
-            program.others, program.is_long,
+            program.is_long,
         )  # fmt: skip
         cache = graphs.cache(call.key.device)
         with preparing(self._stats.name, shape.size):

@@ -1,7 +1,6 @@
 """What graphs cost, which give way to which, and whose they are. On the CPU: only the capture itself is replaced."""
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -98,28 +97,6 @@ def test_a_first_run_may_cost_others_the_memory_that_a_library_keeps(cache, capt
         assert held(cache) == {"known", "a", "b"} and not pins.lost
         made("c", 4)
         assert held(cache) == {"known", "c"} and pins.lost
-
-
-def test_another_sizes_calls_of_other_libraries_are_made_by_themselves(cache, capturer) -> None:
-    """One of each form, once a program has called all else: the host then captures at once."""
-    made: list[str] = []
-
-    def run(key: str, program: int, *forms: str, scale: int = 0, **changes: object) -> None:
-        others = {form: functools.partial(made.append, form) for form in forms}
-        given = dataclasses.replace(recording(1, output=4, scale=scale), wanted=True, others=others, **changes)
-        cache.capture(name(key, program=program), given, BUDGET)
-
-    run("plain", 1)
-    run("a", 2, "small", "both", calls=frozenset({"linear"}))  # which is new: all of it runs
-    assert made == [] and capturer.warmed == 2 and capturer.replayed == 0
-    run("b", 3, "large", "both", scale=3)
-    assert made == ["large"] and capturer.warmed == 3 and capturer.replayed == 1
-    assert torch.equal(cache.result(name("b", program=3)), torch.full((4,), 3, dtype=torch.uint8))
-    assert held(cache) == {"plain", "b"}  # what a library kept for "a" may be gone
-    run("a", 2, "small", "both")
-    assert made == ["large"] and capturer.warmed == 3 and held(cache) == {"plain", "a", "b"}
-    run("c", 4, "huge", is_long=True)  # the host captures it while the GPU runs all of it
-    assert made == ["large"] and capturer.warmed == 4 and held(cache) == {"plain", "c"}
 
 
 def test_a_graph_whose_program_was_wrong_is_dropped_alone(cache, capturer) -> None:

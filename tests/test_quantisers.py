@@ -162,7 +162,7 @@ def test_a_lone_rounding_stays_the_librarys(monkeypatch: pytest.MonkeyPatch):
     with torch.inference_mode():
         program = programmed(Alone(), given)
         assert (program.report.calls, program.report.kernels) == (2, 0)
-        assert len(program.others) == 1  # it may keep memory for a stream, so its first call drops graphs
+        assert not program.calls  # it may keep memory for a stream, so a first run of it drops graphs
         monkeypatch.undo()
         report = programmed(Block("int8", torch.float32, keeps=False), given).report
         assert report.calls == 5

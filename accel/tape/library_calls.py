@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -33,7 +33,6 @@ class Called:
 
     name: str
     function: Callable[..., Any]
-    alone: ClassVar[bool] = True  # it computes with numbers, so it may be called by itself
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the implementation gives."""

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..kernels.operations import is_ours
 from ..preparing import look
-from . import cost, first_calls
+from . import cost
 from .binding import Bound, Loose, form_of, loose, spread, there, tight, weight
 from .group import FUSE
 from .hand_kernels import compiling
@@ -25,7 +26,7 @@ from .plan import Plan, unfused
 from .reuse import Outlines
 from .values import Constant, Derived, Input, Operation, Spread, Tape, Value, Weight, replaced
 
-LONG_WORK = 2.3e10  # multiplications per step; the host captures a step in the time that an H200 needs for them
+LONG_WORK = 2.5e13  # multiplications that take a GPU longer than the host takes to capture them: 60 ms of an H200
 
 
 @dataclass(slots=True)
@@ -115,15 +116,11 @@ class Program:
         self.report.compiled += by_hand.count
         self.report.compile_seconds = time.perf_counter() - started if self.report.compiled else 0.0
         steps = plan.steps
-        self.calls, others = first_calls.of(steps)
+        self.calls = _calls(steps)
         calls = (step for step in steps if isinstance(step, Operation))
-        self.is_long = self.device.type == "cuda" and cost.of_all(calls) > LONG_WORK * len(steps)
+        self.is_long = self.device.type == "cuda" and cost.of_all(calls) > LONG_WORK
         self._written = {operation.writes.root for operation in tape.operations if operation.writes is not None}
         self._steps = [self._step(step) for step in steps]
-        places = {id(step): made for step, made in zip(steps, self._steps, strict=True)}
-        self._others = {
-            form: (places[id(call)], first_calls.blanks(call, self._slots)) for form, call in others.items()
-        }
         self._output = replaced(tape.output, Value, self._slot)
         self._free(steps, tape)
         for leaf in [value.leaf for value in self._slots if isinstance(value.leaf, (Derived, Spread))]:
@@ -254,19 +251,6 @@ class Program:
             out = self._execute(inputs, None, bound)
         return out if torch.is_inference_mode_enabled() else replaced(out, Tensor, torch.clone)
 
-    @property
-    def others(self) -> dict[Hashable, Callable[[], None]]:
-        """By form, its calls of other libraries. Each makes that call by itself."""
-        return {form: partial(self._alone, *call) for form, call in self._others.items()}
-
-    def _alone(self, step: Step, blanks: Sequence[first_calls.Blank]) -> None:
-        """Makes one call, on zeros and on the weights."""
-        values = list(tight(self._bound))
-        with torch.inference_mode():
-            for blank in blanks:
-                values[blank.slot] = blank.made()
-            step(values)
-
     def _execute(
         self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None, bound: Bound | None = None
     ) -> Any:
@@ -285,6 +269,25 @@ class Program:
             for slot in step.free:
                 values[slot] = None
         return replaced(self._output, _Slot, lambda slot: values[slot.number])
+
+
+def _calls(steps: Sequence[Operation | Launch]) -> frozenset[Hashable]:
+    """What the steps ask of torch's libraries and of ours; empty where they call others, of which nothing is known."""
+    operations = {id(step.func): step for step in steps if not isinstance(step, Launch)}.values()  # some have no hash
+    if not all(map(_is_known, operations)):
+        return frozenset()
+    return frozenset((_called(operation.func), getattr(operation.func, "backend", "")) for operation in operations)
+
+
+def _called(func: Any) -> Hashable:
+    """A function without what it is for: attention's backend, or sizes."""
+    return getattr(func, "likeness", getattr(func, "func", func))
+
+
+def _is_known(operation: Operation) -> bool:
+    own = getattr(operation.func, "own", _called(operation.func))
+    schema = getattr(own, "_schema", None)
+    return own is torch.empty_strided or (schema is not None and (schema.name.startswith("aten::") or is_ours(own)))
 
 
 def _run_of(operation: Operation, written: Collection[Value]) -> Callable[..., Any]:

@@ -38,7 +38,6 @@ GROUP = 256  # channels that are turned together
 class Product:
     """An int8 layer behind the rounding of its input. q [..., K] int8, weight [N, K], scales [..., 1], factors [N]."""
 
-    is_product = alone = True
     sizes = staticmethod(static_sizes.quantised_product)
 
     def __init__(self, multiply: Callable[..., Tensor], dtype: torch.dtype) -> None:
@@ -58,7 +57,6 @@ class Product:
 class Turned:
     """An input turned and rounded. x [..., K] to (q [..., K] int8, scales [..., 1] float32)."""
 
-    alone = True
     sizes = staticmethod(static_sizes.quantised)
 
     def __init__(self, turn: Callable[..., tuple[Tensor, Tensor]]) -> None:
