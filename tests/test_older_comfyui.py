@@ -78,7 +78,7 @@ def test_older_comfyui(in_older_comfyui):
     assert "Flux" in names and "SD15" not in names
     on_a_tape = {entry.name for entry in compatibility_table.looked_at_again()}
     assert {"Flux", "SDXL", "WAN21_Vace"} <= on_a_tape
-    tests = [*ENGINE, *SERVER, *(f"test_architectures.py::test_model_runs_at_every_size[{name}]" for name in names)]
+    tests = [*ENGINE, *SERVER, *(f"test_architectures.py::test_model_runs[{name}]" for name in names)]
     if browser.find():
         tests += PAGE
     result = in_older_comfyui(*(f"tests/{test}" for test in tests))

@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -30,7 +30,10 @@ TOO_LONG = ("UNetModel", "UNetModel_", "VideoUNet", "StageB", "StageC")
 
 @dataclass
 class Found:
-    """One model's record. Errors are relative; None: not measured."""
+    """One model's record. Errors are relative; None: not measured.
+
+    odd_shapes: variants whose result is not of the shape that the table says.
+    """
 
     name: str
     refusal: str = ""
@@ -40,6 +43,7 @@ class Found:
     new_kernels: list[int] = field(default_factory=list)  # by variant
     unfused_error: float | None = None
     fused_error: float | None = None
+    odd_shapes: list[int] = field(default_factory=list)
 
 
 class Studied:
@@ -168,8 +172,18 @@ def study(architecture: Architecture, variants: int = VARIANTS, run: bool = True
     studied = Studied(architecture)
     small = studied.smallest_of(architecture) if run and not studied.is_too_long else -1
     whole = {*COMPARED, small}  # of the others no result is compared
-    recordings = (studied.record(k, short=k not in whole) for k in range(variants))
-    return found_of(architecture.name, recordings, COMPARED, small)
+    odd: list[int] = []
+
+    def recorded() -> Iterator[Recording]:
+        for k in range(variants):
+            made = studied.record(k, short=k not in whole)
+            if k in whole and [tuple(part.shape) for part in parts_of(made.out)] != architecture.output_shapes(k):
+                odd.append(k)
+            yield made
+
+    found = found_of(architecture.name, recorded(), COMPARED, small)
+    found.odd_shapes = odd
+    return found
 
 
 def found_of(name: str, recordings: Iterable[Recording], unfused: Container[int], fused: int) -> Found:
