@@ -52,9 +52,10 @@ def even(row: dict[str, Any], result: dict[str, Any], name: str) -> str:
 
 AMPLIFIED = (
     "Weights are random. Such models amplify rounding, most of all with 8-bit weights: if the latent is off by one "
-    "step of its dtype, Krea 2's result in int8 is off by 23 %, in ComfyUI too. First calls of quantised models, but for "
-    "MiniMax H3, are from before their blocks counted as alike. Since then, on an H100, further sizes in int8 took "
-    "1.3 s beyond eager's (LTX-2), and 1.0 and 0.4 (LTX-Video; `bench/results/blocks-alike-*.json`)."
+    "step of its dtype, Krea 2's result in int8 is off by 23 %, in ComfyUI too. First calls of Z-Image, Krea 2 and "
+    "Flux with 8-bit weights are from before their blocks counted as alike. In int8, LTX-Video and LTX-2 wait for the "
+    "host in eager, and so does Wan at 840x968; on another host eager took 177, 170 and 176 ms (LTX-Video), 687, 748 "
+    "and 659 (LTX-2), and 200 (Wan)."
 )
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")
