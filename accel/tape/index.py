@@ -153,15 +153,22 @@ class Index:
             coefficient, atom = self.terms[0]
             if coefficient == UNIT and atom.extent == bound:  # the same sizes, not sizes that are equal now
                 return True
+        span = self.span
+        return span is not None and bound.static and span.stop <= bound.value
+
+    @property
+    def span(self) -> range | None:
+        """Where it may lie, at every size of the call; None if that depends on the size."""
         largest = 0
         for coefficient, atom in self.terms:
             extent = atom.extent
             if extent is None or not (extent.static and coefficient.static):
-                return False
+                return None
             largest += coefficient.value * (extent.value - 1)
-        if not (bound.static and all(offset.static for offset in self.offsets)):
-            return False
-        return largest + sum(offset.value for offset in self.offsets) < bound.value
+        if not all(offset.static for offset in self.offsets):
+            return None
+        start = sum(offset.value for offset in self.offsets)
+        return range(start, start + largest + 1)
 
     def axes(self) -> set[Axis]:
         """The loop variables in it."""

@@ -23,21 +23,35 @@ def joined(kernel: KernelLines, operation: Operation, name: str, value: Value, i
     for part in parts:
         length = UNIT if name == "stack" else number(part.sizes[d])
         end = start + at(length)
-        condition = _between(kernel, place, start, end)
-        inner = Mask((*mask.conditions, condition))
+        lies = _lies(place, start, end)
+        if lies is False:  # its rows would be read beside its memory
+            start = end
+            continue
+        condition = None if lies else _between(kernel, place, start, end)
+        inner = Mask((*mask.conditions, condition)) if condition else mask
         if name == "stack":
             shifted = index[:d] + index[d + 1 :]
         else:
             back = Index((), tuple(Number(-o.factor, o.sizes) for o in start.offsets))
             shifted = (*index[:d], place + back, *index[d + 1 :])
         term = kernel.value(part, shifted, inner)
-        if result is None:
+        if result is None or condition is None:
             result = term
         else:
             axes = condition.axes | term.axes | result.axes
             result = kernel.let(f"tl.where({condition.name}, {term.name}, {result.name})", axes)
         start = end
     return kernel.rounded(result, value.dtype)
+
+
+def _lies(place: Index, start: Index, end: Index) -> bool | None:
+    """Whether ``place`` lies from ``start`` to ``end``; None if that differs by column, row or size."""
+    span, first, behind = place.span, start.span, end.span
+    if span is None or first is None or behind is None:
+        return None
+    if span.stop <= first.start or span.start >= behind.start:
+        return False
+    return True if first.start <= span.start and span.stop <= behind.start else None
 
 
 def _between(kernel: KernelLines, place: Index, start: Index, end: Index) -> Term:

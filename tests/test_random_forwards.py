@@ -1,0 +1,49 @@
+"""Chains of idioms that no model has: recorded, planned by earlier sizes, and right at each."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tools import random_forwards
+
+pytestmark = pytest.mark.usefixtures("pack", "one_thread")
+
+
+@pytest.mark.parametrize("number", range(8))
+@pytest.mark.parametrize("kind", random_forwards.IDIOMS)
+def test_as_eager_at_every_size(kind, number):
+    for far in random_forwards.compared(kind, number):
+        assert far.unfused == 0.0 and far.fused <= random_forwards.FUSED, far
+
+
+class PartOfAJoin(nn.Module):
+    """A norm over heads of 16 channels, its halves turned, and only the first half read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.layer(x).unflatten(-1, (2, 16)).transpose(1, 2)
+        normed = (F.rms_norm(heads, (16,)) * 2).transpose(1, 2).flatten(-2)
+        first, second = normed.chunk(2, dim=-1)
+        return torch.cos(torch.cat([-second, first], -1)[..., :16]) + self.layer(x)[..., :16]
+
+
+def test_what_a_join_never_gives_is_not_read():
+    """The row before the first would lie beside the tensor's memory."""
+    from anyshape.accel.tape import rules
+    from anyshape.accel.tape.program import Program
+
+    from tools.small_forwards import taped
+
+    model, x = PartOfAJoin(), torch.randn(2, 3, 32)
+    with torch.inference_mode():
+        out, tape, refusal = taped(model, x)
+        assert tape is not None, refusal
+        rules.apply(tape)
+        program = Program(tape, True)
+        program.bind(model)
+        assert any("cat" in launch.source.name for launch in program.launches)
+        assert torch.allclose(program.run([x]), out, atol=1e-5)
