@@ -31,19 +31,41 @@ class PartOfAJoin(nn.Module):
         return torch.cos(torch.cat([-second, first], -1)[..., :16]) + self.layer(x)[..., :16]
 
 
-def test_what_a_join_never_gives_is_not_read():
-    """The row before the first would lie beside the tensor's memory."""
+class LikeAnother(nn.Module):
+    """A product that gets the form of what a kernel would compute, and nobody else reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = x.flatten(0, 1) @ self.layer.weight
+        return self.layer(product.view_as(F.pad(x, (0, 0, 1, 1))[:, 1:-1] + x))
+
+
+def programmed(model: nn.Module, x: Tensor):
+    """(its program, whether that gives what eager gives)."""
     from anyshape.accel.tape import rules
     from anyshape.accel.tape.program import Program
 
     from tools.small_forwards import taped
 
-    model, x = PartOfAJoin(), torch.randn(2, 3, 32)
     with torch.inference_mode():
         out, tape, refusal = taped(model, x)
         assert tape is not None, refusal
         rules.apply(tape)
         program = Program(tape, True)
         program.bind(model)
-        assert any("cat" in launch.source.name for launch in program.launches)
-        assert torch.allclose(program.run([x]), out, atol=1e-5)
+        return program, torch.allclose(program.run([x]), out, atol=1e-5)
+
+
+def test_what_a_join_never_gives_is_not_read():
+    """The row before the first would lie beside the tensor's memory."""
+    program, right = programmed(PartOfAJoin(), torch.randn(2, 3, 32))
+    assert any("cat" in launch.source.name for launch in program.launches) and right
+
+
+def test_what_another_tensor_is_like_is_there():
+    """Though a view of something else is all that asks for it."""
+    _, right = programmed(LikeAnother(), torch.randn(2, 3, 32))
+    assert right

@@ -167,15 +167,16 @@ def wanted(group: Sequence[Operation], used_outside: set[Value]) -> tuple[list[V
     inside = {value: operation for operation in group for value in operation.outputs if value is not None}
     stored: dict[Value, None] = {}
     after: set[int] = set()
-    for value, operation in inside.items():
-        if value not in used_outside:
-            continue
-        while operation is not None and operation.kind == VIEW:
-            after.add(id(operation))
-            value = operation.inputs[0]
+    for used in filter(used_outside.__contains__, inside):
+        left = [used]
+        while left:
+            value = left.pop()
             operation = inside.get(value)
-        if operation is not None:
-            stored[value] = None
+            if operation is not None and operation.kind == VIEW:
+                after.add(id(operation))
+                left += operation.inputs  # of which another one may say its form
+            elif operation is not None:
+                stored[value] = None
     return list(stored), [operation for operation in group if id(operation) in after]
 
 
