@@ -43,6 +43,32 @@ class LikeAnother(nn.Module):
         return self.layer(product.view_as(F.pad(x, (0, 0, 1, 1))[:, 1:-1] + x))
 
 
+class ShiftedPairs(nn.Module):
+    """Pairs of channels, joined one channel further on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        even, odd = self.layer(x).unflatten(-1, (16, 2)).unbind(-1)
+        pairs = torch.stack([even * 2, odd * 3], -1).flatten(-2)
+        return torch.cat([pairs[..., :1], pairs[..., :-1]], -1) * 2
+
+
+class ScatteredPairs(nn.Module):
+    """Channels that are turned so that neighbours in memory are read by columns far from each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        called = torch.addcmul(x, x, self.layer.bias, value=-0.5)  # with such a value it is no kernel's
+        turned = called.unflatten(-1, (2, 4, 4)).permute(0, 3, 1, 4, 2).contiguous()
+        return (turned * 1.5).permute(0, 2, 4, 1, 3).reshape(x.shape)
+
+
 def programmed(model: nn.Module, x: Tensor):
     """(its program, whether that gives what eager gives)."""
     from anyshape.accel.tape import rules
@@ -69,3 +95,10 @@ def test_what_another_tensor_is_like_is_there():
     """Though a view of something else is all that asks for it."""
     _, right = programmed(LikeAnother(), torch.randn(2, 3, 32))
     assert right
+
+
+@pytest.mark.parametrize("kind", [ShiftedPairs, ScatteredPairs])
+def test_pairs_that_do_not_begin_at_even_places(kind):
+    """A place before a join's part is negative: its half is not that of what it is counted from."""
+    program, right = programmed(kind(), torch.randn(2, 3, 32))
+    assert program.launches and right

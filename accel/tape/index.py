@@ -140,6 +140,8 @@ class Index:
         offsets = [(offset, offset.over(by)) for offset in self.offsets]
         rest = Index(_merged(tuple(low)), tuple(o for o, whole in offsets if whole is None))
         quotient = Index(_merged(tuple(high)), tuple(whole for _, whole in offsets if whole is not None))
+        if any(offset.factor < 0 for offset in rest.offsets):  # it may be negative, where the whole is not
+            return Index(((UNIT, Quotient(self, by, False)),)), Index(((UNIT, Quotient(self, by, True)),))
         if not rest.terms and not rest.offsets or rest.less_than(by):
             return quotient, rest
         return (

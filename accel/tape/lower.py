@@ -262,8 +262,9 @@ class Lowering(KernelLines):
         if not all(isinstance(atom, Digit) for _, atom in along):
             return None
         near = [digit for coefficient, digit in along if coefficient == Number(2) and digit.div == 1]
-        if len(near) != 1:
-            return None
+        others = (coefficient for coefficient, atom in place.terms if atom not in near)
+        if len(near) != 1 or any(coefficient.static and coefficient.factor % 2 for coefficient in others):
+            return None  # pairs may overlap, and the last one's second number lie beside the memory
         odd = sum(offset.factor for offset in place.offsets if offset.static) % 2
         return place + at(Number(-odd)), near[0]
 
