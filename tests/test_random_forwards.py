@@ -69,7 +69,20 @@ class ScatteredPairs(nn.Module):
         return (turned * 1.5).permute(0, 2, 4, 1, 3).reshape(x.shape)
 
 
-def programmed(model: nn.Module, x: Tensor):
+class ChangedPicture(nn.Module):
+    """Tokens made one picture, changed in place: its stride along the batch is no new tensor's, and padding asks it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        picture = self.layer(x.flatten(2).transpose(1, 2)).transpose(1, 2).reshape(x.shape)
+        padded = F.pad(picture.clone().add_(picture), (1, 1, 1, 1))
+        return (padded + 1).contiguous().view(len(x), -1) * 2
+
+
+def programmed(model: nn.Module, x: Tensor, fuse: bool = True):
     """(its program, whether that gives what eager gives)."""
     from anyshape.accel.tape import rules
     from anyshape.accel.tape.program import Program
@@ -79,8 +92,9 @@ def programmed(model: nn.Module, x: Tensor):
     with torch.inference_mode():
         out, tape, refusal = taped(model, x)
         assert tape is not None, refusal
-        rules.apply(tape)
-        program = Program(tape, True)
+        if fuse:
+            rules.apply(tape)
+        program = Program(tape, fuse)
         program.bind(model)
         return program, torch.allclose(program.run([x]), out, atol=1e-5)
 
@@ -102,3 +116,9 @@ def test_pairs_that_do_not_begin_at_even_places(kind):
     """A place before a join's part is negative: its half is not that of what it is counted from."""
     program, right = programmed(kind(), torch.randn(2, 3, 32))
     assert program.launches and right
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_one_picture_that_was_changed_in_place(fuse):
+    _, right = programmed(ChangedPicture(), torch.randn(1, 32, 5, 3), fuse)
+    assert right

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -285,6 +286,35 @@ def dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 def copied(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A copy with this stride."""
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def lies_oddly(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether a dimension of one element has a stride that new memory would not give it.
+
+    What was changed in place keeps such a stride of a view that it was copied from. torch looks at it: by it, padding
+    takes one picture for channels last or not.
+    """
+    return any(n == 1 and stride[d] != dense(shape, outermost_first(stride))[d] for d, n in enumerate(shape))
+
+
+def lying_so(
+    func: Callable[..., Tensor], stride: tuple[int, ...], places: tuple[int, ...], apart: bool, *args: Any,
+    **kwargs: Any,
+) -> Tensor:  # fmt: skip
+    """What ``func`` gives, lying as a rule has chosen, or as recorded, whatever torch finds best.
+
+    places: its dimensions of more than one element. apart: it was recorded as a copy, and must not be its argument
+    itself now that this lies otherwise.
+    """
+    out = func(*args, **kwargs)
+    if not isinstance(out, Tensor):  # a list of one
+        return out
+    own = out.stride()
+    if apart and torch._C._is_alias_of(out, args[0]):
+        return copied(out, stride)
+    if own == stride:
+        return out
+    return out.as_strided(out.shape, stride) if all(own[d] == stride[d] for d in places) else copied(out, stride)
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -20,7 +20,7 @@ from .binding import Bound, Loose, form_of, loose, spread, there, tight, weight
 from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
-from .layout import copied
+from .layout import lies_oddly, lying_so
 from .named_tensors import PartsByPath
 from .plan import Plan, unfused
 from .reuse import Outlines
@@ -298,11 +298,11 @@ def _run_of(operation: Operation, written: Collection[Value]) -> Callable[..., A
     first = operation.outputs[0]
     alone = len(operation.outputs) == 1 and first is not None and first.base is None
     # what a kernel might have computed reads what kernels store: if that lies otherwise than recorded, so would this
-    chosen = alone and (first.order is not None or operation.kind == FUSE)
+    chosen = alone and (first.order is not None or operation.kind == FUSE or lies_oddly(first.shape, first.stride))
     if chosen and not operation.opaque and operation.writes is None:
         places = tuple(d for d, n in enumerate(first.shape) if n != 1)
         apart = operation.traits.maybe_view and (first in written or operation.inputs[0].root in written)
-        return partial(_laid_out, operation.func, first.stride, places, apart)
+        return partial(lying_so, operation.func, first.stride, places, apart)
     if operation.writes is None or operation.opaque or operation.func._schema.name.startswith("aten::"):
         return operation.func
     func, place = operation.func, operation.traits.writes
@@ -313,23 +313,6 @@ def _run_of(operation: Operation, written: Collection[Value]) -> Callable[..., A
         return args[place] if place < len(args) else kwargs[name]
 
     return run
-
-
-def _laid_out(
-    func: Callable[..., Tensor], stride: tuple[int, ...], places: tuple[int, ...], apart: bool, *args: Any,
-    **kwargs: Any,
-) -> Tensor:  # fmt: skip
-    """An operation whose only result lies as a rule has chosen, or as planned, whatever torch finds best.
-
-    places: its dimensions of more than one element; the stride of another one says nothing. apart: it was recorded as a
-    copy, and must not be its argument itself now that this lies otherwise.
-    """
-    out = func(*args, **kwargs)
-    own = out.stride()
-    lies_so = own == stride or all(own[d] == stride[d] for d in places)
-    if lies_so and not (apart and torch._C._is_alias_of(out, args[0])):
-        return out
-    return copied(out, stride)
 
 
 def _filled(structure: Any, values: list[Tensor | None]) -> Any:
