@@ -54,7 +54,7 @@ TOLERANCE = 1e-4  # of fused programs in float32
 def check(found: dict, variants: int) -> None:
     """What must be true of a model's record."""
     name = found["name"]
-    assert found["odd_shapes"] == []
+    assert found["odd"] == []
     if name in REFUSED:
         assert REFUSED[name] in found["refusal"]
         return

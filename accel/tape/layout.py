@@ -1,5 +1,6 @@
 """Derives strides as products of sizes, so that they hold at every size of the call."""
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -288,13 +289,17 @@ def copied(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def lies_oddly(shape: Sequence[int], stride: Sequence[int]) -> bool:
+@functools.lru_cache(maxsize=4096)
+def lies_oddly(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether a dimension of one element has a stride that new memory would not give it.
 
     What was changed in place keeps such a stride of a view that it was copied from. torch looks at it: by it, padding
     takes one picture for channels last or not.
     """
-    return any(n == 1 and stride[d] != dense(shape, outermost_first(stride))[d] for d, n in enumerate(shape))
+    if 1 not in shape:
+        return False
+    usual = dense(shape, outermost_first(stride))
+    return any(n == 1 and own != new for n, own, new in zip(shape, stride, usual, strict=True))
 
 
 def lying_so(
