@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .origin import is_known, origin
+from .origin import is_known, readable, whose
 from .parts_seen import (
     FORWARDS,
     FUNCTIONS,
@@ -211,7 +211,7 @@ class ModuleFingerprint:
         for key, value in objects_of(module):
             ref = left.pop(key, None)
             if ref is None or ref() is not value:
-                return f"{shown(module, key)} ({origin(value)})"
+                return f"{shown(module, key)} ({whose(value)})"
         plain = [settings_of(part) for part in parts_of(module)]
         if len(plain) == len(self._plain) and plain != self._plain:  # else parts are gone
             return _first_difference(module, self._plain, plain)
@@ -271,7 +271,7 @@ def _shared(modules: list[nn.Module]) -> Iterator[tuple[Key, Any]]:
     """Of those the ones that no part has for itself: methods of classes, and hooks of every module."""
     named: Counter[str] = Counter()
     for kind in classes_of(modules):
-        shown = f"{kind.__module__}.{kind.__qualname__}"
+        shown = f"{readable(kind.__module__)}.{kind.__qualname__}"
         named[shown] += 1
         if named[shown] > 1:  # a function makes a class each time it is called
             shown += f" {named[shown]}"

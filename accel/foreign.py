@@ -8,7 +8,7 @@ from torch import nn
 
 from .fingerprint import classes_of, global_hooks, objects_of, shown
 from .functions_read import FunctionsRead
-from .origin import is_known, origin
+from .origin import is_known, whose
 from .parts_seen import FORWARDS
 from .tape.named_tensors import parts_of
 
@@ -28,7 +28,7 @@ def _foreign_method(kind: type, methods: tuple[Any, ...]) -> str:
     owners = ((base, name) for base in kind.__mro__ for name in FORWARDS)
     for (base, name), method in zip(owners, methods, strict=True):
         if method is not None and not _is_own(base, method):
-            return f"{base.__name__}.{name} of {origin(method)}"
+            return f"{base.__name__}.{name} of {whose(method)}"
     return ""
 
 
@@ -47,21 +47,21 @@ def foreign_code(module: nn.Module, functions: FunctionsRead) -> list[tuple[str,
     functions: that the model's code names.
     """
     found = [
-        (f"{shown(module, key)} of {origin(value)}", value)
+        (f"{shown(module, key)} of {whose(value)}", value)
         for key, value in objects_of(module)
         if key[1] not in ("", "class") and not isinstance(key[0], str) and not isinstance(value, type)
         if not is_known(value)
     ]
-    found += [(f"every module.hook {n} of {origin(hook)}", hook) for n, hook in enumerate(global_hooks())]
+    found += [(f"every module.hook {n} of {whose(hook)}", hook) for n, hook in enumerate(global_hooks())]
     for kind in classes_of(parts_of(module)):
         if not is_known(kind):
-            found.append((f"{kind.__name__} of {origin(kind)}", kind))
+            found.append((f"{kind.__name__} of {whose(kind)}", kind))
             continue
         for name in FORWARDS:
             method = vars(kind).get(name)
             if method is not None and not _is_own(kind, method):
-                found.append((f"{kind.__name__}.{name} of {origin(method)}", method))
-    return found + [(f"{name} of {origin(value)}", value) for name, value in functions.brought()]
+                found.append((f"{kind.__name__}.{name} of {whose(method)}", method))
+    return found + [(f"{name} of {whose(value)}", value) for name, value in functions.brought()]
 
 
 def replaced_in_torch(functions: FunctionsRead) -> str:

@@ -107,6 +107,9 @@ def test_a_step_down_is_shown_with_its_reason(built) -> None:
     shorts = {told["text"]: told["said"][0]["short"] for told in stats["reasons"]}
     reasons = {step["reason"] for step in stats["fallbacks"]}
     assert any("keeps state" in shorts[reason] for reason in reasons)
+    # whose code it is; ComfyUI names a pack's module by the path of its folder, which is nobody else's business
+    assert any("time_embed.forward of other_pack" in reason for reason in reasons)
+    assert "custom_nodes" not in json.dumps(stats)
     for reason in reasons:  # in few words, once; all of it where the mouse rests
         shows(built.page.page.locator(PANEL), shorts[reason])
         assert built.panel().count(shorts[reason]) == 1
