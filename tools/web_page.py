@@ -39,7 +39,7 @@ SETTINGS = {
     "Comfy.Minimap.Visible": False,
     "Comfy.VueNodes.Enabled": False,
 }
-OURS = ".anyshape-tab-button"  # the panel's button, as the frontend names it
+OURS = ":is(.anyshape-tab-button, [data-testid=anyshape-tab-button])"  # the panel's, of older front ends and newer
 TRIES = 5
 PATIENCE = (1, 2, 4, 8, 20)  # seconds for what the page may have missed: another try after each
 APART = 0.6  # seconds between two clicks that are no double click

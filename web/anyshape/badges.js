@@ -22,7 +22,8 @@ const TYPES = new Set([
 ]);
 
 const badges = new Map(); // node -> its element
-const heights = new WeakMap(); // node -> its height without the text of what is prepared
+const heights = new WeakMap(); // node -> its height without a text under it
+const grown = new WeakSet(); // nodes with such a text, which makes them higher
 const queued = new Set(); // ids of prompts from this page: ComfyUI tells only who queued a prompt that it begins
 const cached = new Set(); // "workflow node" of those that ComfyUI did not run, because their inputs were the same
 
@@ -77,26 +78,35 @@ export function show(stats) {
     element.classList.toggle("anyshape-loss", Boolean(shown.loss));
     setText(element, shown.text);
     setTitle(element, shown.title);
-    if (shown.level !== "preparing") takeTextAway(node);
-    translate(node, shown.title);
+    tidy(node, shown);
   }
   showCollapsed([...badges].map(([node, element]) => [node.id, element.dataset.level]));
 }
 
-/** Ends the text under a node whose model is no longer prepared, which made the node higher; the line says the rest. */
-function takeTextAway(node) {
+/**
+ * The text under a node, which the server writes in English: in another language it is what the tooltip has besides the
+ * line. It ends once the model is no longer prepared: the line says the rest. Newer front ends end every text with its
+ * prompt, and leave the node as high as it was.
+ */
+function tidy(node, { level, title }) {
   const text = node.widgets?.find((widget) => widget.name === PROGRESS);
-  if (!text) heights.set(node, node.size[1]);
-  if (![PREPARING, words().preparing.split("{")[0]].some((begin) => String(text?.value ?? "").startsWith(begin))) return;
-  node.removeWidget?.(text);
-  node.setSize?.([node.size[0], heights.get(node) ?? node.computeSize()[1]]);
+  const said = String(text?.value ?? "");
+  if (!text && !grown.delete(node)) heights.set(node, node.size[1]);
+  else if (!text) setHeight(node);
+  else if (level !== "preparing" && [PREPARING, words().preparing.split("{")[0]].some((begin) => said.startsWith(begin))) {
+    node.removeWidget?.(text);
+    grown.delete(node);
+    setHeight(node);
+  } else {
+    grown.add(node);
+    const translated = title.split("\n").slice(1).join("\n") || title;
+    if (said && !isEnglish() && said !== translated) text.value = translated;
+  }
 }
 
-/** The server writes English under a node; in another language it is what the tooltip has besides the line. */
-function translate(node, title) {
-  const text = node.widgets?.find((widget) => widget.name === PROGRESS);
-  const said = title.split("\n").slice(1).join("\n") || title;
-  if (text?.value && !isEnglish() && text.value !== said) text.value = said;
+/** As it was without a text. */
+function setHeight(node) {
+  node.setSize?.([node.size[0], heights.get(node) ?? node.computeSize()[1]]);
 }
 
 export const rootGraph = () => app.rootGraph ?? app.graph?.rootGraph ?? app.graph;
