@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 
-from tools.driving import SMALL_UNET, compiled, memory_by_turns, randn, sample_prompts
+from tools.driving import SMALL_UNET, SMALL_UNETS, compiled, memory_by_turns, randn, sample_prompts
 from tools.oracles import assert_fast, error
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -164,20 +164,44 @@ def test_unequal_prompts_in_one_batch(models, patchers, warm, name):
 
 def test_guiders(models, patchers, warm):
     """Three predictions per step: DualCFGGuider and PerpNegGuider, on custom samplers."""
-    from comfy_extras.nodes_custom_sampler import DualCFGGuider, KSamplerSelect, RandomNoise, SamplerCustomAdvanced
+    from comfy_extras.nodes_custom_sampler import DualCFGGuider
     from comfy_extras.nodes_perpneg import PerpNegGuider
 
     conds = [prompt(models, patchers["sdxl"], "sdxl", seed, 77 * (1 + seed % 2)) for seed in (1, 2, 3)]
-    sigmas = torch.tensor([14.0, 5.0, 1.0, 0.0])
-
-    def sampled(guider):
-        with torch.inference_mode():
-            parts = (RandomNoise.execute(5).args[0], guider, KSamplerSelect.execute("dpmpp_2m").args[0], sigmas)
-            return SamplerCustomAdvanced.execute(*parts, {"samples": latents("sdxl")}).args[0]["samples"]
-
     for guider, settings in ((DualCFGGuider, (4.0, 6.0, "regular")), (PerpNegGuider, (5.0, 0.8))):
-        outs = [sampled(guider.execute(each["sdxl"], *conds, *settings).args[0]) for each in (patchers, warm)]
+        outs = [guided(guider.execute(each["sdxl"], *conds, *settings).args[0]) for each in (patchers, warm)]
         assert error(outs[1], outs[0]) < CLOSE
+    assert_fast()
+
+
+def guided(guider):
+    """What a custom sampler makes with this guider."""
+    from comfy_extras.nodes_custom_sampler import KSamplerSelect, RandomNoise, SamplerCustomAdvanced
+
+    sigmas = torch.tensor([14.0, 5.0, 1.0, 0.0])
+    with torch.inference_mode():
+        parts = (RandomNoise.execute(5).args[0], guider, KSamplerSelect.execute("dpmpp_2m").args[0], sigmas)
+        return SamplerCustomAdvanced.execute(*parts, {"samples": latents("sdxl")}).args[0]["samples"]
+
+
+def test_each_side_has_a_model(models, patchers, warm):
+    """DualModelGuider, of Ideogram 4: the negative prompt runs on another model, with the options of the first."""
+    from comfy_extras import nodes_custom_sampler as custom
+
+    if not hasattr(custom, "DualModelGuider"):
+        pytest.skip("this ComfyUI has no such guider")
+    other = models.unet("sdxl", torch.float32, **SMALL_UNETS["sdxl"])
+    with torch.no_grad():
+        for weight in other.model.diffusion_model.parameters():
+            weight.mul_(0.9)
+    positive, negative = prompts(models, patchers["sdxl"], "sdxl")
+
+    def sampled(first, second):
+        return guided(custom.DualModelGuider.execute(first, positive, 4.0, second, negative).args[0])
+
+    wanted = sampled(patchers["sdxl"], other)
+    assert error(sampled(patchers["sdxl"], patchers["sdxl"]), wanted) > CHANGED
+    assert error(sampled(warm["sdxl"], compiled(other)), wanted) < CLOSE
     assert_fast()
 
 
