@@ -14,6 +14,7 @@ import torch
 from tools import architectures
 from tools.driving import compiled, in_threads
 from tools.oracles import error, fallbacks, shapes
+from tools.patching import choose_attention
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "fusing")
 
@@ -146,11 +147,13 @@ def test_blocks_that_write_into_their_input(make, counted, monkeypatch):
     assert counted == {"recorded": 3, "replayed": 18} and shapes()[0]["state"] == "tape"
 
 
-def test_blocks_of_minimax_h3(make, counted, comfy):
+@pytest.mark.parametrize("chosen", [False, True], ids=["as it is", "attention chosen by ComfyUI's node"])
+def test_blocks_of_minimax_h3(make, counted, chosen):
     """They write into their input by slices, and ComfyUI's own operation turns queries and keys in place."""
-    if not (comfy / "comfy" / "ldm" / "minimax").is_dir():
-        pytest.skip("this ComfyUI has no MiniMax H3")
+    minimax = pytest.importorskip("comfy.ldm.minimax.model", reason="this ComfyUI has no MiniMax H3")
     patcher = make("MiniMaxH3")
+    if chosen:
+        choose_attention(patcher, minimax.optimized_attention)
     fast = compiled(patcher)
     for k in (0, 0, 0, 1, 1, 4, 4):
         assert error(forward(fast, "MiniMaxH3", k), forward(patcher, "MiniMaxH3", k)) < CLOSE

@@ -3,6 +3,7 @@
 ``recordings`` counts them, and each result is eager's.
 """
 
+import functools
 import gc
 import types
 import weakref
@@ -12,7 +13,7 @@ import torch
 
 from tools.driving import compiled, in_threads, sample_tiny
 from tools.oracles import reasons
-from tools.patching import reading
+from tools.patching import choose_attention, reading
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -160,6 +161,33 @@ def test_attention_of_another_node_is_kept_and_called_as_one_step(tiny, recordin
         assert len(seen) - called > 0 and len(recordings) == count
     assert reasons() == []
     assert torch.equal(sample_tiny(fast, "Flux"), plain) and len(recordings) == 3
+
+
+def test_attention_that_comfyuis_node_chooses_is_like_comfyuis_choice(tiny, recordings) -> None:
+    """The node makes another function each time that it runs: the same recording. A pack's in it is a pack's."""
+    import comfy.ldm.modules.attention as attention
+    from anyshape.accel.comfy import recorded_attention
+
+    def theirs(*args, **kwargs):
+        return attention.attention_pytorch(*args, **kwargs) * 0.5
+
+    def chosen(patcher, function):
+        clone = patcher.clone()
+        choose_attention(clone, function)
+        return clone.model_options["transformer_options"]
+
+    patcher = tiny("Flux", fresh=True)
+    fast = compiled(patcher, mode="exact")
+    for function, count in ((attention.attention_pytorch, 1), (attention.attention_pytorch, 1), (theirs, 2)):
+        options = chosen(patcher, function)
+        wanted = sample_tiny(patcher, "Flux", options=options)
+        assert torch.equal(sample_tiny(fast, "Flux", options=options), wanted)
+        assert len(recordings) == count
+        override = options["optimized_attention_override"]
+        assert recorded_attention.is_anothers(override) == (function is theirs)
+    wrapped = functools.wraps(attention.attention_pytorch)(theirs)
+    assert recorded_attention.is_anothers(wrapped) and not recorded_attention.is_anothers(None)
+    assert reasons() == []
 
 
 # Threads ----------------------------------------------------------------------------------------------------------

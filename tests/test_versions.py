@@ -236,9 +236,9 @@ def test_an_attention_that_the_model_prefers(models, fresh, monkeypatch, other):
     plain = models.sample(fresh, **SMALL_RUN)
     monkeypatch.setattr(attention, "optimized_attention", chosen)
     if not other:
-        from anyshape.accel.comfy import taping
+        from anyshape.accel.comfy import recorded_attention
 
-        monkeypatch.setattr(taping, "OPEN_ATTENTION", {chosen})
+        monkeypatch.setattr(recorded_attention, "OPEN_ATTENTION", {chosen})
     for part in cross:
         part.comfy_attention = preference
     wanted = models.sample(fresh, **SMALL_RUN)

@@ -3,6 +3,7 @@
 Each patch of ``PATCHES`` logs where it is called.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,18 @@ def attention_values(patcher: Patcher, log: Log) -> None:
         return func(q, k, v * 1.2, *args, **kwargs)
 
     patcher.model_options["transformer_options"]["optimized_attention_override"] = override
+
+
+def choose_attention(patcher: Patcher, attention: Callable[..., Tensor]) -> None:
+    """As ComfyUI's node ModelAttentionBackend; for a ComfyUI that has none, its function under the same file's name."""
+    if hasattr(patcher, "set_model_optimized_attention"):
+        patcher.set_model_optimized_attention(attention)
+        return
+    module = sys.modules["comfy.model_patcher"]
+    text = "def made(chosen):\n    return lambda _, *args, **kwargs: chosen(*args, **kwargs)"
+    there = {"__name__": module.__name__}
+    exec(compile(text, module.__file__, "exec"), there)
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = there["made"](attention)
 
 
 PATCHES = [

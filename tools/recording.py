@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from anyshape.accel import maker, tape_tier
-from anyshape.accel.comfy import taping
+from anyshape.accel.comfy import recorded_attention, taping
 from anyshape.accel.tape import hand_kernels, program, rules
 from anyshape.accel.tape.diagnose import eager_values
 from anyshape.accel.tape.kernels import Launch
@@ -47,7 +47,7 @@ def recorded(module: nn.Module, args: tuple, named: dict[str, Any], fuse: bool =
     recorder = Recorder(list(given.tensors.values()), module, first.device)
     reads = Reads(recorder.add_input)
     options = NotedOptions(given.options, reads)
-    taping._prepare(options, recorder)
+    recorded_attention.prepare(options, recorder)
     out, tape = record(lambda: given.call(module.forward, options), recorder)
     assert tape is not None, recorder.refusal
     if fuse:

@@ -12,7 +12,6 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
-import comfy.ldm.modules.attention as attention
 import torch
 from torch import Tensor, nn
 
@@ -21,26 +20,20 @@ from ..foreign import foreign_method
 from ..key import ShapeKey, shape_key
 from ..reasons import say
 from ..skip.features import RUN_KEY
-from ..tape.called_patches import OVERRIDE, Played
-from ..tape.options import COPIED_ALONG, PLAIN, NotedOptions, Reads
-from ..tape.record import Recorder
-from ..tape.unplanned import without_plans
+from ..tape.called_patches import OVERRIDE
+from ..tape.options import PLAIN
 from ..tapes import Skipping, Taped, named_features
 from ..times import Begun, begin
-from . import dynamic
-from .compat import prefers_attention
+from . import dynamic, recorded_attention
 from .sampling_state import SamplingState
 from .surroundings import autocast
 
-OPTIONS = "transformer_options"
 SAMPLED = "cond_or_uncond"  # among the options, from the sampler
 PATCHED, REPLACED = PATCH_KEYS = ("patches", "patches_replace")
 PLACES = frozenset(("block", "block_index", "transformer_index"))
 OWN = ("comfy.", "torch.")  # where classes are from that nobody else has written
 SETTINGS = (*PLAIN, torch.dtype, torch.device, Enum)  # arguments that never change, and say by name what they are
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# torch's attention is made of operations that a tape can hold; other backends may work past torch's dispatcher
-OPEN_ATTENTION = {getattr(attention, "attention_pytorch", None)}
 
 
 # (width, height, frames) in image pixels, of a latent of this shape
@@ -97,7 +90,7 @@ def take(original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> G
 
 def _are_options(name: str, item: Any) -> bool:
     """A forward that somebody replaced may not name its arguments, but the sampler's notes are in its options."""
-    return isinstance(item, dict) and (name == OPTIONS or SAMPLED in item)
+    return isinstance(item, dict) and (name == recorded_attention.OPTIONS or SAMPLED in item)
 
 
 def _names(original: Callable[..., Any]) -> Sequence[str]:
@@ -177,7 +170,7 @@ def call_of(
     if run is not None and not why:
         why = run.obstacle(key, x.dtype)
     if run is not None and not why:
-        options = given.theirs
+        options = recorded_attention.settled(given.theirs)
         if run.mapped is not None:  # the weights are there
             options = without_prefetch(options)
 
@@ -188,7 +181,7 @@ def call_of(
             return given.call(original, options)
 
         taped = Taped(
-            model, forward, options, structure, _prepare, run.changed, run.lay_out, lean,
+            model, forward, options, structure, recorded_attention.prepare, run.changed, run.lay_out, lean,
             partial(_places, options), calls_patches(given.options),
             run.foreign, unknown=unknown, hold=partial(run.hold, key), let_go=run.let_go,
             no_graph=partial(run.no_graph, x.device), rest=run.rest, fetches=partial(run.fetches, x.device),
@@ -255,7 +248,7 @@ def without_prefetch(options: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 def calls_patches(options: Mapping[Any, Any]) -> bool:
     """Whether patches of other packs are called; these may count their calls."""
-    return any(options.get(key) for key in (*PATCH_KEYS, OVERRIDE))
+    return any(options.get(key) for key in PATCH_KEYS) or recorded_attention.is_anothers(options.get(OVERRIDE))
 
 
 def _step(call: Call, step: str, depth: int | None, inputs: dict[str, Tensor]) -> ShapeKey:
@@ -282,63 +275,9 @@ def _places(options: Mapping[Any, Any], block: nn.Module, uncalled: bool = False
 
     uncalled: it is known that the block calls none of the patches that are for all blocks.
     """
-    if OVERRIDE in options or options.get(REPLACED) or (options.get(PATCHED) and not uncalled):
+    chosen = options.get(OVERRIDE)
+    if recorded_attention.is_anothers(chosen) or options.get(REPLACED) or (options.get(PATCHED) and not uncalled):
         return frozenset()
     kinds = {type(part) for part in block.modules()}
     own = all(kind.__module__.startswith(OWN) and not foreign_method(kind) for kind in kinds)
-    return PLACES if own and attention.optimized_attention in OPEN_ATTENTION else frozenset()
-
-
-def _prepare(options: NotedOptions, recorder: Recorder) -> None:
-    """Attention that is not torch's own goes on the tape as one call, whatever it does inside; torch's as it runs."""
-    foreign = options.get(OVERRIDE)  # noted: another one, another recording
-    if foreign is None and prefers_attention(recorder.module):
-        return  # it runs as it does without us
-    if foreign is None and attention.optimized_attention in OPEN_ATTENTION:
-        if recorder.turned:  # what the recorder hears it writes down as it would be, and what it does not is a copy
-            options.hide(OVERRIDE, partial(_planning_little, recorder))
-        return
-
-    recorder.calls_packs = recorder.calls_packs or foreign is not None
-
-    def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        called, given = function if foreign is None else partial(foreign, function), kwargs.get(OPTIONS)
-        if not isinstance(given, NotedOptions):  # a plain copy, whose every key was noted when it was made
-            given = NotedOptions(given, _Copied(recorder)) if isinstance(given, dict) else None
-        play = called
-        if foreign is not None:
-            play = Played(called)
-            recorder.played.append(play)
-        keep = play.keep if isinstance(play, Played) else lambda out: out
-        if given is None:
-            return recorder.call(play, args, kwargs, lambda: keep(called(*args, **kwargs)))
-        given = given.copy()
-        given.hide(OVERRIDE)
-        # what it read of the options, it gets at each replay; nothing else of them is kept
-        later = {name: item for name, item in kwargs.items() if name != OPTIONS}
-        seen: dict[Any, Any] = {}
-        given.heard = seen
-        return recorder.call(
-            play, args, later | {OPTIONS: seen}, lambda: keep(called(*args, **later, **{OPTIONS: given}))
-        )
-
-    options.hide(OVERRIDE, override)
-
-
-def _planning_little(recorder: Recorder, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    """Attention of a forward whose libraries plan as little as they can, see ``Recorder``."""
-    return without_plans(function, *args, **kwargs) if recorder.is_deaf else function(*args, **kwargs)
-
-
-class _Copied(Reads):
-    """Reads of a plain copy of the options. What was copied along with the rest is no guard, so it must not be read."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__(recorder.value)  # it must be one that we know
-        self._recorder = recorder
-
-    def note(self, key: Any, value: Any, used: bool = True) -> None:
-        """As in ``Reads``."""
-        if key in COPIED_ALONG:
-            self._recorder.refuse(say("attention_option", option=repr(key)))
-        super().note(key, value, used)
+    return PLACES if own and (chosen is not None or recorded_attention.is_open()) else frozenset()

@@ -91,15 +91,15 @@ class Recording:
         self, model: torch.nn.Module, arguments: tuple, named: dict[str, Any], outlines: Any = None,
         skipping: bool = False, way: str = "forward", lean: bool = False, short: bool = False,
     ) -> None:  # fmt: skip
-        from anyshape.accel.comfy import taping
+        from anyshape.accel.comfy import recorded_attention, taping
         from anyshape.accel.key import shape_key
         from anyshape.accel.tapes import Skipping, Taped, Tapes
 
         self._original = getattr(model, way)
         self._given = taping.take(self._original, arguments, named)
         taped = Taped(
-            model, lambda options: self._given.call(self._original, options), self._given.options, 0, taping._prepare,
-            lean=lean, places=partial(taping._places, self._given.options),
+            model, lambda options: self._given.call(self._original, options), self._given.options, 0,
+            recorded_attention.prepare, lean=lean, places=partial(taping._places, self._given.options),
             skipping=Skipping(None, lambda added: None) if skipping else None,
         )  # fmt: skip
         with torch.inference_mode():

@@ -1,0 +1,123 @@
+"""Attention on a tape: torch's own as the operations that it is made of, any other as one call.
+
+A model's attention is ComfyUI's choice at its start, or a function among the options. That may be another pack's, or
+what ComfyUI's own node puts there to choose for one model: then it keeps nothing, and is called like ComfyUI's choice.
+"""
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import comfy.ldm.modules.attention as attention
+from torch import Tensor
+
+from ..origin import is_known
+from ..reasons import say
+from ..tape.called_patches import OVERRIDE, Played
+from ..tape.options import COPIED_ALONG, NotedOptions, Reads
+from ..tape.record import Recorder
+from ..tape.unplanned import without_plans
+from .compat import prefers_attention
+
+OPTIONS = "transformer_options"
+# torch's attention is made of operations that a tape can hold; other backends may work past torch's dispatcher
+OPEN_ATTENTION = {getattr(attention, "attention_pytorch", None)}
+_CHOSEN: dict[tuple, FunctionType] = {}  # the first function of those that call the same: see ``settled``
+
+
+def is_open() -> bool:
+    """Whether attention is torch's, where no option names another."""
+    return attention.optimized_attention in OPEN_ATTENTION
+
+
+def is_anothers(chosen: Any) -> bool:
+    """Whether the attention that an option names is another pack's, or wraps one; not if there is none."""
+    return chosen is not None and not (_is_comfyuis(chosen) and all(map(_is_comfyuis, _held(chosen))))
+
+
+def settled(options: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The options with one function for each attention: ComfyUI's node makes another each time that it runs."""
+    chosen = options.get(OVERRIDE)
+    if chosen is None or is_anothers(chosen):
+        return options
+    first = _CHOSEN.setdefault((chosen.__code__, *_held(chosen)), chosen)
+    return options if first is chosen else {**options, OVERRIDE: first}
+
+
+def _is_comfyuis(function: Any) -> bool:
+    """Whether it is a function of ComfyUI's, by the file of its code: a wrapper may have another one's name."""
+    if type(function) is not FunctionType or not is_known(function):
+        return False
+    return function.__code__.co_filename == getattr(sys.modules.get(function.__module__), "__file__", None)
+
+
+def _held(function: FunctionType) -> list[Any]:
+    """What it has from where it was made."""
+    return [cell.cell_contents for cell in function.__closure__ or ()]
+
+
+@functools.lru_cache(maxsize=64)
+def _with(chosen: Callable[..., Tensor], function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``chosen`` in the place of ``function``; the same object each time, so that two recordings are alike."""
+    return partial(chosen, function)
+
+
+def prepare(options: NotedOptions, recorder: Recorder) -> None:
+    """Attention that is not torch's own goes on the tape as one call, whatever it does inside; torch's as it runs."""
+    foreign = options.get(OVERRIDE)  # noted: another one, another recording
+    if foreign is None and prefers_attention(recorder.module):
+        return  # it runs as it does without us
+    if foreign is None and is_open():
+        if recorder.turned:  # what the recorder hears it writes down as it would be, and what it does not is a copy
+            options.hide(OVERRIDE, partial(_planning_little, recorder))
+        return
+
+    anothers = is_anothers(foreign)
+    recorder.calls_packs = recorder.calls_packs or anothers
+
+    def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        called, given = function, kwargs.get(OPTIONS)
+        if foreign is not None:
+            called = partial(foreign, function) if anothers else _with(foreign, function)
+        if not isinstance(given, NotedOptions):  # a plain copy, whose every key was noted when it was made
+            given = NotedOptions(given, _Copied(recorder)) if isinstance(given, dict) else None
+        play = called
+        if anothers:
+            play = Played(called)
+            recorder.played.append(play)
+        keep = play.keep if isinstance(play, Played) else lambda out: out
+        if given is None:
+            return recorder.call(play, args, kwargs, lambda: keep(called(*args, **kwargs)))
+        given = given.copy()
+        given.hide(OVERRIDE)
+        # what it read of the options, it gets at each replay; nothing else of them is kept
+        later = {name: item for name, item in kwargs.items() if name != OPTIONS}
+        seen: dict[Any, Any] = {}
+        given.heard = seen
+        return recorder.call(
+            play, args, later | {OPTIONS: seen}, lambda: keep(called(*args, **later, **{OPTIONS: given}))
+        )
+
+    options.hide(OVERRIDE, override)
+
+
+def _planning_little(recorder: Recorder, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Attention of a forward whose libraries plan as little as they can, see ``Recorder``."""
+    return without_plans(function, *args, **kwargs) if recorder.is_deaf else function(*args, **kwargs)
+
+
+class _Copied(Reads):
+    """Reads of a plain copy of the options. What was copied along with the rest is no guard, so it must not be read."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(recorder.value)  # it must be one that we know
+        self._recorder = recorder
+
+    def note(self, key: Any, value: Any, used: bool = True) -> None:
+        """As in ``Reads``."""
+        if key in COPIED_ALONG:
+            self._recorder.refuse(say("attention_option", option=repr(key)))
+        super().note(key, value, used)
