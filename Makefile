@@ -44,8 +44,8 @@ package:
 	@$(PYTHON) -m tools.demo_pack
 
 bench: setup
-	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sdxl --starts --json $(RESULTS)/sdxl-forward.json
-	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sd15 --starts --json $(RESULTS)/sd15-forward.json
+	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sdxl --json $(RESULTS)/sdxl-forward.json
+	@$(ENV) $(VENV_PYTHON) -m bench.forward --model sd15 --json $(RESULTS)/sd15-forward.json
 	@$(ENV) $(VENV_PYTHON) -m bench.vae --json $(RESULTS)/vae.json
 	@$(ENV) $(VENV_PYTHON) -m bench.mixed --model sdxl --how eager,anyshape,blocks,core --limit 120 \
 		--json $(RESULTS)/mixed-sdxl.json

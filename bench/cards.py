@@ -84,7 +84,7 @@ def control() -> Card:
     rows = figures.load(path)["rows"]
     bars = [Bar(size(r), r["neither_ms"], r["both_ms"]) for r in rows if size(r) in ("1024x1024", "960x720", "512x512")]
     template, title = "ControlNet SD1.5 - one image, then four", "ControlNet"
-    what, note = "ms for one call of SDXL with its ControlNet", ", an earlier AnyShape"
+    what, note = "ms for one call of SDXL with its ControlNet", ", a slow host"
     return Card(template, title, what, WITHOUT_AND_WITH, (path,), bars, note)
 
 

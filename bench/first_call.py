@@ -72,15 +72,6 @@ def beyond(runs: list[dict[str, dict[str, Any]]], start: str) -> float | None:
     return round(min(best[0]) - min(best[1]), 3) if all(best) else None
 
 
-def starts(model: str, case: tuple[int, ...], mode: str) -> dict[str, Any]:
-    """What ``bench.forward`` notes of a model."""
-    runs = [once(model, case, mode)[0]]
-    width, height, images, *_ = case
-    return {"width": width, "height": height, "images": images} | {
-        f"{start}_seconds": beyond(runs, start) for start in STARTS[1:]
-    }
-
-
 def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

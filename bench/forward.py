@@ -1,7 +1,7 @@
 """One forward of full-size models at several sizes: eager and compiled, first calls, error, memory.
 
 python -m bench.forward [--model flux,zimage,...] [--sizes 1024x1024,832x480x33,768x768*4] [--mode auto|exact|off]
-                        [--repeat N] [--profile N] [--starts] [--dynamic] [--json FILE]
+                        [--repeat N] [--profile N] [--dynamic] [--json FILE]
 
 A forward is one call of the model inside a sampling run, as ComfyUI's sampler makes it (``bench.step``), in one
 process, which begins with empty compiler caches: for each size eager's first call, its later ones, ours, and eager's
@@ -9,9 +9,8 @@ again. ``rows`` is the batch that the model sees: CFG makes 2 rows per image. A 
 (* images).
 
 The error is that of the model's output, on inputs that neither has seen before. ``first_call_extra_seconds`` is our
-first call of a size beyond eager's first call of that size; CUDA has started before. ``--starts`` measures first calls
-of fresh processes too (``bench.first_call``); break-even is the number of 20-step images after which such a start is
-won back. What fails is told and noted; the sizes and models after it are measured.
+first call of a size beyond eager's first call of that size; CUDA has started before. First calls of fresh processes:
+``bench.first_call``. What fails is told and noted; the sizes and models after it are measured.
 
 ``--dynamic``: ComfyUI with DynamicVRAM, as most people have it. "zimage-int8": a model with quantised weights.
 
@@ -43,7 +42,7 @@ from anyshape.accel import stats  # noqa: E402
 from comfy.model_patcher import ModelPatcher  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from bench import figures, first_call, markdown, measure, product, zoo  # noqa: E402
+from bench import markdown, measure, process, product, zoo  # noqa: E402
 from bench.step import Case, Steady, Step, first_seconds, inside, profiled, size, steady  # noqa: E402
 
 USUAL = [Case(1024, 1024), Case(512, 512), Case(840, 968)]
@@ -163,7 +162,7 @@ def table(model: str, chosen: argparse.Namespace, result: dict[str, Any]) -> Non
     for case in chosen.sizes or cases(model.partition("-")[0]):
         found = attempted(result, str(case), lambda case=case: row(eager, compiled, case, chosen))
         if found is not None:
-            result["rows"].append(figures.with_break_even(found, result["starts"]))
+            result["rows"].append(found)
             told(result["rows"][-1])
         result["memory_mib"] = measure.settled_mib() - before
         result["stats"] = stats.snapshot()
@@ -237,7 +236,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=10, help="timed calls of each way; fewer where a call is long")
     parser.add_argument("--profile", type=int, default=0, help="print so many of the largest kernels of a call")
     parser.add_argument(DYNAMIC, action="store_true", help="ComfyUI with DynamicVRAM, as its main.py starts it")
-    parser.add_argument("--starts", action=argparse.BooleanOptionalAction, default=False, help="measure starts too")
     chosen = parser.parse_args()
     chosen.model = chosen.model.split(",")
     if unknown := [name for name in chosen.model if not zoo.known(name)]:
@@ -252,16 +250,8 @@ def arguments() -> argparse.Namespace:
 def measured(model: str, chosen: argparse.Namespace) -> dict[str, Any]:
     """The result of a model, whatever becomes of it."""
     result: dict[str, Any] = {
-        "model": model,
-        "mode": chosen.mode,
-        "dynamic": chosen.dynamic,
-        "starts": None,
-        "failed": [],
-        "rows": [],
-    }
-    if chosen.starts:
-        case = (chosen.sizes or cases(model.partition("-")[0]))[0]
-        result["starts"] = attempted(result, "starts", lambda: first_call.starts(model, case[:4], chosen.mode))
+        "model": model, "mode": chosen.mode, "dynamic": chosen.dynamic, "failed": [], "rows": [],
+    }  # fmt: skip
     started = time.perf_counter()
     attempted(result, "the model", lambda: table(model, chosen, result))
     left = attempted(result, "freeing its memory", measure.freed_mib)
@@ -274,7 +264,7 @@ def main() -> None:
     """Prints every row as it is measured and a table at the end; writes the JSON."""
     chosen = arguments()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ |= first_call.process.caches(Path(folder))  # empty: the first calls below are cold ones
+        os.environ |= process.caches(Path(folder))  # empty: the first calls below are cold ones
         chosen.kernels = measure.Kernels().listen()
         results = [measured(model, chosen) for model in chosen.model]
     print(summary(results), flush=True)

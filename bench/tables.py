@@ -42,14 +42,6 @@ def scientific(value: float | None) -> str:
     return f"{digits}e{int(exponent)}"
 
 
-def even(row: dict[str, Any], result: dict[str, Any], name: str) -> str:
-    """Break-even of a start: empty if starts were not measured, a dash if it never comes."""
-    if not result["starts"] or result["starts"][f"{name}_seconds"] is None:
-        return ""
-    count = row["break_even_images"][name]
-    return "–" if count is None else str(count)
-
-
 AMPLIFIED = (
     "Weights are random. Such models amplify rounding, most of all with 8-bit weights: if the latent is off by one "
     "step of its dtype, Krea 2's result in int8 is off by 23 %, in ComfyUI too. First calls of Z-Image, Krea 2 and "
@@ -93,29 +85,18 @@ def factor(row: dict[str, Any]) -> str:
 
 
 def others(words: dict[str, Any]) -> str:
-    """What is no line of the table: a video, SD1.5, the VAE, a ControlNet, Skip Blocks."""
-    wan, sd15 = (figures.load(figures.forward_path(model)) for model in ("wan", "sd15"))
-    video, small = next(row for row in wan["rows"] if row["frames"] > 1), sd15["rows"][0]
-    names = "vae", "vae-wan", "controlnet"
-    vaes, of_wan, controlnet = (figures.load(figures.RESULTS / f"{name}.json") for name in names)
-    vae, control = vaes["rows"][0], controlnet["rows"][0]
-    both = {"eager_ms": control["neither_ms"], "compiled_ms": control["both_ms"]}
-    skip = skip_tables.speeds()[0]
+    """What is no line of the table: a video, SD1.5, the VAE, Skip Blocks."""
+    wan, sd15 = (figures.load(figures.forward_path(model))["rows"] for model in ("wan", "sd15"))
+    video = next(row for row in wan if row["frames"] > 1)
+    alone = (row for row in sd15 if row["images"] == 1)
+    large = max(alone, key=lambda row: (row["width"] * row["height"], row["rows"]))
+    vaes, of_wan = (figures.load(figures.RESULTS / f"{name}.json") for name in ("vae", "vae-wan"))
+    vae, skip = vaes["rows"][0], skip_tables.speeds()[0]
     return words["others"].format(
-        video=size(video), wan=factor(video), sd15=factor(small), sd15_size=size(small), vae=factor(vae),
-        wan_vae=factor(of_wan["rows"][0]), size=size(vae), control=factor(both),
-        interval=skip["interval"], steps=skip["steps"], skip=skip_tables.usual_speedups(),
-        old=max(result["date"] for result in (sd15, controlnet)),
+        video=size(video), wan=factor(video), sd15=factor(large), sd15_size=size(large), vae=factor(vae),
+        wan_vae=factor(of_wan["rows"][0]), size=size(vae), interval=skip["interval"], steps=skip["steps"],
+        skip=skip_tables.usual_speedups(),
     )  # fmt: skip
-
-
-def starts(words: dict[str, Any], unet: dict[str, Any]) -> str:
-    """What the first run of a process costs; nothing if one of the two was not measured."""
-    found = unet["starts"]
-    if not found or None in (found["cold_seconds"], found["warm_seconds"]):
-        return ""
-    seconds = {name: f"{found[f'{name}_seconds']:.2f}" for name in ("cold", "warm")}
-    return words["starts"].format(size=size(found), **seconds)
 
 
 def mixed_sentence(words: dict[str, Any], result: dict[str, Any]) -> str:
@@ -156,14 +137,14 @@ def document() -> str:
 def forward_part(model: str) -> str:
     """One forward of ``model``."""
     result = figures.load(figures.forward_path(model))
-    head = "Size | Images | Rows | Eager, ms | AnyShape, ms | Faster | First call, s | Break-even, cold | warm | Error"
-    lines = table(head.split(" | "), [forward_row(row, result) for row in result["rows"]])
+    head = "Size | Images | Rows | Eager, ms | AnyShape, ms | Faster | First call, s | Error"
+    lines = table(head.split(" | "), map(forward_row, result["rows"]))
     found = f"All {len(result['rows'])} shapes together take {result['memory_mib']:,.0f} MiB more than eager."
-    note = said(texts.ENGLISH, [starts(texts.ENGLISH, result), found], wrap=True)
+    note = said(texts.ENGLISH, [found], wrap=True)
     return headed(f"{figures.MODELS[model]}, one forward", result, lines, note)
 
 
-def forward_row(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
+def forward_row(row: dict[str, Any]) -> list[str]:
     """One case."""
     return [
         size(row),
@@ -173,9 +154,7 @@ def forward_row(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
         three(row["compiled_ms"]),
         factor(row),
         two(row["first_call_extra_seconds"]),
-        even(row, result, "cold"),
-        even(row, result, "warm"),
-        scientific(figures.error(row)),
+        scientific(row["error"]),
     ]
 
 
@@ -194,7 +173,7 @@ def dynamic_row(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
     model, _, form = result["model"].partition("-")
     first = two(row["first_call_extra_seconds"])
     shown = [size(row), str(row["rows"]), three(row["eager_ms"]), three(row["compiled_ms"]), factor(row), first]
-    return [figures.MODELS[model], figures.FORMS.get(form, "bf16"), *shown, scientific(figures.error(row))]
+    return [figures.MODELS[model], figures.FORMS.get(form, "bf16"), *shown, scientific(row["error"])]
 
 
 def vae_part(title: str, name: str) -> str:

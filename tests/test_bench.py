@@ -53,7 +53,7 @@ def forward(pack, monkeypatch) -> ModuleType:
 
 def run_forward(forward: ModuleType, monkeypatch: Any, *arguments: str) -> None:
     """Its main, as with this command line; the environment stays as it is."""
-    monkeypatch.setattr(forward.first_call.process, "caches", lambda folder: {})
+    monkeypatch.setattr(forward.process, "caches", lambda folder: {})
     monkeypatch.setattr(sys, "argv", ["forward", *arguments])
     forward.main()
 
@@ -135,10 +135,10 @@ def test_a_forward_table(forward, monkeypatch, tmp_path, capsys):
         assert row["error"] == row["first_error"] == 0.0 and row["eager_ms"] > 0 and row["compiled_ms"] > 0
         assert row["ratio"] == pytest.approx(row["eager_ms"] / row["compiled_ms"], rel=0.01)
         assert row["kernels_compiled"] == 0 and row["state"] == "eager" and len(row["profile"]) == 3
-        assert row["break_even_images"] == {"cold": None, "warm": None} and row["repeats"] == 3
+        assert row["repeats"] == 3
     from bench import tables
 
-    assert len(tables.forward_row(result["rows"][0], result)) == 10
+    assert len(tables.forward_row(result["rows"][0])) == 8
     last = capsys.readouterr().out.strip().splitlines()[-3:]
     assert [line.split("|")[2].strip() for line in last] == ["64x64", "64x64", "128x64*2"]
 

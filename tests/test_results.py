@@ -12,7 +12,6 @@ from tools.paths import ROOT
 
 RESULTS = sorted(figures.RESULTS.glob("*.json"))
 MIXED = [path for path in RESULTS if path.stem.startswith("mixed-")]
-FORWARD = [path for path in RESULTS if path.stem.endswith("-forward")]
 READMES = ["README.md", "README.zh-CN.md"]
 QUOTED = [
     *(f"{model}-forward" for model in tables.SIX),
@@ -60,12 +59,6 @@ def test_the_quoted_results_come_from_one_machine():
         assert all(result[name] == found[0][name] for result in found)
 
 
-@pytest.mark.parametrize("path", FORWARD, ids=by_name)
-def test_break_even_follows_from_the_times(path):
-    result = figures.load(path)
-    assert [figures.with_break_even(row, result["starts"]) for row in result["rows"]] == result["rows"]
-
-
 @pytest.mark.parametrize("path", MIXED, ids=by_name)
 def test_an_unfinished_run_says_how_far_it_came(path):
     result = figures.load(path)
@@ -75,15 +68,6 @@ def test_an_unfinished_run_says_how_far_it_came(path):
         assert sizes == [(p["width"], p["height"], p["images"]) for p in prompts][: len(sizes)]
         assert run["finished"] == (len(sizes) == len(prompts) and run["exit_code"] == 0)
         assert run["limit_seconds"] > 0 and run["seconds"] == pytest.approx(figures.total(run), abs=1e-3)
-
-
-def test_break_even():
-    assert figures.break_even(4.0, 42.0, 30.0, 1) == 17  # 0.24 s an image
-    assert figures.break_even(0.48, 42.0, 30.0, 1) == 2
-    assert figures.break_even(4.0, 84.0, 60.0, 4) == 36  # 9 batches of 4, 0.48 s each
-    assert figures.break_even(-0.1, 42.0, 30.0, 1) == 0
-    assert figures.break_even(4.0, 30.0, 30.0, 1) is None
-    assert figures.break_even(None, 42.0, 30.0, 1) is None
 
 
 # Tables -----------------------------------------------------------------------------------------------------------
@@ -143,12 +127,7 @@ def test_markers_are_needed():
         tables.rewritten("no markers", "new")
 
 
-def test_missing_figures_leave_empty_cells():
-    row = {"break_even_images": {"cold": None, "warm": 3}}
-    assert tables.even(row, {"starts": None}, "warm") == ""
-    starts = {"cold_seconds": 4.0, "warm_seconds": 0.5}
-    assert tables.even(row, {"starts": starts}, "cold") == "–"
-    assert tables.even(row, {"starts": starts}, "warm") == "3"
+def test_an_empty_cell_stays():
     assert tables.table(["a", "b"], [["", "1"]]) == "| a | b |\n|---|---|\n| | 1 |"
 
 
