@@ -5,6 +5,7 @@ Each patch of ``PATCHES`` logs where it is called.
 
 import sys
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor
@@ -101,11 +102,14 @@ def choose_attention(patcher: Patcher, attention: Callable[..., Tensor]) -> None
     if hasattr(patcher, "set_model_optimized_attention"):
         patcher.set_model_optimized_attention(attention)
         return
+
+    def override(_: Any, *args: Any, **kwargs: Any) -> Tensor:
+        return attention(*args, **kwargs)
+
     module = sys.modules["comfy.model_patcher"]
-    text = "def made(chosen):\n    return lambda _, *args, **kwargs: chosen(*args, **kwargs)"
-    there = {"__name__": module.__name__}
-    exec(compile(text, module.__file__, "exec"), there)
-    patcher.model_options["transformer_options"]["optimized_attention_override"] = there["made"](attention)
+    code = override.__code__.replace(co_filename=module.__file__)
+    made = FunctionType(code, {"__name__": module.__name__}, closure=override.__closure__)
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = made
 
 
 PATCHES = [
