@@ -99,6 +99,8 @@ def record_block(
     for key in noted._own - prepared:
         given.passed[key] = dict.get(noted, key)
         take.reason = take.reason or say("block_changes_options")
+    if take.guards.changed(given.options):
+        take.reason = take.reason or say("block_changes_options")
     if given.was_changed(type(block)):
         take.reason = take.reason or say("block_changes_list")
     if tape is not None:

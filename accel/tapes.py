@@ -237,9 +237,12 @@ class Tapes:
         kept = first_kept(taped.foreign, states, taped.module)
         if kept and not reason:
             reason = say("foreign_state", name=kept)
+        guards = Guards(reads)
+        if not reason and (option := guards.changed(taped.options)):  # a cache, say, which a replay would not fill
+            reason = say("option_written", option=repr(option))
         with self._lock:
             self._count += 1
-            take = Take(Guards(reads), taped.structure, self._count, reason=reason)
+            take = Take(guards, taped.structure, self._count, reason=reason)
             take.in_blocks = bool(reason) and not changed and not recorder.keeps
             take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
             if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own

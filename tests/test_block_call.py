@@ -1,6 +1,7 @@
 """The arguments of a block's call, taken apart: what its program is given, and what it depends on besides."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel.block_call import NotUsed, take_apart  # noqa: E402 - exists from the line above on
+from anyshape.accel.block_take import Visit, record_block  # noqa: E402
+from anyshape.accel.reasons import say  # noqa: E402
+from anyshape.accel.tape.patches import PatchBook  # noqa: E402
 from anyshape.accel.tape.values import swapped  # noqa: E402
 
 
@@ -99,3 +103,20 @@ def test_other_tensors_in_an_object(kind: type) -> None:
 def test_what_may_hold_more_than_is_seen_is_refused(argument: Any) -> None:
     with pytest.raises(NotUsed, match=type(argument).__name__ if type(argument) is not Modulation else "Modulation"):
         given(X, argument)
+
+
+class Keeping(nn.Module):
+    def forward(self, x: Tensor, transformer_options: dict[str, Any]) -> Tensor:
+        transformer_options["cache"].append(x * 2)
+        return x + 1
+
+
+def test_a_block_that_keeps_something_in_an_option_is_no_program() -> None:
+    """A replay would not."""
+    options, block = {"cache": []}, Keeping()
+    taped = SimpleNamespace(prepare=lambda *_: None, places=lambda *_: frozenset())
+    call = SimpleNamespace(key=SimpleNamespace(device=X.device), taped=taped)
+    call_of_block = take_apart(Keeping, (X,), {"transformer_options": options})
+    recorded = record_block(Visit(call, None, True), PatchBook(), block, block.forward, call_of_block, ())
+    assert recorded.take.reason == say("block_changes_options") and len(options["cache"]) == 1
+    assert torch.equal(recorded.out, X + 1)

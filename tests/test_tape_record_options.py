@@ -221,3 +221,26 @@ def test_a_forward_that_changes_its_model_is_refused() -> None:
     calls.changes = "counter (4)"
     _, take, tape = calls.record({})
     assert tape is None and "counter (4)" in take.reason
+
+
+class Cache:
+    """What a node puts among the options, for the forward to fill."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+
+def test_a_forward_that_keeps_something_in_an_option_is_refused() -> None:
+    """A replay would not fill it: Wan Animate 2's cache of the pose stayed empty from the second prompt on."""
+
+    def forward(self, x, o):
+        if not o["cache"].kept:
+            o["cache"].kept.append(x * 2)
+        return x + o["cache"].kept[0]
+
+    calls, options = Calls(forward), {"cache": Cache()}
+    out, take, tape = calls.record(options)
+    assert tape is None and "'cache'" in take.reason and take.in_blocks and not take.twice
+    assert torch.equal(out, inputs(0) * 3) and calls.find({"cache": Cache()}) is None
+    only_read = Calls(lambda self, x, o: x + len(o["cache"].kept))
+    assert only_read.record(options)[2] is not None

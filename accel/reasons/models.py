@@ -67,6 +67,10 @@ REASONS = dict(
         "another node changes an option at each step ({option})",
         "the option {option} is different in each call, so no recording can be used twice",
     ),
+    option_written=(
+        "the model keeps something in an option ({option})",
+        "the model keeps something for its next call in the option {option}, so the forward is not recorded as a whole",
+    ),
     # What the call or the model is
     training=("training is on", "gradients are on (training), so the {what} runs in eager"),
     strange_argument=(

@@ -203,11 +203,17 @@ class Guards:
                 return str(key)
         if self._keys is not None and frozenset(options) - self._keys[1] != self._keys[0]:
             return next(iter(map(str, (frozenset(options) - self._keys[1]) ^ self._keys[0])))
+        if key := self.changed(options, free):
+            return key
+        place = self.changed_state(options, module)
+        return str(place[0]) if place else ""
+
+    def changed(self, options: Mapping[Any, Any], free: frozenset[str] = frozenset()) -> str:
+        """The first option that is no tensor and not as it was when it was read; "" if all are. free: as above."""
         for key, old in self._kept.items():
             if key not in free and old != frozen(options.get(key, MISSING), key in self._used):
                 return str(key)
-        place = self.changed_state(options, module)
-        return str(place[0]) if place else ""
+        return ""
 
     def changed_state(self, options: Mapping[Any, Any], module: nn.Module | None) -> tuple | None:
         """The place of a recorded patch whose code would read other values now; None if there is none."""
