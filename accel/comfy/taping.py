@@ -59,10 +59,11 @@ class Given:
 
     @property
     def theirs(self) -> Mapping[Any, Any]:
-        """The options without our own, which is another one in each run."""
-        if RUN_KEY not in self.options:
-            return self.options
-        return {key: value for key, value in self.options.items() if key != RUN_KEY}
+        """The options without our own, which is another one in each run; see ``recorded_attention.settled`` too."""
+        options = recorded_attention.settled(self.options)
+        if RUN_KEY not in options:
+            return options
+        return {key: value for key, value in options.items() if key != RUN_KEY}
 
     def call(self, original: Callable[..., Any], options: Mapping[Any, Any] | None = None) -> Any:
         """``original`` with these arguments, or with other options."""
@@ -170,7 +171,7 @@ def call_of(
     if run is not None and not why:
         why = run.obstacle(key, x.dtype)
     if run is not None and not why:
-        options = recorded_attention.settled(given.theirs)
+        options = given.theirs
         if run.mapped is not None:  # the weights are there
             options = without_prefetch(options)
 
