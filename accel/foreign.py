@@ -27,17 +27,17 @@ def foreign_method(kind: type) -> str:
 def _foreign_method(kind: type, methods: tuple[Any, ...]) -> str:
     owners = ((base, name) for base in kind.__mro__ for name in FORWARDS)
     for (base, name), method in zip(owners, methods, strict=True):
-        if method is not None and not _is_own(base, method):
+        if method is not None and not in_its_file(base, method):
             return f"{base.__name__}.{name} of {whose(method)}"
     return ""
 
 
-def _is_own(kind: type, method: Any) -> bool:
-    """Whether a method's code is in the file of its class."""
-    file = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+def in_its_file(owner: Any, function: Any) -> bool:
+    """Whether a function's code is in the file of its owner's module: of its class, or what its own name says."""
+    file = getattr(sys.modules.get(owner.__module__), "__file__", None) or ""
     if not file.endswith(".py"):  # built in, made in a session, or without its source
         return True
-    code = getattr(getattr(method, "__func__", method), "__code__", None)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code is not None and code.co_filename == file
 
 
@@ -59,7 +59,7 @@ def foreign_code(module: nn.Module, functions: FunctionsRead) -> list[tuple[str,
             continue
         for name in FORWARDS:
             method = vars(kind).get(name)
-            if method is not None and not _is_own(kind, method):
+            if method is not None and not in_its_file(kind, method):
                 found.append((f"{kind.__name__}.{name} of {whose(method)}", method))
     return found + [(f"{name} of {whose(value)}", value) for name, value in functions.brought()]
 

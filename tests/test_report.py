@@ -73,11 +73,14 @@ def test_an_error_is_one_short_line(pack: ModuleType) -> None:
 
 
 def test_no_path_has_the_users_name(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from anyshape.accel.origin import readable
     from anyshape.nodes.bug_report import private, private_options
 
     monkeypatch.setenv("HOME", "/home/ada")
     monkeypatch.setenv("USERPROFILE", "/home/ada")
     monkeypatch.setenv("USER", "lovelace")
+    for module in ("/home/ada/ui/custom_nodes/pack.nodes", r"C:\Users\Ada L\ui\custom_nodes\pack.nodes", "pack.nodes"):
+        assert readable(module) == "pack.nodes"
     assert private("in /home/ada/x, /home/ada and /home/adam") == "in ~/x, ~ and /home/adam"
     assert private("/mnt/ada/x /data/lovelace C:\\Users\\ada\\x ada") == "/mnt/~/x /data/~ C:\\Users\\~\\x ada"
     options = ["--output-directory", "/home/ada/out", "--base-directory=/srv/ada/ui", "--port", "8188", "/mnt/ada"]

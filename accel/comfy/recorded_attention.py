@@ -5,7 +5,6 @@ what ComfyUI's own node puts there to choose for one model: then it keeps nothin
 """
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import FunctionType
@@ -14,6 +13,8 @@ from typing import Any
 import comfy.ldm.modules.attention as attention
 from torch import Tensor
 
+from ..block_call import OPTIONS
+from ..foreign import in_its_file
 from ..origin import is_known
 from ..reasons import say
 from ..tape.called_patches import OVERRIDE, Played
@@ -22,7 +23,6 @@ from ..tape.record import Recorder
 from ..tape.unplanned import without_plans
 from .compat import prefers_attention
 
-OPTIONS = "transformer_options"
 # torch's attention is made of operations that a tape can hold; other backends may work past torch's dispatcher
 OPEN_ATTENTION = {getattr(attention, "attention_pytorch", None)}
 _CHOSEN: dict[tuple, FunctionType] = {}  # the first function of those that call the same: see ``settled``
@@ -49,9 +49,7 @@ def settled(options: Mapping[Any, Any]) -> Mapping[Any, Any]:
 
 def _is_comfyuis(function: Any) -> bool:
     """Whether it is a function of ComfyUI's, by the file of its code: a wrapper may have another one's name."""
-    if type(function) is not FunctionType or not is_known(function):
-        return False
-    return function.__code__.co_filename == getattr(sys.modules.get(function.__module__), "__file__", None)
+    return type(function) is FunctionType and is_known(function) and in_its_file(function, function)
 
 
 def _held(function: FunctionType) -> list[Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..block_call import OPTIONS
 from ..call import Call
 from ..foreign import foreign_method
 from ..key import ShapeKey, shape_key
@@ -91,7 +92,7 @@ def take(original: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> G
 
 def _are_options(name: str, item: Any) -> bool:
     """A forward that somebody replaced may not name its arguments, but the sampler's notes are in its options."""
-    return isinstance(item, dict) and (name == recorded_attention.OPTIONS or SAMPLED in item)
+    return isinstance(item, dict) and (name == OPTIONS or SAMPLED in item)
 
 
 def _names(original: Callable[..., Any]) -> Sequence[str]:

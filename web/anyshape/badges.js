@@ -86,22 +86,26 @@ export function show(stats) {
 /**
  * The text under a node, which the server writes in English: in another language it is what the tooltip has besides the
  * line. It ends once the model is no longer prepared: the line says the rest. Newer front ends end every text with its
- * prompt, and leave the node as high as it was.
+ * prompt, and leave the node as high as it was with the text.
  */
 function tidy(node, { level, title }) {
   const text = node.widgets?.find((widget) => widget.name === PROGRESS);
-  const said = String(text?.value ?? "");
-  if (!text && !grown.delete(node)) heights.set(node, node.size[1]);
-  else if (!text) setHeight(node);
-  else if (level !== "preparing" && [PREPARING, words().preparing.split("{")[0]].some((begin) => said.startsWith(begin))) {
+  if (!text) {
+    if (grown.delete(node)) setHeight(node);
+    else heights.set(node, node.size[1]);
+    return;
+  }
+  const said = String(text.value ?? "");
+  const begins = [PREPARING, words().preparing.split("{")[0]];
+  if (level !== "preparing" && begins.some((begin) => said.startsWith(begin))) {
     node.removeWidget?.(text);
     grown.delete(node);
     setHeight(node);
-  } else {
-    grown.add(node);
-    const translated = title.split("\n").slice(1).join("\n") || title;
-    if (said && !isEnglish() && said !== translated) text.value = translated;
+    return;
   }
+  grown.add(node);
+  const translated = title.split("\n").slice(1).join("\n") || title;
+  if (said && !isEnglish() && said !== translated) text.value = translated;
 }
 
 /** As it was without a text. */
