@@ -2,6 +2,9 @@
 
 import functools
 import sys
+import types
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -10,7 +13,11 @@ from .fingerprint import classes_of, global_hooks, objects_of, shown
 from .functions_read import FunctionsRead
 from .origin import is_known, whose
 from .parts_seen import FORWARDS
+from .reasons import say
 from .tape.named_tensors import parts_of
+from .tape.options import NotedOptions, Reads
+from .tape.record import Recorder
+from .tape.state import HELD, first_kept, is_held, is_library, names_of, states_of
 
 BUILT_IN = ("scaled_dot_product_attention", "linear", "gelu", "conv1d", "conv2d", "conv3d")  # not in Python
 
@@ -73,3 +80,108 @@ def replaced_in_torch(functions: FunctionsRead) -> str:
     start = "torch.nn.functional."
     names = [name for name, _ in functions.brought() if name.startswith(start)]
     return next((name for name in names if name.removeprefix(start) not in BUILT_IN), "")
+
+
+class Held:
+    """An attribute in which other packs' code keeps the options of the latest forward, where more of it finds them."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self._owner, self.name = weakref.ref(owner), name
+
+    @property
+    def value(self) -> Any:
+        """What is there; None once the owner is gone."""
+        owner = self._owner()
+        return None if owner is None else vars(owner).get(self.name)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether an earlier recording found it."""
+        return is_held(self._owner(), self.name)
+
+    def put(self, options: Mapping[Any, Any]) -> None:
+        """Has it hold these, as a forward of this call does."""
+        owner = self._owner()
+        if owner is not None:
+            setattr(owner, self.name, options)
+
+    def remember(self) -> None:
+        """From now on it is no part of the code's state."""
+        HELD[id(self._owner()), self.name] = self._owner
+
+
+class Watched:
+    """Other packs' code in a model while a forward is recorded: what it may read, and what it keeps.
+
+    Code that puts the options of each forward into an attribute keeps nothing that a replay lacks, if a replay puts
+    them there too. states: of the code, before. held: the attributes into which this forward put them. again: one of
+    them was not known before, so the forward is to be recorded once more.
+    """
+
+    def __init__(self, foreign: Sequence[tuple[str, Any]], recorder: Recorder) -> None:
+        self._foreign, self._module, self.again = foreign, recorder.module, False
+        self.states, self.held = states_of(foreign, recorder.module), []
+        known = [place for place in self._places() if place.is_known]
+        self._earlier = [(place, place.value, NotedOptions(place.value, _Earlier(recorder))) for place in known]
+        for place, _, noted in self._earlier:
+            place.put(noted)
+
+    def kept(self, options: Mapping[Any, Any]) -> str:
+        """The code that keeps something else from one call to the next, or may; "" if there is none.
+
+        options: those of the call, in place of those by which a recording notes what is read.
+        """
+        other = ""
+        for place, before, noted in self._earlier:
+            if place.value is noted:
+                place.put(before)
+            elif not isinstance(place.value, NotedOptions):  # a copy, say, that a replay would not make
+                other = place.name
+        for place in self._places():
+            if isinstance(place.value, NotedOptions):
+                place.put(options)
+                self.held.append(place)
+                self.again |= not place.is_known
+                place.remember()
+        return other or first_kept(self._foreign, self.states, self._module)
+
+    def _places(self) -> Iterator[Held]:
+        """Attributes of classes and objects which the code can reach, that may hold options."""
+        seen: set[int] = set()
+        left = [code for _, code in self._foreign]
+        while left:
+            value = left.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            function = getattr(value, "__func__", value)
+            kind = value if isinstance(value, type) else type(value)
+            if isinstance(function, types.FunctionType):
+                left += _reached(function)
+            elif type(value).__weakrefoffset__ and hasattr(value, "__dict__") and not is_library(kind.__module__):
+                yield from (Held(value, name) for name, each in list(vars(value).items()) if isinstance(each, dict))
+
+
+class _Earlier(Reads):
+    """Of the options of an earlier forward: no guard can compare what is read of them."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(lambda tensor: None)
+        self._recorder = recorder
+
+    def note(self, key: Any, value: Any, used: bool = True) -> None:
+        """As in ``Reads``."""
+        self._recorder.refuse(say("foreign_state", name=f"option {key!r} of an earlier forward"))
+
+
+def _reached(function: types.FunctionType) -> Iterator[Any]:
+    """What a function of a pack holds from where it was made, and what its code names."""
+    if is_library(function.__globals__.get("__name__", "")):
+        return
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # it is still empty
+            continue
+    there = function.__globals__
+    yield from (there[name] for name in names_of(function.__code__) & there.keys())

@@ -95,14 +95,14 @@ class TapeTier:
             return out
         if take.program is None:
             return self._unrecorded(call, settings, shape, take, fuse)
+        for place in take.held:
+            place.put(call.taped.options)
         call = _laid_out(call, take.program.permuted)
         inputs = take.inputs(call.inputs, call.taped.options)
-        if take.graph and settings.graph_budget_mb:
-            out = self._graphs.replay(call, take, inputs)
-            if out is not None:
-                shape.state, shape.reason = "graph", ""
-                shape.replays += 1
-                return take.result(out)
+        if take.graph and settings.graph_budget_mb and (out := self._graphs.replay(call, take, inputs)) is not None:
+            shape.state, shape.reason = "graph", ""
+            shape.replays += 1
+            return take.result(out)
         try:
             program = bound(take, call.taped.module, call.weights)
         except NotBound:  # other weights altogether

@@ -16,6 +16,7 @@ from .block_calls import BlockCalls
 from .block_copies import BlockCopies
 from .block_forwards import Blocks
 from .clock import Clock
+from .foreign import Held, Watched
 from .key import ShapeKey
 from .reasons import say
 from .tape.called_patches import LiveCall, Played
@@ -25,7 +26,7 @@ from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
 from .tape.refusals import FETCHED, HARMLESS
-from .tape.state import first_kept, look, states_of
+from .tape.state import look
 from .tape.values import Tape, Weight
 from .weights import low_vram
 
@@ -107,6 +108,7 @@ class Take:
     weights: int | None = None  # fingerprint of the weights that the program is bound to
     graph: bool = False  # whether a graph pays
     code: tuple = ()  # the state of other packs' code in the model, see ``tape.state``
+    held: list[Held] = field(default_factory=list)  # where that code keeps the options of the latest forward
     graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the whole forward, where one ran
@@ -217,7 +219,7 @@ class Tapes:
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
         patches = Patches(noted, recorder, self.patches)
-        clock, states = Clock(key.device), states_of(taped.foreign, taped.module)
+        clock, watched = Clock(key.device), Watched(taped.foreign, recorder)
         copies = BlockCopies(recorder, self._blocks, taped.places, short)
         calls = BlockCalls(recorder) if taped.skipping is not None else None
 
@@ -234,7 +236,7 @@ class Tapes:
         reason, changed = recorder.refusal, taped.changed()
         if changed and not reason:
             reason = say("changes_itself", change=changed)
-        kept = first_kept(taped.foreign, states, taped.module)
+        kept, again = watched.kept(taped.options), watched.again or patches.again
         if kept and not reason:
             reason = say("foreign_state", name=kept)
         guards = Guards(reads)
@@ -247,23 +249,21 @@ class Tapes:
             take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
             if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own
                 take.reason = low_vram(taped.module, key.device) or reason
-            take.code = () if reason else states
+            take.code, take.held = () if reason else watched.states, watched.held
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
             take.graph_obstacle = patches.obstacle() or (PACKS if recorder.calls_packs else "")
             take.copies, take.short, take.left_out = copies.count, short, copies.left_out
             take.clock = None if short else clock
             take.calls = calls.calls if calls is not None and tape is not None else []
-            if short and (reason or patches.again):
+            if short and (reason or again):
                 return out, take, None
-            if patches.again:
+            if again:
                 take.again, take.reason = True, take.reason or say("patch_again")
                 return out, take, None
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one = taped.structure
                 return out, take, None
-            if (
-                recorder.keeps and (key, fuse) not in self._kept
-            ):  # a table in another dtype, say, which it has from now on
+            if recorder.keeps and (key, fuse) not in self._kept:  # a table in another dtype, which it has from now on
                 self._kept.add((key, fuse))
                 return out, take, None
             self.keep(key, fuse, take)
@@ -274,7 +274,7 @@ class Tapes:
         with self._lock:
             self._count += 1
             take = Take(whole.guards, whole.structure, self._count, graph_obstacle=whole.graph_obstacle)
-            take.weights, take.live, take.holds = whole.weights, whole.live, whole.holds
+            take.weights, take.live, take.holds, take.held = whole.weights, whole.live, whole.holds, whole.held
         return take
 
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:

@@ -249,3 +249,53 @@ def test_a_hook_without_a_state_is_on_the_tape(patcher, name):
         handle.remove()
     assert_fast()
     assert not fallbacks()
+
+
+# Options that other packs keep -------------------------------------------------------------------------------------
+
+
+class Kept:
+    """Where a pack's wrapper keeps the options of the latest forward, for code of its own (as layerdiffuse does)."""
+
+    options = {}
+    copies = False  # keeps a copy of them instead
+    looks_back = False  # reads those that were there before
+
+
+def keeping_options(monkeypatch):
+    from comfy.ldm.modules.attention import BasicTransformerBlock
+
+    own = BasicTransformerBlock.forward
+
+    def forward(self, x, context, transformer_options):
+        if Kept.looks_back:
+            x = x * (1 + len(Kept.options.get("cond_or_uncond", ())))
+        Kept.options = dict(transformer_options) if Kept.copies else transformer_options
+        return own(self, x, context, transformer_options) * (1 + sum(Kept.options["cond_or_uncond"]))
+
+    monkeypatch.setattr(BasicTransformerBlock, "forward", forward)
+    monkeypatch.setattr(Kept, "options", {})
+
+
+def test_options_that_a_pack_keeps_are_there_after_a_replay_too(models, patcher, monkeypatch):
+    keeping_options(monkeypatch)
+    fast, runs = compiled(patcher), (SMALL_RUN | {"steps": 3}, SMALL_RUN | {"width": 72, "steps": 2})
+    for run in (*runs, *runs):
+        sigmas = []
+        out = models.sample(fast, **run, callback=lambda *args: sigmas.append(float(Kept.options["sigmas"][0])))  # noqa: B023
+        assert type(Kept.options) is dict and len(set(sigmas)) == run["steps"]
+        assert error(out, models.sample(patcher, **run)) < CLOSE / 10
+    assert_fast()
+    assert not fallbacks()
+
+
+@pytest.mark.parametrize("way", ["copies", "looks_back"])
+def test_more_than_that_is_left_to_the_pack(models, patcher, monkeypatch, way):
+    keeping_options(monkeypatch)
+    models.sample(compiled(patcher), **SMALL_RUN | {"steps": 2})  # from then on it is known where they are kept
+    assert_fast()
+    monkeypatch.setattr(Kept, way, True)
+    fast, run = compiled(patcher), SMALL_RUN | {"width": 72, "steps": 3}
+    assert error(models.sample(fast, **run), models.sample(patcher, **run)) < CLOSE / 10
+    assert shapes()[-1]["state"] == "eager"
+    assert "may keep state" in shapes()[-1]["reason"] or way == "copies"

@@ -36,6 +36,8 @@ DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
 OF_CLASSES = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl"))
 OF_MODULES = frozenset(nn.Module().__dict__)
 State = tuple
+# Attributes in which code keeps the options of the latest forward, by their objects' ids: see ``foreign.Watched``.
+HELD: dict[tuple[int, str], weakref.ReferenceType] = {}
 
 
 class _Unknown(Exception):
@@ -56,6 +58,12 @@ def look(value: Any, module: nn.Module | None = None, most: int = MOST) -> State
 def states_of(foreign: Sequence[tuple[str, Any]], module: nn.Module) -> tuple[State | None, ...]:
     """``look`` at other packs' code in a model. foreign: (where it is and whose, the code)."""
     return tuple([look(code, module) for _, code in foreign])
+
+
+def is_held(owner: Any, name: str) -> bool:
+    """Whether this attribute is known to hold the options of the latest forward."""
+    found = HELD.get((id(owner), name))
+    return found is not None and found() is owner
 
 
 def first_kept(foreign: Sequence[tuple[str, Any]], before: tuple[State | None, ...], module: nn.Module) -> str:
@@ -139,9 +147,12 @@ class _Look:
             raise _Unknown
         for name in slots:
             if hasattr(value, name):
-                yield name, self.of(getattr(value, name))
+                yield name, self._of_attribute(value, name, getattr(value, name))
         for name, each in (own or {}).items():
-            yield name, self.of(each)
+            yield name, self._of_attribute(value, name, each)
+
+    def _of_attribute(self, owner: Any, name: str, value: Any) -> State:
+        return ("options",) if HELD and is_held(owner, name) else self.of(value)
 
     def _function(self, function: types.FunctionType, root: bool) -> State:
         closed = function.__closure__ or ()
@@ -191,7 +202,7 @@ class _Look:
             self._kept.append(base)
             for name, value in list(vars(base).items()):
                 if name not in OF_CLASSES and not isinstance(value, DESCRIPTORS):
-                    found.append((name, self.of(value)))
+                    found.append((name, self._of_attribute(base, name, value)))
         return "class", Same(kind), tuple(found)
 
     def _part(self, part: nn.Module) -> State:
