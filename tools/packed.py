@@ -15,12 +15,15 @@ BYTES = 2 + BLOCK  # a scale of 16 bits, then the numbers
 
 
 class Packed(Tensor):
-    """Bytes, with the sizes of what they stand for. Whatever torch makes of one is of this class too."""
+    """Bytes, with the sizes of what they stand for. Whatever torch makes of one is of this class too.
 
-    def __new__(cls, *args: Any, unpacked: torch.Size | None = None, **kwargs: Any) -> "Packed":
+    As with ComfyUI-GGUF's, none is made without the sizes; torch makes its own past ``__init__``.
+    """
+
+    def __new__(cls, *args: Any, unpacked: torch.Size, **kwargs: Any) -> "Packed":
         return super().__new__(cls, *args, **kwargs)
 
-    def __init__(self, *args: Any, unpacked: torch.Size | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, unpacked: torch.Size, **kwargs: Any) -> None:
         super().__init__()
         self.unpacked = unpacked
 

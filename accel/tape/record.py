@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
 
 from ..attempt import named
@@ -161,7 +162,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # A subclass's own result is made where torch was called, as without a recorder: not by what is called here.
+        with nullcontext() if types else DisableTorchFunctionSubclass():
+            return self._heard(func, types, args, kwargs or {})
+
+    def _heard(self, func: Any, types: tuple[type, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.refuse.reason or self._paused:
             return func(*args, **kwargs)
         for kind in types:
