@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tools.control_driving import assert_over, inputs, largest_error, sampled, sampling
-from tools.driving import SMALL_UNET, compiled, compiled_control
+from tools.driving import SMALL_RUN, SMALL_UNET, compiled, compiled_control, steering
 from tools.oracles import FUSED, assert_fast, assert_untouched, error, expect, fallbacks, footprint, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -67,6 +67,37 @@ def test_copies_and_chains(models, patcher, control):
     assert fast.previous_controlnet is first and type(fast) is not comfy.controlnet.ControlNet
     assert type(fast.copy()) is type(fast) and fast.copy().control_model is fast.control_model
     assert fast.get_models() == [control.control_model_wrapped, fast.control_model_wrapped]
+
+
+def test_a_pack_takes_on_a_compiled_control_as_it_does_comfyuis(models, patcher, control):
+    """Advanced-ControlNet makes one of its own of each whose class equals ComfyUI's, and leaves others as they are."""
+    from comfy.controlnet import ControlNet, ControlNetSD35
+
+    class Masked(ControlNet):
+        def control_merge(self, control, *args, **kwargs):
+            half = {place: [x * (torch.arange(x.shape[-1]) < 4) for x in each] for place, each in control.items()}
+            return super().control_merge(half, *args, **kwargs)
+
+    def masked(given):
+        if type(given) != ControlNet:  # noqa: E721  as that pack asks
+            return given
+        made = Masked(given.control_model, load_device=given.load_device, extra_conds=given.extra_conds)
+        given.copy_to(made)
+        made.control_model_wrapped = given.control_model_wrapped.clone()
+        return made
+
+    def image(given):
+        def steer(positive, negative):
+            prompts = steering(given)(positive, negative)
+            return [[[c[0], c[1] | {"control": masked(c[1]["control"])}] for c in prompt] for prompt in prompts]
+
+        return models.sample(patcher, **SMALL_RUN, steer=steer)
+
+    fast, wanted = compiled_control(control), image(control)
+    assert torch.equal(image(fast), wanted) and error(wanted, sampled(models, patcher, control)) > 1e-4
+    assert_fast()
+    kinds = {type(fast): 1, ControlNetSD35: 2}
+    assert kinds[ControlNet] == 1 and len(kinds) == 2 and type(fast) is not ControlNet
 
 
 def test_a_copy_to_the_bottom(control):

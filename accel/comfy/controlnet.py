@@ -65,7 +65,23 @@ def _device(control: comfy.controlnet.ControlNet) -> Any:
     return getattr(control, "load_device", None) or comfy.model_management.get_torch_device()
 
 
-class Compiled:
+class Equal(type):
+    """Of our classes, each of which equals the one that it stands for.
+
+    Another pack may take on a control if ``type(control) == ControlNet``, and leave any other alone, so that what the
+    user asked of the pack is lost. What it makes of ours runs on the network that goes through the engine.
+    """
+
+    own: type | None = None  # ComfyUI's class
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or (cls.own is not None and other is cls.own)
+
+    def __hash__(cls) -> int:
+        return type.__hash__(cls.own or cls)
+
+
+class Compiled(metaclass=Equal):
     """Our part of a control of ComfyUI's. Nodes copy it for each prompt that it is applied to."""
 
     def copy(self) -> "Compiled":  # noqa: D102
@@ -96,6 +112,8 @@ class Compiled:
 class CompiledControlNet(Compiled, comfy.controlnet.ControlNet):
     """ComfyUI's control object over a shadow of its network."""
 
+    own = comfy.controlnet.ControlNet
+
     def take_over(self, control: comfy.controlnet.ControlNet, verify: bool) -> None:
         """The network of ``control`` is this one's, too."""
         self.control_model = shadow_of(control.control_model, verify)
@@ -125,9 +143,13 @@ class CompiledControlNet(Compiled, comfy.controlnet.ControlNet):
 class CompiledControlNetSD35(CompiledControlNet, comfy.controlnet.ControlNetSD35):
     """The same of SD3.5 Large, whose network gets an embedding of the model's when a run begins."""
 
+    own = comfy.controlnet.ControlNetSD35
+
 
 class CompiledControlLora(Compiled, comfy.controlnet.ControlLora):
     """ComfyUI's control object, over a shadow of the network that it builds for each run."""
+
+    own = comfy.controlnet.ControlLora
 
     def take_over(self, control: comfy.controlnet.ControlLora, verify: bool) -> None:
         """The weights of ``control`` are this one's, too."""
@@ -152,8 +174,4 @@ class CompiledControlLora(Compiled, comfy.controlnet.ControlLora):
         return self._file.sampling
 
 
-KINDS = {
-    comfy.controlnet.ControlNet: CompiledControlNet,
-    comfy.controlnet.ControlNetSD35: CompiledControlNetSD35,
-    comfy.controlnet.ControlLora: CompiledControlLora,
-}
+KINDS = {kind.own: kind for kind in (CompiledControlNet, CompiledControlNetSD35, CompiledControlLora)}
