@@ -31,9 +31,9 @@ from .tape.values import Tape, Weight
 from .weights import low_vram
 
 NONE: frozenset = frozenset()
+NEVER = 0  # the number of a take that was not recorded
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
-PACKS = say("attention_no_graph")
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
 
 
@@ -103,6 +103,7 @@ class Take:
     in_blocks: bool = False  # it is about the whole alone, so blocks may have programs of their own
     twice: bool = False  # and its forward may run twice
     again: bool = False  # the reason is mended: the next call is recorded once more
+    among: frozenset = NONE  # the patches of other packs in its options
     live: list[LiveCall | Played] = field(default_factory=list)  # patches that are called at each replay
     holds: bool = False  # what those give is kept in a replay: they must not be called twice
     weights: int | None = None  # fingerprint of the weights that the program is bound to
@@ -163,16 +164,17 @@ class Tapes:
                 if take.structure != taped.structure:
                     takes.remove(take)  # the model is another one now
                 elif take not in but and not self._differs(take, taped):
-                    if take.lacks_rest(self._takes.get((take.rest, fuse))):
-                        takes.remove(take)
-                        continue
-                    self._takes.move_to_end((key, fuse))
-                    take.used = True
-                    return take
+                    if not take.lacks_rest(self._takes.get((take.rest, fuse))):
+                        self._takes.move_to_end((key, fuse))
+                        take.used = True
+                        return take
+                    takes.remove(take)
             return self._of_blocks(key, fuse, taped, taped.unknown) if taped.unknown else None
 
     def _differs(self, take: Take, taped: Taped) -> str:
         """What a call would read that the take has read otherwise; "" if it fits."""
+        if take.number == NEVER and take.among != self.patches.among(taped.options):
+            return "patches"
         if take.code:
             for (name, code), state in zip(taped.foreign, take.code, strict=False):
                 if look(code, taped.module) != state:
@@ -182,7 +184,8 @@ class Tapes:
     def in_vain(self, key: ShapeKey, fuse: bool, taped: Taped) -> str:
         """Says why another recording of this size would be of no use; "" if it may be."""
         with self._lock:
-            last = self._takes.get((key, fuse), [])[-MAX_IN_VAIN:]
+            among = self.patches.among(taped.options)
+            last = [take for take in self._takes.get((key, fuse), []) if take.among == among][-MAX_IN_VAIN:]
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
             option = self._differs(last[-1], taped)
@@ -199,8 +202,8 @@ class Tapes:
 
     def _of_blocks(self, key: ShapeKey, fuse: bool, taped: Taped, reason: str) -> Take:
         """A take that stands for the blocks alone; from now on it is found."""
-        take = Take(Guards(Reads(lambda tensor: None)), taped.structure, 0, reason=reason, in_blocks=True)
-        take.twice = reason == taped.unknown
+        take = Take(Guards(Reads(lambda tensor: None)), taped.structure, NEVER, reason=reason, in_blocks=True)
+        take.twice, take.among = reason == taped.unknown, self.patches.among(taped.options)
         self.keep(key, fuse, take)
         return take
 
@@ -213,8 +216,7 @@ class Tapes:
         turned: see ``Recorder``. short: see ``BlockCopies``; a take without a tape is then not kept.
         """
         recorder = Recorder(list(inputs.values()), taped.module, key.device, turned)
-        recorder.lean = taped.lean
-        recorder.short = short
+        recorder.lean, recorder.short = taped.lean, short
         reads = Reads(recorder.add_input)
         noted = NotedOptions(taped.options, reads)
         taped.prepare(noted, recorder)
@@ -233,9 +235,8 @@ class Tapes:
 
         out, tape = record(lambda: clock.run(forward), recorder)
         recorder.guarded(patches.finish)
-        reason, changed = recorder.refusal, taped.changed()
-        if changed and not reason:
-            reason = say("changes_itself", change=changed)
+        changed = taped.changed()
+        reason = recorder.refusal or (say("changes_itself", change=changed) if changed else "")
         kept, again = watched.kept(taped.options), watched.again or patches.again
         if kept and not reason:
             reason = say("foreign_state", name=kept)
@@ -244,21 +245,20 @@ class Tapes:
             reason = say("option_written", option=repr(option))
         with self._lock:
             self._count += 1
-            take = Take(guards, taped.structure, self._count, reason=reason)
+            take = Take(guards, taped.structure, self._count, reason=reason, among=self.patches.among(taped.options))
             take.in_blocks = bool(reason) and not changed and not recorder.keeps
             take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
             if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own
                 take.reason = low_vram(taped.module, key.device) or reason
             take.code, take.held = () if reason else watched.states, watched.held
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
-            take.graph_obstacle = patches.obstacle() or (PACKS if recorder.calls_packs else "")
+            take.graph_obstacle = patches.obstacle() or (say("attention_no_graph") if recorder.calls_packs else "")
             take.copies, take.short, take.left_out = copies.count, short, copies.left_out
             take.clock = None if short else clock
             take.calls = calls.calls if calls is not None and tape is not None else []
-            if short and (reason or again):
-                return out, take, None
             if again:
                 take.again, take.reason = True, take.reason or say("patch_again")
+            if again or (short and reason):
                 return out, take, None
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one = taped.structure

@@ -178,3 +178,18 @@ def test_sigma_as_a_tensor_is_an_input(models, fresh, recordings):
     assert_equal(models, patched, fast)
     assert_equal(models, patched, fast, seed=3)
     assert len(recordings) == 1 and not takes_of(fast)[0].live
+
+
+def test_what_a_block_notes_for_a_patch_without_a_value_is_no_option_of_the_callers(models, fresh, recordings):
+    """``attn_precision`` is None nearly always (PLADIS reads it)."""
+
+    def mean(q, k, v, options):
+        assert options.get("attn_precision") is None and "attn_precision" in options
+        return v.mean(1, keepdim=True).expand_as(q)
+
+    patched, fast = (
+        with_patch(e, lambda p: p.set_model_attn2_replace(mean, "middle", 0)) for e in (fresh, compiled(fresh))
+    )
+    assert_equal(models, patched, fast)
+    assert_equal(models, patched, fast, seed=3)
+    assert len(recordings) == 1 and not fallbacks()

@@ -208,6 +208,9 @@ def test_an_option_that_differs_in_each_call_is_not_recorded_for_ever() -> None:
         calls.record({"sigma": step + 0.5})
     assert "'sigma'" in calls.tapes.in_vain(key, False, calls.taped({"sigma": 9.5}, x))
     assert calls.tapes.in_vain(shape_key({"x": inputs(0, 5, 4)}), False, calls.taped({"sigma": 9.5}, x)) == ""
+    assert calls.find({"sigma": 9.5}).in_blocks
+    patched = {"sigma": 9.5, "patches": {"attn1_patch": [lambda q, k, v, options: (q, k, v)]}}
+    assert calls.find(patched) is None and calls.tapes.in_vain(key, False, calls.taped(patched, x)) == ""
 
 
 def test_a_tensor_that_comes_by_two_ways_is_refused() -> None:

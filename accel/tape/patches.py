@@ -16,7 +16,7 @@ from torch import Tensor
 from ..reasons import say
 from . import called_patches
 from .named_tensors import modules_of
-from .options import NotedOptions, Reads
+from .options import MISSING, NotedOptions, Reads
 from .record import Recorder
 from .refusals import random_state
 from .state import look
@@ -141,7 +141,7 @@ class Patches:
             if isinstance(item, NotedOptions):
                 noted = item
             else:
-                own = frozenset(name for name, value in item.items() if self._raw.get(name) is not value)
+                own = frozenset(name for name, value in item.items() if self._raw.get(name, MISSING) is not value)
                 noted = NotedOptions(item, self._reads, own | called_patches.RAW)
                 given.append((item, noted))
             strict.append((noted, noted.strict))
