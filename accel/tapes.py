@@ -106,6 +106,7 @@ class Take:
     among: frozenset = NONE  # the patches of other packs in its options
     live: list[LiveCall | Played] = field(default_factory=list)  # patches that are called at each replay
     holds: bool = False  # what those give is kept in a replay: they must not be called twice
+    race: Any = None  # its program against ComfyUI's own forward, see ``live_patches``
     weights: int | None = None  # fingerprint of the weights that the program is bound to
     graph: bool = False  # whether a graph pays
     code: tuple = ()  # the state of other packs' code in the model, see ``tape.state``
@@ -290,9 +291,7 @@ class Tapes:
         """Tries this take first from now on, if several fit."""
         with self._lock:
             for takes in self._takes.values():
-                if take in takes:
-                    takes.remove(take)
-                    takes.insert(0, take)
+                takes.sort(key=lambda each: each is not take)
 
     def doubt(self, take: Take) -> bool:
         """Notes that the take's program was wrong. Returns whether copied blocks may be why; none are copied then."""

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import cdiv, launch, next_power_of_2
 
 QUERIES = 64  # of a block; this and what follows was measured on an H200
 HEAD = 64  # channels of a head for which the kernel is used for any number of keys; at 4096 cuDNN is 6 % faster
@@ -74,8 +74,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     b, t, c = q.shape
     head = c // heads
     out = torch.empty_like(q)
-    block = max(16, triton.next_power_of_2(head)), QUERIES, KEYS if head == HEAD else FEW_KEYS
-    launch(flash_attention_kernel, (b * triton.cdiv(t, QUERIES), heads),
+    block = max(16, next_power_of_2(head)), QUERIES, KEYS if head == HEAD else FEW_KEYS
+    launch(flash_attention_kernel, (b * cdiv(t, QUERIES), heads),
         q, k, v, out, t, k.shape[1], c, head**-0.5 * LOG2_E, head, *block, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import cdiv, launch
 
 GEGLU_BLOCK = (2, 512)  # rows, columns; measured on an H200
 
@@ -43,7 +43,7 @@ def geglu(p: Tensor) -> Tensor:
     inner = p.shape[-1] // 2
     out = p.new_empty(*p.shape[:-1], inner)
     rows = p.numel() // (2 * inner)
-    grid = (triton.cdiv(rows, GEGLU_BLOCK[0]), triton.cdiv(inner, GEGLU_BLOCK[1]))
+    grid = (cdiv(rows, GEGLU_BLOCK[0]), cdiv(inner, GEGLU_BLOCK[1]))
     launch(geglu_kernel, grid, p, out, rows, inner, *GEGLU_BLOCK)
     return out
 
@@ -69,6 +69,6 @@ def upsample2x(x: Tensor, size: tuple[int, int]) -> Tensor:
     n, c, h, w = x.shape
     x = x.contiguous(memory_format=torch.channels_last)
     y = torch.empty(n, c, *size, device=x.device, dtype=x.dtype, memory_format=torch.channels_last)
-    grid = (triton.cdiv(n * h * w, 64), triton.cdiv(c, 64))
+    grid = (cdiv(n * h * w, 64), cdiv(c, 64))
     launch(upsample_kernel, grid, x, y, n * h * w, h, w, *size, c, 64, 64)
     return y

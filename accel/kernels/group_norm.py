@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import cdiv, launch, next_power_of_2
 
 # tuned on an H200; see docs/decisions.md
 MOMENTS_BLOCK = (64, 32)  # rows, channels
@@ -120,9 +120,9 @@ def apply_kernel(x, ab, y, HW, C, BR: tl.constexpr, BC: tl.constexpr, SILU: tl.c
 def _row_blocks(rows: int) -> tuple[int, int]:
     """(rows a block, blocks): enough blocks to fill the device, few enough to merge quickly."""
     step = MOMENTS_BLOCK[0]
-    blocks = max(min(MAX_ROW_BLOCKS, triton.cdiv(rows, 2 * step)), triton.cdiv(rows, MAX_ROWS))
-    per_block = triton.cdiv(triton.cdiv(rows, blocks), step) * step
-    return per_block, triton.cdiv(rows, per_block)
+    blocks = max(min(MAX_ROW_BLOCKS, cdiv(rows, 2 * step)), cdiv(rows, MAX_ROWS))
+    per_block = cdiv(cdiv(rows, blocks), step) * step
+    return per_block, cdiv(rows, per_block)
 
 
 def _coefficients(
@@ -134,10 +134,10 @@ def _coefficients(
     rows, blocks = _row_blocks(h * w)
     part = torch.empty(n, blocks, 2, c, device=x.device, dtype=torch.float32)
     ab = torch.empty(n, 2, c, device=x.device, dtype=torch.float32)
-    grid = (blocks, triton.cdiv(c, MOMENTS_BLOCK[1]), n)
+    grid = (blocks, cdiv(c, MOMENTS_BLOCK[1]), n)
     launch(moments_kernel, grid, x, part, h * w, rows, c, *MOMENTS_BLOCK)
     cg = c // groups
-    block_cg = triton.next_power_of_2(cg)
+    block_cg = next_power_of_2(cg)
     launch(coefficients_kernel, (groups, n),
         part, part if shift is None else shift, *(*pending, part, part)[:MAX_PENDING],
         ab if weight is None else weight, ab if bias is None else bias, ab, h * w, rows, blocks, c, cg, eps,
@@ -167,6 +167,6 @@ def group_norm(
     shift = None if shift is None else shift.expand(n, c).contiguous()
     ab = _coefficients(x, weight, bias, groups, eps, shift, pending)
     y = torch.empty_like(x, memory_format=torch.channels_last)
-    grid = (triton.cdiv(h * w, APPLY_BLOCK[0]), triton.cdiv(c, APPLY_BLOCK[1]), n)
+    grid = (cdiv(h * w, APPLY_BLOCK[0]), cdiv(c, APPLY_BLOCK[1]), n)
     launch(apply_kernel, grid, x, ab, y, h * w, c, *APPLY_BLOCK, silu)
     return y

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch
+from .launch import cdiv, launch
 
 BLOCK = (64, 128, 64)  # rows, columns, depth
 COLUMNS = 6  # of the table
@@ -66,7 +66,7 @@ def make_table(
 
 def tiles(widths: Sequence[int]) -> int:
     """The rows of a table."""
-    return sum(triton.cdiv(width, BLOCK[1]) for width in widths)
+    return sum(cdiv(width, BLOCK[1]) for width in widths)
 
 
 def grouped_linear(x: Tensor | Sequence[Tensor], weights: Sequence[Tensor], table: Tensor) -> list[Tensor]:
@@ -79,7 +79,7 @@ def grouped_linear(x: Tensor | Sequence[Tensor], weights: Sequence[Tensor], tabl
     rows, depth = x.shape[:-1].numel(), x.shape[-1]
     widths = [weight.shape[0] for weight in weights]
     out = x.new_empty(rows * sum(widths))
-    grid = (triton.cdiv(rows, BLOCK[0]), table.shape[0])
+    grid = (cdiv(rows, BLOCK[0]), table.shape[0])
     launch(grouped_linear_kernel, grid, flat, table, out, rows, depth, COLUMNS, *BLOCK)
     parts = out.split([rows * width for width in widths])
     return [part.view(*x.shape[:-1], width) for part, width in zip(parts, widths, strict=True)]

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .geglu_upsample import gelu
-from .launch import launch
+from .launch import cdiv, launch
 
 BLOCK = (128, 64, 64)  # rows, columns of each half, depth; measured on an H200
 GROUP = 8  # tiles of rows that share their weights in the cache
@@ -56,7 +56,7 @@ def linear_geglu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     (rows, depth), inner = flat.shape, weight.shape[0] // 2
     out = x.new_empty(*x.shape[:-1], inner)
     bm, bn, bk = BLOCK
-    launch(linear_geglu_kernel, (triton.cdiv(rows, bm) * triton.cdiv(inner, bn),),
+    launch(linear_geglu_kernel, (cdiv(rows, bm) * cdiv(inner, bn),),
         TensorDescriptor.from_tensor(flat, [bm, bk]),
         TensorDescriptor.from_tensor(weight.view(2, inner, depth), [2, bn, bk]),
         flat if bias is None else bias,
@@ -89,7 +89,7 @@ def is_faster(rows: int, depth: int, inner: int, processors: int) -> bool:
     The last wave of tiles takes as long as a full one, and cuBLAS has smaller tiles to choose from. A shallow product
     is bound by what it writes, of which this one writes half.
     """
-    tiles = triton.cdiv(rows, BLOCK[0]) * triton.cdiv(inner, BLOCK[1])
-    waves = triton.cdiv(tiles, TILES_A_PROCESSOR * processors)
+    tiles = cdiv(rows, BLOCK[0]) * cdiv(inner, BLOCK[1])
+    waves = cdiv(tiles, TILES_A_PROCESSOR * processors)
     used = rows * inner / (waves * TILES_A_PROCESSOR * processors * BLOCK[0] * BLOCK[1])
     return used >= (SHALLOW if depth <= SHALLOW_DEPTH else FEW_WAVES if waves <= 4 else MANY_WAVES)

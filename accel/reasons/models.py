@@ -12,6 +12,10 @@ REASONS = dict(
         "another node's patch: no CUDA graph ({patch})",
         "in each forward another node's patch is called {calls} times ({patch}), so there is no graph",
     ),
+    patches_slower=(
+        "another node's patch: ComfyUI is faster",
+        "{why}. ComfyUI's own forward runs: it takes {eager} ms, and {ours} ms with AnyShape",
+    ),
     patch_again=(
         "another node's patch is called from now on",
         "another node's patch changed during this forward, so it is called in each forward from now on",
