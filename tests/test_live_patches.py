@@ -1,4 +1,4 @@
-"""Where patches are called in each forward, the faster of two runs: our program or ComfyUI's own forward; on the CPU."""
+"""Where patches are called in each forward, the faster one runs: our program or ComfyUI's forward; on the CPU."""
 
 import time
 
