@@ -25,7 +25,7 @@ from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
-from .tape.refusals import FETCHED, HARMLESS
+from .tape.refusals import FETCHED, HARMLESS, NO_ORIGIN
 from .tape.state import look
 from .tape.values import Tape, Weight
 from .weights import low_vram
@@ -80,6 +80,7 @@ class Taped:
     places: Callable[..., frozenset[str]] = lambda block, uncalled=False: NONE  # see ``BlockCopies``
     calls_others: bool = False  # it calls patches of other packs, which may count their calls
     foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
+    run: int = 0  # the number of the sampling run
     unknown: str = ""  # why the whole is not recorded: an argument that no guard can compare; its blocks may be
     skipping: Skipping | None = None
     leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
@@ -153,7 +154,7 @@ class Tapes:
         self._count = 0
         self._blocks = Blocks()
         self._one_by_one: int | None = None  # a structure whose blocks are not alike, as it turned out
-        self._kept: set[tuple[ShapeKey, bool]] = set()  # sizes whose first forward left a tensor in its model
+        self._kept: dict[tuple[ShapeKey, bool], int] = {}  # runs in which a forward left a tensor in the model
         self.patches = PatchBook()
         self._lock = threading.RLock()
 
@@ -251,21 +252,21 @@ class Tapes:
             take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
             if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own
                 take.reason = low_vram(taped.module, key.device) or reason
-            take.code, take.held = () if reason else watched.states, watched.held
+            take.code, take.held, take.short = () if reason else watched.states, watched.held, short
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
             take.graph_obstacle = patches.obstacle() or (say("attention_no_graph") if recorder.calls_packs else "")
-            take.copies, take.short, take.left_out = copies.count, short, copies.left_out
-            take.clock = None if short else clock
+            take.clock, take.copies, take.left_out = None if short else clock, copies.count, copies.left_out
             take.calls = calls.calls if calls is not None and tape is not None else []
-            if again:
-                take.again, take.reason = True, take.reason or say("patch_again")
+            take.again = again or bool(changed and taped.skipping)
+            take.reason = take.reason or (say("patch_again") if again else "")
             if again or (short and reason):
                 return out, take, None
             if reason and copies.count:  # perhaps that is why
-                self._one_by_one = taped.structure
+                self._one_by_one, take.again = taped.structure, taped.skipping is not None and not take.twice
                 return out, take, None
-            if recorder.keeps and (key, fuse) not in self._kept:  # a table in another dtype, which it has from now on
-                self._kept.add((key, fuse))
+            left = recorder.keeps or (taped.foreign and reason.startswith(NO_ORIGIN))  # perhaps it has that from now on
+            if left and self._kept.get((key, fuse)) != taped.run:
+                self._kept[key, fuse], take.again = taped.run, True
                 return out, take, None
             self.keep(key, fuse, take)
         return out, take, None if reason else tape

@@ -1,5 +1,6 @@
 """What is known of one model during a sampling run: its code, where its weights are, and whether they stay there."""
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from .surroundings import surroundings
 
 MOST_CHANGES = 3  # of a model in one run: each costs a recording
 MOST_RESTING = 96  # kinds of calls of one model
+NUMBERS = itertools.count(1)  # of runs
 
 
 class SamplingState:
@@ -34,7 +36,7 @@ class SamplingState:
     def __init__(
         self, model: nn.Module, fingerprints: "Fingerprints", layout: ChannelsLastWeights | None = None
     ) -> None:
-        self.model, self._layout = model, layout
+        self.model, self._layout, self.number = model, layout, next(NUMBERS)
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints = fingerprints
         self._changes, self._restless = 0, ""  # of the model in this run; why it is not recorded any more
@@ -130,8 +132,9 @@ class SamplingState:
             change = self._fingerprints.changes() or self._fingerprints.latest()
             self._look(model)
             self._changes += (self._structure, self._functions) != before
-            if self._changes > MOST_CHANGES:
-                self._restless = say("changes_itself", change=change)
+            place = change.partition(" (")[0]  # without what it is now
+            if self._changes > MOST_CHANGES or (self._changes and place and place == self._fingerprints.restless):
+                self._restless, self._fingerprints.restless = say("changes_itself", change=change), place
         self._fresh = False
         return hash((self._structure, self._functions, self._names, surroundings(), torch.is_autocast_enabled()))
 
@@ -170,6 +173,7 @@ class Fingerprints:
         self._number = 0
         self._has_foreign, self._seen = False, (0, 0)  # whether, and of which code
         self.replaced = ""  # a function of torch's that another pack replaced
+        self.restless = ""  # what changed at each call in an earlier run
         self._resting: dict[ShapeKey, str] = {}  # calls that gain nothing, and why
         self._whereabouts = Whereabouts(())  # of the weights meanwhile
         self.shortages, self.pages = Shortages(), KnownPages()

@@ -1,0 +1,93 @@
+"""Forwards that another pack puts in place of a part's own, and that leave something in the part: on the CPU."""
+
+import types
+
+import pytest
+import torch
+
+from tools.driving import SMALL_RUN, compiled, randn, skipping
+from tools.oracles import counted, error, shapes
+from tools.skip_driving import RUN
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+
+CLOSE = 1e-5
+PART = "diffusion_model.middle_block.1.transformer_blocks.0.attn2"
+ONE_STEP_LATER = {"full": 4, "skipped": 5}
+
+
+def replaced(patcher, make):
+    """A clone whose part runs ``make(part, its own forward)``, bound to it as packs do it."""
+    patched = patcher.clone()
+    part = patched.get_model_object(PART)
+    patched.add_object_patch(f"{PART}.forward", types.MethodType(make(type(part).forward), part))
+    return patched
+
+
+def guided(tokens):
+    """As KJNodes' WanVideoNAG: the part gets a prompt of the node's own, and its forward reads it there."""
+
+    def make(own):
+        def forward(self, x, context=None, *args, **kwargs):
+            self.more = tokens
+            out = own(self, x, context, *args, **kwargs)
+            return out + 0.5 * own(self, x, self.more.expand(len(x), -1, -1), *args, **kwargs)
+
+        return forward
+
+    return make
+
+
+def test_a_tensor_that_a_forward_puts_into_its_part(models, fresh, recordings):
+    """The node runs again with another one: one forward without a tape, then it is recorded, at a known size too."""
+    run = SMALL_RUN | {"steps": 3}
+    for edit in range(3):
+        wanted = models.sample(replaced(fresh, guided(randn(1, 5, 64, seed=edit))), **run)
+        fast = compiled(replaced(fresh, guided(randn(1, 5, 64, seed=edit))))
+        for again in range(2):
+            recordings.clear()
+            assert torch.equal(models.sample(fast, **run), wanted)
+            assert shapes()[-1]["state"] == "tape" and len(recordings) == (0 if again else 2), (edit, again)
+    assert error(models.sample(fresh, **run), wanted) > 1e-3
+
+
+def test_a_part_that_changes_at_each_call_costs_one_recording_in_a_later_run(models, fresh, recordings):
+    """TeaCache and MagCache count their steps on the model."""
+
+    def make(own):
+        def forward(self, *args, **kwargs):
+            self.steps = getattr(self, "steps", 0) + 1
+            return own(self, *args, **kwargs) * (1 + self.steps % 5 / 10)
+
+        return forward
+
+    part, run = fresh.get_model_object(PART), SMALL_RUN | {"steps": 8}
+    patched, fast = replaced(fresh, make), compiled(replaced(fresh, make))
+    for later in (False, True, True):
+        outs = []
+        for each in (patched, fast):
+            part.__dict__.pop("steps", None)
+            recordings.clear()
+            outs.append(models.sample(each, **run))
+        assert torch.equal(*outs) and shapes()[-1]["state"] == "eager"
+        assert len(recordings) == 1 if later else 1 < len(recordings) <= 4
+    part.__dict__.pop("steps", None)
+    assert error(models.sample(compiled(fresh), **run), models.sample(fresh, **run)) < CLOSE
+    assert shapes()[-1]["state"] == "tape"
+
+
+def test_blocks_are_skipped_in_the_first_run_too(models, fresh):
+    """As KJNodes' EnhanceAVideo: the first forward notes its settings in the part."""
+
+    def make(own):
+        def forward(self, *args, **kwargs):
+            self.frames = 3
+            return own(self, *args, **kwargs) * (1 + 1 / self.frames)
+
+        return forward
+
+    fast = compiled(skipping(replaced(fresh, make), depth="2"))
+    models.sample(fast, **RUN)
+    assert {name: counted()[name] for name in ONE_STEP_LATER} == ONE_STEP_LATER
+    models.sample(fast, **RUN)
+    assert {name: counted()[name] for name in ONE_STEP_LATER} == {"full": 3, "skipped": 6}
