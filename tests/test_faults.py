@@ -19,19 +19,19 @@ LONG_RUN = RUN | {"steps": 9}  # long enough for blocks to be skipped
 FORWARD = [
     "comfy.taping.take", "comfy.taping.call_of", "comfy.taping.obstacle", "comfy.taping.shape_key",
     "comfy.sampling_state.Fingerprints.of", "comfy.sampling_state.SamplingState.structure",
-    "comfy.sampling_state.SamplingState.weights", "comfy.sampling_state.foreign_code",
-    "comfy.taping._structure", "comfy.session.sampling_state.SamplingState", "weights.WeightWatch.__init__",
-    "weights.WeightWatch.fingerprint", "engine.Engine._run", "tape_tier.TapeTier.run",
-    "tape_tier.TapeTier._recorded", "tapes.Tapes.find", "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches",
-    "tapes.Patches.finish", "tapes.states_of", "tape.called_patches.forward", "tape.record.traits", "maker.Program",
-    "tape_tier.bound", "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape",
-    "times.CallTimes.measure", "functions_read.FunctionsRead.hold", "fingerprint.Watch.__init__",
+    "comfy.sampling_state.SamplingState.weights", "comfy.sampling_state.foreign_code", "comfy.taping._structure",
+    "comfy.session.sampling_state.SamplingState", "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
+    "engine.Engine._run", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded", "tapes.Tapes.find",
+    "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish", "foreign.states_of",
+    "foreign.Watched.kept", "tape.called_patches.forward", "tape.record.traits", "maker.Program", "tape_tier.bound",
+    "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
+    "functions_read.FunctionsRead.hold", "fingerprint.Watch.__init__",
 ]  # fmt: skip
 # The same of a patch of another node, which is called in each forward.
 PATCHED = [
     "tape.patches.look", "tape.patches.code_of", "tape.called_patches.template", "tape.called_patches.perform",
     "tape.called_patches.LiveCall.record", "tape.called_patches.LiveCall.__call__", "tape.called_patches._form",
-    "tape.record.Recorder.step", "tape.called_patches.at",
+    "tape.record.Recorder.step", "tape.called_patches.at", "live_patches.LivePatches.run",
 ]  # fmt: skip
 
 SKIPPING = [
