@@ -25,7 +25,7 @@ from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
-from .tape.refusals import FETCHED, HARMLESS, NO_ORIGIN
+from .tape.refusals import FETCHED, HARMLESS
 from .tape.state import look
 from .tape.values import Tape, Weight
 from .weights import low_vram
@@ -264,8 +264,7 @@ class Tapes:
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one, take.again = taped.structure, taped.skipping is not None and not take.twice
                 return out, take, None
-            left = recorder.keeps or (taped.foreign and reason.startswith(NO_ORIGIN))  # perhaps it has that from now on
-            if left and self._kept.get((key, fuse)) != taped.run:
+            if recorder.keeps and self._kept.get((key, fuse)) != taped.run:  # perhaps it has that tensor from now on
                 self._kept[key, fuse], take.again = taped.run, True
                 return out, take, None
             self.keep(key, fuse, take)

@@ -238,6 +238,7 @@ def key_of(forward, *args, **kwargs):
     from anyshape.accel.comfy import taping
 
     run = types.SimpleNamespace(
+        number=1,
         structure=lambda model: 1,
         weights=lambda: 1,
         changed=str,

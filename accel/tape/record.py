@@ -309,8 +309,9 @@ class Recorder(TorchDispatchMode):
             self.refuse(say("constant"))
         if self._world.was_drawn_from():
             self.refuse(RANDOM)
-        if not self.short and (kept := kept_tensor(self.module, self._tensors.depends)):
-            self.keeps = True
+        kept = "" if self.short else kept_tensor(self.module, self._tensors.depends)
+        self.keeps = bool(kept) or self._tensors.strangers_in(self.module)
+        if kept:
             self.refuse(say("keeps", tensor=kept))
         if not self.refuse.reason and self._blanks.were_filled():
             self.refuse(UNWRITTEN)
@@ -326,8 +327,7 @@ class Recorder(TorchDispatchMode):
         """Takes our marks off what lives on, and lets go of every tensor and of the model."""
         self._tensors.close(output, keep=not self.refuse.reason)
         self._blanks.clear()
-        self.operations = []
-        self.module = None
+        self.operations, self.module = [], None
 
 
 def _is_view(args: tuple, result: Tensor) -> bool:

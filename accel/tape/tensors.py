@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..reasons import say
 from .layout import contiguous
 from .memo import is_memoised
-from .named_tensors import PLAIN, Memories, NamedTensors, undressed
+from .named_tensors import PLAIN, Memories, NamedTensors, modules_of, tensors_of, undressed
 from .refusals import Refusal
 from .values import Constant, Input, Operation, Value, Weight, tensors_in
 
@@ -28,6 +28,7 @@ HELD_BY_THE_CALL = 6
 
 # Constants of earlier recordings of a module by id, as long as somebody else keeps them: a table that it made once.
 _CONSTANTS: "weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[Tensor]]]" = weakref.WeakKeyDictionary()
+NOWHERE = Weight("", "")  # the leaf of a tensor whose origin is unknown
 
 
 class Tensors:
@@ -134,7 +135,13 @@ class Tensors:
             self.memoised.add(value)
             return value
         self._refuse(say("no_origin", shape=list(tensor.shape)))
-        return self.leaf(tensor, Weight("", ""))
+        return self.leaf(tensor, NOWHERE)
+
+    def strangers_in(self, module: nn.Module) -> bool:
+        """Whether a tensor of unknown origin lies in the model by now: the forward itself has put it there."""
+        strangers = {id(tensor) for value, tensor in self._known.values() if value.leaf is NOWHERE}
+        parts = (part for _, part in modules_of(module)) if strangers else ()
+        return any(id(tensor) in strangers for part in parts for _, tensor in tensors_of(part))
 
     def known(self, tensor: Tensor) -> Value | None:
         """The value of a leaf; None if the forward has not met this tensor as one."""
