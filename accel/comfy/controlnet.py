@@ -65,8 +65,8 @@ def _device(control: comfy.controlnet.ControlNet) -> Any:
     return getattr(control, "load_device", None) or comfy.model_management.get_torch_device()
 
 
-class Equal(type):
-    """Of our classes, each of which equals the one that it stands for.
+class StandIn(type):
+    """The class of our classes, each of which equals the one of ComfyUI's that it stands in for.
 
     Another pack may take on a control if ``type(control) == ControlNet``, and leave any other alone, so that what the
     user asked of the pack is lost. What it makes of ours runs on the network that goes through the engine.
@@ -81,7 +81,7 @@ class Equal(type):
         return type.__hash__(cls.own or cls)
 
 
-class Compiled(metaclass=Equal):
+class Compiled(metaclass=StandIn):
     """Our part of a control of ComfyUI's. Nodes copy it for each prompt that it is applied to."""
 
     def copy(self) -> "Compiled":  # noqa: D102
