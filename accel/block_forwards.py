@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .parts_seen import is_restored
 from .tape import blocks
 
 # What runs in place of a block's own forward: (path, block, its own forward, arguments, keyword arguments) -> result
@@ -72,7 +73,8 @@ class Blocks:
                 for path in [path for path in self.paths if path not in but]:
                     block = model.get_submodule(path)
                     before = block.__dict__.get("forward")
-                    if before is None or getattr(before, "thread", None) == thread:  # else it is somebody else's
+                    mine = before is None or getattr(before, "thread", None) == thread
+                    if mine or is_restored(block, "forward"):  # else it is somebody else's
                         ours = _Installed(run, path, block, block.forward)
                         ours.thread, ours.before = thread, before
                         installed.append((block, ours))

@@ -6,6 +6,7 @@ lists and the like, and by identity what may be called. Holds no part and no fun
 """
 
 import operator
+import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain
@@ -38,6 +39,16 @@ MAPPING = frozenset((
 LEFT_OUT = STANDARD | MAPPING
 MARK = "_anyshape"  # of a recording that goes on, at a tensor
 NO_SETTINGS = LEFT_OUT.union(FUNCTIONS)
+
+
+def is_restored(part: nn.Module, name: str) -> bool:
+    """Whether an attribute of a part is just its class's method: ComfyUI leaves it there when it takes a patch off."""
+    method = part.__dict__.get(name)
+    return (
+        isinstance(method, types.MethodType)
+        and method.__self__ is part
+        and method.__func__ is getattr(type(part), name, None)
+    )
 
 
 class PartsSeen:

@@ -91,3 +91,27 @@ def test_blocks_are_skipped_in_the_first_run_too(models, fresh):
     assert {name: counted()[name] for name in ONE_STEP_LATER} == ONE_STEP_LATER
     models.sample(fast, **RUN)
     assert {name: counted()[name] for name in ONE_STEP_LATER} == {"full": 3, "skipped": 6}
+
+
+def test_a_patch_that_was_taken_off_leaves_alike_blocks_alike(models, fresh):
+    """ComfyUI leaves the class's own method at the part."""
+    from anyshape.accel.block_forwards import Blocks
+    from anyshape.accel.tape.blocks import likeness
+
+    models.sample(fresh, **SMALL_RUN)  # loaded
+    block = fresh.get_model_object(PART.removesuffix(".attn2"))
+    before = likeness(block)
+    for place in (PART, PART.removesuffix(".attn2")):
+        part = fresh.get_model_object(place)
+        patched = fresh.clone()
+        patched.add_object_patch(f"{place}.forward", types.MethodType(lambda self, x, *_, **__: x, part))
+        models.sample(patched, **SMALL_RUN)
+        assert place != PART or likeness(block) is None
+        models.sample(fresh, **SMALL_RUN)
+        assert "forward" in vars(part) and likeness(block) == before is not None
+    found, calls, model = Blocks(stages=True), [], fresh.model.diffusion_model
+    found.look(model, 1)
+    with found.ours(model, lambda path, each, own, args, kwargs: calls.append(path) or own(*args)):
+        block.forward(torch.ones(1, 4, 64), torch.ones(1, 3, 64))
+    assert calls == ["middle_block.1.transformer_blocks.0"]
+    assert block.forward.__func__ is type(block).forward

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..fingerprint import GLOBAL_HOOKS
-from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT, MARK
+from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT, MARK, is_restored
 from .named_tensors import PLAIN as TENSORS
 from .named_tensors import is_dressed, tensors_of, undressed
 from .options import PLAIN
@@ -117,8 +117,8 @@ def likeness(block: nn.Module) -> Hashable | None:
     first: dict[int, int] = {}  # tensors that are shared within the block
     for path, part in block.named_modules():
         attributes = part.__dict__
-        replaced = any(name in attributes for name in FORWARDS if part is not block or name != "forward")
-        if replaced or any(attributes[name] for name in HOOKS):
+        replaced = [name for name in FORWARDS if name in attributes and not is_restored(part, name)]
+        if any(part is not block or name != "forward" for name in replaced) or any(attributes[name] for name in HOOKS):
             return None
         if any(attributes.get(name) for name in FUNCTIONS):
             return None
@@ -127,7 +127,7 @@ def likeness(block: nn.Module) -> Hashable | None:
                 (name, _seen(value))
                 for name, value in attributes.items()
                 if name not in LEFT_OUT
-                and name != "forward"
+                and name not in FORWARDS
                 and not isinstance(value, Tensor)
                 and (name in read or type(value) is not int)  # the number of the block, say, that nobody reads
             ]
