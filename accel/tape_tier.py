@@ -6,8 +6,8 @@ sizes, blocks that are alike need not run for the recording, and each kernel is 
 """
 
 import logging
-import traceback
 from dataclasses import replace
+from traceback import format_exception
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from .capture import collector_off
 from .clock import Clock, timed
 from .errors import AnyShapeError, is_out_of_memory, let_go
 from .halves import Halves
-from .live_patches import LivePatches
 from .maker import Maker, NotCompared
 from .outputs import Output, flat, odd_form, tensors_of
 from .preparing import preparing
@@ -31,6 +30,10 @@ from .take_graphs import TakeGraphs
 from .tape import called_patches, kernel_check
 from .tape.binding import NotBound
 from .tape.called_patches import FormChanged, Forward
+from .tape.cost import waits_for_host
+from .tape.options import at
+from .tape.patches import code_of
+from .tape.program import Program
 from .tape.values import Tape, Weight
 from .tapes import NONE, FullStep, Take, Tapes, bound, obstacle
 
@@ -53,7 +56,7 @@ class TapeTier:
     ) -> None:
         self.stats, self._passthrough, self._uses_graphs = stats, passthrough, uses_graphs
         self._tapes, self._graphs = Tapes(), TakeGraphs(stats, owner)
-        self._maker, self._live = Maker(stats, self._tapes), LivePatches(stats, self._tapes)
+        self._maker = Maker(stats, self._tapes)
         self._turned: dict[int, frozenset[Weight]] = {}  # what lies channels last in programs, by the model's structure
         self._told = False  # why nothing is fused
         self._blocks = BlockTier(
@@ -93,8 +96,6 @@ class TapeTier:
             return out
         if take.program is None:
             return self._unrecorded(call, settings, shape, take, fuse)
-        if take.race is not None and take.race.is_lost:
-            return self._live.lost(call, shape, take)
         for place in take.held:
             place.put(call.taped.options)
         call = _laid_out(call, take.program.permuted)
@@ -109,10 +110,26 @@ class TapeTier:
             self._tapes.drop(take)
             return self._run(call, settings, shape, forward, tried)
         if take.live:
-            return self._live.run(call, shape, take, program, inputs, forward, tried)
-        out = flat(program.run(list(inputs.values())))
+            out = self._with_patches(call, take, program, inputs, forward, tried)
+        else:
+            out = flat(program.run(list(inputs.values())))
         self._graphs.settle(call, settings, shape, take, inputs, out)
         return take.result(out)
+
+    def _with_patches(
+        self, call: Call, take: Take, program: Program, inputs: dict[str, Tensor], forward: Forward, tried: list[Take]
+    ) -> Output:
+        """The result of a program that calls patches. Raises ``FormChanged``."""
+        again = bool(tried)
+        tried.append(take)
+        forward.log = [] if take.holds else None
+        out = flat(program.run(list(inputs.values())))
+        place = take.guards.changed_state(call.taped.options, call.taped.module) if take.holds else None
+        if place is not None:  # a patch that is called has changed what one that is written down reads
+            raise FormChanged(code_of(at(call.taped.options, place)))
+        if again:
+            self._tapes.first(take)
+        return out
 
     def _can_fuse(self, device: torch.device) -> bool:
         """``can_fuse``; where an NVIDIA GPU cannot, the reason is counted once."""
@@ -169,6 +186,8 @@ class TapeTier:
             take.reason = obstacle(tape, call.taped.module) or odd_form(recorded)
             take.in_blocks = bool(take.reason)
             take.twice = take.in_blocks and not take.live
+            if take.live and call.taped.skipping is None and waits_for_host(tape):
+                take.reason = take.reason or say("patches_slower", why=take.graph_obstacle)
         if take.again:
             shape.state, shape.reason = "eager", take.reason
             return recorded if call.taped.skipping is None else FullStep(recorded, None)
@@ -229,10 +248,9 @@ class TapeTier:
     ) -> Output:
         """The result of the new program, checked."""
         device, first = call.key.device, self._maker.is_first(call, fuse)
-        program = self._maker.made(tape, fuse, call)
+        take.program = program = self._maker.made(tape, fuse, call)
         self._maker.count(program, first, call)
         inputs = take.inputs(call.inputs, call.taped.options)
-        take.program = program
         if settings.verify and take.short and not self._maker.is_trusted(call, settings, program):
             own.whole()
         call = _laid_out(call, program.permuted)
@@ -280,8 +298,7 @@ class TapeTier:
             take.reason = say("no_memory")
         else:
             take.reason = str(error) if isinstance(error, AnyShapeError) else say("tape_failed", error=named(error))
-            text = "".join(traceback.format_exception(error))
-            log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, text)
+            log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, "".join(format_exception(error)))
         self.stats.note(shape, "eager", take.reason)
         return take.reason
 

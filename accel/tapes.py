@@ -107,7 +107,6 @@ class Take:
     among: frozenset = NONE  # the patches of other packs in its options
     live: list[LiveCall | Played] = field(default_factory=list)  # patches that are called at each replay
     holds: bool = False  # what those give is kept in a replay: they must not be called twice
-    race: Any = None  # its program against ComfyUI's own forward, see ``live_patches``
     weights: int | None = None  # fingerprint of the weights that the program is bound to
     graph: bool = False  # whether a graph pays
     code: tuple = ()  # the state of other packs' code in the model, see ``tape.state``

@@ -70,7 +70,7 @@ def test_copies_and_chains(models, patcher, control):
 
 
 def test_a_pack_takes_on_a_compiled_control_as_it_does_comfyuis(models, patcher, control):
-    """Advanced-ControlNet makes one of its own of each whose class equals ComfyUI's, and leaves others as they are."""
+    """Advanced-ControlNet makes another of each whose class equals ComfyUI's, and leaves all else as it is."""
     from comfy.controlnet import ControlNet, ControlNetSD35
 
     class Masked(ControlNet):

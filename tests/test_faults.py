@@ -31,7 +31,7 @@ FORWARD = [
 PATCHED = [
     "tape.patches.look", "tape.patches.code_of", "tape.called_patches.template", "tape.called_patches.perform",
     "tape.called_patches.LiveCall.record", "tape.called_patches.LiveCall.__call__", "tape.called_patches._form",
-    "tape.record.Recorder.step", "tape.called_patches.at", "live_patches.LivePatches.run",
+    "tape.record.Recorder.step", "tape.called_patches.at", "tape_tier.waits_for_host",
 ]  # fmt: skip
 
 SKIPPING = [

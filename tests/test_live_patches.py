@@ -1,76 +1,54 @@
-"""Where patches are called in each forward, the faster one runs: our program or ComfyUI's forward; on the CPU."""
-
-import time
+"""Where patches are called in each forward: our program, or ComfyUI's own forward where launching is the limit."""
 
 import pytest
+import torch
 
+from tools import embed
 from tools.driving import compiled
 from tools.oracles import fallbacks, shapes
-from tools.patching import assert_equal, run, takes_of, with_patch
+from tools.patching import assert_equal, takes_of, with_patch
+
+embed.bare_pack()
+
+from anyshape.accel.tape import cost  # noqa: E402 - the package exists from the line above on
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
-SLOW = 0.05  # seconds
+H200 = 132 * 2048 * cost.PACE
 
 
-def count(patcher, calls):
+def count(patcher):
     """A patch that must be called: it counts."""
+    calls = []
     patcher.set_model_input_block_patch(lambda h, options: calls.append(1) or h * (1 + len(calls) / 100))
 
 
-@pytest.fixture
-def fair(pack, monkeypatch):
-    """Times are compared on a CPU, too."""
-    from anyshape.accel import live_patches
+@pytest.mark.parametrize("waits", [True, False])
+def test_comfyuis_own_forward_runs_where_the_host_is_the_limit(models, fresh, monkeypatch, waits):
+    from anyshape.accel import tape_tier
 
-    monkeypatch.setattr(live_patches, "_is_fair", lambda call: True)
-
-
-def patched(fresh):
-    """(eager, compiled): each with a count of its own."""
-    return [with_patch(each, lambda p: count(p, [])) for each in (fresh, compiled(fresh))]
-
-
-@pytest.mark.parametrize("slow", ["ours", "eager"])
-def test_the_faster_one_runs(models, fresh, fair, monkeypatch, slow):
-    from anyshape.accel.tape.program import Program
-
-    eager, fast = patched(fresh)
-    owner, name = (Program, "run") if slow == "ours" else (type(fresh.model.diffusion_model), "_forward")
-    own = getattr(owner, name)
-
-    def slowly(*args, **kwargs):
-        time.sleep(SLOW)
-        return own(*args, **kwargs)
-
-    if slow == "ours":
-        monkeypatch.setattr(owner, name, slowly)
-    else:
-        monkeypatch.setattr(fresh.model.diffusion_model, name, slowly.__get__(fresh.model.diffusion_model))
+    monkeypatch.setattr(tape_tier, "waits_for_host", lambda tape: waits)
+    eager, fast = (with_patch(each, count) for each in (fresh, compiled(fresh)))
     for seed in range(3):
         assert_equal(models, eager, fast, seed=seed)
     (take,) = takes_of(fast)
-    assert take.race.is_over and take.race.is_lost == (slow == "ours")
+    assert (take.program is None) == waits
     (shape,) = shapes()
-    assert shape["state"] == ("eager" if slow == "ours" else "tape")
-    assert ("ComfyUI's own forward runs: it takes" in shape["reason"]) == (slow == "ours") == bool(fallbacks())
-
-
-def test_without_the_patch_the_model_is_fast_again(models, fresh, fair, monkeypatch):
-    from anyshape.accel.live_patches import Race
-
-    monkeypatch.setattr(Race, "is_lost", property(lambda race: race.is_over))
-    _, fast = patched(fresh)
-    for seed in range(2):
-        run(models, fast, seed=seed)
-    assert shapes()[-1]["state"] == "eager"
-    assert_equal(models, fresh, compiled(fresh))
+    assert shape["state"] == ("eager" if waits else "tape")
+    assert ("ComfyUI's own forward runs: at this size" in shape["reason"]) == waits == bool(fallbacks())
+    assert_equal(models, fresh, compiled(fresh))  # without the patch
     assert shapes()[-1]["state"] == "tape" and shapes()[-1]["reason"] == ""
 
 
-def test_on_a_cpu_nothing_is_timed(models, fresh):
-    """Both run the same operations there."""
-    eager, fast = patched(fresh)
-    for seed in range(2):
-        assert_equal(models, eager, fast, seed=seed)
-    assert takes_of(fast)[0].race.ours == []
+def test_what_keeps_a_card_busy_is_counted(monkeypatch):
+    """SDXL's 2,700 operations at 1024x1024 with CFG, and Flux's 1,500: multiplications by parameters and tokens."""
+    rtx3060 = 28 * cost.FEWEST * cost.PACE
+    for work, operations, on_cards in ((6e12, 2700, [False, True]), (5.5e13, 1500, [True, True])):
+        monkeypatch.setattr(cost, "of_all", lambda _, work=work: work)
+        assert [cost.keeps_busy(range(operations), rate) for rate in (H200, rtx3060)] == on_cards
+
+
+def test_the_rate_of_a_card(monkeypatch):
+    card = type("Card", (), {"multi_processor_count": 132, "major": 9, "minor": 0})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert cost.rate(torch.device("cuda")) == H200

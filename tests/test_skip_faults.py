@@ -6,9 +6,14 @@ Whatever fails, the picture is that of a run without it, and the run says why.
 import pytest
 import torch
 
+from tools import embed
 from tools.driving import SMALL_UNET, UNETS, compiled, skip_with_message, skipping
 from tools.oracles import counted, error, fallbacks, last_run
 from tools.skip_driving import PLANNED, RUN, STEPS
+
+embed.bare_pack()
+
+from anyshape.accel.reasons import say  # noqa: E402 - the package exists from the line above on
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -136,7 +141,8 @@ def test_a_replaced_forward(models, fresh, counts):
     out = models.sample(skipping(patched), **RUN)
     if counts:
         assert len(calls) == STEPS and torch.equal(out, models.sample(patched, **RUN))
-        assert last_run()["skipped"] == 0 and "could not be recorded" in list(last_run()["resets"])[-1]
+        newcomer, unrecorded = last_run()["resets"]  # in the first step, which changes the patch, and in all others
+        assert last_run()["skipped"] == 0 and newcomer == say("newcomer") and "could not be recorded" in unrecorded
         return
     assert counted() == PLANNED
     same = models.unet("sd15", torch.float32, **SMALL_UNET)

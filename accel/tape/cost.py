@@ -1,14 +1,41 @@
 """Counts what operations cost: multiplications of products, convolutions and attention. The rest is small."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+
+import torch
 
 from .traits import ATTENTION, ATTENTIONS, is_product
-from .values import Operation, Value
+from .values import Operation, Tape, Value
 
 PRODUCTS = frozenset("linear mm bmm matmul addmm baddbmm _scaled_mm _int_mm int8_linear".split())
 CONVOLUTIONS = frozenset("conv1d conv2d conv3d convolution conv_transpose2d conv_transpose3d".split())
 ATTENDS = frozenset((ATTENTION, *ATTENTIONS))
+
+# Multiplications in half precision that a multiprocessor makes at once, by compute capability (NVIDIA's whitepapers).
+AT_ONCE = {(8, 0): 1024, (9, 0): 2048, (10, 0): 4096}
+FEWEST = 512  # of all others
+PACE = 0.75e9  # of these a second: half of a usual clock, as much as models reach with all that lies between products
+LAUNCH = 35e-6  # seconds of the host for each recorded operation, without a graph: SDXL's 2,700 took an H200's 94 ms
+
+
+def waits_for_host(tape: Tape) -> bool:
+    """Whether a program that no graph can hold would wait for the host: ComfyUI's own forward launches less."""
+    return tape.device.type == "cuda" and not keeps_busy(tape.operations, rate(tape.device))
+
+
+def rate(device: torch.device) -> float:
+    """Multiplications that this GPU makes in a second, about."""
+    card = torch.cuda.get_device_properties(device)
+    return card.multi_processor_count * AT_ONCE.get((card.major, card.minor), FEWEST) * PACE
+
+
+def keeps_busy(operations: Collection[Operation], rate: float) -> bool:
+    """Whether they keep a GPU of this rate busy for longer than the host launches them.
+
+    By counts and by no clock: what runs must be the same each time, for the same seed.
+    """
+    return of_all(operations) >= rate * LAUNCH * len(operations)
 
 
 def of_all(operations: Iterable[Operation]) -> float:
