@@ -21,6 +21,7 @@ from torch import Tensor
 from .allocator import addresses_are_promised
 from .errors import is_out_of_memory, let_go
 from .outputs import Output, each
+from .tape.pieces import Pieces
 
 Forward = Callable[[dict[str, Tensor]], Output]
 Pool = tuple[int, int]  # torch's handle of it
@@ -52,7 +53,7 @@ class Recording:
 class CapturedGraph:
     """One captured forward: valid for one shape and for weights at the addresses of ``weights``."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Pieces
     inputs: dict[str, Tensor]  # static; a replay reads them
     output: Output  # static; valid until this graph's next replay
     weights: int  # weights.WeightWatch.fingerprint at capture
@@ -81,8 +82,9 @@ class Capturer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.broken = ""  # why no capture can begin any more
+        self.busy = False  # a graph is being replayed: between two pieces of it anything may be called
         self.pool_bytes = 0  # that the pool holds, whichever graph made it grow
-        self._graphs: dict[torch.cuda.CUDAGraph, Pool | None] = {}  # and the pool of each
+        self._graphs: dict[Pieces, Pool | None] = {}  # and the pool of each
         self._pool: Pool | None = None  # that new graphs share
         self._stream: torch.cuda.Stream | None = None  # one for all captures: the pools' blocks belong to a stream
         self._workspaces: Pool | None = None  # of products on that stream
@@ -148,9 +150,7 @@ class Capturer:
         if pool is not None:
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
 
-    def capture(
-        self, run: Callable[[], object], dtype: torch.dtype, replayed: bool = False
-    ) -> tuple[torch.cuda.CUDAGraph, int]:
+    def capture(self, run: Callable[[], object], dtype: torch.dtype, replayed: bool = False) -> tuple[Pieces, int]:
         """(the graph of ``run``, the bytes of the device that it alone took); the pool's are in ``pool_bytes``.
 
         dtype: see ``warm``. replayed: the current stream runs the graph once.
@@ -187,12 +187,14 @@ class Capturer:
         if self._replayed is None:
             self._replayed = torch.cuda.Event()
         stream.wait_event(self._replayed)  # returns at once where nothing was recorded
+        self.busy = True
         try:
             yield
         finally:
+            self.busy = False
             self._replayed.record(stream)
 
-    def free(self, graph: torch.cuda.CUDAGraph) -> None:
+    def free(self, graph: Pieces) -> None:
         """Frees a graph's memory, and with the last graph of a pool the pool's."""
         pool = self._graphs.pop(graph)
         is_last = pool not in self._graphs.values()
@@ -207,9 +209,9 @@ class Capturer:
             if is_last and self._graphs:
                 self._settle()
 
-    def _captured(self, run: Callable[[], object], dtype: torch.dtype) -> torch.cuda.CUDAGraph:
+    def _captured(self, run: Callable[[], object], dtype: torch.dtype) -> Pieces:
         """As ``torch.cuda.graph``, which also waits for the GPU, collects garbage and empties the allocator's cache."""
-        graph, has_run = torch.cuda.CUDAGraph(), False
+        graph, has_run = Pieces(), False
         with torch.cuda.stream(self._own_stream()), collector_off():
             self._make_workspaces(dtype)
             try:
@@ -227,17 +229,19 @@ class Capturer:
                 raise
         return graph
 
-    def _break_off(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _break_off(self, graph: Pieces) -> None:
         """Ends a capture that failed, maybe in its end. What that has to say is that it failed, and not why."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         end = _end_in_pool()
         if addresses_are_promised() or end is None:
+            graph.reset()
             return
         index, pool = torch.cuda.current_device(), self._pool
         with contextlib.suppress(RuntimeError):  # where the allocator's part had ended
             end(index, pool)
             torch._C._cuda_releasePool(index, pool)
+        graph.reset()  # the pieces before it
         self._pool = None  # torch takes it for in use by a capture, whatever it is told; the graphs in it go on
 
     def _own_stream(self) -> torch.cuda.Stream:

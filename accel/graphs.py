@@ -3,19 +3,19 @@
 A graph removes the Python and launch cost of a forward (about 40 ms for SDXL on a fast host). Capturing takes 0.05 s
 and about 10 MB, because all graphs share one pool: nothing in the pool is live between two replays, so each graph may
 reuse the memory of every other. That is also the contract of a replay: its output is copied out at once, and one replay
-runs at a time.
+runs at a time. Between two pieces of one (``tape.pieces``) no other replay begins, and no graph goes.
 
 *Some libraries keep memory for each stream*, and free it for more when they need more (comfy-kitchen's int8 products).
-Graphs that were captured before would use what is no longer there. So where a program calls others than torch's
-libraries and ours, its first run drops the graphs of all that do; each is captured again when its size comes.
+Earlier graphs would use what is no longer there. So where a program calls others than torch's libraries and ours, its
+first run drops the graphs of all that do; each is captured again when its size comes.
 
 What counts against the budget: of each graph its static inputs and output, its constants, and what the driver keeps for
-it; besides, the pool. A graph that is dropped frees its own bytes. The pool frees its own with its last graph.
+it; besides, the pool. A dropped graph frees its own bytes. The pool frees its own with its last graph.
 """
 
 import threading
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -84,15 +84,14 @@ class GraphCache:
 
     @property
     def used_bytes(self) -> int:
-        """Returns the device memory of all graphs."""
-        own = sum(entry.own_bytes for entry in self._entries.values())
-        return own + self._capturer.pool_bytes if self._entries else 0
+        """The device memory of all graphs."""
+        return bool(self._entries) * self._capturer.pool_bytes + sum(one.own_bytes for one in self._entries.values())
 
     def replay(self, name: Name, weights: int, inputs: dict[str, Tensor]) -> Output | None:
         """Returns the output, or None if there is no valid graph. A graph whose weights have moved is dropped."""
         with self._lock:
             self._drop_abandoned()
-            entry = self._entries.get(name)
+            entry = None if self._capturer.busy else self._entries.get(name)
             if entry is None:
                 return None
             if entry.weights != weights:
@@ -111,6 +110,8 @@ class GraphCache:
         with self._lock:
             self._drop_abandoned()
             self._set_budget(budget)
+            if self._capturer.busy:
+                raise CaptureFailed(say("capture_nested"))
             if why := self._why_not(name) or (self._pins and self._pins.refused.get(name)):
                 raise CaptureFailed(why)
             try:
@@ -125,11 +126,11 @@ class GraphCache:
 
     def _why_not(self, name: Name) -> str:
         """Why this graph was refused, and would be again; "" if it may be captured."""
-        refusal = self._refused.get(name)
-        if refusal and refusal.free is not None and self._capturer.free_bytes() >= refusal.free + MORE:
-            del self._refused[name]
-            return ""
-        return refusal.why if refusal else ""
+        refusal = self._refused.get(name, Refusal(""))
+        if refusal.free is None or self._capturer.free_bytes() < refusal.free + MORE:
+            return refusal.why
+        del self._refused[name]
+        return ""
 
     def result(self, name: Name) -> Output:
         """What the first run of a graph's forward gave, if it was ``wanted`` and no replay came since."""
@@ -163,10 +164,8 @@ class GraphCache:
     def drop_owner(self, owner: int) -> None:
         """Forgets every graph of ``owner`` (its model was unloaded or freed, or a program of it was wrong)."""
         with self._lock:
-            for name in [name for name in self._entries if name.owner == owner]:
-                self._drop(name)
-            self._refused = {name: refusal for name, refusal in self._refused.items() if name.owner != owner}
-            self._warmed = {(other, program) for other, program in self._warmed if other != owner}
+            self.abandon(owner)
+            self._drop_abandoned()
 
     def abandon(self, owner: int) -> None:
         """``drop_owner`` at the next call. For ``__del__``, which may run at any place, within a capture too."""
@@ -175,14 +174,20 @@ class GraphCache:
     def clear(self) -> None:
         """Forgets every graph; the pool's memory goes back to the driver."""
         with self._lock:
+            if self._capturer.busy:
+                return self._abandoned.extend({name.owner for name in self._entries})
             self._drop_abandoned()
             self._evict_down_to(-1)
             self._refused.clear()
             self._here = _Thread()
 
     def _drop_abandoned(self) -> None:
-        while self._abandoned:
-            self.drop_owner(self._abandoned.popleft())
+        while self._abandoned and not self._capturer.busy:  # maybe with one of these
+            owner = self._abandoned.popleft()
+            for name in [name for name in self._entries if name.owner == owner]:
+                self._drop(name)
+            self._refused = {name: refusal for name, refusal in self._refused.items() if name.owner != owner}
+            self._warmed = {(other, program) for other, program in self._warmed if other != owner}
 
     def _set_budget(self, budget: int) -> None:
         if budget != self._budget:
@@ -220,7 +225,7 @@ class GraphCache:
 
     def _record_or_make_room(self, name: Name, recording: Recording) -> CapturedGraph:
         if self._capturer.broken:
-            raise CaptureFailed(_broken(self._capturer.broken))
+            raise CaptureFailed(say("capture_broken", error=self._capturer.broken))
         program = name.owner, name.program
         has_run = program in self._warmed or bool(self._here.called)  # before, or what it calls: not just now
         try:
@@ -242,7 +247,7 @@ class GraphCache:
     def _failure(self, error: RuntimeError) -> CaptureFailed:
         """What the user reads of a capture that failed."""
         if self._capturer.broken:
-            return CaptureFailed(_broken(self._capturer.broken))
+            return CaptureFailed(say("capture_broken", error=self._capturer.broken))
         first, *_ = str(error).splitlines() or [type(error).__name__]  # the driver's errors go on for six lines
         first = ". ".join(first.split(". ")[:2])  # and torch's with its account of memory
         if memory_was_short(error) or self._capturer.free_bytes() < LITTLE:
@@ -269,7 +274,7 @@ class GraphCache:
             self._here.called |= calls
         before = self._capturer.pool_bytes if self._entries else 0
         graph, own = self._capturer.capture(run, dtype, replayed=at_once and recording.wanted)
-        own += bytes_of([*static.values(), *tensors_of(output), *recording.constants])
+        own += bytes_of(*static.values(), *tensors_of(output), *recording.constants)
         growth = max(0, self._capturer.pool_bytes - before)
         return CapturedGraph(
             graph, static, output, recording.weights, recording.constants, own, growth, recording.label, not calls
@@ -306,7 +311,7 @@ _CACHES: dict[torch.device, GraphCache] = {}
 
 
 def cache(device: torch.device) -> GraphCache:
-    """Returns the one cache of ``device``."""
+    """The one cache of ``device``."""
     return _CACHES.setdefault(device, GraphCache(device))
 
 
@@ -335,16 +340,11 @@ def clear() -> None:
         device_cache.clear()
 
 
-def bytes_of(tensors: Iterable[Tensor | None]) -> int:
+def bytes_of(*tensors: Tensor | None) -> int:
     """Of these tensors, each counted once."""
-    distinct = {id(tensor): tensor for tensor in tensors if tensor is not None}
-    return sum(tensor.numel() * tensor.element_size() for tensor in distinct.values())
+    return sum(tensor.nbytes for tensor in {id(each): each for each in tensors if each is not None}.values())
 
 
 def budget_is_full(budget: int) -> str:
     """Why a size has no graph yet. ``budget``: bytes."""
     return say("budget_full", budget=budget // MIB)
-
-
-def _broken(why: str) -> str:
-    return say("capture_broken", error=why)

@@ -11,6 +11,7 @@ from .outputs import Output, flat
 from .preparing import preparing
 from .reasons import say
 from .stats import ModelStats, ShapeStats
+from .tape.called_patches import silence
 from .tapes import Take
 
 NO_GRAPHS = say("no_graphs")
@@ -38,11 +39,13 @@ class TakeGraphs:
         program, cache, name = take.program, graphs.cache(call.key.device), self._name(call, take)
         take.graph = True
         try:
-            self._capture(call, settings, shape, take, inputs, like, wanted=True)
-        except CaptureFailed:  # remembered: it is told when this size settles
+            self._capture(call, settings, shape, take, inputs, like, wanted=not take.live)
+        except CaptureFailed as error:  # remembered: it is told when this size settles
+            if take.needs_graph:
+                raise CaptureFailed(say("patches_slower", why=error)) from error
             return None
         try:
-            out = checked(cache.result(name))
+            out = checked(self.replay(call, take, inputs) if take.live else cache.result(name))
         except BaseException:
             cache.drop(name)
             raise
@@ -83,9 +86,9 @@ class TakeGraphs:
             program.is_long,
         )  # fmt: skip
         cache = graphs.cache(call.key.device)
-        with preparing(self._stats.name, shape.size):
+        with preparing(self._stats.name, shape.size), silence():
             shape.bytes = cache.capture(self._name(call, take), recording, settings.graph_budget_bytes)
-        shape.state, shape.reason = "graph", ""
+        shape.state, shape.reason, shape.note = "graph", "", take.called
 
     def _name(self, call: Call, take: Take) -> graphs.Name:
         return graphs.Name(self._owner, call.key, take.number)

@@ -26,14 +26,13 @@ from .outputs import Output, flat, odd_form, tensors_of
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
-from .take_graphs import TakeGraphs
+from .take_graphs import NO_GRAPHS, TakeGraphs
 from .tape import called_patches, kernel_check
 from .tape.binding import NotBound
 from .tape.called_patches import FormChanged, Forward
 from .tape.cost import waits_for_host
 from .tape.options import at
 from .tape.patches import code_of
-from .tape.program import Program
 from .tape.values import Tape, Weight
 from .tapes import NONE, FullStep, Take, Tapes, bound, obstacle
 
@@ -95,41 +94,41 @@ class TapeTier:
                 self._tapes.first(new)
             return out
         if take.program is None:
-            return self._unrecorded(call, settings, shape, take, fuse)
+            if take.needs_graph in (None, settings.graph_budget_mb):
+                return self._unrecorded(call, settings, shape, take, fuse)
+            self._tapes.drop(take)  # with another budget it may have one
+            return self._run(call, settings, shape, forward, tried)
+        if take.needs_graph and not settings.graph_budget_mb:
+            self.stats.note(shape, "eager", say("patches_slower", why=NO_GRAPHS))
+            return call.eager()
         for place in take.held:
             place.put(call.taped.options)
         call = _laid_out(call, take.program.permuted)
         inputs = take.inputs(call.inputs, call.taped.options)
-        if take.graph and settings.graph_budget_mb and (out := self._graphs.replay(call, take, inputs)) is not None:
+        again = bool(tried)
+        if take.live:
+            tried.append(take)
+            forward.log = [] if take.holds else None
+        graph = take.graph and settings.graph_budget_mb
+        out = self._graphs.replay(call, take, inputs) if graph else None
+        if replayed := out is not None:
             shape.state, shape.reason = "graph", ""
             shape.replays += 1
-            return take.result(out)
-        try:
-            program = bound(take, call.taped.module, call.weights)
-        except NotBound:  # other weights altogether
-            self._tapes.drop(take)
-            return self._run(call, settings, shape, forward, tried)
-        if take.live:
-            out = self._with_patches(call, take, program, inputs, forward, tried)
         else:
+            try:
+                program = bound(take, call.taped.module, call.weights)
+            except NotBound:  # other weights altogether
+                self._tapes.drop(take)
+                return self._run(call, settings, shape, forward, tried)
             out = flat(program.run(list(inputs.values())))
-        self._graphs.settle(call, settings, shape, take, inputs, out)
-        return take.result(out)
-
-    def _with_patches(
-        self, call: Call, take: Take, program: Program, inputs: dict[str, Tensor], forward: Forward, tried: list[Take]
-    ) -> Output:
-        """The result of a program that calls patches. Raises ``FormChanged``."""
-        again = bool(tried)
-        tried.append(take)
-        forward.log = [] if take.holds else None
-        out = flat(program.run(list(inputs.values())))
         place = take.guards.changed_state(call.taped.options, call.taped.module) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
             raise FormChanged(code_of(at(call.taped.options, place)))
-        if again:
+        if take.live and again:
             self._tapes.first(take)
-        return out
+        if not replayed:
+            self._graphs.settle(call, settings, shape, take, inputs, out)
+        return take.result(out)
 
     def _can_fuse(self, device: torch.device) -> bool:
         """``can_fuse``; where an NVIDIA GPU cannot, the reason is counted once."""
@@ -187,7 +186,9 @@ class TapeTier:
             take.in_blocks = bool(take.reason)
             take.twice = take.in_blocks and not take.live
             if take.live and call.taped.skipping is None and waits_for_host(tape):
-                take.reason = take.reason or say("patches_slower", why=take.graph_obstacle)
+                take.needs_graph = settings.graph_budget_mb
+                if not (self._uses_graphs and settings.graph_budget_mb):
+                    take.reason = take.reason or say("patches_slower", why=NO_GRAPHS)
         if take.again:
             shape.state, shape.reason = "eager", take.reason
             return recorded if call.taped.skipping is None else FullStep(recorded, None)
@@ -268,7 +269,7 @@ class TapeTier:
             return self._maker.checked(call, take, tape, out, own.whole(), given)
 
         graphic = device.type == "cuda" and self._uses_graphs
-        may = graphic and settings.graph_budget_mb and not (take.graph_obstacle or call.taped.no_graph())
+        may = graphic and settings.graph_budget_mb and not call.taped.no_graph()
         if may and not (take.features or self._is_long(call, take)):
             out = self._graphs.first(call, settings, shape, take, inputs, flat(own.like), checked)
             if out is not None:
@@ -276,9 +277,7 @@ class TapeTier:
         out, host, elapsed = timed(lambda: flat(program.run(list(inputs.values()))), device)
         out = checked(out)
         take.graph = graphic and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
-        if take.graph and take.graph_obstacle:
-            take.graph, shape.note = False, take.graph_obstacle
-        elif graphic and not take.graph:
+        if graphic and not take.graph:
             shape.note = say("gpu_limit", elapsed=f"{elapsed:.0f}", host=f"{host:.0f}")
         self._graphs.settle(call, settings, shape, take, inputs, out)
         return out

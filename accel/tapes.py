@@ -111,7 +111,8 @@ class Take:
     graph: bool = False  # whether a graph pays
     code: tuple = ()  # the state of other packs' code in the model, see ``tape.state``
     held: list[Held] = field(default_factory=list)  # where that code keeps the options of the latest forward
-    graph_obstacle: str = ""  # why it must not be captured, whether that pays or not
+    called: str = ""  # what of other packs is called between the pieces of its graph
+    needs_graph: int | None = None  # the budget in MB with which it must have one: without, eager is faster
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the whole forward, where one ran
     copies: int = 0  # blocks that were written down as copies of others
@@ -253,7 +254,7 @@ class Tapes:
                 take.reason = low_vram(taped.module, key.device) or reason
             take.code, take.held, take.short = () if reason else watched.states, watched.held, short
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
-            take.graph_obstacle = patches.obstacle() or (say("attention_no_graph") if recorder.calls_packs else "")
+            take.called = patches.shown() or (say("attention_called") if recorder.calls_packs else "")
             take.clock, take.copies, take.left_out = None if short else clock, copies.count, copies.left_out
             take.calls = calls.calls if calls is not None and tape is not None else []
             take.again = again or bool(changed and taped.skipping)
@@ -273,7 +274,7 @@ class Tapes:
         """A new take of what ``whole`` recorded. It is not found until it is kept."""
         with self._lock:
             self._count += 1
-            take = Take(whole.guards, whole.structure, self._count, graph_obstacle=whole.graph_obstacle)
+            take = Take(whole.guards, whole.structure, self._count, called=whole.called)
             take.weights, take.live, take.holds, take.held = whole.weights, whole.live, whole.holds, whole.held
         return take
 

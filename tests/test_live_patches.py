@@ -6,7 +6,7 @@ import torch
 from tools import embed
 from tools.driving import compiled
 from tools.oracles import fallbacks, shapes
-from tools.patching import assert_equal, takes_of, with_patch
+from tools.patching import assert_equal, run, takes_of, with_patch
 
 embed.bare_pack()
 
@@ -28,16 +28,28 @@ def test_comfyuis_own_forward_runs_where_the_host_is_the_limit(models, fresh, mo
     from anyshape.accel import tape_tier
 
     monkeypatch.setattr(tape_tier, "waits_for_host", lambda tape: waits)
-    eager, fast = (with_patch(each, count) for each in (fresh, compiled(fresh)))
+    eager, fast = (with_patch(each, count) for each in (fresh, compiled(fresh, graph_budget_mb=0)))
     for seed in range(3):
         assert_equal(models, eager, fast, seed=seed)
     (take,) = takes_of(fast)
     assert (take.program is None) == waits
     (shape,) = shapes()
     assert shape["state"] == ("eager" if waits else "tape")
-    assert ("ComfyUI's own forward runs: at this size" in shape["reason"]) == waits == bool(fallbacks())
+    assert ("without a CUDA graph ComfyUI's own forward" in shape["reason"]) == waits == bool(fallbacks())
     assert_equal(models, fresh, compiled(fresh))  # without the patch
     assert shapes()[-1]["state"] == "tape" and shapes()[-1]["reason"] == ""
+
+
+def test_a_budget_that_is_raised_brings_the_tape_back(models, fresh, monkeypatch):
+    from anyshape.accel import tape_tier
+
+    monkeypatch.setattr(tape_tier, "waits_for_host", lambda tape: True)
+    patched = with_patch(fresh, count)
+    for budget, state in ((0, "eager"), (512, "tape"), (0, "eager"), (512, "tape")):  # a CPU has no graph either way
+        run(models, compiled(patched, graph_budget_mb=budget))
+        assert shapes()[-1]["state"] == state
+    (take,) = takes_of(compiled(patched))
+    assert take.program is not None
 
 
 def test_what_keeps_a_card_busy_is_counted(monkeypatch):

@@ -32,7 +32,7 @@ def test_a_patch_without_state_is_written_down(models, fresh, recordings, mode):
     assert error(wanted, run(models, fresh, seed=1)) > CHANGED and plain.shape == wanted.shape
     assert len(recordings) == 1 and not fallbacks()
     (take,) = takes_of(fast)
-    assert not take.live and not take.graph_obstacle and take.used
+    assert not take.live and not take.called and take.used
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,7 @@
 """Captures without a GPU: graphs that run again what was captured, and a cache of them, for the tests of graphs."""
 
 import contextlib
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -9,7 +9,10 @@ from anyshape.accel import graphs, stats
 from anyshape.accel.capture import Recording
 from anyshape.accel.errors import CaptureFailed
 from anyshape.accel.graphs import GraphCache, Name
+from anyshape.accel.tape.pieces import Pieces
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 BUDGET = 100
 CPU = torch.device("cpu")
@@ -22,10 +25,41 @@ class Graph:
         self.replay = run
 
 
+class CpuGraph(TorchDispatchMode):
+    """In place of ``torch.cuda.CUDAGraph``: notes what torch does, and does it again, into the same tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._done: list[tuple[Callable[..., Any], tuple, dict[str, Any], Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        out = func(*args, **kwargs or {})
+        self._done.append((func, args, kwargs or {}, out))
+        return out
+
+    def capture_begin(self) -> None:
+        self.__enter__()
+
+    def capture_end(self) -> None:
+        self.__exit__(None, None, None)
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for func, args, kwargs, out in self._done:
+            new = func(*args, **kwargs)
+            for old, now in zip(tree_leaves(out), tree_leaves(new), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != now.data_ptr():
+                    old.copy_(now)
+
+    def reset(self) -> None:
+        self._done.clear()
+
+
 class Capturer:
     """In place of CUDA's. A capture makes the pool as large as ``needs`` says, and takes ``driver`` bytes besides."""
 
     def __init__(self) -> None:
+        self.busy = False
         self.broken, self.pool_bytes, self.needs, self.driver, self.may_fail = "", 0, 0, 0, True
         self.live, self.captures, self.warmed, self.replayed, self.errors = 0, 0, 0, 0, []
         self.dtypes: set[torch.dtype] = set()  # of the products that make the libraries' workspaces
@@ -49,13 +83,30 @@ class Capturer:
         self.pool_bytes = max(self.pool_bytes, self.needs)
         return Graph(run), self.driver
 
-    def replaying(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        self.busy = True
+        try:
+            yield
+        finally:
+            self.busy = False
 
     def free(self, graph: Graph) -> None:
         self.live -= 1
         if not self.live:
             self.pool_bytes = 0
+
+
+class InPieces(Capturer):
+    """Its graphs do again what torch did, and are cut where other packs' code is called."""
+
+    def capture(self, run: Callable[[], Any], dtype: torch.dtype, replayed: bool = False) -> tuple[Pieces, int]:
+        graph = Pieces(CpuGraph)
+        graph.capture_begin()
+        run()
+        graph.capture_end()
+        self.captures, self.live = self.captures + 1, self.live + 1
+        return graph, self.driver
 
 
 def only_cache(monkeypatch: Any, capturer: Capturer) -> GraphCache:

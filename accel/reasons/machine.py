@@ -88,6 +88,10 @@ REASONS = dict(
         "runs without a CUDA graph: capturing one failed",
         "no graph could be captured at this size ({error}), so it runs without one",
     ),
+    capture_nested=(
+        "runs without a CUDA graph: another model calls it",
+        "another node's patch runs this model within another model's forward, so it has no CUDA graph there",
+    ),
     capture_broken=(
         "Restart ComfyUI: CUDA graphs failed",
         "capturing a CUDA graph failed ({error}). With cudaMallocAsync no other capture can begin after that, so "

@@ -8,13 +8,14 @@ REASONS = dict(
         "(TorchCompileModel, for example, compiles it as a whole): then remove one of the two nodes. Or the sampler "
         "makes a video block by block (SamplerARVideo), which only ComfyUI's own forward can do",
     ),
-    patch_no_graph=(
-        "another node's patch: no CUDA graph ({patch})",
-        "in each forward another node's patch is called {calls} times ({patch}), so there is no graph",
+    patch_called=(
+        "another node's patch is called ({patch})",
+        "in each forward another node's patch is called {calls} times ({patch}); what is between the calls is fast",
     ),
     patches_slower=(
-        "another node's patch: ComfyUI is faster",
-        "{why}. ComfyUI's own forward runs: at this size it launches less than the parts between the patches",
+        "another node's patch needs a CUDA graph",
+        "{why}. Another node's patch is called in each forward, and without a CUDA graph ComfyUI's own forward is "
+        "faster at this size, so it runs",
     ),
     patch_again=(
         "another node's patch is called from now on",
@@ -55,9 +56,9 @@ REASONS = dict(
         "another node changed a block",
         "another node replaced or hooked a block, or the weights of the block change at each call, so it runs in eager",
     ),
-    attention_no_graph=(
-        "another node's attention: no CUDA graph",
-        "another node's attention is called in each forward, so there is no graph",
+    attention_called=(
+        "another node's attention is called",
+        "another node's attention is called in each forward; what is between the calls is fast",
     ),
     attention_option=(
         "another node's attention reads the option {option}",

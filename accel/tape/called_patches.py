@@ -2,7 +2,7 @@
 
 A patch whose effect cannot be written down once and for all (it counts its calls, reads a number from the GPU, draws
 random numbers) is called at each replay, in the order in which it was, with what it would be given in eager. What is
-around it stays on the tape. There is no graph then.
+around it stays on the tape. A graph is in pieces then, with the calls between them.
 
 It gets copies of its tensors: it may write into them or keep them, and a program's memory is not its to change. If it
 gives a result of another form than when it was recorded, ``FormChanged`` ends the replay.
@@ -10,7 +10,7 @@ gives a result of another form than when it was recorded, ``FormChanged`` ends t
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from .identity import EQUAL
 from .layout import laid_out
+from .noise_level import NoiseLevel
 from .options import COPIED_ALONG, NotedOptions, at
-from .values import swapped
+from .pieces import Form, between, captured_here
+from .values import replaced, swapped
 
 KINDS = ("patches", "patches_replace")  # of the options: where other packs' patches are
 OVERRIDE = "optimized_attention_override"
@@ -45,12 +47,16 @@ class NotKnown(Exception):
 class Forward:
     """One forward of the model. playing: patches give what they gave while it was recorded, and are not called.
 
-    log: what patches gave in it, if that is kept: a forward that is broken off must not call them twice.
+    silent: they give zeros, and are not called. log: what patches gave in it, if that is kept: a forward that is broken
+    off must not call them twice.
     """
 
     options: Mapping[Any, Any]
     playing: bool = False
+    silent: bool = False
     log: "list[tuple[Any, list[Tensor]]] | None" = None
+
+    levels: dict[int, Tensor] = field(default_factory=dict)  # tensors of the options, as patches get them
 
 
 @contextmanager
@@ -62,6 +68,21 @@ def forward(options: Mapping[Any, Any]) -> Iterator[Forward]:
         yield now
     finally:
         _NOW.forward = before
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """The body runs programs, or captures them, for what that does on the GPU: nothing reads the results."""
+    now: Forward | None = getattr(_NOW, "forward", None)
+    if now is None:  # a forward that calls no patch
+        with forward({}) as now, silence():
+            yield
+        return
+    before, now.silent = now.silent, True
+    try:
+        yield
+    finally:
+        now.silent = before
 
 
 @dataclass(frozen=True)
@@ -126,13 +147,24 @@ class LiveCall:
     who: Any
     name: str
     form: Any = None
-    strides: list[tuple[int, ...]] = field(default_factory=list)
+    forms: list[Form] = field(default_factory=list)  # of its tensors
     recorded: list[Tensor] | None = None  # what it gave while it was recorded, until the program was checked
     lives = True  # it is kept whether its results are read or not
 
-    def __call__(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """The patch's tensors at a replay."""
+    def __call__(self, args: Any, kwargs: Any, wanted: Sequence[bool] | None = None) -> list[Tensor | None]:
+        """The patch's tensors at a replay. wanted: which of them are read; None: all."""
+        wanted = wanted or [True] * len(self.forms)
+        if (graph := captured_here()) is not None:
+            outs = [form.empty() if want else None for form, want in zip(self.forms, wanted, strict=True)]
+            graph.cut(between(self._called, (args, kwargs), {}, outs))
+            return outs
+        given = zip(self._called(args, kwargs), self.forms, wanted, strict=True)
+        return [laid_out(tensor, form.stride) if want else None for tensor, form, want in given]
+
+    def _called(self, args: Any, kwargs: Any) -> list[Tensor]:
         now: Forward = _NOW.forward
+        if now.silent:
+            return [form.empty().zero_() for form in self.forms]
         if now.playing and self.recorded is not None:
             return [tensor.clone() for tensor in self.recorded]
         done = perform(at(now.options, self.place), args, kwargs, now.options)
@@ -140,11 +172,11 @@ class LiveCall:
             now.log.append((done.out, done.copies))
         if done.form != self.form or done.wrote is not None:
             raise FormChanged(self.who)
-        return [laid_out(tensor, stride) for tensor, stride in zip(done.tensors, self.strides, strict=True)]
+        return done.tensors
 
     def record(self, done: Done) -> None:
         """Keeps what the call that is recorded gave."""
-        self.form, self.strides = done.form, [tensor.stride() for tensor in done.tensors]
+        self.form, self.forms = done.form, [Form.of(tensor) for tensor in done.tensors]
         self.recorded = [tensor.clone() for tensor in done.tensors]
 
 
@@ -153,23 +185,51 @@ class Played:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self._form: Form | None = None
         self.recorded: Tensor | None = None  # see ``LiveCall``
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result, or the recorded one."""
+        if (graph := captured_here()) is not None:
+            out = self._form.empty()
+            graph.cut(between(self._apart, args, kwargs, [out]))
+            return out
         now: Forward | None = getattr(_NOW, "forward", None)
+        if now is not None and now.silent:
+            return self._form.empty().zero_()
         if now is not None and now.playing and self.recorded is not None:
             return self.recorded.clone()
         return self._function(*args, **kwargs)
 
+    def _apart(self, *args: Any, **kwargs: Any) -> list[Tensor]:
+        """Between two pieces of a graph. It gets copies: it may keep them, and a graph's memory is not its to read."""
+        args, kwargs = replaced((args, kwargs), Tensor, torch.clone)
+        out = self(*args, **kwargs)
+        like = self._form
+        if not isinstance(out, Tensor) or (out.shape, out.dtype, out.device) != (like.shape, like.dtype, like.device):
+            raise FormChanged(self._function)
+        return [out]
+
     def keep(self, out: Any) -> Any:
         """``out``, which the function gave while it was recorded."""
-        self.recorded = out.clone() if isinstance(out, Tensor) else None
+        if isinstance(out, Tensor):
+            out = spread_out(out)
+            self.recorded, self._form = out.clone(), Form.of(out)
         return out
+
+
+def spread_out(tensor: Tensor) -> Tensor:
+    """``tensor`` with memory for each element: what lies once for several cannot be written one by one."""
+    repeats = any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.contiguous() if repeats else tensor
+
+
+BETWEEN = (LiveCall, Played)  # functions of steps that run between the pieces of a graph
 
 
 def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any, Any]) -> Done:
     """Calls a patch with arguments made from their templates."""
+    theirs = _with_levels(raw)
     copies: dict[int, Tensor] = {}
     given: list[tuple[dict, list[int], int]] = []  # options that it gets, and what they were
 
@@ -180,8 +240,8 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
             return copies[id(item)]
         if type(item) is dict and OPTIONS in item:
             names = item[OPTIONS].names
-            options = {name: raw[name] for name in names if name in raw}
-            options |= {name: raw[name] for name in COPIED_ALONG if name in raw and name not in options}
+            options = {name: theirs[name] for name in names if name in theirs}
+            options |= {name: theirs[name] for name in COPIED_ALONG if name in theirs and name not in options}
             options |= {name: filled(value) for name, value in item.items() if name is not OPTIONS}
             given.append((options, list(map(id, options.values()))))
             return options
@@ -202,10 +262,11 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     for tensor in _tensors(out, skipped):
         if id(tensor) in swap or (id(tensor) in tensors and id(tensor) not in copied):
             continue
-        address = tensor.untyped_storage().data_ptr()
-        if address in memory:  # what it was given, which it gives back at some steps alone, or a view
-            swap[id(tensor)] = tensor.clone()
-            tensors[id(swap[id(tensor)])] = swap[id(tensor)]
+        address, new = tensor.untyped_storage().data_ptr(), spread_out(tensor)
+        if new is tensor and address in memory:  # what it was given, which it gives back at some steps alone, or a view
+            new = tensor.clone()
+        if new is not tensor:
+            swap[id(tensor)] = tensors[id(new)] = new
         else:
             memory.add(address)
             tensors[id(tensor)] = tensor
@@ -214,6 +275,16 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     found = list(tensors.values())
     form = _form(out, numbers, skipped), tuple([(tuple(t.shape), t.dtype, t.device) for t in found])
     return Done(out, mine, found, form, wrote)
+
+
+def _with_levels(raw: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The options with tensors as ``NoiseLevel``, the same ones in all of a forward."""
+    now: Forward | None = getattr(_NOW, "forward", None)
+    levels = {} if now is None else now.levels
+    for item in raw.values():
+        if type(item) is Tensor and id(item) not in levels:
+            levels[id(item)] = NoiseLevel.of(item)
+    return {name: levels.get(id(item), item) for name, item in raw.items()}
 
 
 def replaying(options: Mapping[Any, Any], log: list[tuple[Any, list[Tensor]]]) -> dict[Any, Any]:

@@ -223,10 +223,10 @@ class Patches:
             self._parts = {id(part) for _, part in modules_of(self._recorder.module)}
         return id(module) in self._parts
 
-    def obstacle(self) -> str:
-        """Why the forward must not be captured: which patches are called in it, and how often; "" if none is."""
+    def shown(self) -> str:
+        """Which patches are called in the forward, and how often; "" if none is."""
         names = ", ".join(dict.fromkeys(call.name for call in self.calls))
-        return say("patch_no_graph", patch=names, calls=len(self.calls)) if names else ""
+        return say("patch_called", patch=names, calls=len(self.calls)) if names else ""
 
     # The end --------------------------------------------------------------------------------------------------------
 

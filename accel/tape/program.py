@@ -17,6 +17,7 @@ from ..kernels.operations import is_ours
 from ..preparing import look
 from . import cost
 from .binding import Bound, Loose, form_of, loose, spread, there, tight, weight
+from .called_patches import BETWEEN, LiveCall
 from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
@@ -172,6 +173,9 @@ class Program:
                     seen.add(slot)
                     free.append(slot)
             step.free = tuple(free)
+            if isinstance(step, Called) and isinstance(step.run, LiveCall):
+                step.outputs = tuple([-1 if slot in step.free else slot for slot in step.outputs])
+                step.run = partial(step.run, wanted=[slot >= 0 for slot in step.outputs])
 
     # Running it ---------------------------------------------------------------------------------------------------
 
@@ -272,8 +276,12 @@ class Program:
 
 
 def _calls(steps: Sequence[Operation | Launch]) -> frozenset[Hashable]:
-    """What the steps ask of torch's libraries and of ours; empty where they call others, of which nothing is known."""
-    operations = {id(step.func): step for step in steps if not isinstance(step, Launch)}.values()  # some have no hash
+    """What the steps ask of torch's libraries and of ours; empty where they call others, of which nothing is known.
+
+    Those that run between the pieces of a graph are in no capture.
+    """
+    inside = (step for step in steps if not isinstance(step, Launch) and not isinstance(step.func, BETWEEN))
+    operations = {id(step.func): step for step in inside}.values()  # some have no hash
     if not all(map(_is_known, operations)):
         return frozenset()
     return frozenset((_called(operation.func), getattr(operation.func, "backend", "")) for operation in operations)

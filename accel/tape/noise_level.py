@@ -1,0 +1,88 @@
+"""The noise level as a number, for patches of other packs that are called: it is read from the GPU once per forward.
+
+Such a patch decides by it in each of its calls (``options["sigmas"][0].item()``). Each reading waits until the GPU has
+done all that it was given, so sixty of them keep it idle for longer than it works.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FEW = 1024  # elements: of what is read whole
+READS = frozenset(
+    getattr(Tensor, name)
+    for name in "cpu item tolist numpy __float__ __int__ __bool__ __index__ __format__ __repr__".split()
+)
+# What gives the same bits on the CPU. Not division: a GPU multiplies by the inverse of a number.
+EXACT = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        "detach clone flatten squeeze float double max min add sub mul neg abs lt le gt ge eq ne __getitem__ "
+        "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __neg__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__"
+    ).split()
+)
+
+
+class _Source:
+    """What several ``NoiseLevel`` are made of. changed: in place, so that numbers that were read say nothing."""
+
+    changed = False
+
+
+class NoiseLevel(Tensor):
+    """A tensor of a GPU whose numbers, and what follows from them, are read once."""
+
+    _host: Callable[[], Tensor]
+    _source: _Source
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Tensor:
+        """``tensor`` itself, in the same memory; as it is if it is large or on a CPU."""
+        return cls.made(tensor, _Source(), tensor.cpu) if tensor.is_cuda and tensor.numel() <= FEW else tensor
+
+    @classmethod
+    def made(cls, tensor: Tensor, source: _Source, host: Callable[[], Tensor]) -> "NoiseLevel":
+        """host: gives its numbers on the CPU; it is called once, and only if they are read."""
+        read: list[Tensor] = []
+
+        def once() -> Tensor:
+            if not read:
+                read.append(host())
+            return read[0]
+
+        level = tensor.as_subclass(cls)
+        level._host, level._source = once, source
+        return level
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Reads on the CPU what is known there; all else as if it were any tensor."""
+        kwargs = kwargs or {}
+        level, *others = args or (None,)
+        alone = type(level) is cls and not any(isinstance(item, Tensor) for item in (*others, *kwargs.values()))
+        known = alone and not level._source.changed
+        if known and (func in READS or (func is Tensor.to and _to_cpu(others, kwargs))):
+            return func(level._host(), *others, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        if _writes(func, kwargs):
+            for item in (*args, *kwargs.values()):
+                if type(item) is cls:
+                    item._source.changed = True
+        elif known and func in EXACT and isinstance(out, Tensor):
+            return cls.made(out, level._source, lambda: func(level._host(), *others, **kwargs))
+        return out
+
+
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    name = func.__name__
+    return "out" in kwargs or name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
+
+
+def _to_cpu(others: list[Any], kwargs: dict[str, Any]) -> bool:
+    device = next((item for item in (*others, *kwargs.values()) if isinstance(item, (str, torch.device))), None)
+    return device is not None and torch.device(device).type == "cpu"
