@@ -14,10 +14,11 @@ from .functions_read import FunctionsRead
 from .origin import is_known, whose
 from .parts_seen import FORWARDS
 from .reasons import say
+from .tape.code_names import is_library, names_of
 from .tape.named_tensors import parts_of
 from .tape.options import NotedOptions, Reads
 from .tape.record import Recorder
-from .tape.state import HELD, first_kept, is_held, is_library, names_of, states_of
+from .tape.state import HELD, first_kept, is_held, states_of
 
 BUILT_IN = ("scaled_dot_product_attention", "linear", "gelu", "conv1d", "conv2d", "conv3d")  # not in Python
 

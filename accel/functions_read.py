@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .origin import KNOWN, is_known, origin
+from .tape.code_names import is_library, names_of
 from .tape.identity import kept
-from .tape.state import is_library, names_of
 
 NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
 DEEP = 4  # modules within modules that code names: torch.nn.functional

@@ -121,7 +121,8 @@ class TapeTier:
                 self._tapes.drop(take)
                 return self._run(call, settings, shape, forward, tried)
             out = flat(program.run(list(inputs.values())))
-        place = take.guards.changed_state(call.taped.options, call.taped.module) if take.holds else None
+        taped = call.taped
+        place = take.guards.changed_state(taped.options, taped.module, taped.looks) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
             raise FormChanged(code_of(at(call.taped.options, place)))
         if take.live and again:

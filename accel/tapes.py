@@ -26,7 +26,7 @@ from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
 from .tape.refusals import FETCHED, HARMLESS
-from .tape.state import look
+from .tape.state import Looks
 from .tape.values import Tape, Weight
 from .weights import low_vram
 
@@ -81,6 +81,7 @@ class Taped:
     calls_others: bool = False  # it calls patches of other packs, which may count their calls
     foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
     run: int = 0  # the number of the sampling run
+    looks: Looks = field(default_factory=Looks)  # at other packs' code in that run
     unknown: str = ""  # why the whole is not recorded: an argument that no guard can compare; its blocks may be
     skipping: Skipping | None = None
     leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
@@ -178,10 +179,10 @@ class Tapes:
         if take.number == NEVER and take.among != self.patches.among(taped.options):
             return "patches"
         if take.code:
-            for (name, code), state in zip(taped.foreign, take.code, strict=False):
-                if look(code, taped.module) != state:
-                    return name
-        return take.guards.differs(taped.options, taped.module)
+            changed = taped.looks.changed((code for _, code in taped.foreign), take.code, taped.module)
+            if changed is not None:
+                return taped.foreign[changed][0]
+        return take.guards.differs(taped.options, taped.module, looks=taped.looks)
 
     def in_vain(self, key: ShapeKey, fuse: bool, taped: Taped) -> str:
         """Says why another recording of this size would be of no use; "" if it may be."""
@@ -191,7 +192,7 @@ class Tapes:
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
             option = self._differs(last[-1], taped)
-            place = last[-1].guards.changed_state(taped.options, taped.module)
+            place = last[-1].guards.changed_state(taped.options, taped.module, taped.looks)
             if place is not None:  # what a patch reads differs in each call: from now on it is called
                 self.patches.live(code_of(at(taped.options, place)))
                 return ""

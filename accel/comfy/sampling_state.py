@@ -14,7 +14,7 @@ from ..functions_read import FunctionsRead
 from ..key import ShapeKey
 from ..reasons import say
 from ..tape.named_tensors import PartsByPath, parts_of, resolve
-from ..tape.state import first_kept, states_of
+from ..tape.state import Looks, first_kept, states_of
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch, Whereabouts
 from . import dynamic
@@ -38,7 +38,7 @@ class SamplingState:
     ) -> None:
         self.model, self._layout, self.number = model, layout, next(NUMBERS)
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
-        self._fingerprints = fingerprints
+        self._fingerprints, self.looks = fingerprints, Looks()
         self._changes, self._restless = 0, ""  # of the model in this run; why it is not recorded any more
         self._look(model)
         self._fresh = True  # the call that this is made in need not look again

@@ -185,7 +185,8 @@ def call_of(
         taped = Taped(
             model, forward, options, structure, recorded_attention.prepare, run.changed, run.lay_out, lean,
             partial(_places, options), calls_patches(given.options),
-            run.foreign, run=run.number, unknown=unknown, hold=partial(run.hold, key), let_go=run.let_go,
+            run.foreign, run=run.number, looks=run.looks, unknown=unknown,
+            hold=partial(run.hold, key), let_go=run.let_go,
             no_graph=partial(run.no_graph, x.device), rest=run.rest, fetches=partial(run.fetches, x.device),
         )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1

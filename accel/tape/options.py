@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .identity import EQUAL, PLAIN, Same
-from .state import look
+from .state import Looks, look
 
 MISSING = object()
 GONE = Same(MISSING)
@@ -189,14 +189,16 @@ class Guards:
         reads.settle(over=True)
         self.tensors = list(reads.tensors)
         self._kept, self._specs, self._keys = dict(reads.kept), dict(reads.tensors), reads.keys
-        self._states, self._used = dict(reads.states), frozenset(reads.used)
+        self._places, self._states = tuple(reads.states), tuple(reads.states.values())
+        self._used = frozenset(reads.used)
 
     def differs(
-        self, options: Mapping[Any, Any], module: nn.Module | None = None, free: frozenset[str] = frozenset()
-    ) -> str:
+        self, options: Mapping[Any, Any], module: nn.Module | None = None, free: frozenset[str] = frozenset(),
+        looks: Looks | None = None,
+    ) -> str:  # fmt: skip
         """The first option that is not as it was; "" if all are.
 
-        module: the model. free: options that do not matter.
+        module: the model. free: options that do not matter. looks: of this run.
         """
         for key, spec in self._specs.items():
             if _spec(options.get(key)) != spec:
@@ -205,7 +207,7 @@ class Guards:
             return next(iter(map(str, (frozenset(options) - self._keys[1]) ^ self._keys[0])))
         if key := self.changed(options, free):
             return key
-        place = self.changed_state(options, module)
+        place = self.changed_state(options, module, looks)
         return str(place[0]) if place else ""
 
     def changed(self, options: Mapping[Any, Any], free: frozenset[str] = frozenset()) -> str:
@@ -215,9 +217,15 @@ class Guards:
                 return str(key)
         return ""
 
-    def changed_state(self, options: Mapping[Any, Any], module: nn.Module | None) -> tuple | None:
+    def changed_state(
+        self, options: Mapping[Any, Any], module: nn.Module | None, looks: Looks | None = None
+    ) -> tuple | None:
         """The place of a recorded patch whose code would read other values now; None if there is none."""
-        return next((place for place, old in self._states.items() if look(at(options, place), module) != old), None)
+        if not self._places:
+            return None
+        patches = [at(options, place) for place in self._places]
+        changed = (looks or Looks()).changed(patches, self._states, module)
+        return None if changed is None else self._places[changed]
 
 
 def at(options: Any, place: tuple) -> Any:

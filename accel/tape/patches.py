@@ -19,7 +19,7 @@ from .named_tensors import modules_of
 from .options import MISSING, NotedOptions, Reads
 from .record import Recorder
 from .refusals import random_state
-from .state import look
+from .state import Glance, look_at
 
 FEW = 20_000  # objects of a patch's state that are looked at once, to see whether a call changes it
 MOST_KNOWN = 256
@@ -97,6 +97,9 @@ class Patches:
         self._reads: Reads = options._reads
         self._states: dict[tuple, tuple[Any, Any]] = {}  # of those that are written down: (patch, state before)
         self._parts: set[int] | None = None
+        self._glance = Glance(recorder.module)  # at what patches were before they were called
+        self._all: list[Callable[..., Any]] = []
+        self._before: tuple = ()  # see ``_kept``
         self._inside = 0
         for kind in called_patches.KINDS:
             if self._raw.get(kind) and options.notes(kind):
@@ -104,6 +107,8 @@ class Patches:
                 options.hide(kind, called_patches.wrapped(self._raw[kind], self._proxy, (kind,)))
 
     def _proxy(self, place: tuple, patch: Callable[..., Any]) -> Callable[..., Any]:
+        self._all.append(patch)
+
         def call(*args: Any, **kwargs: Any) -> Any:
             recorder = self._recorder
             self.called += 1
@@ -114,7 +119,7 @@ class Patches:
                 recorder.refuse(say("patch_form", patch=shown(patch)))
                 return patch(*args, **kwargs)
             if not self._book.is_live(who) and place not in self._states:
-                state = look(patch, recorder.module)
+                state = self._glance.look(patch)
                 if state is None:
                     self._book.live(who)
                 else:
@@ -177,10 +182,9 @@ class Patches:
             return patch(*args, **kwargs)
         call = called_patches.LiveCall(place, who, shown(patch))
         with recorder.not_listening():
-            state, drawn = look(patch, recorder.module, FEW), _random_state(recorder.device)
+            if not self.calls:
+                self._before = self._kept()
             done = called_patches.perform(patch, *given, self._raw)
-            self.holds |= state is None or state != look(patch, recorder.module, FEW)
-            self.holds |= drawn != _random_state(recorder.device)
             recorder.guarded(lambda: call.record(done))
             self.calls.append(call)
             written = self._write_back(given, done)
@@ -218,6 +222,10 @@ class Patches:
                 recorder.mark(tensor, recorder.value(copy))
         recorder.calls_packs = True
 
+    def _kept(self) -> tuple:
+        """What patches keep from call to call, as far as it can be seen, and of generators that they may draw from."""
+        return look_at(self._all, self._recorder.module), _random_state(self._recorder.device)
+
     def _is_part(self, module: Any) -> bool:
         if self._parts is None:
             self._parts = {id(part) for _, part in modules_of(self._recorder.module)}
@@ -232,10 +240,13 @@ class Patches:
 
     def finish(self) -> None:
         """After the forward. What a patch that was written down has changed shows that it must be called."""
+        if self.calls:
+            self.holds = None in self._before[0] or self._before != self._kept()
+        now = Glance(self._recorder.module)
         for place, (patch, state) in self._states.items():
             if self._book.is_live(code_of(patch)):
                 continue
-            if look(patch, self._recorder.module) != state:
+            if now.look(patch) != state:
                 self._book.live(code_of(patch))
                 self.again = True
             else:

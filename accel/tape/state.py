@@ -7,27 +7,26 @@ patch is called in each forward.
 """
 
 import collections
-import dis
 import enum
 import functools
 import logging
 import os
-import sys
 import types
 import weakref
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..parts_seen import NO_SETTINGS
+from .code_names import globals_of, is_library, names_of
 from .identity import EQUAL, Same, slots_of
+from .unchanged import Unchanged
 
-MOST = 1500  # objects in the state of one patch: it is looked at before each replay
-# Packages whose functions do the same for the same arguments; their own modules' values are compared by identity.
-LIBRARIES = frozenset(("torch", "torchvision", "numpy", "scipy", "einops", "comfy", "comfy_kitchen", "triton", "PIL"))
+MOST = 1500  # objects in the state of one patch, and in that of a module that belongs to patches
+MOST_IN_ALL = 20_000  # objects of looks at the same time
+MOST_KNOWN = 64  # looks of a run
 CONTAINERS = (list, tuple, collections.deque)
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType)
 FIXED = (type(Ellipsis), type(NotImplemented), range, slice, torch.finfo, torch.iinfo)
@@ -49,15 +48,51 @@ def look(value: Any, module: nn.Module | None = None, most: int = MOST) -> State
 
     module: the model, whose own parts are looked after elsewhere. most: objects that are worth it.
     """
-    try:
-        return _Look(module, most).of(value, root=True)
-    except _Unknown:
+    return look_at([value], module, most)[0]
+
+
+def look_at(
+    values: Iterable[Any], module: nn.Module | None = None, most: int = MOST, seen: Unchanged | None = None
+) -> tuple[State | None, ...]:
+    """``look`` at each of them, but at modules of patches that they share only once. seen: notes what there was."""
+    glance = Glance(module, seen)
+    return tuple([glance.look(value, most) for value in values])
+
+
+class Looks:
+    """Looks during one run: after the first one it is enough that what was there still is. Holds what it has seen."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], tuple[list[Any], tuple[State | None, ...], Unchanged]] = {}
+        self._equal: dict[int, tuple[tuple, tuple]] = {}  # states that turned out to be the same, by the earlier ones
+
+    def changed(self, values: Iterable[Any], before: tuple[State, ...], module: nn.Module | None) -> int | None:
+        """The number of the first whose state is not as it was; None if all are as they were."""
+        now = self._at(list(values), module)
+        if now is self._equal.get(id(before), (before, None))[1]:
+            return None
+        for number, (old, new) in enumerate(zip(before, now, strict=False)):
+            if old != new:
+                return number
+        self._equal[id(before)] = before, now
         return None
+
+    def _at(self, values: list[Any], module: nn.Module | None) -> tuple[State | None, ...]:
+        key = tuple(map(id, values))
+        known = self._known.get(key)
+        if known is not None and known[2].holds():
+            return known[1]
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        seen = Unchanged()
+        states = look_at(values, module, seen=seen)
+        self._known[key] = values, states, seen
+        return states
 
 
 def states_of(foreign: Sequence[tuple[str, Any]], module: nn.Module) -> tuple[State | None, ...]:
     """``look`` at other packs' code in a model. foreign: (where it is and whose, the code)."""
-    return tuple([look(code, module) for _, code in foreign])
+    return look_at([code for _, code in foreign], module)
 
 
 def is_held(owner: Any, name: str) -> bool:
@@ -74,14 +109,53 @@ def first_kept(foreign: Sequence[tuple[str, Any]], before: tuple[State | None, .
     return ""
 
 
+class _Part:
+    """The state of a module that is not the model's. Many patches may hold it: two are compared once."""
+
+    __slots__ = ("_same", "state")
+
+    def __init__(self, state: State) -> None:
+        self.state, self._same = state, self
+
+    def __eq__(self, other: object) -> bool:
+        if other is not self._same and other is not self:
+            if not isinstance(other, _Part) or other.state != self.state:
+                return False
+            self._same = other
+        return True
+
+    __hash__ = None
+
+
+class Glance:
+    """What several looks at the same time have in common."""
+
+    def __init__(self, module: nn.Module | None, seen: Unchanged | None = None) -> None:
+        self.seen = seen or Unchanged()
+        self.left = MOST_IN_ALL
+        self.parts: dict[int, tuple[nn.Module, _Part]] = {}  # modules that are not the model's
+        self._module = module
+
+    @functools.cached_property
+    def own(self) -> set[int]:
+        """The parts of the model."""
+        return {id(each) for each in self._module.modules()} if self._module is not None else set()
+
+    def look(self, value: Any, most: int = MOST) -> State | None:
+        """See ``look``."""
+        try:
+            return _Look(self, most).of(value, root=True)
+        except _Unknown:
+            return None
+
+
 class _Look:
     """One walk."""
 
-    def __init__(self, module: nn.Module | None, most: int) -> None:
-        self._module, self._left = module, most
+    def __init__(self, glance: Glance, most: int) -> None:
+        self._glance, self._seen, self._left = glance, glance.seen, most
         self._places: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is given twice
-        self._own: set[int] | None = None
 
     def of(self, value: Any, root: bool = False) -> State:
         """The state of ``value``. root: its code is a patch's, wherever it is from."""
@@ -91,21 +165,28 @@ class _Look:
         if id(value) in self._places:
             return "again", self._places[id(value)]
         self._left -= 1
-        if self._left < 0:
+        self._glance.left -= 1
+        if self._left < 0 or self._glance.left < 0:
             raise _Unknown
         self._places[id(value)] = len(self._places)
         self._kept.append(value)
         if isinstance(value, Tensor):
+            self._seen.tensor(value)
             return "tensor", Same(value), tuple(value.shape), value.dtype, value.device
         if isinstance(value, CONTAINERS):
+            if kind is not tuple:
+                self._seen.sequence(value)
             return kind, Same(value) if root else None, tuple([self.of(each) for each in value])
         if isinstance(value, DICTS):
+            self._seen.mapping(value)
             return kind, tuple([(self.of(key), self.of(each)) for key, each in value.items()])
         if isinstance(value, (set, frozenset)) and all(isinstance(each, EQUAL) for each in value):
+            self._seen.other(lambda: frozenset(value))
             return kind, frozenset(value)
         if isinstance(value, FIXED):
             return kind, repr(value)
         if value is os.environ:
+            self._seen.other(lambda: tuple(os.environ.items()))
             return "environment", tuple(value.items())
         return self._object(value, kind, root)
 
@@ -121,6 +202,7 @@ class _Look:
         if isinstance(value, property):
             return kind, *[self.of(each) for each in (value.fget, value.fset, value.fdel)]
         if isinstance(value, weakref.ReferenceType):
+            self._seen.named(lambda name: value(), ("",))
             return "weak", self.of(value())
         if isinstance(value, types.ModuleType):
             return "module", Same(value)  # what code reads of it is looked at with the code
@@ -145,9 +227,15 @@ class _Look:
         own = getattr(value, "__dict__", None)
         if own is None and not slots:
             raise _Unknown
+        if slots:
+            self._seen.named(lambda name: getattr(value, name, None), slots)
         for name in slots:
             if hasattr(value, name):
                 yield name, self._of_attribute(value, name, getattr(value, name))
+        if HELD and any(is_held(value, name) for name in own or ()):
+            self._seen.named(own.get, [name for name in own if not is_held(value, name)])
+        elif own:
+            self._seen.mapping(own)
         for name, each in (own or {}).items():
             yield name, self._of_attribute(value, name, each)
 
@@ -156,6 +244,7 @@ class _Look:
 
     def _function(self, function: types.FunctionType, root: bool) -> State:
         closed = function.__closure__ or ()
+        self._seen.function(function)
         if not root and not closed and is_library(function.__module__ or ""):
             return "same", Same(function)
         cells = []
@@ -169,7 +258,8 @@ class _Look:
 
     def _globals(self, function: types.FunctionType) -> Iterator[tuple[str, State]]:
         names, there = names_of(function.__code__), function.__globals__
-        for name in _globals_of(function.__code__):
+        self._seen.named(there.get, globals_of(function.__code__))
+        for name in globals_of(function.__code__):
             if name in there:
                 value = there[name]
                 yield name, self.of(value)
@@ -179,6 +269,7 @@ class _Look:
     def _of_module(self, module: types.ModuleType, names: frozenset[str]) -> Iterator[tuple[str, State]]:
         """Those of a module's values that code with these names may read."""
         library, there = is_library(module.__name__), vars(module)
+        self._seen.named(there.get, names)
         for name in sorted(names & there.keys()):
             value = there[name] if there[name] is not os.getenv else os.environ
             if isinstance(value, types.ModuleType):
@@ -200,6 +291,7 @@ class _Look:
                 continue
             self._places.setdefault(id(base), len(self._places))
             self._kept.append(base)
+            self._seen.mapping(vars(base))
             for name, value in list(vars(base).items()):
                 if name not in OF_CLASSES and not isinstance(value, DESCRIPTORS):
                     found.append((name, self._of_attribute(base, name, value)))
@@ -207,46 +299,28 @@ class _Look:
 
     def _part(self, part: nn.Module) -> State:
         """A module: of the model, or of the patch's own."""
-        if self._own is None:
-            self._own = {id(each) for each in self._module.modules()} if self._module is not None else set()
-        if id(part) in self._own:  # what is watched of every part is left out here
+        if id(part) in self._glance.own:  # what is watched of every part is left out here
+            self._seen.mapping(part.__dict__)
             own = [(n, value) for n, value in part.__dict__.items() if n not in NO_SETTINGS and not callable(value)]
             return "part", Same(part), tuple([(name, self.of(value)) for name, value in own])
+        parts = self._glance.parts
+        if id(part) not in parts:  # a walk for itself, so that every look that comes here may have it
+            parts[id(part)] = part, _Part(())  # for what leads back to it
+            try:
+                parts[id(part)] = part, _Part(_Look(self._glance, MOST).foreign_part(part))
+            except _Unknown:
+                del parts[id(part)]
+                raise
+        return "module", parts[id(part)][1]
+
+    def foreign_part(self, part: nn.Module) -> State:
+        """A module that is not the model's."""
+        tables = [part.__dict__, part._parameters, part._buffers, part._modules]
+        hooks = [part._forward_hooks, part._forward_pre_hooks]
+        for table in (*tables, *hooks):
+            self._seen.mapping(table)
         plain = [(name, self.of(value)) for name, value in part.__dict__.items() if name not in OF_MODULES]
-        tensors = [(name, self.of(each)) for table in (part._parameters, part._buffers) for name, each in table.items()]
+        tensors = [(name, self.of(each)) for table in tables[1:3] for name, each in table.items()]
         below = [(name, self.of(child)) for name, child in part._modules.items()]
-        hooks = [self.of(hook) for hook in (*part._forward_hooks.values(), *part._forward_pre_hooks.values())]
-        return "module", Same(part), part.training, tuple(plain), tuple(tensors), tuple(below), tuple(hooks)
-
-
-@functools.lru_cache(maxsize=4096)
-def is_library(module: str) -> bool:
-    """Whether a module of this name is of a package whose functions do the same for the same arguments."""
-    top = module.partition(".")[0]
-    return top in LIBRARIES or top in sys.stdlib_module_names or _is_installed(top)
-
-
-def _is_installed(top: str) -> bool:
-    """Whether it is a package that was installed, as xformers is, and no pack of nodes."""
-    file = Path(getattr(sys.modules.get(top), "__file__", None) or "")
-    return any(folder.name in ("site-packages", "dist-packages") for folder in list(file.parents)[:2])
-
-
-@functools.lru_cache(maxsize=1024)
-def _globals_of(code: types.CodeType) -> frozenset[str]:
-    """The names of globals that code reads, functions inside of it too."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    inside = (_globals_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return frozenset(names.union(*inside))
-
-
-@functools.lru_cache(maxsize=1024)
-def names_of(code: types.CodeType) -> frozenset[str]:
-    """The names of globals and of attributes that code reads, and words: ``getattr(module, "name")``."""
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= names_of(constant)
-        elif isinstance(constant, str):  # getattr(module, "name")
-            names.add(constant)
-    return frozenset(names)
+        hooked = [self.of(hook) for table in hooks for hook in table.values()]
+        return Same(part), part.training, tuple(plain), tuple(tensors), tuple(below), tuple(hooked)
