@@ -30,7 +30,7 @@ from .errors import AnyShapeError, WrongResult, is_out_of_memory
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats
-from .tape import called_patches, diagnose
+from .tape import diagnose, this_forward
 from .tape.binding import NotBound, loose, tight
 from .tape.patches import PatchBook
 from .tape.program import Program
@@ -208,7 +208,7 @@ class BlockTier:
         takes.append(take)
         if not take.reason:
             try:
-                with called_patches.forward(given.options) as forward:
+                with this_forward.forward(given.options) as forward:
                     forward.playing = True
                     done, _ = attempt(
                         lambda: self._programmed(visit, path, block, own, given, before, recorded),

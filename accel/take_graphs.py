@@ -11,7 +11,7 @@ from .outputs import Output, flat
 from .preparing import preparing
 from .reasons import say
 from .stats import ModelStats, ShapeStats
-from .tape.called_patches import silence
+from .tape.this_forward import silence
 from .tapes import Take
 
 NO_GRAPHS = say("no_graphs")

@@ -27,12 +27,13 @@ from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
 from .take_graphs import NO_GRAPHS, TakeGraphs
-from .tape import called_patches, kernel_check
+from .tape import called_patches, kernel_check, this_forward
 from .tape.binding import NotBound
-from .tape.called_patches import FormChanged, Forward
+from .tape.called_patches import FormChanged
 from .tape.cost import waits_for_host
 from .tape.options import at
 from .tape.patches import code_of
+from .tape.this_forward import Forward
 from .tape.values import Tape, Weight
 from .tapes import NONE, FullStep, Take, Tapes, bound, obstacle
 
@@ -67,7 +68,7 @@ class TapeTier:
     def run(self, call: Call, settings: Settings, shape: ShapeStats) -> Any:
         """Returns ComfyUI's result for this call, from a graph, a program, or ComfyUI's own forward."""
         tried: list[Take] = []
-        with called_patches.forward(call.taped.options) as forward:
+        with this_forward.forward(call.taped.options) as forward:
             while True:
                 try:
                     return self._run(call, settings, shape, forward, tried)
@@ -109,8 +110,7 @@ class TapeTier:
         if take.live:
             tried.append(take)
             forward.log = [] if take.holds else None
-        graph = take.graph and settings.graph_budget_mb
-        out = self._graphs.replay(call, take, inputs) if graph else None
+        out = self._graphs.replay(call, take, inputs) if take.graph and settings.graph_budget_mb else None
         if replayed := out is not None:
             shape.state, shape.reason = "graph", ""
             shape.replays += 1

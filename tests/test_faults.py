@@ -23,7 +23,7 @@ FORWARD = [
     "comfy.session.sampling_state.SamplingState", "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
     "engine.Engine._run", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded", "tapes.Tapes.find",
     "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish", "foreign.states_of",
-    "foreign.Watched.kept", "tape.called_patches.forward", "tape.record.traits", "maker.Program", "tape_tier.bound",
+    "foreign.Watched.kept", "tape.this_forward.forward", "tape.record.traits", "maker.Program", "tape_tier.bound",
     "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
     "functions_read.FunctionsRead.hold", "fingerprint.Watch.__init__",
 ]  # fmt: skip

@@ -8,10 +8,8 @@ It gets copies of its tensors: it may write into them or keep them, and a progra
 gives a result of another form than when it was recorded, ``FormChanged`` ends the replay.
 """
 
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,15 +18,14 @@ from torch import Tensor, nn
 
 from .identity import EQUAL
 from .layout import laid_out
-from .noise_level import NoiseLevel
 from .options import COPIED_ALONG, NotedOptions, at
 from .pieces import Form, between, captured_here
+from .this_forward import level_of, now
 from .values import replaced, swapped
 
 KINDS = ("patches", "patches_replace")  # of the options: where other packs' patches are
 OVERRIDE = "optimized_attention_override"
 RAW = frozenset((*KINDS, OVERRIDE))  # options in whose place a recording has its own
-_NOW = threading.local()
 
 
 class FormChanged(Exception):
@@ -41,48 +38,6 @@ class FormChanged(Exception):
 
 class NotKnown(Exception):
     """Raised where a patch gets something that a replay could not give it."""
-
-
-@dataclass
-class Forward:
-    """One forward of the model. playing: patches give what they gave while it was recorded, and are not called.
-
-    silent: they give zeros, and are not called. log: what patches gave in it, if that is kept: a forward that is broken
-    off must not call them twice.
-    """
-
-    options: Mapping[Any, Any]
-    playing: bool = False
-    silent: bool = False
-    log: "list[tuple[Any, list[Tensor]]] | None" = None
-
-    levels: dict[int, Tensor] = field(default_factory=dict)  # tensors of the options, as patches get them
-
-
-@contextmanager
-def forward(options: Mapping[Any, Any]) -> Iterator[Forward]:
-    """The body runs programs for a forward with these options."""
-    before, now = getattr(_NOW, "forward", None), Forward(options)
-    _NOW.forward = now
-    try:
-        yield now
-    finally:
-        _NOW.forward = before
-
-
-@contextmanager
-def silence() -> Iterator[None]:
-    """The body runs programs, or captures them, for what that does on the GPU: nothing reads the results."""
-    now: Forward | None = getattr(_NOW, "forward", None)
-    if now is None:  # a forward that calls no patch
-        with forward({}) as now, silence():
-            yield
-        return
-    before, now.silent = now.silent, True
-    try:
-        yield
-    finally:
-        now.silent = before
 
 
 @dataclass(frozen=True)
@@ -162,14 +117,14 @@ class LiveCall:
         return [laid_out(tensor, form.stride) if want else None for tensor, form, want in given]
 
     def _called(self, args: Any, kwargs: Any) -> list[Tensor]:
-        now: Forward = _NOW.forward
-        if now.silent:
+        this = now()
+        if this.silent:
             return [form.empty().zero_() for form in self.forms]
-        if now.playing and self.recorded is not None:
+        if this.playing and self.recorded is not None:
             return [tensor.clone() for tensor in self.recorded]
-        done = perform(at(now.options, self.place), args, kwargs, now.options)
-        if now.log is not None:
-            now.log.append((done.out, done.copies))
+        done = perform(at(this.options, self.place), args, kwargs, this.options)
+        if this.log is not None:
+            this.log.append((done.out, done.copies))
         if done.form != self.form or done.wrote is not None:
             raise FormChanged(self.who)
         return done.tensors
@@ -194,10 +149,10 @@ class Played:
             out = self._form.empty()
             graph.cut(between(self._apart, args, kwargs, [out]))
             return out
-        now: Forward | None = getattr(_NOW, "forward", None)
-        if now is not None and now.silent:
+        this = now()
+        if this is not None and this.silent:
             return self._form.empty().zero_()
-        if now is not None and now.playing and self.recorded is not None:
+        if this is not None and this.playing and self.recorded is not None:
             return self.recorded.clone()
         return self._function(*args, **kwargs)
 
@@ -278,13 +233,8 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
 
 
 def _with_levels(raw: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The options with tensors as ``NoiseLevel``, the same ones in all of a forward."""
-    now: Forward | None = getattr(_NOW, "forward", None)
-    levels = {} if now is None else now.levels
-    for item in raw.values():
-        if type(item) is Tensor and id(item) not in levels:
-            levels[id(item)] = NoiseLevel.of(item)
-    return {name: levels.get(id(item), item) for name, item in raw.items()}
+    """The options with tensors as ``NoiseLevel``."""
+    return {name: level_of(item) if type(item) is Tensor else item for name, item in raw.items()}
 
 
 def replaying(options: Mapping[Any, Any], log: list[tuple[Any, list[Tensor]]]) -> dict[Any, Any]:

@@ -42,6 +42,10 @@ class NoiseLevel(Tensor):
         """``tensor`` itself, in the same memory; as it is if it is large or on a CPU."""
         return cls.made(tensor, _Source(), tensor.cpu) if tensor.is_cuda and tensor.numel() <= FEW else tensor
 
+    def on_host(self) -> Tensor:
+        """Its numbers, as a plain tensor."""
+        return self._host()
+
     @classmethod
     def made(cls, tensor: Tensor, source: _Source, host: Callable[[], Tensor]) -> "NoiseLevel":
         """host: gives its numbers on the CPU; it is called once, and only if they are read."""
@@ -65,11 +69,11 @@ class NoiseLevel(Tensor):
         level, *others = args or (None,)
         alone = type(level) is cls and not any(isinstance(item, Tensor) for item in (*others, *kwargs.values()))
         known = alone and not level._source.changed
-        if known and (func in READS or (func is Tensor.to and _to_cpu(others, kwargs))):
+        if known and (func in READS or (func is Tensor.to and to_cpu(others, kwargs))):
             return func(level._host(), *others, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-        if _writes(func, kwargs):
+        if writes(func, kwargs):
             for item in (*args, *kwargs.values()):
                 if type(item) is cls:
                     item._source.changed = True
@@ -78,11 +82,13 @@ class NoiseLevel(Tensor):
         return out
 
 
-def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function of torch's writes into its arguments."""
     name = func.__name__
     return "out" in kwargs or name in ("__setitem__", "__set__") or (name.endswith("_") and not name.endswith("__"))
 
 
-def _to_cpu(others: list[Any], kwargs: dict[str, Any]) -> bool:
+def to_cpu(others: list[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether ``Tensor.to`` with these arguments goes to the CPU."""
     device = next((item for item in (*others, *kwargs.values()) if isinstance(item, (str, torch.device))), None)
     return device is not None and torch.device(device).type == "cpu"

@@ -11,8 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .decisions import Decisions, Path, followed
 from .identity import EQUAL, PLAIN, Same
 from .state import Looks, look
+from .this_forward import numbers_of
 
 MISSING = object()
 GONE = Same(MISSING)
@@ -34,6 +36,7 @@ class Reads:
         self.kept: dict[Any, Any] = {}
         self.used: set[Any] = set()  # of those: what was asked for by its name, not just copied with the rest
         self.keys: tuple[frozenset, frozenset] | None = None  # the caller's, and those that the forward had written
+        self.decisions: Mapping[Any, Mapping[str, tuple[Path, bool]]] = {}  # by the numbers of tensors
         self.states: dict[tuple, tuple] = {}  # of recorded patches by their places in the options: see ``state``
         self._on_tensor = on_tensor
         self._asked: list[tuple[Any, Any]] = []  # what was asked for in the order of all keys; perhaps a copy of all
@@ -88,6 +91,7 @@ class NotedOptions(MutableMapping, dict):
         self._looked = False  # whether it has asked for any since it began to list them
         self.heard: dict[Any, Any] | None = None
         self.strict = False  # while code of another pack has it: whatever that copies, it may read
+        self.decisions: Decisions | None = None  # while a patch that is written down has it
 
     def hide(self, key: Any, value: Any = MISSING) -> None:
         """Puts ``value`` in place of what the caller gave, or nothing."""
@@ -128,7 +132,10 @@ class NotedOptions(MutableMapping, dict):
 
     def __getitem__(self, key: Any) -> Any:
         self._note(key)
-        return dict.__getitem__(self, key)
+        value = dict.__getitem__(self, key)
+        if self.decisions is None or type(value) is not Tensor or key in self._own:
+            return value
+        return self.decisions.level(key, value)
 
     def __iter__(self) -> Iterator[Any]:
         """``dict(options)`` and ``{**options}`` list all keys first, and then ask for each of them."""
@@ -149,7 +156,7 @@ class NotedOptions(MutableMapping, dict):
 
     def copy(self) -> "NotedOptions":  # noqa: D102
         copied = NotedOptions(dict(dict.items(self)), self._reads, frozenset(self._own))
-        copied.heard, copied.strict = self.heard, self.strict
+        copied.heard, copied.strict, copied.decisions = self.heard, self.strict, self.decisions
         return copied
 
     __copy__ = copy
@@ -191,6 +198,7 @@ class Guards:
         self._kept, self._specs, self._keys = dict(reads.kept), dict(reads.tensors), reads.keys
         self._places, self._states = tuple(reads.states), tuple(reads.states.values())
         self._used = frozenset(reads.used)
+        self._decisions = {option: tuple(found.values()) for option, found in reads.decisions.items()}
 
     def differs(
         self, options: Mapping[Any, Any], module: nn.Module | None = None, free: frozenset[str] = frozenset(),
@@ -202,6 +210,10 @@ class Guards:
         """
         for key, spec in self._specs.items():
             if _spec(options.get(key)) != spec:
+                return str(key)
+        for key, decisions in self._decisions.items():
+            numbers = numbers_of(options[key])
+            if any(followed(numbers, path) != answer for path, answer in decisions):
                 return str(key)
         if self._keys is not None and frozenset(options) - self._keys[1] != self._keys[0]:
             return next(iter(map(str, (frozenset(options) - self._keys[1]) ^ self._keys[0])))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..reasons import say
 from . import called_patches
+from .decisions import Decisions, forget
 from .named_tensors import modules_of
 from .options import MISSING, NotedOptions, Reads
 from .record import Recorder
@@ -98,6 +99,10 @@ class Patches:
         self._states: dict[tuple, tuple[Any, Any]] = {}  # of those that are written down: (patch, state before)
         self._parts: set[int] | None = None
         self._glance = Glance(recorder.module)  # at what patches were before they were called
+        self._decisions = Decisions(
+            lambda: recorder.refuse(say("read_back")), recorder.not_listening,
+            lambda new, tensor: recorder.mark(new, recorder.value(tensor)),
+        )  # fmt: skip
         self._all: list[Callable[..., Any]] = []
         self._before: tuple = ()  # see ``_kept``
         self._inside = 0
@@ -150,16 +155,21 @@ class Patches:
                 noted = NotedOptions(item, self._reads, own | called_patches.RAW)
                 given.append((item, noted))
             strict.append((noted, noted.strict))
-            noted.strict = True
+            noted.strict, noted.decisions = True, self._decisions
             return noted
 
         strict: list[tuple[NotedOptions, bool]] = []
+        plain, numbers = (args, kwargs), self._decisions.given
         args, kwargs = tuple(_each(item, noting) for item in args), {k: _each(v, noting) for k, v in kwargs.items()}
         try:
             return patch(*args, **kwargs)
+        except Exception:
+            if self._decisions.given == numbers:
+                raise
+            self._decisions.used()  # it did not take a number of ours for one
         finally:
             for noted, before in strict:
-                noted.strict = before
+                noted.strict, noted.decisions = before, None
             for theirs, noted in given:  # what it wrote is for later patches
                 if list(map(id, dict.values(noted))) != list(map(id, theirs.values())):
                     theirs.clear()
@@ -167,6 +177,7 @@ class Patches:
             if recorder.refusal:
                 self._book.live(who)
                 self.again = True
+        return patch(*plain[0], **plain[1])
 
     # Called in each forward -----------------------------------------------------------------------------------------
 
@@ -242,11 +253,15 @@ class Patches:
         """After the forward. What a patch that was written down has changed shows that it must be called."""
         if self.calls:
             self.holds = None in self._before[0] or self._before != self._kept()
+        self._decisions.end()
+        self._reads.decisions = self._decisions.found
         now = Glance(self._recorder.module)
         for place, (patch, state) in self._states.items():
             if self._book.is_live(code_of(patch)):
                 continue
             if now.look(patch) != state:
+                if self._decisions.given:
+                    forget(patch)
                 self._book.live(code_of(patch))
                 self.again = True
             else:

@@ -1,0 +1,74 @@
+"""The forward that this thread runs: what patches of other packs that are called in it get, give, and have read."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .noise_level import NoiseLevel
+
+_HERE = threading.local()
+
+
+@dataclass
+class Forward:
+    """One forward of the model. playing: patches give what they gave while it was recorded, and are not called.
+
+    silent: they give zeros, and are not called. log: what patches gave in it, if that is kept: a forward that is broken
+    off must not call them twice. levels: tensors of the options as patches get them, by the tensors' ids.
+    """
+
+    options: Mapping[Any, Any]
+    playing: bool = False
+    silent: bool = False
+    log: list[tuple[Any, list[Tensor]]] | None = None
+    levels: dict[int, Tensor] = field(default_factory=dict)
+
+
+def now() -> Forward | None:
+    """The forward, if there is one."""
+    return getattr(_HERE, "forward", None)
+
+
+@contextmanager
+def forward(options: Mapping[Any, Any]) -> Iterator[Forward]:
+    """The body runs programs for a forward with these options."""
+    before, _HERE.forward = now(), Forward(options)
+    try:
+        yield _HERE.forward
+    finally:
+        _HERE.forward = before
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """The body runs programs, or captures them, for what that does on the GPU: nothing reads the results."""
+    this = now()
+    if this is None:  # a forward that calls no patch
+        with forward({}), silence():
+            yield
+        return
+    before, this.silent = this.silent, True
+    try:
+        yield
+    finally:
+        this.silent = before
+
+
+def level_of(tensor: Tensor) -> Tensor:
+    """A tensor of the forward's options whose numbers are read once in it."""
+    this = now()
+    if this is None:
+        return NoiseLevel.of(tensor)
+    if id(tensor) not in this.levels:  # the options hold it as long as the forward takes
+        this.levels[id(tensor)] = NoiseLevel.of(tensor)
+    return this.levels[id(tensor)]
+
+
+def numbers_of(tensor: Tensor) -> Tensor:
+    """The numbers of such a tensor, on the CPU."""
+    level = level_of(tensor)
+    return level.on_host() if isinstance(level, NoiseLevel) else level.cpu()
