@@ -255,7 +255,7 @@ class Tapes:
                 take.reason = low_vram(taped.module, key.device) or reason
             take.code, take.held, take.short = () if reason else watched.states, watched.held, short
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
-            take.called = patches.shown() or (say("attention_called") if recorder.calls_packs else "")
+            take.called = patches.shown() or (say("attention_called") if recorder.played else "")
             take.clock, take.copies, take.left_out = None if short else clock, copies.count, copies.left_out
             take.calls = calls.calls if calls is not None and tape is not None else []
             take.again = again or bool(changed and taped.skipping)

@@ -146,10 +146,10 @@ NODES = {
         "PerturbedAttentionGuidance": (node("nodes_pag", "PerturbedAttentionGuidance", 3.0), TAPED),
         "HyperTile": (node("nodes_hypertile", "HyperTile", 32, 2, 1, True), CALLED),
         "TomePatchModel": (node("nodes_tomesd", "TomePatchModel", 0.4), CALLED),
-        "HypernetworkLoader": (hypernetwork, CALLED),
+        "HypernetworkLoader": (hypernetwork, TAPED),
         "PatchModelAddDownscale": (
             node("nodes_model_downscale", "PatchModelAddDownscale", 3, 2.0, 0.0, 0.5, True, "bicubic", "bicubic"),
-            CALLED,
+            TAPED,
         ),
         "PatchModelAddDownscale before the skip": (
             node("nodes_model_downscale", "PatchModelAddDownscale", 3, 1.5, 0.0, 0.5, False, "bislerp", "area"), CALLED,

@@ -1,7 +1,10 @@
 """Names a model's tensors, so that a recorder knows them and a program finds them again after they moved."""
 
+import itertools
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .values import Weight
 
 PLAIN = (Tensor, nn.Parameter)
+MOST_HELD = 4096  # names of patches' tensors, before those that are gone are forgotten
 # What most parts of a model have besides, so that a look at the types of all attributes is enough.
 NO_TENSORS = frozenset((
     bool, int, float, str, type(None), dict, OrderedDict, list, tuple, set, torch.dtype, torch.device, torch.Size,
@@ -154,8 +158,34 @@ class Memories:
         return plain.untyped_storage()._cdata, plain.storage_offset(), plain.shape, plain.stride(), plain.dtype
 
 
+@dataclass(frozen=True)
+class Held(Weight):
+    """A leaf: a tensor that a patch of another pack keeps, an adapter's weight, say. It has no path, and one name."""
+
+    ref: "weakref.ref[Tensor]" = field(compare=False)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Held":
+        """The same one for a tensor whenever it is asked for, and never one of another tensor at its address."""
+        found = _HELD.get(id(tensor))
+        if found is None or found.ref() is not tensor:
+            if len(_HELD) > MOST_HELD:
+                for key in [key for key, held in _HELD.items() if held.ref() is None]:
+                    del _HELD[key]
+            found = _HELD[id(tensor)] = cls("", f"tensor {next(_NUMBERS)} of a patch", weakref.ref(tensor))
+        return found
+
+
+_HELD: dict[int, Held] = {}
+_NUMBERS = itertools.count()
+
+
 def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
     """The tensor that ``weight`` names now, among a model's parts by path. Raises AttributeError or KeyError."""
+    if isinstance(weight, Held):
+        if (kept := weight.ref()) is None:
+            raise KeyError(weight.name)
+        return kept
     part: Any = modules[weight.module]
     name, *inner = weight.name.split(":")
     tensor = getattr(part, name)

@@ -129,6 +129,9 @@ class Patches:
                     self._book.live(who)
                 else:
                     self._states[place] = patch, state
+                    for tensor in self._glance.seen.new_tensors():
+                        if tensor.device == recorder.device:
+                            recorder.held[id(tensor)], recorder.calls_packs = tensor, True
             self._inside += 1
             try:
                 if self._book.is_live(who):

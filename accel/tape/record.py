@@ -66,14 +66,14 @@ class Recorder(TorchDispatchMode):
         self.turned = self._tensors.turned = turned
         self.short = False  # what its forward gives is void, and how such forwards treat their model is known
         self.value, self.known, self.mark = self._tensors.value, self._tensors.known, self._tensors.mark
-        self.number = self._tensors.next
+        self.number, self.held = self._tensors.next, self._tensors.held
         self.writes = Writes(self._tensors, self.refuse, self.operations)
         self.module: nn.Module | None = module  # None after the end
         self._world = World(device)
         self.in_wrapped = False  # within an operation that a wrapping tensor's class takes apart
         self.keeps = False  # whether the forward left a tensor in its model
         self.apart = False  # whether its blocks may be left out: see ``aliasing.settle``
-        self.calls_packs = False  # whether an operation is another pack's function, which may count its calls
+        self.calls_packs = False  # whether an operation is another pack's function, or may read what a patch keeps
         self.played: list[Played] = []  # those functions
         self.lean = False  # memory counts for more than time: see ``Tape.lean``
         self._blanks, self._wrapped = self.writes.blanks, Wrapped(self)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ..parts_seen import NO_SETTINGS
 from .code_names import globals_of, is_library, names_of
 from .identity import EQUAL, Same, slots_of
-from .unchanged import Unchanged
+from .unchanged import Unchanged, form_of
 
 MOST = 1500  # objects in the state of one patch, and in that of a module that belongs to patches
 MOST_IN_ALL = 20_000  # objects of looks at the same time
@@ -172,7 +172,7 @@ class _Look:
         self._kept.append(value)
         if isinstance(value, Tensor):
             self._seen.tensor(value)
-            return "tensor", Same(value), tuple(value.shape), value.dtype, value.device
+            return "tensor", Same(value), form_of(value)
         if isinstance(value, CONTAINERS):
             if kind is not tuple:
                 self._seen.sequence(value)

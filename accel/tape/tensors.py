@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..reasons import say
 from .layout import contiguous
 from .memo import is_memoised
-from .named_tensors import PLAIN, Memories, NamedTensors, modules_of, tensors_of, undressed
+from .named_tensors import PLAIN, Held, Memories, NamedTensors, modules_of, tensors_of, undressed
 from .refusals import Refusal
 from .values import Constant, Input, Operation, Value, Weight, tensors_in
 
@@ -42,6 +42,7 @@ class Tensors:
         self._weights = NamedTensors(module)
         self.turned: frozenset[Weight] = frozenset()  # lie channels last, and not so on the tape
         self._earlier = _CONSTANTS.setdefault(module, {})
+        self.held: dict[int, Tensor] = {}  # what patches keep: their state is a guard
         self.memories: Memories | None = None  # where the forward computes with dressed tensors
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -122,6 +123,8 @@ class Tensors:
             return value
         if self.memories is not None and (value := self.memories.find(tensor)) is not None:
             return value
+        if id(tensor) in self.held:
+            return self.leaf(tensor, Held.of(tensor))
         earlier = self._earlier.get(id(tensor))
         if earlier is not None and earlier() is tensor:
             return self.constant(tensor, None, None)
@@ -188,4 +191,5 @@ class Tensors:
         for tensor in tensors_in(output):
             tensor.__dict__.pop("_anyshape", None)
         self._known.clear()
+        self.held.clear()
         self._weights = self.memories = None

@@ -11,6 +11,7 @@ from types import CellType, FunctionType
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 EMPTY = object()
 
@@ -25,6 +26,7 @@ class Unchanged:
         self._functions: list[tuple[FunctionType, Any, Any, Any]] = []
         self._cells: list[tuple[CellType, Any]] = []
         self._tensors: list[tuple[Tensor, tuple]] = []
+        self._told = 0
         self._others: list[tuple[Callable[[], Any], Any]] = []
 
     def mapping(self, there: Mapping) -> None:
@@ -47,7 +49,12 @@ class Unchanged:
 
     def tensor(self, tensor: Tensor) -> None:
         """Its form; another one's memory may have become its own."""
-        self._tensors.append((tensor, _form(tensor)))
+        self._tensors.append((tensor, form_of(tensor)))
+
+    def new_tensors(self) -> list[Tensor]:
+        """Those that it has noted since it was asked for them."""
+        start, self._told = self._told, len(self._tensors)
+        return [tensor for tensor, _ in self._tensors[start:]]
 
     def other(self, read: Callable[[], Any]) -> None:
         """Anything else, by comparing what ``read`` gives."""
@@ -71,7 +78,7 @@ class Unchanged:
                 return False
         return (
             all(_contents(cell) is value for cell, value in self._cells)
-            and all(_form(tensor) == form for tensor, form in self._tensors)
+            and all(form_of(tensor) == form for tensor, form in self._tensors)
             and all(read() == value for read, value in self._others)
         )
 
@@ -83,5 +90,7 @@ def _contents(cell: CellType) -> Any:
         return EMPTY
 
 
-def _form(tensor: Tensor) -> tuple:
-    return tensor.shape, tensor.dtype, tensor.device
+def form_of(tensor: Tensor) -> tuple:
+    """What a recording needs to know of a tensor that it reads at each replay."""
+    address = tensor.data_ptr() if type(tensor) in (Tensor, Parameter) and tensor.device.type != "meta" else 0
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, address
