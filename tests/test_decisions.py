@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,6 +13,16 @@ from tools.patching import CHANGED, assert_equal, run, takes_of, with_patch
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
 SCALE = 1.4
+
+
+def tried(what):
+    """As code that falls back to something else, whatever the error."""
+    try:
+        return what()
+    except Exception:  # noqa: BLE001 - as others have it
+        return 5.0
+
+
 DECIDED = {  # each as packs have it
     "IPAdapter": lambda o: 1.0 <= o["sigmas"].detach().cpu()[0].item() <= 8.0,
     "an element": lambda o: o["sigmas"][0].item() > 2.0,
@@ -35,6 +46,13 @@ USED = {  # the number itself, or more than a number can answer
     "text": lambda o: len(f"{o['sigmas'][0].item():.3f}") / 5,
     "looked up": lambda o: {0.0: 1.0}.get(o["sigmas"][0].item(), 1.2),
     "an option of torch's": lambda o: torch.ones(1).add(1.0, alpha=o["sigmas"][0].item() / 30),
+    "in a list": lambda o: torch.stack([o["sigmas"].cpu()[0], torch.tensor(1.0)]).sum() / 14.6,
+    "made of it": lambda o: torch.tensor(o["sigmas"].cpu()[0]) / 14.6,
+    "of a copy": lambda o: torch.as_tensor(o["sigmas"].detach().cpu()[0].item()) / 14.6,
+    "a power": lambda o: 0.5 + 1.1 ** o["sigmas"][0].item() / 10,
+    "its bits": lambda o: 1.0 + o["sigmas"][0].item().is_integer() / 10 + o["sigmas"][0].item() / 30,
+    "an array": lambda o: float(np.asarray([o["sigmas"][0].item()])[0]) / 14.6,
+    "in what was tried": lambda o: tried(lambda: 1.1 ** o["sigmas"][0].item() / 4),
     "its kind": lambda o: o["sigmas"][0].item() / 14.6 if isinstance(o["sigmas"][0].item(), float) else 100.0,
 }
 
@@ -60,8 +78,7 @@ def test_decisions_are_guards(models, fresh, recordings, decide):
     eager, fast = with_patch(fresh, acting(patch)), with_patch(compiled(fresh), acting(patch))
     wanted = assert_equal(models, eager, fast, seed=0, steps=6)
     known = len(recordings)
-    for seed in range(1, 3):
-        assert_equal(models, eager, fast, seed=seed, steps=6)
+    assert_equal(models, eager, fast, seed=1, steps=6)
     assert error(wanted, run(models, fresh, seed=0, steps=6)) > CHANGED
     assert error(wanted, run(models, with_patch(fresh, acting(lambda h, o: h * SCALE)), seed=0, steps=6)) > CHANGED
     takes = takes_of(fast)

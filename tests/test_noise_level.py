@@ -79,6 +79,15 @@ def test_what_was_changed_in_place_is_read_as_it_is(level, write):
     assert len(readings) == 1
 
 
+def test_indices_and_lists_that_hold_tensors(level):
+    found, readings, tensor = level
+    at = torch.tensor([1])
+    assert torch.equal(found[(at,)], tensor[at]) and torch.equal(torch.stack([found, found])[0], tensor)
+    assert not readings
+    torch._foreach_mul_([found], 2.0)
+    assert found.tolist() == tensor.tolist() == [15.0, 14.5]
+
+
 def test_a_cpus_tensor_is_itself():
     tensor = torch.ones(2)
     assert NoiseLevel.of(tensor) is tensor

@@ -15,15 +15,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .noise_level import EXACT, FEW, to_cpu, writes
+from .noise_level import EXACT, FEW, found_in, is_plain, to_cpu, writes
 
 PLAIN = (int, float)
 NONE: Mapping[str, Any] = types.MappingProxyType({})
 ON_HOST = EXACT | {Tensor.div, Tensor.__truediv__, Tensor.__rtruediv__}
 COMPARES = "__lt__ __le__ __gt__ __ge__ __eq__ __ne__".split()
 COMPUTES = (
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __mod__ __pow__ "
-    "__neg__ __abs__ __round__"
+    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ "
+    "__mod__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ __neg__ __pos__ __abs__ __round__ __floor__ __ceil__ "
+    "__trunc__"
 ).split()
 FORMS = frozenset("__get__ size dim stride numel __len__ is_floating_point".split())  # what says nothing of numbers
 DEEP = 4  # containers in one another that are searched for numbers that a patch has kept
@@ -64,6 +65,7 @@ class Decisions:
     ) -> None:  # fmt: skip
         self.found: dict[Any, dict[str, tuple[Path, bool]]] = {}
         self.given = 0  # levels and numbers that patches got
+        self.kept: list[Tensor] = []  # on the CPU: a recorder takes one that nobody holds for a number
         self._refuse, self.unheard, self.same, self._over = refuse, unheard, same, False
 
     def level(self, option: Any, tensor: Tensor) -> Tensor:
@@ -89,6 +91,7 @@ class Decisions:
     def end(self) -> None:
         """From now on numbers are just numbers."""
         self._over = True
+        self.kept.clear()
 
 
 class _Source(NamedTuple):
@@ -114,7 +117,9 @@ class Level(Tensor):
         """numbers: its own, as a plain tensor on the CPU."""
         with source.log.unheard():
             level = tensor.as_subclass(cls)
-        if not on_host:
+        if on_host:
+            source.log.kept.append(level)
+        else:
             source.log.same(level, tensor)
         level._numbers, level._source, level._on_host = numbers, source, on_host
         return level
@@ -126,14 +131,14 @@ class Level(Tensor):
         """Notes what is decided; a tensor that computes with it gets a plain one."""
         kwargs = kwargs or {}
         level, *others = args or (None,)
-        alone = type(level) is cls and all(_is_plain(item) for item in (*others, *kwargs.values()))
+        alone = type(level) is cls and is_plain([*others, *kwargs.values()])
         if alone and (known := _known(func, level, others, kwargs)) is not None:
             return known
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
         is_form = func.__name__ in FORMS and not isinstance(out, Tensor)
-        for item in (*args, *kwargs.values()):
-            if type(item) is cls and (writes(func, kwargs) or func in _READS or (item._on_host and not is_form)):
+        for item in found_in((args, kwargs), cls):
+            if writes(func, kwargs) or func in _READS or (item._on_host and not is_form):
                 item._source.log.used()
         return out
 
@@ -202,6 +207,9 @@ class Number:
     def __format__(self, form: str) -> str:
         return format(self.exact(), form)
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.exact(), name)
+
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -217,7 +225,7 @@ def _operator(name: str) -> Callable[..., Any]:
 
     def operator(self: Number, *others: Any) -> Any:
         others = tuple([other.exact() if type(other) is Number else other for other in others])
-        if not all(isinstance(other, PLAIN) for other in others):
+        if not all(other is None or isinstance(other, PLAIN) for other in others):
             return NotImplemented
         source, out = self._source.then(func, others), func(self.value, *others)
         return out if out is NotImplemented else _read(out, source)
@@ -228,19 +236,9 @@ def _operator(name: str) -> Callable[..., Any]:
 for _name in (*COMPARES, *COMPUTES):
     setattr(Number, _name, _operator(_name))
 _READS = frozenset(
-    getattr(Tensor, name) for name in "item tolist numpy __float__ __int__ __index__ __format__ __repr__".split()
+    getattr(Tensor, name)
+    for name in "item tolist numpy __array__ __float__ __int__ __index__ __format__ __repr__ __contains__".split()
 )
-
-
-def _is_plain(item: Any) -> bool:
-    """Whether it is the same in each forward."""
-    if type(item) is Number:
-        return False
-    if isinstance(item, (tuple, list)):
-        return all(map(_is_plain, item))
-    if isinstance(item, slice):
-        return all(map(_is_plain, (item.start, item.stop, item.step)))
-    return item is None or item is Ellipsis or isinstance(item, (*PLAIN, str, torch.dtype, torch.device))
 
 
 def forget(holder: Any, deep: int = DEEP) -> None:

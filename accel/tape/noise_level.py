@@ -4,7 +4,7 @@ Such a patch decides by it in each of its calls (``options["sigmas"][0].item()``
 done all that it was given, so sixty of them keep it idle for longer than it works.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -67,19 +67,36 @@ class NoiseLevel(Tensor):
         """Reads on the CPU what is known there; all else as if it were any tensor."""
         kwargs = kwargs or {}
         level, *others = args or (None,)
-        alone = type(level) is cls and not any(isinstance(item, Tensor) for item in (*others, *kwargs.values()))
-        known = alone and not level._source.changed
+        known = type(level) is cls and not level._source.changed and is_plain([*others, *kwargs.values()])
         if known and (func in READS or (func is Tensor.to and to_cpu(others, kwargs))):
             return func(level._host(), *others, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
         if writes(func, kwargs):
-            for item in (*args, *kwargs.values()):
-                if type(item) is cls:
-                    item._source.changed = True
+            for item in found_in((args, kwargs), cls):
+                item._source.changed = True
         elif known and func in EXACT and isinstance(out, Tensor):
             return cls.made(out, level._source, lambda: func(level._host(), *others, **kwargs))
         return out
+
+
+def is_plain(item: Any) -> bool:
+    """Whether an argument of a function of torch's is the same in each forward, and on each device."""
+    if isinstance(item, (tuple, list)):
+        return all(map(is_plain, item))
+    if isinstance(item, slice):
+        return is_plain((item.start, item.stop, item.step))
+    plain = (int, float, str, torch.dtype, torch.device, torch.memory_format)
+    return item is None or item is Ellipsis or (isinstance(item, plain) and issubclass(type(item), plain))
+
+
+def found_in(item: Any, kind: type) -> Iterator[Any]:
+    """What is of this kind among arguments, within lists of tensors too."""
+    if type(item) is kind:
+        yield item
+    elif isinstance(item, (tuple, list, dict)):
+        for each in item.values() if isinstance(item, dict) else item:
+            yield from found_in(each, kind)
 
 
 def writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..reasons import say
 from . import called_patches
 from .decisions import Decisions, forget
-from .named_tensors import modules_of
+from .named_tensors import PLAIN, modules_of
 from .options import MISSING, NotedOptions, Reads
 from .record import Recorder
 from .refusals import random_state
@@ -130,7 +130,7 @@ class Patches:
                 else:
                     self._states[place] = patch, state
                     for tensor in self._glance.seen.new_tensors():
-                        if tensor.device == recorder.device:
+                        if tensor.device == recorder.device and type(tensor) in PLAIN:
                             recorder.held[id(tensor)], recorder.calls_packs = tensor, True
             self._inside += 1
             try:
@@ -166,7 +166,7 @@ class Patches:
         args, kwargs = tuple(_each(item, noting) for item in args), {k: _each(v, noting) for k, v in kwargs.items()}
         try:
             return patch(*args, **kwargs)
-        except Exception:
+        except (AttributeError, TypeError, ValueError, RuntimeError):
             if self._decisions.given == numbers:
                 raise
             self._decisions.used()  # it did not take a number of ours for one
