@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+from tools.adapters import Adapter, attending, widths
 from tools.driving import compiled
 from tools.gpu_captures import FLOATS, MIB, capture, in_use
 from tools.on_gpu import small
@@ -53,6 +54,21 @@ def test_patches_run_between_the_pieces(models):
         assert called == expected
         assert_close(models, "sd15", patcher, plain, **at)
     assert {shape["state"] for shape in shapes()} == {"graph"} and not fallbacks()
+
+
+def test_an_adapter_needs_no_pieces(models):
+    """Its layers are on the tape and its range of steps is a guard: whole graphs. New images take no more memory."""
+    patcher, taken = small(models, "sd15", torch.float32), []
+    adapter = Adapter(widths(models, patcher)).to("cuda")
+    fast = compiled(patcher)
+    for image in range(4):
+        patch = attending(adapter, image, start=8.0, end=0.5)
+        for seed, (width, height, batch) in enumerate(SIZES):
+            at = dict(width=width, height=height, batch=batch, steps=8, seed=seed)
+            assert_close(models, "sd15", with_patch(patcher, patch), with_patch(fast, patch), **at)
+        taken.append(in_use())
+    assert {(shape["state"], shape["note"]) for shape in shapes()} == {("graph", "")} and not fallbacks()
+    assert taken[-1] - taken[1] <= 64 * MIB
 
 
 def test_another_packs_attention_runs_between_the_pieces(models):

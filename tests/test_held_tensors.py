@@ -7,71 +7,18 @@ import pytest
 import torch
 from torch import nn
 
+from tools.adapters import CONTEXT, Adapter, attending, widths
 from tools.driving import compiled
 from tools.oracles import error, fallbacks, shapes
 from tools.patching import CHANGED, assert_equal, run, takes_of, with_patch
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
-CONTEXT = 64
-BLOCKS = [("input", 1), ("input", 2), ("output", 3), ("output", 4)]
-
-
-class Adapter(nn.Module):
-    """As IPAdapter's: layers for each block that it patches."""
-
-    def __init__(self, widths):
-        super().__init__()
-        self.layers = nn.ModuleDict({str(n): nn.Linear(CONTEXT, width, bias=False) for n, width in enumerate(widths)})
-
-
-class Attend:
-    """A patch of one block's attention to the prompt, in a range of noise levels. Many share an adapter."""
-
-    def __init__(self, adapter, image, number, **settings):
-        self.adapter, self.image, self.number, self.settings = adapter, image, number, settings
-
-    def __call__(self, q, k, v, options):
-        sigma = options["sigmas"].detach().cpu()[0].item()
-        out = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
-        if self.settings["end"] <= sigma <= self.settings["start"]:
-            key = self.adapter.layers[str(self.number)](self.image).repeat(len(q), 1, 1)
-            weights = (q @ key.transpose(1, 2)).softmax(-1)
-            out = out + weights @ key * self.settings["weight"] * self.settings.get("mask", 1.0)
-        return out
-
-
-def widths(models, patcher):
-    """Of the queries, in the order of ``BLOCKS``."""
-    found = {}
-
-    def note(q, k, v, options):
-        found[options["block"]] = q.shape[-1]
-        return nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
-
-    def all_of(patcher):
-        for block in BLOCKS:
-            patcher.set_model_attn2_replace(note, *block)
-
-    run(models, with_patch(patcher, all_of), steps=1)
-    return [found[block] for block in BLOCKS if block in found]
-
 
 @pytest.fixture
 def adapter(models, fresh):
     torch.manual_seed(0)
     return Adapter(widths(models, fresh))
-
-
-def attending(adapter, seed=0, **settings):
-    settings = {"weight": 1.0, "start": 20.0, "end": 0.0} | settings
-    image = torch.randn(1, 4, CONTEXT, generator=torch.Generator().manual_seed(seed))
-
-    def set_patches(patcher):
-        for number, block in enumerate(BLOCKS[: len(adapter.layers)]):
-            patcher.set_model_attn2_replace(Attend(adapter, image, number, **settings), *block)
-
-    return set_patches
 
 
 def assert_recorded(fast):

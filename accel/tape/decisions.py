@@ -65,7 +65,6 @@ class Decisions:
     ) -> None:  # fmt: skip
         self.found: dict[Any, dict[str, tuple[Path, bool]]] = {}
         self.given = 0  # levels and numbers that patches got
-        self.kept: list[Tensor] = []  # on the CPU: a recorder takes one that nobody holds for a number
         self._refuse, self.unheard, self.same, self._over = refuse, unheard, same, False
 
     def level(self, option: Any, tensor: Tensor) -> Tensor:
@@ -91,7 +90,6 @@ class Decisions:
     def end(self) -> None:
         """From now on numbers are just numbers."""
         self._over = True
-        self.kept.clear()
 
 
 class _Source(NamedTuple):
@@ -117,9 +115,7 @@ class Level(Tensor):
         """numbers: its own, as a plain tensor on the CPU."""
         with source.log.unheard():
             level = tensor.as_subclass(cls)
-        if on_host:
-            source.log.kept.append(level)
-        else:
+        if not on_host:  # a recorder refuses what comes of one there
             source.log.same(level, tensor)
         level._numbers, level._source, level._on_host = numbers, source, on_host
         return level

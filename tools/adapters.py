@@ -1,0 +1,66 @@
+"""An adapter as packs have them: layers for each block whose attention to the prompt it patches, by noise level."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tools.patching import run, with_patch
+
+Patcher = Any  # comfy.model_patcher.ModelPatcher
+CONTEXT = 64  # channels of what an image is embedded in
+BLOCKS = [("input", 1), ("input", 2), ("output", 3), ("output", 4)]
+
+
+class Adapter(nn.Module):
+    """As IPAdapter's: layers for each block that it patches."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(n): nn.Linear(CONTEXT, width, bias=False) for n, width in enumerate(widths)})
+
+
+class Attend:
+    """A patch of one block's attention to the prompt, in a range of noise levels. Many share an adapter."""
+
+    def __init__(self, adapter: Adapter, image: Tensor, number: int, **settings: float) -> None:
+        self.adapter, self.image, self.number, self.settings = adapter, image, number, settings
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        sigma = options["sigmas"].detach().cpu()[0].item()
+        out = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+        if self.settings["end"] <= sigma <= self.settings["start"]:
+            key = self.adapter.layers[str(self.number)](self.image).repeat(len(q), 1, 1)
+            weights = (q @ key.transpose(1, 2)).softmax(-1)
+            out = out + weights @ key * self.settings["weight"] * self.settings.get("mask", 1.0)
+        return out
+
+
+def widths(models: Any, patcher: Patcher) -> list[int]:
+    """Of the queries, in the order of ``BLOCKS``."""
+    found: dict[tuple, int] = {}
+
+    def note(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        found[options["block"]] = q.shape[-1]
+        return nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])[:, 0]
+
+    def all_of(patcher: Patcher) -> None:
+        for block in BLOCKS:
+            patcher.set_model_attn2_replace(note, *block)
+
+    run(models, with_patch(patcher, all_of), steps=1)
+    return [found[block] for block in BLOCKS if block in found]
+
+
+def attending(adapter: Adapter, seed: int = 0, **settings: float) -> Callable[[Patcher], None]:
+    """Sets its patches on a model. seed: of the image."""
+    settings = {"weight": 1.0, "start": 20.0, "end": 0.0} | settings
+    weight = next(adapter.parameters())
+    image = torch.randn(1, 4, CONTEXT, generator=torch.Generator().manual_seed(seed)).to(weight)
+
+    def set_patches(patcher: Patcher) -> None:
+        for number, block in enumerate(BLOCKS[: len(adapter.layers)]):
+            patcher.set_model_attn2_replace(Attend(adapter, image, number, **settings), *block)
+
+    return set_patches
