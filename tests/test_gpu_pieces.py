@@ -57,7 +57,9 @@ def test_patches_run_between_the_pieces(models):
 
 
 def test_an_adapter_needs_no_pieces(models):
-    """Its layers are on the tape and its range of steps is a guard: whole graphs. New images take no more memory."""
+    """Its layers are on the tape and its range of steps is a guard: whole graphs. New images take memory for these."""
+    from anyshape.accel import stats
+
     patcher, taken = small(models, "sd15", torch.float32), []
     adapter = Adapter(widths(models, patcher)).to("cuda")
     fast = compiled(patcher)
@@ -66,9 +68,9 @@ def test_an_adapter_needs_no_pieces(models):
         for seed, (width, height, batch) in enumerate(SIZES):
             at = dict(width=width, height=height, batch=batch, steps=8, seed=seed)
             assert_close(models, "sd15", with_patch(patcher, patch), with_patch(fast, patch), **at)
-        taken.append(in_use())
+        taken.append(in_use() - stats.snapshot()["graphs"]["used_bytes"])
     assert {(shape["state"], shape["note"]) for shape in shapes()} == {("graph", "")} and not fallbacks()
-    assert taken[-1] - taken[1] <= 64 * MIB
+    assert taken[-1] - taken[1] <= 32 * MIB
 
 
 def test_another_packs_attention_runs_between_the_pieces(models):
