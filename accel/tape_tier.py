@@ -112,7 +112,7 @@ class TapeTier:
             forward.log = [] if take.holds else None
         out = self._graphs.replay(call, take, inputs) if take.graph and settings.graph_budget_mb else None
         if replayed := out is not None:
-            shape.state, shape.reason = "graph", ""
+            shape.state, shape.reason, shape.note = "graph", "", take.called
             shape.replays += 1
         else:
             try:

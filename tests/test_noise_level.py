@@ -79,6 +79,14 @@ def test_what_was_changed_in_place_is_read_as_it_is(level, write):
     assert len(readings) == 1
 
 
+def test_what_was_read_is_the_patchs_own(level):
+    """Writing into it changes neither the tensor nor what is read next."""
+    found, readings, tensor = level
+    found.cpu().mul_(0)
+    found.cpu().numpy()[:] = 0
+    assert found.tolist() == tensor.tolist() == [7.5, 7.25] and len(readings) == 1
+
+
 def test_indices_and_lists_that_hold_tensors(level):
     found, readings, tensor = level
     at = torch.tensor([1])

@@ -69,7 +69,7 @@ class NoiseLevel(Tensor):
         level, *others = args or (None,)
         known = type(level) is cls and not level._source.changed and is_plain([*others, *kwargs.values()])
         if known and (func in READS or (func is Tensor.to and to_cpu(others, kwargs))):
-            return func(level._host(), *others, **kwargs)
+            return func(level._host().clone(), *others, **kwargs)  # the patch may write into it
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
         if writes(func, kwargs):

@@ -238,7 +238,7 @@ class Patches:
 
     def _kept(self) -> tuple:
         """What patches keep from call to call, as far as it can be seen, and of generators that they may draw from."""
-        return look_at(self._all, self._recorder.module), _random_state(self._recorder.device)
+        return look_at(self._all, self._recorder.module, FEW), _random_state(self._recorder.device)
 
     def _is_part(self, module: Any) -> bool:
         if self._parts is None:

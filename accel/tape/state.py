@@ -25,7 +25,7 @@ from .identity import EQUAL, Same, slots_of
 from .unchanged import Unchanged, form_of
 
 MOST = 1500  # objects in the state of one patch, and in that of a module that belongs to patches
-MOST_IN_ALL = 20_000  # objects of looks at the same time
+MOST_IN_ALL = 100_000  # objects of looks at the same time
 MOST_KNOWN = 64  # looks of a run
 CONTAINERS = (list, tuple, collections.deque)
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType)
