@@ -1,14 +1,21 @@
 """Patches that act in a range of noise levels: recorded, with their decisions as guards. On the CPU."""
 
+import contextlib
 import math
 
 import numpy as np
 import pytest
 import torch
 
+from tools import embed
 from tools.driving import compiled
 from tools.oracles import error, fallbacks
 from tools.patching import CHANGED, assert_equal, run, takes_of, with_patch
+
+embed.bare_pack()
+
+from anyshape.accel.tape.decisions import Decisions, followed  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.options import NotedOptions, Reads  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -53,10 +60,13 @@ USED = {  # the number itself, or more than a number can answer
     "its bits": lambda o: 1.0 + o["sigmas"][0].item().is_integer() / 10 + o["sigmas"][0].item() / 30,
     "an array": lambda o: float(np.asarray([o["sigmas"][0].item()])[0]) / 14.6,
     "in what was tried": lambda o: tried(lambda: 1.1 ** o["sigmas"][0].item() / 4),
+    "its bits, tried": lambda o: tried(lambda: 1.0 + o["sigmas"][0].item().is_integer()),
+    "a whole number": lambda o: [1.0, 2.0, 3.0, 4.0][o["sigmas"].cpu().to(torch.int64)[0].item()],
     "its kind": lambda o: o["sigmas"][0].item() / 14.6 if isinstance(o["sigmas"][0].item(), float) else 100.0,
 }
 
 
+BY_RECORDER = ("in a list", "made of it")  # what a recorder refuses: a tensor on the CPU of unknown origin
 KEEPING = {  # it also keeps what it has read
     "an attribute": lambda o, kept: kept.__setattr__("last", o["sigmas"][0].item()),
     "a list": lambda o, kept: kept.seen.append(o["sigmas"][0].item()),
@@ -68,12 +78,59 @@ def acting(patch):
     return lambda patcher: patcher.set_model_input_block_patch(patch)
 
 
+def asked(sigmas, used=lambda: pytest.fail("a number was used")):
+    """Decisions, and options of these noise levels as a patch gets them that is written down."""
+    log = Decisions(used, contextlib.nullcontext, lambda new, tensor: None)
+    noted = NotedOptions({"sigmas": torch.tensor(sigmas)}, Reads(lambda tensor: None))
+    noted.strict, noted.decisions = True, log
+    return log, noted
+
+
+LEVELS = [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0], [2.0, 2.0], [2.5, 2.5], [3.0, 3.0], [5.0, 5.0], [8.0, 8.0], [14.6, 14.6]]
+
+
 @pytest.mark.parametrize("decide", DECIDED.values(), ids=DECIDED)
-def test_decisions_are_guards(models, fresh, recordings, decide):
+def test_where_all_answers_are_the_same_so_is_the_decision(decide):
+    """At every other noise level; and both decisions occur."""
+    decisions = set()
+    for recorded in LEVELS:
+        log, options = asked(recorded)
+        decision = bool(decide(options))
+        assert decision == bool(decide({"sigmas": torch.tensor(recorded)})) and log.found
+        decisions.add(decision)
+        for other in LEVELS:
+            answers = log.found["sigmas"].values()
+            if all(followed(torch.tensor(other), path) == answer for path, answer in answers):
+                assert bool(decide({"sigmas": torch.tensor(other)})) == decision
+            else:
+                assert other != recorded
+    assert decisions == {True, False}
+
+
+@pytest.mark.parametrize("name", [name for name in USED if name not in BY_RECORDER])
+def test_every_use_of_a_number_is_seen(name):
+    """It is refused where it is used, whatever the code makes of the error; or it is an error of the stand-in's."""
+    seen = []
+    _, options = asked([3.0, 3.0], lambda: seen.append(1))
+    try:
+        torch.ones(1) * USED[name](options)
+    except (AttributeError, TypeError, ValueError, RuntimeError):
+        seen.append(1)
+    assert seen
+
+
+def test_whole_numbers_are_used():
+    seen = []
+    _, options = asked([3, 3], lambda: seen.append(1))
+    assert (options["sigmas"][0].item(), seen) == (3, [1])
+
+
+@pytest.mark.parametrize("name", ["IPAdapter", "tensors", "a share", "between"])
+def test_decisions_are_guards(models, fresh, recordings, name):
     """Steps with other answers have other recordings, which later runs find again. Nothing is called at a replay."""
 
     def patch(h, options):
-        return h * SCALE if decide(options) else h
+        return h * SCALE if DECIDED[name](options) else h
 
     eager, fast = with_patch(fresh, acting(patch)), with_patch(compiled(fresh), acting(patch))
     wanted = assert_equal(models, eager, fast, seed=0, steps=6)
@@ -86,10 +143,10 @@ def test_decisions_are_guards(models, fresh, recordings, decide):
     assert not any(take.live for take in takes) and all(take.program for take in takes) and not fallbacks()
 
 
-@pytest.mark.parametrize("use", USED.values(), ids=USED)
-def test_a_number_that_is_used_makes_a_patch_that_is_called(models, fresh, use):
+@pytest.mark.parametrize("name", [*BY_RECORDER, "scaled", "its bits", "its kind", "an option of torch's"])
+def test_a_number_that_is_used_makes_a_patch_that_is_called(models, fresh, name):
     def patch(h, options):
-        return h * use(options)
+        return h * USED[name](options)
 
     eager, fast = with_patch(fresh, acting(patch)), with_patch(compiled(fresh), acting(patch))
     for seed in range(2):
