@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tools import embed
+from tools.adapters import counting
 from tools.driving import SMALL_UNET, compiled
 from tools.oracles import error, fallbacks, shapes
 from tools.patching import CLOSE, assert_equal, run, with_patch
@@ -85,27 +86,6 @@ def capturer(monkeypatch):
     return capturer
 
 
-def counting(calls, **at):
-    """As IPAdapter does it: attention that reads the noise level as a number. And a patch that counts its calls.
-
-    at: call by call, what the attention does besides.
-    """
-
-    def patches(patcher):
-        def replace(q, k, v, options):
-            calls.append(float(options["sigmas"][0]))
-            if todo := at.get(f"call_{len(calls)}"):
-                todo(q)
-            out = v.mean(1, keepdim=True).expand_as(q)
-            return out * 1.5 if calls[-1] < 5.0 else out
-
-        patcher.set_model_attn2_replace(replace, "output", 3)
-        patcher.set_model_attn2_replace(replace, "input", 1)
-        patcher.set_model_input_block_patch(lambda h, options: h * (1 + len(calls) / 50))
-
-    return patches
-
-
 def test_patches_run_between_the_pieces(models, fresh, capturer):
     """With other latents and other patches' numbers at each step, the picture is eager's."""
     called, expected = [], []
@@ -128,8 +108,7 @@ def test_a_graphs_memory_is_not_a_patchs_to_write_or_keep(models, fresh, capture
         kept.append(q)
         copies.append(q.clone())
 
-    steps = {f"call_{number}": keep for number in range(1, 40)}
-    fast = with_patch(compiled(fresh), counting([], **steps))
+    fast = with_patch(compiled(fresh), counting([], keep))
     for seed in range(2):
         run(models, fast, seed=seed)
     assert shapes()[-1]["replays"] > 3 and all(map(torch.equal, kept, copies))

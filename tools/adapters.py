@@ -64,3 +64,23 @@ def attending(adapter: Adapter, seed: int = 0, **settings: float) -> Callable[[P
             patcher.set_model_attn2_replace(Attend(adapter, image, number, **settings), *block)
 
     return set_patches
+
+
+def counting(calls: list[float], noted: Callable[[Tensor], object] = lambda query: None) -> Callable[[Patcher], None]:
+    """Sets patches that must be called: attention that adds the noise level to ``calls``, and a scale by their count.
+
+    noted: gets each query.
+    """
+
+    def set_patches(patcher: Patcher) -> None:
+        def replace(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+            calls.append(float(options["sigmas"][0]))
+            noted(q)
+            out = v.mean(1, keepdim=True).expand_as(q)
+            return out * 1.5 if calls[-1] < 5.0 else out
+
+        patcher.set_model_attn2_replace(replace, "output", 3)
+        patcher.set_model_attn2_replace(replace, "input", 1)
+        patcher.set_model_input_block_patch(lambda h, options: h * (1 + len(calls) / 500))
+
+    return set_patches

@@ -2,9 +2,9 @@
 
 Many patches act in a range of noise levels alone: ``options["sigmas"][0].item() <= self.start``. While one is written
 down it gets the tensor as a ``Level``, and a number read of it as a ``Number``. These answer comparisons and note how
-each answer came about. A replay asks the same of its own noise level, read once per forward; where an answer differs,
-another recording fits. Whatever else a patch does with the number itself (it scales with it, keeps it, prints it)
-makes it a patch that must be called.
+each answer came about. A replay asks the same of the noise level that it has, read once per forward; where an answer
+differs, another recording fits. Whatever else a patch does with the number itself (it scales with it, keeps it, prints
+it) makes it a patch that must be called.
 """
 
 import types
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .noise_level import EXACT, FEW, found_in, is_plain, to_cpu, writes
+from .noise_level import EXACT, FEW, KnownOnHost, to_cpu, writes
 
 PLAIN = (int, float)
 NONE: Mapping[str, Any] = types.MappingProxyType({})
@@ -103,7 +103,7 @@ class _Source(NamedTuple):
         return self._replace(path=(*self.path, Step(func, tuple(others), named)))
 
 
-class Level(Tensor):
+class Level(KnownOnHost):
     """A tensor of the options, or what follows from it, whose numbers on the CPU are known."""
 
     _numbers: Tensor
@@ -120,45 +120,30 @@ class Level(Tensor):
         level._numbers, level._source, level._on_host = numbers, source, on_host
         return level
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Notes what is decided; a tensor that computes with it gets a plain one."""
-        kwargs = kwargs or {}
-        level, *others = args or (None,)
-        alone = type(level) is cls and is_plain([*others, *kwargs.values()])
-        if alone and (known := _known(func, level, others, kwargs)) is not None:
-            return known
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **kwargs)
-        is_form = func.__name__ in FORMS and not isinstance(out, Tensor)
-        for item in found_in((args, kwargs), cls):
-            if writes(func, kwargs) or func in _READS or (item._on_host and not is_form):
-                item._source.log.used()
-        return out
-
-
-def _known(func: Callable[..., Any], level: Level, others: list[Any], kwargs: dict[str, Any]) -> Any:
-    """What a function gives that is understood; None of any other."""
-    source, numbers, log = level._source, level._numbers, level._source.log
-    if func is Tensor.__bool__ or (func is Tensor.item and not others):
-        step = source.then(func)
-        with log.unheard():
-            value = step.path[-1](numbers)
-        return _read(value, step)
-    moves = func is Tensor.cpu or (func is Tensor.to and to_cpu(others, kwargs))
-    if not moves and func not in (ON_HOST if level._on_host else EXACT):
-        return None
-    step = source.then(func, others, kwargs)
-    with log.unheard():
-        after = step.path[-1](numbers)
-        if not isinstance(after, Tensor):  # the largest along a dimension, and where it is
+    def answer(self, func: Callable[..., Any], others: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What is decided, which is noted; a number, or another level."""
+        log = self._source.log
+        moves = func is Tensor.cpu or (func is Tensor.to and to_cpu(others, kwargs))
+        reads = func is Tensor.__bool__ or (func is Tensor.item and not others)
+        if not (moves or reads or func in (ON_HOST if self._on_host else EXACT)):
             return None
-        if moves or level._on_host:
-            return Level.made(after.clone(), after, step, on_host=True)
-    with torch._C.DisableTorchFunctionSubclass():
-        return Level.made(func(level, *others, **kwargs), after, step)
+        source = self._source.then(func, others, kwargs)
+        with log.unheard():
+            after = source.path[-1](self._numbers)
+            if reads:
+                return _read(after, source)
+            if not isinstance(after, Tensor):  # the largest along a dimension, and where it is
+                return None
+            if moves or self._on_host:
+                return Level.made(after.clone(), after, source, on_host=True)
+        with torch._C.DisableTorchFunctionSubclass():
+            return Level.made(func(self, *others, **kwargs), after, source)
+
+    def noted(self, func: Callable[..., Any], kwargs: dict[str, Any], out: Any) -> None:
+        """A tensor that computes with it on its device is any tensor; all else has used its numbers."""
+        is_form = func.__name__ in FORMS and not isinstance(out, Tensor)
+        if writes(func, kwargs) or func in _READS or (self._on_host and not is_form):
+            self._source.log.used()
 
 
 def _read(value: Any, source: _Source) -> Any:

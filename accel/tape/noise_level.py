@@ -19,7 +19,7 @@ READS = frozenset(
 EXACT = frozenset(
     getattr(Tensor, name)
     for name in (
-        "detach clone flatten squeeze float double max min add sub mul neg abs lt le gt ge eq ne __getitem__ "
+        "detach clone flatten squeeze float double max min mul neg abs lt le gt ge eq ne __getitem__ "
         "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __neg__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__"
     ).split()
 )
@@ -31,7 +31,34 @@ class _Source:
     changed = False
 
 
-class NoiseLevel(Tensor):
+class KnownOnHost(Tensor):
+    """A tensor whose numbers are known on the CPU: a function of it alone may be answered there."""
+
+    def answer(self, func: Callable[..., Any], others: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What a function of torch's gives of it and of plain arguments; None if that is to be computed."""
+
+    def noted(self, func: Callable[..., Any], kwargs: dict[str, Any], out: Any) -> None:
+        """A function has computed with it, as with any tensor."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """An answer, or what is computed."""
+        kwargs = kwargs or {}
+        first, *others = args or (None,)
+        if type(first) is cls and is_plain([*others, *kwargs.values()]):
+            answer = first.answer(func, others, kwargs)
+            if answer is not None:
+                return answer
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        for item in found_in((args, kwargs), cls):
+            item.noted(func, kwargs, out)
+        return out
+
+
+class NoiseLevel(KnownOnHost):
     """A tensor of a GPU whose numbers, and what follows from them, are read once."""
 
     _host: Callable[[], Tensor]
@@ -60,24 +87,23 @@ class NoiseLevel(Tensor):
         level._host, level._source = once, source
         return level
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Reads on the CPU what is known there; all else as if it were any tensor."""
-        kwargs = kwargs or {}
-        level, *others = args or (None,)
-        known = type(level) is cls and not level._source.changed and is_plain([*others, *kwargs.values()])
-        if known and (func in READS or (func is Tensor.to and to_cpu(others, kwargs))):
-            return func(level._host().clone(), *others, **kwargs)  # the patch may write into it
+    def answer(self, func: Callable[..., Any], others: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Reads on the CPU; what follows from it is one, too."""
+        if self._source.changed:
+            return None
+        if func in READS or (func is Tensor.to and to_cpu(others, kwargs)):
+            return func(self._host().clone(), *others, **kwargs)  # the patch may write into it
+        if func not in EXACT:
+            return None
         with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **kwargs)
-        if writes(func, kwargs):
-            for item in found_in((args, kwargs), cls):
-                item._source.changed = True
-        elif known and func in EXACT and isinstance(out, Tensor):
-            return cls.made(out, level._source, lambda: func(level._host(), *others, **kwargs))
-        return out
+            out = func(self, *others, **kwargs)
+        if not isinstance(out, Tensor):
+            return out
+        return self.made(out, self._source, lambda: func(self._host(), *others, **kwargs))
+
+    def noted(self, func: Callable[..., Any], kwargs: dict[str, Any], out: Any) -> None:
+        """Whether it was written into."""
+        self._source.changed |= writes(func, kwargs)
 
 
 def is_plain(item: Any) -> bool:
