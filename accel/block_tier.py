@@ -30,12 +30,12 @@ from .errors import AnyShapeError, WrongResult, is_out_of_memory
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats
+from .take import Taped
 from .tape import diagnose, this_forward
 from .tape.binding import NotBound, loose, tight
 from .tape.patches import PatchBook
 from .tape.program import Program
 from .tape.values import Input, Tape, swapped, tensors_in
-from .tapes import Taped
 
 log = logging.getLogger(__name__)
 

@@ -1,14 +1,15 @@
 """What an engine gets: one forward, and what the user chose for its model."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from . import graphs
 from .key import ShapeKey
 from .outputs import Output
-from .tapes import Taped
+from .take import Taped
+from .tape.values import Weight
 from .times import Begun
 
 MODES = ("auto", "exact", "off")
@@ -55,3 +56,8 @@ class Call:
     taped: Taped | None = None  # how to record it; None where it cannot be
     obstacle: str = ""  # why only eager is right; "" if what was recorded is
     begun: Begun | None = None  # when our looks at it began; None: with the engine
+
+    def laid_out(self, wanted: frozenset[Weight]) -> "Call":
+        """The call, with these weights of convolutions in channels_last; without any, all as ComfyUI has them."""
+        weights = self.taped.lay_out(wanted, self.weights)
+        return self if weights == self.weights else replace(self, weights=weights)

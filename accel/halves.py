@@ -17,11 +17,12 @@ from .errors import AnyShapeError, WrongResult
 from .outputs import Output
 from .reasons import say
 from .stats import STATS, ModelStats
+from .take import Take, named_features
 from .tape.cut import Cut, cut
 from .tape.middle import NotCut
 from .tape.program import Program
 from .tape.values import Tape
-from .tapes import Take, Tapes, named_features
+from .tapes import Tapes
 
 log = logging.getLogger(__name__)
 

@@ -11,13 +11,14 @@ from .errors import AnyShapeError, KernelFailed, WrongResult
 from .outputs import Output, flat
 from .reasons import say
 from .stats import STATS, ModelStats
+from .take import Take
 from .tape import diagnose, rules
 from .tape.layout import outermost_first
 from .tape.program import Program
 from .tape.reuse import Outlines
 from .tape.rows import MAX_JOINED
 from .tape.values import Tape
-from .tapes import Take, Tapes
+from .tapes import Tapes
 
 NOT_COMPARED = say("not_finite")
 

@@ -1,8 +1,10 @@
 """The result of a forward: a tensor, or several (a ControlNet's residuals, a full step with its deep feature)."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .reasons import say
@@ -32,3 +34,8 @@ def each(fn: Callable[..., Tensor], *outputs: Output) -> Output:
     if isinstance(outputs[0], Tensor):
         return fn(*outputs)
     return tuple(fn(*tensors) for tensors in zip(*outputs, strict=True))
+
+
+def empty_like(output: Output, device: torch.device | str) -> Output:
+    """Tensors of the same form on ``device``, of any numbers."""
+    return each(partial(torch.empty_like, device=device), output)

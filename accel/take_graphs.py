@@ -1,18 +1,19 @@
 """The graphs of one model's takes: made where one pays, and replayed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
 from . import graphs
 from .call import Call, Settings
 from .errors import CaptureFailed
-from .outputs import Output, flat
+from .key import ShapeKey
+from .outputs import Output, empty_like, flat
 from .preparing import preparing
 from .reasons import say
 from .stats import ModelStats, ShapeStats
+from .take import Take
 from .tape.this_forward import silence
-from .tapes import Take
 
 NO_GRAPHS = say("no_graphs")
 
@@ -26,6 +27,11 @@ class TakeGraphs:
     def replay(self, call: Call, take: Take, inputs: dict[str, Tensor]) -> Output | None:
         """The result of the take's graph, or None if there is none."""
         return graphs.cache(call.key.device).replay(self._name(call, take), call.weights, inputs)
+
+    def drop(self, takes: Iterable[tuple[ShapeKey, Take]]) -> None:
+        """Forgets the graphs of these takes."""
+        for key, take in takes:
+            graphs.cache(key.device).drop(graphs.Name(self._owner, key, take.number))
 
     def first(
         self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor], like: Output,
@@ -53,6 +59,17 @@ class TakeGraphs:
             cache.drop(name)
             self.settle(call, settings, shape, take, inputs, out)
         return out
+
+    def again(
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor]
+    ) -> Output | None:  # fmt: skip
+        """The result of a graph that is captured once more, because its weights are others; None if there is none."""
+        if not (take.graph and settings.graph_budget_mb) or take.live or take.features or take.like is None:
+            return None
+        if call.taped.no_graph():
+            return None
+        like = empty_like(take.like, call.key.device)
+        return self.first(call, settings, shape, take, inputs, like, lambda out: out)
 
     def settle(
         self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor],

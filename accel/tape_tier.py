@@ -6,7 +6,6 @@ sizes, blocks that are alike need not run for the recording, and each kernel is 
 """
 
 import logging
-from dataclasses import replace
 from traceback import format_exception
 from typing import Any
 
@@ -22,10 +21,11 @@ from .clock import Clock, timed
 from .errors import AnyShapeError, is_out_of_memory, let_go
 from .halves import Halves
 from .maker import Maker, NotCompared
-from .outputs import Output, flat, odd_form, tensors_of
+from .outputs import Output, empty_like, flat, odd_form, tensors_of
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
+from .take import NONE, FullStep, Take, bound
 from .take_graphs import NO_GRAPHS, TakeGraphs
 from .tape import called_patches, kernel_check, this_forward
 from .tape.binding import NotBound
@@ -35,7 +35,7 @@ from .tape.options import at
 from .tape.patches import code_of
 from .tape.this_forward import Forward
 from .tape.values import Tape, Weight
-from .tapes import NONE, FullStep, Take, Tapes, bound, obstacle
+from .tapes import Tapes, obstacle
 
 log = logging.getLogger(__name__)
 
@@ -87,9 +87,12 @@ class TapeTier:
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
         take = self._tapes.find(call.key, fuse, call.taped, tried)
         if take is None:
+            self._graphs.drop(self._tapes.over())
             if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(call.key, fuse, call.taped):
                 self.stats.note(shape, "eager", reason)
                 return call.eager()
+            take = self._tapes.heir(call.key, fuse, call.taped)
+        if take is None:
             out = self._first(call, settings, shape, fuse, forward)
             if tried and (new := self._tapes.find(call.key, fuse, call.taped, tried)) is not None:
                 self._tapes.first(new)
@@ -104,7 +107,7 @@ class TapeTier:
             return call.eager()
         for place in take.held:
             place.put(call.taped.options)
-        call = _laid_out(call, take.program.permuted)
+        call = call.laid_out(take.program.permuted)
         inputs = take.inputs(call.inputs, call.taped.options)
         again = bool(tried)
         if take.live:
@@ -120,7 +123,9 @@ class TapeTier:
             except NotBound:  # other weights altogether
                 self._tapes.drop(take)
                 return self._run(call, settings, shape, forward, tried)
-            out = flat(program.run(list(inputs.values())))
+            out = self._graphs.again(call, settings, shape, take, inputs)
+            replayed = out is not None
+            out = out if replayed else flat(program.run(list(inputs.values())))
         taped = call.taped
         place = take.guards.changed_state(taped.options, taped.module, taped.looks) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
@@ -172,7 +177,7 @@ class TapeTier:
     def _recorded(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: Forward) -> Any:
         # The library of convolutions plans them once for each layout of the weights, which takes longer than they do.
         turned = NONE if not fuse or call.taped.lean else self._turned.get(call.taped.structure, NONE)
-        call = _laid_out(call, turned)
+        call = call.laid_out(turned)
         recorded, take, tape = self._short(call, settings, fuse, turned) or self._tapes.record(
             call.key, fuse, call.taped, call.inputs, turned
         )
@@ -226,6 +231,7 @@ class TapeTier:
         tape.dissolve()
         if take.program is not None:
             take.program.settled()
+            take.like = None if out is None else empty_like(out, "meta")
             self._turned = {call.taped.structure: take.program.permuted}
         return own() if out is None else take.result(out)
 
@@ -255,7 +261,7 @@ class TapeTier:
         inputs = take.inputs(call.inputs, call.taped.options)
         if settings.verify and take.short and not self._maker.is_trusted(call, settings, program):
             own.whole()
-        call = _laid_out(call, program.permuted)
+        call = call.laid_out(program.permuted)
         bound(take, call.taped.module, call.weights)
         if device.type != "cuda" and not (first or take.features or take.short):  # as in the first size: compared
             self._graphs.settle(call, settings, shape, take, inputs, None)
@@ -333,12 +339,6 @@ def _astray(error: Exception) -> str:
 
 def _apart(call: Call, take: Take, out: Any) -> Any:
     return FullStep(out, None, apart=take.reason) if call.taped.skipping is not None and take.twice else out
-
-
-def _laid_out(call: Call, wanted: frozenset[Weight]) -> Call:
-    """The call, with these weights of convolutions in channels_last; without any, all as ComfyUI has them."""
-    weights = call.taped.lay_out(wanted, call.weights)
-    return call if weights == call.weights else replace(call, weights=weights)
 
 
 def can_fuse(device: torch.device) -> bool:

@@ -6,8 +6,8 @@ were, and the model's code has not changed since.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,136 +15,24 @@ from torch import Tensor, nn
 from .block_calls import BlockCalls
 from .block_copies import BlockCopies
 from .block_forwards import Blocks
+from .capture import collector_off
 from .clock import Clock
-from .foreign import Held, Watched
+from .foreign import Watched
 from .key import ShapeKey
 from .reasons import say
-from .tape.called_patches import LiveCall, Played
-from .tape.middle import BlockCall
+from .take import NONE, Take, Taped
+from .tape.named_tensors import with_others
 from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
-from .tape.program import Program
 from .tape.record import Recorder, record
 from .tape.refusals import FETCHED, HARMLESS
-from .tape.state import Looks
 from .tape.values import Tape, Weight
 from .weights import low_vram
 
-NONE: frozenset = frozenset()
 NEVER = 0  # the number of a take that was not recorded
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
-
-
-@dataclass(frozen=True)
-class Skipping:
-    """What a call of a run that skips blocks asks for: the whole forward, with the features of what may be left out.
-
-    depth: how many blocks at either end always run; None: as many as are cheap. key: of the call that is given the
-    features and leaves the blocks out.
-    """
-
-    depth: int | None
-    key: Callable[[Sequence[Tensor]], ShapeKey]
-
-
-@dataclass(frozen=True)
-class FullStep:
-    """A forward's result, and its features [rows, ...] (see ``tape.cut``); depth, share: those of the cut.
-
-    In place of features: why there never are any; None if there are none just now. apart: why the forward is on no
-    tape, where its blocks may be left out all the same (see ``skip.unrecorded``).
-    """
-
-    out: Any
-    features: tuple[Tensor, ...] | str | None
-    depth: int = 0
-    share: float = 0.0
-    apart: str = ""
-
-
-@dataclass(frozen=True)
-class Taped:
-    """A call whose forward may be recorded."""
-
-    module: nn.Module
-    forward: Callable[[Mapping[Any, Any]], Any]  # ComfyUI's own, with these options in place of the call's
-    options: Mapping[Any, Any]
-    structure: int  # changes with the model's code and with what else decides a result besides inputs and weights
-    prepare: Callable[[NotedOptions, Recorder], None]  # puts what a recording needs into its options
-    changed: Callable[[], str] = str  # what the forward changed of the model itself; "" if nothing
-    # has just these weights lie channels last, if they may; gives the weights' fingerprint from the one that is known
-    lay_out: Callable[[frozenset[Weight], int], int] = lambda wanted, known: known
-    lean: bool = False  # see ``Tape.lean``
-    places: Callable[..., frozenset[str]] = lambda block, uncalled=False: NONE  # see ``BlockCopies``
-    calls_others: bool = False  # it calls patches of other packs, which may count their calls
-    foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
-    run: int = 0  # the number of the sampling run
-    looks: Looks = field(default_factory=Looks)  # at other packs' code in that run
-    unknown: str = ""  # why the whole is not recorded: an argument that no guard can compare; its blocks may be
-    skipping: Skipping | None = None
-    leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
-    # has the weights stay where they are, until ``let_go`` or ComfyUI's own forward; why they are gone, or ""
-    hold: Callable[[], str] = str
-    let_go: Callable[[], None] = lambda: None
-    no_graph: Callable[[], str] = str  # why there is no room for a graph, now
-    rest: Callable[[ShapeKey, str], None] = lambda key, why: None  # such calls gain nothing, and why
-    fetches: Callable[[nn.Module], bool] = lambda block: False  # whether its weights come from elsewhere at each call
-
-
-@dataclass(eq=False)
-class Take:
-    """One recording of one size, and the program that runs it."""
-
-    guards: Guards
-    structure: int
-    number: int
-    program: Program | None = None
-    reason: str = ""  # why there is no program
-    in_blocks: bool = False  # it is about the whole alone, so blocks may have programs of their own
-    twice: bool = False  # and its forward may run twice
-    again: bool = False  # the reason is mended: the next call is recorded once more
-    among: frozenset = NONE  # the patches of other packs in its options
-    live: list[LiveCall | Played] = field(default_factory=list)  # patches that are called at each replay
-    holds: bool = False  # what those give is kept in a replay: they must not be called twice
-    weights: int | None = None  # fingerprint of the weights that the program is bound to
-    graph: bool = False  # whether a graph pays
-    code: tuple = ()  # the state of other packs' code in the model, see ``tape.state``
-    held: list[Held] = field(default_factory=list)  # where that code keeps the options of the latest forward
-    called: str = ""  # what of other packs is called between the pieces of its graph
-    needs_graph: int | None = None  # the budget in MB with which it must have one: without, eager is faster
-    used: bool = False  # by a call after the one that was recorded
-    clock: Clock | None = None  # of the whole forward, where one ran
-    copies: int = 0  # blocks that were written down as copies of others
-    left_out: int = 0  # of these, did not run
-    short: bool = False  # its forward's result is void
-    calls: list[BlockCall] = field(default_factory=list)  # of blocks, until the tape is cut
-    features: int = 0  # results behind the forward's own
-    depth: int = 0  # blocks at either end that always run
-    share: float = 0.0  # of the work that is left on a skipped step
-    rest: ShapeKey | None = None  # of the take that is given the features
-    why_whole: str = ""  # why there is none, although one was asked for
-    form: Callable[[Any], Any] = field(default=lambda out: out)  # the forward's result from the program's own part
-
-    def inputs(self, given: Mapping[str, Tensor], options: Mapping[Any, Any]) -> dict[str, Tensor]:
-        """The call's tensors and those that the forward takes from its options."""
-        return dict(given) | {f"option {key}": options[key] for key in self.guards.tensors}
-
-    def own(self, out: Any) -> Any:
-        """The forward's own results among the program's."""
-        return out[: -self.features] if self.features else out
-
-    def lacks_rest(self, there: list["Take"] | None) -> bool:
-        """Whether there is no take of skipped steps: it is forgotten, or was broken off. there: those of its key."""
-        return bool(self.features and self.program) and not (self.why_whole or there)
-
-    def result(self, out: Any) -> Any:
-        """The forward's result, with its features where they were asked for."""
-        own = self.form(self.own(out))
-        if self.why_whole:
-            return FullStep(own, self.why_whole)
-        return FullStep(own, tuple(out[-self.features :]), self.depth, self.share) if self.features else own
 
 
 class Tapes:
@@ -279,6 +167,44 @@ class Tapes:
             take.weights, take.live, take.holds, take.held = whole.weights, whole.live, whole.holds, whole.held
         return take
 
+    def heir(self, key: ShapeKey, fuse: bool, taped: Taped) -> Take | None:
+        """A take of a recording whose patches were others of the same kind: the same program, on their tensors.
+
+        None if there is none. It is found from now on, and so is the one of its skipped steps.
+        """
+        with self._lock, collector_off():  # so many small objects at once would set it off
+            for take in reversed(self._takes.get((key, fuse), [])):
+                able = take.program is not None and not take.live and take.structure == taped.structure
+                if not able or taped.looks.changed((c for _, c in taped.foreign), take.code, taped.module) is not None:
+                    continue
+                taken = take.guards.taken_over(taped.options, taped.module, taped.looks)
+                if taken is not None:
+                    rest = [each for each in self._takes.get((take.rest, fuse), []) if each.guards is take.guards]
+                    for each in rest:
+                        self._heir(take.rest, fuse, each, *taken)
+                    return self._heir(key, fuse, take, *taken)
+        return None
+
+    def _heir(
+        self, key: ShapeKey, fuse: bool, take: Take, guards: Guards, tensors: Mapping[int, Tensor]
+    ) -> Take:  # fmt: skip
+        if take.guards.is_over:
+            self.drop(take)
+        self._count += 1
+        others = with_others(take.others, tensors)
+        new = replace(take, guards=guards, number=self._count, others=others, weights=None, used=False, over=False)
+        self.keep(key, fuse, new)
+        return new
+
+    def over(self) -> Iterator[tuple[ShapeKey, Take]]:
+        """Those that fit no call any more, each once, with its key. They stay, for their programs may have heirs."""
+        with self._lock:
+            for (key, _), takes in self._takes.items():
+                for take in takes:
+                    if not take.over and take.guards.is_over:
+                        take.over = True
+                        yield key, take
+
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
         """Makes ``find`` find ``take`` for calls of this key from now on."""
         with self._lock:
@@ -324,11 +250,6 @@ class Tapes:
                     take.weights = None
 
 
-def named_features(features: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The inputs of a skipped step besides the call's."""
-    return {f"feature.{place}": tensor for place, tensor in enumerate(features)}
-
-
 def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """In place of a block's forward: that forward."""
     return own(*args, **kwargs)
@@ -340,11 +261,3 @@ def obstacle(tape: Tape, model: nn.Module | None = None) -> str:
         if value.device != tape.device and not (value.is_constant and not value.shape):
             return (low_vram(model, tape.device) if model is not None else "") or say("weights_elsewhere")
     return ""
-
-
-def bound(take: Take, module: nn.Module, weights: int) -> Program:
-    """The take's program on the weights of ``module``. Raises ``NotBound``."""
-    if take.weights != weights or not take.program.tighten():
-        take.program.bind(module)
-        take.weights = weights
-    return take.program

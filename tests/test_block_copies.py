@@ -16,9 +16,10 @@ embed.bare_pack()
 
 from anyshape.accel import block_copies  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.key import shape_key  # noqa: E402
+from anyshape.accel.take import Taped  # noqa: E402
 from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.values import Constant, Value  # noqa: E402
-from anyshape.accel.tapes import Taped, Tapes  # noqa: E402
+from anyshape.accel.tapes import Tapes  # noqa: E402
 
 COUNT = 5
 

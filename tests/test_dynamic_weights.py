@@ -213,7 +213,7 @@ def test_quantised_weights(pack, card, form, recordings, monkeypatch):
 
     from tools.architectures import patchers, quantised
 
-    programs = calls_of(monkeypatch, Program, "bind", lambda program, module: program)
+    programs = calls_of(monkeypatch, Program, "bind", lambda program, *args: program)
     patcher = patchers.make("Flux", torch.bfloat16)
     patcher.model.diffusion_model = quantised.make("Flux", form)
     load = pages.Loads(patcher.model.diffusion_model, card)

@@ -14,8 +14,8 @@ from anyshape.accel.call import Call, Settings  # noqa: E402
 from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.errors import Unavailable  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
+from anyshape.accel.take import Taped  # noqa: E402
 from anyshape.accel.tape.program import Program  # noqa: E402
-from anyshape.accel.tapes import Taped  # noqa: E402
 
 # Settings ---------------------------------------------------------------------------------------------------------
 

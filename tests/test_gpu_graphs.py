@@ -17,7 +17,7 @@ from anyshape.accel.call import Call, Settings  # noqa: E402
 from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.errors import CaptureFailed  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
-from anyshape.accel.tapes import Taped  # noqa: E402
+from anyshape.accel.take import Taped  # noqa: E402
 
 from tools.gpu_captures import FLOATS, MIB, capture, comfy_free, fits, forward, in_use  # noqa: E402
 

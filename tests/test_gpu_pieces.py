@@ -39,21 +39,25 @@ def test_patches_run_between_the_pieces(models):
     assert {shape["state"] for shape in shapes()} == {"graph"} and not fallbacks()
 
 
-def test_an_adapter_needs_no_pieces(models):
-    """Its layers are on the tape and its range of steps is a guard: whole graphs. New images take memory for these."""
+def test_an_adapter_needs_no_pieces(models, recordings):
+    """Its layers are on the tape and its range of steps is a guard: whole graphs, of the latest image alone."""
     from anyshape.accel import stats
 
     patcher, taken = small(models, "sd15", torch.float32), []
     adapter = Adapter(widths(models, patcher)).to("cuda")
     fast = compiled(patcher)
+    graphs, made = [], []
     for image in range(4):
         patch = attending(adapter, image, start=8.0, end=0.5)
         for seed, (width, height, batch) in enumerate(SIZES):
             at = dict(width=width, height=height, batch=batch, steps=8, seed=seed)
             assert_close(models, "sd15", with_patch(patcher, patch), with_patch(fast, patch), **at)
-        taken.append(in_use() - stats.snapshot()["graphs"]["used_bytes"])
+        graphs.append(stats.snapshot()["graphs"]["used_bytes"])
+        made.append(len(recordings))
+        taken.append(in_use() - graphs[-1])
     assert {(shape["state"], shape["note"]) for shape in shapes()} == {("graph", "")} and not fallbacks()
-    assert taken[-1] - taken[1] <= 32 * MIB
+    assert taken[-1] - taken[1] <= 32 * MIB and graphs[-1] <= graphs[0] + 32 * MIB
+    assert made[-1] == made[0]  # another image is no other recording
 
 
 def test_another_packs_attention_runs_between_the_pieces(models):
@@ -83,7 +87,7 @@ def test_the_noise_level_is_read_once_per_forward(models, monkeypatch):
         return made(tensor, source, lambda: readings.append(getattr(host, "__name__", "")) or host())
 
     patcher = compiled(small(models, "sd15"))
-    monkeypatch.setattr(NoiseLevel, "made", counted)
+    monkeypatch.setattr(NoiseLevel, "made", staticmethod(counted))
     models.sample(with_patch(patcher, counting(called)), 512, 512, steps=6)
     assert readings.count("cpu") == 5 < len(called) / 2 and shapes()[-1]["replays"] > 2
 

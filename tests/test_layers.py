@@ -20,7 +20,7 @@ LAYERS = (
     ("kernels",),
     ("tape", "fingerprint", "foreign", "functions_read", "origin", "parts_seen"),
     ("block_call", "block_calls", "block_copies", "block_forwards", "capture", "clock", "graphs", "last_sizes", "skip",
-     "size_list", "tapes", "verify", "weights"),
+     "size_list", "take", "tapes", "verify", "weights"),
     ("block_take", "block_tier", "call", "halves", "maker", "sensitivity", "take_graphs", "tape_tier"),
     ("engine",),
     ("comfy",),

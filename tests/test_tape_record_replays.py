@@ -18,12 +18,13 @@ from tools import embed
 embed.bare_pack()
 
 from anyshape.accel.key import shape_key  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.take import Taped  # noqa: E402
 from anyshape.accel.tape.binding import NotBound  # noqa: E402
 from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.record import Recorder, record  # noqa: E402
 from anyshape.accel.tape.rules import edits  # noqa: E402
 from anyshape.accel.tape.values import Derived, Value, Weight  # noqa: E402
-from anyshape.accel.tapes import Taped, Tapes  # noqa: E402
+from anyshape.accel.tapes import Tapes  # noqa: E402
 
 from tools.small_forwards import CPU, inputs, module, replayed_right, taped  # noqa: E402
 

@@ -18,10 +18,10 @@ from anyshape.accel import maker, stats, tape_tier  # noqa: E402 - the package e
 from anyshape.accel.call import Call, Settings  # noqa: E402
 from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
+from anyshape.accel.take import Taped  # noqa: E402
 from anyshape.accel.tape import kernel_check, kernels, record  # noqa: E402
 from anyshape.accel.tape.program import Program  # noqa: E402
 from anyshape.accel.tape.trust import REACH, Trust  # noqa: E402
-from anyshape.accel.tapes import Taped  # noqa: E402
 
 COUNT, WIDTH = 5, 16
 SIZES = (6, 5, 4)  # tokens; the third is the first that may be short

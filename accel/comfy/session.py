@@ -20,8 +20,8 @@ from ..skip.features import RUN_KEY, UNRECORDED, Features, Programs, SkipRun
 from ..skip.unrecorded import NotLeftOut, UnrecordedBlocks
 from ..skip.unrecorded_stages import UnrecordedStages
 from ..stats import STATS
+from ..take import FullStep
 from ..tape import blocks
-from ..tapes import FullStep
 from ..weights import ChannelsLastWeights
 from . import conds, sampling_state, taping
 from .compat import outside_memory_plan, without_memory_plans

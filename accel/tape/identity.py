@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 PLAIN = (int, float, str, bytes, bool, type(None), complex)
 MOST_HELD = 32  # attributes of a bundle
@@ -28,6 +28,38 @@ class Same:
             return False
         pairs = [(mine(), theirs()) for mine, theirs in zip(self._object, other._object, strict=True)]
         return all(mine is theirs and mine is not None for mine, theirs in pairs)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Role(Same):
+    """An object whose place another one may take, as far as what lies in it is alike. number: its id."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.number = id(value)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class TensorRole(Role):
+    """A tensor, which has stayed the same if its form has, too. form: see ``unchanged.form_of``."""
+
+    __slots__ = ("form",)
+
+    def __init__(self, tensor: Tensor, form: tuple) -> None:
+        super().__init__(tensor)
+        self.form = form
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorRole) and super().__eq__(other) and self.form == other.form
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The tensor itself; None if it is gone."""
+        return self._object[0]()
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -5,6 +5,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -92,10 +93,14 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 class PartsByPath(dict[str, nn.Module]):
-    """The parts of a module by their paths, each found when it is asked for. Raises KeyError where there is none."""
+    """The parts of a module by their paths, each found when it is asked for. Raises KeyError where there is none.
 
-    def __init__(self, module: nn.Module) -> None:
+    others: in the place of tensors that patches of other packs keep, by the ids of those.
+    """
+
+    def __init__(self, module: nn.Module, others: "Mapping[int, OfPatch] | None" = None) -> None:
         super().__init__({"": module})
+        self.others = others or NO_OTHERS
 
     def __missing__(self, path: str) -> nn.Module:
         above, _, name = path.rpartition(".")
@@ -159,31 +164,43 @@ class Memories:
 
 
 @dataclass(frozen=True)
-class Held(Weight):
-    """A leaf: a tensor that a patch of another pack keeps, an adapter's weight, say. It has no path, and one name."""
+class OfPatch(Weight):
+    """A leaf: a tensor that a patch of another pack keeps, an adapter's weight, say. It has no path, and one name.
+
+    number: the tensor's id.
+    """
 
     ref: "weakref.ref[Tensor]" = field(compare=False)
+    number: int = field(compare=False)
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "Held":
+    def of(cls, tensor: Tensor) -> "OfPatch":
         """The same one for a tensor whenever it is asked for, and never one of another tensor at its address."""
         found = _HELD.get(id(tensor))
         if found is None or found.ref() is not tensor:
             if len(_HELD) > MOST_HELD:
                 for key in [key for key, held in _HELD.items() if held.ref() is None]:
                     del _HELD[key]
-            found = _HELD[id(tensor)] = cls("", f"tensor {next(_NUMBERS)} of a patch", weakref.ref(tensor))
+            found = cls("", f"tensor {next(_NUMBERS)} of a patch", weakref.ref(tensor), id(tensor))
+            _HELD[id(tensor)] = found
         return found
 
 
-_HELD: dict[int, Held] = {}
+NO_OTHERS: Mapping[int, OfPatch] = MappingProxyType({})
+_HELD: dict[int, OfPatch] = {}
 _NUMBERS = itertools.count()
 
 
-def resolve(modules: Mapping[str, nn.Module], weight: Weight) -> Tensor:
+def with_others(before: Mapping[int, OfPatch], tensors: Mapping[int, Tensor]) -> Mapping[int, OfPatch]:
+    """``before``, with ``tensors`` in the place of those with these ids; they may have taken others' themselves."""
+    first = {each.number: number for number, each in before.items()}
+    return {**before} | {first.get(number, number): OfPatch.of(tensor) for number, tensor in tensors.items()}
+
+
+def resolve(modules: PartsByPath, weight: Weight) -> Tensor:
     """The tensor that ``weight`` names now, among a model's parts by path. Raises AttributeError or KeyError."""
-    if isinstance(weight, Held):
-        if (kept := weight.ref()) is None:
+    if isinstance(weight, OfPatch):
+        if (kept := modules.others.get(weight.number, weight).ref()) is None:
             raise KeyError(weight.name)
         return kept
     part: Any = modules[weight.module]

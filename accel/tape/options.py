@@ -6,13 +6,15 @@ Tensors are inputs of the tape.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from typing import Any
 
 from torch import Tensor, nn
 
 from .decisions import Decisions, Path, followed
 from .identity import EQUAL, PLAIN, Same
+from .likeness import Pairs, differing
 from .state import Looks, look
 from .this_forward import numbers_of
 
@@ -38,6 +40,8 @@ class Reads:
         self.keys: tuple[frozenset, frozenset] | None = None  # the caller's, and those that the forward had written
         self.decisions: Mapping[Any, Mapping[str, tuple[Path, bool]]] = {}  # by the numbers of tensors
         self.states: dict[tuple, tuple] = {}  # of recorded patches by their places in the options: see ``state``
+        self.idle: Set[tuple] = frozenset()  # the places of patches that were not called
+        self.leaves: dict[int, Callable[[], Tensor | None]] = {}  # tensors that those keep, by id: leaves, if read
         self._on_tensor = on_tensor
         self._asked: list[tuple[Any, Any]] = []  # what was asked for in the order of all keys; perhaps a copy of all
 
@@ -197,7 +201,7 @@ class Guards:
         self.tensors = list(reads.tensors)
         self._kept, self._specs, self._keys = dict(reads.kept), dict(reads.tensors), reads.keys
         self._places, self._states = tuple(reads.states), tuple(reads.states.values())
-        self._used = frozenset(reads.used)
+        self._used, self._leaves, self._idle = frozenset(reads.used), dict(reads.leaves), frozenset(reads.idle)
         self._decisions = {option: tuple(found.values()) for option, found in reads.decisions.items()}
 
     def differs(
@@ -208,6 +212,13 @@ class Guards:
 
         module: the model. free: options that do not matter. looks: of this run.
         """
+        if key := self._other_tensor(options) or self.changed(options, free):
+            return key
+        place = self.changed_state(options, module, looks)
+        return str(place[0]) if place else ""
+
+    def _other_tensor(self, options: Mapping[Any, Any]) -> str:
+        """The first option whose tensor is of another form, or decides otherwise; or one more, or one less."""
         for key, spec in self._specs.items():
             if _spec(options.get(key)) != spec:
                 return str(key)
@@ -217,10 +228,34 @@ class Guards:
                 return str(key)
         if self._keys is not None and frozenset(options) - self._keys[1] != self._keys[0]:
             return next(iter(map(str, (frozenset(options) - self._keys[1]) ^ self._keys[0])))
-        if key := self.changed(options, free):
-            return key
-        place = self.changed_state(options, module, looks)
-        return str(place[0]) if place else ""
+        return ""
+
+    def taken_over(
+        self, options: Mapping[Any, Any], module: nn.Module | None, looks: Looks
+    ) -> tuple["Guards", dict[int, Tensor]] | None:
+        """Guards of the same recording for options that differ in the objects of recorded patches alone.
+
+        With the tensors that have taken the place of those that the patches kept, by their ids. None if more differs.
+        """
+        if not self._places or self._other_tensor(options):
+            return None
+        now = {key: frozen(options.get(key, MISSING), key in self._used) for key in self._kept}
+        places = {place for key, old in self._kept.items() for place in differing(old, now[key], (key,))}
+        if not places <= {*self._places, *self._idle}:
+            return None
+        states, pairs = looks.at([at(options, place) for place in self._places], module), Pairs(self._leaves)
+        if not pairs.alike(self._states, states):
+            return None
+        heir = copy.copy(self)
+        heir._kept, heir._states = now, states
+        kept = {number: ref for number, ref in self._leaves.items() if number not in pairs.tensors}
+        heir._leaves = kept | {id(tensor): weakref.ref(tensor) for tensor in pairs.tensors.values()}
+        return heir, pairs.tensors
+
+    @property
+    def is_over(self) -> bool:
+        """Whether a tensor is gone that a recorded patch kept, so that nothing will ever be as it was."""
+        return any(tensor() is None for tensor in self._leaves.values())
 
     def changed(self, options: Mapping[Any, Any], free: frozenset[str] = frozenset()) -> str:
         """The first option that is no tensor and not as it was when it was read; "" if all are. free: as above."""

@@ -7,7 +7,8 @@ out once for each patch's code.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Patches:
         self.again = False  # one more recording may go better: it is known now which patches have to be called
         self.holds = False  # what they give must be kept in a replay: they must not be called twice
         self.calls: list[called_patches.LiveCall] = []
-        self.called = 0  # patches that the forward called, in either way
+        self.called: set[tuple] = set()  # the places of patches that the forward called, in either way
         self._recorder, self._book, self._whole = recorder, book, whole
         self._raw = {key: dict.get(options, key) for key in dict.keys(options)}
         self._reads: Reads = options._reads
@@ -103,7 +104,7 @@ class Patches:
             lambda: recorder.refuse(say("read_back")), recorder.not_listening,
             lambda new, tensor: recorder.mark(new, recorder.value(tensor)),
         )  # fmt: skip
-        self._all: list[Callable[..., Any]] = []
+        self._all: dict[tuple, Callable[..., Any]] = {}
         self._before: tuple = ()  # see ``_kept``
         self._inside = 0
         for kind in called_patches.KINDS:
@@ -112,11 +113,11 @@ class Patches:
                 options.hide(kind, called_patches.wrapped(self._raw[kind], self._proxy, (kind,)))
 
     def _proxy(self, place: tuple, patch: Callable[..., Any]) -> Callable[..., Any]:
-        self._all.append(patch)
+        self._all[place] = patch
 
         def call(*args: Any, **kwargs: Any) -> Any:
             recorder = self._recorder
-            self.called += 1
+            self.called.add(place)
             if recorder.is_deaf or self._inside:
                 return patch(*args, **kwargs)
             who = code_of(patch)
@@ -124,14 +125,12 @@ class Patches:
                 recorder.refuse(say("patch_form", patch=shown(patch)))
                 return patch(*args, **kwargs)
             if not self._book.is_live(who) and place not in self._states:
-                state = self._glance.look(patch)
-                if state is None:
+                state, tensors = self._glance.look(patch), self._glance.seen.new_tensors()
+                if state is None or any(map(recorder.has_a_name, tensors)):
                     self._book.live(who)
                 else:
                     self._states[place] = patch, state
-                    for tensor in self._glance.seen.new_tensors():
-                        if tensor.device == recorder.device and type(tensor) in PLAIN:
-                            recorder.held[id(tensor)], recorder.calls_packs = tensor, True
+                    self._leaves(tensors)
             self._inside += 1
             try:
                 if self._book.is_live(who):
@@ -141,6 +140,13 @@ class Patches:
                 self._inside -= 1
 
         return call
+
+    def _leaves(self, tensors: Iterable[Tensor]) -> None:
+        """What a patch keeps on the device is read where it lies, at each replay."""
+        for tensor in tensors:
+            if tensor.device == self._recorder.device and type(tensor) in PLAIN:
+                self._recorder.held[id(tensor)], self._recorder.calls_packs = tensor, True
+                self._reads.leaves[id(tensor)] = weakref.ref(tensor)
 
     # Written down -------------------------------------------------------------------------------------------------
 
@@ -238,7 +244,7 @@ class Patches:
 
     def _kept(self) -> tuple:
         """What patches keep from call to call, as far as it can be seen, and of generators that they may draw from."""
-        return look_at(self._all, self._recorder.module, FEW), _random_state(self._recorder.device)
+        return look_at(self._all.values(), self._recorder.module, FEW), _random_state(self._recorder.device)
 
     def _is_part(self, module: Any) -> bool:
         if self._parts is None:
@@ -257,7 +263,7 @@ class Patches:
         if self.calls:
             self.holds = None in self._before[0] or self._before != self._kept()
         self._decisions.end()
-        self._reads.decisions = self._decisions.found
+        self._reads.decisions, self._reads.idle = self._decisions.found, self._all.keys() - self.called
         now = Glance(self._recorder.module)
         for place, (patch, state) in self._states.items():
             if self._book.is_live(code_of(patch)):

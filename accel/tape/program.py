@@ -22,7 +22,7 @@ from .group import FUSE
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
 from .layout import lies_oddly, lying_so
-from .named_tensors import PartsByPath
+from .named_tensors import NO_OTHERS, OfPatch, PartsByPath
 from .plan import Plan, unfused
 from .reuse import Outlines
 from .values import Constant, Derived, Input, Operation, Spread, Tape, Value, Weight, replaced
@@ -141,6 +141,7 @@ class Program:
         self.permuted = frozenset(v.leaf for v in tape.permuted if v in self._slots)  # may lie in channels_last
         self._count = len(self._slots)
         self._bound: Bound | Loose | None = None
+        self.others = NO_OTHERS  # of patches, to which it is bound
 
     # Making it ----------------------------------------------------------------------------------------------------
 
@@ -179,13 +180,13 @@ class Program:
 
     # Running it ---------------------------------------------------------------------------------------------------
 
-    def bind(self, module: nn.Module) -> None:
-        """Fills in the weights of ``module``. Raises ``NotBound``."""
-        self._bound = self.bound_to(module)
+    def bind(self, module: nn.Module, others: Mapping[int, OfPatch] = NO_OTHERS) -> None:
+        """Fills in the weights of ``module``. Raises ``NotBound``. others: see ``PartsByPath``."""
+        self._bound, self.others = self.bound_to(module, others), others
 
-    def bound_to(self, module: nn.Module) -> Bound:
+    def bound_to(self, module: nn.Module, others: Mapping[int, OfPatch] = NO_OTHERS) -> Bound:
         """The weights of ``module``, for ``run``. Raises ``NotBound``."""
-        bound, modules = Bound([None] * self._count), PartsByPath(module)
+        bound, modules = Bound([None] * self._count), PartsByPath(module, others)
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for slot, form in zip(self.weight_slots, self._weights, strict=True):

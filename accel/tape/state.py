@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..parts_seen import NO_SETTINGS
 from .code_names import globals_of, is_library, names_of
-from .identity import EQUAL, Same, slots_of
+from .identity import EQUAL, Role, Same, TensorRole, slots_of
 from .unchanged import Unchanged, form_of
 
 MOST = 1500  # objects in the state of one patch, and in that of a module that belongs to patches
@@ -68,7 +68,7 @@ class Looks:
 
     def changed(self, values: Iterable[Any], before: tuple[State, ...], module: nn.Module | None) -> int | None:
         """The number of the first whose state is not as it was; None if all are as they were."""
-        now = self._at(list(values), module)
+        now = self.at(list(values), module)
         if now is self._equal.get(id(before), (before, None))[1]:
             return None
         for number, (old, new) in enumerate(zip(before, now, strict=False)):
@@ -77,7 +77,8 @@ class Looks:
         self._equal[id(before)] = before, now
         return None
 
-    def _at(self, values: list[Any], module: nn.Module | None) -> tuple[State | None, ...]:
+    def at(self, values: list[Any], module: nn.Module | None) -> tuple[State | None, ...]:
+        """The state of each."""
         key = tuple(map(id, values))
         known = self._known.get(key)
         if known is not None and known[2].holds():
@@ -109,7 +110,7 @@ def first_kept(foreign: Sequence[tuple[str, Any]], before: tuple[State | None, .
     return ""
 
 
-class _Part:
+class Part:
     """The state of a module that is not the model's. Many patches may hold it: two are compared once."""
 
     __slots__ = ("_same", "state")
@@ -119,7 +120,7 @@ class _Part:
 
     def __eq__(self, other: object) -> bool:
         if other is not self._same and other is not self:
-            if not isinstance(other, _Part) or other.state != self.state:
+            if not isinstance(other, Part) or other.state != self.state:
                 return False
             self._same = other
         return True
@@ -133,7 +134,7 @@ class Glance:
     def __init__(self, module: nn.Module | None, seen: Unchanged | None = None) -> None:
         self.seen = seen or Unchanged()
         self.left = MOST_IN_ALL
-        self.parts: dict[int, tuple[nn.Module, _Part]] = {}  # modules that are not the model's
+        self.parts: dict[int, tuple[nn.Module, Part]] = {}  # modules that are not the model's
         self._module = module
 
     @functools.cached_property
@@ -172,7 +173,7 @@ class _Look:
         self._kept.append(value)
         if isinstance(value, Tensor):
             self._seen.tensor(value)
-            return "tensor", Same(value), form_of(value)
+            return "tensor", TensorRole(value, form_of(value))
         if isinstance(value, CONTAINERS):
             if kind is not tuple:
                 self._seen.sequence(value)
@@ -215,12 +216,12 @@ class _Look:
         if isinstance(value, nn.Module):
             return self._part(value)
         if isinstance(value, types.SimpleNamespace):
-            return kind, Same(value), tuple(self._attributes(value))
+            return kind, Role(value), tuple(self._attributes(value))
         if is_library(kind.__module__) and not kind.__module__.startswith("comfy"):
             if type(kind) is type and not callable(value):  # a generator, a lock, a file: what it holds is hidden
                 raise _Unknown
             return "same", Same(value)  # torch's own operations
-        return kind.__qualname__, Same(value), self._class(kind), tuple(self._attributes(value))
+        return kind.__qualname__, Role(value), self._class(kind), tuple(self._attributes(value))
 
     def _attributes(self, value: Any) -> Iterator[tuple[str, State]]:
         slots = slots_of(type(value))
@@ -305,9 +306,9 @@ class _Look:
             return "part", Same(part), tuple([(name, self.of(value)) for name, value in own])
         parts = self._glance.parts
         if id(part) not in parts:  # a walk for itself, so that every look that comes here may have it
-            parts[id(part)] = part, _Part(())  # for what leads back to it
+            parts[id(part)] = part, Part(())  # for what leads back to it
             try:
-                parts[id(part)] = part, _Part(_Look(self._glance, MOST).foreign_part(part))
+                parts[id(part)] = part, Part(_Look(self._glance, MOST).foreign_part(part))
             except _Unknown:
                 del parts[id(part)]
                 raise
@@ -323,4 +324,5 @@ class _Look:
         tensors = [(name, self.of(each)) for table in tables[1:3] for name, each in table.items()]
         below = [(name, self.of(child)) for name, child in part._modules.items()]
         hooked = [self.of(hook) for table in hooks for hook in table.values()]
-        return Same(part), part.training, tuple(plain), tuple(tensors), tuple(below), tuple(hooked)
+        own = part.training, tuple(plain), tuple(tensors), tuple(below), tuple(hooked)
+        return Role(part), Same(type(part)), *own

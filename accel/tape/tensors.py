@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..reasons import say
 from .layout import contiguous
 from .memo import is_memoised
-from .named_tensors import PLAIN, Held, Memories, NamedTensors, modules_of, tensors_of, undressed
+from .named_tensors import PLAIN, Memories, NamedTensors, OfPatch, modules_of, tensors_of, undressed
 from .refusals import Refusal
 from .values import Constant, Input, Operation, Value, Weight, tensors_in
 
@@ -124,7 +124,7 @@ class Tensors:
         if self.memories is not None and (value := self.memories.find(tensor)) is not None:
             return value
         if id(tensor) in self.held:
-            return self.leaf(tensor, Held.of(tensor))
+            return self.leaf(tensor, OfPatch.of(tensor))
         earlier = self._earlier.get(id(tensor))
         if earlier is not None and earlier() is tensor:
             return self.constant(tensor, None, None)
@@ -164,6 +164,11 @@ class Tensors:
         """Lets go of the leaves after the first ``count``, if none of those was forgotten meanwhile."""
         while len(self._known) > count:
             self._known.popitem()
+
+    def has_a_name(self, tensor: Tensor) -> bool:
+        """Whether the forward reads ``tensor`` not as a patch's alone, but as an input or a weight of the model."""
+        known = self.known(tensor)
+        return known is not None and not isinstance(known.leaf, OfPatch) or self._weights.find(tensor) is not None
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is an input, or was made from one."""

@@ -93,7 +93,8 @@ class Recording:
     ) -> None:  # fmt: skip
         from anyshape.accel.comfy import recorded_attention, taping
         from anyshape.accel.key import shape_key
-        from anyshape.accel.tapes import Skipping, Taped, Tapes
+        from anyshape.accel.take import Skipping, Taped
+        from anyshape.accel.tapes import Tapes
 
         self._original = getattr(model, way)
         self._given = taping.take(self._original, arguments, named)
