@@ -40,6 +40,7 @@ from .parts_seen import (
 from .tape.identity import kept
 from .tape.named_tensors import modules_of, parts_of
 from .tape.pictures import picture
+from .tape.unchanged import Unchanged
 
 WATCHED = (*FORWARDS, *FUNCTIONS, "comfy_cast_weights")  # attributes of an instance that quick looks see
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -87,6 +88,8 @@ class Watch:
         self._seen, self._below, self._code = list(self._now()), [*self._layers(), _END], self._functions()
         self._lists = [seen for seen, name in zip(self._seen, self._names, strict=True) if name in FUNCTIONS]
         self._called, self._pictures, self._values = self._hung(), self._picture(), self._set()
+        self._holders = Unchanged()
+        self._notes = [notes_of(part, wrapped=False, seen=self._holders) for part in self._noted]
 
     def changed(self) -> bool:
         """Whether a part was hooked, replaced or set to be cast, or a method of a class replaced for every model.
@@ -102,6 +105,7 @@ class Watch:
             and _same(self._called, self._hung())
             and _same(self._code, self._functions())
             and self._pictures == self._picture()
+            and (self._holders.holds() or self._notes == [notes_of(part, wrapped=False) for part in self._noted])
             and all(map(_is_equal, self._values, self._set()))
         )
 
@@ -124,8 +128,7 @@ class Watch:
         return [methods.get(name) for methods, name in self._methods]
 
     def _picture(self) -> list[Any]:
-        notes = [notes_of(part, wrapped=False) for part in self._noted]
-        return [picture(own.get(name)) for own, name in self._held] + notes
+        return [picture(own.get(name)) for own, name in self._held]
 
     def _set(self) -> list[Any]:
         return [own.get(name) for own, name in self._settings]

@@ -18,8 +18,9 @@ from torch import nn
 from .origin import is_known
 from .tape.identity import kept
 from .tape.named_tensors import PLAIN as TENSORS
-from .tape.named_tensors import is_dressed, tensor_attributes
-from .tape.pictures import is_held, picture
+from .tape.named_tensors import is_dressed, notes_of_tensor, tensor_attributes
+from .tape.pictures import is_held, picture, picture_of_notes
+from .tape.unchanged import Unchanged
 
 PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 TUPLES = frozenset({tuple, torch.Size})  # of plain values
@@ -37,7 +38,6 @@ MAPPING = frozenset((
     "dynamic_vbars", "dynamic_pins", "dynamic_patchers", "model_loaded_weight_memory", "model_offload_buffer_memory",
 ))  # fmt: skip
 LEFT_OUT = STANDARD | MAPPING
-MARK = "_anyshape"  # of a recording that goes on, at a tensor
 NO_SETTINGS = LEFT_OUT.union(FUNCTIONS)
 
 
@@ -114,10 +114,11 @@ def settings_of(part: nn.Module) -> list[tuple[str, type, Any]]:
     return found + notes_of(part)
 
 
-def notes_of(part: nn.Module, wrapped: bool = True) -> list[tuple[str, type, Any]]:
+def notes_of(part: nn.Module, wrapped: bool = True, seen: Unchanged | None = None) -> list[tuple[str, type, Any]]:
     """What weights of another tensor class say of themselves: how they are packed, what patches them.
 
     wrapped: those too that are made of other tensors (quantised ones), which nobody changes but for another one.
+    seen: notes what holds others.
     """
     found = []
     for name, weight in part._parameters.items():
@@ -125,8 +126,10 @@ def notes_of(part: nn.Module, wrapped: bool = True) -> list[tuple[str, type, Any
         if kind in TENSORS or weight is None:
             continue
         if is_dressed(kind):
-            own = {key: value for key, value in weight.__dict__.items() if key != MARK}
-            found.append((name, kind, picture(own)))
+            if seen is not None:
+                seen.mapping(part._parameters)
+                seen.mapping(weight.__dict__)
+            found.append((name, kind, picture_of_notes(notes_of_tensor(weight), seen)))
         elif wrapped and (flatten := getattr(weight, "__tensor_flatten__", None)):
             found.append((name, kind, picture(flatten()[1])))
     return found

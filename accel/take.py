@@ -102,6 +102,7 @@ class Take:
     called: str = ""  # what of other packs is called between the pieces of its graph
     needs_graph: int | None = None  # the budget in MB with which it must have one: without, eager is faster
     over: bool = False  # a patch's tensor is gone: it fits no call any more
+    fetches: bool = False  # its layers copy a LoRA, or the like, to the device at each call, so it has no graph
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the whole forward, where one ran
     copies: int = 0  # blocks that were written down as copies of others

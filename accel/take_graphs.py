@@ -77,6 +77,8 @@ class TakeGraphs:
     ) -> None:  # fmt: skip
         """Notes that the program ran, and captures it where a graph pays."""
         shape.state, shape.reason = "tape", ""
+        if take.fetches:
+            shape.note = say("patches_fetched")
         if not take.graph or out is None:
             return
         if not settings.graph_budget_mb:

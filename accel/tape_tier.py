@@ -275,7 +275,7 @@ class TapeTier:
                 return out
             return self._maker.checked(call, take, tape, out, own.whole(), given)
 
-        graphic = device.type == "cuda" and self._uses_graphs
+        graphic = device.type == "cuda" and self._uses_graphs and not take.fetches
         may = graphic and settings.graph_budget_mb and not call.taped.no_graph()
         if may and not (take.features or self._is_long(call, take)):
             out = self._graphs.first(call, settings, shape, take, inputs, flat(own.like), checked)

@@ -21,12 +21,12 @@ from .foreign import Watched
 from .key import ShapeKey
 from .reasons import say
 from .take import NONE, Take, Taped
-from .tape.named_tensors import with_others
+from .tape.named_tensors import is_noted, with_others
 from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
 from .tape.record import Recorder, record
 from .tape.refusals import FETCHED, HARMLESS
-from .tape.values import Tape, Weight
+from .tape.values import Tape, Value, Weight
 from .weights import low_vram
 
 NEVER = 0  # the number of a take that was not recorded
@@ -145,6 +145,7 @@ class Tapes:
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
             take.called = patches.shown() or (say("attention_called") if recorder.played else "")
             take.clock, take.copies, take.left_out = None if short else clock, copies.count, copies.left_out
+            take.fetches = tape is not None and any(is_fetched(v) and v.device != tape.device for v in tape.leaves())
             take.calls = calls.calls if calls is not None and tape is not None else []
             take.again = again or bool(changed and taped.skipping)
             take.reason = take.reason or (say("patch_again") if again else "")
@@ -255,9 +256,14 @@ def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwar
     return own(*args, **kwargs)
 
 
+def is_fetched(value: Value) -> bool:
+    """Whether it is what a weight notes: its layer copies that to the device at each call, wherever it lies."""
+    return isinstance(value.leaf, Weight) and is_noted(value.leaf)
+
+
 def obstacle(tape: Tape, model: nn.Module | None = None) -> str:
     """Says why a tape may not be replayed; "" if it may. model: its model, unless the tape is of a single block."""
     for value in tape.leaves():
-        if value.device != tape.device and not (value.is_constant and not value.shape):
+        if value.device != tape.device and not (is_fetched(value) or (value.is_constant and not value.shape)):
             return (low_vram(model, tape.device) if model is not None else "") or say("weights_elsewhere")
     return ""

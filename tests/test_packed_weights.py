@@ -88,6 +88,71 @@ def test_a_note_at_a_weight_that_its_layer_reads(models, recordings, in_mid_run)
     assert torch.equal(models.sample(fast, **RUN), plain)
 
 
+def test_a_lora_is_on_the_tape(models, recordings):
+    """Two of them, with several strengths, on and off, at two sizes: recorded again only where it is another one."""
+    from tools import packed
+
+    patcher = flux(models)
+    fast, before, made = compiled(patcher), None, []
+    for seed, strength in ((0, 0.0), (0, 1.0), (0, 1.0), (0, 0.5), (5, 0.5), (0, 0.0)):
+        if (seed, strength) != before:
+            packed.put_lora(patcher.model.diffusion_model, seed, strength)
+        before = seed, strength
+        for run in (RUN, OTHER):
+            assert torch.equal(models.sample(fast, **run), models.sample(patcher, **run))
+        made.append(len(recordings))
+    assert made == [2, 4, 4, 6, 8, 10] and fallbacks() == []
+
+
+def test_a_lora_that_is_written_into(models, recordings):
+    """Its tensors are read at each replay, wherever they lie."""
+    from tools import packed
+
+    patcher = flux(models)
+    fast = compiled(patcher)
+    packed.put_lora(patcher.model.diffusion_model, 0)
+    before = models.sample(fast, **RUN)
+    lora = patcher.model.diffusion_model.get_submodule("double_blocks.0.img_attn.proj").weight.patches[0][0][0][1]
+    lora.weights[0].mul_(3.0)
+    out = models.sample(fast, **RUN)
+    assert torch.equal(out, models.sample(patcher, **RUN)) and error(out, before) > 1e-4
+    lora.weights[0].data = lora.weights[0] * 3.0  # another place in memory
+    assert torch.equal(models.sample(fast, **RUN), models.sample(patcher, **RUN))
+    assert len(recordings) == 1
+
+
+@pytest.mark.parametrize("what", ["strength", "tensor", "one more", "the weight"])
+def test_a_lora_that_changes_in_mid_run(models, what):
+    from tools import packed
+
+    patcher = flux(models)
+    layer = patcher.model.diffusion_model.get_submodule("double_blocks.0.img_attn.proj")
+    fast = compiled(patcher)
+
+    def change(*_):
+        patches, name = layer.weight.patches[0]
+        up, down = patches[0][1].weights
+        if what == "strength":
+            patches[0] = (2.0, patches[0][1])
+        elif what == "tensor":
+            patches[0][1].weights = (up * 2.0, down)
+        elif what == "one more":
+            patches.append((0.5, patches[0][1]))
+        else:
+            weight = packed.Packed(layer.weight.data, unpacked=layer.weight.shape)
+            weight.patches = [([(2.0, patches[0][1])], name)]
+            layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+            layer.weight.unpacked, layer.weight.patches = weight.unpacked, weight.patches
+
+    outs = []
+    for each in (fast, fast, patcher):
+        packed.put_lora(patcher.model.diffusion_model, 0)
+        outs.append(models.sample(each, **RUN | {"steps": 4}, callback=change))
+    assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[2])
+    packed.put_lora(patcher.model.diffusion_model, 0)
+    assert error(models.sample(patcher, **RUN | {"steps": 4}), outs[2]) > 1e-4
+
+
 def test_unpacked_apart_from_torch_they_run_as_in_comfyui(models):
     """The picture is ComfyUI's, and the reason names the code that did it."""
     patcher = flux(models, apart=True)

@@ -6,6 +6,7 @@ when it is unpacked, and the layer unpacks it in each forward. Call ``tools.embe
 
 from typing import Any
 
+import comfy.model_management
 import comfy.ops
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,24 @@ class Packed(Tensor):
         return getattr(self, "unpacked", None) or self.size()
 
 
+class Lora:
+    """As ComfyUI's LoRAAdapter. weights: up [rows, rank] and down [rank, columns], wherever they were loaded to."""
+
+    def __init__(self, up: Tensor, down: Tensor) -> None:
+        self.loaded_keys, self.weights = {"up", "down"}, (up, down)
+
+    def put_on(self, weight: Tensor, strength: float) -> Tensor:
+        """``weight`` with its product added."""
+        up, down = [comfy.model_management.cast_to_device(w, weight.device, torch.float32) for w in self.weights]
+        weight += (strength * (up @ down)).type(weight.dtype)
+        return weight
+
+
 class PackedLinear(comfy.ops.manual_cast.Linear):
-    """A linear layer with a packed weight, which notes factors as its patches. apart: it is unpacked by numpy."""
+    """A linear layer with a packed weight, which notes what patches it. apart: it is unpacked by numpy.
+
+    patches: factors, and lists of (strength, ``Lora``), with a name.
+    """
 
     apart = False
 
@@ -54,8 +71,13 @@ class PackedLinear(comfy.ops.manual_cast.Linear):
         """The weight is unpacked, used, and thrown away."""
         weight = self.weight.to(x.device)
         unpacked = _unpacked_apart(weight) if self.apart else _unpacked(weight, x.dtype)
-        for factor in getattr(self.weight, "patches", ()):
-            unpacked = unpacked * factor
+        for patch in getattr(self.weight, "patches", ()):
+            if isinstance(patch, float):
+                unpacked = unpacked * patch
+                continue
+            unpacked = Tensor(unpacked)
+            for strength, lora in patch[0]:
+                unpacked = lora.put_on(unpacked, strength)
         weight = comfy.ops.cast_to(unpacked, x.dtype, x.device, non_blocking=False, copy=False)
         out = nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
         return Tensor(out) if isinstance(out, Packed) else out
@@ -77,6 +99,17 @@ def use(model: nn.Module, apart: bool = False) -> int:
         layer.__class__, layer.apart = PackedLinear, apart
         layer.weight = nn.Parameter(pack(layer.weight), requires_grad=False)
     return len(found)
+
+
+def put_lora(model: nn.Module, seed: int, strength: float = 1.0, device: str = "cpu") -> None:
+    """Notes a LoRA at every packed weight, as ComfyUI-GGUF does; none where it has no strength. device: of the LoRA."""
+    generator = torch.Generator().manual_seed(seed)
+    randn = lambda *shape: (torch.randn(*shape, generator=generator) * 0.2).to(device)  # noqa: E731
+    for path, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, Packed):
+            lora = Lora(randn(weight.shape[0], 4), randn(4, weight.shape[1]))
+            weight.patches = [([(strength, lora)], path)] if strength else []
 
 
 def _unpacked(packed: Packed, dtype: torch.dtype) -> Tensor:

@@ -34,6 +34,12 @@ REASONS = dict(
         "Free VRAM: a part of the model is not on the GPU",
         "its weights are in main memory (low VRAM) or on another GPU, so it runs as without this node",
     ),
+    patches_fetched=(
+        "no CUDA graph: a LoRA is copied to the GPU at each step",
+        "layers of another pack (GGUF, say) put a LoRA on their weights at each step and copy it from main memory for "
+        "that, so there is no CUDA graph. Everything else is fused. A model with ordinary weights (fp8, int8) has the "
+        "LoRA in its weights",
+    ),
     weights_streamed=(
         "Use smaller weights (fp8, int8): these do not fit",
         "weights streamed: of {all} GB about {there} GB fit into the GPU's memory beside everything else. ComfyUI "

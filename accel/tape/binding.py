@@ -45,7 +45,7 @@ def weight(modules: PartsByPath, form: WeightForm, turned: bool) -> Tensor:
     leaf = form.leaf
     try:
         tensor = resolve(modules, leaf)
-    except (AttributeError, KeyError) as error:
+    except (AttributeError, LookupError) as error:
         raise NotBound(f"the weight {leaf.module}.{leaf.name} is gone") from error
     stride = form.stride if turned else tensor.stride()
     if (tuple(tensor.shape), stride, tensor.dtype, tensor.device) != form[1:]:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..fingerprint import GLOBAL_HOOKS
-from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT, MARK, is_restored
+from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT, is_restored
 from .named_tensors import PLAIN as TENSORS
-from .named_tensors import is_dressed, tensors_of, undressed
+from .named_tensors import is_dressed, notes_of_tensor, tensors_of, undressed
 from .options import PLAIN
 
 FEWEST = 3  # blocks that are worth a program
@@ -146,7 +146,7 @@ def _form_of(tensor: Tensor, first: dict[int, int]) -> Hashable:
     kind, said, own = type(tensor), (), id(tensor)
     if kind not in TENSORS:
         if is_dressed(kind):
-            said = kind, _seen({key: value for key, value in vars(tensor).items() if key != MARK})
+            said = kind, _seen(notes_of_tensor(tensor))
         elif flatten := getattr(tensor, "__tensor_flatten__", None):
             names, context = flatten()
             parts = tuple([(name, _form_of(getattr(tensor, name), first)) for name in names])

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .identity import EQUAL, bundled
 from .values import Weight
 
 PLAIN = (Tensor, nn.Parameter)
+MARK = "_anyshape"  # of a recording that goes on, at a tensor
+DEPTH_OF_NOTES = 10  # containers in one another
 MOST_HELD = 4096  # names of patches' tensors, before those that are gone are forgotten
 # What most parts of a model have besides, so that a look at the types of all attributes is enough.
 NO_TENSORS = frozenset((
@@ -53,11 +56,42 @@ def tensor_attributes(parts: Iterable[nn.Module]) -> list[tuple[int, str]]:
     ]
 
 
+def notes_of_tensor(tensor: Tensor) -> dict[str, Any]:
+    """What a dressed tensor says of itself: how it is packed, what patches it."""
+    return {key: value for key, value in tensor.__dict__.items() if key != MARK}
+
+
+def noted_by(tensor: Tensor) -> list[Tensor]:
+    """The tensors among a dressed one's notes, each once: those of a LoRA that its layer puts on it at each call."""
+    found: dict[int, Tensor] = {}
+
+    def walk(item: Any, depth: int) -> None:
+        if isinstance(item, Tensor):
+            found.setdefault(id(item), item)
+        elif depth and not isinstance(item, EQUAL):
+            items = item if isinstance(item, (list, tuple)) else item if isinstance(item, dict) else bundled(item) or ()
+            for each in items.values() if isinstance(items, dict) else items:
+                walk(each, depth - 1)
+
+    walk(notes_of_tensor(tensor), DEPTH_OF_NOTES)
+    return list(found.values())
+
+
+def is_noted(weight: Weight) -> bool:
+    """Whether it is a tensor among a weight's notes."""
+    return weight.name.rpartition(":")[2].isdigit()
+
+
 def inner_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """``tensor`` by its name, or what a subclass (a quantised weight) is made of, as ``name:attribute``."""
+    """``tensor`` by its name, or what a subclass (a quantised weight) is made of, as ``name:attribute``.
+
+    What a dressed one notes follows it, as ``name:0`` and so on.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None or type(tensor) in PLAIN:
         yield name, tensor
+        if type(tensor) not in PLAIN:
+            yield from [(f"{name}:{number}", each) for number, each in enumerate(noted_by(tensor))]
         return
     for attribute in flatten()[0]:
         yield from inner_tensors(f"{name}:{attribute}", getattr(tensor, attribute))
@@ -198,7 +232,7 @@ def with_others(before: Mapping[int, OfPatch], tensors: Mapping[int, Tensor]) ->
 
 
 def resolve(modules: PartsByPath, weight: Weight) -> Tensor:
-    """The tensor that ``weight`` names now, among a model's parts by path. Raises AttributeError or KeyError."""
+    """The tensor that ``weight`` names now, among a model's parts by path. Raises AttributeError or LookupError."""
     if isinstance(weight, OfPatch):
         if (kept := modules.others.get(weight.number, weight).ref()) is None:
             raise KeyError(weight.name)
@@ -207,6 +241,8 @@ def resolve(modules: PartsByPath, weight: Weight) -> Tensor:
     name, *inner = weight.name.split(":")
     tensor = getattr(part, name)
     for attribute in inner:
+        if attribute.isdigit():
+            return noted_by(tensor)[int(attribute)]
         tensor.__tensor_flatten__()  # some classes name their parts only then
         tensor = getattr(tensor, attribute)
     return undressed(tensor)

@@ -6,13 +6,17 @@ same one, what lies in it is not.
 
 import enum
 import types
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 
 from .identity import EQUAL, Same, slots_of
+from .named_tensors import DEPTH_OF_NOTES
+from .unchanged import Unchanged
 
 MOST = 300  # things in one picture: more is no setting
+MOST_NOTES = 5000  # in that of a weight's notes: a LoRA has some 20
 DEPTH = 4
 BY_IDENTITY = (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType)
 ELSEWHERE = (Tensor, nn.Module)  # they are looked after elsewhere
@@ -32,9 +36,26 @@ def picture(value: Any) -> Any:
     return _Picture().of(value, DEPTH)
 
 
+def picture_of_notes(notes: dict[str, Any], seen: Unchanged | None = None) -> Any:
+    """``picture`` of what a weight notes of itself: deeper, and with tensors (a LoRA's) by identity.
+
+    seen: notes what holds others. What is too much for a picture is like no other.
+    """
+    seen = seen or Unchanged()
+    walk = _Picture(Same, seen, MOST_NOTES)
+    found = walk.of(notes, DEPTH_OF_NOTES)
+    if walk.is_cut:
+        seen.other(object)
+        return Same(found)
+    return found
+
+
 class _Picture:
-    def __init__(self) -> None:
-        self._left = MOST
+    def __init__(
+        self, of_tensor: Callable[[Tensor], Any] = type, seen: Unchanged | None = None, most: int = MOST
+    ) -> None:
+        self._left, self._of_tensor, self._seen = most, of_tensor, seen or Unchanged()
+        self.is_cut = False
 
     def of(self, value: Any, depth: int) -> Any:
         kind = type(value)
@@ -43,14 +64,23 @@ class _Picture:
         if isinstance(value, BY_IDENTITY):
             return Same(value)
         self._left -= 1
+        if isinstance(value, Tensor):
+            return self._of_tensor(value)
         if isinstance(value, ELSEWHERE) or not depth or self._left < 0:
+            self.is_cut = True
             return kind
         if isinstance(value, dict):
+            self._seen.mapping(value)
             return kind, [(self.of(key, depth - 1), self.of(each, depth - 1)) for key, each in value.items()]
         if isinstance(value, (list, tuple)):
+            if kind is not tuple:
+                self._seen.sequence(value)
             return kind, [self.of(each, depth - 1) for each in value]
         if isinstance(value, (set, frozenset)):
+            self._seen.other(lambda: len(value))
             return kind, frozenset(each for each in value if isinstance(each, EQUAL)), len(value)
-        own = dict(getattr(value, "__dict__", None) or {})
+        own = getattr(value, "__dict__", None) or {}
+        self._seen.mapping(own)
+        own = dict(own)
         own |= {name: getattr(value, name) for name in slots_of(kind) if hasattr(value, name)}
         return kind, [(name, self.of(each, depth - 1)) for name, each in own.items()]
