@@ -91,7 +91,7 @@ class TapeTier:
             if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(call.key, fuse, call.taped):
                 self.stats.note(shape, "eager", reason)
                 return call.eager()
-            take = self._tapes.heir(call.key, fuse, call.taped)
+            take = self._tapes.heir(call.key, fuse, call.taped, tried)
         if take is None:
             out = self._first(call, settings, shape, fuse, forward)
             if tried and (new := self._tapes.find(call.key, fuse, call.taped, tried)) is not None:

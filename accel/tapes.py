@@ -21,6 +21,7 @@ from .foreign import Watched
 from .key import ShapeKey
 from .reasons import say
 from .take import NONE, Take, Taped
+from .tape.called_patches import LiveCall
 from .tape.named_tensors import is_noted, with_others
 from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
@@ -168,17 +169,19 @@ class Tapes:
             take.weights, take.live, take.holds, take.held = whole.weights, whole.live, whole.holds, whole.held
         return take
 
-    def heir(self, key: ShapeKey, fuse: bool, taped: Taped) -> Take | None:
+    def heir(self, key: ShapeKey, fuse: bool, taped: Taped, but: Sequence[Take] = ()) -> Take | None:
         """A take of a recording whose patches were others of the same kind: the same program, on their tensors.
 
-        None if there is none. It is found from now on, and so is the one of its skipped steps.
+        None if there is none. It is found from now on, and so is the one of its skipped steps. but: as in ``find``.
         """
         with self._lock, collector_off():  # so many small objects at once would set it off
             for take in reversed(self._takes.get((key, fuse), [])):
-                able = take.program is not None and not take.live and take.structure == taped.structure
+                able = take.program is not None and take.structure == taped.structure and take not in but
+                calls = [each for each in take.live if isinstance(each, LiveCall)]
+                called = {each.place for each in calls if code_of(at(taped.options, each.place)) is each.who}
                 if not able or taped.looks.changed((c for _, c in taped.foreign), take.code, taped.module) is not None:
                     continue
-                taken = take.guards.taken_over(taped.options, taped.module, taped.looks)
+                taken = take.guards.taken_over(taped.options, taped.module, taped.looks, called)
                 if taken is not None:
                     rest = [each for each in self._takes.get((take.rest, fuse), []) if each.guards is take.guards]
                     for each in rest:
@@ -194,6 +197,7 @@ class Tapes:
         self._count += 1
         others = with_others(take.others, tensors)
         new = replace(take, guards=guards, number=self._count, others=others, weights=None, used=False, over=False)
+        new.holds = bool(take.live)  # who knows what these keep
         self.keep(key, fuse, new)
         return new
 

@@ -103,6 +103,30 @@ def test_skipped_steps(models, fresh, adapter, recordings):
     assert counted()["full"] == PLANNED["full"]
 
 
+def test_patches_that_are_called(models, fresh, recordings):
+    """They count their calls. Others of the same code are called in their place, beside those that are recorded."""
+    counts = {}
+
+    def patch(patcher, image, name):
+        def counted(h, options):
+            counts[name] = counts.get(name, 0) + 1
+            return h * image * (1 + counts[name] / 100)
+
+        scaling(image + 1)(patcher)
+        patcher.set_model_output_block_patch(lambda h, skip, options: (counted(h, options), skip))
+
+    fast, pictures, made = compiled(fresh), [], []
+    for number, image in enumerate(numbers(0.5, 0.8, 1.2)):
+        eager = with_patch(fresh, lambda p: patch(p, image, f"eager {number}"))  # noqa: B023
+        ours = with_patch(fast, lambda p: patch(p, image, f"ours {number}"))  # noqa: B023
+        for at in SIZES:
+            pictures.append(assert_equal(models, eager, ours, **at))
+        assert counts[f"ours {number}"] == counts[f"eager {number}"]
+        made.append(len(recordings))
+    assert made[0] == made[2] and any(take.live for take in takes_of(fast)) and not fallbacks()
+    assert error(pictures[0], pictures[3]) > CHANGED
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [

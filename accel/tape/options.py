@@ -231,20 +231,21 @@ class Guards:
         return ""
 
     def taken_over(
-        self, options: Mapping[Any, Any], module: nn.Module | None, looks: Looks
+        self, options: Mapping[Any, Any], module: nn.Module | None, looks: Looks, called: Set[tuple]
     ) -> tuple["Guards", dict[int, Tensor]] | None:
-        """Guards of the same recording for options that differ in the objects of recorded patches alone.
+        """Guards of the same recording for options that differ in the objects of patches alone.
 
-        With the tensors that have taken the place of those that the patches kept, by their ids. None if more differs.
+        With the tensors that have taken the place of those that recorded ones kept, by their ids. None if more differs.
+        called: the places of patches that are called at each replay, and may be any others of the same code.
         """
-        if not self._places or self._other_tensor(options):
+        if self._other_tensor(options):
             return None
         now = {key: frozen(options.get(key, MISSING), key in self._used) for key in self._kept}
         places = {place for key, old in self._kept.items() for place in differing(old, now[key], (key,))}
-        if not places <= {*self._places, *self._idle}:
+        if not places <= {*self._places, *self._idle, *called}:
             return None
         states, pairs = looks.at([at(options, place) for place in self._places], module), Pairs(self._leaves)
-        if not pairs.alike(self._states, states):
+        if not (places or self._places) or not pairs.alike(self._states, states):
             return None
         heir = copy.copy(self)
         heir._kept, heir._states = now, states
