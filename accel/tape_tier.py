@@ -121,7 +121,7 @@ class TapeTier:
             try:
                 program = bound(take, call.taped.module, call.weights)
             except NotBound:  # other weights altogether
-                self._tapes.drop(take)
+                self._tapes.forget(take.program)
                 return self._run(call, settings, shape, forward, tried)
             out = self._graphs.again(call, settings, shape, take, inputs)
             replayed = out is not None

@@ -25,6 +25,7 @@ from .tape.called_patches import LiveCall
 from .tape.named_tensors import is_noted, with_others
 from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
+from .tape.program import Program
 from .tape.record import Recorder, record
 from .tape.refusals import FETCHED, HARMLESS
 from .tape.values import Tape, Value, Weight
@@ -238,6 +239,12 @@ class Tapes:
             for takes in self._takes.values():
                 if take in takes:
                     takes.remove(take)
+
+    def forget(self, program: Program) -> None:
+        """Forgets the takes of a program."""
+        with self._lock:
+            for takes in self._takes.values():
+                takes[:] = [take for take in takes if take.program is not program]
 
     def loosen(self) -> None:
         """Holds the weights no longer than their model does."""

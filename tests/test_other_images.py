@@ -103,6 +103,26 @@ def test_skipped_steps(models, fresh, adapter, recordings):
     assert counted()["full"] == PLANNED["full"]
 
 
+def test_a_program_that_fits_the_weights_no_more(models, fresh, adapter, recordings, monkeypatch):
+    """No image inherits it: it is recorded once more."""
+    from anyshape.accel import tape_tier
+    from anyshape.accel.tape.binding import NotBound
+
+    fast = compiled(fresh)
+    run(models, with_patch(fast, attending(adapter, 0)))
+    failing, own = [True], tape_tier.bound
+
+    def bound(*args):
+        if failing:
+            failing.clear()
+            raise NotBound
+        return own(*args)
+
+    monkeypatch.setattr(tape_tier, "bound", bound)
+    assert_equal(models, with_patch(fresh, attending(adapter, 1)), with_patch(fast, attending(adapter, 1)))
+    assert len(recordings) == 2 and not failing and not fallbacks()
+
+
 def test_patches_that_are_called(models, fresh, recordings):
     """They count their calls. Others of the same code are called in their place, beside those that are recorded."""
     counts = {}
