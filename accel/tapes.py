@@ -198,7 +198,6 @@ class Tapes:
         self._count += 1
         others = with_others(take.others, tensors)
         new = replace(take, guards=guards, number=self._count, others=others, weights=None, used=False, over=False)
-        new.holds = bool(take.live)  # who knows what these keep
         self.keep(key, fuse, new)
         return new
 

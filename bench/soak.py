@@ -1,7 +1,7 @@
 """Soak: random prompts one after another in one process, each compared with eager.
 
 python -m bench.soak [--model demo|small|sd15|sdxl|zimage|wan] [--prompts 500] [--seed 0] [--start N | --only N]
-    [--rounds 1] [--limit S] [--partly] [--dynamic] [--mode MODE] [--budget MB] [--json FILE]
+    [--rounds 1] [--limit S] [--partly] [--dynamic] [--mode MODE] [--budget MB] [--patch adapter] [--json FILE]
 
 A prompt draws its size (odd latents too), batch, sampler, steps, CFG, prompts by area and time, LoRAs (of the model or
 of one prompt, which ComfyUI writes into the weights while it samples), a mask, a ControlNet, another pack's patch, Skip
@@ -19,7 +19,8 @@ is told with its line, and the run goes on; the exit code is 1 then. On a CPU us
 Libraries keep a plan for each size that they met, in eager too. ``--rounds 2`` runs the same prompts once more: then
 the process' memory may hardly grow. ``--partly``: some prompts find room for a part of the model's weights alone.
 ``--dynamic``: so too, with ComfyUI's DynamicVRAM, as most people have it. ``--mode off`` and ``--budget 0`` show if a
-failure needs our programs, or their graphs.
+failure needs our programs, or their graphs. ``--patch adapter``: each prompt has an adapter's patches (UNets), with
+one of four images.
 """
 
 import sys
@@ -53,7 +54,7 @@ from bench import measure, models  # noqa: E402
 from bench import soak_checks as checks  # noqa: E402
 from bench.product import compile_vae  # noqa: E402
 from bench.soak_parts import NAMES, Parts, Way, failing, known, sample, scope, trembling  # noqa: E402
-from bench.soak_prompts import INTERRUPT, Prompt, Scope, draw  # noqa: E402
+from bench.soak_prompts import ADAPTER, INTERRUPT, PATCHES, Prompt, Scope, draw  # noqa: E402
 
 CANARY = {"index": -1, "width": 136, "height": 120, "images": 1, "sampler": "euler", "steps": 2, "cfg": 7.0}
 PROGRESS = 25  # prompts from one line to the next
@@ -302,6 +303,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(DYNAMIC, action="store_true", help="the same with DynamicVRAM")
     parser.add_argument("--mode", choices=("auto", "exact", "off"), help="of Compile Model, for each prompt")
     parser.add_argument("--budget", type=int, help="of its graphs, MB, for each prompt")
+    parser.add_argument("--patch", choices=(*PATCHES, ADAPTER), help="of another pack, for each prompt")
     parser.add_argument("--limit", type=float, default=float("inf"), help="seconds after which no prompt begins")
     chosen = parser.parse_args()
     if not known(chosen.model):
@@ -324,7 +326,7 @@ def main() -> int:
         return 0
     took: dict[str, float] = {}
     with measure.seconds(took, "seconds"):
-        given = {"mode": chosen.mode, "budget_mb": chosen.budget}
+        given = {"mode": chosen.mode, "budget_mb": chosen.budget, "patch": chosen.patch}
         fixed = {name: value for name, value in given.items() if value is not None}
         soak = Soak(chosen.model, chosen.seed, drawn, chosen.dynamic, **fixed)
         report = soak.run(indices, chosen.limit, chosen.rounds)

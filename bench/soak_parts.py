@@ -23,8 +23,9 @@ from torch import Tensor
 import nodes
 from bench import models, zoo
 from bench.product import Settings, SkipSettings, compile_controlnet, compile_model, skip_blocks
-from bench.soak_prompts import CONDS, LORAS, Hook, Prompt, Scope
+from bench.soak_prompts import ADAPTER, CONDS, LORAS, Hook, Prompt, Scope
 from tools import driving, dynamic_vram, patching
+from tools.adapters import Adapter, attending, widths
 
 KEY = "soak"
 RANK, LORA_LAYERS = 4, 40
@@ -101,6 +102,7 @@ class Parts:
         if dynamic:
             self.patcher = dynamic_vram.mapped(self.patcher)
         self.loras = [_lora(self.patcher, seed) for seed in range(LORAS)]
+        self.adapter: Adapter | None = None  # once a prompt has one
 
     def room(self, share: float) -> AbstractContextManager[None]:
         """Within, only this share of the model's weights fits on the device."""
@@ -128,7 +130,9 @@ class Parts:
         patcher = self.patcher.clone()
         for number, strength in prompt.loras:
             patcher, _ = comfy.sd.load_lora_for_models(patcher, None, self.loras[number], strength, 0)
-        if prompt.patch:
+        if prompt.patch == ADAPTER:
+            self._adapt(patcher, prompt.seed)
+        elif prompt.patch:
             getattr(patching, prompt.patch)(patcher, [])
         if prompt.skip:
             patcher, _ = skip_blocks(patcher, SkipSettings(*prompt.skip), lambda line: None)
@@ -137,6 +141,13 @@ class Parts:
         way = Way(patcher, *self._prompts(prompt, fast))
         patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, partial(_counting, way.calls))
         return way
+
+    def _adapt(self, patcher: ModelPatcher, seed: int) -> None:
+        """An adapter with one of four images, at all noise levels or in a range."""
+        if self.adapter is None:
+            self.adapter = Adapter(widths(models, self.patcher)).to(self.patcher.load_device, self.dtype)
+        levels = {"start": 8.0, "end": 0.5} if seed // 4 % 2 else {}
+        attending(self.adapter, seed % 4, **levels)(patcher)
 
     def _prompts(self, prompt: Prompt, fast: bool) -> tuple[list, list]:
         positive, negative = self._positive(prompt), self._cond(prompt, 1)

@@ -14,6 +14,7 @@ PATCHES = (  # of tools.patching, by name
     "input_block", "output_block_in_place", "attn1", "attn2_output", "attn1_replace_one", "middle", "embedding",
     "attention_override",
 )  # fmt: skip
+ADAPTER = "adapter"  # as IPAdapter: layers and an image (tools.adapters)
 LORAS = 3  # random ones to choose from
 INTERRUPT, FAILURE = "interrupt", "failure"
 

@@ -83,7 +83,7 @@ def test_tensors_that_change_between_steps(models, fresh, adapter, change):
 
         patcher.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "another pack", wrapper)
 
-    twin = Adapter([layer.out_features for layer in adapter.layers.values()])
+    twin = Adapter(adapter.widths)
     twin.load_state_dict(adapter.state_dict())
     eager = with_patch(fresh, lambda p: changing(p, twin))
     fast = with_patch(compiled(fresh), lambda p: changing(p, adapter))

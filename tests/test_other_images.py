@@ -50,7 +50,7 @@ def numbers(*values):
 def test_nothing_is_recorded_again(models, fresh, adapter, recordings):
     """Sizes and images in turns, the first one again too, and each with the adapter loaded again."""
     fast, pictures = compiled(fresh), []
-    loaded = [adapter, Adapter([layer.out_features for layer in adapter.layers.values()]), adapter, adapter]
+    loaded = [adapter, Adapter(adapter.widths), adapter, adapter]
     for image, each in enumerate(loaded):
         patch = attending(each, image % 3)
         for at in SIZES:
@@ -101,6 +101,20 @@ def test_skipped_steps(models, fresh, adapter, recordings):
         assert error(models.sample(ours, **RUN), wanted) < CHANGED
         assert counted()["skipped"] and (not image or not recordings)
     assert counted()["full"] == PLANNED["full"]
+
+
+def test_a_patch_for_a_block_that_the_model_lacks(models, fresh, adapter, recordings):
+    """It is never called, so nothing follows from it. Where it is set, or that it is set, may be read."""
+
+    def patch(patcher, image, number=9):
+        attending(adapter, image)(patcher)
+        patcher.set_model_attn2_replace(lambda q, k, v, options: v * image, "input", number)
+
+    fast = compiled(fresh)
+    for image, number in ((0, 9), (1, 9), (1, 8)):
+        set_patches = lambda p, image=image, number=number: patch(p, image, number)  # noqa: E731
+        assert_equal(models, with_patch(fresh, set_patches), with_patch(fast, set_patches))
+    assert len(recordings) == 2
 
 
 def test_a_program_that_fits_the_weights_no_more(models, fresh, adapter, recordings, monkeypatch):
@@ -168,19 +182,22 @@ def test_what_is_another_recording(models, fresh, recordings, first, second):
     assert made == [1, 2] and not fallbacks()
 
 
-def test_a_number_of_the_image_decides(models, fresh):
-    """Then its tensor may not be another one: the patch is called, with each image."""
+def test_a_number_of_the_image_decides(models, fresh, recordings):
+    """Then its tensor may not be another one: the patch is called, with each image. With other settings it may be one
+    that keeps what it sees, so that is found out once more."""
 
-    def deciding(image):
+    def deciding(image, otherwise):
         def patch(h, options):
-            return h * image if image.sum() > 1 else h * 0.5
+            return h * image if image.sum() > 1 else h * otherwise
 
         return lambda patcher: patcher.set_model_input_block_patch(patch)
 
-    fast = compiled(fresh)
-    for image in numbers(2.0, 0.3, 1.5):
-        patch = deciding(image)
+    fast, made = compiled(fresh), []
+    for image, otherwise in zip(numbers(2.0, 0.3, 1.5, 0.3), (0.5, 0.5, 0.5, 0.7), strict=True):
+        patch = deciding(image, otherwise)
         assert_equal(models, with_patch(fresh, patch), with_patch(fast, patch))
+        made.append(len(recordings))
+    assert made == [2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("which", ["weight", "its memory", "option"])
@@ -210,7 +227,8 @@ def test_a_tensor_that_is_the_models_too(models, fresh, which):
 def test_each_object_takes_one_place():
     """Two objects of one kind do not take the place of one in several patches, nor one of theirs."""
     x, y, z = (torch.ones(2) for _ in range(3))
-    two, same, fewer, crossed = (tuple(look(Scale(each)) for each in of) for of in ((x, y), (y, z), (z, z), (y, x)))
+    patches = [[Scale(each) for each in of] for of in ((x, y), (y, z), (z, z), (y, x))]
+    two, same, fewer, crossed = (tuple(map(look, of)) for of in patches)
     leaves = {id(x), id(y), id(z)}
     pairs = Pairs(leaves)
     assert pairs.alike(two, same) and pairs.tensors == {id(x): y, id(y): z}

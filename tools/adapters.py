@@ -10,15 +10,18 @@ from tools.patching import run, with_patch
 
 Patcher = Any  # comfy.model_patcher.ModelPatcher
 CONTEXT = 64  # channels of what an image is embedded in
-BLOCKS = [("input", 1), ("input", 2), ("output", 3), ("output", 4)]
+Block = tuple[str, int]  # as patches see it
+BLOCKS: list[Block] = [("input", 1), ("input", 2), ("output", 3), ("output", 4)]
 
 
 class Adapter(nn.Module):
-    """As IPAdapter's: layers for each block that it patches."""
+    """As IPAdapter's: layers for each block that it patches. widths: see below."""
 
-    def __init__(self, widths: list[int]) -> None:
+    def __init__(self, widths: dict[Block, int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(n): nn.Linear(CONTEXT, width, bias=False) for n, width in enumerate(widths)})
+        self.widths = widths
+        layers = enumerate(widths.values())
+        self.layers = nn.ModuleDict({str(n): nn.Linear(CONTEXT, width, bias=False) for n, width in layers})
 
 
 class Attend:
@@ -37,9 +40,9 @@ class Attend:
         return out
 
 
-def widths(models: Any, patcher: Patcher) -> list[int]:
-    """Of the queries, in the order of ``BLOCKS``."""
-    found: dict[tuple, int] = {}
+def widths(models: Any, patcher: Patcher) -> dict[Block, int]:
+    """Of the queries of those of ``BLOCKS`` that the model has."""
+    found: dict[Block, int] = {}
 
     def note(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         found[options["block"]] = q.shape[-1]
@@ -50,7 +53,7 @@ def widths(models: Any, patcher: Patcher) -> list[int]:
             patcher.set_model_attn2_replace(note, *block)
 
     run(models, with_patch(patcher, all_of), steps=1)
-    return [found[block] for block in BLOCKS if block in found]
+    return {block: found[block] for block in BLOCKS if block in found}
 
 
 def attending(adapter: Adapter, seed: int = 0, **settings: float) -> Callable[[Patcher], None]:
@@ -60,7 +63,7 @@ def attending(adapter: Adapter, seed: int = 0, **settings: float) -> Callable[[P
     image = torch.randn(1, 4, CONTEXT, generator=torch.Generator().manual_seed(seed)).to(weight)
 
     def set_patches(patcher: Patcher) -> None:
-        for number, block in enumerate(BLOCKS[: len(adapter.layers)]):
+        for number, block in enumerate(adapter.widths):
             patcher.set_model_attn2_replace(Attend(adapter, image, number, **settings), *block)
 
     return set_patches

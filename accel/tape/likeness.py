@@ -20,9 +20,12 @@ Places = tuple[Any, ...]
 
 
 class Pairs:
-    """Which objects have taken the place of which. leaves: ids of the tensors that are leaves of the recording."""
+    """Which objects have taken the place of which. leaves: ids of tensors that are leaves of the recording; None: all.
 
-    def __init__(self, leaves: Collection[int]) -> None:
+    Only for them may others come.
+    """
+
+    def __init__(self, leaves: Collection[int] | None) -> None:
         self.tensors: dict[int, Tensor] = {}  # by the ids of those whose place they have taken
         self._leaves = leaves
         self._new: dict[int, int] = {}
@@ -52,6 +55,8 @@ class Pairs:
         if not isinstance(old, TensorRole) or old == new:
             return True
         tensor = new.tensor
+        if self._leaves is None:
+            return True
         if old.number not in self._leaves or type(tensor) not in PLAIN:
             return False
         self.tensors[old.number] = tensor

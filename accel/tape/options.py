@@ -41,6 +41,7 @@ class Reads:
         self.decisions: Mapping[Any, Mapping[str, tuple[Path, bool]]] = {}  # by the numbers of tensors
         self.states: dict[tuple, tuple] = {}  # of recorded patches by their places in the options: see ``state``
         self.idle: Set[tuple] = frozenset()  # the places of patches that were not called
+        self.called: dict[tuple, Any] = {}  # states of patches that must be called; None where they keep what they see
         self.leaves: dict[int, Callable[[], Tensor | None]] = {}  # tensors that those keep, by id: leaves, if read
         self._on_tensor = on_tensor
         self._asked: list[tuple[Any, Any]] = []  # what was asked for in the order of all keys; perhaps a copy of all
@@ -200,6 +201,7 @@ class Guards:
         reads.settle(over=True)
         self.tensors = list(reads.tensors)
         self._kept, self._specs, self._keys = dict(reads.kept), dict(reads.tensors), reads.keys
+        self._called = dict(reads.called)
         self._places, self._states = tuple(reads.states), tuple(reads.states.values())
         self._used, self._leaves, self._idle = frozenset(reads.used), dict(reads.leaves), frozenset(reads.idle)
         self._decisions = {option: tuple(found.values()) for option, found in reads.decisions.items()}
@@ -236,7 +238,8 @@ class Guards:
         """Guards of the same recording for options that differ in the objects of patches alone.
 
         With the tensors that have taken the place of those that recorded ones kept, by their ids. None if more differs.
-        called: the places of patches that are called at each replay, and may be any others of the same code.
+        called: the places of patches that are called at each replay, and have the same code. They may keep other
+        tensors, or anything if they keep what they see.
         """
         if self._other_tensor(options):
             return None
@@ -247,10 +250,13 @@ class Guards:
         states, pairs = looks.at([at(options, place) for place in self._places], module), Pairs(self._leaves)
         if not (places or self._places) or not pairs.alike(self._states, states):
             return None
+        kept = {place: state for place, state in self._called.items() if state is not None}
+        if not Pairs(None).alike(tuple(kept.values()), looks.at([at(options, place) for place in kept], module)):
+            return None
         heir = copy.copy(self)
         heir._kept, heir._states = now, states
-        kept = {number: ref for number, ref in self._leaves.items() if number not in pairs.tensors}
-        heir._leaves = kept | {id(tensor): weakref.ref(tensor) for tensor in pairs.tensors.values()}
+        stayed = {number: ref for number, ref in self._leaves.items() if number not in pairs.tensors}
+        heir._leaves = stayed | {id(tensor): weakref.ref(tensor) for tensor in pairs.tensors.values()}
         return heir, pairs.tensors
 
     @property

@@ -262,6 +262,8 @@ class Patches:
         """After the forward. What a patch that was written down has changed shows that it must be called."""
         if self.calls:
             self.holds = None in self._before[0] or self._before != self._kept()
+            states = {} if self.holds else dict(zip(self._all, self._before[0], strict=True))
+            self._reads.called = {call.place: states.get(call.place) for call in self.calls}
         self._decisions.end()
         self._reads.decisions, self._reads.idle = self._decisions.found, self._all.keys() - self.called
         now = Glance(self._recorder.module)
