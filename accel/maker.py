@@ -38,9 +38,12 @@ class Maker:
         self._noise = verify.NOTHING  # how far rounding carries the model, if that was measured
         self._told = ""  # and what the user reads of it
 
-    def is_first(self, call: Call, fuse: bool) -> bool:
-        """Whether no size of this kind has had its first forward: residuals, say, or code of others, need kernels."""
-        return (*self._kind(call), fuse) not in self.begun
+    def is_first(self, call: Call, fuse: bool, take: Take | None = None) -> bool:
+        """Whether no size of this kind has had its first forward: residuals, say, or code of others, need kernels.
+
+        take: the recording. Each part of a range of noise levels is another kind.
+        """
+        return (*self._kind(call), _decided(take), fuse) not in self.begun
 
     def made(self, tape: Tape, fuse: bool, call: Call) -> Program:
         """Makes the program of ``tape``, without kernels where they cannot be compiled here."""
@@ -74,15 +77,15 @@ class Maker:
         pieces = min(call.pieces, MAX_JOINED + 1), call.pieces % 2
         return call.key.inputs[0].dtype, self._tapes.patches.among(taped.options), code, depth, tuple(inputs), pieces
 
-    def count(self, program: Program, first: bool, call: Call) -> None:
-        """Counts what was compiled for ``program``. first: whether compiling was expected."""
+    def count(self, program: Program, first: bool, call: Call, take: Take | None = None) -> None:
+        """Counts what was compiled for ``program``. first: whether compiling was expected. take: its recording."""
         made, seconds = program.report.compiled, program.report.compile_seconds
         again = 0 if first else made
         self.stats.kernels += made
         self.stats.compile_seconds += seconds
         self.stats.recompiles += again
         STATS.totals.compiled(self.stats.kind, made, again, seconds)
-        self.begun.add((*self._kind(call), program.report.kernels > 0))
+        self.begun.add((*self._kind(call), _decided(take), program.report.kernels > 0))
         if made:
             KEEPER.save_soon()
 
@@ -179,3 +182,7 @@ def _functions() -> list[Any]:
     from .tape.kernels import functions
 
     return functions()
+
+
+def _decided(take: Take | None) -> frozenset:
+    return take.guards.decided if take is not None else frozenset()

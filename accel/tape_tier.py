@@ -160,7 +160,7 @@ class TapeTier:
         if not (fuse and take.in_blocks):
             self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, call.eager())
-        with self._blocks.visit(call, settings, self._maker.is_first(call, fuse), take.reason) as visit:
+        with self._blocks.visit(call, settings, self._maker.is_first(call, fuse, take), take.reason) as visit:
             out = call.eager()
         state, reason, note = told(visit, take.reason)
         shape.note = note or shape.note
@@ -205,7 +205,7 @@ class TapeTier:
                 return self._unrecorded(call, settings, shape, take, fuse)
             self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, own())
-        operations, first, known = len(tape.operations), self._maker.is_first(call, fuse), set(self._maker.begun)
+        operations, first, known = len(tape.operations), self._maker.is_first(call, fuse, take), {*self._maker.begun}
         take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _only
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
         try:
@@ -255,9 +255,9 @@ class TapeTier:
         self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape, own: "_Own", fuse: bool
     ) -> Output:
         """The result of the new program, checked."""
-        device, first = call.key.device, self._maker.is_first(call, fuse)
+        device, first = call.key.device, self._maker.is_first(call, fuse, take)
         take.program = program = self._maker.made(tape, fuse, call)
-        self._maker.count(program, first, call)
+        self._maker.count(program, first, call, take)
         inputs = take.inputs(call.inputs, call.taped.options)
         if settings.verify and take.short and not self._maker.is_trusted(call, settings, program):
             own.whole()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tools.driving import compiled, unet_forward
-from tools.oracles import error, fallbacks, shapes
+from tools.oracles import error, fallbacks
 from tools.patching import CHANGED, CLOSE, SIZE, takes_of
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -58,16 +58,23 @@ def test_nodes_of_comfyui(models, fresh, recordings, request, name, fuse):
         assert error(outs[1], outs[0]) < CLOSE, (seed, fallbacks())
     assert error(outs[0], models.sample(fresh, **run | {"seed": 1})) > CHANGED
     assert len(recordings) <= most, fallbacks()
-    print(name, fuse, len(recordings), [(s["state"], s["reason"], s["note"]) for s in shapes()], fallbacks())
 
 
-@pytest.mark.parametrize("name", ["FreeU_V2", "counting"])
-def test_kernels_around_patches(fresh, plain_kernels, monkeypatch, name):
-    """As on a GPU: fused, in Triton's interpreter, with other inputs than those that were recorded."""
+@pytest.fixture
+def fused(plain_kernels, monkeypatch):
+    """As on a GPU: fused, in Triton's interpreter."""
     from anyshape.accel import maker, tape_tier
+    from anyshape.accel.tape import kernels
 
+    monkeypatch.setattr(kernels, "_COMPILED", {})  # whatever other tests have compiled
     monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
     monkeypatch.setattr(maker.KEEPER, "watch", lambda *_: None)
+
+
+@pytest.mark.usefixtures("fused")
+@pytest.mark.parametrize("name", ["FreeU_V2", "counting"])
+def test_kernels_around_patches(fresh, name):
+    """With other inputs than those that were recorded."""
 
     def counting(patcher):
         log, patcher = [], patcher.clone()
@@ -87,3 +94,24 @@ def test_kernels_around_patches(fresh, plain_kernels, monkeypatch, name):
         assert error(unet_forward(fast, 64, 64, seed=seed), wanted) < CLOSE
     (take,) = takes_of(fast)
     assert take.program.report.kernels and bool(take.live) == (name == "counting") and not fallbacks()
+
+
+@pytest.mark.usefixtures("fused")
+def test_kernels_of_each_part_of_a_range_are_its_first(fresh):
+    """They are no recompiles: nothing of that kind has run before."""
+    from anyshape.accel import stats
+
+    def late(h, options):
+        return h * 1.5 + h.sin() if options["sigmas"][0].item() < 3.0 else h
+
+    fast, made = compiled(fresh), []
+    for seed, sigma in enumerate((5.0, 1.0, 4.0, 2.0)):
+        outs = []
+        for patcher in (fast.clone(), fresh.clone()):
+            patcher.set_model_input_block_patch(late)
+            patcher.model_options["transformer_options"]["sigmas"] = torch.tensor([sigma])
+            outs.append(unet_forward(patcher, 64, 64, seed=seed))
+        assert error(*outs) < CLOSE
+        (entry,) = [entry for entry in stats.snapshot()["models"] if entry["shapes"]]
+        made.append(entry["kernels"])
+    assert 0 < made[0] < made[1] == made[3] and not entry["recompiles"], fallbacks()

@@ -185,7 +185,7 @@ def unet_inputs(
 def options_of(patcher: Patcher) -> dict[str, Any]:
     """transformer_options as ComfyUI's sampler hands them to the model."""
     options = patcher.model_options["transformer_options"]
-    return {**options, "wrappers": patcher.wrappers, "cond_or_uncond": [1, 0], "sigmas": torch.ones(1)}
+    return {"sigmas": torch.ones(1), **options, "wrappers": patcher.wrappers, "cond_or_uncond": [1, 0]}
 
 
 def unet_forward(patcher: Patcher, *args: Any, control: Any = None, **kwargs: Any) -> Tensor:

@@ -260,6 +260,12 @@ class Guards:
         return heir, pairs.tensors
 
     @property
+    def decided(self) -> frozenset[tuple]:
+        """The answers that noise levels gave (which part of a patch's range it is), and what was asked."""
+        asked = ((key, path, answer) for key, decisions in self._decisions.items() for path, answer in decisions)
+        return frozenset((str(key), repr(path), answer) for key, path, answer in asked)
+
+    @property
     def is_over(self) -> bool:
         """Whether a tensor is gone that a recorded patch kept, so that nothing will ever be as it was."""
         return any(tensor() is None for tensor in self._leaves.values())
