@@ -16,7 +16,9 @@ from tools.driving import calls_of
 embed.bare_pack()
 
 from anyshape.accel.tape import state  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.pictures import picture_of_notes  # noqa: E402
 from anyshape.accel.tape.state import Looks, look_at  # noqa: E402
+from anyshape.accel.tape.unchanged import Unchanged  # noqa: E402
 
 FACTOR = 2.0
 
@@ -167,3 +169,34 @@ def test_nothing_is_kept_alive_beyond_a_run():
     del looks
     gc.collect()
     assert gone() is None and before
+
+
+CHANGES = {
+    "a number": lambda notes: notes["lora"].update(strength=0.5),
+    "a list": lambda notes: notes["patches"].append(1.0),
+    "deep in a list": lambda notes: notes["patches"][0][0][0].__setitem__(0, 0.5),
+    "a set": lambda notes: notes["keys"].symmetric_difference_update({"a", "b"}),
+    "an object": lambda notes: setattr(notes["settings"], "weight", 0.1),
+    "an object with slots": lambda notes: setattr(notes["slots"], "value", 2),
+    "a tensor": lambda notes: notes["lora"].update(up=torch.ones(1)),
+    "a layer": lambda notes: notes.update(layer=nn.Linear(1, 1)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_of_a_weights_notes_is_seen(change):
+    """By the quick look and by the whole one; without a change neither sees any."""
+    notes = {
+        "lora": {"strength": 1.0, "up": torch.ones(1)}, "patches": [([[1.0, "name"]], "key")], "keys": {"a"},
+        "settings": Settings(), "slots": Slots(), "layer": nn.Linear(1, 1),
+    }  # fmt: skip
+    seen = Unchanged()
+    before = picture_of_notes(notes, seen)
+    assert seen.holds() and picture_of_notes(notes) == before
+    CHANGES[change](notes)
+    assert not seen.holds() and picture_of_notes(notes) != before
+
+
+def test_notes_that_are_too_much_are_never_the_same():
+    notes, seen = {"deep": [[[[[[[[[[[[1]]]]]]]]]]]]}, Unchanged()
+    assert picture_of_notes(notes, seen) != picture_of_notes(notes) and not seen.holds()

@@ -37,7 +37,7 @@ def picture(value: Any) -> Any:
 
 
 def picture_of_notes(notes: dict[str, Any], seen: Unchanged | None = None) -> Any:
-    """``picture`` of what a weight notes of itself: deeper, and with tensors (a LoRA's) by identity.
+    """``picture`` of what a weight notes of itself: deeper, and with tensors (a LoRA's) and layers by identity.
 
     seen: notes what holds others. What is too much for a picture is like no other.
     """
@@ -51,10 +51,8 @@ def picture_of_notes(notes: dict[str, Any], seen: Unchanged | None = None) -> An
 
 
 class _Picture:
-    def __init__(
-        self, of_tensor: Callable[[Tensor], Any] = type, seen: Unchanged | None = None, most: int = MOST
-    ) -> None:
-        self._left, self._of_tensor, self._seen = most, of_tensor, seen or Unchanged()
+    def __init__(self, elsewhere: Callable[[Any], Any] = type, seen: Unchanged | None = None, most: int = MOST) -> None:
+        self._left, self._elsewhere, self._seen = most, elsewhere, seen or Unchanged()
         self.is_cut = False
 
     def of(self, value: Any, depth: int) -> Any:
@@ -64,9 +62,9 @@ class _Picture:
         if isinstance(value, BY_IDENTITY):
             return Same(value)
         self._left -= 1
-        if isinstance(value, Tensor):
-            return self._of_tensor(value)
-        if isinstance(value, ELSEWHERE) or not depth or self._left < 0:
+        if isinstance(value, ELSEWHERE):
+            return self._elsewhere(value)
+        if not depth or self._left < 0:
             self.is_cut = True
             return kind
         if isinstance(value, dict):
@@ -77,10 +75,10 @@ class _Picture:
                 self._seen.sequence(value)
             return kind, [self.of(each, depth - 1) for each in value]
         if isinstance(value, (set, frozenset)):
-            self._seen.other(lambda: len(value))
+            self._seen.other(lambda: set(value))
             return kind, frozenset(each for each in value if isinstance(each, EQUAL)), len(value)
-        own = getattr(value, "__dict__", None) or {}
+        own, slots = getattr(value, "__dict__", None) or {}, slots_of(kind)
         self._seen.mapping(own)
-        own = dict(own)
-        own |= {name: getattr(value, name) for name in slots_of(kind) if hasattr(value, name)}
+        self._seen.named(lambda name: getattr(value, name, None), slots)
+        own = own | {name: getattr(value, name) for name in slots if hasattr(value, name)}
         return kind, [(name, self.of(each, depth - 1)) for name, each in own.items()]
