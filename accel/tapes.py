@@ -6,7 +6,7 @@ were, and the model's code has not changed since.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -201,14 +201,14 @@ class Tapes:
         self.keep(key, fuse, new)
         return new
 
-    def over(self) -> Iterator[tuple[ShapeKey, Take]]:
+    def over(self) -> list[tuple[ShapeKey, Take]]:
         """Those that fit no call any more, each once, with its key. They stay, for their programs may have heirs."""
         with self._lock:
-            for (key, _), takes in self._takes.items():
-                for take in takes:
-                    if not take.over and take.guards.is_over:
-                        take.over = True
-                        yield key, take
+            every = [(key, take) for (key, _), takes in self._takes.items() for take in takes if not take.over]
+            found = [(key, take) for key, take in every if take.guards.is_over]
+            for _, take in found:
+                take.over = True
+        return found
 
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
         """Makes ``find`` find ``take`` for calls of this key from now on."""
