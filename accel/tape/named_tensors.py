@@ -18,6 +18,7 @@ from .values import Weight
 PLAIN = (Tensor, nn.Parameter)
 MARK = "_anyshape"  # of a recording that goes on, at a tensor
 DEPTH_OF_NOTES = 10  # containers in one another
+PLAIN_NOTES = frozenset((bool, int, float, str, type(None), torch.Size, torch.dtype, set))
 MOST_HELD = 4096  # names of patches' tensors, before those that are gone are forgotten
 # What most parts of a model have besides, so that a look at the types of all attributes is enough.
 NO_TENSORS = frozenset((
@@ -64,16 +65,19 @@ def notes_of_tensor(tensor: Tensor) -> dict[str, Any]:
 def noted_by(tensor: Tensor) -> list[Tensor]:
     """The tensors among a dressed one's notes, each once: those of a LoRA that its layer puts on it at each call."""
     found: dict[int, Tensor] = {}
-
-    def walk(item: Any, depth: int) -> None:
-        if isinstance(item, Tensor):
-            found.setdefault(id(item), item)
-        elif depth and not isinstance(item, EQUAL):
-            items = item if isinstance(item, (list, tuple)) else item if isinstance(item, dict) else bundled(item) or ()
-            for each in items.values() if isinstance(items, dict) else items:
-                walk(each, depth - 1)
-
-    walk(notes_of_tensor(tensor), DEPTH_OF_NOTES)
+    level = list(notes_of_tensor(tensor).values())
+    for _ in range(DEPTH_OF_NOTES):
+        below: list[Any] = []
+        for item in level:
+            if type(item) in PLAIN_NOTES:
+                continue
+            if isinstance(item, Tensor):
+                found.setdefault(id(item), item)
+            elif isinstance(item, (list, tuple)):
+                below += item
+            elif not isinstance(item, EQUAL):
+                below += (item if isinstance(item, dict) else bundled(item) or {}).values()
+        level = below
     return list(found.values())
 
 
