@@ -160,7 +160,7 @@ class TapeTier:
         if not (fuse and take.in_blocks):
             self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, call.eager())
-        with self._blocks.visit(call, settings, self._maker.is_first(call, fuse, take), take.reason) as visit:
+        with self._blocks.visit(call, settings, self._maker.is_first(call, fuse), take.reason) as visit:
             out = call.eager()
         state, reason, note = told(visit, take.reason)
         shape.note = note or shape.note

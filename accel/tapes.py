@@ -178,10 +178,10 @@ class Tapes:
         with self._lock, collector_off():  # so many small objects at once would set it off
             for take in reversed(self._takes.get((key, fuse), [])):
                 able = take.program is not None and take.structure == taped.structure and take not in but
-                calls = [each for each in take.live if isinstance(each, LiveCall)]
-                called = {each.place for each in calls if code_of(at(taped.options, each.place)) is each.who}
                 if not able or taped.looks.changed((c for _, c in taped.foreign), take.code, taped.module) is not None:
                     continue
+                calls = [each for each in take.live if isinstance(each, LiveCall)]
+                called = {each.place for each in calls if code_of(at(taped.options, each.place)) is each.who}
                 taken = take.guards.taken_over(taped.options, taped.module, taped.looks, called)
                 if taken is not None:
                     rest = [each for each in self._takes.get((take.rest, fuse), []) if each.guards is take.guards]

@@ -308,6 +308,10 @@ def arguments() -> argparse.Namespace:
     chosen = parser.parse_args()
     if not known(chosen.model):
         parser.error(f"unknown model {chosen.model}; there are {', '.join(NAMES)}, and forms of weights: zimage-int8")
+    if chosen.patch and not scope(chosen.model, cuda).controls:
+        parser.error(
+            f"--patch {chosen.patch} is for UNets, and {chosen.model} is none: choose demo, small, sd15 or sdxl"
+        )
     chosen.partly |= chosen.dynamic
     if chosen.partly and not cuda:
         parser.error("--partly needs a GPU")

@@ -46,14 +46,6 @@ def test_a_range_of_steps(models, fresh, adapter, recordings):
     assert_recorded(fast)
 
 
-def test_another_image_is_another_recording(models, fresh, adapter):
-    pictures = []
-    for seed in (0, 1):
-        patch = attending(adapter, seed)
-        pictures.append(assert_equal(models, with_patch(fresh, patch), with_patch(compiled(fresh), patch)))
-    assert error(*pictures) > CHANGED
-
-
 @pytest.mark.parametrize("change", ["in place", "other memory", "another weight", "another layer"])
 def test_tensors_that_change_between_steps(models, fresh, adapter, change):
     """Whoever changes them, in the middle of a run, the next step sees it."""

@@ -16,13 +16,12 @@ from .named_tensors import PLAIN
 from .state import Part
 
 ALIGNED = 16  # bytes: what kernels may know of an address
-Places = tuple[Any, ...]
 
 
 class Pairs:
-    """Which objects have taken the place of which. leaves: ids of tensors that are leaves of the recording; None: all.
+    """Which objects have taken the place of which.
 
-    Only for them may others come.
+    leaves: ids of tensors that are leaves of the recording, the only ones that may be others; None: all may.
     """
 
     def __init__(self, leaves: Collection[int] | None) -> None:
@@ -54,16 +53,16 @@ class Pairs:
             return False
         if not isinstance(old, TensorRole) or old == new:
             return True
-        tensor = new.tensor
         if self._leaves is None:
             return True
+        tensor = new.tensor
         if old.number not in self._leaves or type(tensor) not in PLAIN:
             return False
         self.tensors[old.number] = tensor
         return old.form[:-1] == new.form[:-1] and old.form[-1] % ALIGNED == new.form[-1] % ALIGNED
 
 
-def differing(old: Any, new: Any, place: Places) -> Iterator[Places]:
+def differing(old: Any, new: Any, place: tuple) -> Iterator[tuple]:
     """Where two options differ that ``options.frozen`` gave, in nested containers. place: of the whole."""
     if old == new:
         return

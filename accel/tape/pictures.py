@@ -41,18 +41,16 @@ def picture_of_notes(notes: dict[str, Any], seen: Unchanged | None = None) -> An
 
     seen: notes what holds others. What is too much for a picture is like no other.
     """
-    seen = seen or Unchanged()
     walk = _Picture(Same, seen, MOST_NOTES)
     found = walk.of(notes, DEPTH_OF_NOTES)
-    if walk.is_cut:
+    if walk.is_cut and seen is not None:
         seen.other(object)
-        return Same(found)
-    return found
+    return Same(found) if walk.is_cut else found
 
 
 class _Picture:
     def __init__(self, elsewhere: Callable[[Any], Any] = type, seen: Unchanged | None = None, most: int = MOST) -> None:
-        self._left, self._elsewhere, self._seen = most, elsewhere, seen or Unchanged()
+        self._left, self._elsewhere, self._seen = most, elsewhere, seen
         self.is_cut = False
 
     def of(self, value: Any, depth: int) -> Any:
@@ -67,18 +65,27 @@ class _Picture:
         if not depth or self._left < 0:
             self.is_cut = True
             return kind
+        if self._seen is not None:
+            self._note(value, kind, self._seen)
         if isinstance(value, dict):
-            self._seen.mapping(value)
             return kind, [(self.of(key, depth - 1), self.of(each, depth - 1)) for key, each in value.items()]
         if isinstance(value, (list, tuple)):
-            if kind is not tuple:
-                self._seen.sequence(value)
             return kind, [self.of(each, depth - 1) for each in value]
         if isinstance(value, (set, frozenset)):
-            self._seen.other(lambda: set(value))
             return kind, frozenset(each for each in value if isinstance(each, EQUAL)), len(value)
-        own, slots = getattr(value, "__dict__", None) or {}, slots_of(kind)
-        self._seen.mapping(own)
-        self._seen.named(lambda name: getattr(value, name, None), slots)
-        own = own | {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        own = dict(getattr(value, "__dict__", None) or {})
+        own |= {name: getattr(value, name) for name in slots_of(kind) if hasattr(value, name)}
         return kind, [(name, self.of(each, depth - 1)) for name, each in own.items()]
+
+    @staticmethod
+    def _note(value: Any, kind: type, seen: Unchanged) -> None:
+        """What ``value`` holds now."""
+        if isinstance(value, dict):
+            seen.mapping(value)
+        elif isinstance(value, (set, frozenset)):
+            seen.other(lambda: set(value))
+        elif not isinstance(value, (list, tuple)):
+            seen.mapping(getattr(value, "__dict__", None) or {})
+            seen.named(lambda name: getattr(value, name, None), slots_of(kind))
+        elif kind is not tuple:
+            seen.sequence(value)
