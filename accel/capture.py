@@ -59,14 +59,14 @@ class CapturedGraph:
     weights: int  # weights.WeightWatch.fingerprint at capture
     constants: tuple[Tensor | None, ...]  # read by the graph, so kept as long as it
     own_bytes: int  # all that goes when it is dropped
-    pool_growth: int  # and what the pool grew by when it was captured, which stays for others
+    growth: int  # and what the pool and all constants grew by when it was captured: they may stay for others
     label: str = ""
     calls_others: bool = False  # libraries of which nothing is known
 
     @property
     def bytes(self) -> int:
         """What it took to capture it."""
-        return self.own_bytes + self.pool_growth
+        return self.own_bytes + self.growth
 
     def replay(self, inputs: dict[str, Tensor]) -> Output:
         """Replays the forward on ``inputs``. The caller owns the result."""

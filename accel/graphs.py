@@ -9,8 +9,8 @@ runs at a time. Between two pieces of one (``tape.pieces``) no other replay begi
 Earlier graphs would use what is no longer there. So where a program calls others than torch's libraries and ours, its
 first run drops the graphs of all that do; each is captured again when its size comes.
 
-What counts against the budget: of each graph its static inputs and output, its constants, and what the driver keeps for
-it; besides, the pool. A dropped graph frees its own bytes. The pool frees its own with its last graph.
+What counts against the budget: of each graph its static inputs and output, and what the driver keeps for it; besides,
+once, constants and the pool. A dropped graph frees its own bytes. The pool frees its own with its last graph.
 """
 
 import threading
@@ -26,7 +26,7 @@ from torch import Tensor
 from .capture import CapturedGraph, Capturer, Recording
 from .errors import CaptureFailed, NoRoom, memory_was_short
 from .key import ShapeKey
-from .outputs import Output, each, tensors_of
+from .outputs import Output, bytes_of, each, tensors_of
 from .reasons import say
 from .stats import STATS
 
@@ -85,7 +85,11 @@ class GraphCache:
     @property
     def used_bytes(self) -> int:
         """The device memory of all graphs."""
-        return bool(self._entries) * self._capturer.pool_bytes + sum(one.own_bytes for one in self._entries.values())
+        own = sum(one.own_bytes for one in self._entries.values())
+        return bool(self._entries) * self._capturer.pool_bytes + own + bytes_of(*self._constants())
+
+    def _constants(self) -> Iterator[Tensor | None]:
+        return (tensor for one in self._entries.values() for tensor in one.constants)
 
     def replay(self, name: Name, weights: int, inputs: dict[str, Tensor]) -> Output | None:
         """Returns the output, or None if there is no valid graph. A graph whose weights have moved is dropped."""
@@ -274,8 +278,9 @@ class GraphCache:
             self._here.called |= calls
         before = self._capturer.pool_bytes if self._entries else 0
         graph, own = self._capturer.capture(run, dtype, replayed=at_once and recording.wanted)
-        own += bytes_of(*static.values(), *tensors_of(output), *recording.constants)
-        growth = max(0, self._capturer.pool_bytes - before)
+        own += bytes_of(*static.values(), *tensors_of(output))
+        growth = max(0, self._capturer.pool_bytes - before) - bytes_of(*self._constants())
+        growth += bytes_of(*self._constants(), *recording.constants)
         return CapturedGraph(
             graph, static, output, recording.weights, recording.constants, own, growth, recording.label, not calls
         )
@@ -338,11 +343,6 @@ def clear() -> None:
     """
     for device_cache in list(_CACHES.values()):
         device_cache.clear()
-
-
-def bytes_of(*tensors: Tensor | None) -> int:
-    """Of these tensors, each counted once."""
-    return sum(tensor.nbytes for tensor in {id(each): each for each in tensors if each is not None}.values())
 
 
 def budget_is_full(budget: int) -> str:

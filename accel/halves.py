@@ -84,7 +84,7 @@ class Halves:
         program.bind(call.taped.module)
         program.settled()
         take.program, take.form = program, whole.form
-        take.graph = call.key.device.type == "cuda" and not whole.fetches
+        take.graph = call.key.device.type == "cuda" and not program.fetches
         whole.rest = call.taped.skipping.key(features)
         self._tapes.keep(whole.rest, fuse, take)
 

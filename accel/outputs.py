@@ -39,3 +39,8 @@ def each(fn: Callable[..., Tensor], *outputs: Output) -> Output:
 def empty_like(output: Output, device: torch.device | str) -> Output:
     """Tensors of the same form on ``device``, of any numbers."""
     return each(partial(torch.empty_like, device=device), output)
+
+
+def bytes_of(*tensors: Tensor | None) -> int:
+    """Of these tensors, each counted once."""
+    return sum(tensor.nbytes for tensor in {id(each): each for each in tensors if each is not None}.values())

@@ -102,7 +102,6 @@ class Take:
     called: str = ""  # what of other packs is called between the pieces of its graph
     needs_graph: int | None = None  # the budget in MB with which it must have one: without, eager is faster
     over: bool = False  # a patch's tensor is gone: it fits no call any more
-    fetches: bool = False  # its layers copy a LoRA, or the like, to the device at each call, so it has no graph
     used: bool = False  # by a call after the one that was recorded
     clock: Clock | None = None  # of the whole forward, where one ran
     copies: int = 0  # blocks that were written down as copies of others
@@ -141,10 +140,11 @@ def named_features(features: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"feature.{place}": tensor for place, tensor in enumerate(features)}
 
 
-def bound(take: Take, module: nn.Module, weights: int) -> Program:
-    """The take's program on the weights of ``module``. Raises ``NotBound``."""
-    program = take.program
+def bound(take: Take, taped: Taped, weights: int) -> Program:
+    """The take's program on the model's weights, whose fingerprint that is. Raises ``NotBound``."""
+    program, state = take.program, (taped.run, weights)
     if take.weights != weights or program.others is not take.others or not program.tighten():
-        program.bind(module, take.others)
+        program.bind(taped.module, take.others, state)
         take.weights = weights
-    return take.program
+    program.renew(state)
+    return program

@@ -12,8 +12,11 @@ from .outputs import Output, empty_like, flat
 from .preparing import preparing
 from .reasons import say
 from .stats import ModelStats, ShapeStats
-from .take import Take
+from .take import Take, bound
+from .tape.binding import NotBound, copies_fit
+from .tape.rules.resident import fetched_bytes
 from .tape.this_forward import silence
+from .tape.values import Tape
 
 NO_GRAPHS = say("no_graphs")
 
@@ -26,12 +29,24 @@ class TakeGraphs:
 
     def replay(self, call: Call, take: Take, inputs: dict[str, Tensor]) -> Output | None:
         """The result of the take's graph, or None if there is none."""
+        if take.program.resident:
+            try:
+                bound(take, call.taped, call.weights)
+            except NotBound:  # the graph's weights are others
+                return None
         return graphs.cache(call.key.device).replay(self._name(call, take), call.weights, inputs)
 
-    def drop(self, takes: Iterable[tuple[ShapeKey, Take]]) -> None:
-        """Forgets the graphs of these takes."""
-        for key, take in takes:
-            graphs.cache(key.device).drop(graphs.Name(self._owner, key, take.number))
+    def may_stay(self, call: Call, settings: Settings, tape: Tape) -> bool:
+        """Whether there is room on the device for what layers copy there at each call, and for a graph beside it."""
+        size = fetched_bytes(tape)
+        if not size or call.taped.no_graph():
+            return False
+        return size <= settings.graph_budget_bytes // 2 and copies_fit(size, tape.device)
+
+    def drop(self, takes: Iterable[tuple[ShapeKey, int]]) -> None:
+        """Forgets the graphs of the takes with these keys and numbers."""
+        for key, number in takes:
+            graphs.cache(key.device).drop(graphs.Name(self._owner, key, number))
 
     def first(
         self, call: Call, settings: Settings, shape: ShapeStats, take: Take, inputs: dict[str, Tensor], like: Output,
@@ -77,8 +92,8 @@ class TakeGraphs:
     ) -> None:  # fmt: skip
         """Notes that the program ran, and captures it where a graph pays."""
         shape.state, shape.reason = "tape", ""
-        if take.fetches:
-            shape.note = say("patches_fetched")
+        if take.program.fetches:
+            shape.note = say("patches_fetched", need=-(-take.program.fetches // graphs.MIB))
         if not take.graph or out is None:
             return
         if not settings.graph_budget_mb:

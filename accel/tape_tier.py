@@ -109,7 +109,6 @@ class TapeTier:
             place.put(call.taped.options)
         call = call.laid_out(take.program.permuted)
         inputs = take.inputs(call.inputs, call.taped.options)
-        again = bool(tried)
         if take.live:
             tried.append(take)
             forward.log = [] if take.holds else None
@@ -119,7 +118,7 @@ class TapeTier:
             shape.replays += 1
         else:
             try:
-                program = bound(take, call.taped.module, call.weights)
+                program = bound(take, call.taped, call.weights)
             except NotBound:  # other weights altogether
                 self._tapes.forget(take.program)
                 return self._run(call, settings, shape, forward, tried)
@@ -130,7 +129,7 @@ class TapeTier:
         place = take.guards.changed_state(taped.options, taped.module, taped.looks) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
             raise FormChanged(code_of(at(call.taped.options, place)))
-        if take.live and again:
+        if take.live and len(tried) > 1:
             self._tapes.first(take)
         if not replayed:
             self._graphs.settle(call, settings, shape, take, inputs, out)
@@ -189,6 +188,7 @@ class TapeTier:
             return own() if call.taped.skipping is None else FullStep(own(), None)
         if tape is not None:
             take.reason = obstacle(tape, call.taped.module) or odd_form(recorded)
+            tape.resident = fuse and self._graphs.may_stay(call, settings, tape)
             take.in_blocks = bool(take.reason)
             take.twice = take.in_blocks and not take.live
             if take.live and call.taped.skipping is None and waits_for_host(tape):
@@ -262,7 +262,7 @@ class TapeTier:
         if settings.verify and take.short and not self._maker.is_trusted(call, settings, program):
             own.whole()
         call = call.laid_out(program.permuted)
-        bound(take, call.taped.module, call.weights)
+        bound(take, call.taped, call.weights)
         if device.type != "cuda" and not (first or take.features or take.short):  # as in the first size: compared
             self._graphs.settle(call, settings, shape, take, inputs, None)
             return flat(own.like)
@@ -275,7 +275,7 @@ class TapeTier:
                 return out
             return self._maker.checked(call, take, tape, out, own.whole(), given)
 
-        graphic = device.type == "cuda" and self._uses_graphs and not take.fetches
+        graphic = device.type == "cuda" and self._uses_graphs and not program.fetches
         may = graphic and settings.graph_budget_mb and not call.taped.no_graph()
         if may and not (take.features or self._is_long(call, take)):
             out = self._graphs.first(call, settings, shape, take, inputs, flat(own.like), checked)

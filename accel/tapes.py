@@ -22,13 +22,14 @@ from .key import ShapeKey
 from .reasons import say
 from .take import NONE, Take, Taped
 from .tape.called_patches import LiveCall
-from .tape.named_tensors import is_noted, with_others
+from .tape.named_tensors import with_others
 from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
 from .tape.refusals import FETCHED, HARMLESS
-from .tape.values import Tape, Value, Weight
+from .tape.rules.resident import is_fetched
+from .tape.values import Tape, Weight
 from .weights import low_vram
 
 NEVER = 0  # the number of a take that was not recorded
@@ -45,6 +46,7 @@ class Tapes:
         self._count = 0
         self._blocks = Blocks()
         self._one_by_one: int | None = None  # a structure whose blocks are not alike, as it turned out
+        self._gone: list[tuple[ShapeKey, int]] = []  # takes of what the model was, until ``over``
         self._kept: dict[tuple[ShapeKey, bool], int] = {}  # runs in which a forward left a tensor in the model
         self.patches = PatchBook()
         self._lock = threading.RLock()
@@ -56,6 +58,7 @@ class Tapes:
             for take in takes[:]:
                 if take.structure != taped.structure:
                     takes.remove(take)  # the model is another one now
+                    self._gone.append((key, take.number))
                 elif take not in but and not self._differs(take, taped):
                     if not take.lacks_rest(self._takes.get((take.rest, fuse))):
                         self._takes.move_to_end((key, fuse))
@@ -147,7 +150,6 @@ class Tapes:
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
             take.called = patches.shown() or (say("attention_called") if recorder.played else "")
             take.clock, take.copies, take.left_out = None if short else clock, copies.count, copies.left_out
-            take.fetches = tape is not None and any(is_fetched(v) and v.device != tape.device for v in tape.leaves())
             take.calls = calls.calls if calls is not None and tape is not None else []
             take.again = again or bool(changed and taped.skipping)
             take.reason = take.reason or (say("patch_again") if again else "")
@@ -201,14 +203,18 @@ class Tapes:
         self.keep(key, fuse, new)
         return new
 
-    def over(self) -> list[tuple[ShapeKey, Take]]:
-        """Those that fit no call any more, each once, with its key. They stay, for their programs may have heirs."""
+    def over(self) -> list[tuple[ShapeKey, int]]:
+        """The keys and numbers of takes that fit no call any more, each once.
+
+        Where patches are others, the takes stay, for their programs may have heirs.
+        """
         with self._lock:
             every = [(key, take) for (key, _), takes in self._takes.items() for take in takes if not take.over]
             found = [(key, take) for key, take in every if take.guards.is_over]
             for _, take in found:
                 take.over = True
-        return found
+            gone, self._gone = self._gone, []
+        return [(key, take.number) for key, take in found] + gone
 
     def keep(self, key: ShapeKey, fuse: bool, take: Take) -> None:
         """Makes ``find`` find ``take`` for calls of this key from now on."""
@@ -264,11 +270,6 @@ class Tapes:
 def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """In place of a block's forward: that forward."""
     return own(*args, **kwargs)
-
-
-def is_fetched(value: Value) -> bool:
-    """Whether it is what a weight notes: its layer copies that to the device at each call, wherever it lies."""
-    return isinstance(value.leaf, Weight) and is_noted(value.leaf)
 
 
 def obstacle(tape: Tape, model: nn.Module | None = None) -> str:

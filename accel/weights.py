@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .kernels.operations import LASTS
 from .reasons import say
-from .tape.named_tensors import PLAIN, inner_tensors, parts_of, tensor_attributes
+from .tape.named_tensors import PLAIN, inner_tensors, is_note, parts_of, tensor_attributes
 
 GIB = 1 << 30
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)  # whose weights may lie with channels last
@@ -42,12 +42,18 @@ class WeightWatch:
         self._convolutions = [m._parameters for m in modules if isinstance(m, CONVOLUTIONS) and m._parameters]
 
     def fingerprint(self) -> int:
-        """Changes when a weight moves, is replaced or changes its layout. Takes 0.3 ms for SDXL's 1,680 weights."""
+        """Changes when a weight moves, is replaced or changes its layout. Takes 0.3 ms for SDXL's 1,680 weights.
+
+        Also when a tensor is written into that a weight notes, if torch counts that: programs may have a copy of it.
+        """
         with torch._C.DisableTorchFunctionSubclass():  # packed weights would go through Python for each address
             addresses = [p.data_ptr() for table in self._tables for p in table.values() if p is not None]
             addresses += [own[name].data_ptr() for own, name in self._attributes if isinstance(own.get(name), Tensor)]
             wrapped = [(name, table[name]) for table, name in self._wrapped if table.get(name) is not None]
-            addresses += [inner.data_ptr() for each in wrapped for _, inner in inner_tensors(*each)]
+            inner = [found for each in wrapped for found in inner_tensors(*each)]
+            addresses += [each.data_ptr() for _, each in inner]
+            noted = [each for name, each in inner if is_note(name)]
+            addresses += [each._version for each in noted if not each.is_inference()]
         layouts = [table["weight"].stride() for table in self._convolutions]
         mapped = [weight for own in self._mapped for name in MAPPED if (weight := own.get(name)) is not None]
         places = [(weight.data_ptr(), weight.dtype, weight.stride()) for weight in mapped]

@@ -270,5 +270,6 @@ def test_only_who_has_a_budget_is_told_to_raise_it(has_budget: bool) -> None:
     stats = ModelStats("SDXL", "model")
     shape = stats.shape("a", 512, 512, 1)
     settings = Settings(graph_budget_mb=0, has_budget=has_budget)
-    TakeGraphs(stats, 0).settle(None, settings, shape, SimpleNamespace(graph=True, fetches=False), {}, torch.zeros(1))
+    take = SimpleNamespace(graph=True, program=SimpleNamespace(fetches=0))
+    TakeGraphs(stats, 0).settle(None, settings, shape, take, {}, torch.zeros(1))
     assert (shape.state, shape.reason) == ("tape", say("no_graphs") if has_budget else "")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools.driving import FLUX_RUN, SMALL_FLUX, compiled, randn
+from tools.driving import FLUX_RUN, SMALL_FLUX, calls_of, compiled, randn
 from tools.oracles import error, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -119,6 +119,113 @@ def test_a_lora_that_is_written_into(models, recordings):
     lora.weights[0].data = lora.weights[0] * 3.0  # another place in memory
     assert torch.equal(models.sample(fast, **RUN), models.sample(patcher, **RUN))
     assert len(recordings) == 1
+
+
+@pytest.fixture
+def room(pack, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU that has room for a LoRA in main memory: a layer's copy in another dtype counts as one of these.
+
+    Programs that run on a CPU are made without rules.
+    """
+    from anyshape.accel import take_graphs
+    from anyshape.accel.maker import Maker
+    from anyshape.accel.tape.rules import resident
+
+    made = Maker.made
+    monkeypatch.setattr(Maker, "made", lambda self, tape, *args: (resident.keep(tape), made(self, tape, *args))[1])
+    monkeypatch.setattr(resident, "is_away", lambda value, tape: True)
+    monkeypatch.setattr(take_graphs, "copies_fit", lambda size, device: True)
+
+
+def loras(models, patcher):
+    return [
+        lora
+        for layer in patcher.model.diffusion_model.modules()
+        for patches, _ in getattr(getattr(layer, "weight", None), "patches", ())
+        for _, lora in patches
+    ]
+
+
+@pytest.mark.usefixtures("fusing", "room")
+def test_a_lora_stays_on_the_device(models, recordings):
+    """Once for all sizes, in the dtype that it has. What is written into it counts from the next run on."""
+    from anyshape.accel.tape import binding
+
+    from tools import packed
+
+    patcher = flux(models)
+    fast, weight = compiled(patcher), patcher.model.diffusion_model
+    packed.put_lora(weight, 0, dtype=torch.float16)
+    wanted = [models.sample(patcher, **run) for run in (RUN, OTHER)]
+    for run, eager in zip((RUN, OTHER, RUN), (*wanted, wanted[0]), strict=True):
+        assert error(models.sample(fast, **run), eager) < CLOSE
+    held = list(binding._COPIES.values())
+    own = [tensor for lora in loras(models, patcher) for tensor in lora.weights]
+    assert len(held) == len(own) and sum(each.nbytes for each in held) == sum(each.nbytes for each in own)
+    assert all(torch.equal(a, b) for a, b in zip(sorted_by_sum(held), sorted_by_sum(own), strict=True))
+    before = models.sample(patcher, **RUN)
+    own[0].mul_(3.0)
+    for run in (RUN, OTHER):
+        assert error(models.sample(fast, **run), models.sample(patcher, **run)) < CLOSE
+    assert error(models.sample(fast, **RUN), before) > 1e-4
+    assert len(recordings) == 2
+    del held
+    for strength, left in ((1.0, len(own)), (0.0, 0)):  # the copies go with the LoRA, although two sizes had them
+        packed.put_lora(weight, 1, strength, dtype=torch.float16)
+        wanted = models.sample(patcher, **RUN)
+        assert error(models.sample(fast, **RUN), wanted) < CLOSE
+        assert len(binding._COPIES) == left
+
+
+def sorted_by_sum(tensors):
+    return sorted((each.float() for each in tensors), key=lambda each: each.abs().sum().item())
+
+
+@pytest.mark.usefixtures("fusing", "room")
+def test_a_lora_that_is_written_into_while_it_stays(models, recordings):
+    """In mid-run, which torch counts, and between two runs where torch does not."""
+    from tools import packed
+
+    patcher, outs = flux(models), {}
+    fast = compiled(patcher)
+    for each in (fast, fast, patcher):
+        packed.put_lora(patcher.model.diffusion_model, 0, dtype=torch.float16)
+        tensors = [tensor for lora in loras(models, patcher) for tensor in lora.weights]
+        made = iter(tensors)
+        out = models.sample(each, **RUN | {"steps": 4}, callback=lambda *_, made=made: next(made).mul_(3.0))
+        outs.setdefault(each is fast, []).append(out)
+    assert max(error(out, outs[False][0]) for out in outs[True]) < CLOSE
+    patched = patcher.model.diffusion_model.get_submodule("double_blocks.0.img_attn.proj").weight.patches[0][0][0][1]
+    with torch.inference_mode():
+        patched.weights = tuple(tensor.clone() for tensor in patched.weights)
+    assert patched.weights[0].is_inference()
+    before = models.sample(fast, **RUN)
+    with torch.inference_mode():
+        patched.weights[0].mul_(3.0)
+    out = models.sample(fast, **RUN)
+    assert error(out, before) > 1e-4 and error(out, models.sample(patcher, **RUN)) < CLOSE
+
+
+@pytest.mark.usefixtures("fusing", "room")
+def test_copies_are_made_once_in_each_state(models, monkeypatch):
+    from anyshape.accel.tape.program import Program
+
+    from tools import packed
+
+    patcher = flux(models)
+    model = patcher.model.diffusion_model
+    packed.put_lora(model, 0, dtype=torch.float16)
+    programs = calls_of(monkeypatch, Program, "bind", lambda program, *args: program)
+    models.sample(compiled(patcher), **RUN)
+    program = programs[-1]
+    program.bind(model, program.others, 1)
+    copy, source = (program._bound[slot] for slot in program.resident[0])
+    with torch.inference_mode():
+        source.mul_(3.0)
+    program.renew(1)
+    assert not torch.equal(copy, source)
+    program.renew(2)
+    assert torch.equal(copy, source)
 
 
 @pytest.mark.parametrize("what", ["strength", "tensor", "one more", "the weight"])

@@ -101,10 +101,15 @@ def use(model: nn.Module, apart: bool = False) -> int:
     return len(found)
 
 
-def put_lora(model: nn.Module, seed: int, strength: float = 1.0, device: str = "cpu") -> None:
-    """Notes a LoRA at every packed weight, as ComfyUI-GGUF does; none where it has no strength. device: of the LoRA."""
+def put_lora(
+    model: nn.Module, seed: int, strength: float = 1.0, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> None:
+    """Notes a LoRA at every packed weight, as ComfyUI-GGUF does; none where it has no strength.
+
+    device, dtype: of the LoRA.
+    """
     generator = torch.Generator().manual_seed(seed)
-    randn = lambda *shape: (torch.randn(*shape, generator=generator) * 0.2).to(device)  # noqa: E731
+    randn = lambda *shape: (torch.randn(*shape, generator=generator) * 0.2).to(device, dtype)  # noqa: E731
     for path, layer in model.named_modules():
         weight = getattr(layer, "weight", None)
         if isinstance(weight, Packed):

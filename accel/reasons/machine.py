@@ -36,9 +36,10 @@ REASONS = dict(
     ),
     patches_fetched=(
         "no CUDA graph: a LoRA is copied to the GPU at each step",
-        "layers of another pack (GGUF, say) put a LoRA on their weights at each step and copy it from main memory for "
-        "that, so there is no CUDA graph. Everything else is fused. A model with ordinary weights (fp8, int8) has the "
-        "LoRA in its weights",
+        "layers of another pack (GGUF, say) put a LoRA of {need} MB on their weights at each step and copy it from "
+        "main memory for that, so there is no CUDA graph. Everything else is fused. In mode auto it stays on the GPU "
+        "where it takes at most half of graph_budget_mb and that much memory is free, with 1 GB beside it: raise "
+        "graph_budget_mb, lower the image size or the batch, or close other programs that use the GPU",
     ),
     weights_streamed=(
         "Use smaller weights (fp8, int8): these do not fit",

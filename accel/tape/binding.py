@@ -19,6 +19,7 @@ from .named_tensors import PartsByPath, resolve
 from .values import Weight
 
 MOST_FORMS = 1 << 14  # that are kept
+BESIDE = 1 << 30  # bytes that must be free beside copies
 
 
 class NotBound(RuntimeError):
@@ -75,6 +76,37 @@ def spread(values: list[Tensor | None], places: Sequence[tuple[int, int, int]]) 
         wide = torch.cat([values[source].reshape(-1).expand(count) for _, source, count in places])
         for (slot, _, _), part in zip(places, wide.split(rows), strict=True):
             values[slot] = part
+
+
+def memory(stride: tuple[int, ...], device: torch.device, source: Tensor) -> Tensor:
+    """Memory on ``device`` for a copy of ``source``, with these strides: one for the programs of all sizes.
+
+    It is known by the source's own memory, so that may be another tensor's by now, in the place of one that is gone.
+    """
+    key = source.data_ptr(), tuple(source.shape), source.stride(), source.dtype, stride, device
+    found = _COPIES.get(key)
+    if found is None:
+        with torch.inference_mode(False):  # it is written in either mode
+            found = torch.empty_strided(source.shape, stride, dtype=source.dtype, device=device)
+        _COPIES[key] = found
+    return found
+
+
+_COPIES: "weakref.WeakValueDictionary[tuple, Tensor]" = weakref.WeakValueDictionary()  # as long as somebody holds one
+
+
+def copies_fit(size: int, device: torch.device) -> bool:
+    """Whether the device has room for copies of that many bytes, with some beside them. Those that it has need none."""
+    held = sum(tensor.nbytes for tensor in list(_COPIES.values()) if tensor.device == device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused > max(0, size - held) + BESIDE
+
+
+@torch.inference_mode()
+def copy_over(values: Bound, places: Sequence[tuple[int, int]]) -> None:
+    """Copies to the device what stays there. places: (its slot, that of what it is a copy of)."""
+    for slot, source in places:
+        values[slot].copy_(values[source], non_blocking=True)
 
 
 class Loose:

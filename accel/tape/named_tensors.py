@@ -81,9 +81,9 @@ def noted_by(tensor: Tensor) -> list[Tensor]:
     return list(found.values())
 
 
-def is_noted(weight: Weight) -> bool:
-    """Whether it is a tensor among a weight's notes."""
-    return weight.name.rpartition(":")[2].isdigit()
+def is_note(name: str) -> bool:
+    """Whether that is the name of a tensor among a weight's notes."""
+    return name.rpartition(":")[2].isdigit()
 
 
 def inner_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..kernels.operations import is_ours
 from ..preparing import look
 from . import cost
-from .binding import Bound, Loose, form_of, loose, spread, there, tight, weight
+from .binding import Bound, Loose, copy_over, form_of, loose, spread, there, tight, weight
 from .called_patches import BETWEEN, LiveCall
 from .group import FUSE
 from .hand_kernels import compiling
@@ -25,7 +25,7 @@ from .layout import lies_oddly, lying_so
 from .named_tensors import NO_OTHERS, OfPatch, PartsByPath
 from .plan import Plan, unfused
 from .reuse import Outlines
-from .values import Constant, Derived, Input, Operation, Spread, Tape, Value, Weight, replaced
+from .values import Constant, Derived, Input, Operation, Resident, Spread, Tape, Value, Weight, replaced
 
 LONG_WORK = 2.5e13  # multiplications that take a GPU longer than the host takes to capture them: 60 ms of an H200
 
@@ -130,11 +130,15 @@ class Program:
         leaves = [value for value in self._slots if value.leaf is not None]
         self._inputs = [(self._slots[v], v.leaf.index) for v in leaves if isinstance(v.leaf, Input)]
         weights = [v for v in leaves if isinstance(v.leaf, Weight)]
+        held = {source for value in leaves if isinstance(value.leaf, Derived) for source in value.leaf.sources}
+        away = [v for v in weights if v.device != self.device and v not in held]
+        self.fetches = sum(v.numel * v.dtype.itemsize for v in away)  # bytes that it copies to its device in each run
         self._weights = [form_of(v.leaf, v.shape, v.stride, v.dtype, v.device) for v in weights]
         self.weight_slots = [self._slots[v] for v in weights]
         self._fixed = [(self._slots[v], v.leaf.tensor) for v in leaves if isinstance(v.leaf, Constant)]
         derived = [(self._slots[v], v.leaf) for v in leaves if isinstance(v.leaf, Derived)]
         self._derived = [(slot, leaf.make, tuple(self._slots[v] for v in leaf.sources)) for slot, leaf in derived]
+        self.resident = [(slot, self._slots[leaf.sources[0]]) for slot, leaf in derived if isinstance(leaf, Resident)]
         wide = [v for v in leaves if isinstance(v.leaf, Spread)]
         self._spread = [(self._slots[v], self._slots[v.leaf.source], v.leaf.rows) for v in wide]
         self._turned = frozenset(self._slots[v] for v in tape.permuted if v in self._slots)
@@ -142,6 +146,7 @@ class Program:
         self._count = len(self._slots)
         self._bound: Bound | Loose | None = None
         self.others = NO_OTHERS  # of patches, to which it is bound
+        self._state: Hashable = None  # for which what stays on the device was copied there
 
     # Making it ----------------------------------------------------------------------------------------------------
 
@@ -180,9 +185,15 @@ class Program:
 
     # Running it ---------------------------------------------------------------------------------------------------
 
-    def bind(self, module: nn.Module, others: Mapping[int, OfPatch] = NO_OTHERS) -> None:
-        """Fills in the weights of ``module``. Raises ``NotBound``. others: see ``PartsByPath``."""
-        self._bound, self.others = self.bound_to(module, others), others
+    def bind(self, module: nn.Module, others: Mapping[int, OfPatch] = NO_OTHERS, state: Hashable = None) -> None:
+        """Fills in the weights of ``module``. Raises ``NotBound``. others: of ``PartsByPath``. state: of ``renew``."""
+        self._bound, self.others, self._state = self.bound_to(module, others), others, state
+
+    def renew(self, state: Hashable) -> None:
+        """Copies to the device what stays there, if that was last done in another state."""
+        if self.resident and self._state != state:
+            copy_over(there(self._bound), self.resident)
+            self._state = state
 
     def bound_to(self, module: nn.Module, others: Mapping[int, OfPatch] = NO_OTHERS) -> Bound:
         """The weights of ``module``, for ``run``. Raises ``NotBound``."""
@@ -193,6 +204,7 @@ class Program:
             bound[slot] = weight(modules, form, slot in self._turned)
         for slot, make, sources in self._derived:
             bound[slot] = make(*(bound[source] for source in sources))
+        copy_over(bound, self.resident)
         bound.note(self._turned)
         return bound
 
@@ -207,8 +219,8 @@ class Program:
         return bound
 
     def loosen(self) -> None:
-        """Holds the weights no longer than their model does, until ``tighten``."""
-        self._bound = loose(self._bound, self.weight_slots)
+        """Holds the weights no longer than their model does, and no copies, until ``tighten``."""
+        self._bound = loose(self._bound, [*self.weight_slots, *(slot for slot, _ in self.resident)])
 
     def tighten(self) -> bool:
         """Whether all weights that it is bound to are there, and lie as they did."""

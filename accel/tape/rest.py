@@ -98,6 +98,6 @@ class Rest:
         """What was copied so far, as a forward."""
         inputs, output = self._inputs, replaced(self._tape.output, Value, self.copies.own)
         inputs = [*inputs[: self._given], *self._features, *inputs[self._given :]]
-        made = Tape(self.copies.operations, inputs, output, self._tape.device)
+        made = Tape(self.copies.operations, inputs, output, self._tape.device, resident=self._tape.resident)
         made.operations = aliasing.needed(made.operations, made.outputs)
         return made

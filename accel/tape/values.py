@@ -99,6 +99,11 @@ class Derived:
 
 
 @dataclass(frozen=True, eq=False)
+class Resident(Derived):
+    """A leaf: what a layer copies from main memory at each call, kept on the device. Copied again in each run."""
+
+
+@dataclass(frozen=True, eq=False)
 class Spread:
     """A leaf: what a weight is as a whole, for each of so many rows. Made when a run begins."""
 
@@ -233,7 +238,8 @@ class Tape:
     permuted: weights that may lie in channels_last, as what reads them does not mind. ahead: operations that another
     size of the call may have, so that their kernels are compiled with the others. lean: memory counts for more than
     time, as in a VAE, whose features are a hundred times as large as its weights. So nothing that is only as large as a
-    feature is kept between two calls, and nothing is kept alive to be read later.
+    feature is kept between two calls, and nothing is kept alive to be read later. resident: there is room on the device
+    for what layers copy there from main memory at each call.
     """
 
     operations: list[Operation]
@@ -243,6 +249,7 @@ class Tape:
     permuted: set[Value] = field(default_factory=set)
     ahead: list[Operation] = field(default_factory=list)
     lean: bool = False
+    resident: bool = False
 
     @property
     def outputs(self) -> list[Value]:

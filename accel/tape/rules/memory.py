@@ -27,12 +27,11 @@ def functional(operation: Operation) -> tuple[Any, tuple, dict[str, Any], list[V
         functional = aliasing.functional_of(operation)
         return functional and (functional, operation.args, operation.kwargs, operation.inputs)
     target, source = operation.args[:2]
-    if source.device != target.device or source.shape != target.shape:
+    if source.shape != target.shape:
         return None
-    func, kwargs = aten.clone.default, {}
-    if source.dtype != target.dtype:
-        func, kwargs = aten._to_copy.default, {"dtype": target.dtype}
-    return func, (source,), kwargs, [source]
+    here, there = ({"dtype": value.dtype, "device": value.device} for value in (target, source))
+    kwargs = {name: here[name] for name in here if here[name] != there[name]}
+    return aten._to_copy.default if kwargs else aten.clone.default, (source,), kwargs, [source]
 
 
 class Memory:
