@@ -169,8 +169,8 @@ class TapeTier:
     # The first call of a size ---------------------------------------------------------------------------------------
 
     def _first(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: Forward) -> Any:
-        # so many small objects at once would set the collector off several times
-        with preparing(self.stats.name, shape.size), collector_off():
+        shape.note = ""  # of an earlier recording
+        with preparing(self.stats.name, shape.size), collector_off():  # so many new objects would set it off
             return self._recorded(call, settings, shape, fuse, forward)
 
     def _recorded(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: Forward) -> Any:

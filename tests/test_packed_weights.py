@@ -206,6 +206,27 @@ def test_a_lora_that_is_written_into_while_it_stays(models, recordings):
     assert error(out, before) > 1e-4 and error(out, models.sample(patcher, **RUN)) < CLOSE
 
 
+@pytest.mark.usefixtures("fusing")
+def test_a_note_about_a_lora_goes_with_it(models, monkeypatch):
+    from anyshape.accel.take_graphs import TakeGraphs
+
+    from tools import packed
+
+    def settle(graphs, call, settings, shape, take, *args):
+        take.program.fetches = 3 << 20 if strength else 0  # as on a GPU without room
+        own(graphs, call, settings, shape, take, *args)
+
+    own, notes = TakeGraphs.settle, []
+    monkeypatch.setattr(TakeGraphs, "settle", settle)
+    patcher = flux(models)
+    fast = compiled(patcher)
+    for strength in (1.0, 0.0):
+        packed.put_lora(patcher.model.diffusion_model, 0, strength)
+        models.sample(fast, **RUN)
+        notes += [shape["note"] for shape in shapes()]
+    assert "a LoRA of 3 MB" in notes[0] and notes[1] == ""
+
+
 @pytest.mark.usefixtures("fusing", "room")
 def test_copies_are_made_once_in_each_state(models, monkeypatch):
     from anyshape.accel.tape.program import Program
