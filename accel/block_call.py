@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ class Given:
     passed: Mapping[Any, Any] | None = None  # its options, if it was passed any
     tensors: list[Tensor] = field(default_factory=list)  # each once
     key: list[Hashable] = field(default_factory=list)  # all the rest, and the tensors' forms
+    functions: bool = False  # whether there may be functions among them, which the key then holds
 
     @property
     def options(self) -> Mapping[Any, Any]:
@@ -38,7 +40,10 @@ class Given:
 
     def was_changed(self, kind: type) -> bool:
         """Whether the block, of class ``kind``, has changed a list or dict among them."""
-        after = take_apart(kind, self.args, self.kwargs)
+        try:
+            after = take_apart(kind, self.args, self.kwargs, self.functions)
+        except NotUsed:  # it has put something there that has no key
+            return True
         return after.key != self.key or list(map(id, after.tensors)) != list(map(id, self.tensors))
 
     def call(
@@ -51,12 +56,12 @@ class Given:
         return own(*swapped(self.args, swap), **swapped(self.kwargs, swap))
 
 
-def take_apart(kind: type, args: tuple, kwargs: dict[str, Any]) -> Given:
-    """Splits the arguments of a call of a block of class ``kind``.
+def take_apart(kind: type, args: tuple, kwargs: dict[str, Any], functions: bool = False) -> Given:
+    """Splits the arguments of a call of a block of class ``kind``. functions: see ``Given``.
 
     Raises ``NotUsed`` if an argument has no key.
     """
-    given, place = Given(args, kwargs), _place_of_options(kind.forward)
+    given, place = Given(args, kwargs, functions=functions), _place_of_options(kind.forward)
     if OPTIONS in kwargs or 0 <= place < len(args):
         passed = kwargs[OPTIONS] if OPTIONS in kwargs else args[place]
         if isinstance(passed, dict):
@@ -88,7 +93,7 @@ def _walk(item: Any, given: Given, places: dict[int, int], inside: bool = False)
         key.append((place, item.shape, item.stride(), item.dtype, item.device))
     elif item is given.passed and item is not None:
         key.append(OPTIONS)
-    elif isinstance(item, NUMBERS):
+    elif isinstance(item, NUMBERS) or (kind is FunctionType and given.functions):
         key.append((kind, item))
     elif kind is list or kind is tuple:
         key.append((kind, len(item)))

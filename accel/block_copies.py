@@ -109,7 +109,7 @@ class BlockCopies:
             return None
         likeness = self._blocks.likeness(path, block)
         try:
-            given = take_apart(type(block), args, kwargs) if likeness is not None else None
+            given = take_apart(type(block), args, kwargs, functions=True) if likeness is not None else None
         except NotUsed:
             given = None
         if given is None:

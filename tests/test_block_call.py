@@ -105,6 +105,24 @@ def test_what_may_hold_more_than_is_seen_is_refused(argument: Any) -> None:
         given(X, argument)
 
 
+def test_a_function_among_the_arguments_is_known_within_one_recording() -> None:
+    def crop(x: Tensor) -> Tensor:
+        return x[:1]
+
+    key = take_apart(Block, (X, {"crop": crop}), {}, functions=True).key
+    assert key == take_apart(Block, (X, {"crop": crop}), {}, functions=True).key
+    assert key != take_apart(Block, (X, {"crop": lambda x: x}), {}, functions=True).key
+    with pytest.raises(NotUsed, match="function"):
+        given(X, crop)
+
+
+def test_a_function_that_the_block_left_there_is_a_change() -> None:
+    cache: dict[str, Any] = {}
+    call = given(X, cache)
+    cache["crop"] = lambda x: x
+    assert call.was_changed(Block)
+
+
 class Keeping(nn.Module):
     def forward(self, x: Tensor, transformer_options: dict[str, Any]) -> Tensor:
         transformer_options["cache"].append(x * 2)

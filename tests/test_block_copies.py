@@ -247,6 +247,7 @@ DEEP = {  # with how many blocks, and how many of them are copies
     "WAN21_T2V": ({"num_layers": 4}, 2),  # the first is given a tensor that lies in another order
     # Modulations and time steps come as objects.
     "Chroma": ({"depth": 3, "depth_single_blocks": 4}, 5), "LTXAV": ({"num_layers": 4}, 3),
+    "SeedVR2": ({"num_layers": 8}, 3),  # how it cuts windows comes as functions, which the first two blocks make
     "SDXL": ({}, 7),  # two at each of four places: short lists, within lists of stages that are not alike
 }  # fmt: skip
 

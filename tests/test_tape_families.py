@@ -19,7 +19,6 @@ REFUSED = {
     "HunyuanDiT1": "it writes into an input or a weight",
     "HiDream": "the size of a result depends on values",  # which tokens go to which expert
     "HiDreamO1": "the size of a result depends on values",
-    "SeedVR2": "the size of a result depends on values",  # which pictures of a batch go together
     # They ask a tensor on the card whether something in it is so.
     "HunyuanImage21 distilled": "the size of a result depends on values",
     "HunyuanVideo15_SR_Distilled": "the size of a result depends on values",
@@ -41,6 +40,8 @@ LATER: dict[str, int] = {
     "WAN_Animate2 pose": 7,
     # The prompt's sound is longer or shorter than the latent: cut or padded.
     "MiniMaxMusic3": 1,
+    # Tokens are cut into windows: so many parts, and as many joined again, as a size has windows.
+    "SeedVR2": 11,
     # A video of one frame is its guiding frame alone: all tokens are modulated alike, later ones in two kinds.
     "HunyuanVideoI2V guiding frame": 6,
 }  # fmt: skip

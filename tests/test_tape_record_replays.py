@@ -136,15 +136,28 @@ def of_sizes(self, x):
     return x + torch.stack(grid).sum(0).to(x) + self.table[: x.shape[0]] + F.pad(x, (1, 0))[:, :4]
 
 
+def repeated_by_counts(self, x):
+    counts = torch.tensor([1, 3, 2])
+    return x.repeat_interleave(counts, 0)[:3] * torch.repeat_interleave(x, counts[:2].sum()).reshape(3, -1)[:, :4]
+
+
 @pytest.mark.parametrize(
     "forward",
     [
         slices, early_view, write_through_a_view, added_to_a_constant, constant_read_and_written, constant_in_parts,
         given_out, rounded_in_place, compared_in_place, turned_in_place, filled, swaps, constants_read_back, of_sizes,
+        repeated_by_counts,
     ],
 )  # fmt: skip
 def test_replays_as_eager(forward) -> None:
     replayed_right(forward)
+
+
+def test_a_replay_knows_how_long_repeated_rows_are() -> None:
+    """Otherwise it would wait for the device, which no graph may."""
+    _, tape, _ = taped(module(repeated_by_counts), inputs(0))
+    sizes = [each.kwargs["output_size"] for each in tape.operations if each.traits.name == "repeat_interleave"]
+    assert sizes == [6, 48]
 
 
 # Weights --------------------------------------------------------------------------------------------------------------

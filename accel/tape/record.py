@@ -232,13 +232,13 @@ class Recorder(TorchDispatchMode):
         if fixed:
             self._fixed(func, known, args, kwargs, lifted, inputs, results)
             return
+        operation = Operation(func, lifted[0], known.with_size(*lifted, results[0]), inputs)
         if not (known.view or known.maybe_view):
-            self._append(Operation(func, *lifted, inputs), results)
+            self._append(operation, results)
             return
         if results[0] is args[0]:
             return
-        bases = [self._base(known, args, inputs, result) for result in results]
-        self._append(Operation(func, *lifted, inputs), results, bases)
+        self._append(operation, results, [self._base(known, args, inputs, result) for result in results])
 
     def _fixed(
         self, func: Any, known: Traits, args: tuple, kwargs: dict[str, Any], lifted: tuple, inputs: list[Value],

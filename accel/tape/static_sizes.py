@@ -294,6 +294,10 @@ def _repeated(operation: Operation, output: Value) -> Sizes | None:
     source = operation.inputs[0]
     if len(source.shape) != len(output.shape):
         return None
+    if len(operation.inputs) > 1:  # each row so often as a tensor says, which knows the sizes of the call
+        dim = (operation.args[2] if len(operation.args) > 2 else operation.kwargs.get("dim")) or 0
+        dim %= len(output.shape)
+        return (*source.sizes[:dim], Size(output.shape[dim]), *source.sizes[dim + 1 :])
     return tuple(
         Size(n) if s is ONE else s if s.value == n else Size(n, s.static)
         for s, n in zip(source.sizes, output.shape, strict=True)

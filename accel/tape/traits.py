@@ -105,8 +105,16 @@ class Traits:
             return (args[1] if len(args) > 1 else kwargs.get("num_classes", -1)) < 0
         if self.name in ("repeat_interleave", "tensor_split"):
             counts = args[1] if len(args) > 1 else args[0]
-            return isinstance(counts, torch.Tensor)
+            fixed = self.name == "repeat_interleave" and inputs[-1].is_constant  # how often: the same at each replay
+            return isinstance(counts, torch.Tensor) and not fixed
         return self.of_values
+
+    def with_size(self, args: tuple, kwargs: dict[str, Any], out: torch.Tensor) -> dict[str, Any]:
+        """``kwargs``, with the size of ``out`` where a replay would wait for the device to find it out."""
+        if self.name != "repeat_interleave" or len(args) < 2 or isinstance(args[1], int):
+            return kwargs
+        dim = args[2] if len(args) > 2 else kwargs.get("dim")
+        return kwargs | {"output_size": out.numel() if dim is None else out.shape[dim]}
 
     def fill(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The number that the result is full of; None if it is not known."""
