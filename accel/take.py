@@ -66,6 +66,7 @@ class Taped:
     calls_others: bool = False  # it calls patches of other packs, which may count their calls
     foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
     run: int = 0  # the number of the sampling run
+    once: bool = False  # that run makes one step
     looks: Looks = field(default_factory=Looks)  # at other packs' code in that run
     unknown: str = ""  # why the whole is not recorded: an argument that no guard can compare; its blocks may be
     skipping: Skipping | None = None

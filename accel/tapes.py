@@ -35,6 +35,7 @@ from .weights import low_vram
 NEVER = 0  # the number of a take that was not recorded
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
+MAX_MET = 1024  # sizes
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
 
 
@@ -47,6 +48,7 @@ class Tapes:
         self._blocks = Blocks()
         self._one_by_one: int | None = None  # a structure whose blocks are not alike, as it turned out
         self._gone: list[tuple[ShapeKey, int]] = []  # takes of what the model was, until ``over``
+        self._met: OrderedDict[ShapeKey, int] = OrderedDict()  # and in which run of one step it came first
         self._kept: dict[tuple[ShapeKey, bool], int] = {}  # runs in which a forward left a tensor in the model
         self.patches = PatchBook()
         self._lock = threading.RLock()
@@ -80,6 +82,10 @@ class Tapes:
     def in_vain(self, key: ShapeKey, fuse: bool, taped: Taped) -> str:
         """Says why another recording of this size would be of no use; "" if it may be."""
         with self._lock:
+            if taped.once and self._met.setdefault(key, taped.run) == taped.run:
+                while len(self._met) > MAX_MET:
+                    self._met.popitem(last=False)
+                return say("one_step")
             among = self.patches.among(taped.options)
             last = [take for take in self._takes.get((key, fuse), []) if take.among == among][-MAX_IN_VAIN:]
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):

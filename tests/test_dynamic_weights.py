@@ -148,7 +148,7 @@ def test_a_program_knows_when_convolutions_are_filled_again(models, load, record
     from anyshape.accel import tape_tier
 
     monkeypatch.setattr(tape_tier, "can_fuse", lambda device: True)
-    fast, source, run = compiled(load.patcher), load.patcher, SMALL_RUN | {"steps": 1}
+    fast, source, run = compiled(load.patcher), load.patcher, SMALL_RUN | {"steps": 2}
     eager = models.sample(source, **run)
     for _ in range(2):
         assert error(models.sample(fast, **run), eager) < CLOSE

@@ -47,7 +47,7 @@ def test_listed_sizes_are_known_before_their_first_prompt(pack, models, clean_st
     ]  # fmt: skip
     nothing_new(lambda: [models.sample(model, *size, steps=2) for size in LISTED])
     with expect(recompiles=0, kernels=0, fallbacks=0):
-        models.sample(model, 200, 72, 3, steps=1)
+        models.sample(model, 200, 72, 3, steps=2)
     assert (200, 72, 3) in ran()
 
 

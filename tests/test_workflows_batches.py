@@ -30,10 +30,10 @@ def warm(models, patchers, counting):
     fast = {name: compiled(patcher) for name, patcher in patchers.items()}
     for name, each in fast.items():
         for latent in (latents(name), latents(name, 2)):
-            sample_prompts(each, *prompts(models, each, name), latent=latent, cfg=1.0, steps=1)
+            sample_prompts(each, *prompts(models, each, name), latent=latent, cfg=1.0, steps=2)
     positive, negative = prompts(models, patchers["sd15"], "sd15")
     boxed = with_boxes(models, patchers["sd15"], positive, 4)
-    sample_prompts(fast["sd15"], boxed, negative, latent=latents("sd15", height=8), steps=1)
+    sample_prompts(fast["sd15"], boxed, negative, latent=latents("sd15", height=8), steps=2)
     return fast
 
 
@@ -90,7 +90,7 @@ def test_cond_and_uncond_are_split_and_joined_in_mid_run(models, patchers, warm,
 def test_batches_1_to_8(models, patchers, warm):
     for batch in (1, 3, 8):
         for cfg in (1.0, 4.0):
-            run = {"latent": latents("sdxl", batch), "cfg": cfg, "steps": 1}
+            run = {"latent": latents("sdxl", batch), "cfg": cfg, "steps": 2}
             assert_equal(patchers, warm, "sdxl", *prompts(models, patchers["sdxl"], "sdxl"), **run)
 
 

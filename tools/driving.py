@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHORT_RUN = {"width": 128, "height": 128, "steps": 1}  # of bench.models.sample
+SHORT_RUN = {"width": 128, "height": 128, "steps": 2}  # of bench.models.sample
 SMALL_RUN = SHORT_RUN | {"width": 64, "height": 64}  # of SMALL_UNETS, whose deepest level has 4x4 elements then
 Patcher = Any  # comfy.model_patcher.ModelPatcher; ComfyUI is imported when the tests' fixtures say so
 

@@ -185,7 +185,7 @@ def call_of(
         taped = Taped(
             model, forward, options, structure, recorded_attention.prepare, run.changed, run.lay_out, lean,
             partial(_places, options), calls_patches(given.options),
-            run.foreign, run=run.number, looks=run.looks, unknown=unknown,
+            run.foreign, run=run.number, once=_makes_one_step(given.options), looks=run.looks, unknown=unknown,
             hold=partial(run.hold, key), let_go=run.let_go,
             no_graph=partial(run.no_graph, x.device), rest=run.rest, fetches=partial(run.fetches, x.device),
         )  # fmt: skip
@@ -210,6 +210,11 @@ def call_of(
         taped=taped,
         begun=given.begun,
     )
+
+
+def _makes_one_step(options: Mapping[Any, Any]) -> bool:
+    sigmas = options.get("sample_sigmas")
+    return isinstance(sigmas, Tensor) and sigmas.numel() == 2
 
 
 def key_of(given: Given) -> ShapeKey:

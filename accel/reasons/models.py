@@ -72,6 +72,11 @@ REASONS = dict(
         "another node changes an option at each step ({option})",
         "the option {option} is different in each call, so no recording can be used twice",
     ),
+    one_step=(
+        "one step: fast from the second picture of this size on",
+        "a run of one step: preparing a size takes longer than one step saves. It is prepared when this size comes "
+        "again; Warm Up prepares sizes beforehand",
+    ),
     option_written=(
         "the model keeps something in an option ({option})",
         "the model keeps something for its next call in the option {option}, so the forward is not recorded as a whole",
