@@ -137,13 +137,13 @@ def room(pack, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(take_graphs, "copies_fit", lambda size, device: True)
 
 
-def loras(models, patcher):
-    return [
-        lora
-        for layer in patcher.model.diffusion_model.modules()
-        for patches, _ in getattr(getattr(layer, "weight", None), "patches", ())
-        for _, lora in patches
-    ]
+def tensors_of_loras(model) -> list[torch.Tensor]:
+    notes = [getattr(getattr(layer, "weight", None), "patches", ()) for layer in model.modules()]
+    return [tensor for each in notes for patches, _ in each for _, lora in patches for tensor in lora.weights]
+
+
+def sorted_by_sum(tensors):
+    return sorted((each.float() for each in tensors), key=lambda each: each.abs().sum().item())
 
 
 @pytest.mark.usefixtures("fusing", "room")
@@ -154,13 +154,13 @@ def test_a_lora_stays_on_the_device(models, recordings):
     from tools import packed
 
     patcher = flux(models)
-    fast, weight = compiled(patcher), patcher.model.diffusion_model
-    packed.put_lora(weight, 0, dtype=torch.float16)
+    fast, model = compiled(patcher), patcher.model.diffusion_model
+    packed.put_lora(model, 0, dtype=torch.float16)
     wanted = [models.sample(patcher, **run) for run in (RUN, OTHER)]
     for run, eager in zip((RUN, OTHER, RUN), (*wanted, wanted[0]), strict=True):
         assert error(models.sample(fast, **run), eager) < CLOSE
     held = list(binding._COPIES.values())
-    own = [tensor for lora in loras(models, patcher) for tensor in lora.weights]
+    own = tensors_of_loras(model)
     assert len(held) == len(own) and sum(each.nbytes for each in held) == sum(each.nbytes for each in own)
     assert all(torch.equal(a, b) for a, b in zip(sorted_by_sum(held), sorted_by_sum(own), strict=True))
     before = models.sample(patcher, **RUN)
@@ -171,14 +171,10 @@ def test_a_lora_stays_on_the_device(models, recordings):
     assert len(recordings) == 2
     del held
     for strength, left in ((1.0, len(own)), (0.0, 0)):  # the copies go with the LoRA, although two sizes had them
-        packed.put_lora(weight, 1, strength, dtype=torch.float16)
+        packed.put_lora(model, 1, strength, dtype=torch.float16)
         wanted = models.sample(patcher, **RUN)
         assert error(models.sample(fast, **RUN), wanted) < CLOSE
         assert len(binding._COPIES) == left
-
-
-def sorted_by_sum(tensors):
-    return sorted((each.float() for each in tensors), key=lambda each: each.abs().sum().item())
 
 
 @pytest.mark.usefixtures("fusing", "room")
@@ -190,8 +186,7 @@ def test_a_lora_that_is_written_into_while_it_stays(models, recordings):
     fast = compiled(patcher)
     for each in (fast, fast, patcher):
         packed.put_lora(patcher.model.diffusion_model, 0, dtype=torch.float16)
-        tensors = [tensor for lora in loras(models, patcher) for tensor in lora.weights]
-        made = iter(tensors)
+        made = iter(tensors_of_loras(patcher.model.diffusion_model))
         out = models.sample(each, **RUN | {"steps": 4}, callback=lambda *_, made=made: next(made).mul_(3.0))
         outs.setdefault(each is fast, []).append(out)
     assert max(error(out, outs[False][0]) for out in outs[True]) < CLOSE
