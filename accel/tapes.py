@@ -35,6 +35,7 @@ from .weights import low_vram
 NEVER = 0  # the number of a take that was not recorded
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
+MAX_STRUCTURES = 4  # of the model, that it may have again
 MAX_MET = 1024  # sizes
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
 
@@ -47,7 +48,8 @@ class Tapes:
         self._count = 0
         self._blocks = Blocks()
         self._one_by_one: int | None = None  # a structure whose blocks are not alike, as it turned out
-        self._gone: list[tuple[ShapeKey, int]] = []  # takes of what the model was, until ``over``
+        self._structures: OrderedDict[int, None] = OrderedDict()  # the last few, the latest last
+        self._gone: list[tuple[ShapeKey, int]] = []  # takes of earlier ones, until ``over``
         self._met: OrderedDict[ShapeKey, int] = OrderedDict()  # and in which run of one step it came first
         self._kept: dict[tuple[ShapeKey, bool], int] = {}  # runs in which a forward left a tensor in the model
         self.patches = PatchBook()
@@ -56,18 +58,26 @@ class Tapes:
     def find(self, key: ShapeKey, fuse: bool, taped: Taped, but: Sequence[Take] = ()) -> Take | None:
         """Returns the take that fits this call, or None. but: takes that turned out not to fit."""
         with self._lock:
+            self._meet(taped.structure)
             takes = self._takes.get((key, fuse), [])
             for take in takes[:]:
-                if take.structure != taped.structure:
-                    takes.remove(take)  # the model is another one now
-                    self._gone.append((key, take.number))
-                elif take not in but and not self._differs(take, taped):
+                if take.structure == taped.structure and take not in but and not self._differs(take, taped):
                     if not take.lacks_rest(self._takes.get((take.rest, fuse))):
                         self._takes.move_to_end((key, fuse))
                         take.used = True
                         return take
                     takes.remove(take)
             return self._of_blocks(key, fuse, taped, taped.unknown) if taped.unknown else None
+
+    def _meet(self, structure: int) -> None:
+        """Forgets the takes of what the model was, but for the last few: one of those may come again."""
+        self._structures[structure] = None
+        self._structures.move_to_end(structure)
+        while len(self._structures) > MAX_STRUCTURES:
+            old, _ = self._structures.popitem(last=False)
+            for (key, _), takes in self._takes.items():
+                self._gone += [(key, take.number) for take in takes if take.structure == old]
+                takes[:] = [take for take in takes if take.structure != old]
 
     def _differs(self, take: Take, taped: Taped) -> str:
         """What a call would read that the take has read otherwise; "" if it fits."""
@@ -87,7 +97,8 @@ class Tapes:
                     self._met.popitem(last=False)
                 return say("one_step")
             among = self.patches.among(taped.options)
-            last = [take for take in self._takes.get((key, fuse), []) if take.among == among][-MAX_IN_VAIN:]
+            takes = [take for take in self._takes.get((key, fuse), []) if take.structure == taped.structure]
+            last = [take for take in takes if take.among == among][-MAX_IN_VAIN:]
             if len(last) < MAX_IN_VAIN or any(take.used for take in last):
                 return ""
             option = self._differs(last[-1], taped)

@@ -43,7 +43,10 @@ def test_a_lora_comes_and_goes(models, device, budget):
             sizes = {copy.data_ptr(): copy.nbytes for copy in list(_COPIES.values())}
             wanted = sum(tensor.nbytes for layer in model.modules() for tensor in _tensors_of(layer))
             made.append(sum(sizes.values()) // wanted if device == "cpu" and budget else len(sizes))
-    assert made == ([1, 1] if device == "cpu" and budget else [0, 0])  # one for all sizes, of this LoRA alone
+    if device == "cpu" and budget:  # one for all sizes; graphs hold what was there before, for it may come again
+        assert made[0] == 1 and made[1] in (1, 2)
+    else:
+        assert made == [0, 0]
     assert {fallback["reason"] for fallback in fallbacks()} == (set() if budget else {say("no_graphs")})
     assert graphs.cache(next(model.parameters()).device).used_bytes <= budget << 20
 

@@ -11,7 +11,7 @@ import weakref
 import pytest
 import torch
 
-from tools.driving import compiled, in_threads, sample_tiny
+from tools.driving import FLUX_RUN, SMALL_FLUX, compiled, in_threads, sample_tiny
 from tools.oracles import reasons
 from tools.patching import choose_attention, reading
 
@@ -76,18 +76,46 @@ def test_a_changed_model_is_recorded_again(tiny, recordings, monkeypatch) -> Non
     hook = block.img_mlp.register_forward_hook(lambda module, args, out: out * 1.5)
     check(2)
     hook.remove()
-    check(3)
+    check(2)  # it is as it was
     block.img_mlp.forward = types.MethodType(lambda self, x: x * 2, block.img_mlp)
-    check(4)
+    check(3)
     del block.img_mlp.forward
-    check(5)
+    check(3)
     with monkeypatch.context() as patch:
         patch.setattr(type(block.img_norm1), "forward", lambda self, x: x * 0.5)  # for every model
-        check(6)
-    check(7)
+        check(4)
+    check(4)
     block.img_norm1.eps = 0.5
-    check(8)
-    check(8)
+    check(5)
+    check(5)
+
+
+def test_a_model_with_a_patch_of_its_modules_and_without_in_turn(models, recordings) -> None:
+    """ComfyUI puts the patch there when it loads that patcher, and takes it away again."""
+    plain = models.flux(torch.float32, **SMALL_FLUX)
+    layer = plain.model.diffusion_model.double_blocks[0].img_attn.proj
+    patched = plain.clone()
+    louder = types.MethodType(lambda self, x: torch.nn.functional.linear(x, self.weight, self.bias) * 1.5, layer)
+    patched.add_object_patch("diffusion_model.double_blocks.0.img_attn.proj.forward", louder)
+    wanted = [models.sample(each, **FLUX_RUN) for each in (plain, patched)]
+    assert not torch.equal(*wanted)
+    fast = [compiled(each) for each in (plain.clone(), patched.clone())]
+    for _ in range(4):
+        for each, eager in zip(fast, wanted, strict=True):
+            assert torch.equal(models.sample(each, **FLUX_RUN), eager)
+    assert 2 <= len(recordings) <= 3  # until the first patch goes, the forward is the class's, and then the layer's own
+
+
+def test_only_the_last_few_states_of_a_model_are_known(tiny, recordings) -> None:
+    from anyshape.accel.tapes import MAX_STRUCTURES
+
+    patcher = tiny("Flux", fresh=True)
+    fast, norm = compiled(patcher, mode="exact"), patcher.model.diffusion_model.double_blocks[0].img_norm1
+    states = [0.1 * number for number in range(1, MAX_STRUCTURES + 3)]
+    for eps in (*states, *reversed(states)):
+        norm.eps = eps
+        assert torch.equal(sample_tiny(fast, "Flux"), sample_tiny(patcher, "Flux"))
+    assert len(recordings) == 2 * len(states) - MAX_STRUCTURES
 
 
 # Options ----------------------------------------------------------------------------------------------------------

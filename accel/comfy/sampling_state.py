@@ -24,6 +24,7 @@ from .surroundings import surroundings
 
 MOST_CHANGES = 3  # of a model in one run: each costs a recording
 MOST_RESTING = 96  # kinds of calls of one model
+MOST_EARLIER = 3  # fingerprints of a model, each with which a look takes a while
 NUMBERS = itertools.count(1)  # of runs
 
 
@@ -165,12 +166,16 @@ class SamplingState:
 
 
 class Fingerprints:
-    """Numbers for what a model's code was: the same number, the same code."""
+    """Numbers for what a model's code was: the same number, the same code.
+
+    A workflow may use a model with another node's patch of its modules and without, in turn. So the last few are known.
+    """
 
     def __init__(self) -> None:
         self._current: ModuleFingerprint | None = None
         self._functions: FunctionsRead | None = None
-        self._number = 0
+        self._number = self._count = 0
+        self._earlier: list[tuple[int, ModuleFingerprint, FunctionsRead]] = []  # what it was before, the latest last
         self._has_foreign, self._seen = False, (0, 0)  # whether, and of which code
         self.replaced = ""  # a function of torch's that another pack replaced
         self.restless = ""  # what changed at each call in an earlier run
@@ -179,10 +184,19 @@ class Fingerprints:
         self.shortages, self.pages = Shortages(), KnownPages()
 
     def of(self, model: nn.Module) -> int:
-        """The number of the model as it is now; a new one if it changed since the last look."""
+        """The number of the model as it is now; a new one if it is not as it was at one of the last looks."""
         if self._current is None or self._current.look():
-            self._current, self._functions = ModuleFingerprint(model), FunctionsRead(classes_of(parts_of(model)))
-            self._number += 1
+            known = next((each for each in reversed(self._earlier) if not each[1].look()), None)
+            if known is not None:
+                self._earlier.remove(known)
+            if self._current is not None:
+                self.release()
+                self._earlier.append((self._number, self._current, self._functions))
+                del self._earlier[:-MOST_EARLIER]
+            if known is None:
+                self._count += 1
+                known = self._count, ModuleFingerprint(model), FunctionsRead(classes_of(parts_of(model)))
+            self._number, self._current, self._functions = known
         return self._number
 
     def functions(self) -> int:
