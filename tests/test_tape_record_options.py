@@ -13,7 +13,7 @@ embed.bare_pack()
 from anyshape.accel.key import shape_key  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.take import Taped  # noqa: E402
 from anyshape.accel.tape.options import Guards, NotedOptions, Reads  # noqa: E402
-from anyshape.accel.tapes import MAX_IN_VAIN, Tapes  # noqa: E402
+from anyshape.accel.tapes import MAX_IN_VAIN, MAX_STRUCTURES, Tapes  # noqa: E402
 
 from tools.small_forwards import inputs, module  # noqa: E402
 
@@ -198,7 +198,9 @@ def test_takes_fit_sizes_dtypes_options_and_code() -> None:
     assert second.inputs({"x": inputs(0)}, single)["option t"] is single["t"]
     assert calls.find({"t": torch.ones(3, 4)}) is None and calls.find({"double": 1}) is None
     assert calls.find(double, inputs(0, 2, 4)) is None and calls.find(double, inputs(0).half()) is None
-    assert calls.find(double, structure=2) is None and calls.find(double) is None, "its code is gone for good"
+    assert calls.find(double, structure=2) is None and calls.find(double) is first, "its code is as it was"
+    assert all(calls.find(double, structure=2 + number) is None for number in range(MAX_STRUCTURES))
+    assert calls.find(double) is None, "it was another one too often since"
 
 
 def test_an_option_that_differs_in_each_call_is_not_recorded_for_ever() -> None:
