@@ -3,6 +3,8 @@
 On the CPU, no ComfyUI.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -201,6 +203,15 @@ def test_takes_fit_sizes_dtypes_options_and_code() -> None:
     assert calls.find(double, structure=2) is None and calls.find(double) is first, "its code is as it was"
     assert all(calls.find(double, structure=2 + number) is None for number in range(MAX_STRUCTURES))
     assert calls.find(double) is None, "it was another one too often since"
+
+
+def test_all_calls_of_a_first_run_of_one_step_are_its_first() -> None:
+    calls, x = Calls(lambda self, x, o: x * 2), inputs(0)
+    key, taped = shape_key({"x": x}), replace(calls.taped({}, x), once=True, run=1)
+    for _ in range(2):
+        assert "when this size comes again" in calls.tapes.in_vain(key, False, taped)
+    assert calls.tapes.in_vain(key, False, replace(taped, run=2)) == ""
+    assert calls.tapes.in_vain(shape_key({"x": inputs(0, 5, 4)}), False, replace(taped, once=False)) == ""
 
 
 def test_an_option_that_differs_in_each_call_is_not_recorded_for_ever() -> None:

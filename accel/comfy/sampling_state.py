@@ -16,6 +16,7 @@ from ..reasons import say
 from ..tape.named_tensors import PartsByPath, parts_of, resolve
 from ..tape.state import Looks, first_kept, states_of
 from ..tape.values import Weight
+from ..tapes import MAX_STRUCTURES
 from ..weights import ChannelsLastWeights, WeightWatch, Whereabouts
 from . import dynamic
 from .known_pages import KnownPages
@@ -24,7 +25,7 @@ from .surroundings import surroundings
 
 MOST_CHANGES = 3  # of a model in one run: each costs a recording
 MOST_RESTING = 96  # kinds of calls of one model
-MOST_EARLIER = 3  # fingerprints of a model, each with which a look takes a while
+MOST_EARLIER = MAX_STRUCTURES - 1  # fingerprints of a model besides that of now; a look with each takes a while
 NUMBERS = itertools.count(1)  # of runs
 
 

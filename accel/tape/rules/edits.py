@@ -19,6 +19,14 @@ def replace_inputs(operation: Operation, other: dict[Value, Value]) -> None:
         operation.inputs = [other.get(value, value) for value in operation.inputs]
 
 
+def rebase(operations: Iterable[Operation], other: dict[Value, Value]) -> None:
+    """Views of a value in ``other`` are of the memory of what is there in its place."""
+    for operation in operations if other else ():
+        for value in operation.outputs:
+            if value is not None and value.base in other:
+                value.base = other[value.base].root
+
+
 def form_of(operation: Operation) -> tuple:
     """All that decides how an operation's results lie, and which plain operations it stands for."""
     values = operation.inputs

@@ -7,7 +7,7 @@ from typing import Any
 from .. import views
 from ..pointwise import COSTLY
 from ..values import Operation, Tape, Value
-from .edits import replace_inputs
+from .edits import rebase, replace_inputs
 
 ROUNDINGS = frozenset(("quantize_fp8",))  # of comfy-kitchen
 
@@ -31,10 +31,7 @@ def compute_once(tape: Tape) -> str:
                 same[output] = known
                 continue
         left.append(operation)
-    for operation in left if same else ():
-        for value in operation.outputs:
-            if value is not None and value.base in same:
-                value.base = same[value.base].root
+    rebase(left, same)
     tape.operations[:] = left
     return ""
 

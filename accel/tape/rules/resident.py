@@ -42,10 +42,7 @@ def keep(tape: Tape) -> str:
         else:
             left.pop()
             same[copy] = there
-    for operation in left if same else ():
-        for value in operation.outputs:
-            if value is not None and value.base in same:
-                value.base = same[value.base]
+    edits.rebase(left, same)
     tape.operations[:] = left
     return ""
 

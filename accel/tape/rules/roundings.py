@@ -8,6 +8,7 @@ from .. import quantisers, views
 from ..layout import contiguous, lie_alike
 from ..traits import aten
 from ..values import Operation, Tape, Value
+from . import edits
 
 
 def round_first(tape: Tape) -> str:
@@ -26,10 +27,7 @@ def round_first(tape: Tape) -> str:
         rows.origin = Operation(aten.view.default, (whole, list(rows.shape)), {}, [whole], [rows])
         rows.base = whole
         found += [whole.origin, rows.origin]
-    for operation in found if moved else ():
-        for value in operation.outputs:
-            if value is not None and value.base in moved:
-                value.base = moved[value.base]
+    edits.rebase(found, moved)
     tape.operations[:] = found
     return ""
 
