@@ -101,6 +101,7 @@ class Take:
     others: Mapping[int, OfPatch] = field(default_factory=lambda: NO_OTHERS)  # see ``PartsByPath``
     like: Output | None = None  # what the program gives, as tensors on no device
     called: str = ""  # what of other packs is called between the pieces of its graph
+    note: str = ""  # why it has no graph, where one does not pay
     needs_graph: int | None = None  # the budget in MB with which it must have one: without, eager is faster
     over: bool = False  # a patch's tensor is gone: it fits no call any more
     used: bool = False  # by a call after the one that was recorded

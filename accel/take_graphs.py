@@ -91,7 +91,7 @@ class TakeGraphs:
         out: Output | None,
     ) -> None:  # fmt: skip
         """Notes that the program ran, and captures it where a graph pays."""
-        shape.state, shape.reason = "tape", ""
+        shape.state, shape.reason, shape.note = "tape", "", take.note
         if take.program.fetches:
             shape.note = say("patches_fetched", need=-(-take.program.fetches // graphs.MIB))
         if not take.graph or out is None:

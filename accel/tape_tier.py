@@ -285,7 +285,7 @@ class TapeTier:
         out = checked(out)
         take.graph = graphic and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
         if graphic and not take.graph:
-            shape.note = say("gpu_limit", elapsed=f"{elapsed:.0f}", host=f"{host:.0f}")
+            take.note = say("gpu_limit", elapsed=f"{elapsed:.0f}", host=f"{host:.0f}")
         self._graphs.settle(call, settings, shape, take, inputs, out)
         return out
 

@@ -215,11 +215,11 @@ def test_a_note_about_a_lora_goes_with_it(models, monkeypatch):
     monkeypatch.setattr(TakeGraphs, "settle", settle)
     patcher = flux(models)
     fast = compiled(patcher)
-    for strength in (1.0, 0.0):
+    for strength in (1.0, 0.0, 1.0, 0.0):  # the last two are not recorded again
         packed.put_lora(patcher.model.diffusion_model, 0, strength)
         models.sample(fast, **RUN)
         notes += [shape["note"] for shape in shapes()]
-    assert "a LoRA of 3 MB" in notes[0] and notes[1] == ""
+    assert ["a LoRA of 3 MB" in note for note in notes] == [True, False] * 2 and notes[1] == notes[3] == ""
 
 
 @pytest.mark.usefixtures("fusing", "room")
