@@ -29,13 +29,31 @@ def unfrozen(pack):
 @pytest.mark.usefixtures("unfrozen")
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_as_eager_and_from_graphs(models, entry):
+    check(entry.name)
+
+
+@pytest.mark.usefixtures("unfrozen")
+@pytest.mark.parametrize("name", ["MiniMaxH3", "Lumina2", "Flux", "WAN21_T2V", "SDXL"])
+def test_with_the_librarys_own_attention(models, name):
+    """Attention in 8 bits, as ComfyUI's node ModelAttentionBackend chooses it. MiniMax H3 hands over its tensors."""
+    import comfy.ldm.modules.attention as attention
+
+    from tools.patching import choose_attention
+
+    if not getattr(attention, "COMFY_KITCHEN_INT8_ATTENTION_IS_AVAILABLE", False):
+        pytest.skip("this ComfyUI has no such attention, or not on this card")
+    check(name, lambda patcher: choose_attention(patcher, attention.attention_comfy_kitchen_int8))
+
+
+def check(name, patch=lambda patcher: None):
+    """A model of this kind gives ComfyUI's results, from graphs where it may be recorded. patch: of the model."""
     import comfy.model_management
 
     from tools.architectures import patchers
 
-    name = entry.name
     with torch.inference_mode():
         patcher = patchers.make(name, torch.bfloat16, "cuda")
+        patch(patcher)
         wanted = {k: [part.clone() for part in patchers.apply(patcher, k, name, options_of(patcher))] for k in VARIANTS}
         fast = compiled(patcher.clone())
         comfy.model_management.load_models_gpu([fast])

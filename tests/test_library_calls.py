@@ -1,5 +1,6 @@
 """comfy-kitchen's functions that compute past torch's dispatcher, on tapes. On a CPU its CUDA backend is played."""
 
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -23,22 +24,19 @@ class Past:
     """Of the library's functions those of int8, which fill memory that torch has made, and say nothing of it."""
 
     def __init__(self) -> None:
-        self.calls = 0
-
-    def int8_linear(
-        self, x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None, convrot: bool = False, convrot_groupsize: int = 256,
-        input_act: str | None = None,
-    ) -> Tensor:  # fmt: skip
         from comfy_kitchen.backends import eager
 
-        self.calls += 1
-        out = torch.empty(*x.shape[:-1], len(weight), dtype=out_dtype or x.dtype)
-        with _disable_current_modes():
-            out.copy_(
-                eager.int8_linear(x, weight, weight_scale, bias, out_dtype, convrot, convrot_groupsize, input_act)
-            )
-        return out
+        @wraps(eager.int8_linear)
+        def int8_linear(*args: Any, **kwargs: Any) -> Tensor:
+            self.calls += 1
+            with _disable_current_modes():
+                found = eager.int8_linear(*args, **kwargs)
+            out = torch.empty(found.shape, dtype=found.dtype)
+            with _disable_current_modes():
+                out.copy_(found)
+            return out
+
+        self.calls, self.int8_linear = 0, int8_linear
 
 
 @pytest.fixture
@@ -118,7 +116,7 @@ def test_what_a_layer_does_besides_is_left_to_the_library(past: Past, monkeypatc
     own = past.int8_linear
 
     def newer(x, weight, weight_scale, bias=None, out_dtype=None, convrot=False, convrot_groupsize=256,
-              input_act=None, residual=None) -> Tensor:  # fmt: skip
+              input_act=None, residual=None, **rest) -> Tensor:  # fmt: skip
         out = own(x, weight, weight_scale, bias, out_dtype, convrot, convrot_groupsize, input_act)
         return out if residual is None else out + residual
 

@@ -189,7 +189,7 @@ def _is_layer(called: Called, args: tuple, kwargs: dict[str, Any]) -> bool:
         return False
     given = dict(zip(known, args, strict=False)) | kwargs
     act, plain = given.get("input_act"), (None, "none")
-    others = all(given[name] == own[name].default for name in given.keys() - known)
+    others = all(name in own and given[name] == own[name].default for name in given.keys() - known)
     fits = act in plain or (act in ACTIVATIONS and not given.get("convrot"))
     return others and fits and given.get("out_dtype") in _codes()
 
