@@ -238,6 +238,7 @@ TRAITS = {  # by class of comfy.model_base; everything else is a UNet
     "Lumina2": Traits(100, lambda c: c["cap_feat_dim"]),
     "QwenImage": Traits(100, lambda c: c.get("joint_attention_dim", 3584)),
     "WAN21": Traits(512, lambda c: c.get("text_dim", 4096)),
+    "Anima": Traits(512, lambda c: c.get("crossattn_emb_channels", 1024)),
     "CosmosPredict2": Traits(512, lambda c: c["crossattn_emb_channels"]),
     "LTXV": Traits(256, lambda c: c["caption_channels"], extra=_mask, scale=32, frames=8),
     "LTXAV": Traits(

@@ -4,8 +4,10 @@ A patch whose effect cannot be written down once and for all (it counts its call
 random numbers) is called at each replay, in the order in which it was, with what it would be given in eager. What is
 around it stays on the tape. A graph is in pieces then, with the calls between them.
 
-It gets copies of its tensors: it may write into them or keep them, and a program's memory is not its to change. If it
-gives a result of another form than when it was recorded, ``FormChanged`` ends the replay.
+It gets copies of its tensors: it may write into them or keep them, and a program's memory is not its to change. What it
+wrote into a copy is the tensor from there on; of a tensor that lies in another one's memory (tokens of a picture among
+all tokens) only if it did so in the recording. If it writes there at one call and not at another, or gives a result of
+another form than when it was recorded, ``FormChanged`` ends the replay.
 """
 
 import weakref
@@ -71,7 +73,7 @@ def template(item: Any, raw: Mapping[Any, Any], parts: Callable[[nn.Module], boo
         return {OPTIONS: Options(tuple(theirs))} | own
     if type(item) in (list, tuple):
         return type(item)([template(each, raw, parts) for each in item])
-    if type(item) is dict:
+    if type(item) is dict and all(isinstance(name, (*EQUAL, tuple)) for name in item):
         return {name: template(each, raw, parts) for name, each in item.items()}
     if isinstance(item, nn.Module) and parts(item):
         return Part(weakref.ref(item))
@@ -83,15 +85,43 @@ def is_options(item: Any, raw: Mapping[Any, Any]) -> bool:
     return isinstance(item, NotedOptions) or (type(item) is dict and bool(raw) and raw.keys() - RAW <= item.keys())
 
 
+def options_in(item: Any, raw: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
+    """The options among a patch's arguments, in the order in which ``perform`` makes them."""
+    if is_options(item, raw):
+        yield item
+    elif type(item) in (list, tuple, dict):
+        for each in item.values() if type(item) is dict else item:
+            yield from options_in(each, raw)
+
+
+def give_back(given: tuple, raw: Mapping[Any, Any], wrote: Sequence[dict[Any, Any] | None]) -> None:
+    """Has the options among a patch's arguments say what the patch wrote into those that it was given."""
+    for theirs, new in zip(options_in(given, raw), wrote, strict=False):
+        for name, value in (new or {}).items():
+            if name not in RAW and dict.get(theirs, name) is not value:
+                theirs[name] = value
+
+
+def _inside(item: Any) -> Any:
+    """What lies in it, and in containers in it."""
+    if type(item) is dict:
+        return id(item), [(id(name), _inside(each)) for name, each in item.items()]
+    return (id(item), list(map(_inside, item))) if type(item) in (list, tuple) else id(item)
+
+
 @dataclass
 class Done:
-    """A call of a patch. tensors: each once, of the copies that it was given and of what it gave."""
+    """A call of a patch. tensors: each once, of the copies that it was given and of what it gave.
+
+    written: the numbers of the copies that it wrote into.
+    """
 
     out: Any
     copies: list[Tensor]
+    written: frozenset[int]
     tensors: list[Tensor]
     form: Any
-    wrote: dict[Any, Any] | None  # the options, if it changed them
+    wrote: list[dict[Any, Any] | None] | None  # the options that it was given, in order, where it changed them
 
 
 @dataclass
@@ -103,6 +133,8 @@ class LiveCall:
     name: str
     form: Any = None
     forms: list[Form] = field(default_factory=list)  # of its tensors
+    shared: frozenset[int] = frozenset()  # the numbers of the copies whose tensors lie in others' memory
+    written: frozenset[int] = frozenset()  # of those, the ones that it wrote into
     recorded: list[Tensor] | None = None  # what it gave while it was recorded, until the program was checked
     lives = True  # it is kept whether its results are read or not
 
@@ -124,8 +156,8 @@ class LiveCall:
             return [tensor.clone() for tensor in self.recorded]
         done = perform(at(this.options, self.place), args, kwargs, this.options)
         if this.log is not None:
-            this.log.append((done.out, done.copies))
-        if done.form != self.form or done.wrote is not None:
+            this.log.append(done)
+        if done.form != self.form or done.wrote is not None or done.written & self.shared != self.written:
             raise FormChanged(self.who)
         return done.tensors
 
@@ -186,19 +218,23 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     """Calls a patch with arguments made from their templates."""
     theirs = _with_levels(raw)
     copies: dict[int, Tensor] = {}
-    given: list[tuple[dict, list[int], int]] = []  # options that it gets, and what they were
+    given: list[dict[Any, Any]] = []  # the options that it gets
+    looks: list[Callable[[], Any]] = []  # at each of them
 
     def filled(item: Any) -> Any:
         if isinstance(item, Tensor):
             if id(item) not in copies:
-                copies[id(item)] = item.clone()
+                with torch.inference_mode(False), torch.no_grad():  # torch counts what is written into such a tensor
+                    copies[id(item)] = item.clone()
             return copies[id(item)]
         if type(item) is dict and OPTIONS in item:
             names = item[OPTIONS].names
             options = {name: theirs[name] for name in names if name in theirs}
             options |= {name: theirs[name] for name in COPIED_ALONG if name in theirs and name not in options}
             options |= {name: filled(value) for name, value in item.items() if name is not OPTIONS}
-            given.append((options, list(map(id, options.values()))))
+            own = [name for name in item if name is not OPTIONS]
+            looks.append(lambda: (list(map(id, options.values())), [_inside(options.get(name)) for name in own]))
+            given.append(options)
             return options
         if type(item) in (list, tuple):
             return type(item)([filled(each) for each in item])
@@ -206,10 +242,13 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
             return {name: filled(each) for name, each in item.items()}
         return item.part() if isinstance(item, Part) else item
 
-    out = patch(*filled(args), **filled(kwargs))
-    wrote = next((options for options, ids in given if list(map(id, options.values())) != ids), None)
+    args, kwargs = filled(args), filled(kwargs)
     mine = list(copies.values())
-    skipped = {id(options) for options, _ in given}
+    versions, before = [copy._version for copy in mine], [look() for look in looks]
+    out = patch(*args, **kwargs)
+    written = frozenset(n for n, copy in enumerate(mine) if copy._version != versions[n])
+    wrote = [options if look() != was else None for options, look, was in zip(given, looks, before, strict=True)]
+    skipped = set(map(id, given))
     tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in mine}
     copied = set(tensors)
     memory = {tensor.untyped_storage().data_ptr() for tensor in mine}
@@ -225,11 +264,11 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
         else:
             memory.add(address)
             tensors[id(tensor)] = tensor
-    out = swapped(out, swap | {id(options): options for options, _ in given}) if swap else out
+    out = swapped(out, swap | {id(options): options for options in given}) if swap else out
     numbers = {key: number for number, key in enumerate(tensors)}
     found = list(tensors.values())
     form = _form(out, numbers, skipped), tuple([(tuple(t.shape), t.dtype, t.device) for t in found])
-    return Done(out, mine, found, form, wrote)
+    return Done(out, mine, written, found, form, wrote if any(each is not None for each in wrote) else None)
 
 
 def _with_levels(raw: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -237,7 +276,7 @@ def _with_levels(raw: Mapping[Any, Any]) -> dict[Any, Any]:
     return {name: level_of(item) if type(item) is Tensor else item for name, item in raw.items()}
 
 
-def replaying(options: Mapping[Any, Any], log: list[tuple[Any, list[Tensor]]]) -> dict[Any, Any]:
+def replaying(options: Mapping[Any, Any], log: Sequence[Done]) -> dict[Any, Any]:
     """``options`` for a forward in eager, whose first calls of patches give what is in ``log`` already."""
     left = list(log)
 
@@ -245,12 +284,14 @@ def replaying(options: Mapping[Any, Any], log: list[tuple[Any, list[Tensor]]]) -
         def call(*args: Any, **kwargs: Any) -> Any:
             if not left:
                 return patch(*args, **kwargs)
-            out, copies = left.pop(0)
+            done = left.pop(0)
             given = {id(tensor): tensor for tensor in _tensors((args, kwargs), set(), options)}
-            for tensor, copy in zip(given.values(), copies, strict=False):
+            for tensor, copy in zip(given.values(), done.copies, strict=False):
                 if tensor.shape == copy.shape and not torch.equal(tensor, copy):
                     tensor.copy_(copy)  # it had written into it
-            return out
+            if done.wrote is not None:
+                give_back((args, kwargs), options, done.wrote)
+            return done.out
 
         return call
 

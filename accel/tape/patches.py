@@ -207,11 +207,11 @@ class Patches:
             done = called_patches.perform(patch, *given, self._raw)
             recorder.guarded(lambda: call.record(done))
             self.calls.append(call)
-            written = self._write_back(given, done)
+            wrong = self._write_back(given, done)
         if done.wrote is not None:
             recorder.refuse(say("patch_writes_options", patch=shown(patch)))
-            self._give_back(args, kwargs, done.wrote)
-        elif written:
+            called_patches.give_back((args, kwargs), self._raw, done.wrote)
+        elif wrong:
             recorder.refuse(say("patch_writes_input", patch=shown(patch)))
         if not recorder.refusal:
             recorder.guarded(lambda: self._note(call, given, done))
@@ -219,27 +219,30 @@ class Patches:
 
     def _write_back(self, given: tuple, done: called_patches.Done) -> bool:
         """Gives what the patch wrote into its tensors to the originals. Whether that cannot be on a tape."""
-        wrong, value = False, self._recorder.value
-        for tensor, copy in zip(_once(given), done.copies, strict=True):
-            if not torch.equal(tensor, copy):
+        wrong, originals = False, _once(given)
+        for number, (tensor, copy) in enumerate(zip(originals, done.copies, strict=True)):
+            if number in done.written or not torch.equal(tensor, copy):
                 tensor.copy_(copy)
-                wrong |= value(tensor).leaf is not None or value(tensor).base is not None
+                root = self._recorder.value(tensor).root
+                others = (each for each in originals if each is not tensor and self._recorder.value(each).root is root)
+                # It was written past torch's counts, or is a part of what else the patch was given.
+                wrong |= root.leaf is not None or number not in done.written
+                wrong |= not all(_lie_apart(tensor, each) for each in others)
         return wrong
-
-    def _give_back(self, args: tuple, kwargs: dict[str, Any], wrote: dict[Any, Any]) -> None:
-        for item in (*args, *kwargs.values()):
-            if called_patches.is_options(item, self._raw):
-                for name, value in wrote.items():
-                    if name not in called_patches.RAW and dict.get(item, name) is not value:
-                        item[name] = value
 
     def _note(self, call: called_patches.LiveCall, given: tuple, done: called_patches.Done) -> None:
         recorder, originals = self._recorder, _once(given)
         recorder.step(call, given, done.tensors)
-        for tensor, copy in zip(originals, done.copies, strict=True):
+        shared = set()
+        for number, (tensor, copy) in enumerate(zip(originals, done.copies, strict=True)):
             value = recorder.value(tensor)
             if value.leaf is None and value.base is None:  # from here on it is what the patch left
                 recorder.mark(tensor, recorder.value(copy))
+            else:
+                shared.add(number)
+                if number in done.written:
+                    tensor.copy_(copy)
+        call.shared, call.written = frozenset(shared), done.written & shared
         recorder.calls_packs = True
 
     def _kept(self) -> tuple:
@@ -287,6 +290,21 @@ def _each(item: Any, noting: Callable[[Any], Any]) -> Any:
             if isinstance(each, dict) and (noted := noting(each)) is not each:
                 item[name] = noted  # the model's own dict: the patch may write into it
     return found
+
+
+def _lie_apart(a: Tensor, b: Tensor) -> bool:
+    """Whether two views of one memory have no element in common, as two parts of each row have none."""
+    if a.stride() != b.stride():
+        return False
+    first, second = sorted((a, b), key=Tensor.storage_offset)
+    gap, whole = second.storage_offset() - first.storage_offset(), a.untyped_storage().nbytes()
+    for step, size, other in sorted(zip(a.stride(), first.shape, second.shape, strict=True), reverse=True):
+        if not step or size == other == 1:
+            continue
+        if not gap % step and size <= gap // step and (gap // step + other) * step <= whole:
+            return True
+        whole = step
+    return False
 
 
 def _once(given: Any) -> list[Tensor]:

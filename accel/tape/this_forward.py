@@ -24,7 +24,7 @@ class Forward:
     options: Mapping[Any, Any]
     playing: bool = False
     silent: bool = False
-    log: list[tuple[Any, list[Tensor]]] | None = None
+    log: list[Any] | None = None
     levels: dict[int, Tensor] = field(default_factory=dict)
 
 

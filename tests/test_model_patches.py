@@ -1,0 +1,63 @@
+"""ComfyUI's nodes that hang a network into a transformer, or guide one: eager's picture, and how fast."""
+
+import pytest
+import torch
+
+from tools.driving import compiled
+from tools.oracles import error, fallbacks, shapes
+from tools.patching import CHANGED
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+NAMES = (
+    "QwenImageDiffsynthControlnet", "ZImageFunControlnet", "ZImageFunControlnet 2", "WanUni3CControlnetApply",
+    "AnimaLLLiteApply", "AnimaLLLiteApply, a range", "NAGuidance", "NAGuidance, UNet", "SkipLayerGuidanceDiT",
+    "SkipLayerGuidanceDiT, Wan", "LTXVSpatioTemporalGuidance", "LTXVModalityGuidance", "CFGOverride",
+)  # fmt: skip
+SIZES = (128, 192, 128)
+
+
+def test_every_node_is_here(pack):
+    from tools.model_patches import NODES
+
+    assert set(NODES) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_as_without_us(models, name):
+    check(models, name, 0.0, "tape")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_graphs_left")
+@pytest.mark.parametrize("name", NAMES)
+def test_from_graphs(models, name):
+    """In bf16; a patch that is called runs between the pieces of a graph."""
+    check(models, name, 0.05, "graph", dtype=torch.bfloat16, device="cuda")
+
+
+def check(models, name, close, state, **where):
+    """Two sizes, and the first one again. close: how far from eager's pictures."""
+    from tools.architectures import patchers
+    from tools.model_patches import EAGER, NODES
+
+    kind, apply, run = NODES[name]
+    patcher = patchers.make(kind, **where)
+    try:
+        plain, fast = apply(patcher), apply(compiled(patcher))
+    except (ImportError, AttributeError) as missing:
+        pytest.skip(f"this ComfyUI has no such node: {missing}")
+    for seed, width in enumerate(SIZES):
+        at = dict(width=width, height=128, steps=3, seed=seed, tokens=24) | run
+        wanted, out, without = (parts(models.sample(each, **at)) for each in (plain, fast, patcher))
+        assert max(map(error, out, wanted)) <= close, fallbacks()
+        assert max(map(error, wanted, without)) > CHANGED
+    states = {shape["state"] for shape in shapes()}
+    if name in EAGER:
+        assert states <= {"eager", "tape"} and fallbacks()  # on a GPU its blocks may be fast
+    else:
+        assert states == {state} and not fallbacks()
+
+
+def parts(out):
+    """A latent, or those of pictures and sound."""
+    return [out] if isinstance(out, torch.Tensor) else out.unbind()

@@ -1,0 +1,104 @@
+"""Patches that are called, and write into what they are given: parts of tensors, and the options. On the CPU."""
+
+import pytest
+import torch
+
+from tools.driving import compiled
+from tools.oracles import error, fallbacks, shapes
+from tools.patching import CHANGED
+
+pytestmark = pytest.mark.usefixtures("clean_stats")
+RUN = {"width": 128, "height": 128, "steps": 5, "tokens": 24}
+
+
+def make(kind):
+    from tools.architectures import patchers
+
+    return patchers.make(kind)
+
+
+def assert_as_eager(models, patcher, patched):
+    """Three runs of either give the same pictures, which are others than without the patch. patched: of a model."""
+    plain, fast = patched(patcher.clone()), patched(compiled(patcher))
+    for seed in range(3):
+        wanted = models.sample(plain, **RUN, seed=seed)
+        assert torch.equal(models.sample(fast, **RUN, seed=seed), wanted), (seed, fallbacks())
+        assert error(wanted, models.sample(patcher, **RUN, seed=seed)) > CHANGED
+
+
+def change(tensor):
+    tensor[:, :5] *= 1.5
+
+
+def change_past_torch(tensor):
+    tensor.numpy()[:, :5] *= 1.5
+
+
+WRITING = {  # by the number of the call; what becomes of it
+    "always": (lambda n: True, change, "tape"),
+    "after some steps": (lambda n: n > 6, change, "eager"),
+    "at other calls of each step": (lambda n: n % 3 == n // 7 % 2, change, "eager"),
+    "past torch": (lambda n: True, change_past_torch, "eager"),
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_part_of_a_tensor(models, name):
+    """Z-Image hands over its picture's tokens, a part of all. Written at some calls alone, they must not be lost."""
+    when, write, state = WRITING[name]
+
+    def patched(model):
+        calls = [0]
+
+        def patch(given):
+            calls[0] += 1
+            if when(calls[0]):
+                write(given["img"])
+            return {}
+
+        model.set_model_double_block_patch(patch)
+        return model
+
+    assert_as_eager(models, make("ZImage"), patched)
+    (shape,) = shapes()
+    assert shape["state"] == state and bool(fallbacks()) == (state == "eager"), fallbacks()
+
+
+@pytest.mark.parametrize("since", [0, 2])
+@pytest.mark.parametrize("where", ["beside the others", "in a dict of theirs"])
+def test_options_for_another_patch(models, where, since):
+    """What one patch leaves among the options, another one finds there, in the first forward too, and in mid-run."""
+
+    def patched(model):
+        calls = [0]
+
+        def leaves(given):
+            calls[0] += 1
+            options = given["transformer_options"]
+            if calls[0] > since:
+                into = options if where == "beside the others" else options["model_patch_data"]
+                into["factor"] = 1.0 + calls[0] / 8
+            return given
+
+        def scales(q, k, v, extra_options=None, **others):
+            found = extra_options.get("factor", extra_options["model_patch_data"].get("factor", 1.0))
+            return {"q": q, "k": k, "v": v * found} | others
+
+        model.set_model_post_input_patch(leaves)
+        model.set_model_attn1_patch(scales)
+        return model
+
+    assert_as_eager(models, make("Anima"), patched)
+
+
+def test_parts_of_one_tensor():
+    from anyshape.accel.tape.patches import _lie_apart
+
+    x = torch.zeros(2, 8, 6, 4)
+    for a, b, wanted in (
+        (x[:, :3], x[:, 3:], True), (x[:, 3:], x[:, :3], True), (x[:1], x[1:], True), (x[..., :2], x[..., 2:], True),
+        (x[:, :4], x[:, 3:], False), (x, x[:, :1], False), (x[:1, :3], x[1:, 3:], True), (x[:, :1], x[:, 4:5], True),
+        (x[:, :3].transpose(1, 2), x[:, 3:].transpose(1, 2), True), (x[:, :3], x[:, 3:].transpose(1, 2), False),
+        (x[:, ::2], x[:, 1::2], True), (x[:1, :2].expand(3, 2, 6, 4), x[:1, 2:].expand(3, 6, 6, 4), True),
+    ):  # fmt: skip
+        assert _lie_apart(a, b) == wanted  # in doubt they do not
