@@ -187,6 +187,9 @@ class BlockTier:
             )
             new = getattr(recorded, "written", None)
             again = isinstance(new, Input) and new.index < len(before) and new.index not in writes
+            if again and recorded.take.played:  # another pack's attention, which must not be called twice: not now
+                writes.add(new.index)
+                return _written_back(recorded.out, recorded.copies, recorded.take, given)
             if again:
                 given.tensors[new.index].copy_(before[new.index])
             if reason:  # ours, or the block's own: that one is raised again below

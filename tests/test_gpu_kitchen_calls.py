@@ -12,18 +12,18 @@ from torch import nn
 kitchen = pytest.importorskip("comfy_kitchen")
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("pack")]
 
-ROWS, WIDTH = 512, 256  # tokens, channels
+ROWS, WIDTH = 512, 512  # tokens, channels
 W4A8 = "qdata", "s_rel", "s_channel", "correction", "codebook"
 
 
 def heads(x):
-    """[1, 2, ROWS, WIDTH / 2]."""
-    return x.unflatten(-1, (2, -1)).transpose(1, 2)
+    """[1, 4, ROWS, WIDTH / 4]."""
+    return x.unflatten(-1, (4, -1)).transpose(1, 2)
 
 
 def grid(x, *sizes):
-    """[1, *sizes, 2, WIDTH / 2]."""
-    return x.reshape(1, *sizes, 2, -1)
+    """[1, *sizes, 4, WIDTH / 4]."""
+    return x.reshape(1, *sizes, 4, -1)
 
 
 def video(x):
