@@ -49,6 +49,27 @@ def test_its_blocks_run_on_programs(made, models, fusing):
     assert shape["state"] == "tape" and "a PackedLayout" in shape["note"]
 
 
+def test_attention_that_counts_its_calls(made, models, fusing):
+    """Another pack's. Blocks write into their inputs, so the first recording is in vain; it has called it all the same."""
+    calls = {}
+
+    def counting(model):
+        def override(attention, q, k, v, *args, **kwargs):
+            calls[model] += 1
+            return attention(q, k, v * (1 + calls[model] / 64), *args, **kwargs)
+
+        calls[model] = 0
+        model.model_options["transformer_options"]["optimized_attention_override"] = override
+        return model
+
+    plain, fast = counting(made.clone()), counting(compiled(made))
+    for seed in range(2):
+        wanted = models.sample(plain, **RUN, steps=2, seed=seed)
+        assert far(models.sample(fast, **RUN, steps=2, seed=seed), wanted) < 1e-5
+        assert len(set(calls.values())) == 1
+    assert {shape["state"] for shape in shapes()} == {"tape"}
+
+
 def test_steps_are_skipped(made, models):
     wanted = models.sample(made, **RUN, steps=9)
     for skip in (skipping(made), compiled(skipping(made))):

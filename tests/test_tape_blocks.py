@@ -161,27 +161,6 @@ def test_blocks_of_minimax_h3(make, counted, chosen):
     assert all(shape["state"] == "tape" and "minimax/model.py:" in shape["note"] for shape in shapes())
 
 
-def test_attention_that_counts_its_calls_in_blocks_that_write(make, counted):
-    """Another pack's. No recording calls it more often than ComfyUI does, although the first one is in vain."""
-    pytest.importorskip("comfy.ldm.minimax.model", reason="this ComfyUI has no MiniMax H3")
-    patcher, calls = make("MiniMaxH3"), {}
-
-    def counting(each):
-        def override(attention, q, k, v, *args, **kwargs):
-            calls[each] += 1
-            return attention(q, k, v * (1 + calls[each] / 16), *args, **kwargs)
-
-        calls[each], clone = 0, each.clone()
-        clone.model_options["transformer_options"]["optimized_attention_override"] = override
-        return clone
-
-    fast, plain = counting(compiled(patcher)), counting(patcher)
-    for k in (0, 0, 1, 0):
-        assert error(forward(fast, "MiniMaxH3", k), forward(plain, "MiniMaxH3", k)) < CLOSE
-        assert len(set(calls.values())) == 1
-    assert counted["replayed"] > 4
-
-
 def test_kernels_in_the_interpreter(make, monkeypatch, counted):
     """As it is on a GPU: fused."""
     from anyshape.accel import maker
