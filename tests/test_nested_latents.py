@@ -50,7 +50,7 @@ def test_its_blocks_run_on_programs(made, models, fusing):
 
 
 def test_attention_that_counts_its_calls(made, models, fusing):
-    """Another pack's. Blocks write into their inputs, so the first recording is in vain; it has called it all the same."""
+    """Another pack's. Blocks write into their inputs, so the first recording is in vain; but it has called it."""
     calls = {}
 
     def counting(model):
