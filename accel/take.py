@@ -4,19 +4,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .clock import Clock
 from .foreign import Held
 from .key import ShapeKey
 from .outputs import Output
-from .tape.called_patches import LiveCall, Played
+from .tape.called_patches import Done, FormChanged, LiveCall, Played
 from .tape.middle import BlockCall
 from .tape.named_tensors import NO_OTHERS, OfPatch
 from .tape.options import Guards, NotedOptions
 from .tape.program import Program
 from .tape.record import Recorder
+from .tape.refusals import random_states
 from .tape.state import Looks
+from .tape.this_forward import Forward
 from .tape.values import Weight
 
 NONE: frozenset = frozenset()
@@ -120,6 +123,19 @@ class Take:
     def inputs(self, given: Mapping[str, Tensor], options: Mapping[Any, Any]) -> dict[str, Tensor]:
         """The call's tensors and those that the forward takes from its options."""
         return dict(given) | {f"option {key}": options[key] for key in self.guards.tensors}
+
+    def not_again(
+        self, error: FormChanged, forward: Forward, taped: Taped, device: torch.device
+    ) -> list[tuple[tuple, Done | None]] | None:  # fmt: skip
+        """What patches gave in a forward that is broken off, where they must not be called twice; None if they may be.
+
+        They may unless they keep something. One whose recording saw nothing of it may have begun just now.
+        """
+        if forward.keeps or error.done is None:
+            return forward.log if forward.keeps else None
+        kept = forward.drawn != random_states(device)
+        kept = kept or self.guards.is_changed(error.place, taped.options, taped.module)
+        return [*forward.log[:-1], (error.place, error.done)] if kept else None
 
     def own(self, out: Any) -> Any:
         """The forward's own results among the program's."""

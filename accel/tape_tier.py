@@ -29,7 +29,6 @@ from .take import NONE, FullStep, Take, bound
 from .take_graphs import NO_GRAPHS, TakeGraphs
 from .tape import called_patches, kernel_check, this_forward
 from .tape.binding import NotBound
-from .tape.called_patches import FormChanged
 from .tape.cost import waits_for_host
 from .tape.options import at
 from .tape.patches import code_of
@@ -72,15 +71,16 @@ class TapeTier:
             while True:
                 try:
                     return self._run(call, settings, shape, forward, tried)
-                except FormChanged as error:
-                    if len(tried) < MAX_FORMS and forward.log is None:
+                except called_patches.FormChanged as error:
+                    given = tried[-1].not_again(error, forward, call.taped, call.key.device)
+                    if given is None and len(tried) < MAX_FORMS:
                         continue  # it was in vain, and changed nothing: another recording may fit
                     self._tapes.patches.odd(error.who)
                     self._tapes.drop(tried[-1])
                     self.stats.note(shape, "eager", say("patch_form", patch=getattr(error.who, "co_name", "a patch")))
-                    if not forward.log or call.taped.leaves_out:
+                    if not given or call.taped.leaves_out:
                         return call.eager()
-                    return call.taped.forward(called_patches.replaying(call.taped.options, forward.log))
+                    return call.taped.forward(called_patches.replaying(call.taped.options, given))
 
     def _run(self, call: Call, settings: Settings, shape: ShapeStats, forward: Forward, tried: list[Take]) -> Any:
         """As ``run``. Raises ``FormChanged``, with the take at the end of ``tried``."""
@@ -111,7 +111,7 @@ class TapeTier:
         inputs = take.inputs(call.inputs, call.taped.options)
         if take.live:
             tried.append(take)
-            forward.log = [] if take.holds else None
+            forward.begin(take.holds, call.key.device)
         out = self._graphs.replay(call, take, inputs) if take.graph and settings.graph_budget_mb else None
         if replayed := out is not None:
             shape.state, shape.reason, shape.note = "graph", "", take.called
@@ -128,7 +128,7 @@ class TapeTier:
         taped = call.taped
         place = take.guards.changed_state(taped.options, taped.module, taped.looks) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
-            raise FormChanged(code_of(at(call.taped.options, place)))
+            raise called_patches.FormChanged(code_of(at(call.taped.options, place)))
         if take.live and len(tried) > 1:
             self._tapes.first(take)
         if not replayed:

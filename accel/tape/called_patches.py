@@ -31,11 +31,14 @@ RAW = frozenset((*KINDS, OVERRIDE))  # options in whose place a recording has it
 
 
 class FormChanged(Exception):
-    """Raised where a patch returns another form of result than in the recording. who: its code."""
+    """Raised where a patch returns another form of result than in the recording. who: its code.
 
-    def __init__(self, who: Any) -> None:
+    place: where it is in the options. done: that call of it.
+    """
+
+    def __init__(self, who: Any, place: tuple = (), done: "Done | None" = None) -> None:
         super().__init__("a patch gave another form of result")
-        self.who = who
+        self.who, self.place, self.done = who, place, done
 
 
 class NotKnown(Exception):
@@ -113,12 +116,13 @@ def _inside(item: Any) -> Any:
 class Done:
     """A call of a patch. tensors: each once, of the copies that it was given and of what it gave.
 
-    written: the numbers of the copies that it wrote into.
+    written: the numbers of the copies that it wrote into. echoes: what it gave that is one of them, and its number.
     """
 
     out: Any
     copies: list[Tensor]
     written: frozenset[int]
+    echoes: list[tuple[Tensor, int]]
     tensors: list[Tensor]
     form: Any
     wrote: list[dict[Any, Any] | None] | None  # the options that it was given, in order, where it changed them
@@ -155,10 +159,9 @@ class LiveCall:
         if this.playing and self.recorded is not None:
             return [tensor.clone() for tensor in self.recorded]
         done = perform(at(this.options, self.place), args, kwargs, this.options)
-        if this.log is not None:
-            this.log.append(done)
+        this.log.append((self.place, done if this.keeps else None))
         if done.form != self.form or done.wrote is not None or done.written & self.shared != self.written:
-            raise FormChanged(self.who)
+            raise FormChanged(self.who, self.place, done)
         return done.tensors
 
     def record(self, done: Done) -> None:
@@ -250,7 +253,8 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     wrote = [options if look() != was else None for options, look, was in zip(given, looks, before, strict=True)]
     skipped = set(map(id, given))
     tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in mine}
-    copied = set(tensors)
+    copied = {id(tensor): number for number, tensor in enumerate(mine)}
+    echoes: list[tuple[Tensor, int]] = []
     memory = {tensor.untyped_storage().data_ptr() for tensor in mine}
     swap: dict[int, Any] = {}
     for tensor in _tensors(out, skipped):
@@ -259,6 +263,7 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
         address, new = tensor.untyped_storage().data_ptr(), spread_out(tensor)
         if new is tensor and address in memory:  # what it was given, which it gives back at some steps alone, or a view
             new = tensor.clone()
+            echoes += [(new, copied[id(tensor)])] if id(tensor) in copied else []
         if new is not tensor:
             swap[id(tensor)] = tensors[id(new)] = new
         else:
@@ -268,7 +273,7 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     numbers = {key: number for number, key in enumerate(tensors)}
     found = list(tensors.values())
     form = _form(out, numbers, skipped), tuple([(tuple(t.shape), t.dtype, t.device) for t in found])
-    return Done(out, mine, written, found, form, wrote if any(each is not None for each in wrote) else None)
+    return Done(out, mine, written, echoes, found, form, wrote if any(each is not None for each in wrote) else None)
 
 
 def _with_levels(raw: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -276,22 +281,25 @@ def _with_levels(raw: Mapping[Any, Any]) -> dict[Any, Any]:
     return {name: level_of(item) if type(item) is Tensor else item for name, item in raw.items()}
 
 
-def replaying(options: Mapping[Any, Any], log: Sequence[Done]) -> dict[Any, Any]:
-    """``options`` for a forward in eager, whose first calls of patches give what is in ``log`` already."""
+def replaying(options: Mapping[Any, Any], log: Sequence[tuple[tuple, Done | None]]) -> dict[Any, Any]:
+    """``options`` for a forward in eager. Its first calls of patches that are called give what is in ``log``.
+
+    log: by the patch's place; None: it is called. Patches that are written down are not in it.
+    """
     left = list(log)
 
     def proxy(place: tuple, patch: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if not left:
+            done = left.pop(0)[1] if left and left[0][0] == place else None
+            if done is None:
                 return patch(*args, **kwargs)
-            done = left.pop(0)
-            given = {id(tensor): tensor for tensor in _tensors((args, kwargs), set(), options)}
-            for tensor, copy in zip(given.values(), done.copies, strict=False):
+            given = list({id(tensor): tensor for tensor in _tensors((args, kwargs), set(), options)}.values())
+            for tensor, copy in zip(given, done.copies, strict=False):
                 if tensor.shape == copy.shape and not torch.equal(tensor, copy):
                     tensor.copy_(copy)  # it had written into it
             if done.wrote is not None:
                 give_back((args, kwargs), options, done.wrote)
-            return done.out
+            return swapped(done.out, {id(echo): given[number] for echo, number in done.echoes if number < len(given)})
 
         return call
 

@@ -277,6 +277,11 @@ class Guards:
                 return str(key)
         return ""
 
+    def is_changed(self, place: tuple, options: Mapping[Any, Any], module: nn.Module) -> bool:
+        """Whether the patch there, which is called, is in another state than when it was recorded."""
+        before = self._called.get(place)
+        return before is None or look(at(options, place), module) != before
+
     def changed_state(
         self, options: Mapping[Any, Any], module: nn.Module | None, looks: Looks | None = None
     ) -> tuple | None:

@@ -20,11 +20,13 @@ from .decisions import Decisions, forget
 from .named_tensors import PLAIN, modules_of
 from .options import MISSING, NotedOptions, Reads
 from .record import Recorder
-from .refusals import random_state
+from .refusals import random_states
 from .state import Glance, look_at
+from .values import Value, swapped
 
 FEW = 20_000  # objects of a patch's state that are looked at once, to see whether a call changes it
 MOST_KNOWN = 256
+NONE: frozenset = frozenset()
 
 
 class PatchBook:
@@ -107,6 +109,7 @@ class Patches:
         self._all: dict[tuple, Callable[..., Any]] = {}
         self._before: tuple = ()  # see ``_kept``
         self._inside = 0
+        self._echoes: set[Value] = set()  # see ``_aliases``
         for kind in called_patches.KINDS:
             if self._raw.get(kind) and options.notes(kind):
                 options.get(kind)  # noted: other patches, another recording
@@ -169,6 +172,7 @@ class Patches:
 
         strict: list[tuple[NotedOptions, bool]] = []
         plain, numbers = (args, kwargs), self._decisions.given
+        recorder.writes.echoes = self._echoes
         args, kwargs = tuple(_each(item, noting) for item in args), {k: _each(v, noting) for k, v in kwargs.items()}
         try:
             return patch(*args, **kwargs)
@@ -177,6 +181,7 @@ class Patches:
                 raise
             self._decisions.used()  # it did not take a number of ours for one
         finally:
+            recorder.writes.echoes = NONE
             for noted, before in strict:
                 noted.strict, noted.decisions = before, None
             for theirs, noted in given:  # what it wrote is for later patches
@@ -208,31 +213,46 @@ class Patches:
             recorder.guarded(lambda: call.record(done))
             self.calls.append(call)
             wrong = self._write_back(given, done)
+            aliases = self._aliases(given, done)
         if done.wrote is not None:
             recorder.refuse(say("patch_writes_options", patch=shown(patch)))
             called_patches.give_back((args, kwargs), self._raw, done.wrote)
         elif wrong:
             recorder.refuse(say("patch_writes_input", patch=shown(patch)))
         if not recorder.refusal:
-            recorder.guarded(lambda: self._note(call, given, done))
-        return done.out
+            recorder.guarded(lambda: self._note(call, given, done, aliases))
+        return swapped(done.out, aliases)
+
+    def _aliases(self, given: tuple, done: called_patches.Done) -> dict[int, Tensor]:
+        """For each echo its original's memory, for whoever writes there. On a tape it is another value.
+
+        At another call the patch may give something else in its place.
+        """
+        originals = _once(given)
+        return {id(echo): originals[number].detach() for echo, number in done.echoes}
 
     def _write_back(self, given: tuple, done: called_patches.Done) -> bool:
         """Gives what the patch wrote into its tensors to the originals. Whether that cannot be on a tape."""
-        wrong, originals = False, _once(given)
+        wrong, originals, value = False, _once(given), self._recorder.value
         for number, (tensor, copy) in enumerate(zip(originals, done.copies, strict=True)):
             if number in done.written or not torch.equal(tensor, copy):
                 tensor.copy_(copy)
-                root = self._recorder.value(tensor).root
-                others = (each for each in originals if each is not tensor and self._recorder.value(each).root is root)
-                # It was written past torch's counts, or is a part of what else the patch was given.
+                root = value(tensor).root
+                others = (each for each in originals if each is not tensor and value(each).root is root)
+                # It was written past torch's counts, is a part of what else the patch was given, or an echo.
                 wrong |= root.leaf is not None or number not in done.written
                 wrong |= not all(_lie_apart(tensor, each) for each in others)
+                wrong |= root in self._echoes
         return wrong
 
-    def _note(self, call: called_patches.LiveCall, given: tuple, done: called_patches.Done) -> None:
+    def _note(
+        self, call: called_patches.LiveCall, given: tuple, done: called_patches.Done, aliases: Mapping[int, Tensor]
+    ) -> None:  # fmt: skip
         recorder, originals = self._recorder, _once(given)
         recorder.step(call, given, done.tensors)
+        for echo, _ in done.echoes:
+            recorder.mark(aliases[id(echo)], recorder.value(echo))
+            self._echoes.add(recorder.value(echo))
         shared = set()
         for number, (tensor, copy) in enumerate(zip(originals, done.copies, strict=True)):
             value = recorder.value(tensor)
@@ -247,7 +267,7 @@ class Patches:
 
     def _kept(self) -> tuple:
         """What patches keep from call to call, as far as it can be seen, and of generators that they may draw from."""
-        return look_at(self._all.values(), self._recorder.module, FEW), _random_state(self._recorder.device)
+        return look_at(self._all.values(), self._recorder.module, FEW), random_states(self._recorder.device)
 
     def _is_part(self, module: Any) -> bool:
         if self._parts is None:
@@ -324,9 +344,3 @@ def _once(given: Any) -> list[Tensor]:
 
     walk(given)
     return list(found.values())
-
-
-def _random_state(device: torch.device) -> tuple:
-    """Of all generators that a patch may draw from."""
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return (*random_state(), bytes(torch.get_rng_state().numpy()), bytes(own.numpy()))

@@ -107,6 +107,12 @@ def random_state() -> tuple:
     return random.getstate(), of_numpy.get("pos"), bytes(of_numpy.get("key", b""))
 
 
+def random_states(device: torch.device) -> tuple:
+    """Of all generators that another pack's patch may draw from."""
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return (*random_state(), bytes(torch.get_rng_state().numpy()), bytes(own.numpy()))
+
+
 def _stream(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None

@@ -6,9 +6,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .noise_level import NoiseLevel
+from .refusals import random_states
 
 _HERE = threading.local()
 
@@ -17,15 +19,22 @@ _HERE = threading.local()
 class Forward:
     """One forward of the model. playing: patches give what they gave while it was recorded, and are not called.
 
-    silent: they give zeros, and are not called. log: what patches gave in it, if that is kept: a forward that is broken
-    off must not call them twice. levels: tensors of the options as patches get them, by the tensors' ids.
+    silent: they give zeros, and are not called. log: the places of those that were called, and what they gave if
+    ``keeps``: a forward that is broken off must not call them twice. drawn: the states of generators before it. levels:
+    tensors of the options as patches get them, by the tensors' ids.
     """
 
     options: Mapping[Any, Any]
     playing: bool = False
     silent: bool = False
-    log: list[Any] | None = None
+    log: list[tuple[tuple, Any]] = field(default_factory=list)
+    keeps: bool = False
+    drawn: tuple = ()
     levels: dict[int, Tensor] = field(default_factory=dict)
+
+    def begin(self, holds: bool, device: torch.device) -> None:
+        """A program runs in it. holds: its patches keep something, as their recording has shown."""
+        self.log, self.keeps, self.drawn = [], holds, () if holds else random_states(device)
 
 
 def now() -> Forward | None:

@@ -4,7 +4,7 @@ A constant is made once and is the same at each replay. One that is written with
 each replay, from the operation on that writes it. Memory that nothing has written holds whatever was there before.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from torch import Tensor
@@ -26,6 +26,7 @@ class Writes:
         self._tensors, self._refuse, self._operations = tensors, refuse, operations
         self.blanks = Blanks()
         self.into: Input | Weight | None = None  # it is refused because this was written into
+        self.echoes: Set[Value] = frozenset()  # not to be written now, see ``Patches._aliases``
         self.promoted: tuple[int, ...] = ()  # the numbers of constants that turned out to be written
         self._unwritten: set[Value] = set()
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
@@ -55,6 +56,8 @@ class Writes:
             self._refuse(UNWRITTEN)
         elif type(target.root.leaf) is not Constant and target.root.leaf is not None:
             self.into = target.root.leaf
+            self._refuse(say("writes_input"))
+        elif target.root in self.echoes:
             self._refuse(say("writes_input"))
         elif target.root in self._tensors.memoised:
             self._refuse(say("writes_kept"))

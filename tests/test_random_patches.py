@@ -1,0 +1,14 @@
+"""Random patches of another pack: ComfyUI's pictures, to the bit. ``python -m tools.random_patches`` draws more."""
+
+import pytest
+
+from tools import random_patches
+
+DRAWS = 12
+ONCE_WRONG = (103, 116, 559)
+
+
+@pytest.mark.parametrize("number", [*range(DRAWS), *ONCE_WRONG])
+@pytest.mark.usefixtures("models")
+def test_pictures_are_comfyuis(number):
+    assert list(random_patches.compared(number)) == []
