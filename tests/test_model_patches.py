@@ -27,6 +27,12 @@ def test_as_without_us(models, name):
     check(models, name, 0.0, "tape")
 
 
+@pytest.mark.parametrize("name", ["QwenImageDiffsynthControlnet", "ZImageFunControlnet", "WanUni3CControlnetApply"])
+def test_two_of_a_kind(models, name):
+    """The second one writes into what the first one gave back, which nobody else has any more."""
+    check(models, name, 0.0, "tape", times=2)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("no_graphs_left")
 @pytest.mark.parametrize("name", NAMES)
@@ -35,15 +41,17 @@ def test_from_graphs(models, name):
     check(models, name, 0.05, "graph", dtype=torch.bfloat16, device="cuda")
 
 
-def check(models, name, close, state, **where):
-    """Two sizes, and the first one again. close: how far from eager's pictures."""
+def check(models, name, close, state, times=1, **where):
+    """Two sizes, and the first one again. close: how far from eager's pictures. times: how often the node is there."""
     from tools.architectures import patchers
     from tools.model_patches import EAGER, NODES
 
     kind, apply, run = NODES[name]
     patcher = patchers.make(kind, **where)
+    plain, fast = patcher, compiled(patcher)
     try:
-        plain, fast = apply(patcher), apply(compiled(patcher))
+        for _ in range(times):
+            plain, fast = apply(plain), apply(fast)
     except (ImportError, AttributeError) as missing:
         pytest.skip(f"this ComfyUI has no such node: {missing}")
     for seed, width in enumerate(SIZES):

@@ -1,5 +1,8 @@
 """Patches that are called, and write into what they are given: parts of tensors, and the options. On the CPU."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -89,6 +92,24 @@ def test_options_for_another_patch(models, where, since):
         return model
 
     assert_as_eager(models, make("Anima"), patched)
+
+
+def test_what_a_patch_was_given_is_let_go(pack):
+    """At once, not when the collector comes: it may be as large as all that a forward needs."""
+    from anyshape.accel.tape.called_patches import perform
+
+    seen = []
+
+    def patch(x, named, options):
+        seen.extend(map(weakref.ref, (x, named["x"])))
+        return x + 1
+
+    gc.disable()
+    try:
+        perform(patch, (torch.ones(3), {"x": torch.ones(2)}, {"sigmas": torch.ones(1)}), {}, {"sigmas": torch.ones(1)})
+        assert [ref() for ref in seen] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_parts_of_one_tensor():

@@ -11,7 +11,7 @@ another form than when it was recorded, ``FormChanged`` ends the replay.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -217,36 +217,47 @@ def spread_out(tensor: Tensor) -> Tensor:
 BETWEEN = (LiveCall, Played)  # functions of steps that run between the pieces of a graph
 
 
-def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any, Any]) -> Done:
-    """Calls a patch with arguments made from their templates."""
-    theirs = _with_levels(raw)
-    copies: dict[int, Tensor] = {}
-    given: list[dict[Any, Any]] = []  # the options that it gets
-    looks: list[Callable[[], Any]] = []  # at each of them
+class _Filling:
+    """A patch's arguments from their templates. given: the options that it gets, of which ``looks`` tell a change."""
 
-    def filled(item: Any) -> Any:
+    def __init__(self, raw: Mapping[Any, Any]) -> None:
+        self._theirs = {name: level_of(item) if type(item) is Tensor else item for name, item in raw.items()}
+        self.copies: dict[int, Tensor] = {}
+        self.given: list[dict[Any, Any]] = []
+        self.looks: list[Callable[[], Any]] = []
+
+    def filled(self, item: Any) -> Any:
+        """``item`` with copies of tensors, and with the caller's options where the template says so."""
         if isinstance(item, Tensor):
-            if id(item) not in copies:
+            if id(item) not in self.copies:
                 with torch.inference_mode(False), torch.no_grad():  # torch counts what is written into such a tensor
-                    copies[id(item)] = item.clone()
-            return copies[id(item)]
+                    self.copies[id(item)] = item.clone()
+            return self.copies[id(item)]
         if type(item) is dict and OPTIONS in item:
-            names = item[OPTIONS].names
-            options = {name: theirs[name] for name in names if name in theirs}
-            options |= {name: theirs[name] for name in COPIED_ALONG if name in theirs and name not in options}
-            options |= {name: filled(value) for name, value in item.items() if name is not OPTIONS}
-            own = [name for name in item if name is not OPTIONS]
-            looks.append(lambda: (list(map(id, options.values())), [_inside(options.get(name)) for name in own]))
-            given.append(options)
-            return options
+            return self._options(
+                item[OPTIONS].names, {name: each for name, each in item.items() if name is not OPTIONS}
+            )
         if type(item) in (list, tuple):
-            return type(item)([filled(each) for each in item])
+            return type(item)([self.filled(each) for each in item])
         if type(item) is dict:
-            return {name: filled(each) for name, each in item.items()}
+            return {name: self.filled(each) for name, each in item.items()}
         return item.part() if isinstance(item, Part) else item
 
-    args, kwargs = filled(args), filled(kwargs)
-    mine = list(copies.values())
+    def _options(self, names: tuple[Any, ...], own: dict[Any, Any]) -> dict[Any, Any]:
+        theirs = self._theirs
+        options = {name: theirs[name] for name in names if name in theirs}
+        options |= {name: theirs[name] for name in COPIED_ALONG if name in theirs and name not in options}
+        options |= {name: self.filled(value) for name, value in own.items()}
+        self.looks.append(lambda: (list(map(id, options.values())), [_inside(options.get(name)) for name in own]))
+        self.given.append(options)
+        return options
+
+
+def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any, Any]) -> Done:
+    """Calls a patch with arguments made from their templates."""
+    filling = _Filling(raw)
+    args, kwargs = filling.filled(args), filling.filled(kwargs)
+    mine, given, looks = list(filling.copies.values()), filling.given, filling.looks
     versions, before = [copy._version for copy in mine], [look() for look in looks]
     out = patch(*args, **kwargs)
     written = frozenset(n for n, copy in enumerate(mine) if copy._version != versions[n])
@@ -257,7 +268,7 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     echoes: list[tuple[Tensor, int]] = []
     memory = {tensor.untyped_storage().data_ptr() for tensor in mine}
     swap: dict[int, Any] = {}
-    for tensor in _tensors(out, skipped):
+    for tensor in tensors_in(out, skipped):
         if id(tensor) in swap or (id(tensor) in tensors and id(tensor) not in copied):
             continue
         address, new = tensor.untyped_storage().data_ptr(), spread_out(tensor)
@@ -276,11 +287,6 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     return Done(out, mine, written, echoes, found, form, wrote if any(each is not None for each in wrote) else None)
 
 
-def _with_levels(raw: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The options with tensors as ``NoiseLevel``."""
-    return {name: level_of(item) if type(item) is Tensor else item for name, item in raw.items()}
-
-
 def replaying(options: Mapping[Any, Any], log: Sequence[tuple[tuple, Done | None]]) -> dict[Any, Any]:
     """``options`` for a forward in eager. Its first calls of patches that are called give what is in ``log``.
 
@@ -293,7 +299,7 @@ def replaying(options: Mapping[Any, Any], log: Sequence[tuple[tuple, Done | None
             done = left.pop(0)[1] if left and left[0][0] == place else None
             if done is None:
                 return patch(*args, **kwargs)
-            given = list({id(tensor): tensor for tensor in _tensors((args, kwargs), set(), options)}.values())
+            given = list({id(tensor): tensor for tensor in tensors_in((args, kwargs), set(), options)}.values())
             for tensor, copy in zip(given, done.copies, strict=False):
                 if tensor.shape == copy.shape and not torch.equal(tensor, copy):
                     tensor.copy_(copy)  # it had written into it
@@ -315,13 +321,14 @@ def wrapped(item: Any, proxy: Callable[[tuple, Callable[..., Any]], Any], place:
     return proxy(place, item) if callable(item) and not isinstance(item, (type, Tensor)) else item
 
 
-def _tensors(out: Any, skipped: set[int], raw: Mapping[Any, Any] | None = None) -> Iterator[Tensor]:
+def tensors_in(out: Any, skipped: Set[int], raw: Mapping[Any, Any] | None = None) -> Iterator[Tensor]:
+    """Those in nested containers, as often as they are there. skipped: ids of containers; raw: options, skipped too."""
     if isinstance(out, Tensor):
         yield out
     elif id(out) not in skipped and not (raw is not None and is_options(out, raw)):
         items = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else ()
         for item in items:
-            yield from _tensors(item, skipped, raw)
+            yield from tensors_in(item, skipped, raw)
 
 
 def _form(out: Any, numbers: Mapping[int, int], skipped: set[int]) -> Any:

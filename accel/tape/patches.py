@@ -109,7 +109,7 @@ class Patches:
         self._all: dict[tuple, Callable[..., Any]] = {}
         self._before: tuple = ()  # see ``_kept``
         self._inside = 0
-        self._echoes: set[Value] = set()  # see ``_aliases``
+        self._echoes: dict[Value, weakref.ref[Tensor]] = {}  # and their originals, see ``_aliases``
         for kind in called_patches.KINDS:
             if self._raw.get(kind) and options.notes(kind):
                 options.get(kind)  # noted: other patches, another recording
@@ -172,7 +172,7 @@ class Patches:
 
         strict: list[tuple[NotedOptions, bool]] = []
         plain, numbers = (args, kwargs), self._decisions.given
-        recorder.writes.echoes = self._echoes
+        recorder.writes.echoes = {echo for echo in self._echoes if self._is_shared(echo)}
         args, kwargs = tuple(_each(item, noting) for item in args), {k: _each(v, noting) for k, v in kwargs.items()}
         try:
             return patch(*args, **kwargs)
@@ -242,17 +242,21 @@ class Patches:
                 # It was written past torch's counts, is a part of what else the patch was given, or an echo.
                 wrong |= root.leaf is not None or number not in done.written
                 wrong |= not all(_lie_apart(tensor, each) for each in others)
-                wrong |= root in self._echoes
+                wrong |= self._is_shared(root)
         return wrong
+
+    def _is_shared(self, echo: Value) -> bool:
+        """Whether somebody still has what a patch gave back as it was, besides those to whom it gave it."""
+        return echo in self._echoes and self._echoes[echo]() is not None
 
     def _note(
         self, call: called_patches.LiveCall, given: tuple, done: called_patches.Done, aliases: Mapping[int, Tensor]
     ) -> None:  # fmt: skip
         recorder, originals = self._recorder, _once(given)
         recorder.step(call, given, done.tensors)
-        for echo, _ in done.echoes:
+        for echo, number in done.echoes:
             recorder.mark(aliases[id(echo)], recorder.value(echo))
-            self._echoes.add(recorder.value(echo))
+            self._echoes[recorder.value(echo)] = weakref.ref(originals[number])
         shared = set()
         for number, (tensor, copy) in enumerate(zip(originals, done.copies, strict=True)):
             value = recorder.value(tensor)
@@ -329,18 +333,4 @@ def _lie_apart(a: Tensor, b: Tensor) -> bool:
 
 def _once(given: Any) -> list[Tensor]:
     """The tensors of a template, each once, in order."""
-    found: dict[int, Tensor] = {}
-
-    def walk(item: Any) -> None:
-        if isinstance(item, Tensor):
-            found.setdefault(id(item), item)
-        elif isinstance(item, dict):
-            for name, each in item.items():
-                if name is not called_patches.OPTIONS:
-                    walk(each)
-        elif isinstance(item, (list, tuple)):
-            for each in item:
-                walk(each)
-
-    walk(given)
-    return list(found.values())
+    return list({id(tensor): tensor for tensor in called_patches.tensors_in(given, frozenset())}.values())
