@@ -77,7 +77,7 @@ class TapeTier:
                         continue  # it was in vain, and changed nothing: another recording may fit
                     self._tapes.patches.odd(error.who)
                     self._tapes.drop(tried[-1])
-                    self.stats.note(shape, "eager", say("patch_form", patch=getattr(error.who, "co_name", "a patch")))
+                    self.stats.note(shape, "eager", say("patch_form", patch=error.name))
                     if not given or call.taped.leaves_out:
                         return call.eager()
                     return call.taped.forward(called_patches.replaying(call.taped.options, given))

@@ -22,9 +22,9 @@ REASONS = dict(
         "another node's patch changed during this forward, so it is called in each forward from now on",
     ),
     patch_form=(
-        "another node's patch changes sizes ({patch})",
-        "another node's patch returns results of several shapes or types ({patch}), so the forward is not recorded "
-        "as a whole",
+        "another node's patch differs from step to step ({patch})",
+        "another node's patch returns results of several shapes or types, or begins in mid-run to write or to keep "
+        "something ({patch}), so the forward is not recorded as a whole",
     ),
     patched_block=(
         "another node patches some blocks ({patch})",

@@ -40,6 +40,11 @@ class FormChanged(Exception):
         super().__init__("a patch gave another form of result")
         self.who, self.place, self.done = who, place, done
 
+    @property
+    def name(self) -> str:
+        """The patch's, as a user may know it."""
+        return getattr(self.who, "co_name", None) or getattr(self.who, "__name__", "a patch")
+
 
 class NotKnown(Exception):
     """Raised where a patch gets something that a replay could not give it."""
