@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from .identity import EQUAL
-from .layout import laid_out
+from .layout import laid_out, spread_out
 from .options import COPIED_ALONG, NotedOptions, at
 from .pieces import Form, between, captured_here
 from .this_forward import level_of, now
@@ -132,6 +132,17 @@ class Done:
     form: Any
     wrote: list[dict[Any, Any] | None] | None  # the options that it was given, in order, where it changed them
 
+    def give_to(self, originals: Sequence[Tensor]) -> list[int]:
+        """Writes what the patch wrote into its copies into their originals, and returns the numbers of those.
+
+        All are compared first: an original may lie in another one, whose copy does not know what was written.
+        """
+        pairs = [(n, a, b) for n, (a, b) in enumerate(zip(originals, self.copies, strict=False)) if a.shape == b.shape]
+        found = [pair for pair in pairs if pair[0] in self.written or not torch.equal(*pair[1:])]
+        for _, original, copy in found:
+            original.copy_(copy)
+        return [number for number, *_ in found]
+
 
 @dataclass
 class LiveCall:
@@ -213,12 +224,6 @@ class Played:
         return out
 
 
-def spread_out(tensor: Tensor) -> Tensor:
-    """``tensor`` with memory for each element: what lies once for several cannot be written one by one."""
-    repeats = any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.contiguous() if repeats else tensor
-
-
 BETWEEN = (LiveCall, Played)  # functions of steps that run between the pieces of a graph
 
 
@@ -239,18 +244,16 @@ class _Filling:
                     self.copies[id(item)] = item.clone()
             return self.copies[id(item)]
         if type(item) is dict and OPTIONS in item:
-            return self._options(
-                item[OPTIONS].names, {name: each for name, each in item.items() if name is not OPTIONS}
-            )
+            return self._options(item)
         if type(item) in (list, tuple):
             return type(item)([self.filled(each) for each in item])
         if type(item) is dict:
             return {name: self.filled(each) for name, each in item.items()}
         return item.part() if isinstance(item, Part) else item
 
-    def _options(self, names: tuple[Any, ...], own: dict[Any, Any]) -> dict[Any, Any]:
-        theirs = self._theirs
-        options = {name: theirs[name] for name in names if name in theirs}
+    def _options(self, item: dict[Any, Any]) -> dict[Any, Any]:
+        theirs, own = self._theirs, {name: each for name, each in item.items() if name is not OPTIONS}
+        options = {name: theirs[name] for name in item[OPTIONS].names if name in theirs}
         options |= {name: theirs[name] for name in COPIED_ALONG if name in theirs and name not in options}
         options |= {name: self.filled(value) for name, value in own.items()}
         self.looks.append(lambda: (list(map(id, options.values())), [_inside(options.get(name)) for name in own]))
@@ -273,7 +276,7 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     echoes: list[tuple[Tensor, int]] = []
     memory = {tensor.untyped_storage().data_ptr() for tensor in mine}
     swap: dict[int, Any] = {}
-    for tensor in tensors_in(out, skipped):
+    for tensor in _tensors(out, skipped):
         if id(tensor) in swap or (id(tensor) in tensors and id(tensor) not in copied):
             continue
         address, new = tensor.untyped_storage().data_ptr(), spread_out(tensor)
@@ -304,10 +307,8 @@ def replaying(options: Mapping[Any, Any], log: Sequence[tuple[tuple, Done | None
             done = left.pop(0)[1] if left and left[0][0] == place else None
             if done is None:
                 return patch(*args, **kwargs)
-            given = list({id(tensor): tensor for tensor in tensors_in((args, kwargs), set(), options)}.values())
-            for tensor, copy in zip(given, done.copies, strict=False):
-                if tensor.shape == copy.shape and not torch.equal(tensor, copy):
-                    tensor.copy_(copy)  # it had written into it
+            given = list({id(tensor): tensor for tensor in _tensors((args, kwargs), set(), options)}.values())
+            done.give_to(given)
             if done.wrote is not None:
                 give_back((args, kwargs), options, done.wrote)
             return swapped(done.out, {id(echo): given[number] for echo, number in done.echoes if number < len(given)})
@@ -326,14 +327,13 @@ def wrapped(item: Any, proxy: Callable[[tuple, Callable[..., Any]], Any], place:
     return proxy(place, item) if callable(item) and not isinstance(item, (type, Tensor)) else item
 
 
-def tensors_in(out: Any, skipped: Set[int], raw: Mapping[Any, Any] | None = None) -> Iterator[Tensor]:
-    """Those in nested containers, as often as they are there. skipped: ids of containers; raw: options, skipped too."""
+def _tensors(out: Any, skipped: Set[int], raw: Mapping[Any, Any] | None = None) -> Iterator[Tensor]:
     if isinstance(out, Tensor):
         yield out
     elif id(out) not in skipped and not (raw is not None and is_options(out, raw)):
         items = out.values() if isinstance(out, dict) else out if isinstance(out, (list, tuple)) else ()
         for item in items:
-            yield from tensors_in(item, skipped, raw)
+            yield from _tensors(item, skipped, raw)
 
 
 def _form(out: Any, numbers: Mapping[int, int], skipped: set[int]) -> Any:

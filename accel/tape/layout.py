@@ -325,3 +325,9 @@ def lying_so(
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """``tensor`` with this stride."""
     return tensor if tensor.stride() == stride else copied(tensor, stride)
+
+
+def spread_out(tensor: Tensor) -> Tensor:
+    """``tensor`` with memory for each element: what lies once for several cannot be written one by one."""
+    repeats = any(n > 1 and not step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.contiguous() if repeats else tensor

@@ -8,10 +8,9 @@ out once for each patch's code.
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..reasons import say
@@ -22,7 +21,7 @@ from .options import MISSING, NotedOptions, Reads
 from .record import Recorder
 from .refusals import random_states
 from .state import Glance, look_at
-from .values import Value, swapped
+from .values import Value, swapped, tensors_in
 
 FEW = 20_000  # objects of a patch's state that are looked at once, to see whether a call changes it
 MOST_KNOWN = 256
@@ -212,37 +211,29 @@ class Patches:
             done = called_patches.perform(patch, *given, self._raw)
             recorder.guarded(lambda: call.record(done))
             self.calls.append(call)
-            wrong = self._write_back(given, done)
-            aliases = self._aliases(given, done)
+            originals = _once(given)
+            wrong = self._write_back(originals, done)
+            # For each echo its original's memory, for whoever writes there. On a tape it is another value: at another
+            # call the patch may give something else in its place.
+            aliases = {id(echo): originals[number].detach() for echo, number in done.echoes}
         if done.wrote is not None:
             recorder.refuse(say("patch_writes_options", patch=shown(patch)))
             called_patches.give_back((args, kwargs), self._raw, done.wrote)
         elif wrong:
             recorder.refuse(say("patch_writes_input", patch=shown(patch)))
         if not recorder.refusal:
-            recorder.guarded(lambda: self._note(call, given, done, aliases))
+            recorder.guarded(lambda: self._note(call, (given, originals), done, aliases))
         return swapped(done.out, aliases)
 
-    def _aliases(self, given: tuple, done: called_patches.Done) -> dict[int, Tensor]:
-        """For each echo its original's memory, for whoever writes there. On a tape it is another value.
-
-        At another call the patch may give something else in its place.
-        """
-        originals = _once(given)
-        return {id(echo): originals[number].detach() for echo, number in done.echoes}
-
-    def _write_back(self, given: tuple, done: called_patches.Done) -> bool:
+    def _write_back(self, originals: Sequence[Tensor], done: called_patches.Done) -> bool:
         """Gives what the patch wrote into its tensors to the originals. Whether that cannot be on a tape."""
-        wrong, originals, value = False, _once(given), self._recorder.value
-        for number, (tensor, copy) in enumerate(zip(originals, done.copies, strict=True)):
-            if number in done.written or not torch.equal(tensor, copy):
-                tensor.copy_(copy)
-                root = value(tensor).root
-                others = (each for each in originals if each is not tensor and value(each).root is root)
-                # It was written past torch's counts, is a part of what else the patch was given, or an echo.
-                wrong |= root.leaf is not None or number not in done.written
-                wrong |= not all(_lie_apart(tensor, each) for each in others)
-                wrong |= self._is_shared(root)
+        wrong, value = False, self._recorder.value
+        for number in done.give_to(originals):
+            tensor, root = originals[number], value(originals[number]).root
+            others = (each for each in originals if each is not tensor and value(each).root is root)
+            # It was written past torch's counts, is a part of what else the patch was given, or an echo.
+            wrong |= root.leaf is not None or number not in done.written
+            wrong |= not all(_lie_apart(tensor, each) for each in others) or self._is_shared(root)
         return wrong
 
     def _is_shared(self, echo: Value) -> bool:
@@ -250,9 +241,10 @@ class Patches:
         return echo in self._echoes and self._echoes[echo]() is not None
 
     def _note(
-        self, call: called_patches.LiveCall, given: tuple, done: called_patches.Done, aliases: Mapping[int, Tensor]
+        self, call: called_patches.LiveCall, args: tuple[tuple, Sequence[Tensor]], done: called_patches.Done,
+        aliases: Mapping[int, Tensor],
     ) -> None:  # fmt: skip
-        recorder, originals = self._recorder, _once(given)
+        recorder, (given, originals) = self._recorder, args
         recorder.step(call, given, done.tensors)
         for echo, number in done.echoes:
             recorder.mark(aliases[id(echo)], recorder.value(echo))
@@ -333,4 +325,4 @@ def _lie_apart(a: Tensor, b: Tensor) -> bool:
 
 def _once(given: Any) -> list[Tensor]:
     """The tensors of a template, each once, in order."""
-    return list({id(tensor): tensor for tensor in called_patches.tensors_in(given, frozenset())}.values())
+    return list({id(tensor): tensor for tensor in tensors_in(given)}.values())
