@@ -17,7 +17,7 @@ from .tape.named_tensors import NO_OTHERS, OfPatch
 from .tape.options import Guards, NotedOptions
 from .tape.program import Program
 from .tape.record import Recorder
-from .tape.refusals import random_states
+from .tape.refusals import Generators
 from .tape.state import Looks
 from .tape.this_forward import Forward
 from .tape.values import Weight
@@ -129,12 +129,16 @@ class Take:
     ) -> list[tuple[tuple, Done | None]] | None:  # fmt: skip
         """What patches gave in a forward that is broken off, where they must not be called twice; None if they may be.
 
-        They may unless they keep something. One whose recording saw nothing of it may have begun just now.
+        They may unless they keep something. One whose recording saw nothing of it may have begun just now. Those that
+        have begun to draw random numbers draw the same ones again.
         """
-        if forward.keeps or error.done is None:
-            return forward.log if forward.keeps else None
-        kept = forward.drawn != random_states(device)
-        kept = kept or self.guards.is_changed(error.place, taped.options, taped.module)
+        if forward.keeps:
+            return forward.log
+        kept = error.done is not None and self.guards.is_changed(error.place, taped.options, taped.module)
+        if kept:
+            error.done.drawn = Generators.now(device)
+        if forward.drawn is not None:
+            forward.drawn.restore()
         return [*forward.log[:-1], (error.place, error.done)] if kept else None
 
     def own(self, out: Any) -> Any:

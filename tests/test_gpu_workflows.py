@@ -80,11 +80,13 @@ def test_prompts_of_one_afternoon(models, patchers, warm, nothing_compiles, monk
 
 @pytest.mark.parametrize("name", ALL_KINDS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_lora(models, patchers, warm, nothing_compiles, kind, name):
+def test_every_kind_of_lora(models, patchers, warm, nothing_compiles, caplog, kind, name):
     if name == "norm" and kind == "flux":
         pytest.skip("Flux's norms have no weights")
     state = lora(patchers[kind], name)
     wanted = models.sample(with_lora(patchers[kind], state, 0.7), **RUNS[kind])
+    if refusals := [said.getMessage() for said in caplog.records if said.getMessage().startswith(f"ERROR {name} ")]:
+        pytest.skip(f"this ComfyUI cannot apply one: {refusals[0]}")  # BOFT in half precision, in 0.33
     assert error(wanted, models.sample(patchers[kind], **RUNS[kind])) > CHANGED
     assert error(models.sample(with_lora(warm[kind], state, 0.7), **RUNS[kind]), wanted) < CLOSE
     assert_graph_again(models, patchers, warm, kind)

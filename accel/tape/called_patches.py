@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .identity import EQUAL
+from .identity import EQUAL, ids_in
 from .layout import laid_out, spread_out
 from .options import COPIED_ALONG, NotedOptions, at
 from .pieces import Form, between, captured_here
+from .refusals import Generators
 from .this_forward import level_of, now
 from .values import replaced, swapped
 
@@ -110,13 +111,6 @@ def give_back(given: tuple, raw: Mapping[Any, Any], wrote: Sequence[dict[Any, An
                 theirs[name] = value
 
 
-def _inside(item: Any) -> Any:
-    """What lies in it, and in containers in it."""
-    if type(item) is dict:
-        return id(item), [(id(name), _inside(each)) for name, each in item.items()]
-    return (id(item), list(map(_inside, item))) if type(item) in (list, tuple) else id(item)
-
-
 @dataclass
 class Done:
     """A call of a patch. tensors: each once, of the copies that it was given and of what it gave.
@@ -131,6 +125,7 @@ class Done:
     tensors: list[Tensor]
     form: Any
     wrote: list[dict[Any, Any] | None] | None  # the options that it was given, in order, where it changed them
+    drawn: Generators | None = None  # after it, where a forward in eager is to go on with them
 
     def give_to(self, originals: Sequence[Tensor]) -> list[int]:
         """Writes what the patch wrote into its copies into their originals, and returns the numbers of those.
@@ -256,7 +251,7 @@ class _Filling:
         options = {name: theirs[name] for name in item[OPTIONS].names if name in theirs}
         options |= {name: theirs[name] for name in COPIED_ALONG if name in theirs and name not in options}
         options |= {name: self.filled(value) for name, value in own.items()}
-        self.looks.append(lambda: (list(map(id, options.values())), [_inside(options.get(name)) for name in own]))
+        self.looks.append(lambda: (list(map(id, options.values())), [ids_in(options.get(name)) for name in own]))
         self.given.append(options)
         return options
 
@@ -309,6 +304,8 @@ def replaying(options: Mapping[Any, Any], log: Sequence[tuple[tuple, Done | None
                 return patch(*args, **kwargs)
             given = list({id(tensor): tensor for tensor in _tensors((args, kwargs), set(), options)}.values())
             done.give_to(given)
+            if done.drawn is not None:
+                done.drawn.restore()
             if done.wrote is not None:
                 give_back((args, kwargs), options, done.wrote)
             return swapped(done.out, {id(echo): given[number] for echo, number in done.echoes if number < len(given)})

@@ -93,3 +93,10 @@ def bundled(value: Any) -> dict[str, Any] | None:
     hidden = (own is None and not slots) or any(name.startswith("__") for name in slots)  # such names are mangled
     held = {} if hidden else {name: getattr(value, name) for name in slots if hasattr(value, name)} | (own or {})
     return None if hidden or len(held) > MOST_HELD else held
+
+
+def ids_in(item: Any) -> Any:
+    """The ids of an object and of what lies in it, where it is a container."""
+    if type(item) is dict:
+        return id(item), [(id(name), ids_in(each)) for name, each in item.items()]
+    return (id(item), list(map(ids_in, item))) if type(item) in (list, tuple) else id(item)

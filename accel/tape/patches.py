@@ -19,7 +19,7 @@ from .decisions import Decisions, forget
 from .named_tensors import PLAIN, modules_of
 from .options import MISSING, NotedOptions, Reads
 from .record import Recorder
-from .refusals import random_states
+from .refusals import Generators
 from .state import Glance, look_at
 from .values import Value, swapped, tensors_in
 
@@ -263,7 +263,7 @@ class Patches:
 
     def _kept(self) -> tuple:
         """What patches keep from call to call, as far as it can be seen, and of generators that they may draw from."""
-        return look_at(self._all.values(), self._recorder.module, FEW), random_states(self._recorder.device)
+        return look_at(self._all.values(), self._recorder.module, FEW), Generators.now(self._recorder.device)
 
     def _is_part(self, module: Any) -> bool:
         if self._parts is None:

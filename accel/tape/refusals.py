@@ -2,9 +2,11 @@
 host.
 """
 
+import pickle
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -103,14 +105,30 @@ def _writes_one_memory(func: Any, lifted: tuple) -> bool:
 def random_state() -> tuple:
     """Of the generators that a forward may draw from past torch's dispatcher."""
     numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state(legacy=False)["state"] if numpy is not None else {}
-    return random.getstate(), of_numpy.get("pos"), bytes(of_numpy.get("key", b""))
+    return random.getstate(), pickle.dumps(numpy.random.get_state(legacy=False)) if numpy is not None else b""
 
 
-def random_states(device: torch.device) -> tuple:
-    """Of all generators that another pack's patch may draw from."""
-    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return (*random_state(), bytes(torch.get_rng_state().numpy()), bytes(own.numpy()))
+@dataclass(frozen=True)
+class Generators:
+    """The states of all generators that another pack's patch may draw from."""
+
+    device: torch.device
+    states: tuple
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Generators":
+        own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        return cls(device, (*random_state(), bytes(torch.get_rng_state().numpy()), bytes(own.numpy())))
+
+    def restore(self) -> None:
+        """What draws from them draws the same numbers again."""
+        of_python, of_numpy, of_torch, own = self.states
+        random.setstate(of_python)
+        if of_numpy:
+            sys.modules["numpy"].random.set_state(pickle.loads(of_numpy))
+        torch.set_rng_state(torch.frombuffer(bytearray(of_torch), dtype=torch.uint8))
+        if self.device.type == "cuda":
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(own), dtype=torch.uint8), self.device)
 
 
 def _stream(device: torch.device) -> int | None:

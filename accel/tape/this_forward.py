@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .noise_level import NoiseLevel
-from .refusals import random_states
+from .refusals import Generators
 
 _HERE = threading.local()
 
@@ -20,8 +20,8 @@ class Forward:
     """One forward of the model. playing: patches give what they gave while it was recorded, and are not called.
 
     silent: they give zeros, and are not called. log: the places of those that were called, and what they gave if
-    ``keeps``: a forward that is broken off must not call them twice. drawn: the states of generators before it. levels:
-    tensors of the options as patches get them, by the tensors' ids.
+    ``keeps``: a forward that is broken off must not call them twice. drawn: if not ``keeps``, generators before it.
+    levels: tensors of the options as patches get them, by the tensors' ids.
     """
 
     options: Mapping[Any, Any]
@@ -29,12 +29,12 @@ class Forward:
     silent: bool = False
     log: list[tuple[tuple, Any]] = field(default_factory=list)
     keeps: bool = False
-    drawn: tuple = ()
+    drawn: Generators | None = None
     levels: dict[int, Tensor] = field(default_factory=dict)
 
     def begin(self, holds: bool, device: torch.device) -> None:
         """A program runs in it. holds: its patches keep something, as their recording has shown."""
-        self.log, self.keeps, self.drawn = [], holds, () if holds else random_states(device)
+        self.log, self.keeps, self.drawn = [], holds, None if holds else Generators.now(device)
 
 
 def now() -> Forward | None:
