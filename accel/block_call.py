@@ -10,10 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from .errors import AnyShapeError
+from .origin import is_known
 from .reasons import say
 from .tape.blocks import NUMBERS
 from .tape.identity import bundled
-from .tape.values import swapped
+from .tape.swaps import contents, swapped
 
 OPTIONS = "transformer_options"
 
@@ -31,7 +32,9 @@ class Given:
     passed: Mapping[Any, Any] | None = None  # its options, if it was passed any
     tensors: list[Tensor] = field(default_factory=list)  # each once
     key: list[Hashable] = field(default_factory=list)  # all the rest, and the tensors' forms
-    functions: bool = False  # whether there may be functions among them, which the key then holds
+    functions: bool = False  # whether the key may hold functions of which it can say no more than which they are
+    home: str = ""  # the block's module
+    entered: list[int] = field(default_factory=list)  # ids of functions whose contents are being walked
 
     @property
     def options(self) -> Mapping[Any, Any]:
@@ -61,7 +64,8 @@ def take_apart(kind: type, args: tuple, kwargs: dict[str, Any], functions: bool 
 
     Raises ``NotUsed`` if an argument has no key.
     """
-    given, place = Given(args, kwargs, functions=functions), _place_of_options(kind.forward)
+    given = Given(args, kwargs, functions=functions, home=kind.__module__)
+    place = _place_of_options(kind.forward)
     if OPTIONS in kwargs or 0 <= place < len(args):
         passed = kwargs[OPTIONS] if OPTIONS in kwargs else args[place]
         if isinstance(passed, dict):
@@ -93,6 +97,8 @@ def _walk(item: Any, given: Given, places: dict[int, int], inside: bool = False)
         key.append((place, item.shape, item.stride(), item.dtype, item.device))
     elif item is given.passed and item is not None:
         key.append(OPTIONS)
+    elif kind is FunctionType and _walk_function(item, given, places, inside):
+        return
     elif isinstance(item, NUMBERS) or (kind is FunctionType and given.functions):
         key.append((kind, item))
     elif kind is list or kind is tuple:
@@ -109,6 +115,27 @@ def _walk(item: Any, given: Given, places: dict[int, int], inside: bool = False)
             _walk(each, given, places, inside=True)
     else:
         raise NotUsed(say("block_argument", kind=kind.__name__))
+
+
+def _walk_function(function: FunctionType, given: Given, places: dict[int, int], inside: bool) -> bool:
+    """Whether a function is known by its code and what it was made with: an attention with its cached keys, say."""
+    known = (is_known(function) or function.__module__ == given.home) and not function.__dict__
+    held = contents(function) if known and id(function) not in given.entered else None
+    if held is None:
+        return False
+    keys, tensors, before = len(given.key), len(given.tensors), dict(places)
+    given.key.append((FunctionType, function.__code__))
+    given.entered.append(id(function))
+    try:
+        _walk(held, given, places, inside)
+        return True
+    except NotUsed:
+        del given.key[keys:], given.tensors[tensors:]
+        places.clear()
+        places.update(before)
+        return False
+    finally:
+        given.entered.pop()
 
 
 def is_plain(out: Any) -> bool:

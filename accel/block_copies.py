@@ -140,9 +140,9 @@ class BlockCopies:
 
     def _is_closed(self, example: Example, block: nn.Module) -> bool:
         """Whether the example reads nothing but its arguments, its options and its own weights; finds those."""
-        value, known = self._recorder.value, self._recorder.known
+        known = self._recorder.known
         own = {known(tensor) for _, part in modules_of(block) for _, tensor in tensors_of(part)}
-        optional = {value(tensor) for tensor in example.options.tensors}
+        optional = {known(tensor) for tensor in example.options.tensors}
         made = {value for operation in example.operations for value in operation.outputs}
         given = {*example.given, *(value.root for value in example.given)}
         for read in {value: None for operation in example.operations for value in operation.inputs}:

@@ -2,8 +2,10 @@
 
 import functools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -14,6 +16,7 @@ from .tape import blocks
 # What runs in place of a block's own forward: (path, block, its own forward, arguments, keyword arguments) -> result
 Ours = Callable[[str, nn.Module, Callable[..., Any], tuple, dict[str, Any]], Any]
 
+MAX_STRUCTURES = 4  # of a model, that it may have again
 _INSTALLING = threading.Lock()
 
 
@@ -24,35 +27,66 @@ class _Installed(functools.partial):
     before: "_Installed | None"  # what it took the place of
 
 
+@dataclass
+class _Found:
+    """What is known of the blocks of a model with one structure. number: no other one has it."""
+
+    number: int
+    paths: list[str]
+    alike: dict[str, tuple[int, int] | None] = field(default_factory=dict)
+    kinds: dict[Hashable, int] = field(default_factory=dict)  # likenesses are long, and compared at each call
+
+
 class Blocks:
-    """The blocks of one model by path, and which of them are alike. Holds no module. stages: see ``blocks.find``."""
+    """The blocks of one model by path, and which of them are alike. Holds no module. stages: see ``blocks.find``.
+
+    What was found is kept for the last few structures: a model that puts a cache into itself has two in each run.
+    """
 
     def __init__(self, stages: bool = False) -> None:
-        self._stages = stages
-        self._structure: int | None = None  # of the model that all of the following is about
-        self.paths: list[str] = []
-        self._alike: dict[str, int | None] = {}
-        self._kinds: dict[Hashable, int] = {}  # likenesses are long, and compared at each call
+        self._stages, self._count = stages, 0
+        self._structures: OrderedDict[int, _Found] = OrderedDict()  # the latest last
+        self._now = _Found(0, [])
+
+    @property
+    def paths(self) -> list[str]:
+        """Of the blocks, as the model is now."""
+        return self._now.paths
+
+    @paths.setter
+    def paths(self, paths: list[str]) -> None:
+        self._now.paths = paths
 
     def look(self, model: nn.Module, structure: int) -> bool:
-        """Finds the blocks of ``model``. Returns whether its code has changed since the last look."""
-        if self._structure == structure:
-            return False
-        self._alike.clear()
-        self._kinds.clear()
-        self.paths, self._structure = blocks.find(model, self._stages), structure
-        return True
+        """Finds the blocks of ``model``. Returns whether its code is not as it was at an earlier look."""
+        known = structure in self._structures
+        if not known:
+            self._count += 1
+            self._structures[structure] = _Found(self._count, blocks.find(model, self._stages))
+            if len(self._structures) > MAX_STRUCTURES:
+                self._structures.popitem(last=False)
+        self._structures.move_to_end(structure)
+        self._now = self._structures[structure]
+        return not known
 
     def forget(self) -> None:
         """Makes the next look find everything again, because the form of a weight changed, for example."""
-        self._structure = None
+        self._structures.clear()
 
-    def likeness(self, path: str, block: nn.Module) -> int | None:
-        """Returns the same value for blocks that are alike, and None for a block that must be left alone."""
-        if path not in self._alike:
+    def likeness(self, path: str, block: nn.Module) -> tuple[int, int] | None:
+        """Returns the same value for blocks that are alike, and None for a block that must be left alone.
+
+        Blocks of different structures are never alike.
+        """
+        now = self._now
+        if path not in now.alike:
             found = blocks.likeness(block)
-            self._alike[path] = None if found is None else self._kinds.setdefault(found, len(self._kinds))
-        return self._alike[path]
+            now.alike[path] = None if found is None else (now.number, now.kinds.setdefault(found, len(now.kinds)))
+        return now.alike[path]
+
+    def is_known(self, likeness: tuple[int, int]) -> bool:
+        """Whether a look may still find such blocks."""
+        return any(found.number == likeness[0] for found in self._structures.values())
 
     @contextmanager
     def ours(self, model: nn.Module, forward: Ours, but: Container[str] = ()) -> Iterator[None]:

@@ -35,7 +35,8 @@ from .tape import diagnose, this_forward
 from .tape.binding import NotBound, loose, tight
 from .tape.patches import PatchBook
 from .tape.program import Program
-from .tape.values import Input, Tape, swapped, tensors_in
+from .tape.swaps import swapped
+from .tape.values import Input, Tape, tensors_in
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +104,12 @@ class BlockTier:
     # The blocks' forwards -----------------------------------------------------------------------------------------
 
     def _look(self, call: Call) -> None:
-        if self._blocks.look(call.taped.module, call.taped.structure):
-            self._takes.clear()
-            self._writes.clear()
-            self._weights = None
-        if self._weights != call.weights:
+        new = self._blocks.look(call.taped.module, call.taped.structure)
+        if new:
+            for key in [key for key in self._takes if not self._blocks.is_known(key[0])]:
+                del self._takes[key]
+            self._writes = {alike: each for alike, each in self._writes.items() if self._blocks.is_known(alike)}
+        if new or self._weights != call.weights:
             self.release()
             self._weights, self._elsewhere = call.weights, self._fetching(call.taped)
 

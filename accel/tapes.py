@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .block_calls import BlockCalls
 from .block_copies import BlockCopies
-from .block_forwards import Blocks
+from .block_forwards import MAX_STRUCTURES, Blocks
 from .capture import collector_off
 from .clock import Clock
 from .foreign import Watched
@@ -27,7 +27,7 @@ from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
-from .tape.refusals import FETCHED, HARMLESS
+from .tape.refusals import FETCHED, HARMLESS, OF_THE_CODE
 from .tape.rules.resident import is_fetched
 from .tape.values import Tape, Weight
 from .weights import low_vram
@@ -35,9 +35,9 @@ from .weights import low_vram
 NEVER = 0  # the number of a take that was not recorded
 MAX_TAKES = 48  # per model; the least recently used goes with what it holds
 MAX_OF_A_SIZE = 12
-MAX_STRUCTURES = 4  # of the model, that it may have again
 MAX_MET = 1024  # sizes
 MAX_IN_VAIN = 4  # recordings of one size that no later call could use: an option differs in each
+ENOUGH = 2  # sizes whose forward was refused: those of further ones are not recorded, as they would be, too
 
 
 class Tapes:
@@ -67,7 +67,14 @@ class Tapes:
                         take.used = True
                         return take
                     takes.remove(take)
-            return self._of_blocks(key, fuse, taped, taped.unknown) if taped.unknown else None
+            if taped.unknown:
+                return self._of_blocks(key, fuse, taped, taped.unknown)
+            refused = self._refused_elsewhere(fuse, taped) if not but else None
+            if refused is None:
+                return None
+            take = replace(refused, number=NEVER, among=self.patches.among(taped.options))
+            self.keep(key, fuse, take)
+            return take
 
     def _meet(self, structure: int) -> None:
         """Forgets the takes of what the model was, but for the last few: one of those may come again."""
@@ -112,6 +119,17 @@ class Tapes:
                 reason = say("option_differs", option=repr(option))
             self._of_blocks(key, fuse, taped, reason)
             return reason
+
+    def _refused_elsewhere(self, fuse: bool, taped: Taped) -> Take | None:
+        """A take of another size that was refused for what the model's code does, as this one would be."""
+        takes = [take for (_, fused), takes in self._takes.items() if fused == fuse for take in takes]
+        takes = [take for take in takes if take.structure == taped.structure]
+        refused = [
+            take for take in takes
+            if take.number != NEVER and take.reason.startswith(OF_THE_CODE) and not self._differs(take, taped)
+        ]  # fmt: skip
+        able = len(refused) < ENOUGH or any(take.program is not None for take in takes)
+        return None if able else refused[-1]
 
     def _of_blocks(self, key: ShapeKey, fuse: bool, taped: Taped, reason: str) -> Take:
         """A take that stands for the blocks alone; from now on it is found."""

@@ -16,7 +16,7 @@ from anyshape.accel.block_call import NotUsed, take_apart  # noqa: E402 - exists
 from anyshape.accel.block_take import Visit, record_block  # noqa: E402
 from anyshape.accel.reasons import say  # noqa: E402
 from anyshape.accel.tape.patches import PatchBook  # noqa: E402
-from anyshape.accel.tape.values import swapped  # noqa: E402
+from anyshape.accel.tape.swaps import swapped  # noqa: E402
 
 
 @dataclass
@@ -109,11 +109,72 @@ def test_a_function_among_the_arguments_is_known_within_one_recording() -> None:
     def crop(x: Tensor) -> Tensor:
         return x[:1]
 
+    crop.__module__ = "another_pack"
     key = take_apart(Block, (X, {"crop": crop}), {}, functions=True).key
     assert key == take_apart(Block, (X, {"crop": crop}), {}, functions=True).key
     assert key != take_apart(Block, (X, {"crop": lambda x: x}), {}, functions=True).key
     with pytest.raises(NotUsed, match="function"):
         given(X, crop)
+
+
+def attention(keys: Tensor, options: dict[str, Any], scale: float = 1.0, *, heads: int = 2):
+    """As a model makes one for each of its blocks."""
+
+    def attend(x: Tensor, factor: float = scale) -> Tensor:
+        return (x + keys.sum()) * factor * heads * options.get("strength", 1)
+
+    return attend
+
+
+def test_a_function_is_known_by_its_code_and_what_it_holds() -> None:
+    call = given(X, attention(Y, {}))
+    assert [id(tensor) for tensor in call.tensors] == [id(X), id(Y)]
+    assert call.key == given(X, attention(Y + 1, {})).key and not call.was_changed(Block)
+    others = attention(X, {}), attention(Y[:2], {}), attention(Y, {"a": 1}), attention(Y, {}, 2.0), lambda x: x
+    others += (attention(Y, {}, heads=3),)
+    assert all(given(X, other).key != call.key for other in others)
+
+
+def test_other_objects_in_a_function() -> None:
+    """The caller's function stays as it was, and one that has none of them is handed on itself."""
+    options = {"strength": 3}
+    function = attention(Y, options)
+    (made,) = swapped((function,), {id(Y): Y * 2, id(options): {"strength": 5}})
+    assert function(X).eq(4 * 2 * 3).all() and made(X).eq(8 * 2 * 5).all() and made(X, factor=2.0).eq(8 * 4 * 5).all()
+    assert swapped(function, {id(X): Y}) is function
+
+    held = Y.clone()
+
+    def leads_back(x: Tensor) -> Tensor:
+        return leads_back(x) if x.numel() > 9 else x + held
+
+    assert swapped(leads_back, {id(X): Y}) is leads_back
+    assert swapped(leads_back, {id(held): Y * 2})(X[0, :1]).eq(2).all()
+
+
+def test_a_function_that_may_hold_more_than_is_seen_is_refused() -> None:
+    def leads_back() -> Any:
+        return leads_back
+
+    def of_another_pack(x: Tensor) -> Tensor:
+        return x
+
+    def marked(x: Tensor) -> Tensor:
+        return x
+
+    def unfinished() -> Any:
+        return later
+
+    of_another_pack.__module__, marked.calls = "another_pack", 0
+    for function in (leads_back, of_another_pack, marked, unfinished, attention(Y, {"cache": object()})):
+        with pytest.raises(NotUsed, match="function"):
+            given(X, function)
+    later = 1
+    assert given(X, unfinished).key == given(X, unfinished).key != given(X).key
+    # within one recording it may be known by which it is; what it holds is no argument then
+    call = take_apart(Block, (X, attention(Y, {"cache": object()}), Y), {}, functions=True)
+    assert [id(tensor) for tensor in call.tensors] == [id(X), id(Y)] and call.key[-1][0] == 1
+    assert later == 1
 
 
 def test_a_function_that_the_block_left_there_is_a_change() -> None:

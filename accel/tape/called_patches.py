@@ -23,8 +23,9 @@ from .layout import laid_out, spread_out
 from .options import COPIED_ALONG, NotedOptions, at
 from .pieces import Form, between, captured_here
 from .refusals import Generators
+from .swaps import swapped
 from .this_forward import level_of, now
-from .values import replaced, swapped
+from .values import replaced
 
 KINDS = ("patches", "patches_replace")  # of the options: where other packs' patches are
 OVERRIDE = "optimized_attention_override"

@@ -21,7 +21,8 @@ from .options import MISSING, NotedOptions, Reads
 from .record import Recorder
 from .refusals import Generators
 from .state import Glance, look_at
-from .values import Value, swapped, tensors_in
+from .swaps import swapped
+from .values import Value, tensors_in
 
 FEW = 20_000  # objects of a patch's state that are looked at once, to see whether a call changes it
 MOST_KNOWN = 256

@@ -27,6 +27,8 @@ APART = UNWRITTEN, NO_ORIGIN  # what code that computes apart from torch looks l
 # Refused forwards that may run once more: they have changed nothing.
 FETCHED = (STREAMS, NO_ORIGIN)  # what weights look like that do not lie on the GPU
 HARMLESS = (*CAME_BACK, say("read_back"), *FETCHED)
+# Refused for what the model's code does, whatever the size and wherever weights lie.
+OF_THE_CODE = (*CAME_BACK, say("read_back"), NO_ORIGIN, say("changes_itself", change=""))
 OURS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patcher_extension.py")
 

@@ -4,16 +4,14 @@ A value is what a tensor held at one moment of the recorded forward. It knows it
 its sizes belong to the model (``Size.static``): only those may be written into a kernel.
 """
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .identity import bundled
 from .traits import Traits, traits
 
 LARGE = 2**31  # a number from here on is one of 64 bits
@@ -317,27 +315,3 @@ def replaced(structure: Any, kind: type, new: Callable[[Any], Any]) -> Any:
     if isinstance(structure, dict):
         return {name: replaced(item, kind, new) for name, item in structure.items()}
     return structure
-
-
-def swapped(item: Any, swap: Mapping[int, Any], inside: bool = False) -> Any:
-    """``item`` with other objects in place of those whose ids are in ``swap``; what has none of them stays itself.
-
-    inside: of an object, which may lead back to where it is held.
-    """
-    if id(item) in swap:
-        return swap[id(item)]
-    kind = type(item)
-    if kind is list or kind is tuple:
-        new = [swapped(each, swap, inside) for each in item]
-        return item if all(a is b for a, b in zip(new, item, strict=True)) else kind(new)
-    if kind is dict:
-        new = {name: swapped(each, swap, inside) for name, each in item.items()}
-        return item if all(new[name] is item[name] for name in item) else new
-    held = None if inside or isinstance(item, Tensor) else bundled(item)
-    new = {name: swapped(each, swap, inside=True) for name, each in (held or {}).items()}
-    if all(new[name] is held[name] for name in new):
-        return item
-    made = copy.copy(item)
-    for name, each in new.items():
-        object.__setattr__(made, name, each)  # the class may forbid it
-    return made
