@@ -109,7 +109,7 @@ def _walk(item: Any, given: Given, places: dict[int, int], inside: bool = False)
         key.append((kind, tuple(item)))
         for each in item.values():
             _walk(each, given, places, inside)
-    elif not inside and (held := bundled(item)) is not None:
+    elif not (inside or given.entered) and (held := bundled(item)) is not None:
         key.append((kind, tuple(held)))
         for each in held.values():
             _walk(each, given, places, inside=True)
@@ -118,7 +118,10 @@ def _walk(item: Any, given: Given, places: dict[int, int], inside: bool = False)
 
 
 def _walk_function(function: FunctionType, given: Given, places: dict[int, int], inside: bool) -> bool:
-    """Whether a function is known by its code and what it was made with: an attention with its cached keys, say."""
+    """Whether a function is known by its code and what it was made with: an attention with its cached keys, say.
+
+    An object that it holds may be what it writes into, so there must be none.
+    """
     known = (is_known(function) or function.__module__ == given.home) and not function.__dict__
     held = contents(function) if known and id(function) not in given.entered else None
     if held is None:

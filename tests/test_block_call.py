@@ -166,7 +166,8 @@ def test_a_function_that_may_hold_more_than_is_seen_is_refused() -> None:
         return later
 
     of_another_pack.__module__, marked.calls = "another_pack", 0
-    for function in (leads_back, of_another_pack, marked, unfinished, attention(Y, {"cache": object()})):
+    held = attention(Y, {"cache": object()}), attention(Frames(Y, 1), {}), attention(Y, {"frames": Frames(Y, 1)})
+    for function in (leads_back, of_another_pack, marked, unfinished, *held):
         with pytest.raises(NotUsed, match="function"):
             given(X, function)
     later = 1

@@ -63,6 +63,8 @@ def of_leaf(value: Value) -> Sizes:
     if isinstance(value.leaf, (Weight, Derived, Spread)):
         return tuple(ONE if n == 1 else Size(n, static=True) for n in value.shape)
     if isinstance(value.leaf, Input):
+        if value.turns:  # a matrix for each pair of a head's channels
+            return tuple(ONE if n == 1 else Size(n, static=place > 2) for place, n in enumerate(value.shape))
         return tuple(Size(n) for n in value.shape)
     assert isinstance(value.leaf, Constant)
     large = max((place for place, n in enumerate(value.shape) if n > SMALL), default=-1)

@@ -115,7 +115,7 @@ Leaf = Input | Weight | Constant | Derived | Spread
 class Value:
     """One tensor at one moment; ``leaf`` or ``origin`` says where it is from. base: whose memory it shares."""
 
-    __slots__ = ("shape", "stride", "dtype", "device", "sizes", "origin", "leaf", "base", "number", "order")
+    __slots__ = ("shape", "stride", "dtype", "device", "sizes", "origin", "leaf", "base", "number", "order", "turns")
 
     def __init__(self, tensor: Tensor, number: int, leaf: Leaf | None = None, base: "Value | None" = None) -> None:
         self.shape: tuple[int, ...] = tuple(tensor.shape)
@@ -126,6 +126,9 @@ class Value:
         self.leaf, self.base = leaf, base
         self.sizes: Sizes = ()
         self.order: tuple[int, ...] | None = None  # of its dimensions in memory, where a rule has chosen it
+        self.turns = (
+            False  # an input [1, N, 1, D / 2, 2, 2] or so, of rotations, the same for each picture if it has one
+        )
 
     @classmethod
     def made(

@@ -20,7 +20,7 @@ from .. import group, static_sizes
 from ..layout import lie_alike, outermost_first
 from ..library_calls import Called
 from ..record import Recorder, record
-from ..values import Constant, Operation, Readers, Tape, Value, replaced
+from ..values import Constant, Input, Operation, Readers, Tape, Value, replaced
 from . import edits
 from .int8 import LAYER
 
@@ -162,6 +162,8 @@ def decompose(tape: Tape) -> str:
             if form not in known:
                 known[form] = _written(operation)
             plain = known[form]
+            if plain is not None and _is_normed(operation) and (table := _table(operation)) is not None:
+                table.turns = True
         found += [operation] if plain is None else _grafted(plain, operation)
     tape.operations[:] = found
     for plain in filter(None, known.values()):
@@ -230,13 +232,15 @@ def _table(operation: Operation) -> Value | None:
 def _pays(operation: Operation, makers: dict[Value, Operation], readers: Readers) -> bool:
     """Whether our kernels are faster: with a neighbour that fuses, or with a norm, whose rows must be known.
 
-    A table for turns that is given from outside hides them. The library's kernel norms and turns Z-Image's queries and
-    keys in 0.148 ms, our two took 0.038 with an older ComfyUI (H200, 1024x1024).
+    The library's kernel norms and turns Z-Image's queries and keys in 0.148 ms, our two took 0.038 with an older
+    ComfyUI (H200, 1024x1024).
     """
     if operation.opaque:  # a layer
         return True
     if _is_normed(operation):
-        return (_table(operation) or operation.inputs[0]).sizes[-1].static
+        table = _table(operation)
+        from_outside = table is not None and type(table.leaf) is Input  # to a block
+        return from_outside or (table or operation.inputs[0]).sizes[-1].static
     return _fuses_before(operation, makers) or _fuses_after(operation, readers)
 
 
