@@ -69,14 +69,16 @@ class BlockCopies:
     """What runs in place of the blocks' forwards while ``recorder`` listens.
 
     places: the options that only say which block of its model a block is. short: blocks that are copied do not run.
+    altered: see ``Taped``.
     """
 
     def __init__(
-        self, recorder: Recorder, blocks: Blocks, places: Callable[[nn.Module], frozenset[str]], short: bool = False
-    ) -> None:
+        self, recorder: Recorder, blocks: Blocks, places: Callable[[nn.Module], frozenset[str]], short: bool = False,
+        altered: Callable[[], bool] = bool,
+    ) -> None:  # fmt: skip
         self.count = 0  # blocks that were copied
         self.left_out = 0  # and of these, did not run
-        self._short = short
+        self._short, self._altered = short, altered
         self._recorder, self._blocks, self._places = recorder, blocks, places
         self._examples: dict[Hashable, Example | None] = {}  # None: it must not be copied
         self._turned = [weight.module for weight in recorder.turned]
@@ -106,6 +108,8 @@ class BlockCopies:
     def _found(self, path: str, block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> "_First | _Copy | None":
         """What this call is; None for one that has nothing to do with others."""
         if any(module.startswith(f"{path}.") for module in self._turned):  # it gives what lies otherwise
+            return None
+        if self._blocks.is_altered(path, block, self._altered):
             return None
         likeness = self._blocks.likeness(path, block)
         try:

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from .parts_seen import is_restored
+from .origin import is_called_by_others
+from .parts_seen import PartsSeen, is_restored, settings_of
 from .tape import blocks
 
 # What runs in place of a block's own forward: (path, block, its own forward, arguments, keyword arguments) -> result
@@ -35,6 +36,7 @@ class _Found:
     paths: list[str]
     alike: dict[str, tuple[int, int] | None] = field(default_factory=dict)
     kinds: dict[Hashable, int] = field(default_factory=dict)  # likenesses are long, and compared at each call
+    seen: dict[str, tuple[PartsSeen, list]] = field(default_factory=dict)  # what blocks looked like before a forward
 
 
 class Blocks:
@@ -88,6 +90,23 @@ class Blocks:
         """Whether a look may still find such blocks."""
         return any(found.number == likeness[0] for found in self._structures.values())
 
+    def watch(self, model: nn.Module) -> None:
+        """Notes what the blocks look like, before a forward in which patches of other packs run."""
+        for path in [path for path in self.paths if path not in self._now.seen]:
+            block = model.get_submodule(path)
+            self._now.seen[path] = PartsSeen(_below(block)), settings_of(block)
+
+    def is_altered(self, path: str, block: nn.Module, altered: Callable[[], bool]) -> bool:
+        """Whether a patch that calls this block has changed it, or what its code calls, for as long as it does so.
+
+        altered: whether functions that the model's code names, or methods, are others than before the forward. All
+        this takes a while, so it is asked only where another pack's code is among the callers.
+        """
+        if not is_called_by_others():
+            return False
+        seen = self._now.seen.get(path)
+        return altered() or (seen is not None and not (seen[0].fits(_below(block)) and settings_of(block) == seen[1]))
+
     @contextmanager
     def ours(self, model: nn.Module, forward: Ours, but: Container[str] = ()) -> Iterator[None]:
         """While the body runs, ``forward`` runs in place of each block's own, in this thread. but: paths of others.
@@ -121,3 +140,8 @@ class Blocks:
                         del block.__dict__["forward"]
                         if ours.before is not None:
                             block.__dict__["forward"] = ours.before
+
+
+def _below(block: nn.Module) -> list[nn.Module]:
+    """The parts of a block but for itself, whose forward is ours."""
+    return list(block.modules())[1:]

@@ -81,6 +81,8 @@ class BlockTier:
                     if self._elsewhere:
                         visit.reasons[ELSEWHERE] = None
                     ours = partial(self._forward, visit)
+                    if call.taped.meets_others:
+                        self._blocks.watch(call.taped.module)
                     stack.enter_context(self._blocks.ours(call.taped.module, ours, self._elsewhere))
             yield visit
         if visit.reasons and not visit.ran:
@@ -138,7 +140,7 @@ class BlockTier:
         self, visit: Visit, path: str, block: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[Any] | Given:
         """The result of the block's program; its arguments if it has not been recorded. Raises why it runs in eager."""
-        if self._blocks.likeness(path, block) is None:
+        if self._blocks.is_altered(path, block, visit.call.taped.altered) or self._blocks.likeness(path, block) is None:
             raise NotUsed(say("foreign_block"))
         given = take_apart(type(block), args, kwargs)
         take = self._find(path, block, given)

@@ -109,6 +109,10 @@ class Watch:
             and all(map(_is_equal, self._values, self._set()))
         )
 
+    def methods_hold(self) -> bool:
+        """Whether the methods of all classes are what they were."""
+        return _same(self._code, self._functions())
+
     def _counted(self) -> list[int]:
         """An attribute was added, or one is gone: most changes are that."""
         return [*map(len, self._dicts), *map(len, self._classes)]
@@ -162,6 +166,10 @@ class ModuleFingerprint:
     def tensors(self) -> Sequence[tuple[int, str]] | None:
         """See ``tensor_attributes``: of ``parts``, if that is known."""
         return self._parts.tensors if self._parts is not None and self._watch is not None else None
+
+    def methods_hold(self) -> bool:
+        """Whether the methods of classes are those of the last look, until ``release``."""
+        return self._watch is None or self._watch.methods_hold()
 
     def quick(self) -> bool:
         """Whether a cheap look sees a change; the first one after ``release`` is a full one."""

@@ -49,6 +49,13 @@ class FunctionsRead:
             self._held = number, now
         return number
 
+    def holds(self) -> bool:
+        """Whether they are what they were at the last look. Remembers nothing: what a patch puts there goes again."""
+        held = self._held
+        if held is not None:
+            return all(map(operator.is_, held[1], map(dict.get, self._dicts, self._names)))
+        return all([seen() is value for seen, value in zip(self._states[self._number], self._now(), strict=True)])
+
     def hold(self) -> None:
         """Holds what there is until ``release``, so that later looks take a third of the time."""
         now = self._now()

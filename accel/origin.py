@@ -1,9 +1,11 @@
 """Whose code something is: torch's, ComfyUI's own, Python's, ours, or another pack's."""
 
+import functools
 import re
 import sys
 from typing import Any
 
+ENGINE = f"{__package__}.engine"  # what every forward of ours runs in
 KNOWN = frozenset(("torch", "comfy", "comfy_kitchen", "builtins", "einops"))  # packages whose code keeps nothing
 
 
@@ -25,6 +27,23 @@ def readable(module: str) -> str:
 
 def is_known(value: Any) -> bool:
     """Whether its code is torch's, ComfyUI's own, Python's or ours."""
-    whose = origin(value)
-    top = whose.partition(".")[0]
-    return whose.startswith(f"{__package__}.") or top in KNOWN or top in sys.stdlib_module_names
+    return _is_known(origin(value))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_known(module: str) -> bool:
+    top = module.partition(".")[0]
+    return module.startswith(f"{__package__}.") or top in KNOWN or top in sys.stdlib_module_names
+
+
+def is_called_by_others() -> bool:
+    """Whether another pack's code is among the callers, up to the forward that runs through an engine."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module == ENGINE:
+            return False
+        if not _is_known(module):
+            return True
+        frame = frame.f_back
+    return False

@@ -66,6 +66,7 @@ class Taped:
     lay_out: Callable[[frozenset[Weight], int], int] = lambda wanted, known: known
     lean: bool = False  # see ``Tape.lean``
     places: Callable[..., frozenset[str]] = lambda block, uncalled=False: NONE  # see ``BlockCopies``
+    altered: Callable[[], bool] = bool  # whether a patch that runs has changed what the model's code calls
     calls_others: bool = False  # it calls patches of other packs, which may count their calls
     foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
     run: int = 0  # the number of the sampling run
@@ -80,6 +81,11 @@ class Taped:
     no_graph: Callable[[], str] = str  # why there is no room for a graph, now
     rest: Callable[[ShapeKey, str], None] = lambda key, why: None  # such calls gain nothing, and why
     fetches: Callable[[nn.Module], bool] = lambda block: False  # whether its weights come from elsewhere at each call
+
+    @property
+    def meets_others(self) -> bool:
+        """Whether other packs' code may run in it."""
+        return self.calls_others or bool(self.foreign)
 
 
 @dataclass(eq=False)

@@ -153,7 +153,7 @@ class Tapes:
         taped.prepare(noted, recorder)
         patches = Patches(noted, recorder, self.patches)
         clock, watched = Clock(key.device), Watched(taped.foreign, recorder)
-        copies = BlockCopies(recorder, self._blocks, taped.places, short)
+        copies = BlockCopies(recorder, self._blocks, taped.places, short, taped.altered)
         calls = BlockCalls(recorder) if taped.skipping is not None else None
 
         def forward() -> Any:
@@ -161,6 +161,8 @@ class Tapes:
             if in_blocks is _own and calls is None:
                 return taped.forward(noted)
             recorder.guarded(lambda: self._blocks.look(taped.module, taped.structure))
+            if taped.meets_others:
+                recorder.guarded(lambda: self._blocks.watch(taped.module))
             with self._blocks.ours(taped.module, in_blocks if calls is None else calls.noting(in_blocks)):
                 return taped.forward(noted)
 

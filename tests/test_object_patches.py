@@ -115,3 +115,47 @@ def test_a_patch_that_was_taken_off_leaves_alike_blocks_alike(models, fresh):
         block.forward(torch.ones(1, 4, 64), torch.ones(1, 3, 64))
     assert calls == ["middle_block.1.transformer_blocks.0"]
     assert block.forward.__func__ is type(block).forward
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["compiled", "skipping"])
+def test_a_forward_that_a_run_puts_into_a_model_whose_own_calls_no_wrappers(models, skips):
+    """As ComfyUI-NAG does around its runs. It acts with our node, and nothing of it stays."""
+    from comfy.patcher_extension import WrappersMP
+
+    from tools.architectures import patchers
+
+    run = RUN | {"width": 128, "height": 128, "tokens": 24}
+    plain, ours = patchers.make("SD3", blocks=4), patchers.make("SD3", blocks=4)
+
+    def with_run(patcher):
+        def sampling(executor, *args, **kwargs):
+            network = executor.class_obj.model_patcher.model.diffusion_model
+            own = type(network).forward
+            network.forward = types.MethodType(lambda self, *a, **k: own(self, *a, **k) * 1.25, network)
+            try:
+                return executor(*args, **kwargs)
+            finally:
+                network.forward = types.MethodType(own, network)
+
+        patcher = patcher.clone()
+        patcher.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, "a pack", sampling)
+        return patcher
+
+    node = (lambda patcher: skipping(compiled(patcher))) if skips else compiled
+    eager, ways = skipping(plain) if skips else plain, (with_run, lambda patcher: patcher)
+    wanted = {way: models.sample(way(eager), **run) for way in ways}
+    assert error(*wanted.values()) > 0.01
+    for way in (*ways, *ways):
+        assert error(models.sample(way(node(ours)), **run), wanted[way]) < CLOSE
+    # and without our node it is the model's own again
+    assert error(models.sample(ours, **run), models.sample(plain, **run)) == 0.0
+
+
+def test_a_node_that_runs_again_records_nothing_again(models, fusing, recordings):
+    """Also of a model around whose forward ours is."""
+    from tools.architectures import patchers
+
+    patcher = patchers.make("SD3")
+    for seed in range(3):
+        models.sample(compiled(patcher), width=128, height=128, steps=2, tokens=24, seed=seed)
+    assert len(recordings) == 1

@@ -4,6 +4,7 @@ On the CPU; whenever a patch changes its mind, the picture is eager's.
 """
 
 import functools
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -193,3 +194,30 @@ def test_what_a_block_notes_for_a_patch_without_a_value_is_no_option_of_the_call
     assert_equal(models, patched, fast)
     assert_equal(models, patched, fast, seed=3)
     assert len(recordings) == 1 and not fallbacks()
+
+
+@dataclass
+class Settings:
+    strength: float
+    names: list = field(default_factory=lambda: ["a"])
+
+
+class OfAPart:
+    """It holds a part of the model that it is about (LTX's STG does), and settings in a dataclass."""
+
+    def __init__(self, part, settings):
+        self.part, self.settings = part, settings
+
+    def __call__(self, n, options):
+        return n * self.settings.strength + 0.01 * self.part.weight.mean()
+
+
+def test_a_patch_that_holds_a_part_of_the_model_and_a_dataclass(models, fresh, recordings):
+    part, settings = fresh.model.diffusion_model.out[2], Settings(1.5)
+    patch = OfAPart(part, settings)
+    patched, fast = (
+        with_patch(each, lambda p: p.set_model_attn2_output_patch(patch)) for each in (fresh, compiled(fresh))
+    )
+    for settings.strength in (1.5, 1.5, 0.5, 1.5):
+        assert_equal(models, patched, fast)
+    assert len(recordings) == 2 and not fallbacks() and not any(take.live for take in takes_of(fast))

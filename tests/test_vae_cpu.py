@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools.driving import compiled_vae, programs_short_of_memory
+from tools.driving import compiled_vae, programs_short_of_memory, randn
 from tools.oracles import FUSED, error, expect, fallbacks, shapes
 
 pytestmark = pytest.mark.usefixtures("pack", "clean_stats")
@@ -190,3 +190,21 @@ def test_training_runs_in_eager(vae):
     out.mean().backward()
     assert z.grad.norm() > 0
     assert "gradients are on" in fallbacks()[0]["reason"]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before the node", "after it"])
+def test_what_a_node_sets_of_a_vae(models, after):
+    """As Set VAE Decoder Noise of ComfyUI-LTXVideo does, whichever node comes first."""
+    from tools.architectures import autoencoders
+
+    plain, ours = autoencoders.make("LTX 0.9.5"), autoencoders.make("LTX 0.9.5")
+    fast, latent, outs = compiled_vae(ours), randn(1, 128, 2, 4, 4, seed=3), []
+    for scale in (0.025, 0.5, 0.025):
+        for vae in (plain, fast if after else ours):
+            vae.first_stage_model.decode_noise_scale = scale
+        for vae in (plain, fast if after else compiled_vae(ours)):
+            torch.manual_seed(5)
+            with torch.inference_mode():
+                outs.append(vae.decode(latent))
+        assert error(outs[-1], outs[-2]) < CLOSE
+    assert error(outs[2], outs[0]) > 1e-3 and error(outs[4], outs[0]) == 0.0

@@ -4,6 +4,7 @@
 workflow without our node (or with ``mode: off``) gets exactly ComfyUI's own forward.
 """
 
+import functools
 import inspect
 import threading
 import weakref
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 from comfy.model_patcher import ModelPatcher
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrapperExecutor, WrappersMP
 from torch import nn
 
 from .. import devices
@@ -86,52 +87,58 @@ def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, 
 
 
 class Around:
-    """A model's forward with ours around it: an object patch. arounds: by node, the outermost last.
+    """Our forward in the place of a model's own, for one call of ComfyUI's ``apply_model``.
 
-    theirs: another pack's patch, around which ours are; None if there is none.
+    It is there only until it is called: what runs then, and what our looks at the model see, is the model as it is,
+    with whatever another pack has put there. A patch of the patcher's would stand over that, and stay in its place.
+    arounds: by node, the outermost last.
     """
 
-    def __init__(
-        self, model: nn.Module, own: Forward, arounds: dict[str, MakesForward], theirs: Forward | None
-    ) -> None:  # fmt: skip
-        self.arounds, self.theirs = arounds, theirs
-        for around in arounds.values():
-            own = around(model, own)
-        self._forward = own
+    def __init__(self, model: nn.Module, arounds: dict[str, MakesForward]) -> None:
+        self._model, self.arounds = model, arounds
+        self.own = model.__dict__.get("forward")  # another pack's; None if it is the class's
+
+    def __enter__(self) -> None:
+        self._model.forward = self
+
+    def __exit__(self, *error: object) -> None:
+        if self._model.__dict__.get("forward") is not self:  # another pack's by now, which it looks after
+            return
+        if self.own is None:
+            del self._model.forward
+        else:
+            self._model.forward = self.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result."""
-        return self._forward(*args, **kwargs)
+        self.__exit__()
+        try:
+            forward = self._model.forward
+            for around in self.arounds.values():
+                forward = around(self._model, forward)
+            return forward(*args, **kwargs)
+        finally:
+            self.__enter__()
 
 
 def put_around(patcher: ModelPatcher, key: str, around: MakesForward) -> None:
-    """If the model's forward calls no wrappers, puts what ``around`` makes of it in its place.
+    """Puts what ``around`` makes of a model's forward in its place, if that calls no wrappers.
 
     key: the node's, for ``remove_forward``.
     """
-    if _calls_wrappers(type(patcher.model.diffusion_model)):
-        return
-    patch = patcher.object_patches.get(FORWARD)
-    arounds, theirs = (patch.arounds, patch.theirs) if isinstance(patch, Around) else ({}, patch)
-    _patch_forward(patcher, {**arounds, key: around}, theirs)
-    patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, FORWARD)
-    patcher.add_callback_with_key(CallbacksMP.ON_CLONE, FORWARD, _on_clone)
 
+    def applied(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
+        model = executor.class_obj.diffusion_model
+        if _calls_wrappers(type(model)):
+            return executor(*args, **kwargs)
+        there = model.__dict__.get("forward")
+        if isinstance(there, Around):  # another node of ours
+            there.arounds[key] = around
+            return executor(*args, **kwargs)
+        with Around(model, {key: around}):
+            return executor(*args, **kwargs)
 
-def _patch_forward(patcher: ModelPatcher, arounds: dict[str, MakesForward], theirs: Forward | None) -> None:
-    patcher.object_patches.pop(FORWARD, None)
-    if theirs is not None:
-        patcher.add_object_patch(FORWARD, theirs)
-    if arounds:
-        own = patcher.get_model_object(FORWARD)
-        patcher.add_object_patch(FORWARD, Around(patcher.model.diffusion_model, own, arounds, theirs))
-
-
-def _on_clone(patcher: ModelPatcher, clone: ModelPatcher) -> None:
-    """A clone may be of another model: prompts with hooks get one under DynamicVRAM, and each further GPU has one."""
-    patch = clone.object_patches.get(FORWARD)
-    if clone.model is not patcher.model and isinstance(patch, Around):
-        _patch_forward(clone, patch.arounds, patch.theirs)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, key, applied)
 
 
 def size_of(patcher: ModelPatcher) -> Callable[[tuple[int, ...]], tuple[int, int, int]] | None:
@@ -146,6 +153,7 @@ def engine_of(patcher: ModelPatcher) -> Callable[[nn.Module], Engine]:
     return lambda model: engine_for(model, name, "model")
 
 
+@functools.lru_cache(maxsize=64)
 def _calls_wrappers(kind: type) -> bool:
     """Whether a model's forward calls DIFFUSION_MODEL wrappers. Those of SD3 and some others do not.
 
@@ -176,10 +184,7 @@ def remove(patcher: ModelPatcher) -> ModelPatcher:
 
 def remove_forward(patcher: ModelPatcher, key: str) -> None:
     """Removes from ``patcher`` what a node put around the model's own forward."""
-    patch = patcher.object_patches.get(FORWARD)
-    if isinstance(patch, Around) and key in patch.arounds:
-        left = {node: around for node, around in patch.arounds.items() if node != key}
-        _patch_forward(patcher, left, patch.theirs)
+    patcher.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, key)
 
 
 def _graph_message(settings: Settings, device: torch.device) -> str:

@@ -41,6 +41,7 @@ class SamplingState:
         self.model, self._layout, self.number = model, layout, next(NUMBERS)
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self.looks = fingerprints, Looks()
+        self._around = 0  # see ``surroundings``
         self._changes, self._restless = 0, ""  # of the model in this run; why it is not recorded any more
         self._look(model)
         self._fresh = True  # the call that this is made in need not look again
@@ -137,8 +138,15 @@ class SamplingState:
             place = change.partition(" (")[0]  # without what it is now
             if self._changes > MOST_CHANGES or (self._changes and place and place == self._fingerprints.restless):
                 self._restless, self._fingerprints.restless = say("changes_itself", change=change), place
-        self._fresh = False
-        return hash((self._structure, self._functions, self._names, surroundings(), torch.is_autocast_enabled()))
+        self._fresh, self._around = False, surroundings()
+        return hash((self._structure, self._functions, self._names, self._around, torch.is_autocast_enabled()))
+
+    def altered(self) -> bool:
+        """Whether what the model's code calls is another one than when the forward began.
+
+        A patch that runs has put it there, around a block of the model's, say.
+        """
+        return not self._fingerprints.holds() or surroundings() != self._around
 
     def _has_changed(self) -> bool:
         return self._fingerprints.functions() != self._functions or self._fingerprints.changed()
@@ -203,6 +211,11 @@ class Fingerprints:
     def functions(self) -> int:
         """As ``FunctionsRead.state``, of the model at the last look."""
         return self._functions.state() if self._functions is not None else 0
+
+    def holds(self) -> bool:
+        """Whether the functions, and the methods of classes, are those of the last look."""
+        functions, current = self._functions, self._current
+        return (functions is None or functions.holds()) and (current is None or current.methods_hold())
 
     def parts(self, model: nn.Module) -> tuple[Sequence[nn.Module], Sequence[tuple[int, str]] | None]:
         """(its parts, ``tensor_attributes`` of them if they are known), as of the last look."""

@@ -184,7 +184,7 @@ def call_of(
 
         taped = Taped(
             model, forward, options, structure, recorded_attention.prepare, run.changed, run.lay_out, lean,
-            partial(_places, options), calls_patches(given.options),
+            partial(_places, options), run.altered, calls_patches(given.options),
             run.foreign, run=run.number, once=_makes_one_step(given.options), looks=run.looks, unknown=unknown,
             hold=partial(run.hold, key), let_go=run.let_go,
             no_graph=partial(run.no_graph, x.device), rest=run.rest, fetches=partial(run.fetches, x.device),

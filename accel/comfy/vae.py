@@ -6,6 +6,7 @@ batches and the memory that is freed for them stay ComfyUI's.
 """
 
 import copy
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -73,21 +74,41 @@ def latents_of(vae: comfy.sd.VAE) -> Latents | None:
 def _with_our_ways(model: nn.Module, latents: Latents | None, settings: Settings) -> nn.Module:
     """A shallow copy of the first-stage model: the same layers, weights and code, but our ``decode`` and ``encode``."""
     shadow = copy.copy(model)
+    passing = _PassedOn(model, shadow)
     for way in WAYS:
         if callable(getattr(model, way, None)):
-            setattr(shadow, way, _Way(model, way, latents, settings))
+            setattr(shadow, way, _Way(model, way, latents, settings, passing))
     return shadow
+
+
+class _PassedOn:
+    """Passes on to a first-stage model what nodes set of its copy: LTX's noise of the decoder, say."""
+
+    def __init__(self, model: nn.Module, shadow: nn.Module) -> None:
+        self._model, self._shadow, self._known = model, weakref.ref(shadow), dict(shadow.__dict__)
+
+    def __call__(self) -> None:
+        """What is new since the last time."""
+        shadow = self._shadow()
+        for name, value in list(vars(shadow).items()) if shadow is not None else ():
+            if name not in WAYS and (name not in self._known or self._known[name] is not value):
+                self._known[name] = value
+                setattr(self._model, name, value)
 
 
 class _Way:
     """``decode`` or ``encode`` of a first-stage model, through its engine."""
 
-    def __init__(self, model: nn.Module, way: str, latents: Latents | None, settings: Settings) -> None:
+    def __init__(
+        self, model: nn.Module, way: str, latents: Latents | None, settings: Settings, passing: _PassedOn
+    ) -> None:  # fmt: skip
+        self._pass_on = passing
         self._model, self._way, self._latents, self._settings = model, way, latents, settings
         self._engine = engine_for(model, WAYS[way], "vae", uses_graphs=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What ComfyUI's own gives for these arguments."""
+        self._pass_on()
         original = getattr(self._model, self._way)  # another pack may have replaced it meanwhile
         ours = partial(self._through_engine, original)
         where, what = self._engine.stats.name, f"a call of {self._way}"

@@ -97,6 +97,7 @@ class Patches:
         self.calls: list[called_patches.LiveCall] = []
         self.called: set[tuple] = set()  # the places of patches that the forward called, in either way
         self._recorder, self._book, self._whole = recorder, book, whole
+        self._module = recorder.module  # the recorder lets go of it at the end
         self._raw = {key: dict.get(options, key) for key in dict.keys(options)}
         self._reads: Reads = options._reads
         self._states: dict[tuple, tuple[Any, Any]] = {}  # of those that are written down: (patch, state before)
@@ -264,7 +265,7 @@ class Patches:
 
     def _kept(self) -> tuple:
         """What patches keep from call to call, as far as it can be seen, and of generators that they may draw from."""
-        return look_at(self._all.values(), self._recorder.module, FEW), Generators.now(self._recorder.device)
+        return look_at(self._all.values(), self._module, FEW), Generators.now(self._recorder.device)
 
     def _is_part(self, module: Any) -> bool:
         if self._parts is None:
@@ -286,7 +287,7 @@ class Patches:
             self._reads.called = {call.place: states.get(call.place) for call in self.calls}
         self._decisions.end()
         self._reads.decisions, self._reads.idle = self._decisions.found, self._all.keys() - self.called
-        now = Glance(self._recorder.module)
+        now = Glance(self._module)
         for place, (patch, state) in self._states.items():
             if self._book.is_live(code_of(patch)):
                 continue

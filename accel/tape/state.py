@@ -7,6 +7,7 @@ patch is called in each forward.
 """
 
 import collections
+import dataclasses
 import enum
 import functools
 import logging
@@ -30,9 +31,15 @@ MOST_KNOWN = 64  # looks of a run
 CONTAINERS = (list, tuple, collections.deque)
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType)
 FIXED = (type(Ellipsis), type(NotImplemented), range, slice, torch.finfo, torch.iinfo)
-BY_IDENTITY = (logging.Logger, enum.Enum, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format)
+BY_IDENTITY = (
+    logging.Logger, enum.Enum, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format,
+    type(dataclasses.MISSING), type(getattr(dataclasses, "_HAS_DEFAULT_FACTORY", dataclasses.MISSING)),
+)  # fmt: skip
 DESCRIPTORS = (types.MemberDescriptorType, types.GetSetDescriptorType)
-OF_CLASSES = frozenset(("__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl"))
+OF_CLASSES = frozenset((
+    "__dict__", "__weakref__", "__doc__", "__module__", "__abstractmethods__", "_abc_impl",
+    "__dataclass_fields__", "__dataclass_params__",  # what a dataclass's methods were made of
+))  # fmt: skip
 OF_MODULES = frozenset(nn.Module().__dict__)
 State = tuple
 # Attributes in which code keeps the options of the latest forward, by their objects' ids: see ``foreign.Watched``.
