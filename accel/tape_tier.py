@@ -75,8 +75,7 @@ class TapeTier:
                     given = tried[-1].not_again(error, forward, call.taped, call.key.device)
                     if given is None and len(tried) < MAX_FORMS:
                         continue  # it was in vain, and changed nothing: another recording may fit
-                    self._tapes.patches.odd(error.who)
-                    self._tapes.drop(tried[-1])
+                    self._tapes.misfit(tried[-1], error, call.taped.options)
                     self.stats.note(shape, "eager", say("patch_form", patch=error.name))
                     if not given or call.taped.leaves_out:
                         return call.eager()

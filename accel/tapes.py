@@ -21,7 +21,7 @@ from .foreign import Watched
 from .key import ShapeKey
 from .reasons import say
 from .take import NONE, Take, Taped
-from .tape.called_patches import LiveCall
+from .tape.called_patches import FormChanged, LiveCall
 from .tape.named_tensors import with_others
 from .tape.options import Guards, NotedOptions, Reads, at
 from .tape.patches import PatchBook, Patches, code_of
@@ -220,6 +220,8 @@ class Tapes:
                 if not able or taped.looks.changed((c for _, c in taped.foreign), take.code, taped.module) is not None:
                     continue
                 calls = [each for each in take.live if isinstance(each, LiveCall)]
+                if any(self.patches.is_misfit(take.program, at(taped.options, each.place)) for each in calls):
+                    continue
                 called = {each.place for each in calls if code_of(at(taped.options, each.place)) is each.who}
                 taken = take.guards.taken_over(taped.options, taped.module, taped.looks, called)
                 if taken is not None:
@@ -237,6 +239,7 @@ class Tapes:
         self._count += 1
         others = with_others(take.others, tensors)
         new = replace(take, guards=guards, number=self._count, others=others, weights=None, used=False, over=False)
+        new.heir = True
         self.keep(key, fuse, new)
         return new
 
@@ -274,6 +277,17 @@ class Tapes:
             self._one_by_one = take.structure
             self.drop(take)
         return bool(take.copies)
+
+    def misfit(self, take: Take, error: FormChanged, options: Mapping[Any, Any]) -> None:
+        """Forgets a take whose patch gave another form of result than in the recording.
+
+        That one was of another patch, perhaps: then this patch may have a recording to itself.
+        """
+        if take.heir and error.place:
+            self.patches.misfit(take.program, at(options, error.place))
+        else:
+            self.patches.odd(error.who)
+        self.drop(take)
 
     def drop(self, take: Take) -> None:
         """Forgets one take."""

@@ -234,8 +234,7 @@ def test_two_threads_sample_two_models(tiny, recordings) -> None:
         for k in (0, 1, 0):
             with torch.inference_mode():
                 eager = patchers.apply(tiny(name), k, name)[0]
-                options = {"wrappers": fast[name].wrappers} if name == "Flux" else {}
-                out = patchers.apply(fast[name], k, name, options)[0]
+                out = patchers.apply(fast[name], k, name, {"wrappers": fast[name].wrappers})[0]
             assert torch.equal(out, eager), (name, k)
 
     in_threads(run, names)
@@ -271,6 +270,7 @@ def key_of(forward, *args, **kwargs):
         structure=lambda model: 1,
         weights=lambda: 1,
         changed=str,
+        altered=bool,
         lay_out=None,
         foreign=(),
         obstacle=lambda *_: "",

@@ -79,7 +79,6 @@ def _compiled(patcher: ModelPatcher, settings: Settings) -> tuple[ModelPatcher, 
         return clone, obstacle
     session = Session(settings, name, engine_of(patcher), size_of(patcher))
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, session.sampling)
-    clone.add_wrapper_with_key(WrappersMP.SAMPLER_SAMPLE, KEY, session.sampler)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, session.forward)
     put_around(clone, KEY, session.whole_forward)
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go_on_detach)
@@ -122,14 +121,17 @@ class Around:
 
 
 def put_around(patcher: ModelPatcher, key: str, around: MakesForward) -> None:
-    """Puts what ``around`` makes of a model's forward in its place, if that calls no wrappers.
+    """If the model's forward calls no wrappers, puts what ``around`` makes of it in its place.
 
     key: the node's, for ``remove_forward``.
     """
+    kind = type(patcher.model.diffusion_model)
+    if _calls_wrappers(kind):
+        return
 
     def applied(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         model = executor.class_obj.diffusion_model
-        if _calls_wrappers(type(model)):
+        if not isinstance(model, kind):  # what torch.compile made of it
             return executor(*args, **kwargs)
         there = model.__dict__.get("forward")
         if isinstance(there, Around):  # another node of ours
@@ -175,7 +177,7 @@ def _calls_wrappers(kind: type) -> bool:
 
 def remove(patcher: ModelPatcher) -> ModelPatcher:
     """Removes our wrappers and callbacks from ``patcher``, and returns it."""
-    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.SAMPLER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
+    for wrapper in (WrappersMP.OUTER_SAMPLE, WrappersMP.DIFFUSION_MODEL):
         patcher.remove_wrappers_with_key(wrapper, KEY)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
     remove_forward(patcher, KEY)

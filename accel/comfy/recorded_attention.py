@@ -4,10 +4,11 @@ A model's attention is ComfyUI's choice at its start, or a function among the op
 what ComfyUI's own node puts there to choose for one model: then it keeps nothing, and is called like ComfyUI's choice.
 """
 
+import dis
 import functools
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import FunctionType
+from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
 
 import comfy.ldm.modules.attention as attention
@@ -18,14 +19,18 @@ from ..foreign import in_its_file
 from ..origin import is_known
 from ..reasons import say
 from ..tape.called_patches import OVERRIDE, Played
+from ..tape.identity import EQUAL
 from ..tape.options import COPIED_ALONG, NotedOptions, Reads
 from ..tape.record import Recorder
+from ..tape.swaps import contents
 from ..tape.unplanned import without_plans
 from .compat import prefers_attention
 
 # torch's attention is made of operations that a tape can hold; other backends may work past torch's dispatcher
 OPEN_ATTENTION = {getattr(attention, "attention_pytorch", None)}
 _CHOSEN: dict[tuple, FunctionType] = {}  # the first function of those that call the same: see ``settled``
+_ANOTHERS: dict[Any, FunctionType] = {}  # the same of other packs'
+MOST = 64  # of those
 
 
 def is_open() -> bool:
@@ -41,10 +46,46 @@ def is_anothers(chosen: Any) -> bool:
 def settled(options: Mapping[Any, Any]) -> Mapping[Any, Any]:
     """The options with one function for each attention: ComfyUI's node makes another each time that it runs."""
     chosen = options.get(OVERRIDE)
-    if chosen is None or is_anothers(chosen):
+    if chosen is None:
         return options
-    first = _CHOSEN.setdefault((chosen.__code__, *_held(chosen)), chosen)
+    if not is_anothers(chosen):
+        first = _CHOSEN.setdefault((chosen.__code__, *_held(chosen)), chosen)
+    elif (key := _made_of(chosen)) is None:
+        return options
+    else:
+        first = _ANOTHERS.get(key, chosen)
+        if first is chosen or _made_of(first) != key:  # what it holds is something else by now
+            first = _ANOTHERS[key] = chosen
+            while len(_ANOTHERS) > MOST:
+                del _ANOTHERS[next(iter(_ANOTHERS))]
     return options if first is chosen else {**options, OVERRIDE: first}
+
+
+def _made_of(item: Any, depth: int = 4) -> Any:
+    """What a function was made of: of two that were made by the same code of the same, either may be called.
+
+    None if it may keep something: an object that it holds, or a name of where it was made that it gives another value.
+    """
+    if isinstance(item, EQUAL):
+        return type(item), item
+    if isinstance(item, (type, BuiltinFunctionType)) or (type(item) is FunctionType and item.__closure__ is None):
+        return item  # the key holds it
+    held = contents(item) if type(item) is FunctionType and depth and not _rebinds(item.__code__) else None
+    if held is None:
+        return None
+    defaults, named, *cells = held
+    parts = [*(defaults or ()), *(named or {}).values(), *cells, *item.__dict__.values()]
+    found = [_made_of(each, depth - 1) for each in parts]
+    names = tuple(named or ()), tuple(item.__dict__)
+    return None if None in found else (item.__code__, id(item.__globals__), names, *found)
+
+
+@functools.lru_cache(maxsize=256)
+def _rebinds(code: CodeType) -> bool:
+    """Whether code, or code within it, gives another value to a name of where it was made."""
+    stores = {each.argval for each in dis.get_instructions(code) if each.opname in ("STORE_DEREF", "DELETE_DEREF")}
+    inside = [each for each in code.co_consts if isinstance(each, CodeType)]
+    return not stores.isdisjoint(code.co_freevars) or any(map(_rebinds, inside))
 
 
 def _is_comfyuis(function: Any) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from comfy.patcher_extension import WrapperExecutor
+from comfy.patcher_extension import WrapperExecutor, WrappersMP, add_wrapper, get_all_wrappers
 from torch import Tensor, nn
 
 from ..attempt import Fallback, attempt, failed
@@ -56,11 +56,13 @@ class Session:
         with self._lock:
             self._depth += 1
         calls = self._calls
+        attempt(lambda: self._before_steps(executor.class_obj), failed(self.name, "the run's start"), INTERRUPTS)
         try:
             with without_memory_plans():
                 out = together(lambda: executor(*args, **kwargs))
             if len(_sigmas(args, kwargs)) > 1:
-                self.passed_by = PASSED_BY if self._calls == calls else ""
+                passed = self._calls == calls and not self._is_inside(executor.class_obj)
+                self.passed_by = PASSED_BY if passed else ""
                 if self.passed_by:
                     STATS.fallback(self.name, self.passed_by)
             return out
@@ -69,6 +71,18 @@ class Session:
                 self._depth -= 1
                 if self._depth == 0:
                     attempt(self._close_runs, failed(self.name, "the run's end"), INTERRUPTS)
+
+    def _is_inside(self, guider: Any) -> bool:
+        """Whether other packs' wrappers are around ours: they may give what they forecast or kept, and call nobody."""
+        options = getattr(guider, "model_options", None)
+        found = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options, True) if isinstance(options, dict) else ()
+        return bool(found) and found[0] != self.forward
+
+    def _before_steps(self, guider: Any) -> None:
+        """Has ``sampler`` called in this run, unless another pack has a wrapper there: some run only by themselves."""
+        options = getattr(guider, "model_options", None)  # ComfyUI's copy for this run
+        if isinstance(options, dict) and not get_all_wrappers(WrappersMP.SAMPLER_SAMPLE, options, True):
+            add_wrapper(WrappersMP.SAMPLER_SAMPLE, self.sampler, options, True)
 
     def sampler(self, executor: WrapperExecutor, guider: Any, *args: Any, **kwargs: Any) -> Tensor:
         """SAMPLER_SAMPLE: copies the guider's conds to the model's device before the first step asks for them."""

@@ -97,9 +97,12 @@ class NotedOptions(MutableMapping, dict):
         self.heard: dict[Any, Any] | None = None
         self.strict = False  # while code of another pack has it: whatever that copies, it may read
         self.decisions: Decisions | None = None  # while a patch that is written down has it
+        self._theirs: dict[Any, Any] = {}  # what is hidden, where a read of it is noted as of the caller's
 
-    def hide(self, key: Any, value: Any = MISSING) -> None:
-        """Puts ``value`` in place of what the caller gave, or nothing."""
+    def hide(self, key: Any, value: Any = MISSING, noted: bool = False) -> None:
+        """Puts ``value`` in place of what the caller gave, or nothing. noted: a read of it is noted all the same."""
+        if noted:
+            self._theirs[key] = dict.get(self, key, MISSING)
         self._own.add(key)
         if value is MISSING:
             dict.pop(self, key, None)
@@ -121,12 +124,16 @@ class NotedOptions(MutableMapping, dict):
             self._listed = listed[:-1]
             if key not in self._own:
                 self._reads.ask(key, value)
+            elif key in self._theirs:
+                self._reads.ask(key, self._theirs[key])
             if not self._listed:
                 self._reads.copied()
             return
         self._reads.settle()
         if key not in self._own:
             self._reads.note(key, value, key is not self._passing)
+        elif key in self._theirs:
+            self._reads.note(key, self._theirs[key], key is not self._passing)
 
     def _note_keys(self) -> None:
         self._reads.note_keys(dict.keys(self), self._own)
@@ -162,6 +169,7 @@ class NotedOptions(MutableMapping, dict):
     def copy(self) -> "NotedOptions":  # noqa: D102
         copied = NotedOptions(dict(dict.items(self)), self._reads, frozenset(self._own))
         copied.heard, copied.strict, copied.decisions = self.heard, self.strict, self.decisions
+        copied._theirs = dict(self._theirs)
         return copied
 
     __copy__ = copy
@@ -171,6 +179,7 @@ class NotedOptions(MutableMapping, dict):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._own.add(key)
+        self._theirs.pop(key, None)
         dict.__setitem__(self, key, value)
 
     def popitem(self) -> tuple[Any, Any]:  # noqa: D102
@@ -179,6 +188,7 @@ class NotedOptions(MutableMapping, dict):
 
     def clear(self) -> None:  # noqa: D102
         self._own.update(dict.keys(self))
+        self._theirs.clear()
         dict.clear(self)
 
     def __ior__(self, other: Any) -> "NotedOptions":
@@ -187,6 +197,7 @@ class NotedOptions(MutableMapping, dict):
 
     def __delitem__(self, key: Any) -> None:
         self._own.add(key)
+        self._theirs.pop(key, None)
         dict.__delitem__(self, key)
 
     def update(self, *args: Any, **kwargs: Any) -> None:  # noqa: D102

@@ -35,6 +35,7 @@ class PatchBook:
     def __init__(self) -> None:
         self._live: dict[int, Any] = {}
         self._odd: dict[int, Any] = {}
+        self._misfits: dict[tuple[int, int], tuple] = {}
 
     def is_live(self, who: Any) -> bool:
         """Whether it must be called in each forward."""
@@ -59,6 +60,17 @@ class PatchBook:
     def live(self, who: Any) -> None:
         """From now on it is called in each forward."""
         _keep(self._live, who)
+
+    def misfit(self, program: Any, patch: Any) -> None:
+        """From now on ``patch`` is not called from ``program``, which was recorded with another one of its code."""
+        self._misfits[id(program), id(patch)] = weakref.ref(program), patch
+        while len(self._misfits) > MOST_KNOWN:
+            self._misfits.pop(next(iter(self._misfits)))
+
+    def is_misfit(self, program: Any, patch: Any) -> bool:
+        """Whether it was found to give another form of result than that program was made for."""
+        found = self._misfits.get((id(program), id(patch)))
+        return found is not None and found[0]() is program
 
     def odd(self, who: Any) -> None:
         """From now on forwards with it are not recorded."""
@@ -113,8 +125,10 @@ class Patches:
         self._echoes: dict[Value, weakref.ref[Tensor]] = {}  # and their originals, see ``_aliases``
         for kind in called_patches.KINDS:
             if self._raw.get(kind) and options.notes(kind):
-                options.get(kind)  # noted: other patches, another recording
-                options.hide(kind, called_patches.wrapped(self._raw[kind], self._proxy, (kind,)))
+                if whole:
+                    options.get(kind)  # noted: other patches, another recording
+                # those around a block, which it does not look at, do not matter to it
+                options.hide(kind, called_patches.wrapped(self._raw[kind], self._proxy, (kind,)), noted=not whole)
 
     def _proxy(self, place: tuple, patch: Callable[..., Any]) -> Callable[..., Any]:
         self._all[place] = patch
