@@ -81,6 +81,21 @@ def test_prompts_of_two_lengths(models, model, fusing, replays, block_recordings
     assert reasons() <= {"the model is changed", "it reads a tensor"}
 
 
+def test_many_prompts(models, model, fusing, replays):
+    """Each of another length, so that each is a call: what is kept grows with each of them in the first step."""
+
+    def many(positive, negative):
+        tokens, rest = positive[0]
+        return [[tokens[:, :count], rest] for count in (5, 9, 13, 17, 20)], negative
+
+    fast, run = compiled(model), RUN | {"steer": many, "steps": 6}
+    for seed in range(3):
+        replays.clear()
+        wanted = models.sample(model, **run, seed=seed)
+        assert error(models.sample(fast, **run, seed=seed), wanted) < CLOSE
+        assert len(replays) > 4 * 5 * 5  # of five steps, five blocks and six prompts
+
+
 def test_without_what_is_kept_the_whole_is_recorded(models, model, fusing, recordings, replays):
     plain, fast = model.clone(), compiled(model)
     for each in (plain, fast):

@@ -267,7 +267,7 @@ def key_of(forward, *args, **kwargs):
     run = types.SimpleNamespace(
         number=1,
         looks=None,
-        structure=lambda model: 1,
+        structure=lambda *_: 1,
         weights=lambda: 1,
         changed=str,
         altered=bool,

@@ -2,12 +2,14 @@
 
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..block_forwards import MAX_STRUCTURES
 from ..fingerprint import ModuleFingerprint, classes_of
 from ..foreign import foreign_code, replaced_in_torch
 from ..functions_read import FunctionsRead
@@ -16,14 +18,13 @@ from ..reasons import say
 from ..tape.named_tensors import PartsByPath, parts_of, resolve
 from ..tape.state import Looks, first_kept, states_of
 from ..tape.values import Weight
-from ..tapes import MAX_STRUCTURES
 from ..weights import ChannelsLastWeights, WeightWatch, Whereabouts
 from . import dynamic
 from .known_pages import KnownPages
 from .shortages import Shortages
 from .surroundings import surroundings
 
-MOST_CHANGES = 3  # of a model in one run: each costs a recording
+MOST_CHANGES = 3  # of a model in one run, at calls of one size: each costs a recording
 MOST_RESTING = 96  # kinds of calls of one model
 MOST_EARLIER = MAX_STRUCTURES - 1  # fingerprints of a model besides that of now; a look with each takes a while
 NUMBERS = itertools.count(1)  # of runs
@@ -42,7 +43,8 @@ class SamplingState:
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self.looks = fingerprints, Looks()
         self._around = 0  # see ``surroundings``
-        self._changes, self._restless = 0, ""  # of the model in this run; why it is not recorded any more
+        self._changes: Counter[ShapeKey] = Counter()  # of the model in this run, by the calls that met them
+        self._restless = ""  # why it is not recorded any more
         self._look(model)
         self._fresh = True  # the call that this is made in need not look again
 
@@ -128,15 +130,16 @@ class SamplingState:
         self._laid = (laid | wanted if wanted else wanted), self.weights()
         return self._laid[1]
 
-    def structure(self, model: nn.Module) -> int:
-        """The model's code, now, and what else decides its result besides inputs and weights."""
+    def structure(self, model: nn.Module, key: ShapeKey) -> int:
+        """The model's code at a call of this key, and what else decides its result besides inputs and weights."""
         if not (self._fresh or self._restless) and self._has_changed():
             before = self._structure, self._functions
             change = self._fingerprints.changes() or self._fingerprints.latest()
             self._look(model)
-            self._changes += (self._structure, self._functions) != before
+            self._changes[key] += (self._structure, self._functions) != before
             place = change.partition(" (")[0]  # without what it is now
-            if self._changes > MOST_CHANGES or (self._changes and place and place == self._fingerprints.restless):
+            again = self._changes[key] and place and place == self._fingerprints.restless
+            if self._changes[key] > MOST_CHANGES or again:
                 self._restless, self._fingerprints.restless = say("changes_itself", change=change), place
         self._fresh, self._around = False, surroundings()
         return hash((self._structure, self._functions, self._names, self._around, torch.is_autocast_enabled()))

@@ -167,8 +167,8 @@ def call_of(
     """
     why = why or obstacle(given) or (run.streams() if run is not None else "")
     taped = None
-    structure = run.structure(model) if run is not None and not why else 0
     x, key = given.first, key_of(given)
+    structure = run.structure(model, key) if run is not None and not why else 0
     if run is not None and not why:
         why = run.obstacle(key, x.dtype)
     if run is not None and not why:
