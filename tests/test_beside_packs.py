@@ -78,7 +78,7 @@ def test_a_patch_around_a_block_is_no_matter_of_the_block(models, fusing, monkey
     recorded = calls_of(monkeypatch, block_tier, "record_block")
 
     def patched(model, strength):
-        def anew(apply, args):
+        def again(apply, args):
             options = args["c"]["transformer_options"]
 
             def around(given, extra):
@@ -88,7 +88,7 @@ def test_a_patch_around_a_block_is_no_matter_of_the_block(models, fusing, monkey
             return apply(args["input"], args["timestep"], **args["c"])
 
         model = model.clone()
-        model.set_model_unet_function_wrapper(anew)
+        model.set_model_unet_function_wrapper(again)
         return model
 
     run = {"width": 128, "height": 128, "frames": 9, "steps": 8, "tokens": 24, "cfg": 1.0}

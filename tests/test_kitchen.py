@@ -240,6 +240,29 @@ class Modulated(nn.Module):
         return self.lin(operation(self.name)(x, scale, shift, 1e-5)) + x
 
 
+class OfABlock(Modulated):
+    """The norm of a block's input comes first, and what it adds to the input last (Qwen-Image 2.1)."""
+
+    def forward(self, x, scale, shift):
+        return torch.addcmul(x, self.lin(operation(self.name)(x, scale, shift, 1e-5)), shift)
+
+
+@pytest.mark.parametrize("name", kitchen.MODULATED)
+def test_a_modulated_norm_of_an_input(name):
+    """It goes over channels, so these are the model's: it is a kernel, the same one for other tokens."""
+    torch.manual_seed(0)
+    model, sources = OfABlock(name, torch.float32), []
+    for tokens in (7, 12):
+        args = (randn(2, tokens, 48), *modulated(torch.float32)[1:])
+        out, tape = taped(model, *args)
+        kitchen.decompose(tape)
+        assert calls(tape) == []
+        found, program = ran(model, tape, args, True)
+        assert torch.allclose(found[0], out[0], atol=1e-5)
+        sources.append({launch.source.text for launch in program.launches})
+    assert sources[0] == sources[1]
+
+
 def modulated(dtype):
     return randn(2, 7, 48, dtype=dtype), randn(2, 1, 48, dtype=dtype, seed=1), randn(2, 1, 48, dtype=dtype, seed=2)
 

@@ -1,8 +1,8 @@
 """Which inputs of a tape have channels that belong to the model: a block's tokens have, whatever the call.
 
-The last size of an input is a layer's where a norm over it reads it, or a product with a weight of so many channels,
-and the model's where an element-wise operation adds it to what has so many: the sizes are equal then, as neither is 1.
-What only copies an input, or computes each of its numbers for itself, may lie between.
+The last size of an input is a layer's where a norm or a product with a weight of so many channels reads it, or a
+modulated norm; and the model's where an element-wise operation adds it to what has so many: the sizes are equal then,
+as neither is 1. What only copies an input, or computes each of its numbers for itself, may lie between.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ from .values import Operation, Size, Tape, Value, Weight
 
 PARTS = frozenset("slice narrow chunk split split_with_sizes unsqueeze".split())
 KEPT = PARTS | views.SAME | ELEMENTWISE
-OVER_CHANNELS = frozenset("layer_norm rms_norm adaln rms_adaln".split())  # the last two are comfy-kitchen's
+MODULATED = frozenset(("adaln", "rms_adaln"))  # comfy-kitchen's norms over channels
 
 
 class Reader(NamedTuple):
@@ -67,7 +67,7 @@ def met(found: Iterable[Reader]) -> Iterator[Value]:
 def _is_layer(operation: Operation) -> bool:
     name, x = operation.traits.name, operation.args[0]
     weights = [value for value in operation.inputs[1:] if type(value.leaf) is Weight]
-    if name in OVER_CHANNELS:
+    if name in MODULATED:
         return True
     if name in NORMS:
         return any(weight.shape == x.shape[-1:] for weight in weights)

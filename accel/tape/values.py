@@ -126,9 +126,7 @@ class Value:
         self.leaf, self.base = leaf, base
         self.sizes: Sizes = ()
         self.order: tuple[int, ...] | None = None  # of its dimensions in memory, where a rule has chosen it
-        self.turns = (
-            False  # an input [1, N, 1, D / 2, 2, 2] or so, of rotations, the same for each picture if it has one
-        )
+        self.turns = False  # whether it is an input of rotations [1, N, 1, D / 2, 2, 2]; 1 is so for every call
 
     @classmethod
     def made(
@@ -139,7 +137,7 @@ class Value:
         value = object.__new__(cls)
         value.shape, value.stride, value.dtype, value.device = shape, stride, dtype, device
         value.number, value.origin, value.leaf, value.base = number, None, leaf, base
-        value.sizes, value.order = (), None
+        value.sizes, value.order, value.turns = (), None, False
         return value
 
     @property
