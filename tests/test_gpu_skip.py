@@ -1,6 +1,7 @@
 """Skip Blocks on a real GPU: with graphs, at odd sizes, without waiting for the GPU, and its memory given back."""
 
 import gc
+from collections import Counter
 
 import pytest
 import torch
@@ -46,10 +47,11 @@ def test_no_step_waits_for_the_gpu(models):
     """The sampler runs ahead of the GPU as it does without the node; once, before the first step, sigmas are read."""
     patcher = models.unet("sd15", torch.float16, **SMALL)
     plain, ours = (_synchronisations(models, p) for p in (patcher, skipping(patcher)))
-    assert ours <= plain + 1
+    assert len(ours) <= len(plain) + 1, Counter(ours) - Counter(plain)
 
 
 def _synchronisations(models, patcher):
+    """Where the host waits in a second run."""
     import warnings
 
     models.sample(patcher, 256, 256, steps=12)
@@ -60,7 +62,7 @@ def _synchronisations(models, patcher):
             models.sample(patcher, 256, 256, steps=12)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(w.message) for w in caught)
+    return [f"{w.filename}:{w.lineno}" for w in caught if "synchroniz" in str(w.message)]
 
 
 def test_features_are_given_back(models):

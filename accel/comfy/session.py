@@ -31,13 +31,18 @@ PASSED_BY = say("passed_by")
 
 
 class Session:
-    """The wrappers of one compiled patcher (and of its clones), and the runs in progress."""
+    """The wrappers of one compiled patcher (and of its clones), and the runs in progress.
+
+    ahead: conds are copied to the model's device before the first step.
+    """
 
     def __init__(
         self, settings: Settings, name: str, engine: Callable[[nn.Module], Engine], size: taping.SizeOf | None = None,
+        ahead: bool = True,
     ) -> None:  # fmt: skip
         self.name = name
         self.settings = settings
+        self._ahead = ahead
         self._size = size or taping.pixels
         self._engine = engine
         # by id of the diffusion model; several threads sample several models
@@ -81,7 +86,8 @@ class Session:
     def _before_steps(self, guider: Any) -> None:
         """Has ``sampler`` called in this run, unless another pack has a wrapper there: some run only by themselves."""
         options = getattr(guider, "model_options", None)  # ComfyUI's copy for this run
-        if isinstance(options, dict) and not get_all_wrappers(WrappersMP.SAMPLER_SAMPLE, options, True):
+        alone = isinstance(options, dict) and not get_all_wrappers(WrappersMP.SAMPLER_SAMPLE, options, True)
+        if self._ahead and alone:
             add_wrapper(WrappersMP.SAMPLER_SAMPLE, self.sampler, options, True)
 
     def sampler(self, executor: WrapperExecutor, guider: Any, *args: Any, **kwargs: Any) -> Tensor:

@@ -53,7 +53,7 @@ def _made(patcher: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
     skipping = _Skipping(settings, name, tell)
     # without Compile Model the steps are ComfyUI's own operations, recorded
     own = Settings(mode="exact", graph_budget_mb=0, has_budget=False)
-    session = Session(own, name, attach.engine_of(clone), attach.size_of(clone))
+    session = Session(own, name, attach.engine_of(clone), attach.size_of(clone), ahead=False)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, skipping.sampling)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STATE, _unless_compiled(session.sampling))
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
