@@ -90,9 +90,12 @@ class Blocks:
         """Whether a look may still find such blocks."""
         return any(found.number == likeness[0] for found in self._structures.values())
 
-    def watch(self, model: nn.Module) -> None:
-        """Notes what the blocks look like, before a forward in which patches of other packs run."""
-        for path in [path for path in self.paths if path not in self._now.seen]:
+    def watch(self, model: nn.Module, again: bool) -> None:
+        """Notes what the blocks look like, before a forward in which patches of other packs run.
+
+        again: they may look otherwise since the last time, as a LoRA changes weights at each call, say.
+        """
+        for path in [path for path in self.paths if again or path not in self._now.seen]:
             block = model.get_submodule(path)
             self._now.seen[path] = PartsSeen(_below(block)), settings_of(block)
 

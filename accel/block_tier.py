@@ -76,13 +76,13 @@ class BlockTier:
         visit = Visit(call, settings, first)
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
-                self._look(call)
+                new = self._look(call)
                 if call.key not in self._idle:
                     if self._elsewhere:
                         visit.reasons[ELSEWHERE] = None
                     ours = partial(self._forward, visit)
                     if call.taped.meets_others:
-                        self._blocks.watch(call.taped.module)
+                        self._blocks.watch(call.taped.module, again=new)
                     stack.enter_context(self._blocks.ours(call.taped.module, ours, self._elsewhere))
             yield visit
         if visit.reasons and not visit.ran:
@@ -105,15 +105,18 @@ class BlockTier:
 
     # The blocks' forwards -----------------------------------------------------------------------------------------
 
-    def _look(self, call: Call) -> None:
+    def _look(self, call: Call) -> bool:
+        """Whether the model's code or its weights are not as they were at the last call."""
         new = self._blocks.look(call.taped.module, call.taped.structure)
         if new:
             for key in [key for key in self._takes if not self._blocks.is_known(key[0])]:
                 del self._takes[key]
             self._writes = {alike: each for alike, each in self._writes.items() if self._blocks.is_known(alike)}
-        if new or self._weights != call.weights:
+        new = new or self._weights != call.weights
+        if new:
             self.release()
             self._weights, self._elsewhere = call.weights, self._fetching(call.taped)
+        return new
 
     def _fetching(self, taped: Taped) -> set[str]:
         """The blocks that fetch weights at each call; all of them where only a few have theirs on the device."""

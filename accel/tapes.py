@@ -72,7 +72,7 @@ class Tapes:
             refused = self._refused_elsewhere(fuse, taped) if not but else None
             if refused is None:
                 return None
-            take = replace(refused, number=NEVER, among=self.patches.among(taped.options))
+            take = replace(refused, number=NEVER, clock=None, among=self.patches.among(taped.options))
             self.keep(key, fuse, take)
             return take
 
@@ -162,7 +162,7 @@ class Tapes:
                 return taped.forward(noted)
             recorder.guarded(lambda: self._blocks.look(taped.module, taped.structure))
             if taped.meets_others:
-                recorder.guarded(lambda: self._blocks.watch(taped.module))
+                recorder.guarded(lambda: self._blocks.watch(taped.module, again=True))
             with self._blocks.ours(taped.module, in_blocks if calls is None else calls.noting(in_blocks)):
                 return taped.forward(noted)
 

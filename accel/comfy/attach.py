@@ -95,18 +95,19 @@ class Around:
 
     def __init__(self, model: nn.Module, arounds: dict[str, MakesForward]) -> None:
         self._model, self.arounds = model, arounds
-        self.own = model.__dict__.get("forward")  # another pack's; None if it is the class's
+        self._own: Forward | None = None  # another pack's; None if it is the class's
 
     def __enter__(self) -> None:
+        self._own = self._model.__dict__.get("forward")
         self._model.forward = self
 
     def __exit__(self, *error: object) -> None:
         if self._model.__dict__.get("forward") is not self:  # another pack's by now, which it looks after
             return
-        if self.own is None:
+        if self._own is None:
             del self._model.forward
         else:
-            self._model.forward = self.own
+            self._model.forward = self._own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's result."""
