@@ -7,6 +7,7 @@ from torch import nn
 
 from tools.driving import compiled
 from tools.oracles import error, shapes
+from tools.patching import read_back
 
 pytestmark = pytest.mark.usefixtures("models", "fusing", "clean_stats")
 RUN = {"width": 128, "height": 128, "frames": 9, "steps": 3, "tokens": 24, "cfg": 1.0}
@@ -83,16 +84,8 @@ def patched(patcher, name, number):
 @pytest.mark.parametrize("name", WAYS)
 def test_a_block_is_what_it_is_while_it_is_called(models, model, name, in_blocks):
     fast = compiled(model)
-    if in_blocks:  # a forward that reads a value back
-        network = model.model.diffusion_model
-        own = type(network)._forward
-
-        def reads_back(self, x, timestep, *args, **kwargs):
-            assert float(timestep.flatten()[0]) >= 0.0
-            return own(self, x, timestep, *args, **kwargs)
-
-        reads_back.__module__ = own.__module__
-        network.__class__ = type(type(network).__name__, (type(network),), {"_forward": reads_back})
+    if in_blocks:
+        read_back(model.model.diffusion_model)
     plain = models.sample(model, **RUN)
     for number in (None, 2, 1, 2, None):
         wanted = models.sample(patched(model, name, number), **RUN)

@@ -4,6 +4,7 @@ import pytest
 
 from tools.driving import SMALL_RUN, calls_of, compiled, skipping
 from tools.oracles import assert_fast, error, fallbacks
+from tools.patching import read_back
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 CLOSE = 1e-5
@@ -67,15 +68,7 @@ def test_a_patch_around_a_block_is_no_matter_of_the_block(models, fusing, monkey
     from tools.architectures import patchers
 
     patcher = patchers.make("LTXV", blocks=4)
-    network = patcher.model.diffusion_model
-    own = type(network)._forward
-
-    def reads_back(self, x, timestep, *args, **kwargs):
-        assert float(timestep.flatten()[0]) >= 0.0
-        return own(self, x, timestep, *args, **kwargs)
-
-    reads_back.__module__ = own.__module__
-    network.__class__ = type(type(network).__name__, (type(network),), {"_forward": reads_back})
+    read_back(patcher.model.diffusion_model)
     recorded = calls_of(monkeypatch, block_tier, "record_block")
 
     def patched(model, strength):

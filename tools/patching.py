@@ -3,13 +3,15 @@
 Each patch of ``PATCHES`` logs where it is called.
 """
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from tools.architectures.table import parts_of
 from tools.oracles import error
 
 ATTN_INPUT = ("input", 1)  # where that block lies, as patches see it
@@ -173,3 +175,15 @@ def reading(model: Any, read: Callable[[Tensor, Options], Tensor]) -> Callable[.
         return read(forward(*args, **kwargs), kwargs["transformer_options"])
 
     return ours
+
+
+def read_back(model: nn.Module) -> None:
+    """Has a model of ComfyUI's read its time step back at each call, so that its blocks are recorded one by one."""
+    own = type(model)._forward
+
+    @functools.wraps(own)
+    def reads_back(self: nn.Module, x: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
+        assert float(parts_of(timestep)[0].flatten()[0]) >= 0.0
+        return own(self, x, timestep, *args, **kwargs)
+
+    model.__class__ = type(type(model).__name__, (type(model),), {"_forward": reads_back})
