@@ -12,7 +12,7 @@ another form than when it was recorded, ``FormChanged`` ends the replay.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .pieces import Form, between, captured_here
 from .refusals import Generators
 from .swaps import swapped
 from .this_forward import level_of, now
-from .values import replaced
+from .values import replaced, wrapped
 
 KINDS = ("patches", "patches_replace")  # of the options: where other packs' patches are
 OVERRIDE = "optimized_attention_override"
@@ -128,6 +128,13 @@ class Done:
     wrote: list[dict[Any, Any] | None] | None  # the options that it was given, in order, where it changed them
     drawn: Generators | None = None  # after it, where a forward in eager is to go on with them
 
+    def apart(self) -> "Done":
+        """The same with tensors of its own: the program may write into those that it is given."""
+        swap = {id(tensor): tensor.clone() for tensor in self.tensors}
+        echoes = [(swap[id(echo)], number) for echo, number in self.echoes]
+        copies = [swap[id(copy)] for copy in self.copies]
+        return replace(self, out=swapped(self.out, swap), copies=copies, echoes=echoes, tensors=list(swap.values()))
+
     def give_to(self, originals: Sequence[Tensor]) -> list[int]:
         """Writes what the patch wrote into its copies into their originals, and returns the numbers of those.
 
@@ -171,7 +178,7 @@ class LiveCall:
         if this.playing and self.recorded is not None:
             return [tensor.clone() for tensor in self.recorded]
         done = perform(at(this.options, self.place), args, kwargs, this.options)
-        this.log.append((self.place, done if this.keeps else None))
+        this.log.append((self.place, done.apart() if this.keeps else None))
         if done.form != self.form or done.wrote is not None or done.written & self.shared != self.written:
             raise FormChanged(self.who, self.place, done)
         return done.tensors
@@ -314,15 +321,6 @@ def replaying(options: Mapping[Any, Any], log: Sequence[tuple[tuple, Done | None
         return call
 
     return dict(options) | {kind: wrapped(options[kind], proxy, (kind,)) for kind in KINDS if options.get(kind)}
-
-
-def wrapped(item: Any, proxy: Callable[[tuple, Callable[..., Any]], Any], place: tuple) -> Any:
-    """Nested containers with ``proxy(place, function)`` in place of each function in them."""
-    if isinstance(item, dict):
-        return {name: wrapped(each, proxy, (*place, name)) for name, each in dict.items(item)}
-    if isinstance(item, (list, tuple)):
-        return type(item)([wrapped(each, proxy, (*place, number)) for number, each in enumerate(item)])
-    return proxy(place, item) if callable(item) and not isinstance(item, (type, Tensor)) else item
 
 
 def _tensors(out: Any, skipped: Set[int], raw: Mapping[Any, Any] | None = None) -> Iterator[Tensor]:

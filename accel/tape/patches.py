@@ -22,7 +22,7 @@ from .record import Recorder
 from .refusals import Generators
 from .state import Glance, look_at
 from .swaps import swapped
-from .values import Value, tensors_in
+from .values import Value, tensors_in, wrapped
 
 FEW = 20_000  # objects of a patch's state that are looked at once, to see whether a call changes it
 MOST_KNOWN = 256
@@ -50,7 +50,7 @@ class PatchBook:
             found.add((place, who, self.is_live(who)))
 
         for kind in called_patches.RAW:
-            called_patches.wrapped(options.get(kind), add, (kind,))
+            wrapped(options.get(kind), add, (kind,))
         return frozenset(found)
 
     def is_odd(self, who: Any) -> bool:
@@ -128,7 +128,7 @@ class Patches:
                 if whole:
                     options.get(kind)  # noted: other patches, another recording
                 # those around a block, which it does not look at, do not matter to it
-                options.hide(kind, called_patches.wrapped(self._raw[kind], self._proxy, (kind,)), noted=not whole)
+                options.hide(kind, wrapped(self._raw[kind], self._proxy, (kind,)), noted=not whole)
 
     def _proxy(self, place: tuple, patch: Callable[..., Any]) -> Callable[..., Any]:
         self._all[place] = patch
@@ -268,7 +268,7 @@ class Patches:
         shared = set()
         for number, (tensor, copy) in enumerate(zip(originals, done.copies, strict=True)):
             value = recorder.value(tensor)
-            if value.leaf is None and value.base is None:  # from here on it is what the patch left
+            if value.leaf is None and value.base is None and not self._is_shared(value):  # now what the patch left
                 recorder.mark(tensor, recorder.value(copy))
             else:
                 shared.add(number)

@@ -316,3 +316,12 @@ def replaced(structure: Any, kind: type, new: Callable[[Any], Any]) -> Any:
     if isinstance(structure, dict):
         return {name: replaced(item, kind, new) for name, item in structure.items()}
     return structure
+
+
+def wrapped(item: Any, proxy: Callable[[tuple, Callable[..., Any]], Any], place: tuple) -> Any:
+    """Nested containers with ``proxy(place, function)`` in place of each function in them."""
+    if isinstance(item, dict):
+        return {name: wrapped(each, proxy, (*place, name)) for name, each in dict.items(item)}
+    if isinstance(item, (list, tuple)):
+        return type(item)([wrapped(each, proxy, (*place, number)) for number, each in enumerate(item)])
+    return proxy(place, item) if callable(item) and not isinstance(item, (type, Tensor)) else item
