@@ -5,7 +5,7 @@ import contextlib
 import pytest
 from torch import nn
 
-from tools.driving import compiled
+from tools.driving import calls_of, compiled
 from tools.oracles import error, shapes
 from tools.patching import read_back
 
@@ -95,13 +95,9 @@ def test_a_block_is_what_it_is_while_it_is_called(models, model, name, in_blocks
     assert all(("blocks recorded" in shape["note"]) == in_blocks for shape in shapes())
 
 
-@pytest.mark.usefixtures("models")
-def test_only_calls_by_other_packs_are_looked_at(model, monkeypatch):
+def test_only_calls_by_other_packs_are_looked_at(models, model, monkeypatch):
     """A look takes as long as some of a block's layers."""
     from anyshape.accel.comfy.sampling_state import SamplingState
-
-    from bench import models
-    from tools.driving import calls_of
 
     looks = calls_of(monkeypatch, SamplingState, "altered")
     fast = compiled(model)

@@ -30,7 +30,6 @@ from .session import Session
 from .surroundings import INTERRUPTS
 
 KEY = "anyshape"
-FORWARD = "diffusion_model.forward"
 Forward = Callable[..., Any]
 MakesForward = Callable[[nn.Module, Forward], Forward]
 

@@ -61,8 +61,8 @@ class Session:
         with self._lock:
             self._depth += 1
         calls = self._calls
-        attempt(lambda: self._before_steps(executor.class_obj), failed(self.name, "the run's start"), INTERRUPTS)
         try:
+            attempt(lambda: self._before_steps(executor.class_obj), failed(self.name, "the run's start"), INTERRUPTS)
             with without_memory_plans():
                 out = together(lambda: executor(*args, **kwargs))
             if len(_sigmas(args, kwargs)) > 1:

@@ -129,7 +129,7 @@ class Done:
     drawn: Generators | None = None  # after it, where a forward in eager is to go on with them
 
     def apart(self) -> "Done":
-        """The same with tensors of its own: the program may write into those that it is given."""
+        """The same with copies of its tensors: the program may write into those that it is given."""
         swap = {id(tensor): tensor.clone() for tensor in self.tensors}
         echoes = [(swap[id(echo)], number) for echo, number in self.echoes]
         copies = [swap[id(copy)] for copy in self.copies]
