@@ -322,19 +322,18 @@ def test_a_clone_that_is_of_another_model(tiny, name, nodes):
 
 def test_another_packs_forward_stays_below_ours(tiny):
     """Ours go around it, and leave it there."""
-    from anyshape.accel.comfy.attach import FORWARD
 
     patcher = tiny("SD3").clone()
-    own = patcher.get_model_object(FORWARD)
+    own = patcher.get_model_object("diffusion_model.forward")
 
     def theirs(*args, **kwargs):
         return own(*args, **kwargs) * 1.1
 
-    patcher.add_object_patch(FORWARD, theirs)
+    patcher.add_object_patch("diffusion_model.forward", theirs)
     short = {"steps": 7}  # too few to skip any
     wanted, fast = sample(patcher, "SD3", **short), compiled(skipping(patcher))
     assert not torch.equal(wanted, sample(tiny("SD3"), "SD3", **short))
     assert torch.equal(sample(fast, "SD3", **short), wanted)
     off = skip_with_message(compiled(fast, mode="off"), interval=1)[0]
     assert torch.equal(sample(off, "SD3", **short), wanted)
-    assert compiled(compiled(patcher), mode="off").object_patches[FORWARD] is theirs
+    assert compiled(compiled(patcher), mode="off").object_patches["diffusion_model.forward"] is theirs
