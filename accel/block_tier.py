@@ -83,7 +83,7 @@ class BlockTier:
                     ours = partial(self._forward, visit)
                     if call.taped.meets_others:
                         self._blocks.watch(call.taped.module, again=new)
-                    stack.enter_context(self._blocks.ours(call.taped.module, ours, self._elsewhere))
+                    stack.enter_context(self._blocks.ours(call.taped.module, ours, self._elsewhere | call.taped.left))
             yield visit
         if visit.reasons and not visit.ran:
             if len(self._idle) >= MAX_KEYS:

@@ -54,22 +54,25 @@ def foreign_code(module: nn.Module, functions: FunctionsRead) -> list[tuple[str,
 
     functions: that the model's code names.
     """
-    found = [
-        (f"{shown(module, key)} of {whose(value)}", value)
-        for key, value in objects_of(module)
-        if key[1] not in ("", "class") and not isinstance(key[0], str) and not isinstance(value, type)
-        if not is_known(value)
-    ]
+    found = list(brought_into(module))
     found += [(f"every module.hook {n} of {whose(hook)}", hook) for n, hook in enumerate(global_hooks())]
+    return found + [(f"{name} of {whose(value)}", value) for name, value in functions.brought()]
+
+
+def brought_into(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """As ``foreign_code``, of the module and its classes alone."""
+    for key, value in objects_of(module):
+        if key[1] in ("", "class") or isinstance(key[0], str) or isinstance(value, type) or is_known(value):
+            continue
+        yield f"{shown(module, key)} of {whose(value)}", value
     for kind in classes_of(parts_of(module)):
         if not is_known(kind):
-            found.append((f"{kind.__name__} of {whose(kind)}", kind))
+            yield f"{kind.__name__} of {whose(kind)}", kind
             continue
         for name in FORWARDS:
             method = vars(kind).get(name)
             if method is not None and not in_its_file(kind, method):
-                found.append((f"{kind.__name__}.{name} of {whose(method)}", method))
-    return found + [(f"{name} of {whose(value)}", value) for name, value in functions.brought()]
+                yield f"{kind.__name__}.{name} of {whose(method)}", method
 
 
 def replaced_in_torch(functions: FunctionsRead) -> str:

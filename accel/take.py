@@ -73,6 +73,7 @@ class Taped:
     once: bool = False  # that run makes one step
     looks: Looks = field(default_factory=Looks)  # at other packs' code in that run
     unknown: str = ""  # why the whole is not recorded: an argument that no guard can compare; its blocks may be
+    left: frozenset[str] = NONE  # the paths of blocks that may not be, either
     skipping: Skipping | None = None
     leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
     # has the weights stay where they are, until ``let_go`` or ComfyUI's own forward; why they are gone, or ""

@@ -22,6 +22,7 @@ from ..weights import ChannelsLastWeights, WeightWatch, Whereabouts
 from . import dynamic
 from .known_pages import KnownPages
 from .shortages import Shortages
+from .steady_blocks import KnownBlocks, SteadyBlocks
 from .surroundings import surroundings
 
 MOST_CHANGES = 3  # of a model in one run, at calls of one size: each costs a recording
@@ -33,19 +34,25 @@ NUMBERS = itertools.count(1)  # of runs
 class SamplingState:
     """What is known of one model during one sampling run. Holds the model: dropped when the run ends.
 
-    layout: lays weights of convolutions out until then; outside a run there is none.
+    layout: lays weights of convolutions out until then; outside a run there is none. skips: steps may be skipped in it.
     """
 
     def __init__(
-        self, model: nn.Module, fingerprints: "Fingerprints", layout: ChannelsLastWeights | None = None
-    ) -> None:
+        self, model: nn.Module, fingerprints: "Fingerprints", layout: ChannelsLastWeights | None = None,
+        skips: bool = False,
+    ) -> None:  # fmt: skip
         self.model, self._layout, self.number = model, layout, next(NUMBERS)
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self.looks = fingerprints, Looks()
         self._around = 0  # see ``surroundings``
         self._changes: Counter[ShapeKey] = Counter()  # of the model in this run, by the calls that met them
         self._restless = ""  # why it is not recorded any more
+        self._steady: SteadyBlocks | None = None  # what of it may be, even so
+        self._moves: bool | None = None  # whether it still changes, once somebody looked
         self._look(model)
+        if fingerprints.restless and not skips and _has(model, fingerprints.restless):
+            # as in the run before; but where steps are skipped, the same ones shall be
+            self._take_blocks(fingerprints.restless, fingerprints.why)
         self._fresh = True  # the call that this is made in need not look again
 
     def _look(self, model: nn.Module) -> None:
@@ -65,7 +72,7 @@ class SamplingState:
 
         dtype: of the model's inputs.
         """
-        if self._restless or self._replaced:
+        if self._replaced or (self._restless and self._steady is None):
             return self._restless or self._replaced
         if self.mapped is None:
             return ""
@@ -132,17 +139,44 @@ class SamplingState:
 
     def structure(self, model: nn.Module, key: ShapeKey) -> int:
         """The model's code at a call of this key, and what else decides its result besides inputs and weights."""
-        if not (self._fresh or self._restless) and self._has_changed():
+        if self._steady is not None:
+            self._stay_with_blocks()
+        elif not (self._fresh or self._restless) and self._has_changed():
             before = self._structure, self._functions
-            change = self._fingerprints.changes() or self._fingerprints.latest()
+            of_model = self._fingerprints.changes()
+            change = of_model or self._fingerprints.latest()
             self._look(model)
             self._changes[key] += (self._structure, self._functions) != before
             place = change.partition(" (")[0]  # without what it is now
             again = self._changes[key] and place and place == self._fingerprints.restless
             if self._changes[key] > MOST_CHANGES or again:
-                self._restless, self._fingerprints.restless = say("changes_itself", change=change), place
+                self._restless = say("changes_itself", change=change)
+                self._fingerprints.restless, self._fingerprints.why = place, self._restless
+                if of_model:
+                    self._take_blocks(place, self._restless)
         self._fresh, self._around = False, surroundings()
         return hash((self._structure, self._functions, self._names, self._around, torch.is_autocast_enabled()))
+
+    def _take_blocks(self, place: str, why: str) -> None:
+        """From now on only blocks are recorded, if there are any that the change at ``place`` does not touch."""
+        if self._layout is None or self._fingerprints.brings_functions():
+            return
+        steady = SteadyBlocks(self.model, place)
+        if len(steady.blocks):
+            self._steady, self._restless = steady, why
+            self._structure = hash(("blocks", self._fingerprints.blocks.number(steady)))
+
+    def _stay_with_blocks(self) -> None:
+        if not self._fresh:
+            self._moves = self._moves or self._fingerprints.changed()
+        if self._fingerprints.functions() != self._functions or self._steady.look():
+            self._steady.release()
+            self._steady = None
+
+    @property
+    def in_blocks(self) -> tuple[str, frozenset[str]]:
+        """(Why blocks alone may be recorded, or ""; the paths of those that may not be)."""
+        return (self._restless, self._steady.left) if self._steady is not None else ("", frozenset())
 
     def altered(self) -> bool:
         """Whether what the model's code calls is another one than when the forward began.
@@ -174,6 +208,10 @@ class SamplingState:
         self.let_go()
         if self._layout is not None:
             self._layout.restore()
+        if self._steady is not None:
+            self._steady.release()
+        if self._moves is False:
+            self._fingerprints.restless = ""  # the next run may record all of it
         self._fingerprints.release()
 
 
@@ -190,7 +228,8 @@ class Fingerprints:
         self._earlier: list[tuple[int, ModuleFingerprint, FunctionsRead]] = []  # what it was before, the latest last
         self._has_foreign, self._seen = False, (0, 0)  # whether, and of which code
         self.replaced = ""  # a function of torch's that another pack replaced
-        self.restless = ""  # what changed at each call in an earlier run
+        self.restless = self.why = ""  # what changed at each call in an earlier run, and the reason that said so
+        self.blocks = KnownBlocks()
         self._resting: dict[ShapeKey, str] = {}  # calls that gain nothing, and why
         self._whereabouts = Whereabouts(())  # of the weights meanwhile
         self.shortages, self.pages = Shortages(), KnownPages()
@@ -249,6 +288,10 @@ class Fingerprints:
         """What is not as it was at the last look, and whose it is; "" if all is."""
         return self._current.full() if self._current is not None else ""
 
+    def brings_functions(self) -> bool:
+        """Whether other packs replaced functions that the model's code names: what these read is not known."""
+        return self._functions is None or next(iter(self._functions.brought()), None) is not None
+
     def latest(self) -> str:
         """The function that was replaced last."""
         return self._functions.latest if self._functions is not None else ""
@@ -287,3 +330,12 @@ _FINGERPRINTS: "weakref.WeakKeyDictionary[nn.Module, Fingerprints]" = weakref.We
 def fingerprints(model: nn.Module) -> Fingerprints:
     """Those of ``model``: one for all clones of its patcher."""
     return _FINGERPRINTS.setdefault(model, Fingerprints())
+
+
+def _has(model: nn.Module, place: str) -> bool:
+    """Whether a part of the model has the attribute at ``place``, as ``fingerprint.shown`` names it."""
+    path, _, name = place.rpartition(".")
+    try:
+        return name in vars(PartsByPath(model)[path])
+    except KeyError:
+        return False

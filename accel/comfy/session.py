@@ -137,16 +137,19 @@ class Session:
         if why := _at_rest(model, given):
             call = taping.call_of(model, original, given, None, fallback, self._size, why=why)
             return self._engine(model)(call, self.settings)
-        run = self._run(model)
+        skip = given.options.get(RUN_KEY)
+        run = self._run(model, skip is not None and skip.skips)
         try:
-            call, skip = taping.call_of(model, original, given, run, fallback, self._size), given.options.get(RUN_KEY)
+            call = taping.call_of(model, original, given, run, fallback, self._size)
             if skip is not None and not skip.stats.entry:
                 skip.stats.entry = self._engine(model).stats.name
-            if skip is not None and skip.skips and (why := _why_apart(model, call, skip, given, run)):
+            in_blocks, _ = run.in_blocks
+            apart = skip is not None and skip.skips and not in_blocks
+            if apart and (why := _why_apart(model, call, skip, given, run)):
                 return self._apart(model, original, call, skip, given, run, why)
-            if skip is None or call.taped is None or not skip.skips:
+            if skip is None or call.taped is None or in_blocks or not skip.skips:
                 if skip is not None:
-                    skip.in_full(call.obstacle or skip.why_all_full)
+                    skip.in_full(call.obstacle or in_blocks or skip.why_all_full)
                 return self._engine(model)(call, self.settings)
             return self._skipping(model, call, skip, given)
         finally:
@@ -210,13 +213,13 @@ class Session:
 
         return skip.call(_prompts(skip, given.options, call, "apart"), first, Programs(full, skipped))
 
-    def _run(self, model: nn.Module) -> sampling_state.SamplingState:
-        """What is known of the model in this run; outside a sampling run, for this call."""
+    def _run(self, model: nn.Module, skips: bool) -> sampling_state.SamplingState:
+        """What is known of the model in this run; outside a sampling run, for this call. skips: steps, in this run."""
         with self._lock:
             found = self._runs.get(id(model))
             if found is None:
                 found = sampling_state.SamplingState(
-                    model, sampling_state.fingerprints(model), ChannelsLastWeights() if self._depth else None
+                    model, sampling_state.fingerprints(model), ChannelsLastWeights() if self._depth else None, skips
                 )
                 if self._depth:
                     self._runs[id(model)] = found

@@ -171,12 +171,15 @@ def call_of(
     structure = run.structure(model, key) if run is not None and not why else 0
     if run is not None and not why:
         why = run.obstacle(key, x.dtype)
+    changes, left = run.in_blocks if run is not None and not why else ("", frozenset())
+    if changes and calls_patches(given.options):  # nobody knows what a patch reads of the model
+        why = changes
     if run is not None and not why:
         options = given.theirs
         if run.mapped is not None:  # the weights are there
             options = without_prefetch(options)
 
-        unknown = say("strange_argument", name=given.unknown) if given.unknown else ""
+        unknown = say("strange_argument", name=given.unknown) if given.unknown else changes
 
         def forward(options: Mapping[Any, Any]) -> Any:
             run.let_go()
@@ -186,7 +189,7 @@ def call_of(
             model, forward, options, structure, recorded_attention.prepare, run.changed, run.lay_out, lean,
             partial(_places, options), run.altered, calls_patches(given.options),
             run.foreign, run=run.number, once=_makes_one_step(given.options), looks=run.looks, unknown=unknown,
-            hold=partial(run.hold, key), let_go=run.let_go,
+            left=left, hold=partial(run.hold, key), let_go=run.let_go,
             no_graph=partial(run.no_graph, x.device), rest=run.rest, fetches=partial(run.fetches, x.device),
         )  # fmt: skip
     rows = len(x) if x is not None and x.ndim else 1
