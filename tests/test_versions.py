@@ -246,3 +246,34 @@ def test_an_attention_that_the_model_prefers(models, fresh, monkeypatch, other):
     assert error(models.sample(fast, **SMALL_RUN), wanted) < CLOSE < error(wanted, plain)
     assert error(models.sample(fast, **SMALL_RUN), wanted) < CLOSE
     assert_fast()
+
+
+def test_an_attention_that_the_model_prefers_may_work_past_torch(models, fresh, monkeypatch):
+    """It is one call on the tape: what it does inside, no recorder hears. Its layers have it back afterwards."""
+    import comfy.ldm.modules.attention as attention
+
+    own, inside = attention.attention_pytorch, attention.einsum
+    cross = [part for part in fresh.model.diffusion_model.modules() if isinstance(part, attention.CrossAttention)]
+
+    def past_torch(equation, *tensors):
+        return torch.from_numpy(inside(equation, *tensors).numpy() * 1.1)
+
+    def chosen(q, k, v, heads, mask=None, transformer_options=None, **kwargs):
+        override = (transformer_options or {}).get("optimized_attention_override")
+        if override is not None:
+            return override(own, q, k, v, heads, transformer_options=transformer_options, **kwargs)
+        return preference.function(q, k, v, heads, transformer_options=transformer_options)
+
+    plain = models.sample(fresh, **SMALL_RUN)
+    preference = nn.Module()
+    preference.function = attention.attention_basic
+    monkeypatch.setattr(attention, "optimized_attention", chosen)
+    monkeypatch.setattr(attention, "einsum", past_torch)
+    for part in cross:
+        part.comfy_attention = preference
+    wanted = models.sample(fresh, **SMALL_RUN)
+    fast = compiled(fresh)
+    for _ in range(2):
+        assert error(models.sample(fast, **SMALL_RUN), wanted) < CLOSE < error(wanted, plain)
+    assert_fast()
+    assert not fallbacks() and preference.function is attention.attention_basic

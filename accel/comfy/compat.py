@@ -7,6 +7,7 @@ are mapped in while a model runs (``dynamic``).
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from comfy.cli_args import args
 from torch import nn
@@ -53,7 +54,7 @@ def without_memory_plans() -> Iterator[None]:
                     setattr(args, NO_PLANS, False)
 
 
-def prefers_attention(model: nn.Module) -> bool:
-    """Whether the model itself names the attention of a layer, which counts unless an override is among the options."""
+def preferences(model: nn.Module) -> list[Any]:
+    """Where the model itself names the attention of a layer, which counts unless an override is among the options."""
     places = [own for part in parts_of(model) for own in (part._modules, part.__dict__) if PREFERENCE in own]
-    return any(getattr(own[PREFERENCE], "function", None) is not None for own in places)
+    return [own[PREFERENCE] for own in places if getattr(own[PREFERENCE], "function", None) is not None]

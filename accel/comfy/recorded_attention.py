@@ -2,11 +2,14 @@
 
 A model's attention is ComfyUI's choice at its start, or a function among the options. That may be another pack's, or
 what ComfyUI's own node puts there to choose for one model: then it keeps nothing, and is called like ComfyUI's choice.
+A layer's file may name one, too. Nothing among the options says so: it is called where the layer has it.
 """
 
 import dis
 import functools
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType
 from typing import Any
@@ -24,13 +27,14 @@ from ..tape.options import COPIED_ALONG, NotedOptions, Reads
 from ..tape.record import Recorder
 from ..tape.swaps import contents
 from ..tape.unplanned import without_plans
-from .compat import prefers_attention
+from .compat import preferences
 
 # torch's attention is made of operations that a tape can hold; other backends may work past torch's dispatcher
 OPEN_ATTENTION = {getattr(attention, "attention_pytorch", None)}
 _CHOSEN: dict[tuple, FunctionType] = {}  # the first function of those that call the same: see ``settled``
 _ANOTHERS: dict[Any, FunctionType] = {}  # the same of other packs'
 MOST = 64  # of those
+_HERE = threading.local()  # recorder: that of this thread's forward, where layers name their attention
 
 
 def is_open() -> bool:
@@ -107,8 +111,9 @@ def _with(chosen: Callable[..., Tensor], function: Callable[..., Tensor]) -> Cal
 def prepare(options: NotedOptions, recorder: Recorder) -> None:
     """Attention that is not torch's own goes on the tape as one call, whatever it does inside; torch's as it runs."""
     foreign = options.get(OVERRIDE)  # noted: another one, another recording
-    if foreign is None and prefers_attention(recorder.module):
-        return  # it runs as it does without us
+    if foreign is None and (named := preferences(recorder.module)):  # which an override would put aside
+        recorder.within = _noted(recorder, named)
+        return
     if foreign is None and is_open():
         if recorder.turned:  # what the recorder hears it writes down as it would be, and what it does not is a copy
             options.hide(OVERRIDE, partial(_planning_little, recorder))
@@ -118,29 +123,77 @@ def prepare(options: NotedOptions, recorder: Recorder) -> None:
     recorder.calls_packs = recorder.calls_packs or anothers
 
     def override(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        called, given = function, kwargs.get(OPTIONS)
+        called = function
         if foreign is not None:
             called = partial(foreign, function) if anothers else _with(foreign, function)
-        if not isinstance(given, NotedOptions):  # a plain copy, whose every key was noted when it was made
-            given = NotedOptions(given, _Copied(recorder)) if isinstance(given, dict) else None
-        play = called
-        if anothers:
-            play = Played(called)
-            recorder.played.append(play)
-        keep = play.keep if isinstance(play, Played) else lambda out: out
-        if given is None:
-            return recorder.call(play, args, kwargs, lambda: keep(called(*args, **kwargs)))
-        given = given.copy()
-        given.hide(OVERRIDE)
-        # what it read of the options, it gets at each replay; nothing else of them is kept
-        later = {name: item for name, item in kwargs.items() if name != OPTIONS}
-        seen: dict[Any, Any] = {}
-        given.heard = seen
-        return recorder.call(
-            play, args, later | {OPTIONS: seen}, lambda: keep(called(*args, **later, **{OPTIONS: given}))
-        )
+        return _step(recorder, called, anothers, args, kwargs)
 
     options.hide(OVERRIDE, override)
+
+
+def _step(
+    recorder: Recorder, called: Callable[..., Tensor], anothers: bool, args: tuple, kwargs: dict[str, Any]
+) -> Tensor:
+    """What ``called`` gives, recorded as one call. anothers: it is another pack's, or wraps one."""
+    given = kwargs.get(OPTIONS)
+    if not isinstance(given, NotedOptions):  # a plain copy, whose every key was noted when it was made
+        given = NotedOptions(given, _Copied(recorder)) if isinstance(given, dict) else None
+    play = called
+    if anothers:
+        play = Played(called)
+        recorder.played.append(play)
+    keep = play.keep if isinstance(play, Played) else lambda out: out
+    if given is None:
+        return recorder.call(play, args, kwargs, lambda: keep(called(*args, **kwargs)))
+    given = given.copy()
+    given.hide(OVERRIDE)
+    # what it read of the options, it gets at each replay; nothing else of them is kept
+    later = {name: item for name, item in kwargs.items() if name != OPTIONS}
+    seen: dict[Any, Any] = {}
+    given.heard = seen
+    return recorder.call(play, args, later | {OPTIONS: seen}, lambda: keep(called(*args, **later, **{OPTIONS: given})))
+
+
+@contextmanager
+def _noted(recorder: Recorder, named: list[Any]) -> Iterator[None]:
+    """Within, an attention of ComfyUI's that a layer names is one call for ``recorder``: not torch's, which is open.
+
+    Some of them start kernels past torch's dispatcher, to save memory between two halves of their work.
+    """
+    outer, put = getattr(_HERE, "recorder", None), []
+    _HERE.recorder = recorder
+    try:
+        for layer in dict.fromkeys(named):
+            own = vars(layer).get("function")
+            base, before = (own.func, (own.args, (*own.keywords.items(),))) if type(own) is partial else (own, ((), ()))
+            if _is_closed(base) and all(isinstance(item, EQUAL) for item in (*before[0], *dict(before[1]).values())):
+                layer.function = _heard(base, *before)
+                put.append((layer, own))
+        yield
+    finally:
+        _HERE.recorder = outer
+        for layer, own in put:
+            layer.function = own
+
+
+def _is_closed(function: Any) -> bool:
+    """Whether it is an attention of ComfyUI's that is not torch's."""
+    return function is not None and function not in OPEN_ATTENTION and not is_anothers(function)
+
+
+@functools.lru_cache(maxsize=MOST)
+def _heard(function: Callable[..., Tensor], before: tuple, named: tuple) -> Callable[..., Tensor]:
+    """``function``, recorded as one call; the same object each time, so that layers with the same one stay alike."""
+    called = partial(function, *before, **dict(named)) if before or named else function
+
+    def hear(*args: Any, **kwargs: Any) -> Tensor:
+        recorder = getattr(_HERE, "recorder", None)
+        if recorder is None or recorder.is_deaf:
+            return called(*args, **kwargs)
+        plain = [each if isinstance(each, Tensor) or not hasattr(each, "take") else each.take() for each in args]
+        return _step(recorder, called, False, tuple(plain), kwargs)
+
+    return hear
 
 
 def _planning_little(recorder: Recorder, function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

@@ -7,7 +7,7 @@ listened. One operation costs about 15 µs, most of them torch's for calling a m
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,6 +75,7 @@ class Recorder(TorchDispatchMode):
         self.apart = False  # whether its blocks may be left out: see ``aliasing.settle``
         self.calls_packs = False  # whether an operation is another pack's function, or may read what a patch keeps
         self.played: list[Played] = []  # those functions
+        self.within: AbstractContextManager = nullcontext()  # what the forward runs in
         self.lean = False  # memory counts for more than time: see ``Tape.lean``
         self._blanks, self._wrapped = self.writes.blanks, Wrapped(self)
         self.inputs = [self._tensors.leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
@@ -336,10 +337,9 @@ def _is_view(args: tuple, result: Tensor) -> bool:
 
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:
     """Returns (``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
-    with torch.inference_mode(), ExitStack() as stack:
-        if recorder.device.type == "cpu":
-            stack.enter_context(HostReads(recorder.read_back))
-        with library_calls.noted(recorder), recorder:
+    reads = HostReads(recorder.read_back) if recorder.device.type == "cpu" else nullcontext()
+    with torch.inference_mode(), reads:
+        with library_calls.noted(recorder), recorder.within, recorder:
             out = forward()
         tape = None
         try:
