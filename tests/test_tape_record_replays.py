@@ -267,6 +267,23 @@ def test_nothing_of_ours_keeps_a_tensor_or_the_model() -> None:
     assert not vars(out), "the result carries no mark of ours"
 
 
+@pytest.mark.parametrize(
+    ("forward", "kept"),
+    [
+        (lambda self, x: torch.mul(torch.add((h := x * 2).sin(), h, alpha=2, out=h), x, out=h) - 1, 0),
+        (lambda self, x: torch.add(x, 0.3337, out=torch.empty(3, 4, dtype=torch.bfloat16)) * 3, 1),  # rounds
+        (lambda self, x: torch.add(x, 1, out=torch.empty(4, 3).T).T.reshape(2, 6), 1),  # lies otherwise
+        (lambda self, x: (row := (h := x * 2)[0]) + torch.add(x, 1, out=h) * row, 1),  # seen by a view
+    ],
+)
+def test_a_result_with_a_place_becomes_a_value(forward, kept) -> None:
+    """As one that is computed in place, where nobody can tell: then it may fuse, and a block may be left out."""
+    replayed_right(forward)
+    _, tape, _ = taped(module(forward), inputs(0))
+    assert sum(operation.writes is not None for operation in tape.operations) == kept
+    assert kept or not any("out" in operation.kwargs for operation in tape.operations)
+
+
 # Speed ----------------------------------------------------------------------------------------------------------------
 
 SPEED = """

@@ -5,6 +5,7 @@ unless somebody still looks at the old memory: a view that was made before and i
 place, and what it writes to stays in memory.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 from .traits import TRUTHS, traits
-from .values import Operation, Value, replaced
+from .values import Operation, Value, replaced, values_in
 
 aten = torch.ops.aten
+OUT = "out"  # the argument that says where a result is to be
 
 
 def settle(operations: Sequence[Operation], outputs: Sequence[Value], apart: bool = False) -> None:
@@ -42,10 +44,17 @@ def settle(operations: Sequence[Operation], outputs: Sequence[Value], apart: boo
             for value, read in by_root.get(target.root, ())
         )
         functional = None if seen_after or (target.base is not None and not apart) else functional_of(operation)
-        if functional is None or (target.base is not None and not _lies_the_same(functional, operation)):
+        kwargs = {name: item for name, item in operation.kwargs.items() if name != OUT}
+        given = len(kwargs) < len(operation.kwargs)  # the memory of the result, which may lie otherwise than its own
+        if functional is None or (
+            (given or target.base is not None) and not _lies_the_same(functional, operation, kwargs)
+        ):
             _share(operation, target, by_root)
-        else:
-            operation.func, operation.writes = functional, None
+            continue
+        operation.func, operation.writes = functional, None
+        if given:
+            operation.kwargs = kwargs
+            operation.inputs = [*dict.fromkeys(values_in((operation.args, kwargs)))]
 
 
 def _share(operation: Operation, target: Value, by_root: dict[Value, list[tuple[Value, int]]]) -> None:
@@ -60,9 +69,11 @@ def _share(operation: Operation, target: Value, by_root: dict[Value, list[tuple[
 
 
 def functional_of(operation: Operation) -> Any:
-    """``aten.add`` for ``aten.add_``; None where there is none that gives the same."""
+    """``aten.add`` for ``aten.add_``, or for itself with ``out``; None where there is none that gives the same."""
     func, target = operation.func, operation.writes
     name, overload = traits(func).name, func._overloadname
+    if operation.kwargs.get(OUT) is target:
+        return _without_out(func)
     if not name.endswith("_") or not func._schema.name.startswith("aten::") or name in TRUTHS:
         return None
     others = [value.dtype for value in operation.inputs if value is not target and value.shape]
@@ -72,15 +83,27 @@ def functional_of(operation: Operation) -> Any:
     return getattr(packet, overload, None) if packet is not None else None
 
 
-def _lies_the_same(functional: Any, operation: Operation) -> bool:
-    """Whether a result of its own lies in memory as the view that was written did: later views of it count on that."""
+@functools.lru_cache(maxsize=256)
+def _without_out(func: Any) -> Any:
+    """The overload of an operation of torch's that takes the same but for ``out``; None if there is none."""
+    if not func._schema.name.startswith("aten::"):
+        return None
+    packet = func.overloadpacket
+    wanted = [(each.name, str(each.type)) for each in func._schema.arguments if each.name != OUT]
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        if [(each.name, str(each.type)) for each in overload._schema.arguments] == wanted:
+            return overload
+    return None
+
+
+def _lies_the_same(functional: Any, operation: Operation, kwargs: dict[str, Any]) -> bool:
+    """Whether a result of its own lies in memory as what was written did: later views of it count on that."""
     target = operation.writes
 
     def form(value: Value) -> Tensor:
         return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
 
-    args, kwargs = replaced(operation.args, Value, form), replaced(operation.kwargs, Value, form)
-    made = functional(*args, **kwargs)
+    made = functional(*replaced(operation.args, Value, form), **replaced(kwargs, Value, form))
     return made.stride() == target.stride and made.dtype == target.dtype
 
 
