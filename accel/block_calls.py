@@ -17,17 +17,23 @@ class BlockCalls:
 
     def __init__(self, recorder: Recorder) -> None:
         self.calls: list[BlockCall] = []
-        self._recorder = recorder
+        self._recorder, self._inside = recorder, False
         recorder.apart = True
 
     def noting(self, forward: Ours) -> Ours:
-        """``forward``, which runs in place of each block's own, with its calls noted."""
+        """``forward``, which runs in place of each block's own, with its calls noted; not what a block calls itself."""
 
         def run(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
             recorder = self._recorder
+            if self._inside:
+                return forward(path, block, own, args, kwargs)
             given = None if recorder.is_deaf else recorder.guarded(lambda: self._given([*args, *kwargs.values()]))
             before = recorder.operations[-1] if recorder.operations else None
-            out = forward(path, block, own, args, kwargs)
+            self._inside = True
+            try:
+                out = forward(path, block, own, args, kwargs)
+            finally:
+                self._inside = False
             if given is not None and not recorder.is_deaf:
                 recorder.guarded(lambda: self._note(path, given, before, out))
             return out

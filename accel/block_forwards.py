@@ -111,38 +111,45 @@ class Blocks:
         return altered() or (seen is not None and not (seen[0].fits(_below(block)) and settings_of(block) == seen[1]))
 
     @contextmanager
-    def ours(self, model: nn.Module, forward: Ours, but: Container[str] = ()) -> Iterator[None]:
+    def ours(
+        self, model: nn.Module, forward: Ours, but: Container[str] = (), methods: Ours | None = None
+    ) -> Iterator[None]:
         """While the body runs, ``forward`` runs in place of each block's own, in this thread. but: paths of others.
 
         Within one another, the inner body's is called first, and the outer's is what it takes for the block's own.
+        methods: runs in place of other methods that blocks may be called by, see ``blocks.methods``.
         """
-        installed: list[tuple[nn.Module, _Installed]] = []
+        installed: list[tuple[nn.Module, str, _Installed]] = []
         thread = threading.get_ident()
 
-        def run(path: str, block: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        def run(path: str, block: nn.Module, name: str, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             if threading.get_ident() != thread:
                 return own(*args, **kwargs)
-            return forward(path, block, own, args, kwargs)
+            return (forward if name == "forward" else methods)(path, block, own, args, kwargs)
+
+        def install(path: str, block: nn.Module, name: str) -> None:
+            before = block.__dict__.get(name)
+            mine = before is None or getattr(before, "thread", None) == thread
+            if mine or is_restored(block, name):  # else it is somebody else's
+                ours = _Installed(run, path, block, name, getattr(block, name))
+                ours.thread, ours.before = thread, before
+                installed.append((block, name, ours))
+                block.__dict__[name] = ours
 
         try:
             with _INSTALLING:
                 for path in [path for path in self.paths if path not in but]:
                     block = model.get_submodule(path)
-                    before = block.__dict__.get("forward")
-                    mine = before is None or getattr(before, "thread", None) == thread
-                    if mine or is_restored(block, "forward"):  # else it is somebody else's
-                        ours = _Installed(run, path, block, block.forward)
-                        ours.thread, ours.before = thread, before
-                        installed.append((block, ours))
-                        block.__dict__["forward"] = ours
+                    for name in (["forward"] if methods is None else blocks.methods(type(block))):
+                        install(path, block, name)
             yield
         finally:
             with _INSTALLING:
-                for block, ours in installed:
-                    if block.__dict__.get("forward") is ours:
-                        del block.__dict__["forward"]
+                for block, name, ours in installed:
+                    if block.__dict__.get(name) is ours:
+                        del block.__dict__[name]
                         if ours.before is not None:
-                            block.__dict__["forward"] = ours.before
+                            block.__dict__[name] = ours.before
 
 
 def _below(block: nn.Module) -> list[nn.Module]:

@@ -163,7 +163,11 @@ class Tapes:
             recorder.guarded(lambda: self._blocks.look(taped.module, taped.structure))
             if taped.meets_others:
                 recorder.guarded(lambda: self._blocks.watch(taped.module, again=True))
-            with self._blocks.ours(taped.module, in_blocks if calls is None else calls.noting(in_blocks)):
+            if calls is None:
+                ours, methods = in_blocks, None
+            else:
+                ours, methods = calls.noting(in_blocks), calls.noting(_own)
+            with self._blocks.ours(taped.module, ours, methods=methods):
                 return taped.forward(noted)
 
         out, tape = record(lambda: clock.run(forward), recorder)

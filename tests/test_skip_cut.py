@@ -5,7 +5,8 @@ Every model of the table, with five blocks in each list of blocks.
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from tools import architectures, embed
 from tools.skip_driving import BLOCKS, FIRST_RUNS
@@ -24,10 +25,10 @@ WHOLE = {
     "WAN21_Camera": "of its work",
     "WAN22_Animate": "of its work",
     "WAN22_WanDancer": "of its work",
+    "WAN_Animate2": "of its work",
     "ACEStep": "of its work",
     "PixelDiTT2I": "it has no repeated blocks",
     "PiD": "it has no repeated blocks",
-    "WAN_Animate2": "it has no repeated blocks",  # none that is called as a module: it has two methods for two streams
 }
 LARGER = ("WAN21_SCAIL", "WAN21_SCAIL2")  # of a smaller picture, too
 # What is not recorded (see test_tape_families), and what cannot be made with other numbers of blocks.
@@ -116,3 +117,60 @@ def other(tensor: Tensor, generator: torch.Generator) -> Tensor:
     if not tensor.is_floating_point() or tensor.ndim < 3:
         return tensor
     return torch.randn(tensor.shape, generator=generator).to(tensor.dtype) * tensor.std()
+
+
+class TwoStreams(nn.Module):
+    """A block with one method for each of its streams. whole: called by ``forward``, which calls one of them itself."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole, self.read, self.up, self.down = whole, nn.Linear(32, 64), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, options: dict) -> Tensor:
+        """As a model calls a block, usually."""
+        assert self.whole, "nobody calls it"
+        return self.forward_picture(x, keys, values, options)
+
+    def forward_prompt(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a prompt."""
+        return self.read(prompt).chunk(2, dim=-1)
+
+    def forward_picture(self, x: Tensor, keys: Tensor, values: Tensor, options: dict) -> Tensor:
+        """x [B, N, 32], with a prompt's keys and values."""
+        x = x + F.scaled_dot_product_attention(x, torch.cat((keys, x), 1), torch.cat((values, x), 1))
+        return x + self.down(F.silu(self.up(x)))
+
+
+class Network(nn.Module):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave = nn.Linear(4, 32), nn.Linear(32, 4)
+        self.blocks = nn.ModuleList([TwoStreams(whole) for _ in range(BLOCKS)])
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor, context: Tensor, transformer_options: dict) -> Tensor:
+        tokens = self.enter(x)
+        for block in self.blocks:
+            keys, values = block.forward_prompt(context)
+            call = block if block.whole else block.forward_picture
+            tokens = call(tokens, keys, values, transformer_options)
+        return self.leave(tokens)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_blocks_that_are_called_by_methods(whole: bool):
+    """As SenseNova U1.5 and Wan Animate 2 do. What a block calls itself is a part of it; nothing stays on the block."""
+    from tools.architectures.taped import Recording, far
+
+    model, draw = Network(whole), torch.Generator().manual_seed(0)
+    given = {"x": torch.randn(2, 40, 4, generator=draw), "context": torch.randn(2, 7, 32, generator=draw)}
+    before = [dict(vars(block)) for block in model.blocks]
+    recording = Recording(model, (), given | {"transformer_options": {}}, skipping=True)
+    assert [dict(vars(block)) for block in model.blocks] == before
+    halves = recording.cut(1)
+    assert halves.features == 1 and halves.depth == 1 and halves.share < 0.5
+    full, rest = (recording.program(fuse=False, tape=tape) for tape in (halves.full, halves.skipped))
+    out, added = full.run(recording.inputs)
+    assert far(out, recording.out) == 0.0 and far(rest.run(recording.with_features([added])), out) < 1e-5
+    assert far(rest.run(recording.with_features([torch.zeros_like(added)])), out) > 0.01

@@ -100,6 +100,13 @@ def _repeats(members: nn.ModuleList) -> bool:
     return len(members) >= 2 * len(kinds) and len(set(map(_form, members))) <= max(MOST_KINDS, len(members) // 2)
 
 
+@functools.lru_cache(maxsize=256)
+def methods(kind: type) -> list[str]:
+    """What blocks of a class may be called by: ``forward``, and methods of such names, as for each of two streams."""
+    own = [name for base in kind.__mro__ if not issubclass(nn.Module, base) for name in vars(base)]
+    return ["forward", *(n for n in dict.fromkeys(own) if n.startswith("forward_") and callable(getattr(kind, n)))]
+
+
 def _form(block: nn.Module) -> tuple:
     """The classes of a block's parts, and the shapes of their weights."""
     return tuple(
