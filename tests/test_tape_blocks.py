@@ -6,6 +6,7 @@ seconds a block. One test lets it.
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -187,7 +188,13 @@ def test_a_plain_attribute_that_differs(make, counted):
     from anyshape.accel.tape.blocks import likeness
 
     patcher = make()
+    for layer in layers(patcher):  # an attention that its file names, say
+        layer.function = partial(torch.mul, other=2.0)
     assert len({likeness(layer) for layer in layers(patcher)}) == 1  # though each has a number of its own
+    layers(patcher)[2].function = partial(torch.mul, other=3.0)
+    assert len({likeness(layer) for layer in layers(patcher)}) == 2
+    for layer in layers(patcher):
+        del layer.function
     norm = next(part for part in layers(patcher)[2].modules() if hasattr(part, "eps"))
     norm.eps = 0.5
     assert len({likeness(layer) for layer in layers(patcher)}) == 2

@@ -196,4 +196,6 @@ def _seen(value: Any) -> Hashable:
         return type(value), tuple([_seen(each) for each in value])
     if isinstance(value, dict):
         return dict, tuple([(str(key), _seen(each)) for key, each in value.items()])
+    if type(value) is functools.partial:  # each block has its own, of the same function
+        return functools.partial, id(value.func), _seen(value.args), _seen(value.keywords)
     return type(value), id(value)
