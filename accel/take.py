@@ -11,10 +11,11 @@ from .clock import Clock
 from .foreign import Held
 from .key import ShapeKey
 from .outputs import Output
-from .tape.called_patches import Done, FormChanged, LiveCall, Played
+from .tape.called_patches import FormChanged, LiveCall, Played
 from .tape.middle import BlockCall
 from .tape.named_tensors import NO_OTHERS, OfPatch
 from .tape.options import Guards, NotedOptions
+from .tape.patch_call import Done
 from .tape.program import Program
 from .tape.record import Recorder
 from .tape.refusals import Generators

@@ -29,9 +29,9 @@ FORWARD = [
 ]  # fmt: skip
 # The same of a patch of another node, which is called in each forward.
 PATCHED = [
-    "tape.state.Glance.look", "tape.patches.look_at", "tape.patches.code_of", "tape.called_patches.template",
+    "tape.state.Glance.look", "tape.patches.look_at", "tape.patches.code_of", "tape.patch_call.template",
     "tape.called_patches.perform", "tape.called_patches.LiveCall.record", "tape.called_patches.LiveCall.__call__",
-    "tape.called_patches._form",
+    "tape.patch_call.perform", "tape.patch_call._form",
     "tape.record.Recorder.step", "tape.called_patches.at", "tape_tier.waits_for_host",
 ]  # fmt: skip
 

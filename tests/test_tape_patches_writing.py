@@ -100,7 +100,7 @@ def test_options_for_another_patch(models, where, since):
 
 def test_what_a_patch_was_given_is_let_go(pack):
     """At once, not when the collector comes: it may be as large as all that a forward needs."""
-    from anyshape.accel.tape.called_patches import perform
+    from anyshape.accel.tape.patch_call import perform
 
     seen = []
 
@@ -158,3 +158,28 @@ def test_what_a_patch_gave_is_not_what_was_made_of_it(models, fresh):
         wanted = models.sample(plain, **run, seed=seed)
         assert error(models.sample(fast, **run, seed=seed), wanted) < 1e-5
     assert any("several shapes or types" in each["reason"] for each in fallbacks())
+
+
+@pytest.mark.parametrize("since", [0, 60])
+@pytest.mark.parametrize("part", [lambda n: n.view(n.shape), lambda n: n.unflatten(1, (2, -1)).flatten(1, 2)])
+def test_a_patch_gives_back_a_view_and_the_next_one_writes_into_it(models, fresh, part, since):
+    """Queries, keys and values begin as one tensor: who writes into the queries writes into all of them."""
+
+    def patched(model):
+        calls, later = [0], [0]
+
+        def views(n, context, value, options):
+            calls[0] += 1
+            return part(n) if calls[0] % 5 else part(n) * 1.5, context, value
+
+        def writes(n, context, value, options):
+            later[0] += 1
+            if later[0] > since:
+                n[:, ::2] *= 1.2
+            return n, context, value
+
+        model.set_model_attn1_patch(views)
+        model.set_model_attn1_patch(writes)
+        return model
+
+    assert_as_eager(models, fresh, patched)

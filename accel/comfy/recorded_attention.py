@@ -21,9 +21,10 @@ from ..block_call import OPTIONS
 from ..foreign import in_its_file
 from ..origin import is_known
 from ..reasons import say
-from ..tape.called_patches import OVERRIDE, Played
+from ..tape.called_patches import Played
 from ..tape.identity import EQUAL
 from ..tape.options import COPIED_ALONG, NotedOptions, Reads
+from ..tape.patch_call import OVERRIDE
 from ..tape.record import Recorder
 from ..tape.swaps import contents
 from ..tape.unplanned import without_plans

@@ -22,8 +22,8 @@ from ..key import ShapeKey, shape_key
 from ..reasons import say
 from ..skip.features import RUN_KEY
 from ..take import Skipping, Taped, named_features
-from ..tape.called_patches import OVERRIDE
 from ..tape.options import PLAIN
+from ..tape.patch_call import OVERRIDE
 from ..times import Begun, begin
 from . import dynamic, recorded_attention
 from .sampling_state import SamplingState

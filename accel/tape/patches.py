@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from ..reasons import say
-from . import called_patches
+from . import called_patches, patch_call
 from .decisions import Decisions, forget
 from .named_tensors import PLAIN, modules_of
 from .options import MISSING, NotedOptions, Reads
@@ -49,7 +49,7 @@ class PatchBook:
             who = code_of(patch)
             found.add((place, who, self.is_live(who)))
 
-        for kind in called_patches.RAW:
+        for kind in patch_call.RAW:
             wrapped(options.get(kind), add, (kind,))
         return frozenset(found)
 
@@ -122,8 +122,8 @@ class Patches:
         self._all: dict[tuple, Callable[..., Any]] = {}
         self._before: tuple = ()  # see ``_kept``
         self._inside = 0
-        self._echoes: dict[Value, weakref.ref[Tensor]] = {}  # and their originals, see ``_aliases``
-        for kind in called_patches.KINDS:
+        self._echoes: dict[Value, list[weakref.ref[Tensor]]] = {}  # and who else has that memory, see ``_aliases``
+        for kind in patch_call.KINDS:
             if self._raw.get(kind) and options.notes(kind):
                 if whole:
                     options.get(kind)  # noted: other patches, another recording
@@ -173,13 +173,13 @@ class Patches:
 
         def noting(item: Any) -> Any:
             """Options as a dict that notes each read of what is the caller's."""
-            if not called_patches.is_options(item, self._raw):
+            if not patch_call.is_options(item, self._raw):
                 return item
             if isinstance(item, NotedOptions):
                 noted = item
             else:
                 own = frozenset(name for name, value in item.items() if self._raw.get(name, MISSING) is not value)
-                noted = NotedOptions(item, self._reads, own | called_patches.RAW)
+                noted = NotedOptions(item, self._reads, own | patch_call.RAW)
                 given.append((item, noted))
             strict.append((noted, noted.strict))
             noted.strict, noted.decisions = True, self._decisions
@@ -216,32 +216,32 @@ class Patches:
             recorder.refuse(say("patched_block", patch=shown(patch)))
             return patch(*args, **kwargs)
         try:
-            given = called_patches.template((args, kwargs), self._raw, self._is_part)
-        except called_patches.NotKnown as error:
+            given = patch_call.template((args, kwargs), self._raw, self._is_part)
+        except patch_call.NotKnown as error:
             recorder.refuse(say("patch_argument", patch=shown(patch), kind=str(error)))
             return patch(*args, **kwargs)
         call = called_patches.LiveCall(place, who, shown(patch))
         with recorder.not_listening():
             if not self.calls:
                 self._before = self._kept()
-            done = called_patches.perform(patch, *given, self._raw)
+            done = patch_call.perform(patch, *given, self._raw)
             recorder.guarded(lambda: call.record(done))
             self.calls.append(call)
             originals = _once(given)
             wrong = self._write_back(originals, done)
             # For each echo its original's memory, for whoever writes there. On a tape it is another value: at another
             # call the patch may give something else in its place.
-            aliases = {id(echo): originals[number].detach() for echo, number in done.echoes}
+            aliases = {id(echo.tensor): echo.of(originals[echo.number]).detach() for echo in done.echoes}
         if done.wrote is not None:
             recorder.refuse(say("patch_writes_options", patch=shown(patch)))
-            called_patches.give_back((args, kwargs), self._raw, done.wrote)
+            patch_call.give_back((args, kwargs), self._raw, done.wrote)
         elif wrong:
             recorder.refuse(say("patch_writes_input", patch=shown(patch)))
         if not recorder.refusal:
             recorder.guarded(lambda: self._note(call, (given, originals), done, aliases))
         return swapped(done.out, aliases)
 
-    def _write_back(self, originals: Sequence[Tensor], done: called_patches.Done) -> bool:
+    def _write_back(self, originals: Sequence[Tensor], done: patch_call.Done) -> bool:
         """Gives what the patch wrote into its tensors to the originals. Whether that cannot be on a tape."""
         wrong, value = False, self._recorder.value
         for number in done.give_to(originals):
@@ -254,17 +254,20 @@ class Patches:
 
     def _is_shared(self, echo: Value) -> bool:
         """Whether somebody still has what a patch gave back as it was, besides those to whom it gave it."""
-        return echo in self._echoes and self._echoes[echo]() is not None
+        return any(other() is not None for other in self._echoes.get(echo, ()))
 
     def _note(
-        self, call: called_patches.LiveCall, args: tuple[tuple, Sequence[Tensor]], done: called_patches.Done,
+        self, call: called_patches.LiveCall, args: tuple[tuple, Sequence[Tensor]], done: patch_call.Done,
         aliases: Mapping[int, Tensor],
     ) -> None:  # fmt: skip
         recorder, (given, originals) = self._recorder, args
         recorder.step(call, given, done.tensors)
-        for echo, number in done.echoes:
-            recorder.mark(aliases[id(echo)], recorder.value(echo))
-            self._echoes[recorder.value(echo)] = weakref.ref(originals[number])
+        for echo in done.echoes:
+            recorder.mark(aliases[id(echo.tensor)], recorder.value(echo.tensor))
+            others = [
+                aliases[id(each.tensor)] for each in done.echoes if each is not echo and each.number == echo.number
+            ]
+            self._echoes[recorder.value(echo.tensor)] = list(map(weakref.ref, (originals[echo.number], *others)))
         shared = set()
         for number, (tensor, copy) in enumerate(zip(originals, done.copies, strict=True)):
             value = recorder.value(tensor)
