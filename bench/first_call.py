@@ -2,7 +2,7 @@
 
 python -m bench.first_call [--model zimage,flux] [--size 1024x1024] [--mode auto|exact] [--repeat N] [--json FILE]
 
-Each is a process of its own. Seconds count from the loaded model to the end of a sampling run of one step, Compile
+Each is a process of its own. Seconds count from the loaded model to the end of the first of a run's two steps, Compile
 Model included. The last process before them does not count: it leaves Python's bytecode (``bench.process``) and builds
 a small model alone.
 """
@@ -37,12 +37,12 @@ def worker(model: str, case: list[int], mode: str) -> None:
     torch.zeros(1, device=patcher.load_device)
     print(json.dumps({"conditions": measure.conditions()}), flush=True)
     took: dict[str, float] = {}
-    with measure.seconds(took, "seconds"):
+    with measure.until_called(took, "seconds") as first:
         if mode != "off":
             patcher = product.compile_model(patcher, product.Settings(mode=mode))[0]
-        size.sample(patcher, 1)
-    with measure.seconds(took, "second_run"):
-        size.sample(patcher, 1)
+        size.sample(patcher, 2, first)
+    with measure.until_called(took, "second_run") as first:
+        size.sample(patcher, 2, first)
     counted = {"compiled": kernels.compiled, "found": kernels.found, "compile_seconds": round(kernels.seconds, 3)}
     print(json.dumps(took | {"kernels": counted}), flush=True)
 

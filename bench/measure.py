@@ -73,6 +73,20 @@ def seconds(into: dict[str, float], name: str) -> Iterator[None]:
     into[name] = round(time.perf_counter() - started, 3)
 
 
+@contextmanager
+def until_called(into: dict[str, float], name: str) -> Iterator[Callable[..., None]]:
+    """As ``seconds``, until what it gives is first called, as a sampler does after each step."""
+    synchronize()
+    started = time.perf_counter()
+
+    def called(*_: Any) -> None:
+        if name not in into:
+            synchronize()
+            into[name] = round(time.perf_counter() - started, 3)
+
+    yield called
+
+
 def used_mib() -> float:
     """Device memory in use by everyone, MiB."""
     if not torch.cuda.is_available():

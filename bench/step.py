@@ -1,8 +1,9 @@
 """One call of a model inside a real sampling run, made as often as a benchmark likes.
 
-ComfyUI lets a node take the place of the call (``model_function_wrapper``): a sampling run of one step is begun, and
-there the model is called by ``body``. Everything that belongs to a run is therefore in place, wrappers of Compile Model
-included, and what is timed is exactly ``apply_model``.
+ComfyUI lets a node take the place of the call (``model_function_wrapper``): a sampling run is begun, and at its first
+step the model is called by ``body``. Everything that belongs to a run is therefore in place, wrappers of Compile Model
+included, and what is timed is exactly ``apply_model``. The run has two steps: a size is not prepared where a run makes
+one.
 """
 
 import argparse
@@ -34,11 +35,15 @@ class Case(NamedTuple):
         frames, images = (f"{sign}{n}" if n > 1 else "" for sign, n in (("x", self.frames), ("*", self.images)))
         return f"{self.width}x{self.height}{frames}{images}{' without CFG' if self.no_cfg else ''}"
 
-    def sample(self, patcher: ModelPatcher, steps: int) -> Tensor:
-        """One sampling run. Without CFG is ``cfg=1.0``; with it is whatever ``models.sample`` does by itself."""
+    def sample(self, patcher: ModelPatcher, steps: int, callback: Callable[..., None] | None = None) -> Tensor:
+        """One sampling run. Without CFG is ``cfg=1.0``; with it is whatever ``models.sample`` does by itself.
+
+        callback: the sampler's.
+        """
         guidance = {"cfg": 1.0} if self.no_cfg else {}
         return models.sample(
-            patcher, self.width, self.height, self.images, steps=steps, frames=self.frames, **guidance
+            patcher, self.width, self.height, self.images, steps=steps, frames=self.frames, callback=callback,
+            **guidance,
         )  # fmt: skip
 
 
@@ -94,11 +99,11 @@ def inside(patcher: ModelPatcher, case: Case, body: Callable[[Step], T]) -> T:
     def instead(apply_model: Callable[..., Tensor], given: dict[str, Any]) -> Tensor:
         if not found:
             found.append(body(Step(apply_model, given, sampling)))
-        return given["input"]  # as if nothing were noise: the run ends here
+        return given["input"]  # as if nothing were noise
 
     clone = patcher.clone()
     clone.set_model_unet_function_wrapper(instead)
-    case.sample(clone, 1)
+    case.sample(clone, 2)
     return found[0]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bench import blocks, first_call, measure
+from tools.oracles import shapes
 
 HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}
 LIKE_FLUX = {"hidden_size": 64, "num_heads": 4, "depth": 2, "depth_single_blocks": 3, "axes_dim": [4, 6, 6]}
@@ -197,6 +198,17 @@ def test_a_first_call(forward, capsys):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert "machine" in lines[0]["conditions"] and lines[1]["kernels"]["compiled"] == 0
     assert 0 < lines[1]["seconds"] < 60
+
+
+def test_what_is_measured_is_not_comfyuis_own(forward, monkeypatch, tmp_path, clean_stats):
+    """Of a table, and of a first call: a size at which runs make one step would be left to ComfyUI."""
+    path = tmp_path / "zimage.json"
+    monkeypatch.setitem(forward.SIZES, "zimage", [forward.Case(64, 64)])
+    run_forward(forward, monkeypatch, "--model", "zimage", "--mode", "exact", "--json", str(path))
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["state"] != "eager" and row["error"] == 0.0, row["note"]
+    first_call.worker("zimage", [96, 64, 1, 1], "exact")
+    assert [each["reason"] for each in shapes()] == ["", ""]
 
 
 # Others -------------------------------------------------------------------------------------------------------------
