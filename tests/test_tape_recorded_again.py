@@ -273,6 +273,7 @@ def key_of(forward, *args, **kwargs):
         altered=bool,
         lay_out=None,
         foreign=(),
+        in_blocks=("", frozenset()),
         obstacle=lambda *_: "",
         streams=lambda: "",
         mapped=None,
