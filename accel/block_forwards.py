@@ -145,7 +145,7 @@ class Blocks:
             yield
         finally:
             with _INSTALLING:
-                for block, name, ours in installed:
+                for block, name, ours in reversed(installed):
                     if block.__dict__.get(name) is ours:
                         del block.__dict__[name]
                         if ours.before is not None:

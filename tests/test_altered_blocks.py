@@ -105,3 +105,25 @@ def test_only_calls_by_other_packs_are_looked_at(models, model, monkeypatch):
     assert not looks
     models.sample(patched(fast, "a hook", 1), **RUN)
     assert 0 < len(looks) <= 4  # one block, in a forward that is recorded
+
+
+@pytest.mark.parametrize("found_once", [True, False], ids=["as they are found", "under both paths"])
+def test_a_second_list_of_the_same_blocks(models, model, monkeypatch, found_once):
+    """As a cache's pack gives ``blocks`` to a model that names its list otherwise. Nothing of ours stays in them."""
+    from anyshape.accel.tape import blocks
+
+    network, fast = model.model.diffusion_model, compiled(model)
+    network.more = nn.ModuleList(network.transformer_blocks)
+    read_back(network)
+    paths = blocks.find(network)
+    assert paths == [f"transformer_blocks.{number}" for number in range(len(network.more))]
+    if not found_once:
+        more = [path.replace("transformer_blocks", "more") for path in paths]
+        find = blocks.find
+        monkeypatch.setattr(blocks, "find", lambda *args: find(*args) + more)
+    wanted = models.sample(model, **RUN)
+    for _ in range(2):
+        assert error(models.sample(fast, **RUN), wanted) < CLOSE
+        assert not any("forward" in vars(block) for block in network.more)
+    (shape,) = shapes()
+    assert shape["state"] == "tape" and "blocks recorded" in shape["note"]

@@ -30,13 +30,18 @@ def find(model: nn.Module, stages: bool = False) -> list[str]:
     """The paths of the blocks in every list of repeated blocks, outermost lists only.
 
     Short lists of the same classes count together: a UNet has a list of one block or two at each of its depths.
+    A block that is in several lists has the path of the first: another node may give a model a list of its blocks.
     stages: parts of a list's stages count as blocks, too, where there are several of a class: a UNet's ResBlocks.
     """
     if any(getattr(torch_module, name, None) for name in GLOBAL_HOOKS):
         return []  # they see every module's call
     short: dict[frozenset[type], list[str]] = {}
     found = list(_find(model, "", short, stages))
-    return found + [path for paths in short.values() if len(paths) >= FEWEST for path in paths]
+    found += [path for paths in short.values() if len(paths) >= FEWEST for path in paths]
+    once: dict[int, str] = {}
+    for path in found:
+        once.setdefault(id(model.get_submodule(path)), path)
+    return list(once.values())
 
 
 def _find(
