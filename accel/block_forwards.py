@@ -140,7 +140,7 @@ class Blocks:
             with _INSTALLING:
                 for path in [path for path in self.paths if path not in but]:
                     block = model.get_submodule(path)
-                    for name in ["forward"] if methods is None else blocks.methods(type(block)):
+                    for name in ("forward",) if methods is None else blocks.methods(type(block)):
                         install(path, block, name)
             yield
         finally:

@@ -2,7 +2,7 @@
 
 python -m bench.first_call [--model zimage,flux] [--size 1024x1024] [--mode auto|exact] [--repeat N] [--json FILE]
 
-Each is a process of its own. Seconds count from the loaded model to the end of the first of a run's two steps, Compile
+Each is a separate process. Seconds count from the loaded model to the end of the first of a run's two steps, Compile
 Model included. The last process before them does not count: it leaves Python's bytecode (``bench.process``) and builds
 a small model alone.
 """

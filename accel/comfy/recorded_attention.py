@@ -191,6 +191,7 @@ def _heard(function: Callable[..., Tensor], before: tuple, named: tuple) -> Call
         recorder = getattr(_HERE, "recorder", None)
         if recorder is None or recorder.is_deaf:
             return called(*args, **kwargs)
+        # ComfyUI hands some of them their tensors in containers
         plain = [each if isinstance(each, Tensor) or not hasattr(each, "take") else each.take() for each in args]
         return _step(recorder, called, False, tuple(plain), kwargs)
 

@@ -52,7 +52,7 @@ class SamplingState:
         self._look(model)
         if fingerprints.restless and not skips and _has(model, fingerprints.restless):
             # as in the run before; but where steps are skipped, the same ones shall be
-            self._take_blocks(fingerprints.restless, fingerprints.why)
+            self._take_blocks()
         self._fresh = True  # the call that this is made in need not look again
 
     def _look(self, model: nn.Module) -> None:
@@ -153,20 +153,22 @@ class SamplingState:
                 self._restless = say("changes_itself", change=change)
                 self._fingerprints.restless, self._fingerprints.why = place, self._restless
                 if of_model:
-                    self._take_blocks(place, self._restless)
+                    self._take_blocks()
         self._fresh, self._around = False, surroundings()
         return hash((self._structure, self._functions, self._names, self._around, torch.is_autocast_enabled()))
 
-    def _take_blocks(self, place: str, why: str) -> None:
-        """From now on only blocks are recorded, if there are any that the change at ``place`` does not touch."""
-        if self._layout is None or self._fingerprints.brings_functions():
+    def _take_blocks(self) -> None:
+        """From now on only blocks are recorded, if there are any that what changes at each call does not touch."""
+        known = self._fingerprints
+        if self._layout is None or known.brings_functions():
             return
-        steady = SteadyBlocks(self.model, place)
+        steady = SteadyBlocks(self.model, known.restless)
         if len(steady.blocks):
-            self._steady, self._restless = steady, why
-            self._structure = hash(("blocks", self._fingerprints.blocks.number(steady)))
+            self._steady, self._restless = steady, known.why
+            self._structure = hash(("blocks", known.blocks.number(steady)))
 
     def _stay_with_blocks(self) -> None:
+        """Looks at the blocks; once they change as well, nothing is recorded any more in this run."""
         if not self._fresh:
             self._moves = self._moves or self._fingerprints.changed()
         if self._fingerprints.functions() != self._functions or self._steady.look():

@@ -138,16 +138,17 @@ class Session:
             call = taping.call_of(model, original, given, None, fallback, self._size, why=why)
             return self._engine(model)(call, self.settings)
         skip = given.options.get(RUN_KEY)
-        run = self._run(model, skip is not None and skip.skips)
+        skips = skip is not None and skip.skips
+        run = self._run(model, skips)
         try:
             call = taping.call_of(model, original, given, run, fallback, self._size)
             if skip is not None and not skip.stats.entry:
                 skip.stats.entry = self._engine(model).stats.name
             in_blocks, _ = run.in_blocks
-            apart = skip is not None and skip.skips and not in_blocks
-            if apart and (why := _why_apart(model, call, skip, given, run)):
+            skips = skips and not in_blocks
+            if skips and (why := _why_apart(model, call, skip, given, run)):
                 return self._apart(model, original, call, skip, given, run, why)
-            if skip is None or call.taped is None or in_blocks or not skip.skips:
+            if not skips or call.taped is None:
                 if skip is not None:
                     skip.in_full(call.obstacle or in_blocks or skip.why_all_full)
                 return self._engine(model)(call, self.settings)

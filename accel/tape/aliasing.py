@@ -97,7 +97,7 @@ def _without_out(func: Any) -> Any:
 
 
 def _lies_the_same(functional: Any, operation: Operation, kwargs: dict[str, Any]) -> bool:
-    """Whether a result of its own lies in memory as what was written did: later views of it count on that."""
+    """Whether a new result lies in memory as what was written did: later views of it count on that."""
     target = operation.writes
 
     def form(value: Value) -> Tensor:

@@ -106,10 +106,11 @@ def _repeats(members: nn.ModuleList) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def methods(kind: type) -> list[str]:
+def methods(kind: type) -> tuple[str, ...]:
     """What blocks of a class may be called by: ``forward``, and methods of such names, as for each of two streams."""
-    own = [name for base in kind.__mro__ if not issubclass(nn.Module, base) for name in vars(base)]
-    return ["forward", *(n for n in dict.fromkeys(own) if n.startswith("forward_") and callable(getattr(kind, n)))]
+    names = [name for base in kind.__mro__ if not issubclass(nn.Module, base) for name in vars(base)]
+    others = [name for name in dict.fromkeys(names) if name.startswith("forward_") and callable(getattr(kind, name))]
+    return ("forward", *others)
 
 
 def _form(block: nn.Module) -> tuple:

@@ -224,6 +224,7 @@ def _echo(tensor: Tensor, new: Tensor, copies: Sequence[Tensor]) -> list[Echo]:
 
 
 def tensors_of_call(out: Any, skipped: Set[int], raw: Mapping[Any, Any] | None = None) -> Iterator[Tensor]:
+    """The tensors among a patch's arguments or results, in order. skipped: ids of options; raw: see ``is_options``."""
     if isinstance(out, Tensor):
         yield out
     elif id(out) not in skipped and not (raw is not None and is_options(out, raw)):

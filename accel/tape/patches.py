@@ -122,7 +122,7 @@ class Patches:
         self._all: dict[tuple, Callable[..., Any]] = {}
         self._before: tuple = ()  # see ``_kept``
         self._inside = 0
-        self._echoes: dict[Value, list[weakref.ref[Tensor]]] = {}  # and who else has that memory, see ``_aliases``
+        self._echoes: dict[Value, list[weakref.ref[Tensor]]] = {}  # and who else has that memory, see ``_live``
         for kind in patch_call.KINDS:
             if self._raw.get(kind) and options.notes(kind):
                 if whole:

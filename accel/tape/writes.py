@@ -26,7 +26,7 @@ class Writes:
         self._tensors, self._refuse, self._operations = tensors, refuse, operations
         self.blanks = Blanks()
         self.into: Input | Weight | None = None  # it is refused because this was written into
-        self.echoes: Set[Value] = frozenset()  # not to be written now, see ``Patches._aliases``
+        self.echoes: Set[Value] = frozenset()  # not to be written now, see ``Patches._is_shared``
         self.promoted: tuple[int, ...] = ()  # the numbers of constants that turned out to be written
         self._unwritten: set[Value] = set()
         self._read_constants: set[Value] = set()  # roots of constants that a recorded operation reads
