@@ -102,6 +102,7 @@ class Take:
     in_blocks: bool = False  # it is about the whole alone, so blocks may have programs of their own
     twice: bool = False  # and its forward may run twice
     heir: bool = False  # it was recorded with other patches of the same code
+    run: int | None = None  # of the recording; where there is none: the one that it stands for, None: for all
     again: bool = False  # the reason is mended: the next call is recorded once more
     among: frozenset = NONE  # the patches of other packs in its options
     live: list[LiveCall | Played] = field(default_factory=list)  # patches that are called at each replay

@@ -72,7 +72,7 @@ class Tapes:
             refused = self._refused_elsewhere(fuse, taped) if not but else None
             if refused is None:
                 return None
-            take = replace(refused, number=NEVER, clock=None, among=self.patches.among(taped.options))
+            take = replace(refused, number=NEVER, run=None, clock=None, among=self.patches.among(taped.options))
             self.keep(key, fuse, take)
             return take
 
@@ -90,6 +90,8 @@ class Tapes:
         """What a call would read that the take has read otherwise; "" if it fits."""
         if take.number == NEVER and take.among != self.patches.among(taped.options):
             return "patches"
+        if take.number == NEVER and take.run not in (None, taped.run):
+            return "run"
         if take.code:
             changed = taped.looks.changed((code for _, code in taped.foreign), take.code, taped.module)
             if changed is not None:
@@ -104,20 +106,29 @@ class Tapes:
                     self._met.popitem(last=False)
                 return say("one_step")
             among = self.patches.among(taped.options)
-            takes = [take for take in self._takes.get((key, fuse), []) if take.structure == taped.structure]
-            last = [take for take in takes if take.among == among][-MAX_IN_VAIN:]
-            if len(last) < MAX_IN_VAIN or any(take.used for take in last):
+            takes = [take for take in self._takes.get((key, fuse), []) if take.among == among]
+            never = [take for take in takes if take.number == NEVER]
+            last = [take for take in takes if take.structure == taped.structure and take not in never][-MAX_IN_VAIN:]
+            early = len(last) < MAX_IN_VAIN
+            # A pack that patches the model again in each run does in this one what it did in the last few. What was
+            # given up early tells nothing of later runs: so after some it is tried again as often as at first.
+            before = {take.reason for take in never if take.structure != taped.structure and take.run is None}
+            if any(take.used for take in last) or (early and not (before and last and last[-1].run == taped.run)):
                 return ""
             option = self._differs(last[-1], taped)
             place = last[-1].guards.changed_state(taped.options, taped.module, taped.looks)
             if place is not None:  # what a patch reads differs in each call: from now on it is called
-                self.patches.live(code_of(at(taped.options, place)))
+                if not early:
+                    self.patches.live(code_of(at(taped.options, place)))
                 return ""
             if option not in taped.options and option in dict(taped.foreign):
                 reason = say("foreign_state", name=option)
             else:
                 reason = say("option_differs", option=repr(option))
-            self._of_blocks(key, fuse, taped, reason)
+            if early and reason not in before:
+                return ""
+            take = self._of_blocks(key, fuse, taped, reason)
+            take.run = taped.run if early else None  # in the next one it may settle
             return reason
 
     def _refused_elsewhere(self, fuse: bool, taped: Taped) -> Take | None:
@@ -187,6 +198,7 @@ class Tapes:
             take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
             if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own
                 take.reason = low_vram(taped.module, key.device) or reason
+            take.run = taped.run
             take.code, take.held, take.short = () if reason else watched.states, watched.held, short
             take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
             take.called = patches.shown() or (say("attention_called") if recorder.played else "")

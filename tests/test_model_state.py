@@ -227,6 +227,25 @@ def test_a_model_that_changes_at_each_step(tiny, undo, recordings):
     assert "transformer_blocks.0.gain" in shapes()[-1]["reason"]
 
 
+def test_a_model_that_is_patched_again_in_each_run(tiny, recordings):
+    """And that changes at each step: after the first run one recording in each tells it."""
+    patcher, recorded = tiny(NAME), []
+    fast, block = compiled(patcher), first(patcher)
+    own = block.forward
+
+    def image(model, seed):
+        setting = {"gain": 1.0}
+        block.forward = lambda *args, **kwargs: louder(own(*args, **kwargs), setting["gain"])
+        step = lambda number, *_: setting.update(gain=1.1 + number / 10)  # noqa: E731
+        return sample_tiny(model, NAME, seed=seed, steps=9, callback=step)
+
+    for seed in range(3):
+        before = len(recordings)
+        assert error(image(fast, seed), image(patcher, seed)) < CLOSE
+        recorded.append(len(recordings) - before)
+    assert recorded == [4, 1, 1] and "blocks.0.forward" in shapes()[-1]["reason"]
+
+
 # Functions that ComfyUI's code names ------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 On the CPU, no ComfyUI.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -177,11 +178,13 @@ class Calls:
 
     def __init__(self, forward, **attributes) -> None:
         self.model, self.tapes, self.changes = module(forward, **attributes), Tapes(), ""
+        self.run = 0
 
     def taped(self, options, x, structure=1):
         return Taped(
-            self.model, lambda noted: self.model(x, noted), options, structure, lambda *_: None, lambda: self.changes
-        )
+            self.model, lambda noted: self.model(x, noted), options, structure, lambda *_: None, lambda: self.changes,
+            run=self.run,
+        )  # fmt: skip
 
     def record(self, options, x=None, structure=1):
         x = inputs(0) if x is None else x
@@ -225,6 +228,66 @@ def test_an_option_that_differs_in_each_call_is_not_recorded_for_ever() -> None:
     assert calls.find({"sigma": 9.5}).in_blocks
     patched = {"sigma": 9.5, "patches": {"attn1_patch": [lambda q, k, v, options: (q, k, v)]}}
     assert calls.find(patched) is None and calls.tapes.in_vain(key, False, calls.taped(patched, x)) == ""
+
+
+def given_up() -> tuple[Calls, Callable[..., str]]:
+    """A model whose option differed in each call of its first run, and what says why calls are in vain."""
+    calls, x = Calls(lambda self, x, o: x * o["sigma"] * o.get("scale", 1.0)), inputs(0)
+
+    def in_vain(structure: int, **options) -> str:
+        return calls.tapes.in_vain(shape_key({"x": x}), False, calls.taped(options, x, structure))
+
+    for step in range(MAX_IN_VAIN):
+        calls.record({"sigma": step + 0.5})
+    assert in_vain(1, sigma=9.5) and calls.find({"sigma": 9.5}).in_blocks
+    calls.run = 1
+    return calls, in_vain
+
+
+def test_a_model_that_a_pack_patches_again_in_each_run_is_recorded_once_in_most() -> None:
+    """Its patches are other objects each time, so the model is another one. It meets what it met in an earlier run."""
+    calls, in_vain = given_up()
+    for run in range(2, MAX_STRUCTURES + 2):
+        calls.run = run
+        assert calls.find({"sigma": 0.5}, structure=run) is None
+        assert in_vain(run, sigma=0.5) == "", "that may have been the last time"
+        calls.record({"sigma": 0.5}, structure=run)
+        if run <= MAX_STRUCTURES:
+            assert "'sigma'" in in_vain(run, sigma=1.5) and calls.find({"sigma": 2.5}, structure=run).in_blocks
+    assert in_vain(run, sigma=1.5) == "", "it is long since the model was tried"
+
+
+def test_what_differs_in_another_way_than_before_is_recorded_as_often_as_ever() -> None:
+    calls, in_vain = given_up()
+    calls.record({"sigma": 0.5}, structure=2)
+    assert in_vain(2, sigma=0.5, scale=2.0) == ""
+    patched = {"patches": {"attn1_patch": [lambda q, k, v, options: (q, k, v)]}}
+    calls.record({"sigma": 0.5} | patched, structure=3)
+    assert in_vain(3, sigma=1.5, **patched) == "", "with that patch it was not met before"
+    calls.record({"sigma": 0.5}, structure=4)
+    assert calls.find({"sigma": 0.5}, structure=4) and in_vain(4, sigma=1.5) == "", "a later call could use it"
+
+
+def test_a_model_that_stays_and_settles_is_recorded_again_in_the_next_run() -> None:
+    """One recording in vain is little to go by: it is believed for one run."""
+    calls, in_vain = given_up()
+    calls.record({"sigma": 0.5}, structure=2)
+    assert in_vain(2, sigma=1.5) and calls.find({"sigma": 1.5}, structure=2).in_blocks
+    calls.run = 2
+    assert calls.find({"sigma": 1.5}, structure=2) is None and in_vain(2, sigma=1.5) == ""
+    settled = calls.record({"sigma": 1.5}, structure=2)[1]
+    assert calls.find({"sigma": 1.5}, structure=2) is settled and in_vain(2, sigma=0.7) == ""
+
+
+def test_a_model_that_stays_and_never_settles_is_given_up() -> None:
+    calls, in_vain = given_up()
+    for run in range(1, MAX_IN_VAIN + 1):
+        calls.run = run
+        assert in_vain(2, sigma=run + 0.5) == ""
+        calls.record({"sigma": run + 0.5}, structure=2)
+        assert in_vain(2, sigma=run + 0.7)
+    calls.run += 1
+    assert calls.find({"sigma": 9.5}, structure=2).in_blocks
 
 
 def test_a_tensor_that_comes_by_two_ways_is_refused() -> None:
