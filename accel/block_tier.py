@@ -75,8 +75,9 @@ class BlockTier:
         """In the body, which is one forward of the model, its blocks are ours. whole: why that is not recorded."""
         visit = Visit(call, settings, first)
         with ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                new = self._look(call)
+            content = call.taped.content()  # blocks call functions of other packs in their programs, too
+            if torch.is_inference_mode_enabled() and content is not None:
+                new = self._look(call, content)
                 if call.key not in self._idle:
                     if self._elsewhere:
                         visit.reasons[ELSEWHERE] = None
@@ -105,9 +106,9 @@ class BlockTier:
 
     # The blocks' forwards -----------------------------------------------------------------------------------------
 
-    def _look(self, call: Call) -> bool:
+    def _look(self, call: Call, content: int) -> bool:
         """Whether the model's code or its weights are not as they were at the last call."""
-        new = self._blocks.look(call.taped.module, call.taped.structure)
+        new = self._blocks.look(call.taped.module, hash((call.taped.structure, content)))
         if new:
             for key in [key for key in self._takes if not self._blocks.is_known(key[0])]:
                 del self._takes[key]

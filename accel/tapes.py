@@ -51,7 +51,7 @@ class Tapes:
         self._structures: OrderedDict[int, None] = OrderedDict()  # the last few, the latest last
         self._gone: list[tuple[ShapeKey, int]] = []  # takes of earlier ones, until ``over``
         self._met: OrderedDict[ShapeKey, int] = OrderedDict()  # and in which run of one step it came first
-        self._kept: dict[tuple[ShapeKey, bool], int] = {}  # runs in which a forward left a tensor in the model
+        self._kept: dict[tuple[ShapeKey, bool], int] = {}  # runs in which a forward left something behind
         self.patches = PatchBook()
         self._lock = threading.RLock()
 
@@ -181,6 +181,7 @@ class Tapes:
             with self._blocks.ours(taped.module, ours, methods=methods):
                 return taped.forward(noted)
 
+        content = taped.content()
         out, tape = record(lambda: clock.run(forward), recorder)
         recorder.guarded(patches.finish)
         changed = taped.changed()
@@ -194,7 +195,8 @@ class Tapes:
         with self._lock:
             self._count += 1
             take = Take(guards, taped.structure, self._count, reason=reason, among=self.patches.among(taped.options))
-            take.in_blocks = bool(reason) and not changed and not recorder.keeps
+            moves = recorder.keeps or taped.content() != content
+            take.in_blocks = bool(reason) and not changed and not moves
             take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
             if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own
                 take.reason = low_vram(taped.module, key.device) or reason
@@ -211,7 +213,7 @@ class Tapes:
             if reason and copies.count:  # perhaps that is why
                 self._one_by_one, take.again = taped.structure, taped.skipping is not None and not take.twice
                 return out, take, None
-            if recorder.keeps and self._kept.get((key, fuse)) != taped.run:  # perhaps it has that tensor from now on
+            if moves and self._kept.get((key, fuse)) != taped.run:  # perhaps it has what it keeps from now on
                 self._kept[key, fuse], take.again = taped.run, True
                 return out, take, None
             self.keep(key, fuse, take)

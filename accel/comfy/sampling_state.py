@@ -58,6 +58,7 @@ class SamplingState:
     def _look(self, model: nn.Module) -> None:
         self._structure, self._functions = self._fingerprints.of(model), self._fingerprints.functions()
         self.foreign, replaced = self._fingerprints.foreign(model), self._fingerprints.replaced  # see ``foreign_code``
+        self.read, self._turns = self._fingerprints.read, self._fingerprints.read.turns
         self._replaced = say("torch_replaced", name=replaced) if replaced else ""
         parts, tensors = self._fingerprints.parts(model)  # one walk through the model is enough
         self._watch = WeightWatch(model, parts, tensors)
@@ -154,6 +155,8 @@ class SamplingState:
                 self._fingerprints.restless, self._fingerprints.why = place, self._restless
                 if of_model:
                     self._take_blocks()
+        if self._turns != self.read.turns:  # what lies in the function that is there now is to be compared
+            self.foreign, self._turns = self._fingerprints.foreign(model), self.read.turns
         self._fresh, self._around = False, surroundings()
         return hash((self._structure, self._functions, self._names, self._around, torch.is_autocast_enabled()))
 
@@ -225,7 +228,7 @@ class Fingerprints:
 
     def __init__(self) -> None:
         self._current: ModuleFingerprint | None = None
-        self._functions: FunctionsRead | None = None
+        self.read: FunctionsRead | None = None  # of the model at the last look
         self._number = self._count = 0
         self._earlier: list[tuple[int, ModuleFingerprint, FunctionsRead]] = []  # what it was before, the latest last
         self._has_foreign, self._seen = False, (0, 0)  # whether, and of which code
@@ -244,21 +247,21 @@ class Fingerprints:
                 self._earlier.remove(known)
             if self._current is not None:
                 self.release()
-                self._earlier.append((self._number, self._current, self._functions))
+                self._earlier.append((self._number, self._current, self.read))
                 del self._earlier[:-MOST_EARLIER]
             if known is None:
                 self._count += 1
                 known = self._count, ModuleFingerprint(model), FunctionsRead(classes_of(parts_of(model)))
-            self._number, self._current, self._functions = known
+            self._number, self._current, self.read = known
         return self._number
 
     def functions(self) -> int:
         """As ``FunctionsRead.state``, of the model at the last look."""
-        return self._functions.state() if self._functions is not None else 0
+        return self.read.state() if self.read is not None else 0
 
     def holds(self) -> bool:
         """Whether the functions, and the methods of classes, are those of the last look."""
-        functions, current = self._functions, self._current
+        functions, current = self.read, self._current
         return (functions is None or functions.holds()) and (current is None or current.methods_hold())
 
     def parts(self, model: nn.Module) -> tuple[Sequence[nn.Module], Sequence[tuple[int, str]] | None]:
@@ -270,16 +273,16 @@ class Fingerprints:
 
     def hold(self) -> None:
         """Holds the functions that the model's code names until ``release``: looks at them are quick then."""
-        if self._functions is not None:
-            self._functions.hold()
+        if self.read is not None:
+            self.read.hold()
 
     def foreign(self, model: nn.Module) -> list[tuple[str, Any]]:
         """Other packs' code in the model. Not kept: it may hold the model."""
         if self._seen == (self._number, self.functions()):
-            return foreign_code(model, self._functions) if self._has_foreign else []
-        found = foreign_code(model, self._functions)
+            return foreign_code(model, self.read) if self._has_foreign else []
+        found = foreign_code(model, self.read)
         self._has_foreign, self._seen = bool(found), (self._number, self.functions())
-        self.replaced = replaced_in_torch(self._functions)
+        self.replaced = replaced_in_torch(self.read)
         return found
 
     def changed(self) -> bool:
@@ -292,11 +295,11 @@ class Fingerprints:
 
     def brings_functions(self) -> bool:
         """Whether other packs replaced functions that the model's code names: what these read is not known."""
-        return self._functions is None or next(iter(self._functions.brought()), None) is not None
+        return self.read is None or next(iter(self.read.brought()), None) is not None
 
     def latest(self) -> str:
         """The function that was replaced last."""
-        return self._functions.latest if self._functions is not None else ""
+        return self.read.latest if self.read is not None else ""
 
     def rest(self, key: ShapeKey, why: str, weights: Sequence[Tensor]) -> None:
         """Such calls gain nothing while these weights lie where they do: looks at the model would only take time."""
@@ -322,8 +325,8 @@ class Fingerprints:
         """Lets go of the model."""
         if self._current is not None:
             self._current.release()
-        if self._functions is not None:
-            self._functions.release()
+        if self.read is not None:
+            self.read.release()
 
 
 _FINGERPRINTS: "weakref.WeakKeyDictionary[nn.Module, Fingerprints]" = weakref.WeakKeyDictionary()
