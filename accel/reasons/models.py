@@ -3,10 +3,12 @@
 REASONS = dict(
     # Other nodes
     passed_by=(
-        "Remove the other compile node, if there is one",
-        "this run bypasses Compile Model, so nothing was sped up here. Either another node runs the model "
-        "(TorchCompileModel, for example, compiles it as a whole): then remove one of the two nodes. Or the sampler "
-        "makes a video block by block (SamplerARVideo), which only ComfyUI's own forward can do",
+        "Another node or the sampler runs the model by itself",
+        "this run bypasses Compile Model, so nothing was sped up here. Another node or the sampler calls the model "
+        "by itself. A node that compiles the model as a whole does so (TorchCompileModel): use one of the two. A node "
+        "that calls the model with options of its own does so, too (Excellent and Custom attention of AutomaticCFG): "
+        "without it the run is faster. And a video that is made block by block (SamplerARVideo) needs ComfyUI's own "
+        "forward",
     ),
     patch_called=(
         "another node's patch is called ({patch})",
