@@ -73,7 +73,8 @@ def _made_of(item: Any, depth: int = 4) -> Any:
     """
     if isinstance(item, EQUAL):
         return type(item), item
-    if isinstance(item, (type, BuiltinFunctionType)) or (type(item) is FunctionType and item.__closure__ is None):
+    plain = type(item) is FunctionType and item.__closure__ is None
+    if plain or isinstance(item, (type, BuiltinFunctionType)) or _is_comfyuis(item):
         return item  # the key holds it
     held = contents(item) if type(item) is FunctionType and depth and not _rebinds(item.__code__) else None
     if held is None:
