@@ -18,7 +18,7 @@ from .tape.code_names import is_library, names_of
 from .tape.named_tensors import parts_of
 from .tape.options import NotedOptions, Reads
 from .tape.record import Recorder
-from .tape.state import HELD, first_kept, is_held, states_of
+from .tape.state import HELD, State, is_held, look_at
 
 BUILT_IN = ("scaled_dot_product_attention", "linear", "gelu", "conv1d", "conv2d", "conv3d")  # not in Python
 
@@ -65,7 +65,12 @@ def brought_into(module: nn.Module) -> Iterator[tuple[str, Any]]:
         if key[1] in ("", "class") or isinstance(key[0], str) or isinstance(value, type) or is_known(value):
             continue
         yield f"{shown(module, key)} of {whose(value)}", value
-    for kind in classes_of(parts_of(module)):
+    yield from brought_into_classes(parts_of(module))
+
+
+def brought_into_classes(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
+    """As ``foreign_code``, of the classes of these modules alone."""
+    for kind in classes_of(parts):
         if not is_known(kind):
             yield f"{kind.__name__} of {whose(kind)}", kind
             continue
@@ -84,6 +89,19 @@ def replaced_in_torch(functions: FunctionsRead) -> str:
     start = "torch.nn.functional."
     names = [name for name, _ in functions.brought() if name.startswith(start)]
     return next((name for name in names if name.removeprefix(start) not in BUILT_IN), "")
+
+
+def states_of(foreign: Sequence[tuple[str, Any]], module: nn.Module) -> tuple[State | None, ...]:
+    """``look`` at other packs' code in a model. foreign: (where it is and whose, the code)."""
+    return look_at([code for _, code in foreign], module)
+
+
+def first_kept(foreign: Sequence[tuple[str, Any]], before: tuple[State | None, ...], module: nn.Module) -> str:
+    """The code that keeps something from one call to the next, or may; "" if there is none."""
+    for (name, _), old, new in zip(foreign, before, states_of(foreign, module), strict=True):
+        if old is None or old != new:
+            return name
+    return ""
 
 
 class Held:

@@ -10,7 +10,7 @@ no change here. Whoever compares what lies in those things has to look at the fu
 import functools
 import operator
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -113,12 +113,12 @@ class FunctionsRead:
         known = [(name, now) for name, now in found if name.partition(".")[0] in KNOWN]
         return [(name, now) for name, now in known if not is_known(now) and not is_library(origin(now))]
 
-    def content(self, looks: Looks, module: nn.Module) -> int | None:
+    def content(self, looks: Looks, module: nn.Module, others: Sequence[Any] = ()) -> int | None:
         """A number for what lies in those functions, and in what they can see: the same as long as it is the same.
 
-        None if that cannot be known, or is something else too often.
+        None if that cannot be known, or is something else too often. others: more code of other packs.
         """
-        values = [value for _, value in self.brought()]
+        values = [*[value for _, value in self.brought()], *others]
         states = looks.at(values, module) if values else ()
         if None in states:
             return None

@@ -120,7 +120,7 @@ def test_a_second_list_of_the_same_blocks(models, model, monkeypatch, found_once
     if not found_once:
         more = [path.replace("transformer_blocks", "more") for path in paths]
         find = blocks.find
-        monkeypatch.setattr(blocks, "find", lambda *args: find(*args) + more)
+        monkeypatch.setattr(blocks, "find", lambda *args, **named: find(*args, **named) + more)
     wanted = models.sample(model, **RUN)
     for _ in range(2):
         assert error(models.sample(fast, **RUN), wanted) < CLOSE

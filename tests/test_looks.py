@@ -192,3 +192,68 @@ def test_a_size_on_the_processor_is_called_so_where_there_is_a_gpu(monkeypatch) 
     assert str(key) == f"{shown} on cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert str(key) == shown
+
+
+# What a patch's code reads of modules ------------------------------------------------------------------------------
+
+
+class Holding:
+    """A patch that has a module in an attribute."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def __call__(self, x):
+        return x * self.module.gain
+
+
+def importing(x):
+    from a_pack_of_nodes.settings import gain
+
+    return x * gain
+
+
+def importing_whole(x):
+    import a_pack_of_nodes.settings
+
+    return x * a_pack_of_nodes.settings.gain
+
+
+@pytest.mark.parametrize("kind", ["closed over", "in an object", "imported", "imported whole"])
+def test_a_number_in_a_module(monkeypatch, kind) -> None:
+    """However code comes by the module, what it reads of it counts, and nothing else does."""
+    from anyshape.accel.tape.state import look
+
+    above, settings = types.ModuleType("a_pack_of_nodes"), types.ModuleType("a_pack_of_nodes.settings")
+    above.settings, settings.gain, settings.other = settings, 1.0, 1.0
+    for module in (above, settings):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    patch = {
+        "closed over": lambda x: x * settings.gain, "in an object": Holding(settings), "imported": importing,
+        "imported whole": importing_whole,
+    }[kind]  # fmt: skip
+    before = look(patch)
+    settings.other = 2.0
+    assert before is not None and look(patch) == before
+    settings.gain = 2.0
+    assert look(patch) != before
+    settings.gain = 1.0
+    assert look(patch) == before
+
+
+def test_relative_imports_in_a_function(monkeypatch) -> None:
+    from anyshape.accel.tape.code_names import imported_by, imports_of
+
+    def relative(x):
+        from . import settings
+        from .settings import gain
+
+        return x * gain * settings.gain
+
+    assert set(imports_of(relative.__code__)) == {("", 1), ("settings", 1)}
+    above, settings = types.ModuleType("a_pack_of_nodes"), types.ModuleType("a_pack_of_nodes.settings")
+    for module in (above, settings):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    there = {**relative.__globals__, "__package__": "a_pack_of_nodes"}
+    assert {above, settings} <= set(imported_by(types.FunctionType(relative.__code__, there)))
+    assert imported_by(types.FunctionType(relative.__code__, {**there, "__package__": ""})) == []

@@ -125,6 +125,39 @@ def test_blocks_with_programs(images, fusing, block_programs, make, change):
     assert len(block_programs) > 9 * BLOCKS
 
 
+@pytest.mark.parametrize("change", ["nothing", "an attribute", "an item"])
+def test_a_method_of_the_blocks_class(tiny, monkeypatch, fusing, block_programs, change):
+    """A pack's, in the place of ComfyUI's, where the whole cannot be recorded."""
+    change = CHANGES[change]
+
+    def images(fast):
+        patcher, setting, found = tiny(NAME, fresh=True), Setting(1.0), []
+        model = patcher.model.diffusion_model
+        read_back(model)
+        kind = type(model.transformer_blocks[0])
+        sampled = compiled(patcher) if fast else patcher
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward", after(kind.forward, 1.1, setting))
+            for seed in range(2):
+                change(0, setting)
+                found.append(
+                    sample_tiny(sampled, NAME, seed=seed, steps=9, callback=lambda number, *_: change(number, setting))
+                )
+        return found
+
+    wanted, found = images(False), images(True)
+    assert max(map(error, found, wanted)) < CLOSE and block_programs
+
+
+def after(own, gain, setting):
+    """A block's forward, and a pack's factor on what it gives."""
+
+    def forward(self, *args, **kwargs):
+        return tuple([each * gain * setting.gain * setting.gains[0] for each in own(self, *args, **kwargs)])
+
+    return forward
+
+
 def test_one_that_counts_its_calls(images, fusing, block_programs):
     """It does something else in each block."""
 

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from ..block_forwards import MAX_STRUCTURES
 from ..fingerprint import ModuleFingerprint, classes_of
-from ..foreign import foreign_code, replaced_in_torch
+from ..foreign import first_kept, foreign_code, replaced_in_torch, states_of
 from ..functions_read import FunctionsRead
 from ..key import ShapeKey
 from ..reasons import say
 from ..tape.named_tensors import PartsByPath, parts_of, resolve
-from ..tape.state import Looks, first_kept, states_of
+from ..tape.state import Looks
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch, Whereabouts
 from . import dynamic
 from .known_pages import KnownPages
 from .shortages import Shortages
-from .steady_blocks import KnownBlocks, SteadyBlocks
+from .steady_blocks import KnownBlocks, SteadyBlocks, brought_into_blocks
 from .surroundings import surroundings
 
 MOST_CHANGES = 3  # of a model in one run, at calls of one size: each costs a recording
@@ -59,6 +59,7 @@ class SamplingState:
         self._structure, self._functions = self._fingerprints.of(model), self._fingerprints.functions()
         self.foreign, replaced = self._fingerprints.foreign(model), self._fingerprints.replaced  # see ``foreign_code``
         self.read, self._turns = self._fingerprints.read, self._fingerprints.read.turns
+        self.in_classes = brought_into_blocks(model) if self.foreign else []
         self._replaced = say("torch_replaced", name=replaced) if replaced else ""
         parts, tensors = self._fingerprints.parts(model)  # one walk through the model is enough
         self._watch = WeightWatch(model, parts, tensors)

@@ -5,12 +5,14 @@ arguments, itself, and the functions that its code names. So where nothing of th
 """
 
 import itertools
+from typing import Any
 
 from torch import nn
 
 from ..fingerprint import ModuleFingerprint
-from ..foreign import brought_into
+from ..foreign import brought_into, brought_into_classes
 from ..tape import blocks
+from ..tape.named_tensors import parts_of
 
 NUMBERS = itertools.count(1)  # no two states of blocks have the same
 
@@ -37,6 +39,13 @@ class SteadyBlocks:
     def release(self) -> None:
         """Lets go of the blocks, at the end of a sampling run."""
         self.seen.release()
+
+
+def brought_into_blocks(model: nn.Module) -> list[Any]:
+    """Other packs' code in the classes of a model's blocks and of their parts."""
+    paths = blocks.find(model, stages=True)
+    parts = {part: None for path in paths for part in parts_of(model.get_submodule(path))}
+    return [code for _, code in brought_into_classes(list(parts))]
 
 
 class KnownBlocks:

@@ -1,7 +1,8 @@
-"""What is known of code by its names: whose package it is of, and which names it reads."""
+"""What is known of code by its names: whose package it is of, which names it reads, and what it imports."""
 
 import dis
 import functools
+import importlib.util
 import sys
 import types
 from pathlib import Path
@@ -41,3 +42,30 @@ def names_of(code: types.CodeType) -> frozenset[str]:
         elif isinstance(constant, str):  # getattr(module, "name")
             names.add(constant)
     return frozenset(names)
+
+
+def imported_by(function: types.FunctionType) -> list[types.ModuleType]:
+    """The modules that a function's code imports while it runs, of those that are loaded."""
+    package = function.__globals__.get("__package__") or ""
+    found = []
+    for name, level in imports_of(function.__code__):
+        try:
+            full = importlib.util.resolve_name("." * level + name, package) if level else name
+        except ImportError:  # it has no package: the import fails as well
+            continue
+        found += [sys.modules[each] for each in (full, full.partition(".")[0]) if each in sys.modules]
+    return list({id(module): module for module in found}.values())
+
+
+@functools.lru_cache(maxsize=1024)
+def imports_of(code: types.CodeType) -> tuple[tuple[str, int], ...]:
+    """(name, level) of what code imports while it runs, as ``__import__`` takes them; functions inside of it too."""
+    steps = list(dis.get_instructions(code))
+    places = [place for place, step in enumerate(steps) if step.opname == "IMPORT_NAME"]
+    found = {(steps[place].argval, _number(steps[place - 2].argval)) for place in places}  # level, names, import
+    inside = [imports_of(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return tuple(sorted(found.union(*inside)))
+
+
+def _number(level: object) -> int:
+    return level if isinstance(level, int) else 0

@@ -14,14 +14,14 @@ import logging
 import os
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..parts_seen import NO_SETTINGS
-from .code_names import globals_of, is_library, names_of
+from .code_names import globals_of, imported_by, is_library, names_of
 from .identity import EQUAL, Role, Same, TensorRole, slots_of
 from .unchanged import Unchanged, form_of
 
@@ -98,23 +98,10 @@ class Looks:
         return states
 
 
-def states_of(foreign: Sequence[tuple[str, Any]], module: nn.Module) -> tuple[State | None, ...]:
-    """``look`` at other packs' code in a model. foreign: (where it is and whose, the code)."""
-    return look_at([code for _, code in foreign], module)
-
-
 def is_held(owner: Any, name: str) -> bool:
     """Whether this attribute is known to hold the options of the latest forward."""
     found = HELD.get((id(owner), name))
     return found is not None and found() is owner
-
-
-def first_kept(foreign: Sequence[tuple[str, Any]], before: tuple[State | None, ...], module: nn.Module) -> str:
-    """The code that keeps something from one call to the next, or may; "" if there is none."""
-    for (name, _), old, new in zip(foreign, before, states_of(foreign, module), strict=True):
-        if old is None or old != new:
-            return name
-    return ""
 
 
 class Part:
@@ -152,7 +139,8 @@ class Glance:
     def look(self, value: Any, most: int = MOST) -> State | None:
         """See ``look``."""
         try:
-            return _Look(self, most).of(value, root=True)
+            walk = _Look(self, most)
+            return walk.with_modules(walk.of(value, root=True))
         except _Unknown:
             return None
 
@@ -164,6 +152,17 @@ class _Look:
         self._glance, self._seen, self._left = glance, glance.seen, most
         self._places: dict[int, int] = {}
         self._kept: list[Any] = []  # so that no id is given twice
+        self._names: set[str] = set()  # of all code that was met
+        self._modules: dict[int, types.ModuleType] = {}  # that lie in objects
+
+    def with_modules(self, state: State) -> State:
+        """``state``, and what any code that was met may read of the modules that lie in objects."""
+        while self._modules:
+            modules, names = list(self._modules.values()), frozenset(self._names)
+            state = (state, *[tuple(self._of_module(module, names)) for module in modules])
+            if len(self._modules) == len(modules) and self._names == names:
+                break
+        return state
 
     def of(self, value: Any, root: bool = False) -> State:
         """The state of ``value``. root: its code is a patch's, wherever it is from."""
@@ -213,7 +212,8 @@ class _Look:
             self._seen.named(lambda name: value(), ("",))
             return "weak", self.of(value())
         if isinstance(value, types.ModuleType):
-            return "module", Same(value)  # what code reads of it is looked at with the code
+            self._modules[id(value)] = value
+            return "module", Same(value)
         if isinstance(value, types.BuiltinMethodType) and not isinstance(value.__self__, (types.ModuleType, type)):
             return "builtin", value.__name__, self.of(value.__self__)  # a list's append, say
         if isinstance(value, type):
@@ -255,12 +255,16 @@ class _Look:
         self._seen.function(function)
         if not root and not closed and is_library(function.__module__ or ""):
             return "same", Same(function)
-        cells = []
+        names, cells = names_of(function.__code__), []
+        self._names |= names
         for cell in closed:
             try:
-                cells.append(self.of(cell.cell_contents))
+                value = cell.cell_contents
             except ValueError:  # it is still empty
                 cells.append(())
+            else:
+                cells.append(self._module(value, names) if isinstance(value, types.ModuleType) else self.of(value))
+        cells += [self._module(module, names) for module in imported_by(function)]
         named = self.of(function.__defaults__), self.of(function.__kwdefaults__), self.of(function.__dict__)
         return "function", Same(function.__code__), tuple(cells), named, tuple(self._globals(function))
 
@@ -270,9 +274,13 @@ class _Look:
         for name in globals_of(function.__code__):
             if name in there:
                 value = there[name]
-                yield name, self.of(value)
-                if isinstance(value, types.ModuleType):
-                    yield from self._of_module(value, names)
+                yield name, self._module(value, names) if isinstance(value, types.ModuleType) else self.of(value)
+
+    def _module(self, module: types.ModuleType, names: frozenset[str]) -> State:
+        """A module that code with these names has by a name: what that code may read of it."""
+        self._places.setdefault(id(module), len(self._places))
+        self._kept.append(module)
+        return "module", Same(module), tuple(self._of_module(module, names))
 
     def _of_module(self, module: types.ModuleType, names: frozenset[str]) -> Iterator[tuple[str, State]]:
         """Those of a module's values that code with these names may read."""
@@ -282,8 +290,7 @@ class _Look:
             value = there[name] if there[name] is not os.getenv else os.environ
             if isinstance(value, types.ModuleType):
                 if id(value) not in self._places:
-                    yield name, self.of(value)
-                    yield from self._of_module(value, names)
+                    yield name, self._module(value, names)
             elif library and not isinstance(value, EQUAL) and value is not os.environ:
                 yield name, ("same", Same(value))
             else:
@@ -315,7 +322,8 @@ class _Look:
         if id(part) not in parts:  # a walk for itself, so that every look that comes here may have it
             parts[id(part)] = part, Part(())  # for what leads back to it
             try:
-                parts[id(part)] = part, Part(_Look(self._glance, MOST).foreign_part(part))
+                walk = _Look(self._glance, MOST)
+                parts[id(part)] = part, Part(walk.with_modules(walk.foreign_part(part)))
             except _Unknown:
                 del parts[id(part)]
                 raise

@@ -1,0 +1,15 @@
+"""Random changes of another pack: ComfyUI's pictures. ``python -m tools.random_changes`` draws more."""
+
+import pytest
+
+from tools import architectures, random_changes
+
+pytestmark = pytest.mark.skipif(architectures.is_older(), reason="it has not all of these models")
+DRAWS = 3
+ONCE_WRONG = (1, 23, 172, 217)
+
+
+@pytest.mark.parametrize("number", sorted({*range(DRAWS), *ONCE_WRONG}))
+@pytest.mark.usefixtures("models")
+def test_pictures_are_comfyuis(number):
+    assert list(random_changes.compared(number)) == []
