@@ -61,15 +61,26 @@ def foreign_code(module: nn.Module, functions: FunctionsRead) -> list[tuple[str,
 
 def brought_into(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """As ``foreign_code``, of the module and its classes alone."""
+    yield from [(f"{shown(module, key)} of {whose(value)}", value) for key, value in _of_parts(module)]
+    yield from _of_classes(parts_of(module))
+
+
+def called_within(modules: Sequence[nn.Module]) -> list[Any]:
+    """Other packs' code in these modules but for forwards and hooks of one part, with which a block is left alone."""
+    found = [
+        value for each in modules for key, value in _of_parts(each) if key[1] not in FORWARDS and "[" not in key[1]
+    ]
+    parts = dict.fromkeys(part for each in modules for part in parts_of(each))
+    return [*found, *[code for _, code in _of_classes(list(parts))]]
+
+
+def _of_parts(module: nn.Module) -> Iterator[tuple[Any, Any]]:
     for key, value in objects_of(module):
-        if key[1] in ("", "class") or isinstance(key[0], str) or isinstance(value, type) or is_known(value):
-            continue
-        yield f"{shown(module, key)} of {whose(value)}", value
-    yield from brought_into_classes(parts_of(module))
+        if key[1] not in ("", "class") and not (isinstance(key[0], str) or isinstance(value, type) or is_known(value)):
+            yield key, value
 
 
-def brought_into_classes(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
-    """As ``foreign_code``, of the classes of these modules alone."""
+def _of_classes(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
     for kind in classes_of(parts):
         if not is_known(kind):
             yield f"{kind.__name__} of {whose(kind)}", kind

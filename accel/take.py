@@ -70,8 +70,8 @@ class Taped:
     altered: Callable[[], bool] = bool  # whether a patch that runs has changed what the model's code calls
     calls_others: bool = False  # it calls patches of other packs, which may count their calls
     foreign: Sequence[tuple[str, Any]] = ()  # other packs' code in the model, and where it is
-    # a number for what lies in functions and classes' methods that other packs put in the place of ComfyUI's, as far as
-    # blocks may call them; None if that cannot be known
+    # a number for what lies in functions and methods that other packs put in the place of ComfyUI's, where blocks may
+    # call them; None if that cannot be known
     content: Callable[[], int | None] = int
     run: int = 0  # the number of the sampling run
     once: bool = False  # that run makes one step

@@ -241,6 +241,23 @@ def test_a_number_in_a_module(monkeypatch, kind) -> None:
     assert look(patch) == before
 
 
+def test_a_function_with_a_cache() -> None:
+    from anyshape.accel.tape.state import look
+
+    settings = types.SimpleNamespace(gain=1.0)
+
+    @functools.lru_cache
+    def gain():
+        return settings.gain
+
+    patch = lambda x: x * gain()  # noqa: E731
+    before = look(patch)
+    assert before is not None and look(patch) == before
+    settings.gain = 2.0
+    gain.cache_clear()
+    assert look(patch) != before
+
+
 def test_relative_imports_in_a_function(monkeypatch) -> None:
     from anyshape.accel.tape.code_names import imported_by, imports_of
 

@@ -10,16 +10,20 @@ blocks are recorded one by one. On a CPU. The number of a draw makes it again.
 """
 
 import argparse
+import collections
+import contextvars
 import functools
 import os
 import random
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -29,9 +33,10 @@ from tools import embed
 KINDS = ("QwenImage", "Flux", "ZImage", "WAN21_T2V", "SD15", "Anima")
 HOLDERS = (
     "closure", "object", "object in an object", "list", "dict", "tensor", "another tensor", "default", "partial",
-    "attribute of the layer", "attribute of its class", "module", "set of names",
+    "attribute of the layer", "attribute of its class", "module", "set of names", "method", "class", "cache", "array",
+    "slots", "queue", "thread", "context",
 )  # fmt: skip
-WHERE = ("function", "function", "forward", "forward", "hook", "pre-hook", "method", "layer")
+WHERE = ("function", "function", "forward", "forward", "hook", "pre-hook", "method", "layer", "convolution")
 WHEN = ("never", "each step", "once", "in turns", "between runs", "each call", "first call", "made again")
 SIZES = ((128, 128), (192, 128), (128, 128))
 STEPS = 6
@@ -47,6 +52,16 @@ class Far(NamedTuple):
     error: float
 
 
+class Slots:
+    """It has no dict."""
+
+    __slots__ = ("gain",)
+
+    def read(self) -> float:
+        """As a bound method."""
+        return self.gain
+
+
 class Store:
     """The number by which a pack's function multiplies, and where it lies."""
 
@@ -57,12 +72,18 @@ class Store:
         self.list, self.dict, self.tensor, self.names = [1.0], {"gain": 1.0}, torch.ones(1), {"g10"}
         self.module = types.ModuleType("a_pack")
         self.module.gain = 1.0
+        self.slots, self.kind, self.thread = Slots(), type("Settings", (), {"gain": 1.0}), threading.local()
+        self.slots.gain = self.thread.gain = 1.0
+        self.array, self.queue = numpy.ones(1), collections.deque([1.0])
+        self.context = contextvars.ContextVar("gain", default=1.0)
         self.put: Callable[[float], None] = lambda gain: None
 
     def reader(self) -> Callable[[], Any]:
         """What gives the number; made again, it is another function of the same things."""
         gain, held, inner, items, named = 1.0, self.object, self.inner, self.list, self.dict
         tensor, module, names, layer = self.tensor, self.module, self.names, self.layer
+        slots, kind, thread, array, queue = self.slots, self.kind, self.thread, self.array, self.queue
+        context = self.context
 
         def closed() -> float:
             return gain
@@ -75,6 +96,7 @@ class Store:
             return gain
 
         partial = functools.partial(_of_list, items)
+        cached = functools.lru_cache(lambda: held.gain)
 
         def put_partial(new: float) -> None:
             items[0] = new
@@ -95,6 +117,14 @@ class Store:
             "attribute of its class": (
                 lambda: getattr(type(layer), "a_gain", 1.0), lambda new: setattr(type(layer), "a_gain", new),
             ),
+            "method": (slots.read, lambda new: setattr(slots, "gain", new)),
+            "class": (lambda: kind.gain, lambda new: setattr(kind, "gain", new)),
+            "cache": (cached, lambda new: (setattr(held, "gain", new), cached.cache_clear())),
+            "array": (lambda: float(array[0]), lambda new: array.fill(new)),
+            "slots": (lambda: slots.gain, lambda new: setattr(slots, "gain", new)),
+            "queue": (lambda: queue[-1], lambda new: queue.append(new)),
+            "thread": (lambda: thread.gain, lambda new: setattr(thread, "gain", new)),
+            "context": (context.get, context.set),
             "module": (lambda: module.gain, lambda new: setattr(module, "gain", new)),
             "set of names": (
                 lambda: int(next(iter(names))[1:]) / 10,
@@ -139,7 +169,9 @@ class Change:
         layers = [layer for layer in model.modules() if next(layer.parameters(recurse=False), None) is not None]
         blocks = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
         blocks = [block for each in blocks for block in each if not isinstance(block, nn.ModuleList)]
-        layer = self._one(blocks if self.where in ("function", "layer", "method") else layers)
+        convolutions = [each for each in layers if isinstance(each, nn.Conv2d)]
+        found = convolutions if self.where == "convolution" and convolutions else layers
+        layer = self._one(blocks if self.where in ("function", "layer", "method") else found)
         self.store.layer, self._layer = layer, layer
         if self.holder == "attribute of its class":
             kind = type(layer)
@@ -169,8 +201,9 @@ class Change:
                 self._again = lambda: setattr(kind, "forward", self._around(own))
                 self._again()
         else:
-            own = layer.forward
-            self._again = lambda: setattr(layer, "forward", self._around(own))
+            name = "_conv_forward" if isinstance(layer, nn.Conv2d) and self.where == "convolution" else "forward"
+            own = getattr(layer, name)
+            self._again = lambda: setattr(layer, name, self._around(own))
             self._again()
 
     def _hook(self, layer: nn.Module) -> None:
@@ -236,7 +269,7 @@ def compared(number: int) -> Iterator[Far]:
     def pictures(fast: bool) -> Iterator[Tensor]:
         patcher, changes = patchers.make(kind), [Change(seed) for seed in seeds]
         with ExitStack() as stack:
-            if reads_back and kind != "SD15":
+            if reads_back:
                 read_back(patcher.model.diffusion_model)
             for change in changes:
                 change.begin(patcher.model.diffusion_model, stack)

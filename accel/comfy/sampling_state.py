@@ -59,7 +59,7 @@ class SamplingState:
         self._structure, self._functions = self._fingerprints.of(model), self._fingerprints.functions()
         self.foreign, replaced = self._fingerprints.foreign(model), self._fingerprints.replaced  # see ``foreign_code``
         self.read, self._turns = self._fingerprints.read, self._fingerprints.read.turns
-        self.in_classes = brought_into_blocks(model) if self.foreign else []
+        self.within_blocks = brought_into_blocks(model) if self.foreign else []
         self._replaced = say("torch_replaced", name=replaced) if replaced else ""
         parts, tensors = self._fingerprints.parts(model)  # one walk through the model is enough
         self._watch = WeightWatch(model, parts, tensors)

@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from ..fingerprint import ModuleFingerprint
-from ..foreign import brought_into, brought_into_classes
+from ..foreign import brought_into, called_within
 from ..tape import blocks
-from ..tape.named_tensors import parts_of
 
 NUMBERS = itertools.count(1)  # no two states of blocks have the same
 
@@ -42,10 +41,8 @@ class SteadyBlocks:
 
 
 def brought_into_blocks(model: nn.Module) -> list[Any]:
-    """Other packs' code in the classes of a model's blocks and of their parts."""
-    paths = blocks.find(model, stages=True)
-    parts = {part: None for path in paths for part in parts_of(model.get_submodule(path))}
-    return [code for _, code in brought_into_classes(list(parts))]
+    """Other packs' code that a model's blocks may call in their programs, by what they are."""
+    return called_within([model.get_submodule(path) for path in blocks.find(model, stages=True)])
 
 
 class KnownBlocks:

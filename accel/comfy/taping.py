@@ -189,7 +189,7 @@ def call_of(
             model, forward, options, structure, recorded_attention.prepare, run.changed, run.lay_out, lean,
             partial(_places, options), run.altered, calls_patches(given.options),
             run.foreign, run=run.number, once=_makes_one_step(given.options), looks=run.looks, unknown=unknown,
-            left=left, content=partial(run.read.content, run.looks, model, run.in_classes) if run.foreign else int,
+            left=left, content=partial(run.read.content, run.looks, model, run.within_blocks) if run.foreign else int,
             hold=partial(run.hold, key), let_go=run.let_go,
             no_graph=partial(run.no_graph, x.device), rest=run.rest, fetches=partial(run.fetches, x.device),
         )  # fmt: skip

@@ -206,6 +206,8 @@ class _Look:
             return "partial", self.of(value.func, root), self.of(value.args), self.of(value.keywords)
         if isinstance(value, (staticmethod, classmethod)):
             return kind, self.of(value.__func__)
+        if isinstance(value, functools._lru_cache_wrapper):  # what it remembers was made of what its function can see
+            return "cache", self.of(value.__wrapped__, root)
         if isinstance(value, property):
             return kind, *[self.of(each) for each in (value.fget, value.fset, value.fdel)]
         if isinstance(value, weakref.ReferenceType):
