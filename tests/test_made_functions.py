@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from tools.driving import compiled, sample_tiny
-from tools.oracles import error, shapes
+from tools.oracles import error, fallbacks, shapes
 from tools.patching import read_back
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "one_thread")
@@ -170,6 +170,20 @@ def test_one_that_counts_its_calls(images, fusing, block_programs):
 
     wanted, found = (images(fast, counting, CHANGES["nothing"]) for fast in (False, True))
     assert max(map(error, found, wanted)) < CLOSE and not block_programs
+
+
+def test_one_that_asks_which_block_it_is_in(images, fusing):
+    """As RadialAttn does, which leaves the first blocks alone: then blocks are not alike."""
+
+    def choosing(own, gain, setting, before):
+        def attention(*args, **kwargs):
+            return own(*args, **kwargs) * (1.0 + kwargs["transformer_options"]["block_index"] / 10)
+
+        return attention
+
+    wanted, found = (images(fast, choosing, CHANGES["nothing"]) for fast in (False, True))
+    assert max(map(error, found, wanted)) < CLOSE
+    assert shapes()[-1]["state"] == "tape" and not fallbacks()
 
 
 def test_one_that_makes_something_at_its_first_call(images, fusing, recordings):

@@ -185,15 +185,16 @@ def test_a_block_may_mind_which_one_it_is(models):
     from anyshape.accel.comfy import taping
 
     block = models.unet("sd15", HALF, **NARROW).model.diffusion_model.middle_block[1].transformer_blocks[0]
-    assert "block_index" in taping._places({}, block) and "patches" not in taping._places({}, block)
-    assert taping._places({"patches": {}}, block)
-    assert not taping._places({"patches": {"attn1_patch": [print]}}, block)
-    assert taping._places({"patches": {"attn1_patch": [print]}}, block, uncalled=True)
-    assert not taping._places({"patches_replace": {"attn1": {("middle", 0): print}}}, block, uncalled=True)
-    assert not taping._places({"optimized_attention_override": print}, block)
+    assert "block_index" in taping._places({}, False, block) and "patches" not in taping._places({}, False, block)
+    assert not taping._places({}, True, block)
+    assert taping._places({"patches": {}}, False, block)
+    assert not taping._places({"patches": {"attn1_patch": [print]}}, False, block)
+    assert taping._places({"patches": {"attn1_patch": [print]}}, False, block, uncalled=True)
+    assert not taping._places({"patches_replace": {"attn1": {("middle", 0): print}}}, False, block, uncalled=True)
+    assert not taping._places({"optimized_attention_override": print}, False, block)
     own = block.ff
     try:
         block.ff = type("Theirs", (type(own),), {"__module__": "custom_nodes.theirs"})(32)
-        assert not taping._places({}, block)
+        assert not taping._places({}, False, block)
     finally:
         block.ff = own

@@ -60,6 +60,7 @@ class SamplingState:
         self.foreign, replaced = self._fingerprints.foreign(model), self._fingerprints.replaced  # see ``foreign_code``
         self.read, self._turns = self._fingerprints.read, self._fingerprints.read.turns
         self.within_blocks = brought_into_blocks(model) if self.foreign else []
+        self.calls_within = bool(self.within_blocks) or self._fingerprints.brings_functions()
         self._replaced = say("torch_replaced", name=replaced) if replaced else ""
         parts, tensors = self._fingerprints.parts(model)  # one walk through the model is enough
         self._watch = WeightWatch(model, parts, tensors)

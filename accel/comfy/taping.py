@@ -187,7 +187,7 @@ def call_of(
 
         taped = Taped(
             model, forward, options, structure, recorded_attention.prepare, run.changed, run.lay_out, lean,
-            partial(_places, options), run.altered, calls_patches(given.options),
+            partial(_places, options, run.calls_within), run.altered, calls_patches(given.options),
             run.foreign, run=run.number, once=_makes_one_step(given.options), looks=run.looks, unknown=unknown,
             left=left, content=partial(run.read.content, run.looks, model, run.within_blocks) if run.foreign else int,
             hold=partial(run.hold, key), let_go=run.let_go,
@@ -282,13 +282,19 @@ def _structure(given: Given) -> dict[str, str]:
     return found
 
 
-def _places(options: Mapping[Any, Any], block: nn.Module, uncalled: bool = False) -> frozenset[str]:
+def _places(options: Mapping[Any, Any], others: bool, block: nn.Module, uncalled: bool = False) -> frozenset[str]:
     """The options in which ComfyUI's own blocks note for patches which of them runs, where there is no patch.
 
-    uncalled: it is known that the block calls none of the patches that are for all blocks.
+    others: blocks may call functions of other packs, which may read them (RadialAttn). uncalled: it is known that the
+    block calls none of the patches that are for all blocks.
     """
     chosen = options.get(OVERRIDE)
-    if recorded_attention.is_anothers(chosen) or options.get(REPLACED) or (options.get(PATCHED) and not uncalled):
+    if (
+        others
+        or recorded_attention.is_anothers(chosen)
+        or options.get(REPLACED)
+        or (options.get(PATCHED) and not uncalled)
+    ):
         return frozenset()
     kinds = {type(part) for part in block.modules()}
     own = all(kind.__module__.startswith(OWN) and not foreign_method(kind) for kind in kinds)

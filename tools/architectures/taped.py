@@ -100,7 +100,7 @@ class Recording:
         self._given = taping.take(self._original, arguments, named)
         taped = Taped(
             model, lambda options: self._given.call(self._original, options), self._given.options, 0,
-            recorded_attention.prepare, lean=lean, places=partial(taping._places, self._given.options),
+            recorded_attention.prepare, lean=lean, places=partial(taping._places, self._given.options, False),
             skipping=Skipping(None, lambda added: None) if skipping else None,
         )  # fmt: skip
         with torch.inference_mode():
