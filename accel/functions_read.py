@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from .origin import KNOWN, is_known, origin
+from .origin import KNOWN, is_beside_comfyui, is_known, origin
 from .tape.code_names import is_library, names_of
 from .tape.identity import EQUAL, Same, kept
 from .tape.state import Looks
@@ -111,7 +111,8 @@ class FunctionsRead:
         """(its name, it) of what another pack has put into a module of ComfyUI's or torch's."""
         found = [(f"{there.get('__name__')}.{name}", there.get(name)) for there, name in self._places]
         known = [(name, now) for name, now in found if name.partition(".")[0] in KNOWN]
-        return [(name, now) for name, now in known if not is_known(now) and not is_library(origin(now))]
+        others = [(name, now) for name, now in known if not is_known(now) and not is_library(origin(now))]
+        return [(name, now) for name, now in others if not is_beside_comfyui(origin(now))]
 
     def content(self, looks: Looks, module: nn.Module, others: Sequence[Any] = ()) -> int | None:
         """A number for what lies in those functions, and in what they can see: the same as long as it is the same.

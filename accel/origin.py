@@ -3,6 +3,7 @@
 import functools
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 ENGINE = f"{__package__}.engine"  # what every forward of ours runs in
@@ -34,6 +35,14 @@ def is_known(value: Any) -> bool:
 def _is_known(module: str) -> bool:
     top = module.partition(".")[0]
     return module.startswith(f"{__package__}.") or top in KNOWN or top in sys.stdlib_module_names
+
+
+@functools.lru_cache(maxsize=4096)
+def is_beside_comfyui(module: str) -> bool:
+    """Whether a module is a part of ComfyUI's program (its server, its cache), beside its package of models."""
+    comfy = Path(next(iter(getattr(sys.modules.get("comfy"), "__path__", [])), "/none/comfy"))
+    file = Path(getattr(sys.modules.get(module), "__file__", None) or "/")
+    return comfy.parent in file.parents and "custom_nodes" not in file.parts
 
 
 def is_called_by_others() -> bool:

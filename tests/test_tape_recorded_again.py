@@ -273,6 +273,7 @@ def key_of(forward, *args, **kwargs):
         altered=bool,
         lay_out=None,
         foreign=(),
+        calls_within=False,
         in_blocks=("", frozenset()),
         obstacle=lambda *_: "",
         streams=lambda: "",
