@@ -21,6 +21,7 @@ from .tape.identity import EQUAL, Same, kept
 from .tape.state import Looks
 from .tape.swaps import contents
 
+NAMED = (types.FunctionType, types.BuiltinFunctionType, type)
 DEEP = 4  # modules within modules that code names: torch.nn.functional
 MOST_STATES = 8  # a pack puts its attention in place, and takes it away again
 MOST_NEW = 4  # contents in one run: each costs recordings
@@ -151,7 +152,7 @@ class FunctionsRead:
             if isinstance(value, types.ModuleType):
                 if deep and vars(value) is not there:
                     yield from self._named(vars(value), names, packages, deep - 1)
-            elif callable(value) and (id(there), name) not in self._found:
+            elif _is_function(value) and (id(there), name) not in self._found:
                 self._found[id(there), name] = there
                 if isinstance(value, types.FunctionType) and _top(value) in packages and _top(value) != LIBRARY:
                     yield value
@@ -169,6 +170,11 @@ def _functions(value: Any) -> Iterator[types.FunctionType]:
     value = value.func if isinstance(value, functools.partial) else getattr(value, "__func__", value)
     if isinstance(value, types.FunctionType):
         yield value
+
+
+def _is_function(value: Any) -> bool:
+    """Whether it counts as a function that code names: not what ComfyUI's program puts there in each prompt."""
+    return isinstance(value, NAMED) or (callable(value) and not is_beside_comfyui(origin(value)))
 
 
 def _made_of(value: Any) -> tuple | None:

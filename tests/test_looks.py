@@ -53,6 +53,21 @@ def test_a_function_in_the_place_of_one_that_code_names(monkeypatch, held) -> No
     assert found.state() == second
 
 
+def test_a_partial_counts_and_what_comfyui_puts_there_in_each_prompt_does_not(comfy, monkeypatch) -> None:
+    from comfy_execution import caching
+
+    monkeypatch.setattr(HERE, "named", functools.partial(another))
+    found = FunctionsRead([Layer])
+    first = found.state()
+    monkeypatch.setattr(HERE, "named", functools.partial(print))
+    assert found.state() != first
+    monkeypatch.setattr(HERE, "named", types.MethodType(caching.BasicCache.get_local, object()))  # its cache's callback
+    found = FunctionsRead([Layer])
+    first = found.state()
+    monkeypatch.setattr(HERE, "named", types.MethodType(caching.BasicCache.get_local, object()))
+    assert found.state() == first and not found.brought()
+
+
 def test_what_was_held_is_let_go_of(monkeypatch) -> None:
     import weakref
 
