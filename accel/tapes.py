@@ -108,7 +108,7 @@ class Tapes:
             among = self.patches.among(taped.options)
             takes = [take for take in self._takes.get((key, fuse), []) if take.among == among]
             never = [take for take in takes if take.number == NEVER]
-            last = [take for take in takes if take.structure == taped.structure and take not in never][-MAX_IN_VAIN:]
+            last = [take for take in takes if take.structure == taped.structure and take.number != NEVER][-MAX_IN_VAIN:]
             early = len(last) < MAX_IN_VAIN
             # A pack that patches the model again in each run does in this one what it did in the last few. What was
             # given up early tells nothing of later runs: so after some it is tried again as often as at first.

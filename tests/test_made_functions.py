@@ -48,7 +48,7 @@ def as_partial(own, gain, setting, before):
     return functools.partial(scaled, own, gain, setting)
 
 
-def bound_anew(own, gain, setting, before):
+def bound_again(own, gain, setting, before):
     """The last of those that are made stays, and gets another number where it has its own from."""
     if gain != LATER or before is own:
         return louder(own, gain, setting, before)
@@ -104,7 +104,7 @@ def images(tiny, monkeypatch):
     return runs
 
 
-@pytest.mark.parametrize("make", [louder, with_defaults, as_partial, bound_anew])
+@pytest.mark.parametrize("make", [louder, with_defaults, as_partial, bound_again])
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_it_is_made_of(images, recordings, make, change):
     """That it is another object is no change, in the next run neither. What changes in it is one."""
@@ -115,7 +115,7 @@ def test_what_it_is_made_of(images, recordings, make, change):
     assert shapes()[-1]["state"] == "tape"
 
 
-@pytest.mark.parametrize("make", [louder, as_partial, bound_anew])
+@pytest.mark.parametrize("make", [louder, as_partial, bound_again])
 @pytest.mark.parametrize("change", CHANGES)
 def test_blocks_with_programs(images, fusing, block_programs, make, change):
     """Where the whole cannot be recorded."""

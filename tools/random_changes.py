@@ -9,15 +9,12 @@ each call or in the first one; or the function is made again. Half of the models
 blocks are recorded one by one. On a CPU. The number of a draw makes it again.
 """
 
-import argparse
 import collections
 import contextvars
 import functools
-import os
 import random
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -28,7 +25,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tools import embed
+from tools import random_patches
+from tools.random_patches import ROUNDING, SIZES
 
 KINDS = ("QwenImage", "Flux", "ZImage", "WAN21_T2V", "SD15", "Anima")
 HOLDERS = (
@@ -38,9 +36,7 @@ HOLDERS = (
 )  # fmt: skip
 WHERE = ("function", "function", "forward", "forward", "hook", "pre-hook", "method", "layer", "convolution")
 WHEN = ("never", "each step", "once", "in turns", "between runs", "each call", "first call", "made again")
-SIZES = ((128, 128), (192, 128), (128, 128))
 STEPS = 6
-ROUNDING = 1e-5  # of copies that lie in memory otherwise
 
 
 class Far(NamedTuple):
@@ -95,11 +91,7 @@ class Store:
         def with_default(gain: float = 1.0) -> float:
             return gain
 
-        partial = functools.partial(_of_list, items)
         cached = functools.lru_cache(lambda: held.gain)
-
-        def put_partial(new: float) -> None:
-            items[0] = new
 
         holders: dict[str, tuple[Callable[[], Any], Callable[[float], None]]] = {
             "closure": (closed, put_closed),
@@ -110,7 +102,7 @@ class Store:
             "tensor": (lambda: tensor, lambda new: tensor.fill_(new)),
             "another tensor": (lambda: held.gain, lambda new: setattr(held, "gain", torch.full((1,), new))),
             "default": (with_default, lambda new: setattr(with_default, "__defaults__", (new,))),
-            "partial": (partial, put_partial),
+            "partial": (functools.partial(_of_list, items), lambda new: items.__setitem__(0, new)),
             "attribute of the layer": (
                 lambda: getattr(layer, "a_gain", 1.0), lambda new: setattr(layer, "a_gain", new),
             ),
@@ -172,7 +164,7 @@ class Change:
         convolutions = [each for each in layers if isinstance(each, nn.Conv2d)]
         found = convolutions if self.where == "convolution" and convolutions else layers
         layer = self._one(blocks if self.where in ("function", "layer", "method") else found)
-        self.store.layer, self._layer = layer, layer
+        self.store.layer = layer
         if self.holder == "attribute of its class":
             kind = type(layer)
             stack.callback(lambda: delattr(kind, "a_gain") if "a_gain" in vars(kind) else None)
@@ -187,8 +179,9 @@ class Change:
             self._hook(layer)
         elif self.where == "function":
             there = vars(sys.modules[type(layer).__module__])
-            names = [name for name, each in there.items() if isinstance(each, types.FunctionType)]
-            self.name = self._one(sorted({*names} & _named(type(layer)))) if {*names} & _named(type(layer)) else ""
+            functions = {name for name, each in there.items() if isinstance(each, types.FunctionType)}
+            names = sorted(functions & _named(type(layer)))
+            self.name = self._one(names) if names else ""
             if self.name:
                 own = there[self.name]
                 self._stack.callback(there.__setitem__, self.name, own)
@@ -302,22 +295,5 @@ def compared(number: int) -> Iterator[Far]:
             yield Far(number, what, run, far)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    chosen = parser.parse_args()
-    embed.use_comfyui()
-    embed.load_pack(store=False)
-    until, number, wrong = time.monotonic() + chosen.seconds, chosen.first, 0
-    while time.monotonic() < until:
-        for far in compared(number):
-            wrong += 1
-            print(far, flush=True)
-        number += 1
-    print(f"draws {chosen.first} to {number - 1}: {wrong or 'no'} pictures are wrong")
-    os._exit(bool(wrong))  # whatever threads are left
-
-
 if __name__ == "__main__":
-    main()
+    random_patches.run(__doc__, compared)

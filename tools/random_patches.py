@@ -12,7 +12,7 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -162,8 +162,9 @@ def compared(number: int) -> Iterator[Far]:
             yield Far(number, kind, shown, run, far, drawn)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run(what: str, compared: Callable[[int], Iterable[Any]]) -> None:
+    """The command of a module of draws: what ``compared`` finds wrong with each. what: the module's docstring."""
+    parser = argparse.ArgumentParser(description=what.splitlines()[0])
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0)
     chosen = parser.parse_args()
@@ -180,4 +181,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, compared)

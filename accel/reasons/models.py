@@ -6,7 +6,7 @@ REASONS = dict(
         "Another node or the sampler runs the model by itself",
         "this run bypasses Compile Model, so nothing was sped up here. Another node or the sampler calls the model "
         "by itself. A node that compiles the model as a whole does so (TorchCompileModel): use one of the two. A node "
-        "that calls the model with options of its own does so, too (Excellent and Custom attention of AutomaticCFG): "
+        "that calls the model with other options does so, too (Excellent and Custom attention of AutomaticCFG): "
         "without it the run is faster. And a video that is made block by block (SamplerARVideo) needs ComfyUI's own "
         "forward",
     ),
