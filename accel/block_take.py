@@ -11,7 +11,8 @@ from .call import Call, Settings
 from .reasons import say
 from .tape.binding import Bound
 from .tape.called_patches import Played
-from .tape.options import Guards, NotedOptions, Reads
+from .tape.guards import Guards
+from .tape.options import NotedOptions, Reads
 from .tape.patches import PatchBook, Patches
 from .tape.program import Program
 from .tape.record import Recorder, record
@@ -90,7 +91,7 @@ def record_block(
 
     (out, _), tape = record(forward, recorder)
     recorder.guarded(patches.finish)
-    take = BlockTake(Guards(reads), reason=recorder.refusal, writes=writes)
+    take = BlockTake(Guards(reads, visit.call.taped.named()), reason=recorder.refusal, writes=writes)
     take.played = recorder.played
     if patches.again:  # it has to be called in each forward, so it is no part of a block's program
         take.reason = take.reason or say("patch_again")

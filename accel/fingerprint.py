@@ -34,13 +34,15 @@ from .parts_seen import (
     PartsSeen,
     is_hooked,
     is_plain,
+    left_out,
     notes_of,
     settings_of,
 )
 from .tape.identity import kept
-from .tape.named_tensors import modules_of, parts_of
+from .tape.named_tensors import classes_of, modules_of, parts_of
 from .tape.pictures import picture
 from .tape.unchanged import Unchanged
+from .tape.unread import UNREAD
 
 WATCHED = (*FORWARDS, *FUNCTIONS, "comfy_cast_weights")  # attributes of an instance that quick looks see
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -75,7 +77,7 @@ class Watch:
 
     def __init__(self, parts: Sequence[nn.Module], wanted: ToWatch | None = None) -> None:
         wanted, classes = wanted or ToWatch(parts), list(map(vars, classes_of(parts)))
-        self.parts, self._classes = parts, classes
+        self.parts, self._classes, self._unread = parts, classes, UNREAD.changes
         self._dicts = dicts = [part.__dict__ for part in parts]
         self._hooks = list(chain.from_iterable(map(operator.itemgetter(*HOOKS), dicts)))
         self._children = [part._modules for part in parts if part._modules]
@@ -98,7 +100,8 @@ class Watch:
         """
         # Nothing is copied where nothing has changed: each step of a sampling run waits for this.
         return not (
-            self._counts == self._counted()
+            self._unread == UNREAD.changes
+            and self._counts == self._counted()
             and all(map(operator.is_, self._kinds, map(type, self.parts)))
             and all(map(operator.is_, self._seen, self._now()))
             and all(map(operator.is_, self._below, chain(self._layers(), (_END,))))
@@ -228,6 +231,12 @@ class ModuleFingerprint:
             return _first_difference(module, self._plain, plain)
         return f"{shown(module, next(iter(left)))} is gone" if left else ""
 
+    def settings_changed(self) -> list[tuple[nn.Module, str]]:
+        """(part, name) of the settings that are others than when this was made."""
+        parts = parts_of(self._module())
+        seen = zip(parts, self._plain, map(settings_of, parts), strict=False)
+        return [(part, name) for part, old, new in seen if old != new for name, _, _ in _unlike(old, new)]
+
     def is_of(self, module: nn.Module) -> bool:
         """Whether it is this very module's."""
         return self._module() is module
@@ -292,15 +301,14 @@ def _shared(modules: list[nn.Module]) -> Iterator[tuple[Key, Any]]:
 
 def _first_difference(module: nn.Module, before: list, now: list) -> str:
     for number, (old, new) in enumerate(zip(before, now, strict=True)):
-        for name, _, value in [item for item in new if item not in old] + [item for item in old if item not in new]:
+        for name, _, value in _unlike(old, new):
             return f"{shown(module, (number, name))} ({repr(value) if is_plain(value) else 'what lies in it'})"
     return "the order of attributes"
 
 
-def classes_of(modules: Iterable[nn.Module]) -> list[type]:
-    """The classes of these modules and their bases, each once."""
-    bases = chain.from_iterable(kind.__mro__ for kind in dict.fromkeys(map(type, modules)))
-    return [kind for kind in dict.fromkeys(bases) if kind is not object]
+def _unlike(old: list, new: list) -> list:
+    """The settings of one part that are not in both."""
+    return [item for item in new if item not in old] + [item for item in old if item not in new]
 
 
 def _methods(kind: type) -> set[str]:
@@ -314,8 +322,8 @@ def _methods(kind: type) -> set[str]:
 
 
 def _names_of_settings(part: nn.Module) -> list[str]:
-    own = part.__dict__.items()
-    return [name for name, value in own if name not in NO_SETTINGS and not isinstance(value, torch.Tensor)]
+    own, left = part.__dict__.items(), NO_SETTINGS.union(left_out(part))
+    return [name for name, value in own if name not in left and not isinstance(value, torch.Tensor)]
 
 
 def global_hooks() -> list[Callable]:

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from .fingerprint import classes_of, global_hooks, objects_of, shown
+from .fingerprint import global_hooks, objects_of, shown
 from .functions_read import FunctionsRead
 from .origin import is_known, whose
 from .parts_seen import FORWARDS
 from .reasons import say
 from .tape.code_names import is_library, names_of
-from .tape.named_tensors import parts_of
+from .tape.named_tensors import classes_of, parts_of
 from .tape.options import NotedOptions, Reads
 from .tape.record import Recorder
 from .tape.state import HELD, State, is_held, look_at

@@ -29,15 +29,19 @@ LIBRARY = "torch"  # whose functions are noted where models name them, and not f
 
 
 class FunctionsRead:
-    """What the methods of ``kinds`` name, and the functions that these call. Holds them only where ``hold`` said so."""
+    """What the methods of ``kinds`` name, and the functions that these call. Holds them only where ``hold`` said so.
 
-    def __init__(self, kinds: Iterable[type]) -> None:
+    functions: more of them, to begin with.
+    """
+
+    def __init__(self, kinds: Iterable[type], functions: Sequence[types.FunctionType] = ()) -> None:
         self._found: dict[tuple[int, str], dict[str, Any]] = {}
+        self._codes: set[types.CodeType] = set()  # of all that was followed
         kinds = list(kinds)
         own = [kind for kind in kinds if _top(kind) != LIBRARY]
         theirs = [vars(kind)["forward"] for kind in kinds if _top(kind) == LIBRARY and "forward" in vars(kind)]
         methods = [value for kind in own for value in vars(kind).values()]
-        self._follow(methods + theirs, {_top(kind) for kind in own} | KNOWN)
+        self._follow([*methods, *theirs, *functions], {_top(each) for each in (*own, *functions)} | KNOWN)
         self._places = [(there, name) for (_, name), there in self._found.items()]
         self._dicts, self._names = [there for there, _ in self._places], [name for _, name in self._places]
         del self._found
@@ -135,13 +139,17 @@ class FunctionsRead:
         del self._contents[:-MOST_STATES]
         return number
 
+    @functools.cached_property
+    def names(self) -> frozenset[str]:
+        """What the code of these methods and functions names: globals, attributes, words."""
+        return frozenset().union(*map(names_of, self._codes))
+
     def _follow(self, left: list[Any], packages: set[str]) -> None:
         """Goes through these functions, and through those that they call in the same packages."""
-        seen: set[types.CodeType] = set()
         while left:
             for function in _functions(left.pop()):
-                if function.__code__ not in seen:
-                    seen.add(function.__code__)
+                if function.__code__ not in self._codes:
+                    self._codes.add(function.__code__)
                     left += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
                     left += self._named(function.__globals__, names_of(function.__code__), packages, DEEP)
 

@@ -21,6 +21,7 @@ from .tape.named_tensors import PLAIN as TENSORS
 from .tape.named_tensors import is_dressed, notes_of_tensor, tensor_attributes
 from .tape.pictures import is_held, picture, picture_of_notes
 from .tape.unchanged import Unchanged
+from .tape.unread import UNREAD
 
 PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 TUPLES = frozenset({tuple, torch.Size})  # of plain values
@@ -39,6 +40,12 @@ MAPPING = frozenset((
 ))  # fmt: skip
 LEFT_OUT = STANDARD | MAPPING
 NO_SETTINGS = LEFT_OUT.union(FUNCTIONS)
+
+
+def left_out(part: nn.Module) -> Collection[str]:
+    """The names of a part's attributes that are not compared."""
+    unread = UNREAD.of(type(part))
+    return LEFT_OUT | unread if unread else LEFT_OUT
 
 
 def is_restored(part: nn.Module, name: str) -> bool:
@@ -62,12 +69,15 @@ class PartsSeen:
         alike: dict[tuple, Any] = {}
         dicts = [part.__dict__ for part in parts]
         self._parts, self._kinds = list(map(weakref.ref, parts)), list(map(type, parts))
+        self._unread, left = UNREAD.changes, list(map(left_out, parts))
         self._counts = list(map(_count, dicts))
-        self._every = [_getter([name for name in own if name not in LEFT_OUT], alike) for own in dicts]
+        self._every = [
+            _getter([name for name in own if name not in out], alike) for own, out in zip(dicts, left, strict=True)
+        ]
         self._types = [
             _once(tuple(map(type, every(own))), alike) for every, own in zip(self._every, dicts, strict=True)
         ]
-        self._plain = [_getter(_plain_names(own), alike) for own in dicts]
+        self._plain = [_getter(_plain_names(own, out), alike) for own, out in zip(dicts, left, strict=True)]
         self._values = [plain(own) for plain, own in zip(self._plain, dicts, strict=True)]
         self._weights = [_once(types, alike) for types in _types_of_weights(dicts)]
         self._empty = [(n, name) for n, own in enumerate(dicts) for name in FUNCTIONS if name in own and not own[name]]
@@ -78,7 +88,7 @@ class PartsSeen:
 
     def fits(self, parts: Sequence[nn.Module]) -> bool:
         """Whether these are the same parts, unchanged. False says little: what changed may not matter."""
-        if len(parts) != len(self._parts):
+        if len(parts) != len(self._parts) or UNREAD.changes != self._unread:
             return False
         dicts = [part.__dict__ for part in parts]
         try:
@@ -105,11 +115,13 @@ def settings_of(part: nn.Module) -> list[tuple[str, type, Any]]:
 
     The type as well: 1 is not True in a forward.
     """
-    found = []
+    found, left = [], left_out(part)
     for name, value in part.__dict__.items():
-        if name not in LEFT_OUT and is_plain(value):
+        if name in left:
+            continue
+        if is_plain(value):
             found.append((name, type(value), value))
-        elif name not in NO_SETTINGS and is_held(value):
+        elif name not in FUNCTIONS and is_held(value):
             found.append((name, type(value), picture(value)))
     return found + notes_of(part)
 
@@ -157,7 +169,9 @@ class _Others:
         own = part.__dict__
         self.lists = [(name, list(map(kept, own[name]))) for name in FUNCTIONS if own.get(name)]
         self.tables = [list(map(kept, table.values())) for table in _hooks(own)] if any(_hooks(own)) else []
-        others = [(name, value) for name, value in own.items() if name not in NO_SETTINGS and not is_plain(value)]
+        left = left_out(part)
+        own_names = [name for name in own if name not in left and name not in FUNCTIONS]
+        others = [(name, own[name]) for name in own_names if not is_plain(own[name])]
         self.code = [(name, kept(value)) for name, value in others if callable(value)]
         self.held = [(name, picture(value)) for name, value in others if is_held(value)]
         self.notes = notes_of(part)
@@ -195,8 +209,8 @@ def _count(own: dict[str, Any]) -> int:
     return len(own) - len(MAPPING.intersection(own)) if "_v" in own else len(own)
 
 
-def _plain_names(own: dict[str, Any]) -> list[str]:
-    return [name for name, value in own.items() if name not in LEFT_OUT and is_plain(value)]
+def _plain_names(own: dict[str, Any], left: Collection[str]) -> list[str]:
+    return [name for name, value in own.items() if name not in left and is_plain(value)]
 
 
 def _types_of_weights(dicts: Iterable[dict[str, Any]]) -> list[tuple[type, ...]]:

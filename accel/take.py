@@ -12,9 +12,10 @@ from .foreign import Held
 from .key import ShapeKey
 from .outputs import Output
 from .tape.called_patches import FormChanged, LiveCall, Played
+from .tape.guards import Guards
 from .tape.middle import BlockCall
 from .tape.named_tensors import NO_OTHERS, OfPatch
-from .tape.options import Guards, NotedOptions
+from .tape.options import NotedOptions
 from .tape.patch_call import Done
 from .tape.program import Program
 from .tape.record import Recorder
@@ -73,6 +74,7 @@ class Taped:
     # a number for what lies in functions and methods that other packs put in the place of ComfyUI's, where blocks may
     # call them; None if that cannot be known
     content: Callable[[], int | None] = int
+    named: Callable[[], frozenset[str] | None] = lambda: None  # see ``options.Reads.forget``
     run: int = 0  # the number of the sampling run
     once: bool = False  # that run makes one step
     looks: Looks = field(default_factory=Looks)  # at other packs' code in that run

@@ -30,7 +30,7 @@ from .take_graphs import NO_GRAPHS, TakeGraphs
 from .tape import called_patches, kernel_check, this_forward
 from .tape.binding import NotBound
 from .tape.cost import waits_for_host
-from .tape.options import at
+from .tape.guards import at
 from .tape.patches import code_of
 from .tape.this_forward import Forward
 from .tape.values import Tape, Weight

@@ -22,8 +22,9 @@ from .key import ShapeKey
 from .reasons import say
 from .take import NONE, Take, Taped
 from .tape.called_patches import FormChanged, LiveCall
+from .tape.guards import Guards, at
 from .tape.named_tensors import with_others
-from .tape.options import Guards, NotedOptions, Reads, at
+from .tape.options import NotedOptions, Reads
 from .tape.patches import PatchBook, Patches, code_of
 from .tape.program import Program
 from .tape.record import Recorder, record
@@ -189,7 +190,7 @@ class Tapes:
         kept, again = watched.kept(taped.options), watched.again or patches.again
         if kept and not reason:
             reason = say("foreign_state", name=kept)
-        guards = Guards(reads)
+        guards = Guards(reads, taped.named())
         if not reason and (option := guards.changed(taped.options)):  # a cache, say, which a replay would not fill
             reason = say("option_written", option=repr(option))
         with self._lock:

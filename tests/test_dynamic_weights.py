@@ -107,7 +107,7 @@ def test_a_vae(models, card):
 
 def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     """In their own memory, and back only where it is still theirs."""
-    from anyshape.accel.comfy import sampling_state
+    from anyshape.accel.comfy import known_code, sampling_state
     from anyshape.accel.key import shape_key
     from anyshape.accel.tape.values import Weight
     from anyshape.accel.weights import ChannelsLastWeights
@@ -117,7 +117,7 @@ def test_convolutions_are_laid_out_for_the_run_and_back(models, load):
     names = {part: name for name, part in model.named_modules()}
     large = [part for part in load.layers if part.weight.ndim == 4 and part.weight.shape[2:].numel() > 1]
     wanted = frozenset(Weight(names[part], "_v_weight") for part in large)
-    run = sampling_state.SamplingState(model, sampling_state.fingerprints(model), ChannelsLastWeights())
+    run = sampling_state.SamplingState(model, known_code.fingerprints(model), ChannelsLastWeights())
     key = shape_key({"x": torch.zeros(1, 4, 8, 8)})
     with torch.inference_mode():
         assert run.obstacle(key, torch.float32) == ""

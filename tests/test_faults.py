@@ -18,8 +18,8 @@ LONG_RUN = RUN | {"steps": 9}  # long enough for blocks to be skipped
 # Everything that a forward of a compiled model goes through, by module of the pack.
 FORWARD = [
     "comfy.taping.take", "comfy.taping.call_of", "comfy.taping.obstacle", "comfy.taping.shape_key",
-    "comfy.sampling_state.Fingerprints.of", "comfy.sampling_state.SamplingState.structure",
-    "comfy.sampling_state.SamplingState.weights", "comfy.sampling_state.foreign_code", "comfy.taping._structure",
+    "comfy.known_code.Fingerprints.of", "comfy.sampling_state.SamplingState.structure",
+    "comfy.sampling_state.SamplingState.weights", "comfy.known_code.foreign_code", "comfy.taping._structure",
     "comfy.session.sampling_state.SamplingState", "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
     "engine.Engine._run", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded", "tapes.Tapes.find",
     "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish", "foreign.states_of",

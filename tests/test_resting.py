@@ -39,7 +39,7 @@ def forward(patcher, seed=0):
 def test_calls_that_gain_nothing(pack, looks, monkeypatch):
     """Neither in the run that found it out nor in later ones; and as before once a weight has moved."""
     from anyshape.accel import block_tier
-    from anyshape.accel.comfy import sampling_state
+    from anyshape.accel.comfy import known_code, sampling_state
 
     from bench import models, product
 
@@ -56,7 +56,7 @@ def test_calls_that_gain_nothing(pack, looks, monkeypatch):
         patched.setattr(block_tier, "record_block", refused)
         for seed in range(3):
             forward(fast, seed)
-        assert sampling_state.fingerprints(model).has_resting
+        assert known_code.fingerprints(model).has_resting
         looks.clear()
         assert torch.equal(forward(fast, 7), forward(source, 7))
         assert looks == [] and shapes()[0]["state"] == "eager" and shapes()[0]["reason"] == WHY
@@ -81,12 +81,12 @@ def test_where_weights_lie(pack):
 
 def test_only_while_weights_lie_elsewhere(pack):
     """A model that is whole on its device is looked at in each run: another pack may change it."""
-    from anyshape.accel.comfy import sampling_state
+    from anyshape.accel.comfy import known_code, sampling_state
     from anyshape.accel.key import shape_key
 
     for device, rests in (("cpu", False), ("meta", True)):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device=device))
-        known, key = sampling_state.fingerprints(model), shape_key({"x": torch.zeros(1, 2)}, {})
+        known, key = known_code.fingerprints(model), shape_key({"x": torch.zeros(1, 2)}, {})
         sampling_state.SamplingState(model, known).rest(key, WHY)
         assert known.has_resting is rests and known.resting(key) == (WHY if rests else "")
         model[0].weight = nn.Parameter(torch.zeros(2, 2))

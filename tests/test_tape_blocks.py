@@ -330,7 +330,7 @@ def test_the_programs_let_go_of_a_model(make):
     import gc
     import weakref
 
-    from anyshape.accel.comfy import sampling_state
+    from anyshape.accel.comfy import known_code
     from anyshape.accel.comfy.attach import engine_of
 
     patcher = make()
@@ -341,7 +341,7 @@ def test_the_programs_let_go_of_a_model(make):
     tier.release()
     assert not any(take.bound for takes in tier._takes.values() for take in takes)
     weight = weakref.ref(patcher.model.diffusion_model.layers[0])
-    sampling_state.fingerprints(patcher.model.diffusion_model).release()  # as at the end of a sampling run
+    known_code.fingerprints(patcher.model.diffusion_model).release()  # as at the end of a sampling run
     del patcher, fast
     gc.collect()
     assert weight() is None

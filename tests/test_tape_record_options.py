@@ -15,7 +15,8 @@ embed.bare_pack()
 
 from anyshape.accel.key import shape_key  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.take import Taped  # noqa: E402
-from anyshape.accel.tape.options import Guards, NotedOptions, Reads  # noqa: E402
+from anyshape.accel.tape.guards import Guards  # noqa: E402
+from anyshape.accel.tape.options import NotedOptions, Reads  # noqa: E402
 from anyshape.accel.tapes import MAX_IN_VAIN, MAX_STRUCTURES, Tapes  # noqa: E402
 
 from tools.small_forwards import inputs, module  # noqa: E402

@@ -10,9 +10,10 @@ from anyshape.accel import maker, tape_tier
 from anyshape.accel.comfy import recorded_attention, taping
 from anyshape.accel.tape import hand_kernels, program, rules
 from anyshape.accel.tape.diagnose import eager_values
+from anyshape.accel.tape.guards import Guards
 from anyshape.accel.tape.kernels import Launch
 from anyshape.accel.tape.layout import laid_out
-from anyshape.accel.tape.options import Guards, NotedOptions, Reads
+from anyshape.accel.tape.options import NotedOptions, Reads
 from anyshape.accel.tape.program import Program
 from anyshape.accel.tape.record import Recorder, record
 from anyshape.accel.tape.rules.attention import Attention

@@ -15,7 +15,7 @@ from ..engine import Engine
 from ..fingerprint import ModuleFingerprint
 from ..stats import STATS
 from .controlnet_run import KIND, Sampling, shadow_of
-from .sampling_state import Fingerprints
+from .known_code import Fingerprints
 from .surroundings import INTERRUPTS
 
 NAME = "Control-LoRA"  # in the stats

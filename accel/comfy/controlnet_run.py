@@ -24,7 +24,7 @@ from ..engine import Engine
 from ..key import ShapeKey
 from ..tape.values import replaced
 from ..weights import ChannelsLastWeights
-from . import sampling_state, taping
+from . import known_code, sampling_state, taping
 from .attach import engine_for, settings_of
 from .compat import outside_memory_plan
 from .surroundings import INTERRUPTS, through
@@ -42,7 +42,7 @@ class Sampling:
     no weight is laid out, and nothing of it is held beyond a run.
     """
 
-    def __init__(self, engine: Engine, fingerprints: sampling_state.Fingerprints, built_again: bool = False) -> None:
+    def __init__(self, engine: Engine, fingerprints: known_code.Fingerprints, built_again: bool = False) -> None:
         self.engine, self.settings = engine, Settings()
         self.prompts = 1  # that the rows of a call belong to
         # of its results: their containers, with places for tensors. Found again like recordings
@@ -128,7 +128,7 @@ def sampling_of(model: nn.Module) -> Sampling:
     """That of a network which ComfyUI keeps: one, however many nodes it has."""
     found = _SAMPLING.get(model)
     if found is None:
-        found = Sampling(engine_for(model, NAME, KIND), sampling_state.fingerprints(model))
+        found = Sampling(engine_for(model, NAME, KIND), known_code.fingerprints(model))
     return _SAMPLING.setdefault(model, found)
 
 

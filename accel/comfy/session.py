@@ -23,7 +23,7 @@ from ..stats import STATS
 from ..take import FullStep
 from ..tape import blocks
 from ..weights import ChannelsLastWeights
-from . import conds, sampling_state, taping
+from . import conds, known_code, sampling_state, taping
 from .compat import outside_memory_plan, without_memory_plans
 from .surroundings import INTERRUPTS, through
 
@@ -220,7 +220,7 @@ class Session:
             found = self._runs.get(id(model))
             if found is None:
                 found = sampling_state.SamplingState(
-                    model, sampling_state.fingerprints(model), ChannelsLastWeights() if self._depth else None, skips
+                    model, known_code.fingerprints(model), ChannelsLastWeights() if self._depth else None, skips
                 )
                 if self._depth:
                     self._runs[id(model)] = found
@@ -234,7 +234,7 @@ def _sigmas(args: tuple, kwargs: dict[str, Any]) -> Sequence:
 
 def _at_rest(model: nn.Module, given: taping.Given) -> str:
     """Why this call gains nothing, where that is known without a look at the model. Blocks may be left out of it."""
-    known = sampling_state.fingerprints(model)
+    known = known_code.fingerprints(model)
     return known.resting(taping.key_of(given)) if known.has_resting and RUN_KEY not in given.options else ""
 
 

@@ -188,8 +188,9 @@ def call_of(
         taped = Taped(
             model, forward, options, structure, recorded_attention.prepare, run.changed, run.lay_out, lean,
             partial(_places, options, run.calls_within), run.altered, calls_patches(given.options),
-            run.foreign, run=run.number, once=_makes_one_step(given.options), looks=run.looks, unknown=unknown,
-            left=left, content=partial(run.read.content, run.looks, model, run.within_blocks) if run.foreign else int,
+            run.foreign, named=partial(_named, run, options), run=run.number, once=_makes_one_step(given.options),
+            looks=run.looks, unknown=unknown, left=left,
+            content=partial(run.read.content, run.looks, model, run.within_blocks) if run.foreign else int,
             hold=partial(run.hold, key), let_go=run.let_go,
             no_graph=partial(run.no_graph, x.device), rest=run.rest, fetches=partial(run.fetches, x.device),
         )  # fmt: skip
@@ -214,6 +215,18 @@ def call_of(
         taped=taped,
         begun=given.begun,
     )
+
+
+def _named(run: SamplingState, options: Mapping[Any, Any]) -> frozenset[str] | None:
+    """What all code names that may run in this call; None if that is not known: a patch may hold anything."""
+    patches = [each for found in options.get(PATCHED, {}).values() for each in found]
+    functions = [each for patch in patches for each in (patch if isinstance(patch, tuple) else (patch,))]
+    functions = [each for each in functions if not isinstance(each, type)]
+    if options.get(REPLACED) or recorded_attention.is_anothers(options.get(OVERRIDE)):
+        return None
+    if not all(type(each) is FunctionType and not each.__closure__ and not each.__defaults__ for each in functions):
+        return None
+    return run.named(functions)
 
 
 def _makes_one_step(options: Mapping[Any, Any]) -> bool:

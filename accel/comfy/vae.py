@@ -21,7 +21,7 @@ from ..call import Settings
 from ..frames import together
 from ..reasons import say
 from ..stats import STATS
-from . import entries, sampling_state, taping
+from . import entries, known_code, sampling_state, taping
 from .attach import engine_for
 from .compat import outside_memory_plan
 from .latents import Latents
@@ -119,7 +119,7 @@ class _Way:
     ) -> Any:
         given = taping.take(original, args, kwargs)
         fallback.run = lambda: given.call(original)
-        run = sampling_state.SamplingState(self._model, sampling_state.fingerprints(self._model))
+        run = sampling_state.SamplingState(self._model, known_code.fingerprints(self._model))
         try:
             call = taping.call_of(self._model, original, given, run, fallback, self._size, lean=True)
             if not call.obstacle and run.is_elsewhere(given.first.device):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .guards import at
 from .layout import laid_out, spread_out
-from .options import at
 from .patch_call import KINDS, Done, give_back, perform, tensors_of_call
 from .pieces import Form, between, captured_here
 from .swaps import swapped

@@ -130,6 +130,12 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def classes_of(modules: Iterable[nn.Module]) -> list[type]:
+    """The classes of these modules and their bases, each once."""
+    bases = itertools.chain.from_iterable(kind.__mro__ for kind in dict.fromkeys(map(type, modules)))
+    return [kind for kind in dict.fromkeys(bases) if kind is not object]
+
+
 class PartsByPath(dict[str, nn.Module]):
     """The parts of a module by their paths, each found when it is asked for. Raises KeyError where there is none.
 

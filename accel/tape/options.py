@@ -1,4 +1,4 @@
-"""Notes what a forward reads of its options, and tells whether it would read the same now.
+"""Notes what a forward reads of its options. ``guards`` tells whether it would read the same now.
 
 ComfyUI hands a dict of options down to every block (``transformer_options``). A recorded forward gets it as a dict that
 notes what was read. What was read must be the same for a replay: plain values by equality, functions by identity.
@@ -6,21 +6,20 @@ Tensors are inputs of the tape.
 """
 
 import copy
-import weakref
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from .decisions import Decisions, Path, followed
+from .decisions import Decisions, Path
 from .identity import EQUAL, PLAIN, Same
-from .likeness import Pairs, differing
-from .state import Looks, look
-from .this_forward import numbers_of
+from .state import look
 
 MISSING = object()
 GONE = Same(MISSING)
 MOST = 200  # objects in the state of one option
+OWN = "comfy."  # ComfyUI's own package
 # Different in every run, and copied along with all the rest by code that does not look at them.
 COPIED_ALONG = frozenset(
     ("uuids", "sigmas", "sample_sigmas", "cond_or_uncond", "wrappers", "callbacks", "context_window")
@@ -37,6 +36,9 @@ class Reads:
         self.tensors: dict[Any, tuple] = {}
         self.kept: dict[Any, Any] = {}
         self.used: set[Any] = set()  # of those: what was asked for by its name, not just copied with the rest
+        self._loose: set[Any] = (
+            set()
+        )  # of those: what a loop of ComfyUI's own copied with the rest, and nobody else read
         self.keys: tuple[frozenset, frozenset] | None = None  # the caller's, and those that the forward had written
         self.decisions: Mapping[Any, Mapping[str, tuple[Path, bool]]] = {}  # by the numbers of tensors
         self.states: dict[tuple, tuple] = {}  # of recorded patches by their places in the options: see ``state``
@@ -63,17 +65,32 @@ class Reads:
             if not (over and isinstance(value, Tensor)):  # nothing was computed with it
                 self.note(key, value)
 
-    def note(self, key: Any, value: Any, used: bool = True) -> None:
-        """``key`` was asked for, and ``value`` was there (or ``MISSING``). used: not just copied with the rest."""
+    def note(self, key: Any, value: Any, used: bool = True, loose: bool = False) -> None:
+        """``key`` was asked for, and ``value`` was there (or ``MISSING``). used: not just copied with the rest.
+
+        loose: by a loop of ComfyUI's own.
+        """
+        if not loose:
+            self._loose.discard(key)
+        elif key not in self.kept and type(key) is str:
+            self._loose.add(key)
         if (key in self.kept and (key in self.used or not used)) or key in self.tensors:
             return
         if isinstance(value, Tensor):
-            self.tensors[key] = _spec(value)
+            self.tensors[key] = tensor_spec(value)
             self._on_tensor(value)
         else:
             self.kept[key] = frozen(value, used)
             if used:
                 self.used.add(key)
+
+    def forget(self, named: Set[str] | None) -> None:
+        """Lets go of what a loop of ComfyUI's own copied and nobody can have read: no code in the model names it.
+
+        named: what code in the model names; None if other code may have had the copy.
+        """
+        for key in self._loose - named if named is not None else ():
+            self.kept.pop(key, None)
 
     def note_keys(self, keys: Iterator[Any], own: Iterable[Any]) -> None:
         """Notes that code looked at all keys, so that one more or one less may matter."""
@@ -94,6 +111,7 @@ class NotedOptions(MutableMapping, dict):
         self._reads, self._own, self._passing = reads, set(own), MISSING
         self._listed: list[Any] = []  # keys that code has listed and not asked for yet, the next one last
         self._looked = False  # whether it has asked for any since it began to list them
+        self._loose = False  # whether a loop of ComfyUI's own goes through it now
         self.heard: dict[Any, Any] | None = None
         self.strict = False  # while code of another pack has it: whatever that copies, it may read
         self.decisions: Decisions | None = None  # while a patch that is written down has it
@@ -131,7 +149,7 @@ class NotedOptions(MutableMapping, dict):
             return
         self._reads.settle()
         if key not in self._own:
-            self._reads.note(key, value, key is not self._passing)
+            self._reads.note(key, value, key is not self._passing, key is self._passing and self._loose)
         elif key in self._theirs:
             self._reads.note(key, self._theirs[key], key is not self._passing)
 
@@ -152,7 +170,7 @@ class NotedOptions(MutableMapping, dict):
     def __iter__(self) -> Iterator[Any]:
         """``dict(options)`` and ``{**options}`` list all keys first, and then ask for each of them."""
         self._note_keys()
-        self._looked = False
+        self._looked, self._loose = False, sys._getframe(1).f_globals.get("__name__", "").startswith(OWN)
         try:
             for key in dict.__iter__(self):
                 self._passing = key
@@ -205,115 +223,6 @@ class NotedOptions(MutableMapping, dict):
             self[key] = value
 
 
-class Guards:
-    """What a recording depends on besides its inputs."""
-
-    def __init__(self, reads: Reads) -> None:
-        reads.settle(over=True)
-        self.tensors = list(reads.tensors)
-        self._kept, self._specs, self._keys = dict(reads.kept), dict(reads.tensors), reads.keys
-        self._called = dict(reads.called)
-        self._places, self._states = tuple(reads.states), tuple(reads.states.values())
-        self._used, self._leaves, self._idle = frozenset(reads.used), dict(reads.leaves), frozenset(reads.idle)
-        self._decisions = {option: tuple(found.values()) for option, found in reads.decisions.items()}
-
-    def differs(
-        self, options: Mapping[Any, Any], module: nn.Module | None = None, free: frozenset[str] = frozenset(),
-        looks: Looks | None = None,
-    ) -> str:  # fmt: skip
-        """The first option that is not as it was; "" if all are.
-
-        module: the model. free: options that do not matter. looks: of this run.
-        """
-        if key := self._other_tensor(options) or self.changed(options, free):
-            return key
-        place = self.changed_state(options, module, looks)
-        return str(place[0]) if place else ""
-
-    def _other_tensor(self, options: Mapping[Any, Any]) -> str:
-        """The first option whose tensor is of another form, or decides otherwise; or one more, or one less."""
-        for key, spec in self._specs.items():
-            if _spec(options.get(key)) != spec:
-                return str(key)
-        for key, decisions in self._decisions.items():
-            numbers = numbers_of(options[key])
-            if any(followed(numbers, path) != answer for path, answer in decisions):
-                return str(key)
-        if self._keys is not None and frozenset(options) - self._keys[1] != self._keys[0]:
-            return next(iter(map(str, (frozenset(options) - self._keys[1]) ^ self._keys[0])))
-        return ""
-
-    def taken_over(
-        self, options: Mapping[Any, Any], module: nn.Module | None, looks: Looks, called: Set[tuple]
-    ) -> tuple["Guards", dict[int, Tensor]] | None:
-        """Guards of the same recording for options that differ in the objects of patches alone.
-
-        With the tensors that have taken the place of those that recorded ones kept, by their ids. None if more differs.
-        called: the places of patches that are called at each replay, and have the same code. They may keep other
-        tensors, or anything if they keep what they see.
-        """
-        if self._other_tensor(options):
-            return None
-        now = {key: frozen(options.get(key, MISSING), key in self._used) for key in self._kept}
-        places = {place for key, old in self._kept.items() for place in differing(old, now[key], (key,))}
-        if not places <= {*self._places, *self._idle, *called}:
-            return None
-        states, pairs = looks.at([at(options, place) for place in self._places], module), Pairs(self._leaves)
-        if not (places or self._places) or not pairs.alike(self._states, states):
-            return None
-        kept = {place: state for place, state in self._called.items() if state is not None}
-        if not Pairs(None).alike(tuple(kept.values()), looks.at([at(options, place) for place in kept], module)):
-            return None
-        heir = copy.copy(self)
-        heir._kept, heir._states = now, states
-        stayed = {number: ref for number, ref in self._leaves.items() if number not in pairs.tensors}
-        heir._leaves = stayed | {id(tensor): weakref.ref(tensor) for tensor in pairs.tensors.values()}
-        return heir, pairs.tensors
-
-    @property
-    def decided(self) -> frozenset[tuple]:
-        """The answers that noise levels gave (which part of a patch's range it is), and what was asked."""
-        asked = ((key, path, answer) for key, decisions in self._decisions.items() for path, answer in decisions)
-        return frozenset((str(key), repr(path), answer) for key, path, answer in asked)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a tensor is gone that a recorded patch kept, so that nothing will ever be as it was."""
-        return any(tensor() is None for tensor in self._leaves.values())
-
-    def changed(self, options: Mapping[Any, Any], free: frozenset[str] = frozenset()) -> str:
-        """The first option that is no tensor and not as it was when it was read; "" if all are. free: as above."""
-        for key, old in self._kept.items():
-            if key not in free and old != frozen(options.get(key, MISSING), key in self._used):
-                return str(key)
-        return ""
-
-    def is_changed(self, place: tuple, options: Mapping[Any, Any], module: nn.Module) -> bool:
-        """Whether the patch there, which is called, is in another state than when it was recorded."""
-        before = self._called.get(place)
-        return before is None or look(at(options, place), module) != before
-
-    def changed_state(
-        self, options: Mapping[Any, Any], module: nn.Module | None, looks: Looks | None = None
-    ) -> tuple | None:
-        """The place of a recorded patch whose code would read other values now; None if there is none."""
-        if not self._places:
-            return None
-        patches = [at(options, place) for place in self._places]
-        changed = (looks or Looks()).changed(patches, self._states, module)
-        return None if changed is None else self._places[changed]
-
-
-def at(options: Any, place: tuple) -> Any:
-    """What lies at ``place`` in nested containers; None if nothing does."""
-    for key in place:
-        try:
-            options = options[key]
-        except (KeyError, IndexError, TypeError):
-            return None
-    return options
-
-
 def frozen(value: Any, deep: bool = False) -> Any:
     """``value`` as something that can be compared later and keeps no model alive.
 
@@ -333,5 +242,5 @@ def frozen(value: Any, deep: bool = False) -> Any:
     return Same(value) if state is None else (Same(value), state)
 
 
-def _spec(value: Any) -> tuple | None:
+def tensor_spec(value: Any) -> tuple | None:
     return (tuple(value.shape), value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else None

@@ -27,6 +27,7 @@ from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
 from .tensors import Tensors
 from .traits import DROPOUTS, Traits, draws, read_by, traits
 from .unplanned import ATTENTION, CONVOLUTION, format_of, heard, instead, void
+from .unread import UNREAD
 from .values import Constant, Input, Operation, Tape, Value, Weight
 from .wrapped import Wrapped
 from .writes import Writes
@@ -338,13 +339,10 @@ def _is_view(args: tuple, result: Tensor) -> bool:
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:
     """Returns (``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
     reads = HostReads(recorder.read_back) if recorder.device.type == "cpu" else nullcontext()
-    with torch.inference_mode(), reads:
+    unread = UNREAD.watched(lambda place: recorder.refuse(say("changes_itself", change=place)))
+    with torch.inference_mode(), reads, unread:
         with library_calls.noted(recorder), recorder.within, recorder:
             out = forward()
-        tape = None
-        try:
-            tape = recorder.finish(out)
-        except Exception as error:  # noqa: BLE001  ours costs the tape, never the forward
-            recorder._failed(error)
+        tape = recorder.guarded(lambda: recorder.finish(out))
         recorder.close(out)
         return out, tape

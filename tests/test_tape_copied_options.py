@@ -1,0 +1,125 @@
+"""Options that ComfyUI copies for patches along with all others: they count where code may read the copy. CPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from tools.driving import compiled, sample_tiny
+from tools.oracles import error
+
+pytestmark = pytest.mark.usefixtures("clean_stats", "one_thread")
+
+NAME = "SD15"
+CHANGED = 1e-3  # by how much a change must show, so that a test can tell
+GAINS = (1.0, 1.5, 0.5, 1.5)
+
+
+class Note:
+    """What a pack's wrapper puts into the options of each run."""
+
+    def __init__(self, gain):
+        self.gain = gain
+
+
+def sample(patcher, gain, seed=0):
+    return sample_tiny(patcher, NAME, seed=seed, steps=3, options={"packs_note": Note(gain)})
+
+
+@pytest.fixture
+def patcher(tiny):
+    return tiny(NAME, fresh=True)
+
+
+def test_what_nobody_reads_is_no_guard(patcher, recordings):
+    fast = compiled(patcher)
+    for seed, gain in enumerate(GAINS):
+        assert torch.equal(sample(fast, gain, seed), sample(patcher, gain, seed))
+    assert len(recordings) == 1
+
+
+def plain(q, k, v, extra_options):
+    return q * extra_options["packs_note"].gain, k, v
+
+
+def by_another(q, k, v, extra_options):
+    return q * gain_of(extra_options), k, v
+
+
+def gain_of(options):
+    return options["packs_" + "note"].gain
+
+
+def of_all(q, k, v, extra_options):
+    return q * [each for each in extra_options.values() if isinstance(each, Note)][0].gain, k, v
+
+
+def that_holds(name):
+    def patch(q, k, v, extra_options):
+        return q * extra_options[name].gain, k, v
+
+    return patch
+
+
+class Patch:
+    def __init__(self, name):
+        self.name = name
+
+    def __call__(self, q, k, v, extra_options):
+        return q * extra_options[self.name].gain, k, v
+
+
+PATCHES = {
+    "a function": plain,
+    "a function that it calls": by_another,
+    "all of them": of_all,
+    "a function that holds the name": that_holds("packs_note"),
+    "an object": Patch("packs_note"),
+}
+
+
+def test_a_function_that_names_nothing_of_it(patcher, recordings):
+    """Each run may have another note, and is not recorded again for it."""
+
+    patcher.set_model_attn1_patch(twice)
+    fast = compiled(patcher)
+    for seed, gain in enumerate(GAINS):
+        assert torch.equal(sample(fast, gain, seed), sample(patcher, gain, seed))
+    assert len(recordings) == 1
+
+
+def twice(q, k, v, extra_options):
+    return q * 2, k, v
+
+
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES.keys())
+def test_what_a_patch_reads_of_the_copy(patcher, patch):
+    patcher.set_model_attn1_patch(patch)
+    fast = compiled(patcher)
+    wanted = [sample(patcher, gain) for gain in GAINS]
+    assert error(wanted[0], wanted[1]) > CHANGED
+    for gain, each in zip(GAINS, wanted, strict=True):
+        assert torch.equal(sample(fast, gain), each)
+
+
+class Louder(nn.Module):
+    """A pack's layer around one of ComfyUI's."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def forward(self, *args, transformer_options, **kwargs):
+        copied = {key: value for key, value in transformer_options.items() if key not in ("patches",)}
+        out = self.own(*args, transformer_options=transformer_options, **kwargs)
+        return out * copied["packs_note"].gain
+
+
+def test_what_a_layer_of_a_pack_reads(patcher):
+    model = patcher.model.diffusion_model
+    block = next(part for part in model.modules() if hasattr(part, "attn1"))
+    block.attn1 = Louder(block.attn1)
+    fast = compiled(patcher)
+    wanted = [sample(patcher, gain) for gain in GAINS]
+    assert error(wanted[0], wanted[1]) > CHANGED
+    for gain, each in zip(GAINS, wanted, strict=True):
+        assert torch.equal(sample(fast, gain), each)
