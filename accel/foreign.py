@@ -1,6 +1,5 @@
 """Other packs' code in a model: hooks, functions and classes in place of ComfyUI's own."""
 
-import functools
 import sys
 import types
 import weakref
@@ -11,7 +10,7 @@ from torch import nn
 
 from .fingerprint import global_hooks, objects_of, shown
 from .functions_read import FunctionsRead
-from .origin import is_known, whose
+from .origin import is_beside_comfyui, is_known, is_of_known, origin, whose
 from .parts_seen import FORWARDS
 from .reasons import say
 from .tape.code_names import is_library, names_of
@@ -21,23 +20,42 @@ from .tape.record import Recorder
 from .tape.state import HELD, State, is_held, look_at
 
 BUILT_IN = ("scaled_dot_product_attention", "linear", "gelu", "conv1d", "conv2d", "conv3d")  # not in Python
+METHODS = (staticmethod, classmethod, property)
 
 
 def foreign_method(kind: type) -> str:
-    """A forward of this class, or of a base, that another pack put there, and whose it is; "" if all are its own.
+    """A method of this class, or of a base, that another pack put there, and whose it is; "" if all are its own.
 
     That is told by the file of its code, so it does not matter who came first.
     """
-    return _foreign_method(kind, tuple(vars(base).get(name) for base in kind.__mro__ for name in FORWARDS))
+    return next((name for base in kind.__mro__ for name, _ in _brought_into_class(base)), "")
 
 
-@functools.lru_cache(maxsize=4096)
-def _foreign_method(kind: type, methods: tuple[Any, ...]) -> str:
-    owners = ((base, name) for base in kind.__mro__ for name in FORWARDS)
-    for (base, name), method in zip(owners, methods, strict=True):
-        if method is not None and not in_its_file(base, method):
-            return f"{base.__name__}.{name} of {whose(method)}"
-    return ""
+def _brought_into_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """(its name and whose it is, it) of each method of a class that another pack put there."""
+    file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    for name, method in list(vars(kind).items()):
+        if type(method) is types.FunctionType and method.__code__.co_filename == file:
+            continue  # as nearly all
+        forward = name in FORWARDS and not in_its_file(kind, method)
+        if forward or (isinstance(method, METHODS) or callable(method)) and _is_brought(kind, method):
+            yield f"{kind.__name__}.{name} of {whose(method)}", method
+
+
+def _is_brought(kind: type, method: Any) -> bool:
+    """Whether a method is another pack's, or around one: torch's decorators are not, but what they are around may be.
+
+    A function that was made to look like another one has that one's module, but its own globals.
+    """
+    if isinstance(method, property):
+        return any(_is_brought(kind, each) for each in (method.fget, method.fset) if each is not None)
+    function = getattr(method, "__func__", method)
+    if not in_its_file(kind, function):
+        module = getattr(function, "__globals__", {}).get("__name__") or origin(function)
+        if not (is_of_known(module) or is_library(module) or is_beside_comfyui(module)):
+            return True
+    inner = getattr(function, "__wrapped__", None)
+    return inner is not None and _is_brought(kind, inner)
 
 
 def in_its_file(owner: Any, function: Any) -> bool:
@@ -85,10 +103,7 @@ def _of_classes(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Any]]:
         if not is_known(kind):
             yield f"{kind.__name__} of {whose(kind)}", kind
             continue
-        for name in FORWARDS:
-            method = vars(kind).get(name)
-            if method is not None and not in_its_file(kind, method):
-                yield f"{kind.__name__}.{name} of {whose(method)}", method
+        yield from _brought_into_class(kind)
 
 
 def replaced_in_torch(functions: FunctionsRead) -> str:

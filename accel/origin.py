@@ -28,11 +28,12 @@ def readable(module: str) -> str:
 
 def is_known(value: Any) -> bool:
     """Whether its code is torch's, ComfyUI's own, Python's or ours."""
-    return _is_known(origin(value))
+    return is_of_known(origin(value))
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_known(module: str) -> bool:
+def is_of_known(module: str) -> bool:
+    """``is_known`` of what is from this module."""
     top = module.partition(".")[0]
     return module.startswith(f"{__package__}.") or top in KNOWN or top in sys.stdlib_module_names
 
@@ -52,7 +53,7 @@ def is_called_by_others() -> bool:
         module = frame.f_globals.get("__name__", "")
         if module == ENGINE:
             return False
-        if not _is_known(module):
+        if not is_of_known(module):
             return True
         frame = frame.f_back
     return False

@@ -224,7 +224,7 @@ class Tapes:
         """A new take of what ``whole`` recorded. It is not found until it is kept."""
         with self._lock:
             self._count += 1
-            take = Take(whole.guards, whole.structure, self._count, called=whole.called)
+            take = Take(whole.guards, whole.structure, self._count, called=whole.called, code=whole.code)
             take.weights, take.live, take.holds, take.held = whole.weights, whole.live, whole.holds, whole.held
         return take
 

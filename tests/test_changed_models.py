@@ -1,13 +1,16 @@
 """What other packs do to a model besides patches: classes replaced for every model, options copied, torch switched."""
 
 import copy
+import functools
+import types
 
 import pytest
 import torch
 
 from tools import driving
 from tools.driving import compiled, compiled_control, compiled_vae, randn, sample_prompts, skipping, unet_forward
-from tools.oracles import FUSED, error, fallbacks, shapes
+from tools.oracles import FUSED, counted, error, fallbacks, shapes
+from tools.skip_driving import BLOCKS, PLANNED, STEPS
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -93,6 +96,49 @@ def test_a_class_of_a_vae(models, monkeypatch):
     assert error(vae.decode(z), plain) > CHANGED
     assert error(fast.decode(z), vae.decode(z)) < CLOSE
     assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""  # its effect is on the tape
+
+
+@pytest.mark.parametrize("decorated", [False, True])
+@torch.inference_mode()
+def test_a_number_of_a_method_that_is_no_forward(models, monkeypatch, decorated):
+    """A pack's function may lie in any place of a class, and torch's decorators around it hide nothing."""
+    vae, setting = models.vae(torch.float32, ch=32, num_res_blocks=1), types.SimpleNamespace(gain=1.0)
+    kind, fast, z = type(vae.first_stage_model), compiled_vae(vae), randn(1, 4, 4, 5)
+    own = kind.decode
+
+    @functools.wraps(own)
+    def decode(self, *args, **kwargs):
+        return own(self, *args, **kwargs) * setting.gain
+
+    monkeypatch.setattr(kind, "decode", torch.no_grad()(decode) if decorated else decode)
+    for gain in (1.0, 0.5, 0.5, 1.0):
+        setting.gain = gain
+        assert error(fast.decode(z), vae.decode(z)) < CLOSE
+        assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
+
+
+@pytest.mark.parametrize("name", ["forward_orig", "forward"])
+def test_a_number_of_a_method_under_skip_blocks(models, monkeypatch, name):
+    """Skipped steps read it, too: after it changed, a run is what it is on a fresh model."""
+    setting = types.SimpleNamespace(gain=1.0)
+
+    def made():
+        flux = models.flux(torch.float32, **driving.SMALL_FLUX | {"depth": BLOCKS, "depth_single_blocks": BLOCKS})
+        return flux, skipping(compiled(flux))
+
+    def image(model, gain):
+        setting.gain = gain
+        return models.sample(model, **driving.FLUX_RUN | {"width": 64, "height": 64, "steps": STEPS})
+
+    (flux, skip), (_, fresh) = made(), made()
+    network = flux.model.diffusion_model
+    kind = type(network if name == "forward_orig" else network.final_layer)
+    own = getattr(kind, name)
+    monkeypatch.setattr(kind, name, lambda self, *args, **kwargs: own(self, *args, **kwargs) * setting.gain)
+    image(skip, 1.0)
+    out = image(skip, 1.1)
+    assert counted() == PLANNED and error(out, image(fresh, 1.1)) < CLOSE
+    assert counted() == PLANNED and error(image(skip, 1.0), out) > CHANGED
 
 
 def test_a_class_of_a_controlnet(models, fresh, monkeypatch):
