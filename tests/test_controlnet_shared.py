@@ -165,10 +165,10 @@ def test_unloading_drops_the_graphs_of_this_network(control, monkeypatch):
 
 def test_a_run_looks_at_the_network_once(models, patcher, monkeypatch):
     """For what other packs changed, and where its weights lie."""
-    from anyshape.accel.comfy import sampling_state
+    from anyshape.accel.comfy import known_code, sampling_state
 
-    looks, runs, look, make = [], [], sampling_state.foreign_code, sampling_state.SamplingState
-    monkeypatch.setattr(sampling_state, "foreign_code", lambda *args: looks.append(1) or look(*args))
+    looks, runs, look, make = [], [], known_code.foreign_code, sampling_state.SamplingState
+    monkeypatch.setattr(known_code, "foreign_code", lambda *args: looks.append(1) or look(*args))
     monkeypatch.setattr(sampling_state, "SamplingState", lambda *args: runs.append(1) or make(*args))
     fast = compiled_control(models.controlnet("sd15", torch.float32, **SMALL_UNET))
     sampled(models, patcher, fast, fast, steps=4)
