@@ -7,9 +7,16 @@ from tools import architectures, random_changes
 pytestmark = pytest.mark.skipif(architectures.is_older(), reason="it has not all of these models")
 DRAWS = 3
 ONCE_WRONG = (23, 30, 48, 141, 172)
+OTHERS = [("vaes", 3), ("vaes", 31), ("controls", 0), ("controls", 1), ("skips", 1), ("skips", 8)]
 
 
 @pytest.mark.parametrize("number", sorted({*range(DRAWS), *ONCE_WRONG}))
 @pytest.mark.usefixtures("models")
 def test_pictures_are_comfyuis(number):
     assert list(random_changes.compared(number)) == []
+
+
+@pytest.mark.parametrize(("kind", "number"), OTHERS)
+@pytest.mark.usefixtures("models")
+def test_of_a_vae_of_a_controlnet_and_of_skipped_steps(kind, number):
+    assert list(random_changes.compared(number, kind)) == []

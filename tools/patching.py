@@ -177,13 +177,18 @@ def reading(model: Any, read: Callable[[Tensor, Options], Tensor]) -> Callable[.
     return ours
 
 
-def read_back(model: nn.Module) -> None:
-    """Has a model of ComfyUI's read its time step back at each call, so that its blocks are recorded one by one."""
-    own = type(model)._forward
+def read_back(
+    model: nn.Module, name: str = "_forward", read: Callable[..., Any] = lambda x, timestep, *_, **__: timestep
+) -> None:
+    """Has a model of ComfyUI's read a value back at each call, so that its blocks are recorded one by one.
+
+    name: of its method. read: of its arguments, the tensor that is read: its time step.
+    """
+    own = getattr(type(model), name)
 
     @functools.wraps(own)
-    def reads_back(self: nn.Module, x: Any, timestep: Any, *args: Any, **kwargs: Any) -> Any:
-        assert float(parts_of(timestep)[0].flatten()[0]) >= 0.0
-        return own(self, x, timestep, *args, **kwargs)
+    def reads_back(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        assert float(parts_of(read(*args, **kwargs))[0].flatten()[0]) < float("inf")
+        return own(self, *args, **kwargs)
 
-    model.__class__ = type(type(model).__name__, (type(model),), {"_forward": reads_back})
+    model.__class__ = type(type(model).__name__, (type(model),), {name: reads_back})

@@ -162,17 +162,22 @@ def compared(number: int) -> Iterator[Far]:
             yield Far(number, kind, shown, run, far, drawn)
 
 
-def run(what: str, compared: Callable[[int], Iterable[Any]]) -> None:
-    """The command of a module of draws: what ``compared`` finds wrong with each. what: the module's docstring."""
+def run(what: str, compared: Callable[..., Iterable[Any]], kinds: Sequence[str] = ()) -> None:
+    """The command of a module of draws: what ``compared`` finds wrong with each. what: the module's docstring.
+
+    kinds: of draws; ``compared`` is given one of them.
+    """
     parser = argparse.ArgumentParser(description=what.splitlines()[0])
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=60.0)
+    if kinds:
+        parser.add_argument("--kind", choices=kinds, default=kinds[0])
     chosen = parser.parse_args()
     embed.use_comfyui()
     embed.load_pack(store=False)
     until, number, wrong = time.monotonic() + chosen.seconds, chosen.first, 0
     while time.monotonic() < until:
-        for far in compared(number):
+        for far in compared(number, chosen.kind) if kinds else compared(number):
             wrong += 1
             print(far, flush=True)
         number += 1

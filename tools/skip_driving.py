@@ -1,7 +1,7 @@
 """What the tests of Skip Blocks share: a sampling run, and what is known of the models of ``tools.architectures``."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,3 +38,79 @@ def left_out(patcher: Any, name: str, make: Callable[[nn.Module], Any], close: f
             assert error(blocks.skipped(model, forward, features), own) < close
             assert error(blocks.skipped(model, forward, nothing), own) > 1e-3
     return features
+
+
+class Call(NamedTuple):
+    """How one call of a model ran under Skip Blocks, and at which noise level."""
+
+    skipped: bool
+    sigma: float
+    stored: bool = False  # features of it were
+
+
+def log_calls(patch: Any, log: list[Call]) -> None:
+    """Logs each call of a model under Skip Blocks, from here on. patch: pytest's."""
+    from anyshape.accel.skip.features import SkipRun
+
+    call, in_full, store = SkipRun.call, SkipRun.in_full, SkipRun._store
+
+    def called(self: Any, *args: Any) -> Tensor:
+        log.append(Call(False, self._sigma()))
+        before, place = self.stats.skipped, len(log) - 1
+        out = call(self, *args)
+        del log[place + 1 :]  # it counted itself
+        log[place] = log[place]._replace(skipped=self.stats.skipped > before)
+        return out
+
+    def counted_in_full(self: Any, reason: str) -> None:
+        log.append(Call(False, self._sigma()))
+        in_full(self, reason)
+
+    def stored(self: Any, *args: Any) -> None:
+        log[-1] = log[-1]._replace(stored=True)
+        store(self, *args)
+
+    patch.setattr(SkipRun, "call", called)
+    patch.setattr(SkipRun, "in_full", counted_in_full)
+    patch.setattr(SkipRun, "_store", stored)
+
+
+def has_blocks_of_others(model: nn.Module) -> bool:
+    """Whether a block has a forward of its own, which a recording leaves out with the others, and ``following`` not."""
+    from anyshape.accel.tape import blocks
+
+    return any("forward" in vars(model.get_submodule(path)) for path in blocks.find(model))
+
+
+def following(patcher: Any, log: list[Call], depth: int) -> Any:
+    """A clone of a model that leaves out, by ComfyUI's own operations alone, what the calls of ``log`` left out.
+
+    For runs of one prompt's batch on a model that leaves no more out than ``unrecorded`` does.
+    """
+    from anyshape.accel.skip.settings import SkipSettings
+    from anyshape.accel.skip.unrecorded import UnrecordedBlocks
+    from anyshape.accel.skip.unrecorded_stages import UnrecordedStages
+    from anyshape.accel.tape import blocks
+    from comfy.patcher_extension import WrappersMP
+
+    calls, made, histories, sigma = iter(log), None, [], float("inf")
+
+    def forward(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal made, histories, sigma
+        model, own, call = executor.class_obj, lambda: executor(*args, **kwargs), next(calls, Call(False, 0.0))
+        if made is None or call.sigma > sigma:  # a run begins
+            made, histories = (UnrecordedStages if blocks.stages(model) else UnrecordedBlocks)(model, depth, ()), []
+        sigma = call.sigma
+        if call.skipped:
+            return made.skipped(model, own, tuple(each.at(sigma).clone() for each in histories))
+        if not call.stored:
+            return own()
+        out, features = made.full(model, own, len(args[0]))
+        histories = histories or [SkipSettings().history(())() for _ in features]
+        for history, feature in zip(histories, features, strict=True):
+            history.add(sigma, feature)
+        return out
+
+    follower = patcher.clone()
+    follower.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "follows", forward)
+    return follower
