@@ -24,8 +24,8 @@ HOLDERS = (
 )  # fmt: skip
 WHERE = ("function", "function", "forward", "forward", "hook", "pre-hook", "method", "layer", "convolution")
 WHEN = ("never", "each step", "once", "in turns", "between runs", "each call", "first call", "made again")
-MORE = (*WHERE, "method of a layer", "attribute", "whole", "whole of the class")  # of what is no model
-ONLY_CLASSES = ("function", "function", "method", "method of a layer")  # what is there before and after a model is
+MORE = (*WHERE, "method of a layer", "another method", "attribute", "whole", "whole of the class")
+ONLY_CLASSES = ("function", "function", "method", "method of a layer", "another method")  # no layer of its own
 STEPS = 6  # of a run
 FORMS = ("function", "object", "bound method", "partial")  # of what a pack puts there
 
@@ -167,6 +167,8 @@ class Change:
         blocks = [block for each in blocks for block in each if type(block) not in (nn.ModuleList, nn.Module)]
         convolutions = [each for each in layers if isinstance(each, nn.Conv2d)]
         found = convolutions if self.where == "convolution" and convolutions else layers
+        if self.where == "another method":
+            found = [model, *blocks]
         layer = self._one((blocks or layers) if self.where in ("function", "layer", "method") else found)
         if self.where.startswith("whole"):
             layer = model
@@ -193,8 +195,15 @@ class Change:
                 self._stack.callback(there.__setitem__, self.name, own)
                 self._again = lambda: there.__setitem__(self.name, self._around(own))
                 self._again()
-        elif self.where in ("method", "method of a layer", "whole of the class"):
+        elif self.where in ("method", "method of a layer", "another method", "whole of the class"):
             kind, method = type(layer), self._whole if self.where == "whole of the class" else "forward"
+            if layer is model:  # which may read back by a class of the tests' own
+                kind = next(base for base in kind.__mro__ if base.__module__.startswith("comfy"))
+            methods = sorted(name for name, each in vars(kind).items() if isinstance(each, types.FunctionType))
+            others = [name for name in methods if not name.startswith("__") and name != "forward"]
+            if self.where == "another method" and others:
+                method = others[int(self.place * 1000) % len(others)]
+                self.name = f"{self.name}.{method}"
             own = vars(kind).get(method)
             if own is not None:
                 self._stack.callback(setattr, kind, method, own)

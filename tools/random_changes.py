@@ -1,6 +1,6 @@
 """Random changes that another pack makes to a model or to ComfyUI's functions: are the pictures ComfyUI's?
 
-    python -m tools.random_changes [--kind models|vaes|controls|skips] [--first 0] [--seconds 60]
+    python -m tools.random_changes [--kind models|forms|vaes|controls|skips] [--first 0] [--seconds 60]
 
 A pack's function stands at random in the place of a layer's forward, of a class's method or of a function that the
 model's code calls, or hooks a layer. What it does follows from a number that lies somewhere at random: in its closure,
@@ -73,6 +73,11 @@ def models(draw: random.Random) -> Drawn:
             yield models.sample(model, steps=STEPS, **run)
 
     return Drawn(_shown(kind, reads_back, fused), pictures, WHERE)
+
+
+def forms(draw: random.Random) -> Drawn:
+    """As ``models``, where the function may be an object too, say, and stand in more places."""
+    return models(draw)._replace(where=MORE, whole=("forward", "_forward"))
 
 
 def vaes(draw: random.Random) -> Drawn:
@@ -164,7 +169,7 @@ def skips(draw: random.Random) -> Drawn:
     return Drawn(what, pictures, steps=skip_driving.STEPS, close=SKIPPED)
 
 
-KINDS = {each.__name__: each for each in (models, vaes, controls, skips)}
+KINDS = {each.__name__: each for each in (models, forms, vaes, controls, skips)}
 SKIPPED = 1e-3  # of what is forecast, and goes on from there
 
 
