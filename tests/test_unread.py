@@ -9,6 +9,7 @@ from torch import nn
 
 from tools.driving import compiled, sample_tiny
 from tools.oracles import error, shapes
+from tools.patching import read_back
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "one_thread")
 
@@ -79,6 +80,34 @@ def test_once_the_forward_reads_it_it_counts(noting, recordings, late):
         assert torch.equal(sample(fast, seed=seed), wanted[seed])
     part.uses = False
     assert torch.equal(sample(fast), sample(noting))
+
+
+@pytest.mark.usefixtures("fusing")
+@pytest.mark.parametrize("uses", [False, True])
+def test_in_blocks(tiny, block_programs, uses):
+    """A part of a block, of a model that is recorded in blocks."""
+    patcher = tiny(NAME, fresh=True)
+    model = patcher.model.diffusion_model
+    read_back(model)
+    block = model.single_blocks[1]
+    part = block.modulation.lin = layer()(block.modulation.lin)
+
+    def change(model, number):
+        part.window, part.numbers = number, [number]
+
+    def run(patcher, seed=0):
+        change(model, 0)
+        return sample_tiny(
+            patcher, NAME, seed=seed, steps=STEPS, cfg=1.0, callback=lambda number, *_: change(model, number)
+        )
+
+    part.uses = uses
+    fast = compiled(patcher)
+    for seed in range(2):
+        del block_programs[:]
+        assert torch.equal(run(fast, seed), run(patcher, seed))
+    if not uses:
+        assert block_programs.count("single_blocks.1") == STEPS, shapes()
 
 
 def test_what_the_forward_sets_counts(noting):
