@@ -42,7 +42,7 @@ from .tape.identity import kept
 from .tape.named_tensors import classes_of, modules_of, parts_of
 from .tape.pictures import picture
 from .tape.unchanged import Unchanged
-from .tape.unread import UNREAD
+from .tape.untouched import UNTOUCHED
 
 WATCHED = (*FORWARDS, *FUNCTIONS, "comfy_cast_weights")  # attributes of an instance that quick looks see
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -77,7 +77,7 @@ class Watch:
 
     def __init__(self, parts: Sequence[nn.Module], wanted: ToWatch | None = None) -> None:
         wanted, classes = wanted or ToWatch(parts), list(map(vars, classes_of(parts)))
-        self.parts, self._classes, self._unread = parts, classes, UNREAD.changes
+        self.parts, self._classes, self._untouched = parts, classes, UNTOUCHED.changes
         self._dicts = dicts = [part.__dict__ for part in parts]
         self._hooks = list(chain.from_iterable(map(operator.itemgetter(*HOOKS), dicts)))
         self._children = [part._modules for part in parts if part._modules]
@@ -100,7 +100,7 @@ class Watch:
         """
         # Nothing is copied where nothing has changed: each step of a sampling run waits for this.
         return not (
-            self._unread == UNREAD.changes
+            self._untouched == UNTOUCHED.changes
             and self._counts == self._counted()
             and all(map(operator.is_, self._kinds, map(type, self.parts)))
             and all(map(operator.is_, self._seen, self._now()))

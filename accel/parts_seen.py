@@ -21,7 +21,7 @@ from .tape.named_tensors import PLAIN as TENSORS
 from .tape.named_tensors import is_dressed, notes_of_tensor, tensor_attributes
 from .tape.pictures import is_held, picture, picture_of_notes
 from .tape.unchanged import Unchanged
-from .tape.unread import UNREAD
+from .tape.untouched import UNTOUCHED
 
 PLAIN = frozenset({int, float, str, bool, type(None), torch.dtype})
 TUPLES = frozenset({tuple, torch.Size})  # of plain values
@@ -44,8 +44,8 @@ NO_SETTINGS = LEFT_OUT.union(FUNCTIONS)
 
 def left_out(part: nn.Module) -> Collection[str]:
     """The names of a part's attributes that are not compared."""
-    unread = UNREAD.of(type(part))
-    return LEFT_OUT | unread if unread else LEFT_OUT
+    untouched = UNTOUCHED.of(type(part))
+    return LEFT_OUT | untouched if untouched else LEFT_OUT
 
 
 def is_restored(part: nn.Module, name: str) -> bool:
@@ -69,7 +69,7 @@ class PartsSeen:
         alike: dict[tuple, Any] = {}
         dicts = [part.__dict__ for part in parts]
         self._parts, self._kinds = list(map(weakref.ref, parts)), list(map(type, parts))
-        self._unread, left = UNREAD.changes, list(map(left_out, parts))
+        self._untouched, left = UNTOUCHED.changes, list(map(left_out, parts))
         self._counts = list(map(_count, dicts))
         self._every = [
             _getter([name for name in own if name not in out], alike) for own, out in zip(dicts, left, strict=True)
@@ -88,7 +88,7 @@ class PartsSeen:
 
     def fits(self, parts: Sequence[nn.Module]) -> bool:
         """Whether these are the same parts, unchanged. False says little: what changed may not matter."""
-        if len(parts) != len(self._parts) or UNREAD.changes != self._unread:
+        if len(parts) != len(self._parts) or UNTOUCHED.changes != self._untouched:
             return False
         dicts = [part.__dict__ for part in parts]
         try:

@@ -14,7 +14,7 @@ from ..key import ShapeKey
 from ..reasons import say
 from ..tape.named_tensors import PartsByPath, resolve
 from ..tape.state import Looks
-from ..tape.unread import UNREAD
+from ..tape.untouched import UNTOUCHED
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch
 from . import dynamic
@@ -149,9 +149,9 @@ class SamplingState:
     def _meet_change(self, model: nn.Module, key: ShapeKey) -> None:
         before, of_model = (self._structure, self._functions), self._fingerprints.changes()
         change = of_model or self._fingerprints.latest()
-        unread = of_model and UNREAD.suppose(self._fingerprints.settings_changed())
+        untouched = of_model and UNTOUCHED.suppose(self._fingerprints.settings_changed())
         self._look(model)
-        if unread:  # the next recording shows whether that is so
+        if untouched:  # the next recording shows whether that is so
             return
         self._changes[key] += (self._structure, self._functions) != before
         place = change.partition(" (")[0]  # without what it is now

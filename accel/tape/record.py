@@ -27,7 +27,7 @@ from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
 from .tensors import Tensors
 from .traits import DROPOUTS, Traits, draws, read_by, traits
 from .unplanned import ATTENTION, CONVOLUTION, format_of, heard, instead, void
-from .unread import UNREAD
+from .untouched import UNTOUCHED
 from .values import Constant, Input, Operation, Tape, Value, Weight
 from .wrapped import Wrapped
 from .writes import Writes
@@ -339,8 +339,8 @@ def _is_view(args: tuple, result: Tensor) -> bool:
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:
     """Returns (``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
     reads = HostReads(recorder.read_back) if recorder.device.type == "cpu" else nullcontext()
-    unread = UNREAD.watched(lambda place: recorder.refuse(say("changes_itself", change=place)))
-    with torch.inference_mode(), reads, unread:
+    untouched = UNTOUCHED.watched(lambda place: recorder.refuse(say("changes_itself", change=place)))
+    with torch.inference_mode(), reads, untouched:
         with library_calls.noted(recorder), recorder.within, recorder:
             out = forward()
         tape = recorder.guarded(lambda: recorder.finish(out))

@@ -141,17 +141,17 @@ def test_where_it_counts_again_a_change_in_mid_run_is_seen(noting):
 
 
 def test_a_part_is_the_same_while_it_is_watched(noting):
-    from anyshape.accel.tape.unread import Unread
+    from anyshape.accel.tape.untouched import Untouched
 
-    part, unread, seen = noting.model.diffusion_model.pe_embedder, Unread(), []
-    assert unread.suppose([(part, "window"), (part, "own"), (part, "weight")])
-    assert unread.of(type(part)) == {"window"}
+    part, untouched, seen = noting.model.diffusion_model.pe_embedder, Untouched(), []
+    assert untouched.suppose([(part, "window"), (part, "own"), (part, "weight")])
+    assert untouched.of(type(part)) == {"window"}
     other = type(part)(part.own)
     del other.window
-    with unread.watched(seen.append), unread.watched(seen.append):
+    with untouched.watched(seen.append), untouched.watched(seen.append):
         assert not seen
         other.window = 3
-        assert seen == ["Noting.window"] * 2 and unread.of(type(part)) == set()
+        assert seen == ["Noting.window"] * 2 and untouched.of(type(part)) == set()
         assert (part.window, other.window) == (0, 3)
         del other.window
         with pytest.raises(AttributeError, match="window"):
@@ -160,7 +160,7 @@ def test_a_part_is_the_same_while_it_is_watched(noting):
             del other.window
         assert not hasattr(type(part), "window")
     assert "window" not in dir(type(part)) and len(seen) == 2
-    assert not unread.suppose([(part, "window")])
+    assert not untouched.suppose([(part, "window")])
 
 
 READERS = {
@@ -173,7 +173,7 @@ READERS = {
 
 @pytest.mark.parametrize("reader", READERS)
 def test_what_cannot_be_watched_counts(tmp_path, monkeypatch, reader):
-    from anyshape.accel.tape.unread import Unread
+    from anyshape.accel.tape.untouched import Untouched
 
     file = tmp_path / "readers.py"
     file.write_text(f"from torch import nn\nclass Part(nn.Module):\n    other = 2\n{READERS[reader]}")
@@ -183,4 +183,4 @@ def test_what_cannot_be_watched_counts(tmp_path, monkeypatch, reader):
     spec.loader.exec_module(module)
     part = module.Part()
     part.window = 1
-    assert not Unread().suppose([(part, "window")])
+    assert not Untouched().suppose([(part, "window")])

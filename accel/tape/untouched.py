@@ -26,7 +26,7 @@ AROUND = frozenset(("__dict__", "vars"))  # by which code reads an attribute uns
 Names = weakref.WeakKeyDictionary[type, set[str]]
 
 
-class Unread:
+class Untouched:
     """The attributes that are left out, by their classes. Holds no class."""
 
     def __init__(self) -> None:
@@ -101,21 +101,21 @@ class Unread:
 class _Watched:
     """Stands in a class for an attribute of its instances."""
 
-    def __init__(self, unread: Unread, kind: type, name: str) -> None:
-        self._unread, self._kind, self._name = unread, kind, name
+    def __init__(self, untouched: Untouched, kind: type, name: str) -> None:
+        self._untouched, self._kind, self._name = untouched, kind, name
 
     def __get__(self, part: Any, kind: type | None = None) -> Any:
-        self._unread.touched(self._kind, self._name)
+        self._untouched.touched(self._kind, self._name)
         if part is None or self._name not in part.__dict__:
             raise AttributeError(f"{self._kind.__name__!r} object has no attribute {self._name!r}")
         return part.__dict__[self._name]
 
     def __set__(self, part: Any, value: Any) -> None:
-        self._unread.touched(self._kind, self._name)
+        self._untouched.touched(self._kind, self._name)
         part.__dict__[self._name] = value
 
     def __delete__(self, part: Any) -> None:
-        self._unread.touched(self._kind, self._name)
+        self._untouched.touched(self._kind, self._name)
         if self._name not in part.__dict__:
             raise AttributeError(self._name)
         del part.__dict__[self._name]
@@ -135,4 +135,4 @@ def _code_beside(kind: type) -> Iterator[types.CodeType]:
 
 
 NONE: frozenset[str] = frozenset()
-UNREAD = Unread()
+UNTOUCHED = Untouched()
