@@ -217,7 +217,7 @@ class _Earlier(Reads):
         super().__init__(lambda tensor: None)
         self._recorder = recorder
 
-    def note(self, key: Any, value: Any, used: bool = True) -> None:
+    def note(self, key: Any, value: Any, used: bool = True, loose: bool = False) -> None:
         """As in ``Reads``."""
         self._recorder.refuse(say("foreign_state", name=f"option {key!r} of an earlier forward"))
 

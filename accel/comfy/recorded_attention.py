@@ -211,7 +211,7 @@ class _Copied(Reads):
         super().__init__(recorder.value)  # it must be one that we know
         self._recorder = recorder
 
-    def note(self, key: Any, value: Any, used: bool = True) -> None:
+    def note(self, key: Any, value: Any, used: bool = True, loose: bool = False) -> None:
         """As in ``Reads``."""
         if key in COPIED_ALONG:
             self._recorder.refuse(say("attention_option", option=repr(key)))
