@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tools.driving import compiled, sample_tiny
-from tools.oracles import error
+from tools.oracles import error, fallbacks
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "one_thread")
 
@@ -123,3 +123,31 @@ def test_what_a_layer_of_a_pack_reads(patcher):
     assert error(wanted[0], wanted[1]) > CHANGED
     for gain, each in zip(GAINS, wanted, strict=True):
         assert torch.equal(sample(fast, gain), each)
+
+
+class Copying(nn.Module):
+    """A pack's layer that hands a copy of the options on."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def forward(self, *args, transformer_options, **kwargs):
+        return self.own(*args, transformer_options={**transformer_options}, **kwargs)
+
+
+def louder(function, *args, transformer_options, **kwargs):
+    """A pack's attention."""
+    return function(*args, **kwargs) * transformer_options["packs_note"].gain
+
+
+def test_attention_that_is_given_a_copy(patcher):
+    block = next(part for part in patcher.model.diffusion_model.modules() if hasattr(part, "attn1"))
+    block.attn1 = Copying(block.attn1)
+    patcher.model_options["transformer_options"]["optimized_attention_override"] = louder
+    fast = compiled(patcher)
+    wanted = [sample(patcher, gain) for gain in GAINS]
+    assert error(wanted[0], wanted[1]) > CHANGED
+    for gain, each in zip(GAINS, wanted, strict=True):
+        assert torch.equal(sample(fast, gain), each)
+    assert not fallbacks()
