@@ -36,9 +36,7 @@ class Reads:
         self.tensors: dict[Any, tuple] = {}
         self.kept: dict[Any, Any] = {}
         self.used: set[Any] = set()  # of those: what was asked for by its name, not just copied with the rest
-        self._loose: set[Any] = (
-            set()
-        )  # of those: what a loop of ComfyUI's own copied with the rest, and nobody else read
+        self._loose: set[Any] = set()  # of those: what only a loop of ComfyUI's own has read, to copy it with the rest
         self.keys: tuple[frozenset, frozenset] | None = None  # the caller's, and those that the forward had written
         self.decisions: Mapping[Any, Mapping[str, tuple[Path, bool]]] = {}  # by the numbers of tensors
         self.states: dict[tuple, tuple] = {}  # of recorded patches by their places in the options: see ``state``
