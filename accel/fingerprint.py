@@ -30,7 +30,6 @@ from .parts_seen import (
     FUNCTIONS,
     HOOKS,
     LEFT_OUT,
-    NO_SETTINGS,
     PartsSeen,
     is_hooked,
     is_plain,
@@ -322,8 +321,8 @@ def _methods(kind: type) -> set[str]:
 
 
 def _names_of_settings(part: nn.Module) -> list[str]:
-    own, left = part.__dict__.items(), NO_SETTINGS.union(left_out(part))
-    return [name for name, value in own if name not in left and not isinstance(value, torch.Tensor)]
+    own, left = part.__dict__.items(), left_out(part)
+    return [name for name, value in own if not (name in left or name in FUNCTIONS or isinstance(value, torch.Tensor))]
 
 
 def global_hooks() -> list[Callable]:

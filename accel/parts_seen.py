@@ -170,8 +170,7 @@ class _Others:
         self.lists = [(name, list(map(kept, own[name]))) for name in FUNCTIONS if own.get(name)]
         self.tables = [list(map(kept, table.values())) for table in _hooks(own)] if any(_hooks(own)) else []
         left = left_out(part)
-        own_names = [name for name in own if name not in left and name not in FUNCTIONS]
-        others = [(name, own[name]) for name in own_names if not is_plain(own[name])]
+        others = [item for item in own.items() if not (item[0] in left or item[0] in FUNCTIONS or is_plain(item[1]))]
         self.code = [(name, kept(value)) for name, value in others if callable(value)]
         self.held = [(name, picture(value)) for name, value in others if is_held(value)]
         self.notes = notes_of(part)

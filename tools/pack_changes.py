@@ -25,7 +25,7 @@ HOLDERS = (
 WHERE = ("function", "function", "forward", "forward", "hook", "pre-hook", "method", "layer", "convolution")
 WHEN = ("never", "each step", "once", "in turns", "between runs", "each call", "first call", "made again")
 MORE = (*WHERE, "method of a layer", "another method", "attribute", "whole", "whole of the class")
-ONLY_CLASSES = ("function", "function", "method", "method of a layer", "another method")  # no layer of its own
+ONLY_CLASSES = ("function", "function", "method", "method of a layer", "another method")  # a layer is there for one run
 STEPS = 6  # of a run
 FORMS = ("function", "object", "bound method", "partial")  # of what a pack puts there
 
@@ -274,7 +274,7 @@ def _named(kind: type) -> set[str]:
 
 
 def _functions_held(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """(a part, the name of an attribute of its own) of each function that a part calls by such an attribute."""
+    """(a part, the name of the attribute) of each function that a part holds in an attribute and calls."""
     for part in model.modules():
         for name, value in vars(part).items() if part is not model else ():  # which has those that we put there, too
             if callable(value) and not isinstance(value, nn.Module) and not name.startswith("_"):

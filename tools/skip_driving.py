@@ -76,7 +76,7 @@ def log_calls(patch: Any, log: list[Call]) -> None:
 
 
 def has_blocks_of_others(model: nn.Module) -> bool:
-    """Whether a block has a forward of its own, which a recording leaves out with the others, and ``following`` not."""
+    """Whether a block's forward was replaced. A recording leaves it out with the others, and ``following`` does not."""
     from anyshape.accel.tape import blocks
 
     return any("forward" in vars(model.get_submodule(path)) for path in blocks.find(model))

@@ -151,12 +151,10 @@ class SamplingState:
         change = of_model or self._fingerprints.latest()
         untouched = of_model and UNTOUCHED.suppose(self._fingerprints.settings_changed())
         self._look(model)
-        if untouched:  # the next recording shows whether that is so
-            return
         self._changes[key] += (self._structure, self._functions) != before
         place = change.partition(" (")[0]  # without what it is now
         again = self._changes[key] and place and place == self._fingerprints.restless
-        if self._changes[key] > MOST_CHANGES or again:
+        if not untouched and (self._changes[key] > MOST_CHANGES or again):  # else the next recording shows it
             self._restless = say("changes_itself", change=change)
             self._fingerprints.restless, self._fingerprints.why = place, self._restless
             if of_model:
@@ -200,7 +198,7 @@ class SamplingState:
         return states_of(self.foreign, self.model)
 
     def named(self, patches: Sequence[FunctionType]) -> frozenset[str] | None:
-        """What code in the model and in these patches names; None if other packs' code in it holds anything."""
+        """What code in the model and in these patches names; None if a pack has more than classes in it."""
         if not all(isinstance(code, type) for _, code in self.foreign):
             return None
         return self.read.names | FunctionsRead((), patches).names if patches else self.read.names
