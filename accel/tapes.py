@@ -6,29 +6,25 @@ were, and the model's code has not changed since.
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from .block_calls import BlockCalls
-from .block_copies import BlockCopies
 from .block_forwards import MAX_STRUCTURES, Blocks
 from .capture import collector_off
-from .clock import Clock
-from .foreign import Watched
 from .key import ShapeKey
 from .reasons import say
+from .recorded import Recorded
 from .take import NONE, Take, Taped
 from .tape.called_patches import FormChanged, LiveCall
 from .tape.guards import Guards, at
 from .tape.named_tensors import with_others
-from .tape.options import NotedOptions, Reads
-from .tape.patches import PatchBook, Patches, code_of
+from .tape.options import Reads
+from .tape.patches import PatchBook, code_of
 from .tape.program import Program
-from .tape.record import Recorder, record
-from .tape.refusals import FETCHED, HARMLESS, OF_THE_CODE
+from .tape.refusals import OF_THE_CODE
 from .tape.rules.resident import is_fetched
 from .tape.values import Tape, Weight
 from .weights import low_vram
@@ -156,69 +152,29 @@ class Tapes:
     ) -> tuple[Any, Take, Tape | None]:  # fmt: skip
         """(ComfyUI's own result, the new take, its tape). Errors are those of ComfyUI's own forward.
 
-        turned: see ``Recorder``. short: see ``BlockCopies``; a take without a tape is then not kept.
+        turned, short: see ``Recorded``; a short take without a tape is not kept.
         """
-        recorder = Recorder(list(inputs.values()), taped.module, key.device, turned)
-        recorder.lean, recorder.short = taped.lean, short
-        reads = Reads(recorder.add_input)
-        noted = NotedOptions(taped.options, reads)
-        taped.prepare(noted, recorder)
-        patches = Patches(noted, recorder, self.patches)
-        clock, watched = Clock(key.device), Watched(taped.foreign, recorder)
-        copies = BlockCopies(recorder, self._blocks, taped.places, short, taped.altered)
-        calls = BlockCalls(recorder) if taped.skipping is not None else None
-
-        def forward() -> Any:
-            in_blocks = _own if taped.lean or self._one_by_one == taped.structure else copies.forward
-            if in_blocks is _own and calls is None:
-                return taped.forward(noted)
-            recorder.guarded(lambda: self._blocks.look(taped.module, taped.structure))
-            if taped.meets_others:
-                recorder.guarded(lambda: self._blocks.watch(taped.module, again=True))
-            if calls is None:
-                ours, methods = in_blocks, None
-            else:
-                ours, methods = calls.noting(in_blocks), calls.noting(_own)
-            with self._blocks.ours(taped.module, ours, methods=methods):
-                return taped.forward(noted)
-
-        content = taped.content()
-        out, tape = record(lambda: clock.run(forward), recorder)
-        recorder.guarded(patches.finish)
-        changed = taped.changed()
-        reason = recorder.refusal or (say("changes_itself", change=changed) if changed else "")
-        kept, again = watched.kept(taped.options), watched.again or patches.again
-        if kept and not reason:
-            reason = say("foreign_state", name=kept)
-        guards = Guards(reads, taped.named())
-        if not reason and (option := guards.changed(taped.options)):  # a cache, say, which a replay would not fill
-            reason = say("option_written", option=repr(option))
+        recorded = Recorded(key, taped, inputs, self._blocks, self.patches, turned, short)
+        out, tape = recorded.forward(copying=self._one_by_one != taped.structure)
         with self._lock:
             self._count += 1
-            take = Take(guards, taped.structure, self._count, reason=reason, among=self.patches.among(taped.options))
-            moves = recorder.keeps or taped.content() != content
-            take.in_blocks = bool(reason) and not changed and not moves
-            take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
-            if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own
-                take.reason = low_vram(taped.module, key.device) or reason
-            take.run = taped.run
-            take.code, take.held, take.short = () if reason else watched.states, watched.held, short
-            take.live, take.holds = [*patches.calls, *recorder.played], patches.holds
-            take.called = patches.shown() or (say("attention_called") if recorder.played else "")
-            take.clock, take.copies, take.left_out = None if short else clock, copies.count, copies.left_out
-            take.calls = calls.calls if calls is not None and tape is not None else []
-            take.again = again or bool(changed and taped.skipping)
-            take.reason = take.reason or (say("patch_again") if again else "")
-            if again or (short and reason):
-                return out, take, None
-            if reason and copies.count:  # perhaps that is why
-                self._one_by_one, take.again = taped.structure, taped.skipping is not None and not take.twice
-                return out, take, None
-            if moves and self._kept.get((key, fuse)) != taped.run:  # perhaps it has what it keeps from now on
-                self._kept[key, fuse], take.again = taped.run, True
-                return out, take, None
-            self.keep(key, fuse, take)
-        return out, take, None if reason else tape
+            take = recorded.take(self._count)
+            if self._is_kept(key, fuse, taped, take, recorded):
+                self.keep(key, fuse, take)
+                return out, take, None if take.reason else tape
+        return out, take, None
+
+    def _is_kept(self, key: ShapeKey, fuse: bool, taped: Taped, take: Take, recorded: Recorded) -> bool:
+        """Whether ``find`` may find the take; otherwise the next call is recorded once more."""
+        if recorded.again or (take.short and take.reason):
+            return False
+        if take.reason and take.copies:  # perhaps that is why
+            self._one_by_one, take.again = taped.structure, taped.skipping is not None and not take.twice
+            return False
+        if recorded.moves and self._kept.get((key, fuse)) != taped.run:  # perhaps it has what it keeps from now on
+            self._kept[key, fuse], take.again = taped.run, True
+            return False
+        return True
 
     def like(self, whole: Take) -> Take:
         """A new take of what ``whole`` recorded. It is not found until it is kept."""
@@ -335,11 +291,6 @@ class Tapes:
                     if take.program is not None:
                         take.program.unbind()
                     take.weights = None
-
-
-def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """In place of a block's forward: that forward."""
-    return own(*args, **kwargs)
 
 
 def obstacle(tape: Tape, model: nn.Module | None = None) -> str:

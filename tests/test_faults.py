@@ -22,7 +22,7 @@ FORWARD = [
     "comfy.sampling_state.SamplingState.weights", "comfy.known_code.foreign_code", "comfy.taping._structure",
     "comfy.session.sampling_state.SamplingState", "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
     "engine.Engine._run", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded", "tapes.Tapes.find",
-    "tapes.Tapes.record", "tapes.Recorder", "tapes.Patches", "tapes.Patches.finish", "foreign.states_of",
+    "tapes.Tapes.record", "recorded.Recorder", "recorded.Patches", "recorded.Patches.finish", "foreign.states_of",
     "foreign.Watched.kept", "tape.this_forward.forward", "tape.record.traits", "maker.Program", "tape_tier.bound",
     "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
     "functions_read.FunctionsRead.hold", "fingerprint.Watch.__init__",
@@ -52,7 +52,7 @@ MENDED = {FORWARD[0]: FUSED, "maker.Program": "eager", "tape.program.Program.run
 # program that is being made, run and compared; and of a run that skips, its beginning, its calls and its end.
 BROKEN_OFF = [
     "comfy.taping.take", "comfy.sampling_state.SamplingState.weights", "engine.Engine._run",
-    "tape_tier.TapeTier._recorded", "tape.record.traits", "tapes.Patches.finish", "maker.Program",
+    "tape_tier.TapeTier._recorded", "tape.record.traits", "recorded.Patches.finish", "maker.Program",
     "tape.program.Program.run", "verify.compare",
 ]  # fmt: skip
 SKIPPING_BROKEN_OFF = [

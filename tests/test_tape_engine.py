@@ -126,7 +126,7 @@ def test_what_cannot_be_repeated_runs_in_eager(tiny, recordings, change, word) -
     assert len(recordings) == 1 and any(word in reason for reason in reasons()) and states() == {"eager"}
 
 
-@pytest.mark.parametrize("place", ["tapes.record", "tape.aliasing.settle", "tapes.Guards"])
+@pytest.mark.parametrize("place", ["recorded.record", "tape.aliasing.settle", "recorded.Guards"])
 def test_a_fault_of_ours_costs_no_image(tiny, monkeypatch, place) -> None:
     """Of a model that calls no wrappers; other places are in ``test_faults``."""
 

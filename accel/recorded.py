@@ -1,0 +1,119 @@
+"""One forward of ComfyUI's while it is recorded: what watches it, and the take that comes of it."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .block_calls import BlockCalls
+from .block_copies import BlockCopies
+from .block_forwards import Blocks
+from .clock import Clock
+from .foreign import Watched
+from .key import ShapeKey
+from .reasons import say
+from .take import NONE, Take, Taped
+from .tape.guards import Guards
+from .tape.options import NotedOptions, Reads
+from .tape.patches import PatchBook, Patches
+from .tape.record import Recorder, record
+from .tape.refusals import FETCHED, HARMLESS
+from .tape.values import Tape, Weight
+from .weights import low_vram
+
+
+class Recorded:
+    """A call whose forward is recorded, once: ``forward``, then ``take``.
+
+    again: one more recording may go better. moves: the forward left something behind in the model.
+    """
+
+    def __init__(
+        self, key: ShapeKey, taped: Taped, inputs: Mapping[str, Tensor], blocks: Blocks, book: PatchBook,
+        turned: frozenset[Weight] = NONE, short: bool = False,
+    ) -> None:  # fmt: skip
+        """turned: see ``Recorder``. short: see ``BlockCopies``."""
+        self.again = self.moves = False
+        self._taped, self._blocks, self._book, self._short = taped, blocks, book, short
+        self._device = key.device
+        self._recorder = recorder = Recorder(list(inputs.values()), taped.module, key.device, turned)
+        recorder.lean, recorder.short = taped.lean, short
+        self._reads = Reads(recorder.add_input)
+        self._noted = NotedOptions(taped.options, self._reads)
+        taped.prepare(self._noted, recorder)
+        self._patches = Patches(self._noted, recorder, book)
+        self._clock, self._watched = Clock(key.device), Watched(taped.foreign, recorder)
+        self._copies = BlockCopies(recorder, blocks, taped.places, short, taped.altered)
+        self._calls = BlockCalls(recorder) if taped.skipping is not None else None
+
+    def forward(self, copying: bool) -> tuple[Any, Tape | None]:
+        """(ComfyUI's own result, the tape). copying: blocks that are like an earlier one are copied.
+
+        Errors are those of ComfyUI's own forward.
+        """
+        content = self._taped.content()
+        out, tape = record(lambda: self._clock.run(lambda: self._noted_forward(copying)), self._recorder)
+        self._recorder.guarded(self._patches.finish)
+        self._changed, self._has_tape = self._taped.changed(), tape is not None
+        self._reason = self._why_not()
+        self.moves = self._recorder.keeps or self._taped.content() != content
+        return out, tape
+
+    def _why_not(self) -> str:
+        """Why what was recorded may not be replayed; "" if it may."""
+        taped, watched, changed = self._taped, self._watched, self._changed
+        reason = self._recorder.refusal or (say("changes_itself", change=changed) if changed else "")
+        self._kept = watched.kept(taped.options)
+        self.again = watched.again or self._patches.again
+        self._guards = Guards(self._reads, taped.named())
+        if reason:
+            return reason
+        if self._kept:
+            return say("foreign_state", name=self._kept)
+        option = self._guards.changed(taped.options)  # a cache, say, which a replay would not fill
+        return say("option_written", option=repr(option)) if option else ""
+
+    def _noted_forward(self, copying: bool) -> Any:
+        """The forward, with its blocks watched or copied."""
+        taped, blocks, recorder = self._taped, self._blocks, self._recorder
+        in_blocks = self._copies.forward if copying and not taped.lean else _own
+        if in_blocks is _own and self._calls is None:
+            return taped.forward(self._noted)
+        recorder.guarded(lambda: blocks.look(taped.module, taped.structure))
+        if taped.meets_others:
+            recorder.guarded(lambda: blocks.watch(taped.module, again=True))
+        if self._calls is None:
+            ours, methods = in_blocks, None
+        else:
+            ours, methods = self._calls.noting(in_blocks), self._calls.noting(_own)
+        with blocks.ours(taped.module, ours, methods=methods):
+            return taped.forward(self._noted)
+
+    def take(self, number: int) -> Take:
+        """The take of this forward, without a program; ``reason``: why there cannot be one."""
+        taped, reason, watched = self._taped, self._reason, self._watched
+        take = Take(self._guards, taped.structure, number, reason=reason, among=self._book.among(taped.options))
+        take.in_blocks = bool(reason) and not self._changed and not self.moves
+        take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (self._kept or taped.calls_others)
+        if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own
+            take.reason = low_vram(taped.module, self._device) or reason
+        take.run = taped.run
+        take.code, take.held, take.short = () if reason else watched.states, watched.held, self._short
+        self._called(take)
+        take.clock, take.copies = None if self._short else self._clock, self._copies.count
+        take.left_out = self._copies.left_out
+        take.calls = self._calls.calls if self._calls is not None and self._has_tape else []
+        take.again = self.again or bool(self._changed and taped.skipping)
+        take.reason = take.reason or (say("patch_again") if self.again else "")
+        return take
+
+    def _called(self, take: Take) -> None:
+        """What of other packs each replay of ``take`` calls."""
+        patches, played = self._patches, self._recorder.played
+        take.live, take.holds = [*patches.calls, *played], patches.holds
+        take.called = patches.shown() or (say("attention_called") if played else "")
+
+
+def _own(path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """In place of a block's forward: that forward."""
+    return own(*args, **kwargs)
