@@ -51,27 +51,10 @@ class Recorded:
 
         Errors are those of ComfyUI's own forward.
         """
-        content = self._taped.content()
-        out, tape = record(lambda: self._clock.run(lambda: self._noted_forward(copying)), self._recorder)
+        self._content = self._taped.content()
+        out, self._tape = record(lambda: self._clock.run(lambda: self._noted_forward(copying)), self._recorder)
         self._recorder.guarded(self._patches.finish)
-        self._changed, self._has_tape = self._taped.changed(), tape is not None
-        self._reason = self._why_not()
-        self.moves = self._recorder.keeps or self._taped.content() != content
-        return out, tape
-
-    def _why_not(self) -> str:
-        """Why what was recorded may not be replayed; "" if it may."""
-        taped, watched, changed = self._taped, self._watched, self._changed
-        reason = self._recorder.refusal or (say("changes_itself", change=changed) if changed else "")
-        self._kept = watched.kept(taped.options)
-        self.again = watched.again or self._patches.again
-        self._guards = Guards(self._reads, taped.named())
-        if reason:
-            return reason
-        if self._kept:
-            return say("foreign_state", name=self._kept)
-        option = self._guards.changed(taped.options)  # a cache, say, which a replay would not fill
-        return say("option_written", option=repr(option)) if option else ""
+        return out, self._tape
 
     def _noted_forward(self, copying: bool) -> Any:
         """The forward, with its blocks watched or copied."""
@@ -90,22 +73,37 @@ class Recorded:
             return taped.forward(self._noted)
 
     def take(self, number: int) -> Take:
-        """The take of this forward, without a program; ``reason``: why there cannot be one."""
-        taped, reason, watched = self._taped, self._reason, self._watched
-        take = Take(self._guards, taped.structure, number, reason=reason, among=self._book.among(taped.options))
-        take.in_blocks = bool(reason) and not self._changed and not self.moves
-        take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (self._kept or taped.calls_others)
-        if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into buffers of its own
+        """The take of this forward, without a program; ``reason``: why there cannot be one. Sets again and moves."""
+        taped, recorder, watched = self._taped, self._recorder, self._watched
+        changed, refusal = taped.changed(), recorder.refusal
+        kept = watched.kept(taped.options)
+        self.again = watched.again or self._patches.again
+        guards = Guards(self._reads, taped.named())
+        reason = refusal or self._why_not(changed, kept, guards)
+        self.moves = recorder.keeps or taped.content() != self._content
+        take = Take(guards, taped.structure, number, reason=reason, among=self._book.among(taped.options))
+        take.in_blocks = bool(reason) and not changed and not self.moves
+        take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
+        if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into other memory
             take.reason = low_vram(taped.module, self._device) or reason
         take.run = taped.run
         take.code, take.held, take.short = () if reason else watched.states, watched.held, self._short
         self._called(take)
         take.clock, take.copies = None if self._short else self._clock, self._copies.count
         take.left_out = self._copies.left_out
-        take.calls = self._calls.calls if self._calls is not None and self._has_tape else []
-        take.again = self.again or bool(self._changed and taped.skipping)
+        take.calls = self._calls.calls if self._calls is not None and self._tape is not None else []
+        take.again = self.again or bool(changed and taped.skipping)
         take.reason = take.reason or (say("patch_again") if self.again else "")
         return take
+
+    def _why_not(self, changed: str, kept: str, guards: Guards) -> str:
+        """Why a forward that could be recorded may not be replayed; "" if it may."""
+        if changed:
+            return say("changes_itself", change=changed)
+        if kept:
+            return say("foreign_state", name=kept)
+        option = guards.changed(self._taped.options)  # a cache, say, which a replay would not fill
+        return say("option_written", option=repr(option)) if option else ""
 
     def _called(self, take: Take) -> None:
         """What of other packs each replay of ``take`` calls."""

@@ -4,6 +4,7 @@ A take is one recording. It fits a call if the inputs have its shapes, the optio
 were, and the model's code has not changed since.
 """
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -42,7 +43,7 @@ class Tapes:
 
     def __init__(self) -> None:
         self._takes: OrderedDict[tuple[ShapeKey, bool], list[Take]] = OrderedDict()
-        self._count = 0
+        self._numbers = itertools.count(NEVER + 1)  # of takes
         self._blocks = Blocks()
         self._one_by_one: int | None = None  # a structure whose blocks are not alike, as it turned out
         self._structures: OrderedDict[int, None] = OrderedDict()  # the last few, the latest last
@@ -156,16 +157,15 @@ class Tapes:
         """
         recorded = Recorded(key, taped, inputs, self._blocks, self.patches, turned, short)
         out, tape = recorded.forward(copying=self._one_by_one != taped.structure)
+        take = recorded.take(next(self._numbers))
         with self._lock:
-            self._count += 1
-            take = recorded.take(self._count)
-            if self._is_kept(key, fuse, taped, take, recorded):
+            if self._may_keep(key, fuse, taped, take, recorded):
                 self.keep(key, fuse, take)
                 return out, take, None if take.reason else tape
         return out, take, None
 
-    def _is_kept(self, key: ShapeKey, fuse: bool, taped: Taped, take: Take, recorded: Recorded) -> bool:
-        """Whether ``find`` may find the take; otherwise the next call is recorded once more."""
+    def _may_keep(self, key: ShapeKey, fuse: bool, taped: Taped, take: Take, recorded: Recorded) -> bool:
+        """Whether ``find`` may find the take. Otherwise the next call is recorded once more, by what is noted here."""
         if recorded.again or (take.short and take.reason):
             return False
         if take.reason and take.copies:  # perhaps that is why
@@ -178,10 +178,8 @@ class Tapes:
 
     def like(self, whole: Take) -> Take:
         """A new take of what ``whole`` recorded. It is not found until it is kept."""
-        with self._lock:
-            self._count += 1
-            take = Take(whole.guards, whole.structure, self._count, called=whole.called, code=whole.code)
-            take.weights, take.live, take.holds, take.held = whole.weights, whole.live, whole.holds, whole.held
+        take = Take(whole.guards, whole.structure, next(self._numbers), called=whole.called, code=whole.code)
+        take.weights, take.live, take.holds, take.held = whole.weights, whole.live, whole.holds, whole.held
         return take
 
     def heir(self, key: ShapeKey, fuse: bool, taped: Taped, but: Sequence[Take] = ()) -> Take | None:
@@ -211,9 +209,8 @@ class Tapes:
     ) -> Take:  # fmt: skip
         if take.guards.is_over:
             self.drop(take)
-        self._count += 1
-        others = with_others(take.others, tensors)
-        new = replace(take, guards=guards, number=self._count, others=others, weights=None, used=False, over=False)
+        number, others = next(self._numbers), with_others(take.others, tensors)
+        new = replace(take, guards=guards, number=number, others=others, weights=None, used=False, over=False)
         new.heir = True
         self.keep(key, fuse, new)
         return new
