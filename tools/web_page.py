@@ -190,10 +190,15 @@ class WebPage:
 
     def add_node(self, name: str, x: int, y: int) -> int:
         """Adds a node by the search box, which a double click opens, and gives its id."""
-        before = self.ids()
-        self._open_search(x, y)
-        self.page.locator(f"{SEARCH} input").first.fill(name)
-        self.page.locator(f"{SEARCH} [role=option]", has_text=name).first.click()
+        before, field = self.ids(), self.page.locator(f"{SEARCH} input").first
+        found = self.page.locator(f"{SEARCH} [role=option]", has_text=name).first
+
+        def is_found(patience: float) -> None:
+            field.fill(name, timeout=patience)
+            found.wait_for(timeout=patience)
+
+        patiently(lambda: self._open_search(x, y), is_found)
+        found.click()
         self.page.wait_for_function("n => app.graph.nodes.length > n", arg=len(before))
         self.page.locator(SEARCH).wait_for(state="hidden")
         (added,) = self.ids() - before
@@ -210,14 +215,16 @@ class WebPage:
         )
 
     def _open_search(self, x: int, y: int) -> None:
-        """As a person does, again where the canvas took the first double click for something else."""
-        field = self.page.locator(f"{SEARCH} input").first
+        """As a person does, and once more where the canvas took the first double click for something else.
 
-        def click() -> None:
-            self.page.mouse.dblclick(*self._on_page(x, y))
-            self._clicked = time.monotonic()
-
-        patiently(click, lambda patience: field.wait_for(timeout=patience))
+        A box that a busy page opens late is closed first: else the next double click would close it under the text.
+        """
+        box = self.page.locator(SEARCH)
+        if box.is_visible():
+            self.page.keyboard.press("Escape")
+            box.wait_for(state="hidden")
+        self.page.mouse.dblclick(*self._on_page(x, y))
+        self._clicked = time.monotonic()
 
     def _put_down(self, node: int, x: int, y: int) -> None:
         """In a newer front end a node from the search box follows the cursor until a click."""
