@@ -5,7 +5,7 @@ with chromium() as browser:
     page.load_workflow(flow, places)          # flow in ComfyUI's API format
     model = page.add_node("Compile Model", 400, 100)
     page.connect(1, 0, model, 0)
-    page.press("Control+Enter")
+    page.run(server)
 """
 
 import json
@@ -15,15 +15,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from playwright.sync_api import (
-    Browser,
-    BrowserContext,
-    ConsoleMessage,
-    Locator,
-    Page,
-    TimeoutError,
-    expect,
-    sync_playwright,
-)
+    Browser, BrowserContext, ConsoleMessage, Locator, Page, TimeoutError, expect, sync_playwright,
+)  # fmt: skip
 
 from tools import browser as installed
 from tools.comfy_server import ComfyServer, Workflow
@@ -40,7 +33,6 @@ SETTINGS = {
     "Comfy.VueNodes.Enabled": False,
 }
 OURS = ":is(.anyshape-tab-button, [data-testid=anyshape-tab-button])"  # the panel's, of older front ends and newer
-TRIES = 5
 PATIENCE = (1, 2, 4, 8, 20)  # seconds for what the page may have missed: another try after each
 APART = 0.6  # seconds between two clicks that are no double click
 # Until then the front end may still open its own first workflow over another one.
