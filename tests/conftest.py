@@ -19,7 +19,7 @@ from tools.paths import OLDER_COMFYUI, ROOT, project_env
 
 if TYPE_CHECKING:
     from tools.comfy_server import ComfyServer
-    from tools.web_page import OpenedPages
+    from tools.opened_pages import OpenedPages
 
 # Before any test module is imported: caches stay in the project, and `import nodes` can only be ComfyUI's.
 os.environ.update(project_env())
@@ -333,7 +333,7 @@ def server() -> "Iterator[ComfyServer]":
 def opened_pages() -> "Iterator[OpenedPages]":
     """The pages that files share."""
     from tools import browser, comfy_server
-    from tools.web_page import OpenedPages
+    from tools.opened_pages import OpenedPages
 
     if not browser.find():
         pytest.skip(browser.MISSING)

@@ -18,8 +18,9 @@ from tools.paths import ROOT
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.page_session import PANEL, answering, open_help  # noqa: E402 - it imports playwright
-from tools.web_page import OURS, SCREENSHOTS, SEARCH, TRIES, OpenedPages, WebPage  # noqa: E402 - it imports playwright
+from tools.opened_pages import OpenedPages  # noqa: E402 - it imports playwright
+from tools.page_session import PANEL, answering, open_help  # noqa: E402
+from tools.web_page import OURS, SCREENSHOTS, SEARCH, WebPage  # noqa: E402
 
 MUTED, BYPASSED = 2, 4  # of a node's `mode`, in every front end
 
@@ -46,12 +47,6 @@ def english(opened_pages: OpenedPages, server: ComfyServer) -> WebPage:
 @pytest.fixture
 def page(english: WebPage) -> WebPage:
     """The same page with the workflow as it was."""
-    search = english.page.locator(SEARCH)
-    for _ in range(TRIES):
-        if not search.count():
-            break
-        english.page.keyboard.press("Escape")
-        english.page.wait_for_timeout(200)
     english.load_workflow(flow(), PLACES)
     return english
 
@@ -63,7 +58,7 @@ def finds(english: WebPage) -> Callable[[str, str], None]:
     def search(text: str, title: str) -> None:
         field = english.page.locator(f"{SEARCH} input").first
         if not field.count():
-            english._open_search(1000, 500)
+            english.search(text, title, 1000, 500)
         listed = english.page.locator(f"{SEARCH} [role=option]", has_text=title).first
         field.fill("¤¤¤¤")
         listed.wait_for(state="hidden")

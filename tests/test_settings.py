@@ -13,7 +13,8 @@ from tools.comfy_server import ComfyServer
 
 pytest.importorskip("playwright", reason="the Python package playwright is not installed: make setup")
 
-from tools.web_page import OURS, OpenedPages, WebPage  # noqa: E402 - it imports playwright
+from tools.opened_pages import OpenedPages  # noqa: E402 - it imports playwright
+from tools.web_page import OURS, WebPage  # noqa: E402
 
 PANEL = ".anyshape-panel"
 SPLITTER = "warning: WARNING: Invalid layout total size"  # of a newer front end, for each tab of the sidebar

@@ -11,12 +11,19 @@ with chromium() as browser:
 import json
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 from playwright.sync_api import (
-    Browser, BrowserContext, ConsoleMessage, Locator, Page, TimeoutError, expect, sync_playwright,
-)  # fmt: skip
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Locator,
+    Page,
+    TimeoutError,
+    expect,
+    sync_playwright,
+)
 
 from tools import browser as installed
 from tools.comfy_server import ComfyServer, Workflow
@@ -53,35 +60,6 @@ def chromium() -> Iterator[Browser]:
         launched = playwright.chromium.launch(executable_path=str(installed.find()), args=list(installed.FLAGS))
         yield launched
         launched.close()
-
-
-class OpenedPages:
-    """A browser, and a page in each language, for several files of tests: the front end loads for seconds.
-
-    While they are open no other event loop runs in this thread.
-    """
-
-    def __init__(self) -> None:
-        self._stack, self._browser = ExitStack(), None
-        self._pages: dict[str, WebPage] = {}
-
-    def browser(self) -> Browser:
-        """The browser, which starts when it is first asked for."""
-        if self._browser is None:
-            self._browser = self._stack.enter_context(chromium())
-        return self._browser
-
-    def page(self, server: ComfyServer, language: str = "en") -> "WebPage":
-        """The page that was in this language from the start, as a new one."""
-        if language not in self._pages:
-            self._pages[language] = WebPage(self.browser(), server, Comfy_Locale=language)
-        return self._pages[language].renew(Comfy_Locale=language)
-
-    def close(self) -> None:
-        """The end of the browser and its pages."""
-        self._pages.clear()
-        self._browser = None
-        self._stack.close()
 
 
 def _wanted(settings: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +142,7 @@ class WebPage:
         Then once more in the front end's own format, which gives it an id, as all but such a workflow have.
         """
         self.page.wait_for_function(OPENED)
+        self._close_search()
         self.page.evaluate(
             """async ([flow, places]) => {
                 await app.loadApiJson(flow, "test");
@@ -182,15 +161,8 @@ class WebPage:
 
     def add_node(self, name: str, x: int, y: int) -> int:
         """Adds a node by the search box, which a double click opens, and gives its id."""
-        before, field = self.ids(), self.page.locator(f"{SEARCH} input").first
-        found = self.page.locator(f"{SEARCH} [role=option]", has_text=name).first
-
-        def is_found(patience: float) -> None:
-            field.fill(name, timeout=patience)
-            found.wait_for(timeout=patience)
-
-        patiently(lambda: self._open_search(x, y), is_found)
-        found.click()
+        before = self.ids()
+        self.search(name, name, x, y).click()
         self.page.wait_for_function("n => app.graph.nodes.length > n", arg=len(before))
         self.page.locator(SEARCH).wait_for(state="hidden")
         (added,) = self.ids() - before
@@ -206,17 +178,33 @@ class WebPage:
             [kind, [x, y]],
         )
 
-    def _open_search(self, x: int, y: int) -> None:
-        """As a person does, and once more where the canvas took the first double click for something else.
+    def search(self, text: str, title: str, x: int, y: int) -> Locator:
+        """Types into the search box, which a double click on the canvas opens; gives the line with this title.
 
-        A box that a busy page opens late is closed first: else the next double click would close it under the text.
+        As a person does, and all of it once more where no such line comes: a busy page takes a double click for
+        something else, or opens the box so late that the next double click closes it again.
         """
+        field = self.page.locator(f"{SEARCH} input").first
+        found = self.page.locator(f"{SEARCH} [role=option]", has_text=title).first
+
+        def click() -> None:
+            self._close_search()
+            self.page.mouse.dblclick(*self._on_page(x, y))
+            self._clicked = time.monotonic()
+
+        def is_listed(patience: float) -> None:
+            field.fill(text, timeout=patience)
+            found.wait_for(timeout=patience)
+
+        patiently(click, is_listed)
+        return found
+
+    def _close_search(self) -> None:
+        """By the keyboard, where the search box is open."""
         box = self.page.locator(SEARCH)
-        if box.is_visible():
-            self.page.keyboard.press("Escape")
-            box.wait_for(state="hidden")
-        self.page.mouse.dblclick(*self._on_page(x, y))
-        self._clicked = time.monotonic()
+        if box.count():
+            press = lambda: self.page.keyboard.press("Escape")  # noqa: E731
+            patiently(press, lambda patience: box.wait_for(state="hidden", timeout=patience))
 
     def _put_down(self, node: int, x: int, y: int) -> None:
         """In a newer front end a node from the search box follows the cursor until a click."""
