@@ -80,9 +80,9 @@ class Recorded:
         self.again = watched.again or self._patches.again
         guards = Guards(self._reads, taped.named())
         reason = refusal or self._why_not(changed, kept, guards)
-        self.moves = recorder.keeps or taped.content() != self._content
+        self.moves = recorder.keeps or bool(changed) or taped.content() != self._content
         take = Take(guards, taped.structure, number, reason=reason, among=self._book.among(taped.options))
-        take.in_blocks = bool(reason) and not changed and not self.moves
+        take.in_blocks = bool(reason) and not self.moves
         take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
         if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into other memory
             take.reason = low_vram(taped.module, self._device) or reason
