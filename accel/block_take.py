@@ -91,7 +91,7 @@ def record_block(
 
     (out, _), tape = record(forward, recorder)
     recorder.guarded(patches.finish)
-    take = BlockTake(Guards(reads, visit.call.taped.named()), reason=recorder.refusal, writes=writes)
+    take = BlockTake(Guards(reads, visit.call.taped.named(patches.glance)), reason=recorder.refusal, writes=writes)
     take.played = recorder.played
     if patches.again:  # it has to be called in each forward, so it is no part of a block's program
         take.reason = take.reason or say("patch_again")

@@ -25,7 +25,8 @@ from .weights import low_vram
 class Recorded:
     """A call whose forward is recorded, once: ``forward``, then ``take``.
 
-    again: one more recording may go better. moves: the forward left something behind in the model.
+    again: one more recording may go better. moves: the forward left something behind in the model. changed: what of
+    the model is another than before.
     """
 
     def __init__(
@@ -33,7 +34,7 @@ class Recorded:
         turned: frozenset[Weight] = NONE, short: bool = False,
     ) -> None:  # fmt: skip
         """turned: see ``Recorder``. short: see ``BlockCopies``."""
-        self.again = self.moves = False
+        self.again, self.moves, self.changed = False, False, ""
         self._taped, self._blocks, self._book, self._short = taped, blocks, book, short
         self._device = key.device
         self._recorder = recorder = Recorder(list(inputs.values()), taped.module, key.device, turned)
@@ -73,16 +74,16 @@ class Recorded:
             return taped.forward(self._noted)
 
     def take(self, number: int) -> Take:
-        """The take of this forward, without a program; ``reason``: why there cannot be one. Sets again and moves."""
+        """The take of this forward, without a program; ``reason``: why there cannot be one. Sets again, moves and changed."""
         taped, recorder, watched = self._taped, self._recorder, self._watched
-        changed, refusal = taped.changed(), recorder.refusal
+        self.changed, refusal = taped.changed(), recorder.refusal
         kept = watched.kept(taped.options)
         self.again = watched.again or self._patches.again
-        guards = Guards(self._reads, taped.named())
-        reason = refusal or self._why_not(changed, kept, guards)
-        self.moves = recorder.keeps or bool(changed) or taped.content() != self._content
+        guards = Guards(self._reads, taped.named(self._patches.glance))
+        reason = refusal or self._why_not(kept, guards)
+        self.moves = recorder.keeps or taped.content() != self._content
         take = Take(guards, taped.structure, number, reason=reason, among=self._book.among(taped.options))
-        take.in_blocks = bool(reason) and not self.moves
+        take.in_blocks = bool(reason) and not self.changed and not self.moves
         take.twice = take.in_blocks and reason.startswith(HARMLESS) and not (kept or taped.calls_others)
         if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into other memory
             take.reason = low_vram(taped.module, self._device) or reason
@@ -92,14 +93,14 @@ class Recorded:
         take.clock, take.copies = None if self._short else self._clock, self._copies.count
         take.left_out = self._copies.left_out
         take.calls = self._calls.calls if self._calls is not None and self._tape is not None else []
-        take.again = self.again or bool(changed and taped.skipping)
+        take.again = self.again or bool(self.changed and taped.skipping)
         take.reason = take.reason or (say("patch_again") if self.again else "")
         return take
 
-    def _why_not(self, changed: str, kept: str, guards: Guards) -> str:
+    def _why_not(self, kept: str, guards: Guards) -> str:
         """Why a forward that could be recorded may not be replayed; "" if it may."""
-        if changed:
-            return say("changes_itself", change=changed)
+        if self.changed:
+            return say("changes_itself", change=self.changed)
         if kept:
             return say("foreign_state", name=kept)
         option = guards.changed(self._taped.options)  # a cache, say, which a replay would not fill

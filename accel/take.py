@@ -20,7 +20,7 @@ from .tape.patch_call import Done
 from .tape.program import Program
 from .tape.record import Recorder
 from .tape.refusals import Generators
-from .tape.state import Looks
+from .tape.state import Glance, Looks
 from .tape.this_forward import Forward
 from .tape.values import Weight
 
@@ -74,7 +74,7 @@ class Taped:
     # a number for what lies in functions and methods that other packs put in the place of ComfyUI's, where blocks may
     # call them; None if that cannot be known
     content: Callable[[], int | None] = int
-    named: Callable[[], frozenset[str] | None] = lambda: None  # see ``options.Reads.forget``
+    named: Callable[[Glance], frozenset[str] | None] = lambda glance: None  # see ``options.Reads.forget``
     run: int = 0  # the number of the sampling run
     once: bool = False  # that run makes one step
     looks: Looks = field(default_factory=Looks)  # at other packs' code in that run

@@ -50,6 +50,7 @@ class Tapes:
         self._gone: list[tuple[ShapeKey, int]] = []  # takes of earlier ones, until ``over``
         self._met: OrderedDict[ShapeKey, int] = OrderedDict()  # and in which run of one step it came first
         self._kept: dict[tuple[ShapeKey, bool], int] = {}  # runs in which a forward left something behind
+        self._has_changed = False  # whether a recorded forward has changed the model
         self.patches = PatchBook()
         self._lock = threading.RLock()
 
@@ -168,8 +169,11 @@ class Tapes:
         """Whether ``find`` may find the take. Otherwise the next call is recorded once more, by what is noted here."""
         if recorded.again or (take.short and take.reason):
             return False
+        if recorded.changed and not self._has_changed:  # perhaps its first forward makes what it has from now on
+            self._has_changed = take.again = True
         if take.reason and take.copies:  # perhaps that is why
-            self._one_by_one, take.again = taped.structure, taped.skipping is not None and not take.twice
+            self._one_by_one = taped.structure
+            take.again = take.again or (taped.skipping is not None and not take.twice)
             return False
         if recorded.moves and self._kept.get((key, fuse)) != taped.run:  # perhaps it has what it keeps from now on
             self._kept[key, fuse], take.again = taped.run, True

@@ -17,7 +17,8 @@ def test_pictures_are_comfyuis(number):
 
 def test_workflows_differ_in_everything():
     """Over some draws, and a draw is the same again."""
-    drawn = [list(random_workflows.workflows(random.Random(n), "unet")) for n in range(40)]
-    assert drawn[7] == list(random_workflows.workflows(random.Random(7), "unet"))
+    drawn = [list(random_workflows.workflows(random.Random(n), "unet", n % 2 > 0)) for n in range(40)]
+    assert drawn[7] == list(random_workflows.workflows(random.Random(7), "unet", True))
+    assert any(random_workflows.SKIP in flow.nodes for flow in drawn[7])
     usual, flows = random_workflows.Workflow(()), [flow for each in drawn for flow in each]
     assert all(any(getattr(flow, name) != value for flow in flows) for name, value in vars(usual).items())

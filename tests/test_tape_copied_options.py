@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tools.comfy_nodes import NODES
 from tools.driving import compiled, sample_tiny
 from tools.oracles import error, fallbacks
 
@@ -100,16 +101,64 @@ PATCHES = {
 }
 
 
-def test_a_function_that_names_nothing_of_it(patcher, recordings):
-    """Each run may have another note, and is not recorded again for it."""
+def twice(q, k, v, extra_options):
+    return q * 2, k, v
 
-    patcher.set_model_attn1_patch(twice)
+
+def holding(numbers):
+    def patch(q, k, v, extra_options):
+        return q * numbers["factor"], k, v
+
+    return patch
+
+
+class Twice:
+    factor = 2.0
+
+    def __call__(self, q, k, v, extra_options):
+        return q * self.factor, k, v
+
+
+class OwnLayer(Twice):
+    def __init__(self):
+        self.layer = nn.Identity()
+
+
+@pytest.mark.parametrize("patch", [twice, holding({"factor": 2.0}), Twice()], ids=["function", "closure", "object"])
+def test_a_patch_that_names_nothing_of_it(patcher, recordings, patch):
+    """Each run may have another note, and is not recorded again for it."""
+    patcher.set_model_attn1_patch(patch)
     assert_equal(patcher)
     assert len(recordings) == 1
 
 
-def twice(q, k, v, extra_options):
-    return q * 2, k, v
+def test_a_patch_that_holds_a_layer(patcher, recordings):
+    """What that reads nobody knows."""
+    patcher.set_model_attn1_patch(OwnLayer())
+    assert_equal(patcher)
+    assert len(recordings) == len(GAINS)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_replaced_attention(patcher, recordings, reads):
+    """As PAG puts it in place of a block's own."""
+    name, held = "packs_note", 1.5
+
+    def attention(q, k, v, extra_options, mask=None):
+        return v * (extra_options[name].gain if reads else held)
+
+    patcher.set_model_attn1_replace(attention, "middle", 0)
+    (assert_follows if reads else assert_equal)(patcher)
+    assert (len(recordings) == 1) is not reads
+
+
+def test_comfyuis_caches_beside_comfyuis_patches(patcher, recordings):
+    """EasyCache puts an object into the options that is another one in each run."""
+    patched = NODES["unet"]["EasyCache"][0](NODES["unet"]["FreeU_V2"][0](patcher))
+    fast, run = compiled(patched), {"steps": 3, "height": 16, "width": 16}
+    for seed in range(3):
+        assert torch.equal(sample_tiny(fast, NAME, seed=seed, **run), sample_tiny(patched, NAME, seed=seed, **run))
+    assert len(recordings) == 1
 
 
 @pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES.keys())

@@ -5,7 +5,8 @@
 A model stays loaded while a person changes the workflow from run to run: nodes that patch the model and their order
 around Compile Model, LoRAs, hooks on prompts, ControlNets, prompts for areas, for masks and for a part of the steps,
 prompts of other lengths, sizes, batches, samplers. Some runs are those of before, with the nodes' outputs from
-ComfyUI's cache; before some, everything is unloaded. On a CPU. The number of a draw makes it again.
+ComfyUI's cache; before some, everything is unloaded. Some draws have Skip Blocks as well, with and without Compile
+Model. On a CPU. The number of a draw makes it again.
 """
 
 import random
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from tools import random_patches
 from tools.random_patches import ROUNDING
+from tools.skip_driving import BLOCKS
 
 RUNS = 6
 SIZES = ((128, 128), (192, 128), (128, 192), (136, 120), (256, 64))
@@ -27,7 +29,8 @@ SAMPLERS = (
     "dpm_adaptive", "ddim", "sa_solver",
 )  # fmt: skip
 PROMPTS = ("one", "one", "longer", "area", "masked", "late", "three", "averaged", "joined", "zeroed")
-OURS = "ours"  # where Compile Model is among the nodes
+OURS, SKIP = "Compile Model", "Skip Blocks"
+SKIPPED = 1e-3  # as far as a picture may be off: what is forecast goes on from numbers that were rounded otherwise
 # Of any transformer, besides guidance. Of Flux and of UNets everything that ``tools.comfy_nodes`` has.
 OF_TRANSFORMERS = (
     "ModelSamplingSD3", "ModelSamplingAuraFlow", "ScaleROPE", "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple",
@@ -51,6 +54,8 @@ class Far(NamedTuple):
 @dataclass(frozen=True)
 class Workflow:
     """What one run is made of. nodes: of the model, among them ``OURS``, from the first to the last one.
+
+    Of ComfyUI's own runs ``OURS`` is left out, but not ``SKIP``.
 
     loras: (seed, strength) before all nodes. hook: the strength of a LoRA on the positive prompt, and whether it
     changes in mid-run. control: (strength, start, end, whether it is compiled). fresh: all nodes run again.
@@ -87,13 +92,14 @@ def nodes_of(kind: str) -> dict[str, Callable[[Any], Any]]:
     return GUIDANCE | {name: NODES["flux"][name][0] for name in OF_TRANSFORMERS}
 
 
-def workflows(draw: random.Random, kind: str) -> Iterator[Workflow]:
-    """Each from the one before, by one to three changes, or an earlier one again."""
-    names, past = list(nodes_of(kind)), [Workflow((OURS,))]
+def workflows(draw: random.Random, kind: str, skips: bool = False) -> Iterator[Workflow]:
+    """Each from the one before, by one to three changes, or an earlier one again. skips: with ``SKIP``, mostly."""
+    names, past = list(nodes_of(kind)), [Workflow((OURS, SKIP), steps=9) if skips else Workflow((OURS,))]
 
     def chain() -> tuple[str, ...]:
         chosen = draw.sample(names, draw.choice((0, 1, 1, 2, 3)))
-        chosen.insert(draw.randint(0, len(chosen)), OURS)
+        for each in (OURS, *([SKIP] if skips and draw.random() < 0.8 else [])):
+            chosen.insert(draw.randint(0, len(chosen)), each)
         return tuple(chosen)
 
     changes: dict[str, Callable[[], Any]] = {
@@ -109,7 +115,7 @@ def workflows(draw: random.Random, kind: str) -> Iterator[Workflow]:
         "batch": lambda: draw.choice((1, 1, 2, 3)),
         "tokens": lambda: draw.choice((24, 77, 154) if kind == "unet" else (24, 24, 40, 7)),
         "sampler": lambda: draw.choice(SAMPLERS),
-        "steps": lambda: draw.choice((2, 3, 4, 5)),
+        "steps": lambda: draw.choice((9, 12) if skips else (2, 3, 4, 5)),
         "cfg": lambda: draw.choice((1.0, 3.0, 3.0)),
         "mode": lambda: draw.choice(("auto", "auto", "exact", "off")),
         "masked": lambda: draw.random() < 0.3,
@@ -127,16 +133,19 @@ def workflows(draw: random.Random, kind: str) -> Iterator[Workflow]:
 
 
 class World:
-    """A model, and the nodes' outputs that ComfyUI would keep. fast: with our nodes."""
+    """A model, and the nodes' outputs that ComfyUI would keep. fast: with Compile Model and Compile ControlNet."""
 
-    def __init__(self, kind: str, fast: bool) -> None:
+    def __init__(self, kind: str, fast: bool, dtype: torch.dtype, blocks: int) -> None:
         from bench import models
         from tools import driving
         from tools.architectures import patchers
 
         self._kind, self._fast, self._models = kind, fast, models
         self._made: dict[Any, Any] = {}
-        self._model = models.unet("sd15", torch.float32, **driving.DEEP_UNET) if kind == "unet" else patchers.make(kind)
+        self._model = (
+            models.unet("sd15", dtype, **driving.DEEP_UNET) if kind == "unet"
+            else patchers.make(kind, dtype, blocks=blocks)
+        )  # fmt: skip
         self._control = models.controlnet_for(self._model) if kind == "unet" else None
 
     def picture(self, flow: Workflow, seed: int) -> Tensor:
@@ -163,7 +172,7 @@ class World:
             )  # fmt: skip
 
     def _patched(self, flow: Workflow) -> Any:
-        from tools.driving import compiled
+        from tools.driving import compiled, skipping
 
         known = nodes_of(self._kind)
         model, done = self._model, ()
@@ -174,6 +183,8 @@ class World:
                 continue
             if step == OURS:
                 model = compiled(model, mode=flow.mode) if self._fast else model
+            elif step == SKIP:
+                model = skipping(model, interval=3, depth="1")
             elif isinstance(step, str):
                 model = known[step](model)
             else:
@@ -252,9 +263,10 @@ def compared(number: int) -> Iterator[Far]:
     from tools.recording import plan_kernels
 
     draw = random.Random(f"workflows {number}")
-    kind = draw.choice(MODELS)
-    fused, flows = draw.random() < 0.7, list(workflows(draw, kind))
-    eager = World(kind, fast=False)
+    kind, skips, fused = draw.choice(MODELS), draw.random() < 0.3, draw.random() < 0.7
+    dtype = torch.float32 if skips else draw.choice((torch.float32, torch.float32, torch.bfloat16))
+    flows, what = list(workflows(draw, kind, skips)), {"dtype": dtype, "blocks": BLOCKS if skips else 0}
+    eager = World(kind, fast=False, **what)
     usable = []
     for run, flow in enumerate(flows):
         try:
@@ -266,15 +278,15 @@ def compared(number: int) -> Iterator[Far]:
     with pytest.MonkeyPatch.context() as patch:
         if fused:
             plan_kernels(patch)
-        ours, past = World(kind, fast=True), []
+        ours, past = World(kind, fast=True, **what), []
         for run, flow, wanted in usable:
             past.append(f"[{flow}]")
             try:
                 far = error(ours.picture(flow, run), wanted)
             except Exception as fault:
                 raise RuntimeError(f"workflows {number}, {kind}: {' '.join(past)}") from fault
-            if far > ROUNDING:
-                yield Far(number, kind, run, far, " ".join(past))
+            if far > (SKIPPED if SKIP in flow.nodes else ROUNDING):
+                yield Far(number, f"{kind} {dtype}", run, far, " ".join(past))
 
 
 if __name__ == "__main__":

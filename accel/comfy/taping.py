@@ -24,6 +24,7 @@ from ..skip.features import RUN_KEY
 from ..take import Skipping, Taped, named_features
 from ..tape.options import PLAIN
 from ..tape.patch_call import OVERRIDE
+from ..tape.state import Glance
 from ..times import Begun, begin
 from . import dynamic, recorded_attention
 from .sampling_state import SamplingState
@@ -217,16 +218,10 @@ def call_of(
     )
 
 
-def _named(run: SamplingState, options: Mapping[Any, Any]) -> frozenset[str] | None:
-    """What all code names that may run in this call; None if that is not known: a patch may hold anything."""
-    patches = [each for found in options.get(PATCHED, {}).values() for each in found]
-    functions = [each for patch in patches for each in (patch if isinstance(patch, tuple) else (patch,))]
-    functions = [each for each in functions if not isinstance(each, type)]
-    if options.get(REPLACED) or recorded_attention.is_anothers(options.get(OVERRIDE)):
-        return None
-    if not all(type(each) is FunctionType and not each.__closure__ and not each.__defaults__ for each in functions):
-        return None
-    return run.named(functions)
+def _named(run: SamplingState, options: Mapping[Any, Any], patches: Glance) -> frozenset[str] | None:
+    """What all code names that may run in this call; None if that is not known. patches: those on the tape."""
+    is_known = not (patches.hides or recorded_attention.is_anothers(options.get(OVERRIDE)))
+    return run.named(patches.functions) if is_known else None
 
 
 def _makes_one_step(options: Mapping[Any, Any]) -> bool:

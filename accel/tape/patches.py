@@ -114,7 +114,7 @@ class Patches:
         self._reads: Reads = options._reads
         self._states: dict[tuple, tuple[Any, Any]] = {}  # of those that are written down: (patch, state before)
         self._parts: set[int] | None = None
-        self._glance = Glance(recorder.module)  # at what patches were before they were called
+        self.glance = Glance(recorder.module)  # at what patches were before they were called
         self._decisions = Decisions(
             lambda: recorder.refuse(say("read_back")), recorder.not_listening,
             lambda new, tensor: recorder.mark(new, recorder.value(tensor)),
@@ -143,7 +143,7 @@ class Patches:
                 recorder.refuse(say("patch_form", patch=shown(patch)))
                 return patch(*args, **kwargs)
             if not self._book.is_live(who) and place not in self._states:
-                state, tensors = self._glance.look(patch), self._glance.seen.new_tensors()
+                state, tensors = self.glance.look(patch), self.glance.seen.new_tensors()
                 if state is None or any(map(recorder.has_a_name, tensors)):
                     self._book.live(who)
                 else:

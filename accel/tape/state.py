@@ -129,6 +129,7 @@ class Glance:
         self.seen = seen or Unchanged()
         self.left = MOST_IN_ALL
         self.parts: dict[int, tuple[nn.Module, Part]] = {}  # modules that are not the model's
+        self.functions, self.hides = [], False  # packs' and ComfyUI's own; whether there was other code than those
         self._module = module
 
     @functools.cached_property
@@ -229,6 +230,7 @@ class _Look:
         if is_library(kind.__module__) and not kind.__module__.startswith("comfy"):
             if type(kind) is type and not callable(value):  # a generator, a lock, a file: what it holds is hidden
                 raise _Unknown
+            self._glance.hides |= callable(value)
             return "same", Same(value)  # torch's own operations
         return kind.__qualname__, Role(value), self._class(kind), tuple(self._attributes(value))
 
@@ -253,9 +255,11 @@ class _Look:
         return ("options",) if HELD and is_held(owner, name) else self.of(value)
 
     def _function(self, function: types.FunctionType, root: bool) -> State:
-        closed = function.__closure__ or ()
+        closed, of = function.__closure__ or (), function.__module__ or ""
         self._seen.function(function)
-        if not root and not closed and is_library(function.__module__ or ""):
+        if not is_library(of) or of.startswith("comfy"):
+            self._glance.functions.append(function)
+        if not root and not closed and is_library(of):
             return "same", Same(function)
         names, cells = names_of(function.__code__), []
         self._names |= names
@@ -303,6 +307,7 @@ class _Look:
         for base in kind.__mro__:
             if base is object or is_library(base.__module__):
                 found.append(Same(base))
+                self._glance.hides |= base.__module__.startswith("comfy")
                 continue
             if id(base) in self._places and base is not kind:
                 continue
@@ -320,7 +325,7 @@ class _Look:
             self._seen.mapping(part.__dict__)
             own = [(n, value) for n, value in part.__dict__.items() if n not in NO_SETTINGS and not callable(value)]
             return "part", Same(part), tuple([(name, self.of(value)) for name, value in own])
-        parts = self._glance.parts
+        parts, self._glance.hides = self._glance.parts, True
         if id(part) not in parts:  # a walk for itself, so that every look that comes here may have it
             parts[id(part)] = part, Part(())  # for what leads back to it
             try:
