@@ -74,7 +74,10 @@ class Recorded:
             return taped.forward(self._noted)
 
     def take(self, number: int) -> Take:
-        """The take of this forward, without a program; ``reason``: why there cannot be one. Sets again, moves and changed."""
+        """The take of this forward, without a program; ``reason``: why there cannot be one.
+
+        Sets again, moves and changed.
+        """
         taped, recorder, watched = self._taped, self._recorder, self._watched
         self.changed, refusal = taped.changed(), recorder.refusal
         kept = watched.kept(taped.options)

@@ -53,9 +53,9 @@ class Far(NamedTuple):
 
 @dataclass(frozen=True)
 class Workflow:
-    """What one run is made of. nodes: of the model, among them ``OURS``, from the first to the last one.
+    """What one run is made of. nodes: of the model, from the first to the last one.
 
-    Of ComfyUI's own runs ``OURS`` is left out, but not ``SKIP``.
+    Where ComfyUI is to run by itself, ``OURS`` among them does nothing; ``SKIP`` does.
 
     loras: (seed, strength) before all nodes. hook: the strength of a LoRA on the positive prompt, and whether it
     changes in mid-run. control: (strength, start, end, whether it is compiled). fresh: all nodes run again.
