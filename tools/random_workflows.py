@@ -26,7 +26,7 @@ RUNS = 6
 SIZES = ((128, 128), (192, 128), (128, 192), (136, 120), (256, 64))
 SAMPLERS = (
     "euler", "euler", "euler_ancestral", "heun", "dpmpp_2m", "dpmpp_sde", "uni_pc", "lcm", "res_multistep", "er_sde",
-    "dpm_adaptive", "ddim", "sa_solver",
+    "dpm_fast", "ddim", "sa_solver",
 )  # fmt: skip
 PROMPTS = ("one", "one", "longer", "area", "masked", "late", "three", "averaged", "joined", "zeroed")
 OURS, SKIP = "Compile Model", "Skip Blocks"
