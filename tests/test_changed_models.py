@@ -25,12 +25,12 @@ def louder(monkeypatch, kind, name="forward", factor=1.5):
 
 
 def test_what_a_model_makes_of_itself_at_its_first_forward(models):
-    """Anima notes its time steps in a dict that was not there: the next call is recorded, and no fallback is told."""
+    """Cosmos-Predict2 puts a dict into itself: the next call is recorded, and no fallback is told."""
     from tools.architectures import patchers
 
-    fast, run = compiled(patchers.make("Anima")), {"width": 64, "height": 64, "steps": 3, "tokens": 12}
-    wanted = models.sample(patchers.make("Anima"), **run)
-    assert torch.equal(models.sample(fast, **run), wanted)
+    name, run = "CosmosT2IPredict2", {"width": 64, "height": 64, "steps": 3, "tokens": 12}
+    wanted = models.sample(patchers.make(name), **run)
+    assert torch.equal(models.sample(compiled(patchers.make(name)), **run), wanted)
     (shape,) = shapes()
     assert fallbacks() == [] and shape["state"] in FUSED
 
