@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import comfy.hooks
 import comfy.model_management as mm
 import comfy.sample
 import comfy.sd
@@ -23,8 +22,8 @@ from torch import Tensor
 import nodes
 from bench import models, zoo
 from bench.product import Settings, SkipSettings, compile_controlnet, compile_model, skip_blocks
-from bench.soak_prompts import ADAPTER, CONDS, LORAS, Hook, Prompt, Scope
-from tools import driving, dynamic_vram, patching
+from bench.soak_prompts import ADAPTER, CONDS, LORAS, Prompt, Scope
+from tools import driving, dynamic_vram, loras, patching
 from tools.adapters import Adapter, attending, widths
 
 KEY = "soak"
@@ -152,22 +151,14 @@ class Parts:
     def _prompts(self, prompt: Prompt, fast: bool) -> tuple[list, list]:
         positive, negative = self._positive(prompt), self._cond(prompt, 1)
         if prompt.hook is not None:
-            positive = comfy.hooks.set_hooks_for_conditioning(positive, self._hooks(prompt.hook))
+            hook = prompt.hook
+            positive = loras.hooked(positive, self.loras[hook.lora], hook.strength, hook.changes)
         if prompt.control is None:
             return positive, negative
         strength, start, end, compiled = prompt.control
         control = compile_control(self.control) if fast and compiled else self.control
         hint = torch.rand(1, prompt.height, prompt.width, 3, generator=torch.Generator().manual_seed(prompt.seed))
         return nodes.ControlNetApplyAdvanced().apply_controlnet(positive, negative, control, hint, strength, start, end)
-
-    def _hooks(self, hook: Hook) -> comfy.hooks.HookGroup:
-        group = comfy.hooks.create_hook_lora(self.loras[hook.lora], hook.strength, 0.0)
-        if hook.changes:
-            frames = comfy.hooks.HookKeyframeGroup()
-            for strength, start in ((1.0, 0.0), (0.3, 0.5)):
-                frames.add(comfy.hooks.HookKeyframe(strength=strength, start_percent=start))
-            group.set_keyframes_on_hooks(frames)
-        return group
 
     def _positive(self, prompt: Prompt) -> list:
         first, second = self._cond(prompt, 2), self._cond(prompt, 3)

@@ -119,9 +119,9 @@ class Twice:
         return q * self.factor, k, v
 
 
-class OwnLayer(Twice):
-    def __init__(self):
-        self.layer = nn.Identity()
+class Holding(Twice):
+    def __init__(self, held):
+        self.held = held
 
 
 @pytest.mark.parametrize("patch", [twice, holding({"factor": 2.0}), Twice()], ids=["function", "closure", "object"])
@@ -132,9 +132,11 @@ def test_a_patch_that_names_nothing_of_it(patcher, recordings, patch):
     assert len(recordings) == 1
 
 
-def test_a_patch_that_holds_a_layer(patcher, recordings):
+@pytest.mark.parametrize("what", ["a layer", "an object of ComfyUI's", "an operation of torch's"])
+def test_a_patch_that_holds_other_code(patcher, recordings, what):
     """What that reads nobody knows."""
-    patcher.set_model_attn1_patch(OwnLayer())
+    held = {"a layer": nn.Identity(), "an operation of torch's": torch.ops.aten.mul.Tensor}
+    patcher.set_model_attn1_patch(Holding(held.get(what, patcher.model.latent_format)))
     assert_equal(patcher)
     assert len(recordings) == len(GAINS)
 

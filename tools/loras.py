@@ -133,3 +133,16 @@ def stacked(patcher: Patcher, stack: Iterable[tuple[State, float]]) -> Patcher:
     for state, strength in stack:
         patcher = with_lora(patcher, state, strength)
     return patcher
+
+
+def hooked(prompt: list, state: State, strength: float, changes: bool = False) -> list:
+    """A CONDITIONING with these tensors as a LoRA hook. changes: to a third of its strength at half of the steps."""
+    import comfy.hooks
+
+    group = comfy.hooks.create_hook_lora(state, strength, 0.0)
+    if changes:
+        frames = comfy.hooks.HookKeyframeGroup()
+        for share, start in ((1.0, 0.0), (0.3, 0.5)):
+            frames.add(comfy.hooks.HookKeyframe(strength=share, start_percent=start))
+        group.set_keyframes_on_hooks(frames)
+    return comfy.hooks.set_hooks_for_conditioning(prompt, group)

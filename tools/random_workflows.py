@@ -206,6 +206,7 @@ class World:
 
     def _positive(self, flow: Workflow, seed: int) -> list:
         import nodes
+        from tools.loras import hooked
 
         first = self._models.conditioning(self._model, flow.tokens, seed + 2)
         second = self._models.conditioning(self._model, flow.tokens, seed + 3)
@@ -228,18 +229,7 @@ class World:
             first = nodes.ConditioningConcat().concat(first, longer)[0]
         elif flow.prompt == "zeroed":
             first = nodes.ConditioningZeroOut().zero_out(first)[0]
-        return first if flow.hook is None else self._hooked(first, *flow.hook)
-
-    def _hooked(self, prompt: list, strength: float, changes: bool) -> list:
-        import comfy.hooks
-
-        group = comfy.hooks.create_hook_lora(self._lora(7), strength, 0.0)
-        if changes:
-            frames = comfy.hooks.HookKeyframeGroup()
-            for share, start in ((1.0, 0.0), (0.3, 0.5)):
-                frames.add(comfy.hooks.HookKeyframe(strength=share, start_percent=start))
-            group.set_keyframes_on_hooks(frames)
-        return comfy.hooks.set_hooks_for_conditioning(prompt, group)
+        return first if flow.hook is None else hooked(first, self._lora(7), *flow.hook)
 
     def _controlled(self, flow: Workflow, positive: list, negative: list) -> tuple[list, list]:
         import nodes

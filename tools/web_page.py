@@ -181,7 +181,7 @@ class WebPage:
     def search(self, text: str, title: str, x: int, y: int) -> Locator:
         """Types into the search box, which a double click on the canvas opens; gives the line with this title.
 
-        As a person does, and all of it once more where no such line comes: a busy page takes a double click for
+        As a person does, and all of it again where no such line comes: a busy page takes a double click for
         something else, or opens the box so late that the next double click closes it again.
         """
         field = self.page.locator(f"{SEARCH} input").first
@@ -203,8 +203,9 @@ class WebPage:
         """By the keyboard, where the search box is open."""
         box = self.page.locator(SEARCH)
         if box.count():
-            press = lambda: self.page.keyboard.press("Escape")  # noqa: E731
-            patiently(press, lambda patience: box.wait_for(state="hidden", timeout=patience))
+            patiently(
+                lambda: self.page.keyboard.press("Escape"), lambda left: box.wait_for(state="hidden", timeout=left)
+            )
 
     def _put_down(self, node: int, x: int, y: int) -> None:
         """In a newer front end a node from the search box follows the cursor until a click."""
