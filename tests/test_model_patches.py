@@ -48,7 +48,7 @@ def test_from_graphs(models, name):
 def check(models, name, close, state, times=1, **where):
     """Two sizes, and the first one again. close: how far from eager's pictures. times: how often the node is there."""
     from tools.architectures import patchers
-    from tools.model_patches import EAGER, NODES
+    from tools.model_patches import NODES
 
     kind, apply, run = NODES[name]
     patcher = patchers.make(kind, **where)
@@ -63,12 +63,7 @@ def check(models, name, close, state, times=1, **where):
         wanted, out, without = (parts(models.sample(each, **at)) for each in (plain, fast, patcher))
         assert max(map(error, out, wanted)) <= close, fallbacks()
         assert max(map(error, wanted, without)) > CHANGED
-    states = {shape["state"] for shape in shapes()}
-    if name in EAGER:
-        assert states <= {"eager", "tape"}  # on a GPU its blocks may be fast
-        assert fallbacks() and all("AnimaLLLitePatch" in fallback["reason"] for fallback in fallbacks())
-    else:
-        assert states == {state} and not fallbacks()
+    assert {shape["state"] for shape in shapes()} == {state} and not fallbacks()
 
 
 def parts(out):

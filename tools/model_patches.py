@@ -122,4 +122,3 @@ NODES = {  # by name: (the kind of model in tools.architectures, the node, its s
     "LTXVModalityGuidance": ("LTXAV", node("nodes_lt", "LTXVModalityGuidance", 3.0), VIDEO),
     "CFGOverride": ("Flux", node("nodes_custom_sampler", "CFGOverride", 3.0, 0.0, 0.5), {"cfg": 2.0}),
 }
-EAGER = {"AnimaLLLiteApply", "AnimaLLLiteApply, a range"}  # they write into the options

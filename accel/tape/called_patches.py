@@ -74,7 +74,7 @@ class LiveCall:
             return [tensor.clone() for tensor in self.recorded]
         done = perform(at(this.options, self.place), args, kwargs, this.options)
         this.log.append((self.place, done.apart() if this.keeps else None))
-        if done.form != self.form or done.wrote is not None or done.written & self.shared != self.written:
+        if done.form != self.form or not done.fits or done.written & self.shared != self.written:
             raise FormChanged(self.who, self.place, done)
         return done.tensors
 

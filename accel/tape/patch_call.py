@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .guards import at
 from .identity import EQUAL, ids_in
 from .layout import spread_out
-from .options import COPIED_ALONG, NotedOptions
+from .options import COPIED_ALONG, MISSING, NotedOptions
 from .refusals import Generators
 from .swaps import swapped
 from .this_forward import level_of
+from .values import wrapped
 
 KINDS = ("patches", "patches_replace")  # of the options: where other packs' patches are
 OVERRIDE = "optimized_attention_override"
@@ -42,10 +44,54 @@ class Part:
     part: "weakref.ref[nn.Module]"
 
 
+class Owner(NamedTuple):
+    """In the place of a patch that is a key of a dict: under it code keeps what is that patch's.
+
+    place: of the patch in the options.
+    """
+
+    place: tuple
+
+    @staticmethod
+    def of(patch: Any) -> Any:
+        """The object that a patch is a method of, or itself."""
+        return getattr(patch, "__self__", patch)
+
+
+class Owners:
+    """The patches among a forward's options, where they are keys of dicts."""
+
+    def __init__(self, raw: Mapping[Any, Any]) -> None:
+        self._raw = raw
+        self._places: dict[int, Owner] | None = None
+
+    def key(self, name: Any) -> Any:
+        """``name``, a key, or its ``Owner``. Raises ``NotKnown`` for other objects."""
+        if isinstance(name, (*EQUAL, tuple)):
+            return name
+        if self._places is None:
+            self._places = {}
+            for kind in KINDS:
+                wrapped(self._raw.get(kind), self._add, (kind,))
+        if id(name) not in self._places:
+            raise NotKnown(type(name).__name__)
+        return self._places[id(name)]
+
+    def form(self, name: Any) -> Any:
+        """As ``key``; other objects as they are."""
+        try:
+            return self.key(name)
+        except NotKnown:
+            return name
+
+    def _add(self, place: tuple, patch: Any) -> None:
+        self._places.setdefault(id(Owner.of(patch)), Owner(place))
+
+
 OPTIONS = object()  # the key of ``Options`` in a dict of what the model itself had written into them
 
 
-def template(item: Any, raw: Mapping[Any, Any], parts: Callable[[nn.Module], bool]) -> Any:
+def template(item: Any, raw: Mapping[Any, Any], parts: Callable[[nn.Module], bool], owners: Owners) -> Any:
     """``item``, an argument of a patch, in a form that holds nothing but tensors and plain values.
 
     raw: the caller's options. parts: whether a module is the model's. Raises ``NotKnown``.
@@ -55,12 +101,12 @@ def template(item: Any, raw: Mapping[Any, Any], parts: Callable[[nn.Module], boo
     if is_options(item, raw):
         theirs = [n for n in dict.keys(item) if n in raw and (n in RAW or dict.get(item, n) is raw[n])]
         own = {name: value for name, value in dict.items(item) if name not in theirs and name not in RAW}
-        own = {name: template(value, {}, parts) for name, value in own.items()}
+        own = {name: template(value, {}, parts, owners) for name, value in own.items()}
         return {OPTIONS: Options(tuple(theirs))} | own
     if type(item) in (list, tuple):
-        return type(item)([template(each, raw, parts) for each in item])
-    if type(item) is dict and all(isinstance(name, (*EQUAL, tuple)) for name in item):
-        return {name: template(each, raw, parts) for name, each in item.items()}
+        return type(item)([template(each, raw, parts, owners) for each in item])
+    if type(item) is dict:
+        return {owners.key(name): template(each, raw, parts, owners) for name, each in item.items()}
     if isinstance(item, nn.Module) and parts(item):
         return Part(weakref.ref(item))
     raise NotKnown(type(item).__name__)
@@ -81,10 +127,23 @@ def options_in(item: Any, raw: Mapping[Any, Any]) -> Iterator[dict[Any, Any]]:
 
 
 def give_back(given: tuple, raw: Mapping[Any, Any], wrote: Sequence[dict[Any, Any] | None]) -> None:
-    """Has the options among a patch's arguments say what the patch wrote into those that it was given."""
+    """Has the options among a patch's arguments say what the patch wrote into those that it was given.
+
+    A dict or a list that lies there stays the same one: other options may have it, too.
+    """
     for theirs, new in zip(options_in(given, raw), wrote, strict=False):
         for name, value in (new or {}).items():
-            if name not in RAW and dict.get(theirs, name) is not value:
+            there = dict.get(theirs, name, MISSING)
+            if name in RAW or there is value:
+                continue
+            if value is MISSING:
+                theirs.pop(name, None)
+            elif type(there) is type(value) is dict:
+                there.clear()
+                there.update(value)
+            elif type(there) is type(value) is list:
+                there[:] = value
+            else:
                 theirs[name] = value
 
 
@@ -109,9 +168,10 @@ class Echo(NamedTuple):
 
 @dataclass
 class Done:
-    """A call of a patch. tensors: each once, of the copies that it was given and of what it gave.
+    """A call of a patch. tensors: each once, of the copies that it was given, of what it gave, and of what it wrote.
 
-    written: the numbers of the copies that it wrote into.
+    written: the numbers of the copies that it wrote into. wrote: by each of the options that it was given, in order,
+    what it changed there. fits: whether a tape may have that.
     """
 
     out: Any
@@ -120,7 +180,8 @@ class Done:
     echoes: list[Echo]
     tensors: list[Tensor]
     form: Any
-    wrote: list[dict[Any, Any] | None] | None  # the options that it was given, in order, where it changed them
+    wrote: list[dict[Any, Any] | None] | None
+    fits: bool = True
     drawn: Generators | None = None  # after it, where a forward in eager is to go on with them
 
     def apart(self) -> "Done":
@@ -128,7 +189,8 @@ class Done:
         swap = {id(tensor): tensor.clone() for tensor in self.tensors}
         echoes = [echo._replace(tensor=swap[id(echo.tensor)]) for echo in self.echoes]
         copies = [swap[id(copy)] for copy in self.copies]
-        return replace(self, out=swapped(self.out, swap), copies=copies, echoes=echoes, tensors=list(swap.values()))
+        out, wrote = swapped(self.out, swap), swapped(self.wrote, swap)
+        return replace(self, out=out, wrote=wrote, copies=copies, echoes=echoes, tensors=list(swap.values()))
 
     def give_to(self, originals: Sequence[Tensor]) -> list[int]:
         """Writes what the patch wrote into its copies into their originals, and returns the numbers of those.
@@ -143,13 +205,17 @@ class Done:
 
 
 class _Filling:
-    """A patch's arguments from their templates. given: the options that it gets, of which ``looks`` tell a change."""
+    """A patch's arguments from their templates. given: the options that it gets, of which ``looks`` tell a change.
+
+    own: what the forward itself had written into each of these.
+    """
 
     def __init__(self, raw: Mapping[Any, Any]) -> None:
+        self._raw, self.own = raw, []
         self._theirs = {name: level_of(item) if type(item) is Tensor else item for name, item in raw.items()}
         self.copies: dict[int, Tensor] = {}
         self.given: list[dict[Any, Any]] = []
-        self.looks: list[Callable[[], Any]] = []
+        self.looks: list[Callable[[], dict[Any, Any]]] = []
 
     def filled(self, item: Any) -> Any:
         """``item`` with copies of tensors, and with the caller's options where the template says so."""
@@ -163,16 +229,20 @@ class _Filling:
         if type(item) in (list, tuple):
             return type(item)([self.filled(each) for each in item])
         if type(item) is dict:
-            return {name: self.filled(each) for name, each in item.items()}
+            return {self._key(name): self.filled(each) for name, each in item.items()}
         return item.part() if isinstance(item, Part) else item
+
+    def _key(self, name: Any) -> Any:
+        return Owner.of(at(self._raw, name.place)) if isinstance(name, Owner) else name
 
     def _options(self, item: dict[Any, Any]) -> dict[Any, Any]:
         theirs, own = self._theirs, {name: each for name, each in item.items() if name is not OPTIONS}
         options = {name: theirs[name] for name in item[OPTIONS].names if name in theirs}
         options |= {name: theirs[name] for name in COPIED_ALONG if name in theirs and name not in options}
         options |= {name: self.filled(value) for name, value in own.items()}
-        self.looks.append(lambda: (list(map(id, options.values())), [ids_in(options.get(name)) for name in own]))
+        self.looks.append(lambda: {key: ids_in(each) if key in own else id(each) for key, each in options.items()})
         self.given.append(options)
+        self.own.append(own.keys())
         return options
 
 
@@ -184,14 +254,14 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     versions, before = [copy._version for copy in mine], [look() for look in looks]
     out = patch(*args, **kwargs)
     written = frozenset(n for n, copy in enumerate(mine) if copy._version != versions[n])
-    wrote = [options if look() != was else None for options, look, was in zip(given, looks, before, strict=True)]
-    skipped = set(map(id, given))
+    wrote = [_changed(options, was, look()) for options, look, was in zip(given, looks, before, strict=True)]
+    skipped, owners = set(map(id, given)), Owners(raw)
     tensors: dict[int, Tensor] = {id(tensor): tensor for tensor in mine}
     copied = {id(tensor): number for number, tensor in enumerate(mine)}
     echoes: list[Echo] = []
     memory = {tensor.untyped_storage().data_ptr() for tensor in mine}
     swap: dict[int, Any] = {}
-    for tensor in tensors_of_call(out, skipped):
+    for tensor in tensors_of_call((out, wrote), skipped):
         if id(tensor) in swap or (id(tensor) in tensors and id(tensor) not in copied):
             continue
         address, new = tensor.untyped_storage().data_ptr(), spread_out(tensor)
@@ -203,11 +273,28 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
         else:
             memory.add(address)
             tensors[id(tensor)] = tensor
-    out = swapped(out, swap | {id(options): options for options in given}) if swap else out
+    if swap:
+        out, wrote = swapped((out, wrote), swap | {id(options): options for options in given})
     numbers = {key: number for number, key in enumerate(tensors)}
     found = list(tensors.values())
-    form = _form(out, numbers, skipped), tuple([(tuple(t.shape), t.dtype, t.device) for t in found])
-    return Done(out, mine, written, echoes, found, form, wrote if any(each is not None for each in wrote) else None)
+    form = _form((out, wrote), numbers, skipped, owners), tuple([(tuple(t.shape), t.dtype, t.device) for t in found])
+    fits = all(_may_write(new, own, owners) for new, own in zip(wrote, filling.own, strict=True))
+    return Done(out, mine, written, echoes, found, form, wrote if any(wrote) else None, fits)
+
+
+def _changed(options: Mapping[Any, Any], before: Mapping[Any, Any], now: Mapping[Any, Any]) -> dict[Any, Any] | None:
+    """What is another one in ``options`` than before, by two looks at them; ``MISSING`` for what is gone."""
+    names = [name for name in {**before, **now} if before.get(name, MISSING) != now.get(name, MISSING)]
+    return {name: options.get(name, MISSING) for name in names} or None
+
+
+def _may_write(new: Mapping[Any, Any] | None, own: Set[Any], owners: Owners) -> bool:
+    """Whether a tape may have it: it lies where the forward itself keeps something, and is of tensors and values."""
+    try:
+        template(dict(new or {}), {}, lambda part: False, owners)
+    except NotKnown:
+        return False
+    return own >= (new or {}).keys()
 
 
 def _echo(tensor: Tensor, new: Tensor, copies: Sequence[Tensor]) -> list[Echo]:
@@ -233,7 +320,7 @@ def tensors_of_call(out: Any, skipped: Set[int], raw: Mapping[Any, Any] | None =
             yield from tensors_of_call(item, skipped, raw)
 
 
-def _form(out: Any, numbers: Mapping[int, int], skipped: set[int]) -> Any:
+def _form(out: Any, numbers: Mapping[int, int], skipped: set[int], owners: Owners) -> Any:
     """What must be the same at a replay: structure, plain values, which tensors are the same one."""
     if isinstance(out, Tensor):
         return "tensor", numbers.get(id(out))
@@ -241,7 +328,8 @@ def _form(out: Any, numbers: Mapping[int, int], skipped: set[int]) -> Any:
         return type(out), out
     if id(out) not in skipped:
         if isinstance(out, (list, tuple)):
-            return type(out), tuple([_form(each, numbers, skipped) for each in out])
+            return type(out), tuple([_form(each, numbers, skipped, owners) for each in out])
         if isinstance(out, dict):
-            return dict, tuple([(name, _form(each, numbers, skipped)) for name, each in out.items()])
+            items = [(owners.form(name), _form(each, numbers, skipped, owners)) for name, each in out.items()]
+            return dict, tuple(items)
     return type(out)

@@ -216,7 +216,7 @@ class Patches:
             recorder.refuse(say("patched_block", patch=shown(patch)))
             return patch(*args, **kwargs)
         try:
-            given = patch_call.template((args, kwargs), self._raw, self._is_part)
+            given = patch_call.template((args, kwargs), self._raw, self._is_part, patch_call.Owners(self._raw))
         except patch_call.NotKnown as error:
             recorder.refuse(say("patch_argument", patch=shown(patch), kind=str(error)))
             return patch(*args, **kwargs)
@@ -232,11 +232,12 @@ class Patches:
             # For each echo its original's memory, for whoever writes there. On a tape it is another value: at another
             # call the patch may give something else in its place.
             aliases = {id(echo.tensor): echo.of(originals[echo.number]).detach() for echo in done.echoes}
-        if done.wrote is not None:
+        if not done.fits:
             recorder.refuse(say("patch_writes_options", patch=shown(patch)))
-            patch_call.give_back((args, kwargs), self._raw, done.wrote)
         elif wrong:
             recorder.refuse(say("patch_writes_input", patch=shown(patch)))
+        if done.wrote is not None:
+            patch_call.give_back((args, kwargs), self._raw, swapped(done.wrote, aliases))
         if not recorder.refusal:
             recorder.guarded(lambda: self._note(call, (given, originals), done, aliases))
         return swapped(done.out, aliases)
