@@ -18,7 +18,7 @@ from torch import nn
 from .origin import KNOWN, is_beside_comfyui, is_known, origin
 from .tape.code_names import is_library, names_of
 from .tape.identity import EQUAL, Same, kept
-from .tape.state import Looks
+from .tape.looks import Looks
 from .tape.swaps import contents
 
 NAMED = (types.FunctionType, types.BuiltinFunctionType, type)

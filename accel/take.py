@@ -13,6 +13,7 @@ from .key import ShapeKey
 from .outputs import Output
 from .tape.called_patches import FormChanged, LiveCall, Played
 from .tape.guards import Guards
+from .tape.looks import Looks
 from .tape.middle import BlockCall
 from .tape.named_tensors import NO_OTHERS, OfPatch
 from .tape.options import NotedOptions
@@ -20,7 +21,7 @@ from .tape.patch_call import Done
 from .tape.program import Program
 from .tape.record import Recorder
 from .tape.refusals import Generators
-from .tape.state import Glance, Looks
+from .tape.state import Glance
 from .tape.this_forward import Forward
 from .tape.values import Weight
 

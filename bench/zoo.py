@@ -23,6 +23,14 @@ class Entry(NamedTuple):
     dtype: torch.dtype = torch.bfloat16
 
 
+PREDICT2 = {  # of 2 B parameters
+    "image_model": "cosmos_predict2", "max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16,
+    "out_channels": 16, "patch_spatial": 2, "patch_temporal": 1, "model_channels": 2048,
+    "concat_padding_mask": True, "crossattn_emb_channels": 1024, "pos_emb_cls": "rope3d",
+    "pos_emb_learnable": True, "pos_emb_interpolation": "crop", "min_fps": 1, "max_fps": 30, "use_adaln_lora": True,
+    "adaln_lora_dim": 256, "num_blocks": 28, "num_heads": 16, "extra_per_block_abs_pos_emb": False,
+    "rope_h_extrapolation_ratio": 4.0, "rope_w_extrapolation_ratio": 4.0, "rope_t_extrapolation_ratio": 1.0,
+}  # fmt: skip
 ZOO = {
     "zimage": Entry("ZImage", {
         "image_model": "lumina2", "patch_size": 2, "in_channels": 16, "dim": 3840, "cap_feat_dim": 2560, "n_layers": 30,
@@ -50,14 +58,8 @@ ZOO = {
         "num_layers": 40, "patch_size": (1, 2, 2), "freq_dim": 256, "window_size": (-1, -1), "qk_norm": True,
         "cross_attn_norm": True, "eps": 1e-6, "in_dim": 16,
     }),
-    "cosmos": Entry("CosmosT2IPredict2", {
-        "image_model": "cosmos_predict2", "max_img_h": 240, "max_img_w": 240, "max_frames": 128, "in_channels": 16,
-        "out_channels": 16, "patch_spatial": 2, "patch_temporal": 1, "model_channels": 2048,
-        "concat_padding_mask": True, "crossattn_emb_channels": 1024, "pos_emb_cls": "rope3d",
-        "pos_emb_learnable": True, "pos_emb_interpolation": "crop", "min_fps": 1, "max_fps": 30, "use_adaln_lora": True,
-        "adaln_lora_dim": 256, "num_blocks": 28, "num_heads": 16, "extra_per_block_abs_pos_emb": False,
-        "rope_h_extrapolation_ratio": 4.0, "rope_w_extrapolation_ratio": 4.0, "rope_t_extrapolation_ratio": 1.0,
-    }),
+    "cosmos": Entry("CosmosT2IPredict2", PREDICT2),
+    "anima": Entry("Anima", PREDICT2 | {"image_model": "anima"}),
     "ltxv": Entry("LTXV", {
         "image_model": "ltxv", "num_layers": 48, "attention_head_dim": 128, "num_attention_heads": 32,
         "cross_attention_dim": 4096, "caption_channels": 4096, "in_channels": 128,

@@ -14,6 +14,7 @@ from tools.oracles import shapes
 
 HEADS = {"attention_head_dim": 16, "num_attention_heads": 2}
 LIKE_FLUX = {"hidden_size": 64, "num_heads": 4, "depth": 2, "depth_single_blocks": 3, "axes_dim": [4, 6, 6]}
+LIKE_COSMOS = {"model_channels": 64, "num_blocks": 2, "num_heads": 2, "adaln_lora_dim": 16}
 SMALL = {  # changes to the configs of bench.zoo that leave a forward of milliseconds
     "sd15": {"model_channels": 32, "context_dim": 64, "num_head_channels": 16, "num_heads": -1},
     "sdxl": {"model_channels": 32, "context_dim": 64, "num_head_channels": 16},
@@ -26,8 +27,8 @@ SMALL = {  # changes to the configs of bench.zoo that leave a forward of millise
               "context_embedder_config": {"target": "torch.nn.Linear",
                                           "params": {"in_features": 48, "out_features": 256}}},
     "wan": {"dim": 64, "num_heads": 2, "ffn_dim": 96, "num_layers": 2, "text_dim": 48},
-    "cosmos": {"model_channels": 64, "num_blocks": 2, "num_heads": 2, "crossattn_emb_channels": 48,
-               "adaln_lora_dim": 16},
+    "cosmos": {**LIKE_COSMOS, "crossattn_emb_channels": 48},
+    "anima": LIKE_COSMOS,
     "ltxv": {**HEADS, "num_layers": 2, "cross_attention_dim": 32, "caption_channels": 48},
     "klein": {**LIKE_FLUX, "context_in_dim": 48, "num_heads": 2, "axes_dim": [8, 8, 8, 8]},
     "krea": {"features": 128, "heads": 4, "kvheads": 2, "layers": 2, "txtlayers": 2, "txtdim": 80, "txtheads": 4,
@@ -64,16 +65,17 @@ def test_every_model_of_the_zoo(forward, name):
     """Through ComfyUI's sampler, on a size that fits no patch but Cosmos's, and as a video where it makes any."""
     from bench import models, zoo
 
-    if name == "krea" and not hasattr(zoo.comfy.supported_models, "Krea2"):
-        with pytest.raises(zoo.NotThere, match="has no Krea2; krea needs a newer one"):
+    family = zoo.ZOO[name].family if name in ("krea", "anima") else ""
+    if family and not hasattr(zoo.comfy.supported_models, family):
+        with pytest.raises(zoo.NotThere, match=f"has no {family}; {name} needs a newer one"):
             zoo.make(name)
         return
     patcher, scale = zoo.make(name), {"ltxv": 32, "klein": 16}.get(name, 8)
-    case = forward.Case(*((128, 112) if name == "cosmos" else (128, 96) if name == "ltxv" else (120, 104)))
+    case = forward.Case(*((128, 112) if name in ("cosmos", "anima") else (128, 96) if name == "ltxv" else (120, 104)))
     if name in VIDEO:
         case = case._replace(frames=17)
     found = forward.inside(patcher, case, lambda step: (step.own.x.shape, step(), step(step.fresh(1, 0.5))))
-    time = {"wan": [5], "ltxv": [3], "qwen": [1], "cosmos": [1], "krea": [1]}.get(name, [])
+    time = {"wan": [5], "ltxv": [3], "qwen": [1], "cosmos": [1], "anima": [1], "krea": [1]}.get(name, [])
     assert list(found[0][2:]) == [*time, case.height // scale, case.width // scale]
     assert found[0][0] == (2 if name in ("sdxl", "sd15", "sd35l") else 1)
     assert all(out.shape == found[0] and out.isfinite().all() for out in found[1:])

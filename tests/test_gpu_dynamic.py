@@ -94,6 +94,14 @@ def test_a_vae():
     assert found["recorded"] == 1 and found["states"] == ["tape"] and found["fallbacks"] == {}
 
 
+def test_a_patch_with_a_network():
+    """Its pages are asked for with the model's, go and come back, and the model runs without it in between."""
+    found = case("networks", node="AnimaLLLiteApply", name="anima")
+    assert max(*found["errors"], found["far"]) < CLOSE < found["apart"] and len(set(found["errors"][1:])) == 1
+    assert found["states"] == ["graph"] and found["fallbacks"] == {} and found["recorded"] == 0
+    assert min(found["s"]) < 0.8 * found["eager_s"]
+
+
 def test_two_models_by_turns():
     found = case("switch", times=30)
     assert max(found["errors"]) < CLOSE and found["same"] == [True, True]

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,6 +97,75 @@ def test_options_for_another_patch(models, where, since):
         return model
 
     assert_as_eager(models, make("Anima"), patched)
+
+
+class Leaves:
+    """Leaves something among the options at each call. It reads a number back, so it is called in each forward."""
+
+    def __init__(self, leave):
+        self.calls, self._leave = 0, leave
+
+    def __call__(self, given):
+        self._leave(self, given["transformer_options"]["model_patch_data"], given["x"])
+        return given if given["x"].abs().max().item() > 0 else None
+
+    def counted(self):
+        """How many calls there were; one more now."""
+        self.calls += 1
+        return self.calls
+
+
+def mean(x):
+    return x.mean(dim=(2, 3, 4)).abs()[:, None, None, :1]  # [B, 1, 1, 1]
+
+
+LEFT = {  # what a patch leaves in a dict of the forward's, what a later one makes of that, and what becomes of it
+    "a tensor": (lambda me, data, x: data.update(t=mean(x)), lambda me, data: data["t"], "tape"),
+    "under itself": (lambda me, data, x: data.update({me: mean(x)}), lambda me, data: data[me], "tape"),
+    "in a list": (
+        lambda me, data, x: data.setdefault("all", [mean(x)]).append(mean(x) * 2),
+        lambda me, data: sum(data["all"]), "tape",
+    ),
+    "what it was given": (lambda me, data, x: data.update(x=x), lambda me, data: mean(data["x"]), "tape"),
+    "a part of that": (
+        lambda me, data, x: data.update(x=x[:, 1:]), lambda me, data: mean(data["x"].mul_(1.25)), "tape",
+    ),
+    "a tensor and a number": (
+        lambda me, data, x: data.update(t=mean(x), n=3), lambda me, data: data["t"] * data["n"], "tape",
+    ),
+    "another number each time": (
+        lambda me, data, x: data.update(t=mean(x), n=me.counted()), lambda me, data: data["t"] * data["n"], "eager",
+    ),
+    "some steps later": (
+        lambda me, data, x: data.update(t=mean(x)) if me.counted() > 3 else None,
+        lambda me, data: data.get("t", 0.5), "eager",
+    ),
+    "an object": (
+        lambda me, data, x: data.update(t=SimpleNamespace(of=mean(x))), lambda me, data: data["t"].of, "eager",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_tensors_for_another_patch(models, name):
+    """They are on the tape, from the call that leaves them to whoever reads them; of two such patches, each its own."""
+    leave, read, state = LEFT[name]
+
+    def patched(model):
+        first, second = Leaves(leave), Leaves(lambda me, data, x: data.update(more=mean(x) / 2))
+
+        def scales(q, k, v, extra_options=None, **others):
+            data = extra_options["model_patch_data"]
+            return {"q": q, "k": k, "v": v * (1 + read(first, data) + data["more"])} | others
+
+        model.set_model_post_input_patch(first)
+        model.set_model_post_input_patch(second)
+        model.set_model_attn1_patch(scales)
+        return model
+
+    assert_as_eager(models, make("Anima"), patched)
+    (shape,) = shapes()
+    assert shape["state"] == state and bool(fallbacks()) == (state == "eager"), fallbacks()
 
 
 def test_what_a_patch_was_given_is_let_go(pack):

@@ -16,8 +16,9 @@ from tools.driving import calls_of
 embed.bare_pack()
 
 from anyshape.accel.tape import state  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.tape.looks import Looks  # noqa: E402
 from anyshape.accel.tape.pictures import picture_of_notes  # noqa: E402
-from anyshape.accel.tape.state import Looks, look_at  # noqa: E402
+from anyshape.accel.tape.state import look_at  # noqa: E402
 from anyshape.accel.tape.unchanged import Unchanged  # noqa: E402
 
 FACTOR = 2.0

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import comfy.model_patcher
 import comfy.ops
 import torch
 from comfy.model_patcher import ModelPatcher
@@ -42,8 +43,8 @@ class Encoder:
 def _hung(model: Model, network: nn.Module) -> ModelPatcher:
     """A network of a node's, with random weights, beside the model."""
     randomise(network.eval(), 3)
-    network = network.to(model.load_device, model.model.get_dtype())
-    return ModelPatcher(network, model.load_device, torch.device("cpu"))
+    kind = getattr(comfy.model_patcher, "CoreModelPatcher", ModelPatcher)  # under DynamicVRAM it maps weights in
+    return kind(network.to(model.model.get_dtype()), model.load_device, torch.device("cpu"))
 
 
 def _patches() -> Any:

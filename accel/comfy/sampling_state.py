@@ -12,8 +12,9 @@ from ..foreign import first_kept, states_of
 from ..functions_read import FunctionsRead
 from ..key import ShapeKey
 from ..reasons import say
+from ..tape.companions import companions, put_beside
+from ..tape.looks import Looks
 from ..tape.named_tensors import PartsByPath, resolve
-from ..tape.state import Looks
 from ..tape.untouched import UNTOUCHED
 from ..tape.values import Weight
 from ..weights import ChannelsLastWeights, WeightWatch
@@ -30,12 +31,15 @@ class SamplingState:
     """What is known of one model during one sampling run. Holds the model: dropped when the run ends.
 
     layout: lays weights of convolutions out until then; outside a run there is none. skips: steps may be skipped in it.
+    beside: the networks of patches, which count as parts of the model.
     """
 
     def __init__(
         self, model: nn.Module, fingerprints: Fingerprints, layout: ChannelsLastWeights | None = None,
-        skips: bool = False,
+        skips: bool = False, beside: Sequence[nn.Module] = (),
     ) -> None:  # fmt: skip
+        put_beside(model, beside)
+        self.has_companions = bool(beside)
         self.model, self._layout, self.number = model, layout, next(NUMBERS)
         self._laid: tuple[frozenset[Weight], int] = frozenset(), 0  # which weights, and the fingerprint since
         self._fingerprints, self.looks = fingerprints, Looks()
@@ -75,7 +79,11 @@ class SamplingState:
         if self.mapped is None:
             return ""
         shortages = self._fingerprints.shortages
-        return self.mapped.ready(key.device, dtype, shortages.expected(key), shortages.unfit)
+        why = self.mapped.ready(key.device, dtype, shortages.expected(key), shortages.unfit)
+        if self.is_streaming and companions(self.model):  # from the next call on without them: the model alone may fit
+            put_beside(self.model, ())
+            self._look(self.model)
+        return why
 
     def streams(self) -> str:
         """Why ComfyUI still streams the weights, or "". Asked before any look at the model, which takes longer."""
@@ -224,6 +232,7 @@ class SamplingState:
         if self._moves is False:
             self._fingerprints.restless = ""  # the next run may record all of it
         self._fingerprints.release()
+        put_beside(self.model, ())
 
 
 def _has(model: nn.Module, place: str) -> bool:

@@ -23,7 +23,7 @@ from ..stats import STATS
 from ..take import FullStep
 from ..tape import blocks
 from ..weights import ChannelsLastWeights
-from . import conds, known_code, sampling_state, taping
+from . import conds, known_code, patch_networks, sampling_state, taping
 from .compat import outside_memory_plan, without_memory_plans
 from .surroundings import INTERRUPTS, through
 
@@ -102,6 +102,8 @@ class Session:
         runs, self._runs = list(self._runs.values()), {}
         for run in runs:
             run.close()
+            if run.has_companions:  # these may go while the model stays
+                self._engine(run.model).loosen()
 
     def forward(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
         """DIFFUSION_MODEL: replaces the innermost forward with ours; other packs' wrappers stay around it."""
@@ -139,7 +141,7 @@ class Session:
             return self._engine(model)(call, self.settings)
         skip = given.options.get(RUN_KEY)
         skips = skip is not None and skip.skips
-        run = self._run(model, skips)
+        run = self._run(model, skips, given)
         try:
             call = taping.call_of(model, original, given, run, fallback, self._size)
             if skip is not None and not skip.stats.entry:
@@ -214,14 +216,15 @@ class Session:
 
         return skip.call(_prompts(skip, given.options, call, "apart"), first, Programs(full, skipped))
 
-    def _run(self, model: nn.Module, skips: bool) -> sampling_state.SamplingState:
+    def _run(self, model: nn.Module, skips: bool, given: taping.Given) -> sampling_state.SamplingState:
         """What is known of the model in this run; outside a sampling run, for this call. skips: steps, in this run."""
         with self._lock:
             found = self._runs.get(id(model))
             if found is None:
-                found = sampling_state.SamplingState(
-                    model, known_code.fingerprints(model), ChannelsLastWeights() if self._depth else None, skips
-                )
+                layout, first = ChannelsLastWeights() if self._depth else None, given.first
+                beside = patch_networks.networks(given.options, model, first.device) if first is not None else ()
+                known = known_code.fingerprints(model)
+                found = sampling_state.SamplingState(model, known, layout, skips, beside)
                 if self._depth:
                     self._runs[id(model)] = found
             return found

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from .decisions import followed
 from .likeness import Pairs, differing
+from .looks import Looks
 from .options import MISSING, Reads, frozen, tensor_spec
-from .state import Looks, look
+from .state import look
 from .this_forward import numbers_of
 
 

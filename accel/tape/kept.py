@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..origin import is_known
 from ..parts_seen import is_hooked
-from .named_tensors import modules_of
+from .named_tensors import modules_of, parts_of
 from .values import tensors_in
 
 HOLDERS = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict, defaultdict))
@@ -37,7 +37,7 @@ def kept_tensor(module: nn.Module, depends: Callable[[Tensor], bool]) -> str:
 
 def _is_read(module: nn.Module, name: str) -> bool:
     """Whether code of the model reads an attribute of this name. Some models only write one, to look at it by hand."""
-    parts = list(module.modules())
+    parts = parts_of(module)
     kinds = {kind for part in parts for kind in type(part).__mro__}
     if not all(map(is_known, kinds)) or any(map(is_hooked, parts)):
         return True  # another pack's code may read it anywhere

@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import types
+import uuid
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -22,15 +23,16 @@ from torch import Tensor, nn
 
 from ..parts_seen import NO_SETTINGS
 from .code_names import globals_of, imported_by, is_library, names_of
+from .companions import companions
 from .identity import EQUAL, Role, Same, TensorRole, slots_of
+from .named_tensors import parts_of
 from .unchanged import Unchanged, form_of
 
 MOST = 1500  # objects in the state of one patch, and in that of a module that belongs to patches
 MOST_IN_ALL = 100_000  # objects of looks at the same time
-MOST_KNOWN = 64  # looks of a run
 CONTAINERS = (list, tuple, collections.deque)
 DICTS = (dict, collections.OrderedDict, collections.defaultdict, types.MappingProxyType)
-FIXED = (type(Ellipsis), type(NotImplemented), range, slice, torch.finfo, torch.iinfo)
+FIXED = (type(Ellipsis), type(NotImplemented), range, slice, torch.finfo, torch.iinfo, uuid.UUID)
 BY_IDENTITY = (
     logging.Logger, enum.Enum, types.BuiltinFunctionType, torch.dtype, torch.layout, torch.memory_format,
     type(dataclasses.MISSING), type(getattr(dataclasses, "_HAS_DEFAULT_FACTORY", dataclasses.MISSING)),
@@ -64,38 +66,6 @@ def look_at(
     """``look`` at each of them, but at modules of patches that they share only once. seen: notes what there was."""
     glance = Glance(module, seen)
     return tuple([glance.look(value, most) for value in values])
-
-
-class Looks:
-    """Looks during one run: after the first one it is enough that what was there still is. Holds what it has seen."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], tuple[list[Any], tuple[State | None, ...], Unchanged]] = {}
-        self._equal: dict[int, tuple[tuple, tuple]] = {}  # states that turned out to be the same, by the earlier ones
-
-    def changed(self, values: Iterable[Any], before: tuple[State, ...], module: nn.Module | None) -> int | None:
-        """The number of the first whose state is not as it was; None if all are as they were."""
-        now = self.at(list(values), module)
-        if now is self._equal.get(id(before), (before, None))[1]:
-            return None
-        for number, (old, new) in enumerate(zip(before, now, strict=False)):
-            if old != new:
-                return number
-        self._equal[id(before)] = before, now
-        return None
-
-    def at(self, values: list[Any], module: nn.Module | None) -> tuple[State | None, ...]:
-        """The state of each."""
-        key = tuple(map(id, values))
-        known = self._known.get(key)
-        if known is not None and known[2].holds():
-            return known[1]
-        if len(self._known) >= MOST_KNOWN:
-            self._known.clear()
-        seen = Unchanged()
-        states = look_at(values, module, seen=seen)
-        self._known[key] = values, states, seen
-        return states
 
 
 def is_held(owner: Any, name: str) -> bool:
@@ -135,7 +105,13 @@ class Glance:
     @functools.cached_property
     def own(self) -> set[int]:
         """The parts of the model."""
-        return {id(each) for each in self._module.modules()} if self._module is not None else set()
+        return {id(each) for each in parts_of(self._module)} if self._module is not None else set()
+
+    def leads(self, value: Any) -> bool:
+        """Whether ComfyUI loads a companion of the model by it: what it notes of that changes with each load."""
+        return self._module is not None and any(
+            getattr(value, "model", None) is network for network in companions(self._module).values()
+        )
 
     def look(self, value: Any, most: int = MOST) -> State | None:
         """See ``look``."""
@@ -232,11 +208,13 @@ class _Look:
                 raise _Unknown
             self._glance.hides |= callable(value)
             return "same", Same(value)  # torch's own operations
+        if self._glance.leads(value):
+            self._seen.named(lambda name: getattr(value, name, None), ("model",))
+            return kind.__qualname__, Role(value), Same(kind), self.of(value.model)
         return kind.__qualname__, Role(value), self._class(kind), tuple(self._attributes(value))
 
     def _attributes(self, value: Any) -> Iterator[tuple[str, State]]:
-        slots = slots_of(type(value))
-        own = getattr(value, "__dict__", None)
+        slots, own = slots_of(type(value)), getattr(value, "__dict__", None)
         if own is None and not slots:
             raise _Unknown
         if slots:
@@ -346,5 +324,4 @@ class _Look:
         tensors = [(name, self.of(each)) for table in tables[1:3] for name, each in table.items()]
         below = [(name, self.of(child)) for name, child in part._modules.items()]
         hooked = [self.of(hook) for table in hooks for hook in table.values()]
-        own = part.training, tuple(plain), tuple(tensors), tuple(below), tuple(hooked)
-        return Role(part), Same(type(part)), *own
+        return Role(part), Same(type(part)), part.training, *map(tuple, (plain, tensors, below, hooked))
