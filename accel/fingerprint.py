@@ -311,12 +311,12 @@ def _unlike(old: list, new: list) -> list:
 
 
 def _methods(kind: type) -> set[str]:
-    """The names of a class's methods and settings; of torch's own only the methods that a call goes through."""
-    if kind.__module__.startswith("torch."):
-        return {name for name in OF_TORCH if name in vars(kind)}
-    kinds = (staticmethod, property)
+    """The names of a class's methods and settings; of a class of torch's only the methods that a call goes through."""
+    of_torch, kinds = kind.__module__.startswith("torch."), (staticmethod, property)
     return {
-        name for name, value in vars(kind).items() if callable(value) or isinstance(value, kinds) or is_plain(value)
+        name
+        for name, value in vars(kind).items()
+        if is_plain(value) or (name in OF_TORCH if of_torch else callable(value) or isinstance(value, kinds))
     }
 
 

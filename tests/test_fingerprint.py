@@ -56,12 +56,8 @@ def other(*args, **kwargs):
     """A pack's function."""
 
 
-def left_behind(model):
-    model[1].forward = model[1].forward
-
-
-def class_method(name, kind=Block):
-    return lambda model, patch: patch.setattr(kind, name, other)
+def class_method(name, kind=Block, new=other):
+    return lambda model, patch: patch.setattr(kind, name, new, raising=False)
 
 
 def a_hook(model, patch):
@@ -97,6 +93,7 @@ QUICK = {  # change -> what the answer says
     "a class's forward": (class_method("forward"), "Block.forward (tests.test_fingerprint)"),
     "a class's _forward": (class_method("_forward"), "Block._forward (tests.test_fingerprint)"),
     "a class's method": (class_method("helper", Layer), "Layer.helper (tests.test_fingerprint)"),
+    "a setting of torch's class": (class_method("gain", nn.LayerNorm, 2.0), "LayerNorm.gain ("),
     "torch's own class": (class_method("forward", nn.LayerNorm), "LayerNorm.forward (tests.test_fingerprint)"),
     "a base's forward": (class_method("forward", nn.Linear), "Linear.forward (tests.test_fingerprint)"),
     "every module's call": (class_method("__call__", nn.Module), "Module.__call__ (tests.test_fingerprint)"),
@@ -138,7 +135,7 @@ def test_a_full_look_sees(model, monkeypatch, change) -> None:
 
 def test_a_forward_in_place_of_the_one_left_behind(model) -> None:
     """ComfyUI leaves the class's own forward as an attribute, so that their number does not change."""
-    left_behind(model)
+    model[1].forward = model[1].forward  # left behind
     found = ModuleFingerprint(model)
     model[1].forward = types.MethodType(other, model[1])
     assert "1.forward" in found.changed()
@@ -253,7 +250,7 @@ def test_another_module_of_the_same_code_fits(monkeypatch, change) -> None:
 
 
 def test_hooked_and_replaced_parts(model, monkeypatch) -> None:
-    left_behind(model)
+    model[1].forward = model[1].forward  # left behind
     model[0].heads = 5
     own = brought(model)  # the classes themselves are of no package that is known
     hook = model[0].layer.register_forward_hook(other)
