@@ -13,7 +13,8 @@ from .tape.binding import Bound
 from .tape.called_patches import Played
 from .tape.guards import Guards
 from .tape.options import NotedOptions, Reads
-from .tape.patches import PatchBook, Patches
+from .tape.patch_book import PatchBook
+from .tape.patches import Patches
 from .tape.program import Program
 from .tape.record import Recorder, record
 from .tape.values import Constant, Input, Tape, Weight

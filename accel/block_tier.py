@@ -33,7 +33,7 @@ from .stats import STATS, ModelStats
 from .take import Taped
 from .tape import diagnose, this_forward
 from .tape.binding import NotBound, loose, tight
-from .tape.patches import PatchBook
+from .tape.patch_book import PatchBook
 from .tape.program import Program
 from .tape.swaps import swapped
 from .tape.values import Input, Tape, tensors_in

@@ -15,7 +15,8 @@ from .reasons import say
 from .take import NONE, Take, Taped
 from .tape.guards import Guards
 from .tape.options import NotedOptions, Reads
-from .tape.patches import PatchBook, Patches
+from .tape.patch_book import PatchBook
+from .tape.patches import Patches
 from .tape.record import Recorder, record
 from .tape.refusals import FETCHED, HARMLESS
 from .tape.values import Tape, Weight

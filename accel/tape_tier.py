@@ -31,7 +31,7 @@ from .tape import called_patches, kernel_check, this_forward
 from .tape.binding import NotBound
 from .tape.cost import waits_for_host
 from .tape.guards import at
-from .tape.patches import code_of
+from .tape.patch_book import code_of
 from .tape.this_forward import Forward
 from .tape.values import Tape, Weight
 from .tapes import Tapes, obstacle
@@ -104,6 +104,7 @@ class TapeTier:
         if take.needs_graph and not settings.graph_budget_mb:
             self.stats.note(shape, "eager", say("patches_slower", why=NO_GRAPHS))
             return call.eager()
+        self._tapes.patches.went_well()
         for place in take.held:
             place.put(call.taped.options)
         call = call.laid_out(take.program.permuted)

@@ -23,7 +23,7 @@ from .tape.called_patches import FormChanged, LiveCall
 from .tape.guards import Guards, at
 from .tape.named_tensors import with_others
 from .tape.options import Reads
-from .tape.patches import PatchBook, code_of
+from .tape.patch_book import PatchBook, code_of
 from .tape.program import Program
 from .tape.refusals import OF_THE_CODE
 from .tape.rules.resident import is_fetched

@@ -15,7 +15,7 @@ embed.bare_pack()
 from anyshape.accel.block_call import NotUsed, take_apart  # noqa: E402 - exists from the line above on
 from anyshape.accel.block_take import Visit, record_block  # noqa: E402
 from anyshape.accel.reasons import say  # noqa: E402
-from anyshape.accel.tape.patches import PatchBook  # noqa: E402
+from anyshape.accel.tape.patch_book import PatchBook  # noqa: E402
 from anyshape.accel.tape.swaps import swapped  # noqa: E402
 
 

@@ -102,6 +102,12 @@ def test_a_patch_with_a_network():
     assert min(found["s"]) < 0.8 * found["eager_s"]
 
 
+def test_a_network_that_does_not_fit_beside_its_model():
+    found = case("short", node="ZImageFunControlnet", name="zimage", share=0.3, n_layers=12)
+    assert max(found["errors"]) < CLOSE and only_streamed(found) and found["states"] == ["eager"]
+    assert min(found["s"]) <= 1.05 * min(found["eager_s"])
+
+
 def test_two_models_by_turns():
     found = case("switch", times=30)
     assert max(found["errors"]) < CLOSE and found["same"] == [True, True]

@@ -14,8 +14,9 @@ pytestmark = [
 ]
 NAMES = (
     "QwenImageDiffsynthControlnet", "ZImageFunControlnet", "ZImageFunControlnet 2", "WanUni3CControlnetApply",
-    "AnimaLLLiteApply", "AnimaLLLiteApply, a range", "NAGuidance", "NAGuidance, UNet", "SkipLayerGuidanceDiT",
-    "SkipLayerGuidanceDiT, Wan", "LTXVSpatioTemporalGuidance", "LTXVModalityGuidance", "CFGOverride",
+    "AnimaLLLiteApply", "AnimaLLLiteApply, a range", "USOStyleReference", "NAGuidance", "NAGuidance, UNet",
+    "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiT, Wan", "LTXVSpatioTemporalGuidance", "LTXVModalityGuidance",
+    "CFGOverride",
 )  # fmt: skip
 SIZES = (128, 192, 128)
 

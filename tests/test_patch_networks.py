@@ -6,11 +6,13 @@ import weakref
 import pytest
 import torch
 
-from tools import architectures
+from tools import architectures, pages
 from tools.driving import calls_of, compiled
 from tools.oracles import error, fallbacks, shapes
 from tools.patching import CHANGED
+from tools.vae_driving import build
 
+pytest_plugins = ("tools.page_fixtures",)
 pytestmark = [
     pytest.mark.usefixtures("clean_stats"),
     pytest.mark.skipif(architectures.is_older(), reason="it has no such nodes"),
@@ -123,3 +125,122 @@ def test_companions_are_last_and_have_their_own_paths(pack):
     assert list(companions(model)) == ["beside 0"]
     put_beside(model, ())
     assert companions(model) == {}
+
+
+ONE = {"n_control_layers": 1}  # so Z-Image's patch lets go of its tokens before the last of few blocks
+CONTROLS = {  # by node: settings of its network
+    "ZImageFunControlnet": ONE,
+    "ZImageFunControlnet 2": ONE | {"additional_in_dim": 17, "refiner_control": True},
+    "QwenImageDiffsynthControlnet": {}, "WanUni3CControlnetApply": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_no_control_is_called(models, pack, recordings, monkeypatch, name):
+    """Each encodes its picture for each size, in the first forward of it: that is ComfyUI's own, and no more.
+
+    A VAE that was unloaded meanwhile makes no difference.
+    """
+    import comfy.model_management
+    from anyshape.accel.tape.called_patches import LiveCall
+
+    from tools import model_patches
+    from tools.architectures import patchers
+
+    called = calls_of(monkeypatch, LiveCall, "_called", lambda call, *_: call.name)
+    kind, apply, run = model_patches.NODES[name]
+    if kind == "ZImage":
+        vae, apply = build(models, z_channels=16), model_patches.fun(**CONTROLS[name])
+        monkeypatch.setattr(model_patches, "Encoder", lambda model: vae)
+    patcher = patchers.make(kind)
+    plain, fast = apply(patcher), apply(compiled(patcher))
+    took = []
+    for seed, width in enumerate((128, 192, 128, 128, 192, 160, 128)):
+        if seed == 3:
+            comfy.model_management.unload_all_models()
+        before, at = len(recordings), RUN | {"width": width, "steps": 4, "seed": seed} | run
+        wanted = models.sample(plain, **at)
+        assert torch.equal(models.sample(fast, **at), wanted), fallbacks()
+        took.append(len(recordings) - before)
+    assert not called and not fallbacks() and {shape["state"] for shape in shapes()} == {"tape"}
+    # Encoding again costs one forward; the size is known then. The picture fits the first size as it is.
+    assert took[2:] == [1, 0, 1, took[1], 1] and took[0] == took[1] - (name != "WanUni3CControlnetApply")
+
+
+def test_a_patch_that_changes_itself_each_time_is_called(models, pack, recordings):
+    """It has one more chance if it brings a network, and no third one."""
+    from tools.architectures import patchers
+
+    class Counts:
+        calls = 0
+
+        def __call__(self, given):
+            self.calls += 1
+            return given | {"img": given["img"] * (1 + self.calls / 100)}
+
+        def models(self):
+            return []
+
+    outs = []
+    for make in (lambda patcher: patcher, compiled):
+        patched = make(patchers.make("ZImage"))
+        patched.set_model_double_block_patch(Counts())
+        outs.append([models.sample(patched, **RUN, seed=seed) for seed in range(2)])
+    assert all(map(torch.equal, *outs)) and len(recordings) == 3
+    assert {shape["state"] for shape in shapes()} == {"tape"} and not fallbacks()
+
+
+# With DynamicVRAM ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mapped(patcher, card):
+    """(A model with the node, compiled with it, what a load of the model and of the network does.)"""
+    patched, network = with_network(patcher)
+    loads = [pages.Loads(each, card) for each in (patcher.model.diffusion_model, network)]
+    for load in loads:
+        load()
+    return patched, compiled(patched), loads
+
+
+def near(models, patched, fast, seed=0):
+    assert error(models.sample(fast, **RUN, seed=seed), models.sample(patched, **RUN, seed=seed)) < 1e-4
+
+
+def test_pages_of_a_network_go_and_come_back(models, mapped, recordings, monkeypatch):
+    """They are asked for with the model's, and none is kept when a call is over."""
+    from anyshape.accel.tape.called_patches import LiveCall
+
+    called = calls_of(monkeypatch, LiveCall, "_called", lambda call, *_: call.name)
+    patched, fast, loads = mapped
+    near(models, patched, fast)
+    counted = len(recordings)
+    for load in reversed(loads):
+        load.pages.give_away()
+        for each in loads:
+            each()
+        near(models, patched, fast, seed=1)
+        assert all(each.pages.there and not each.pages.pinned for each in loads)
+    assert set(called) == {"AnimaLLLitePatch"} and len(recordings) == counted
+    assert {shape["state"] for shape in shapes()} == {"tape"} and not fallbacks()
+
+
+@pytest.mark.parametrize("short", [0, 1])
+def test_a_network_that_does_not_fit_beside_its_model(models, mapped, recordings, monkeypatch, short):
+    """ComfyUI's own forward runs, and in each step no more is asked than whether it still must.
+
+    short: which of the two has lost pages; the other one's may lie behind them.
+    """
+    from anyshape.accel.comfy import dynamic
+
+    patched, fast, loads = mapped
+    wanted = models.sample(patched, **RUN | {"steps": 8})
+    table = loads[short].pages
+    table.watermark = table.count // 2  # as comfy-aimdo leaves it, until the next load
+    table.give_away(*range(table.watermark, table.count))
+    asked = calls_of(monkeypatch, dynamic, "_fault")
+    out = models.sample(fast, **RUN | {"steps": 8})
+    assert torch.equal(out, wanted) and not recordings
+    assert {shape["state"] for shape in shapes()} == {"eager"}
+    assert all("weights streamed: of" in fallback["reason"] for fallback in fallbacks())
+    assert not any(load.pages.pinned for load in loads) and len(asked) <= 2 * 8

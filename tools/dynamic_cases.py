@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from tools.dynamic_networks import networks, short
 from tools.dynamic_vram import (
     GIB,
     GRAPHS,
@@ -287,42 +288,9 @@ def split(name: str = "zimage", behind: bool = False, skipping: bool = False, **
     }  # fmt: skip
 
 
-def networks(node: str, name: str, steps: int = 8, **changes: Any) -> dict[str, Any]:
-    """A patch that brings a network: its pages go and come back, and the model runs without it and with it again.
-
-    node: of ``model_patches.NODES``.
-    """
-    import torch
-
-    from tools.model_patches import NODES
-
-    watch, source = Watch(), made(name, **changes)
-    with with_weights():
-        patched = NODES[node][1](source)
-    (network,) = {id(each): each for each in patched.model_patches_models()}.values()
-    run = NODES[node][2] | {"steps": steps}
-    wanted, plain = ([sampled(each, **run) for _ in range(3)][-1] for each in (patched, source))
-    fast, alone = compiled(patched), compiled(source)
-    runs = [sampled(fast, **run) for _ in range(3)]
-    begun = watch.recorded
-    freed = network.partially_unload(torch.device("cpu"), 1e12)
-    torch.empty(4 * GIB, dtype=torch.uint8, device="cuda").fill_(7)
-    torch.cuda.empty_cache()
-    runs.append(sampled(fast, **run))
-    without = [sampled(alone, **run) for _ in range(2)][-1]
-    counted = watch.recorded
-    runs.append(sampled(fast, **run))
-    return {
-        "eager_s": wanted["seconds"], "s": [each["seconds"] for each in runs], "freed": freed,
-        "errors": [far(each["out"], wanted["out"]) for each in runs], "far": far(without["out"], plain["out"]),
-        "apart": far(wanted["out"], plain["out"]), "begun": begun, "recorded": watch.recorded - counted,
-        "alone_s": [plain["seconds"], without["seconds"]], **told(),
-    }  # fmt: skip
-
-
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
     "fit": fit, "evict": evict, "switch": switch, "lora": lora, "untold": untold, "vae": vae,
-    "skip": skip, "split": split, "sizes": sizes, "warm": warm, "networks": networks,
+    "skip": skip, "split": split, "sizes": sizes, "warm": warm, "networks": networks, "short": short,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import comfy.model_patcher
@@ -105,6 +106,14 @@ def lllite(start: float = 0.0, end: float = 1.0) -> Callable[[Model], Model]:
     return apply
 
 
+def uso(model: Model) -> Model:
+    """USOStyleReference: tokens of a picture's style before those of the text."""
+    network = _patches().SigLIPMultiFeatProjModel(9, 4, 24, model.model.diffusion_model.hidden_size, operations=MANUAL)
+    seen = [randn(1, 9, 24, seed=seed) for seed in range(20)]
+    vision = SimpleNamespace(all_hidden_states=torch.stack(seen, dim=1), penultimate_hidden_states=seen[-1])
+    return _patches().USOStyleReference().apply_patch(model, _hung(model, network), vision)[0]
+
+
 nag = node("nodes_nag", "NAGuidance", 5.0, 0.5, 1.5)
 skipped = node("nodes_slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 1.0, "1", "0, 1", 0.2)
 VIDEO = {"frames": 5, "cfg": 3.0}
@@ -115,6 +124,7 @@ NODES = {  # by name: (the kind of model in tools.architectures, the node, its s
     "WanUni3CControlnetApply": ("WAN21_T2V", uni3c, VIDEO),
     "AnimaLLLiteApply": ("Anima", lllite(), {"cfg": 3.0}),
     "AnimaLLLiteApply, a range": ("Anima", lllite(0.3, 0.8), {"cfg": 3.0}),
+    "USOStyleReference": ("Flux", uso, {}),
     "NAGuidance": ("Flux", nag, {"cfg": 3.0}),
     "NAGuidance, UNet": ("SD15", nag, {"cfg": 3.0}),
     "SkipLayerGuidanceDiT": ("QwenImage", skipped, {"cfg": 3.0}),

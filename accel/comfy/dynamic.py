@@ -74,6 +74,8 @@ class MappedWeights:
         self._model, self._parts = model, sorted(parts, key=lambda part: part._v[1])
         self._dicts = [part.__dict__ for part in self._parts]
         self._places: list[Place] = [part._v for part in self._parts]
+        # Of each table the part whose page goes first: the model's, and those of companions.
+        self._last = list({id(part._v[0]): part for part in self._parts}.values())
         self._spans = list(_spans(self._places))
         self._known = known
         known.look(self._places)
@@ -132,13 +134,11 @@ class MappedWeights:
         return self.streamed()
 
     def still_streamed(self) -> str:
-        """``streamed`` if they did not fit at the last call, and still do not: one question; else ""."""
-        if not self.did_not_fit:
-            return ""
-        signature = _fault(self._parts[-1]._v)
-        if signature is None:
-            return self.streamed()
-        vbars.vbar_unpin(self._parts[-1]._v)
+        """``streamed`` if they did not fit at the last call, and still do not: one question per table; else ""."""
+        for part in self._last if self.did_not_fit else ():
+            if _fault(part._v) is None:
+                return self.streamed()
+            vbars.vbar_unpin(part._v)
         return ""
 
     def streamed(self) -> str:
@@ -229,7 +229,7 @@ class MappedWeights:
         """
         stale: list[nn.Module] = []
         filled, size = 0, 0
-        for part in (self._parts[-1], *self._parts):
+        for part in (*self._last, *self._parts):
             signature = _fault(part._v)
             if signature is None:
                 return None

@@ -12,7 +12,7 @@ from ..foreign import first_kept, states_of
 from ..functions_read import FunctionsRead
 from ..key import ShapeKey
 from ..reasons import say
-from ..tape.companions import companions, put_beside
+from ..tape.companions import put_beside
 from ..tape.looks import Looks
 from ..tape.named_tensors import PartsByPath, resolve
 from ..tape.untouched import UNTOUCHED
@@ -79,11 +79,7 @@ class SamplingState:
         if self.mapped is None:
             return ""
         shortages = self._fingerprints.shortages
-        why = self.mapped.ready(key.device, dtype, shortages.expected(key), shortages.unfit)
-        if self.is_streaming and companions(self.model):  # from the next call on without them: the model alone may fit
-            put_beside(self.model, ())
-            self._look(self.model)
-        return why
+        return self.mapped.ready(key.device, dtype, shortages.expected(key), shortages.unfit)
 
     def streams(self) -> str:
         """Why ComfyUI still streams the weights, or "". Asked before any look at the model, which takes longer."""

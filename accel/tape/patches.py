@@ -3,10 +3,9 @@
 The options get functions of ours in their place. A patch is *written down* if all that its code can read is known
 (``state``): its operations are on the tape, and its state is a guard. If it is not known, changed in the forward, or if
 the patch does what a tape cannot hold, it is *called* in each forward (``called_patches``). Which of the two is found
-out once for each patch's code.
+out once for each patch's code (``patch_book``).
 """
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from . import called_patches, patch_call
 from .decisions import Decisions, forget
 from .named_tensors import PLAIN, modules_of
 from .options import MISSING, NotedOptions, Reads
+from .patch_book import PatchBook, code_of, shown
 from .record import Recorder
 from .refusals import Generators
 from .state import Glance, look_at
@@ -25,76 +25,7 @@ from .swaps import swapped
 from .values import Value, tensors_in, wrapped
 
 FEW = 20_000  # objects of a patch's state that are looked at once, to see whether a call changes it
-MOST_KNOWN = 256
 NONE: frozenset = frozenset()
-
-
-class PatchBook:
-    """What is known of patches' code, for one model."""
-
-    def __init__(self) -> None:
-        self._live: dict[int, Any] = {}
-        self._odd: dict[int, Any] = {}
-        self._misfits: dict[tuple[int, int], tuple] = {}
-
-    def is_live(self, who: Any) -> bool:
-        """Whether it must be called in each forward."""
-        return id(who) in self._live
-
-    def among(self, options: Mapping[Any, Any]) -> frozenset[tuple]:
-        """(place, code, whether it must be called in each forward) of every patch in these options."""
-        found: set[tuple] = set()
-
-        def add(place: tuple, patch: Any) -> None:
-            who = code_of(patch)
-            found.add((place, who, self.is_live(who)))
-
-        for kind in patch_call.RAW:
-            wrapped(options.get(kind), add, (kind,))
-        return frozenset(found)
-
-    def is_odd(self, who: Any) -> bool:
-        """Whether it gives results of several forms, so that nothing around it is recorded."""
-        return id(who) in self._odd
-
-    def live(self, who: Any) -> None:
-        """From now on it is called in each forward."""
-        _keep(self._live, who)
-
-    def misfit(self, program: Any, patch: Any) -> None:
-        """From now on ``patch`` is not called from ``program``, which was recorded with another one of its code."""
-        self._misfits[id(program), id(patch)] = weakref.ref(program), patch
-        while len(self._misfits) > MOST_KNOWN:
-            self._misfits.pop(next(iter(self._misfits)))
-
-    def is_misfit(self, program: Any, patch: Any) -> bool:
-        """Whether it was found to give another form of result than that program was made for."""
-        found = self._misfits.get((id(program), id(patch)))
-        return found is not None and found[0]() is program
-
-    def odd(self, who: Any) -> None:
-        """From now on forwards with it are not recorded."""
-        _keep(self._odd, who)
-
-
-def _keep(table: dict[int, Any], who: Any) -> None:
-    table[id(who)] = who  # kept, so that its id is nobody else's
-    while len(table) > MOST_KNOWN:
-        table.pop(next(iter(table)))
-
-
-def code_of(patch: Any) -> Any:
-    """What patches have in common that do the same: their code, or their class."""
-    if isinstance(patch, functools.partial):
-        return code_of(patch.func)
-    function = getattr(patch, "__func__", patch)
-    return getattr(function, "__code__", None) or type(patch)
-
-
-def shown(patch: Any) -> str:
-    """A patch's name, as a user may know it."""
-    function = getattr(patch, "func", patch)
-    return getattr(function, "__qualname__", type(function).__qualname__).replace(".<locals>.", ".")
 
 
 class Patches:
@@ -113,6 +44,8 @@ class Patches:
         self._raw = {key: dict.get(options, key) for key in dict.keys(options)}
         self._reads: Reads = options._reads
         self._states: dict[tuple, tuple[Any, Any]] = {}  # of those that are written down: (patch, state before)
+        self._looks: dict[int, Any] = {}  # states before, by the patches' ids
+        self._prepared: set[int] = set()  # ids of the code of patches that have a second chance
         self._parts: set[int] | None = None
         self.glance = Glance(recorder.module)  # at what patches were before they were called
         self._decisions = Decisions(
@@ -143,12 +76,15 @@ class Patches:
                 recorder.refuse(say("patch_form", patch=shown(patch)))
                 return patch(*args, **kwargs)
             if not self._book.is_live(who) and place not in self._states:
-                state, tensors = self.glance.look(patch), self.glance.seen.new_tensors()
-                if state is None or any(map(recorder.has_a_name, tensors)):
+                if id(patch) not in self._looks:  # one at several places may keep something from one to the next
+                    state, tensors = self.glance.look(patch), self.glance.seen.new_tensors()
+                    named = state is None or any(map(recorder.has_a_name, tensors))
+                    self._looks[id(patch)] = None if named else state
+                    self._leaves(() if named else tensors)
+                if self._looks[id(patch)] is None:
                     self._book.live(who)
                 else:
-                    self._states[place] = patch, state
-                    self._leaves(tensors)
+                    self._states[place] = patch, self._looks[id(patch)]
             self._inside += 1
             try:
                 if self._book.is_live(who):
@@ -158,6 +94,13 @@ class Patches:
                 self._inside -= 1
 
         return call
+
+    def _may_prepare(self, patch: Any) -> bool:
+        """Whether a patch that changed itself has one more chance to be written down: a network makes that worth it."""
+        who = code_of(patch)
+        if hasattr(patch, "models") and id(who) not in self._prepared and self._book.may_prepare(who):
+            self._prepared.add(id(who))
+        return id(who) in self._prepared
 
     def _leaves(self, tensors: Iterable[Tensor]) -> None:
         """What a patch keeps on the device is read where it lies, at each replay."""
@@ -204,7 +147,8 @@ class Patches:
                     theirs.clear()
                     theirs.update({key: dict.get(noted, key) for key in dict.keys(noted)})
             if recorder.refusal:
-                self._book.live(who)
+                if Glance(self._module).look(patch) == self._looks[id(patch)] or not self._may_prepare(patch):
+                    self._book.live(who)
                 self.again = True
         return patch(*plain[0], **plain[1])
 
@@ -312,10 +256,13 @@ class Patches:
             if now.look(patch) != state:
                 if self._decisions.given:
                     forget(patch)
-                self._book.live(code_of(patch))
+                if not self._may_prepare(patch):
+                    self._book.live(code_of(patch))
                 self.again = True
             else:
                 self._reads.states[place] = state
+        if not self.again and not self._recorder.refusal:
+            self._book.went_well()
 
 
 def _each(item: Any, noting: Callable[[Any], Any]) -> Any:

@@ -15,7 +15,7 @@ import os
 import types
 import uuid
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -226,8 +226,9 @@ class _Look:
             self._seen.named(own.get, [name for name in own if not is_held(value, name)])
         elif own:
             self._seen.mapping(own)
+        left = _network_of(value)
         for name, each in (own or {}).items():
-            yield name, self._of_attribute(value, name, each)
+            yield name, Role(each) if name in left else self._of_attribute(value, name, each)
 
     def _of_attribute(self, owner: Any, name: str, value: Any) -> State:
         return ("options",) if HELD and is_held(owner, name) else self.of(value)
@@ -325,3 +326,15 @@ class _Look:
         below = [(name, self.of(child)) for name, child in part._modules.items()]
         hooked = [self.of(hook) for table in hooks for hook in table.values()]
         return Role(part), Same(type(part)), part.training, *map(tuple, (plain, tensors, below, hooked))
+
+
+def _network_of(value: Any) -> Collection[str]:
+    """The attributes in which an object of ComfyUI's, a VAE, has its network and what loads that.
+
+    They are not looked into. ComfyUI moves its weights, and code that reads one is refused: its origin is not known.
+    """
+    own = getattr(value, "__dict__", {})
+    network = getattr(own.get("patcher"), "model", None)
+    if network is None or not type(value).__module__.startswith("comfy."):
+        return ()
+    return [name for name, each in own.items() if name == "patcher" or each is network]
