@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from tools import architectures, pages
-from tools.driving import calls_of, compiled
+from tools.driving import calls_of, compiled, skipping
 from tools.oracles import error, fallbacks, shapes
 from tools.patching import CHANGED
+from tools.skip_driving import BLOCKS
 from tools.vae_driving import build
 
 pytest_plugins = ("tools.page_fixtures",)
@@ -165,6 +166,27 @@ def test_no_control_is_called(models, pack, recordings, monkeypatch, name):
     assert not called and not fallbacks() and {shape["state"] for shape in shapes()} == {"tape"}
     # Encoding again costs one forward; the size is known then. The picture fits the first size as it is.
     assert took[2:] == [1, 0, 1, took[1], 1] and took[0] == took[1] - (name != "WanUni3CControlnetApply")
+
+
+@pytest.mark.parametrize("name", [*CONTROLS, "AnimaLLLiteApply"])
+def test_skip_blocks(models, pack, name):
+    """What a network adds between blocks is added on skipped steps too, as Skip Blocks does it alone."""
+    from anyshape.accel import stats
+
+    from tools import model_patches
+    from tools.architectures import patchers
+
+    kind, apply, run = model_patches.NODES[name]
+    if kind == "ZImage":
+        apply = model_patches.fun(**CONTROLS[name])
+    patched = apply(patchers.make(kind, blocks=BLOCKS))
+    alone, fast = (skipping(each, interval=3, depth="1") for each in (patched, compiled(patched)))
+    at = RUN | {"steps": 9} | run
+    for each in (fast, alone):  # in a first run a part of a range of noise levels may have no program yet
+        models.sample(each, **at)
+    assert torch.equal(models.sample(fast, **at, seed=1), models.sample(alone, **at, seed=1)), fallbacks()
+    counted = stats.snapshot()["skip"][-1]
+    assert (counted["full"], counted["skipped"], counted["resets"]) == (3, 6, {}) and not fallbacks()
 
 
 def test_a_patch_that_changes_itself_each_time_is_called(models, pack, recordings):

@@ -3,10 +3,10 @@
     python -m tools.random_workflows [--first 0] [--seconds 60]
 
 A model stays loaded while a person changes the workflow from run to run: nodes that patch the model and their order
-around Compile Model, LoRAs, hooks on prompts, ControlNets, prompts for areas, for masks and for a part of the steps,
-prompts of other lengths, sizes, batches, samplers. Some runs are those of before, with the nodes' outputs from
-ComfyUI's cache; before some, everything is unloaded. Some draws have Skip Blocks as well, with and without Compile
-Model. On a CPU. The number of a draw makes it again.
+around Compile Model, networks that such nodes bring, LoRAs, hooks on prompts, ControlNets, prompts for areas, for masks
+and for a part of the steps, prompts of other lengths, sizes, batches, samplers. Some runs are those of before, with the
+nodes' outputs from ComfyUI's cache; before some, everything is unloaded. Some draws have Skip Blocks as well, with and
+without Compile Model. On a CPU. The number of a draw makes it again.
 """
 
 import random
@@ -34,6 +34,10 @@ SKIPPED = 1e-3  # as far as a picture may be off: what is forecast goes on from 
 # Of any transformer, besides guidance. Of Flux and of UNets everything that ``tools.comfy_nodes`` has.
 OF_TRANSFORMERS = (
     "ModelSamplingSD3", "ModelSamplingAuraFlow", "ScaleROPE", "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple",
+)  # fmt: skip
+BRINGING = (  # of ``model_patches``
+    "QwenImageDiffsynthControlnet", "ZImageFunControlnet", "ZImageFunControlnet 2", "WanUni3CControlnetApply",
+    "AnimaLLLiteApply", "AnimaLLLiteApply, a range", "USOStyleReference",
 )  # fmt: skip
 MODELS = (
     "unet", "unet", "unet", "Flux", "Flux", "ZImage", "QwenImage", "WAN21_T2V", "SD3", "Anima", "Chroma", "Lumina2",
@@ -85,16 +89,21 @@ class Workflow:
 
 def nodes_of(kind: str) -> dict[str, Callable[[Any], Any]]:
     """ComfyUI's nodes that patch such a model, by name."""
+    from tools import architectures, model_patches
     from tools.comfy_nodes import GUIDANCE, NODES
 
+    there = {} if architectures.is_older() else model_patches.NODES
+    bringing = {name: there[name][1] for name in BRINGING if name in there and there[name][0] == kind}
     if kind in ("unet", "Flux"):
-        return {name: apply for name, (apply, _) in NODES[kind.lower()].items()}
-    return GUIDANCE | {name: NODES["flux"][name][0] for name in OF_TRANSFORMERS}
+        return {name: apply for name, (apply, _) in NODES[kind.lower()].items()} | bringing
+    return GUIDANCE | {name: NODES["flux"][name][0] for name in OF_TRANSFORMERS} | bringing
 
 
 def workflows(draw: random.Random, kind: str, skips: bool = False) -> Iterator[Workflow]:
     """Each from the one before, by one to three changes, or an earlier one again. skips: with ``SKIP``, mostly."""
-    names, past = list(nodes_of(kind)), [Workflow((OURS, SKIP), steps=9) if skips else Workflow((OURS,))]
+    known = list(nodes_of(kind))
+    names = known + [name for name in known if name in BRINGING] * 3  # which are few
+    past = [Workflow((OURS, SKIP), steps=9) if skips else Workflow((OURS,))]
 
     def chain() -> tuple[str, ...]:
         chosen = draw.sample(names, draw.choice((0, 1, 1, 2, 3)))
@@ -117,7 +126,8 @@ def workflows(draw: random.Random, kind: str, skips: bool = False) -> Iterator[W
         "sampler": lambda: draw.choice(SAMPLERS),
         "steps": lambda: draw.choice((9, 12) if skips else (2, 3, 4, 5)),
         "cfg": lambda: draw.choice((1.0, 3.0, 3.0)),
-        "mode": lambda: draw.choice(("auto", "auto", "exact", "off")),
+        # Skipped steps of another mode have no program yet: the first of a part of a patch's range is in full then.
+        "mode": lambda: "auto" if skips else draw.choice(("auto", "auto", "exact", "off")),
         "masked": lambda: draw.random() < 0.3,
     }  # fmt: skip
     for _ in range(RUNS):
@@ -247,6 +257,19 @@ class World:
         return nodes.ControlNetApplyAdvanced().apply_controlnet(positive, negative, control, hint, strength, start, end)
 
 
+def _by_comfyui(world: World, flows: list[tuple[int, Workflow]]) -> list[tuple[int, Workflow, Tensor]]:
+    """(run, workflow, its picture) of those that ComfyUI can do."""
+    usable = []
+    for run, flow in flows:
+        try:
+            wanted = world.picture(flow, run)
+        except Exception:  # noqa: BLE001 - such a workflow is of no use
+            continue
+        if wanted.isfinite().all():
+            usable.append((run, flow, wanted))
+    return usable
+
+
 def compared(number: int) -> Iterator[Far]:
     """What is wrong with one draw. Nothing is said of runs with which ComfyUI itself fails."""
     from tools.oracles import error
@@ -256,15 +279,9 @@ def compared(number: int) -> Iterator[Far]:
     kind, skips, fused = draw.choice(MODELS), draw.random() < 0.3, draw.random() < 0.7
     dtype = torch.float32 if skips else draw.choice((torch.float32, torch.float32, torch.bfloat16))
     flows, what = list(workflows(draw, kind, skips)), {"dtype": dtype, "blocks": BLOCKS if skips else 0}
-    eager = World(kind, fast=False, **what)
-    usable = []
-    for run, flow in enumerate(flows):
-        try:
-            wanted = eager.picture(flow, run)
-        except Exception:  # noqa: BLE001 - such a workflow is of no use
-            continue
-        if wanted.isfinite().all():
-            usable.append((run, flow, wanted))
+    usable = _by_comfyui(World(kind, fast=False, **what), list(enumerate(flows)))
+    if len(usable) < len(flows):  # a run that failed may have prepared something for a later one
+        usable = _by_comfyui(World(kind, fast=False, **what), [(run, flow) for run, flow, _ in usable])
     with pytest.MonkeyPatch.context() as patch:
         if fused:
             plan_kernels(patch)

@@ -18,6 +18,7 @@ ALONG = frozenset(
 )
 TURNS = frozenset("view reshape _unsafe_view transpose permute unsqueeze squeeze flatten unflatten movedim t".split())
 MOVES = TURNS | frozenset("select slice split split_with_sizes chunk unbind narrow expand cat concat stack".split())
+INTO = frozenset("copy slice_scatter select_scatter".split())  # what writes in place have become
 
 
 class NotCut(Exception):  # noqa: N818  a message, as ``NotUsed``
@@ -138,6 +139,8 @@ def _terms(operation: Operation, result: Value) -> Sequence[Value]:
     name = operation.traits.name
     if name in SUMS:
         return [value for value in operation.inputs if value.numel == result.numel]
+    if name == "copy":
+        return operation.inputs[1:]
     first = operation.args[0] if operation.args else None
     if (name in ALONG or name in TURNS) and isinstance(first, Value):
         return [first]
@@ -160,7 +163,7 @@ def _comes_from(stream: Value, made: set[Value]) -> bool:
         if operation is None or operation.opaque:
             continue
         name = operation.traits.name
-        if name in SUMS or name in ALONG or name in MOVES:
+        if name in SUMS or name in ALONG or name in MOVES or name in INTO:
             fresh = [each for each in operation.inputs if each not in seen]
             seen.update(fresh)
             left += fresh
