@@ -311,7 +311,7 @@ def _unlike(old: list, new: list) -> list:
 
 
 def _methods(kind: type) -> set[str]:
-    """The names of a class's methods and settings; of a class of torch's only the methods that a call goes through."""
+    """The names of a class's settings and methods; of torch's methods only those that a call goes through."""
     of_torch, kinds = kind.__module__.startswith("torch."), (staticmethod, property)
     return {
         name

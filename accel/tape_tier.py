@@ -104,7 +104,7 @@ class TapeTier:
         if take.needs_graph and not settings.graph_budget_mb:
             self.stats.note(shape, "eager", say("patches_slower", why=NO_GRAPHS))
             return call.eager()
-        self._tapes.patches.went_well()
+        self._tapes.patches.went_well(take.guards.writes_down)
         for place in take.held:
             place.put(call.taped.options)
         call = call.laid_out(take.program.permuted)

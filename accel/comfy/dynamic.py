@@ -57,6 +57,12 @@ def mapped(
     return MappedWeights(model, theirs, known or KnownPages()) if theirs and vbars is not None else None
 
 
+def maps_to(parts: Iterable[nn.Module], device: torch.device) -> bool:
+    """Whether what ComfyUI maps in of these parts of a model is mapped in on ``device``."""
+    tables = {id(part._v[0]): part._v[0] for part in parts if is_mapped(part)}.values()
+    return device.type != "cuda" or all(table.device == (device.index or 0) for table in tables)
+
+
 def unmapped(parts: Iterable[nn.Module]) -> list[Tensor]:
     """The parameters of these parts of a model that no pages stand for."""
     return [
@@ -104,7 +110,7 @@ class MappedWeights:
         dtype: of the model's inputs, in which patches of weights are computed. too_short: of a call that has pushed
         weights out before, why it would again, given the bytes that are free beside them, or ""; None for any other.
         """
-        if any(whose.device != (device.index or 0) for whose, _, _ in self._spans if device.type == "cuda"):
+        if not maps_to(self._parts, device):
             return say("weights_elsewhere")
         self._waited, self.did_not_fit = False, True
         self.free, self._tried = None, False

@@ -37,4 +37,4 @@ def _may_be_beside(network: nn.Module, model: nn.Module, device: torch.device) -
     own = all(is_known(kind) or is_beside_comfyui(kind.__module__) for kind in set(map(type, parts)))
     if not own or hasattr(network, "diffusion_model") or not set(parts).isdisjoint(parts_of(model)):
         return False
-    return all(weight.device == device for weight in dynamic.unmapped(parts))
+    return all(weight.device == device for weight in dynamic.unmapped(parts)) and dynamic.maps_to(parts, device)

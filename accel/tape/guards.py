@@ -88,6 +88,11 @@ class Guards:
         return frozenset((str(key), repr(path), answer) for key, path, answer in asked)
 
     @property
+    def writes_down(self) -> bool:
+        """Whether patches are in the recording."""
+        return bool(self._places)
+
+    @property
     def is_over(self) -> bool:
         """Whether a tensor is gone that a recorded patch kept, so that nothing will ever be as it was."""
         return any(tensor() is None for tensor in self._leaves.values())

@@ -47,15 +47,16 @@ class PatchBook:
     def may_prepare(self, who: Any) -> bool:
         """It changed itself in a forward that was recorded. Whether it may have prepared something, for this size, say.
 
-        Not twice with no forward in between that went well: then it will do so in each.
+        Not twice with no forward in between that went well: then it will do so in each one.
         """
         before = id(who) in self._prepared
         _keep(self._prepared, who)
         return not before
 
-    def went_well(self) -> None:
-        """A recording fits, or is complete: no patch that is written down has changed itself again."""
-        self._prepared.clear()
+    def went_well(self, any_patch: bool) -> None:
+        """A recording fits, or is complete: if a patch is written down in it, none has changed itself again."""
+        if any_patch:
+            self._prepared.clear()
 
     def misfit(self, program: Any, patch: Any) -> None:
         """From now on ``patch`` is not called from ``program``, which was recorded with another one of its code."""

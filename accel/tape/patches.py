@@ -262,7 +262,7 @@ class Patches:
             else:
                 self._reads.states[place] = state
         if not self.again and not self._recorder.refusal:
-            self._book.went_well()
+            self._book.went_well(bool(self._reads.states))
 
 
 def _each(item: Any, noting: Callable[[Any], Any]) -> Any:

@@ -109,9 +109,11 @@ class Glance:
 
     def leads(self, value: Any) -> bool:
         """Whether ComfyUI loads a companion of the model by it: what it notes of that changes with each load."""
-        return self._module is not None and any(
-            getattr(value, "model", None) is network for network in companions(self._module).values()
-        )
+        return any(getattr(value, "model", None) is network for network in self._companions)
+
+    @functools.cached_property
+    def _companions(self) -> list[nn.Module]:
+        return list(companions(self._module).values()) if self._module is not None else []
 
     def look(self, value: Any, most: int = MOST) -> State | None:
         """See ``look``."""
