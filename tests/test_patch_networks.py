@@ -110,6 +110,20 @@ def test_a_network_is_let_go_with_its_node(models, patcher):
     check(models, patcher, fast)
 
 
+def test_which_networks_may_be_beside_a_model(patcher):
+    """ComfyUI's own, on the model's device, and no part of it. Patches with others are as before."""
+    from anyshape.accel.comfy.patch_networks import networks
+
+    patched, network = with_network(patcher)
+    options, model = patched.model_options["transformer_options"], patcher.model.diffusion_model
+    here = torch.device("cpu")
+    assert networks(options, model, here) == [network] and networks({}, model, here) == []
+    assert networks(options, model, torch.device("cuda")) == []
+    assert networks(options, torch.nn.Sequential(network), here) == []
+    network.brought = type("Theirs", (torch.nn.Module,), {})()
+    assert networks(options, model, here) == []
+
+
 def test_companions_are_last_and_have_their_own_paths(pack):
     from anyshape.accel.tape.companions import companions, put_beside
     from anyshape.accel.tape.named_tensors import NamedTensors, PartsByPath, modules_of, parts_of, resolve
