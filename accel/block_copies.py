@@ -125,7 +125,7 @@ class BlockCopies:
             begin = len(self._recorder.operations)
             return _First(key, given, values, _Seen(given.passed), begin, self._recorder.writes.promoted)
         example = self._examples[key]
-        values = None if example is None else self._values(example, block, given)
+        values = None if example is None else self._values(example, path, block, given)
         return values and _Copy(example, given, values)
 
     # The first of its kind ------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ class BlockCopies:
 
     # The others -----------------------------------------------------------------------------------------------------
 
-    def _values(self, example: Example, block: nn.Module, given: Given) -> dict[Value, Value] | None:
+    def _values(self, example: Example, path: str, block: nn.Module, given: Given) -> dict[Value, Value] | None:
         """What stands for the example's arguments and weights in this call; None if it cannot be a copy."""
         if not example.options.fits(given.passed, example.places):
             return None
@@ -179,7 +179,8 @@ class BlockCopies:
             return None  # arguments share memory here, or did there
         modules = PartsByPath(block)
         for old, name in example.weights:
-            new = value(resolve(modules, name))
+            full = ".".join(filter(None, (path, name.module)))
+            new = self._recorder.renamed(old, Weight(full, name.name)) or value(resolve(modules, name))
             if (new.shape, new.stride, new.dtype, new.device) != (old.shape, old.stride, old.dtype, old.device):
                 return None
             found[old] = new

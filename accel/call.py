@@ -57,6 +57,13 @@ class Call:
     obstacle: str = ""  # why only eager is right; "" if what was recorded is
     begun: Begun | None = None  # when our looks at it began; None: with the engine
 
+    @property
+    def tape_key(self) -> ShapeKey:
+        """That by which its recording is found. A program that fetches weights is another one."""
+        if self.taped is None or self.taped.stream is None:
+            return self.key
+        return replace(self.key, structure=(*self.key.structure, ("weights", "fetched")))
+
     def laid_out(self, wanted: frozenset[Weight]) -> "Call":
         """The call, with these weights of convolutions in channels_last; without any, all as ComfyUI has them."""
         weights = self.taped.lay_out(wanted, self.weights)

@@ -31,6 +31,7 @@ from .parts_seen import (
     HOOKS,
     LEFT_OUT,
     PartsSeen,
+    count,
     is_hooked,
     is_plain,
     left_out,
@@ -86,6 +87,7 @@ class Watch:
         self._noted = [parts[n] for n in wanted.noted]
         self._settings = [(dicts[n], name) for n, name in wanted.settings]
         self._counts, self._kinds = self._counted(), list(map(type, parts))
+        self._own_counts = self._counted(count)
         self._seen, self._below, self._code = list(self._now()), [*self._layers(), _END], self._functions()
         self._lists = [seen for seen, name in zip(self._seen, self._names, strict=True) if name in FUNCTIONS]
         self._called, self._pictures, self._values = self._hung(), self._picture(), self._set()
@@ -100,7 +102,7 @@ class Watch:
         # Nothing is copied where nothing has changed: each step of a sampling run waits for this.
         return not (
             self._untouched == UNTOUCHED.changes
-            and self._counts == self._counted()
+            and (self._counts == self._counted() or self._own_counts == self._counted(count))
             and all(map(operator.is_, self._kinds, map(type, self.parts)))
             and all(map(operator.is_, self._seen, self._now()))
             and all(map(operator.is_, self._below, chain(self._layers(), (_END,))))
@@ -115,9 +117,9 @@ class Watch:
         """Whether the methods of all classes are what they were."""
         return _same(self._code, self._functions())
 
-    def _counted(self) -> list[int]:
-        """An attribute was added, or one is gone: most changes are that."""
-        return [*map(len, self._dicts), *map(len, self._classes)]
+    def _counted(self, of: Callable[[dict[str, Any]], int] = len) -> list[int]:
+        """An attribute was added, or one is gone: most changes are that. of: how many a part has."""
+        return [*map(of, self._dicts), *map(len, self._classes)]
 
     def _now(self) -> Iterator[Any]:
         return map(dict.get, self._owners, self._names)

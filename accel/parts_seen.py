@@ -70,7 +70,7 @@ class PartsSeen:
         dicts = [part.__dict__ for part in parts]
         self._parts, self._kinds = list(map(weakref.ref, parts)), list(map(type, parts))
         self._untouched, left = UNTOUCHED.changes, list(map(left_out, parts))
-        self._counts = list(map(_count, dicts))
+        self._counts = list(map(count, dicts))
         self._every = [
             _getter([name for name in own if name not in out], alike) for own, out in zip(dicts, left, strict=True)
         ]
@@ -100,7 +100,7 @@ class PartsSeen:
         return (
             all(map(operator.is_, parts, [ref() for ref in self._parts]))
             and all(map(operator.is_, map(type, parts), self._kinds))
-            and list(map(_count, dicts)) == self._counts
+            and list(map(count, dicts)) == self._counts
             and types == self._types
             and [plain(own) for plain, own in zip(self._plain, dicts, strict=True)] == self._values
             and _types_of_weights(dicts) == self._weights
@@ -203,7 +203,7 @@ def _hooked(dicts: Sequence[dict[str, Any]]) -> list[int]:
     return [n for n, own in enumerate(dicts) if any(_hooks(own))]
 
 
-def _count(own: dict[str, Any]) -> int:
+def count(own: dict[str, Any]) -> int:
     """Of its attributes; ComfyUI's notes of weights that it maps in come and go with each step."""
     return len(own) - len(MAPPING.intersection(own)) if "_v" in own else len(own)
 

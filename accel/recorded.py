@@ -1,6 +1,7 @@
 """One forward of ComfyUI's while it is recorded: what watches it, and the take that comes of it."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,7 +55,15 @@ class Recorded:
         Errors are those of ComfyUI's own forward.
         """
         self._content = self._taped.content()
-        out, self._tape = record(lambda: self._clock.run(lambda: self._noted_forward(copying)), self._recorder)
+
+        def forward() -> Any:
+            stream = self._taped.stream
+            with stream.in_forward(self._recorder) if stream is not None else nullcontext():
+                return self._clock.run(lambda: self._noted_forward(copying))
+
+        out, self._tape = record(forward, self._recorder)
+        if self._tape is not None:
+            self._tape.streamed = self._taped.stream is not None
         self._recorder.guarded(self._patches.finish)
         return out, self._tape
 

@@ -1,8 +1,9 @@
 """One recording of one size, what it is of, and what it gives."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 from .clock import Clock
 from .foreign import Held
 from .key import ShapeKey
-from .outputs import Output
+from .outputs import Output, flat
+from .tape.binding import Bound
 from .tape.called_patches import FormChanged, LiveCall, Played
 from .tape.guards import Guards
 from .tape.looks import Looks
@@ -55,6 +57,24 @@ class FullStep:
     apart: str = ""
 
 
+class Stream(Protocol):
+    """The weights of a call, where each step of a program fetches its own (see ``tape.fetched``).
+
+    why: what the user reads of it.
+    """
+
+    why: str
+
+    def end(self) -> str:
+        """From now on ComfyUI's own forwards fetch them, because something failed. What the user reads of that."""
+
+    def bound(self, program: Program, others: Mapping[int, OfPatch]) -> Bound:
+        """The program's values, for ``Program.run``. Raises ``NotBound``."""
+
+    def in_forward(self, recorder: Recorder) -> AbstractContextManager[None]:
+        """The body is ComfyUI's own forward, which ``recorder`` hears."""
+
+
 @dataclass(frozen=True)
 class Taped:
     """A call whose forward may be recorded."""
@@ -82,6 +102,7 @@ class Taped:
     unknown: str = ""  # why the whole is not recorded: an argument that no guard can compare; its blocks may be
     left: frozenset[str] = NONE  # the paths of blocks that may not be, either
     skipping: Skipping | None = None
+    stream: "Stream | None" = None  # where its weights do not fit
     leaves_out: bool = False  # its program is made with that of the whole forward, and never by recording this call
     # has the weights stay where they are, until ``let_go`` or ComfyUI's own forward; why they are gone, or ""
     hold: Callable[[], str] = str
@@ -178,9 +199,23 @@ def named_features(features: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"feature.{place}": tensor for place, tensor in enumerate(features)}
 
 
+def ran(program: Program, taped: Taped, inputs: Mapping[str, Tensor], others: Mapping[int, OfPatch]) -> Output:
+    """What a take's program gives on the weights that it is bound to, or fetches. Raises ``NotBound``.
+
+    others: the take's.
+    """
+    fetched = None if taped.stream is None else taped.stream.bound(program, others)
+    return flat(program.run(list(inputs.values()), fetched))
+
+
 def bound(take: Take, taped: Taped, weights: int) -> Program:
-    """The take's program on the model's weights, whose fingerprint that is. Raises ``NotBound``."""
+    """The take's program on the model's weights, whose fingerprint that is. Raises ``NotBound``.
+
+    As it is where it fetches them.
+    """
     program, state = take.program, (taped.run, weights)
+    if taped.stream is not None:
+        return program
     if take.weights != weights or program.others is not take.others or not program.tighten():
         program.bind(taped.module, take.others, state)
         take.weights = weights

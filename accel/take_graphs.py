@@ -92,6 +92,9 @@ class TakeGraphs:
     ) -> None:  # fmt: skip
         """Notes that the program ran, and captures it where a graph pays."""
         shape.state, shape.reason, shape.note = "tape", "", take.note
+        if call.taped.stream is not None:
+            self._stats.note(shape, "tape", call.taped.stream.why)
+            return
         if take.program.fetches:
             shape.note = say("patches_fetched", need=-(-take.program.fetches // graphs.MIB))
         if not take.graph or out is None:

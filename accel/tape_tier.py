@@ -17,15 +17,16 @@ from .attempt import attempt, named
 from .block_tier import BlockTier, told
 from .call import Call, Settings
 from .capture import collector_off
-from .clock import Clock, timed
+from .clock import timed
 from .errors import AnyShapeError, is_out_of_memory, let_go
 from .halves import Halves
-from .maker import Maker, NotCompared
+from .maker import Maker
 from .outputs import Output, empty_like, flat, odd_form, tensors_of
+from .own_result import Own
 from .preparing import preparing
 from .reasons import say
 from .stats import STATS, ModelStats, ShapeStats
-from .take import NONE, FullStep, Take, bound
+from .take import NONE, FullStep, Take, bound, ran
 from .take_graphs import NO_GRAPHS, TakeGraphs
 from .tape import called_patches, kernel_check, this_forward
 from .tape.binding import NotBound
@@ -84,16 +85,17 @@ class TapeTier:
     def _run(self, call: Call, settings: Settings, shape: ShapeStats, forward: Forward, tried: list[Take]) -> Any:
         """As ``run``. Raises ``FormChanged``, with the take at the end of ``tried``."""
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
-        take = self._tapes.find(call.key, fuse, call.taped, tried)
+        key = call.tape_key
+        take = self._tapes.find(key, fuse, call.taped, tried)
         if take is None:
             self._graphs.drop(self._tapes.over())
-            if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(call.key, fuse, call.taped):
+            if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(key, fuse, call.taped):
                 self.stats.note(shape, "eager", reason)
                 return call.eager()
-            take = self._tapes.heir(call.key, fuse, call.taped, tried)
+            take = self._tapes.heir(key, fuse, call.taped, tried)
         if take is None:
             out = self._first(call, settings, shape, fuse, forward)
-            if tried and (new := self._tapes.find(call.key, fuse, call.taped, tried)) is not None:
+            if tried and (new := self._tapes.find(key, fuse, call.taped, tried)) is not None:
                 self._tapes.first(new)
             return out
         if take.program is None:
@@ -112,19 +114,29 @@ class TapeTier:
         if take.live:
             tried.append(take)
             forward.begin(take.holds, call.key.device)
+        stream = call.taped.stream
         out = self._graphs.replay(call, take, inputs) if take.graph and settings.graph_budget_mb else None
         if replayed := out is not None:
             shape.state, shape.reason, shape.note = "graph", "", take.called
             shape.replays += 1
         else:
             try:
-                program = bound(take, call.taped, call.weights)
+                bound(take, call.taped, call.weights)
             except NotBound:  # other weights altogether
                 self._tapes.forget(take.program)
                 return self._run(call, settings, shape, forward, tried)
             out = self._graphs.again(call, settings, shape, take, inputs)
             replayed = out is not None
-            out = out if replayed else flat(program.run(list(inputs.values())))
+            try:
+                out = out if replayed else ran(take.program, call.taped, inputs, take.others)
+            except Exception as error:
+                if stream is None or not (isinstance(error, NotBound) or is_out_of_memory(error)):
+                    raise
+                let_go(error)
+                self.stats.note(shape, "eager", stream.end())
+                if call.taped.leaves_out or not forward.log:
+                    return call.eager()
+                return call.taped.forward(called_patches.replaying(call.taped.options, forward.log))
         taped = call.taped
         place = take.guards.changed_state(taped.options, taped.module, taped.looks) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
@@ -156,7 +168,7 @@ class TapeTier:
 
     def _unrecorded(self, call: Call, settings: Settings, shape: ShapeStats, take: Take, fuse: bool) -> Any:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
-        if not (fuse and take.in_blocks):
+        if not (fuse and take.in_blocks) or call.taped.stream is not None:
             self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, call.eager())
         with self._blocks.visit(call, settings, self._maker.is_first(call, fuse), take.reason) as visit:
@@ -175,12 +187,13 @@ class TapeTier:
 
     def _recorded(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: Forward) -> Any:
         # The library of convolutions plans them once for each layout of the weights, which takes longer than they do.
-        turned = NONE if not fuse or call.taped.lean else self._turned.get(call.taped.structure, NONE)
+        one_layout = not fuse or call.taped.lean or call.taped.stream is not None
+        turned = NONE if one_layout else self._turned.get(call.taped.structure, NONE)
         call = call.laid_out(turned)
         recorded, take, tape = self._short(call, settings, fuse, turned) or self._tapes.record(
-            call.key, fuse, call.taped, call.inputs, turned
+            call.tape_key, fuse, call.taped, call.inputs, turned
         )
-        own = _Own(call, take, recorded)
+        own = Own(call, take, recorded)
         forward.playing = True  # patches were called in this forward, so what runs from here on must not call them
         if why := call.taped.hold():  # weights went in mid-forward, so nothing that it said of them counts
             self._tapes.drop(take)
@@ -195,6 +208,8 @@ class TapeTier:
                 take.needs_graph = settings.graph_budget_mb
                 if not (self._uses_graphs and settings.graph_budget_mb):
                     take.reason = take.reason or say("patches_slower", why=NO_GRAPHS)
+        if take.holds and call.taped.stream is not None:  # what patches gave is kept, and would push weights out
+            take.reason = take.reason or call.taped.stream.end()
         if take.again:
             shape.state, shape.reason = "eager", take.reason
             return recorded if call.taped.skipping is None else FullStep(recorded, None)
@@ -232,7 +247,8 @@ class TapeTier:
         if take.program is not None:
             take.program.settled()
             take.like = None if out is None else empty_like(out, "meta")
-            self._turned = {call.taped.structure: take.program.permuted}
+            if call.taped.stream is None:
+                self._turned = {call.taped.structure: take.program.permuted}
         return own() if out is None else take.result(out)
 
     def _short(
@@ -242,7 +258,7 @@ class TapeTier:
         if not (fuse and self._maker.may_be_short(call, settings)):
             return None
         found, _ = attempt(
-            lambda: self._tapes.record(call.key, fuse, call.taped, call.inputs, turned, short=True),
+            lambda: self._tapes.record(call.tape_key, fuse, call.taped, call.inputs, turned, short=True),
             _astray,
             self._passthrough,
         )
@@ -252,7 +268,7 @@ class TapeTier:
         return None if failed else found
 
     def _programmed(
-        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape, own: "_Own", fuse: bool
+        self, call: Call, settings: Settings, shape: ShapeStats, take: Take, tape: Tape, own: Own, fuse: bool
     ) -> Output:
         """The result of the new program, checked."""
         device, first = call.key.device, self._maker.is_first(call, fuse, take)
@@ -281,10 +297,13 @@ class TapeTier:
             out = self._graphs.first(call, settings, shape, take, inputs, flat(own.like), checked)
             if out is not None:
                 return out
-        out, host, elapsed = timed(lambda: flat(program.run(list(inputs.values()))), device)
+        try:
+            out, host, elapsed = timed(lambda: ran(program, call.taped, inputs, take.others), device)
+        except NotBound as error:  # a step reads a weight that another one fetches, say
+            raise AnyShapeError(call.taped.stream.end()) from error
         out = checked(out)
-        take.graph = graphic and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
-        if graphic and not take.graph:
+        take.graph = graphic and call.taped.stream is None and (elapsed < LONG_MS or host > HOST_SHARE * elapsed)
+        if graphic and not take.graph and call.taped.stream is None:
             take.note = say("gpu_limit", elapsed=f"{elapsed:.0f}", host=f"{host:.0f}")
         self._graphs.settle(call, settings, shape, take, inputs, out)
         return out
@@ -307,28 +326,6 @@ class TapeTier:
             log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, "".join(format_exception(error)))
         self.stats.note(shape, "eager", take.reason)
         return take.reason
-
-
-class _Own:
-    """ComfyUI's own result of a first call. like: what it looks like; void after a short recording."""
-
-    def __init__(self, call: Call, take: Take, recorded: Any) -> None:
-        self._call, self._take, self.like = call, take, recorded
-
-    def __call__(self) -> Any:
-        """The result: what was recorded or, after a short recording, what ComfyUI's forward gives now."""
-        if self._take.short:
-            clock = Clock(self._call.key.device)
-            self.like = clock.run(self._call.eager)
-            self._take.clock, self._take.short = clock, False
-        return self.like
-
-    def whole(self) -> Output:
-        """As a call of this, for a program that goes on. Raises ``NotCompared`` if weights went in that forward."""
-        ran, out = self._take.short, flat(self())
-        if ran and (why := self._call.taped.hold()):
-            raise NotCompared(why)
-        return out
 
 
 def _astray(error: Exception) -> str:

@@ -15,13 +15,11 @@ from torch import Tensor, nn
 
 from .kernels.operations import LASTS
 from .reasons import say
-from .tape.named_tensors import PLAIN, inner_tensors, is_note, parts_of, tensor_attributes
+from .tape.named_tensors import MAPPED, PLAIN, inner_tensors, is_note, parts_of, tensor_attributes
 
 GIB = 1 << 30
 CONVOLUTIONS = (nn.Conv2d, nn.Conv3d)  # whose weights may lie with channels last
 KNOWN = (*PLAIN, type(None))
-# In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
-MAPPED = ("_v_weight", "_v_bias")
 
 
 class WeightWatch:

@@ -85,7 +85,7 @@ def test_a_model_that_is_asked_how_far_rounding_carries_it(models, load, recordi
 
     run = Program.run
     other = lambda x: sensitivity.nudged(-x).neg()  # noqa: E731 - one step the other way
-    monkeypatch.setattr(Program, "run", lambda self, given: run(self, [other(given[0]), *given[1:]]))
+    monkeypatch.setattr(Program, "run", lambda self, given, bound: run(self, [other(given[0]), *given[1:]]))
     monkeypatch.setattr(verify, "BOUNDS", dict.fromkeys(verify.BOUNDS, verify.Bounds(0.0, 0.0)))
     asked = calls_of(monkeypatch, sensitivity, "measured")
     eager = models.sample(load.patcher, **SMALL_RUN)
@@ -146,15 +146,15 @@ def test_weights_that_went_and_came_back(models, load, recordings, bound):
 
 
 @both
-def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recordings):
-    """To the bit, with a reason that helps; and on the tape again as soon as it fits."""
+def test_what_does_not_fit_is_fetched_step_by_step(models, load, card, recordings):
+    """To the bit, with a reason that helps; and from where the weights lie as soon as they fit."""
     fast, source = compiled(load.patcher), load.patcher
     card.pages = load.pages.count // 2
     out = models.sample(fast, **SMALL_RUN)
     (shape,) = shapes()
-    assert shape["state"] == "eager" and shape["reason"].startswith("weights streamed: of ")
-    assert [found["reason"] for found in fallbacks()] == [shape["reason"]]
-    assert not recordings and not load.pages.pinned
+    assert shape["state"] == "tape" and shape["reason"].startswith("weights streamed: of "), shape["reason"]
+    assert all(found["reason"].startswith("weights streamed: of ") for found in fallbacks())
+    assert len(recordings) == 1 and not load.pages.pinned
     ours = len(load.pages.there)
     load.pages.give_away()
     load()
@@ -163,26 +163,26 @@ def test_what_does_not_fit_runs_as_comfyuis_own(models, load, card, recordings):
     card.pages = ENOUGH
     load()
     assert torch.equal(out, models.sample(source, **SMALL_RUN))
-    assert error(models.sample(fast, **SMALL_RUN), out) < CLOSE and len(recordings) == 1
-    assert_fast()
+    assert error(models.sample(fast, **SMALL_RUN), out) < CLOSE and len(recordings) == 2
+    assert not shapes()[0]["reason"]
     card.pages = load.pages.count // 2
     load.pages.give_away()
-    assert torch.equal(out, models.sample(fast, **SMALL_RUN)) and shapes()[0]["state"] == "eager"
+    assert torch.equal(out, models.sample(fast, **SMALL_RUN)) and shapes()[0]["reason"]
     card.pages = ENOUGH
     load()
-    assert error(models.sample(fast, **SMALL_RUN), out) < CLOSE and len(recordings) == 1
-    assert_fast()
+    assert error(models.sample(fast, **SMALL_RUN), out) < CLOSE and len(recordings) == 2
+    assert not shapes()[0]["reason"]
 
 
-def test_a_streamed_model_is_not_looked_at_in_each_step(models, load, card, monkeypatch):
-    """From the second step on one page is asked for, until there is room."""
-    from anyshape.accel.comfy.sampling_state import SamplingState
+def test_a_streamed_models_pages_are_not_asked_for_in_each_step(models, load, card, monkeypatch):
+    """From the second step on one page is, until there is room."""
+    from anyshape.accel.comfy.dynamic import MappedWeights
 
     fast, run = compiled(load.patcher), SMALL_RUN | {"steps": 4}
     card.pages = load.pages.count // 2
-    looks = calls_of(monkeypatch, SamplingState, "structure")
+    looks = calls_of(monkeypatch, MappedWeights, "ready")
     models.sample(fast, **run)
-    assert len(looks) == 1 and shapes()[0]["state"] == "eager" and not load.pages.pinned
+    assert len(looks) == 1 and shapes()[0]["reason"] and not load.pages.pinned
 
     def room(step, *_):
         if step == 1:
@@ -191,7 +191,7 @@ def test_a_streamed_model_is_not_looked_at_in_each_step(models, load, card, monk
 
     looks.clear()
     models.sample(fast, **run, callback=room)
-    assert 1 < len(looks) < 4 and shapes()[0]["state"] != "eager"
+    assert 1 < len(looks) < 4 and not shapes()[0]["reason"]
 
 
 @both

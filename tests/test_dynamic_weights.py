@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tools import pages
-from tools.driving import SMALL_RUN, SMALL_UNET, calls_of, compiled, options_of
+from tools.driving import SMALL_RUN, SMALL_UNET, calls_of, compiled, one_call, options_of
 from tools.oracles import assert_fast, error, fallbacks, shapes
 
 pytest_plugins = ("tools.page_fixtures",)
@@ -182,16 +182,6 @@ def test_blocks_of_a_model_that_cannot_be_recorded_as_a_whole(pack, card, fusing
     assert shapes()[0]["state"] == "tape" and "one by one" in shapes()[0]["note"]
 
 
-def forward(patcher, name, compiled_by=None):
-    """One call of a model of the table, in bfloat16, through Compile Model's wrappers if there are any."""
-    from tools import architectures
-
-    arguments, named = architectures.in_bfloat16(*architectures.TABLE[name].inputs(1))
-    named["transformer_options"] = {**named.get("transformer_options", {}), **options_of(compiled_by or patcher)}
-    with torch.inference_mode():
-        return patcher.model.diffusion_model(*arguments, **named)
-
-
 def astray(program, load):
     """What a program reads that a graph might not find later: not in pages, no small weight, and not its own."""
     from anyshape.accel.comfy import small_weights
@@ -218,10 +208,10 @@ def test_quantised_weights(pack, card, form, recordings, monkeypatch):
     patcher.model.diffusion_model = quantised.make("Flux", form)
     load = pages.Loads(patcher.model.diffusion_model, card)
     load()
-    fast, eager = compiled(patcher), forward(patcher, "Flux")
+    fast, eager = compiled(patcher), one_call(patcher, "Flux")
     assert any(isinstance(part._v_weight, quant_ops.QuantizedTensor) for part in load.layers)
     for _ in range(3):
-        assert torch.equal(forward(patcher, "Flux", fast), eager)
+        assert torch.equal(one_call(patcher, "Flux", fast), eager)
         assert astray(programs[-1], load) == []
         load.pages.give_away()
         load()
@@ -241,9 +231,9 @@ def test_weights_that_are_cast_on_their_way(pack, card, recordings):
         part.weight = nn.Parameter(weight, requires_grad=False)
     load = pages.Loads(model, card, torch.bfloat16)
     load()
-    fast, eager = compiled(patcher), forward(patcher, "QwenImage")
+    fast, eager = compiled(patcher), one_call(patcher, "QwenImage")
     for _ in range(2):
-        assert torch.equal(forward(patcher, "QwenImage", fast), eager)
+        assert torch.equal(one_call(patcher, "QwenImage", fast), eager)
         load.pages.give_away()
     assert {part._v_weight.dtype for part in load.layers} == {torch.bfloat16} and len(recordings) == 1
     assert_fast()
@@ -266,4 +256,5 @@ def test_a_controlnet(models, card, recordings):
     card.pages = load.pages.count // 2
     load()
     assert error(models.sample(patcher, **SMALL_RUN, steer=steering(fast)), eager) < CLOSE
-    assert shapes()[0]["reason"].startswith("weights streamed: of ") and len(recordings) == 1
+    assert shapes()[0]["reason"].startswith("weights streamed: of ") and len(recordings) == 2
+    assert shapes()[0]["state"] == "tape" and not load.pages.pinned

@@ -201,12 +201,12 @@ def test_what_is_slower_than_comfyui_is_red(models, unet, monkeypatch, slow) -> 
 
     device, own = unet.load_device.type, Program.run
 
-    def run(self, inputs):
+    def run(self, inputs, bound):
         if slow and device == "cpu":
             time.sleep(0.3)
         elif slow:
             torch.cuda._sleep(200_000_000)  # clock ticks: about a tenth of a second
-        return own(self, inputs)
+        return own(self, inputs, bound)
 
     monkeypatch.setattr(Program, "run", run)
     fast = compiled(unet, graph_budget_mb=0)

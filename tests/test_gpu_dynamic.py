@@ -55,15 +55,16 @@ def test_exact_is_the_same_picture_to_the_bit():
 
 
 @pytest.mark.parametrize("share, name", [(0.0, ""), (0.3, ""), (0.7, ""), (0.3, "sdxl"), (0.7, "sdxl")])
-def test_a_model_that_does_not_fit_is_streamed_by_comfyui(share, name):
-    """It keeps as many weights on the card as without us."""
+def test_a_model_that_does_not_fit_is_fetched_step_by_step(share, name):
+    """It keeps as many weights on the card as without us, and is no slower where copies are all that it waits for."""
     found = case("fit", share=share, graphs=0, name=name, turns=10)
     assert max(found["errors"]) < CLOSE and only_streamed(found)
-    assert found["states"] == ["eager"] and found["graphs"] == 0
+    small = name == "sdxl"  # its layers are small, so ComfyUI's own forward runs
+    assert found["states"] == (["eager"] if small else ["tape"]) and found["graphs"] == 0
     # with 0.7 of it all weights may be there, until recording pushes some out; not tried a third time
-    assert found["recorded"] <= (2 if share == 0.7 else 0) and len(set(found["begun"][1:])) == 1
+    assert found["recorded"] <= (2 if share == 0.7 else 0) + (not small) and len(set(found["begun"][2:])) == 1
     assert found["loaded"][1] >= 0.95 * found["loaded"][0] and found["loaded"][0] < 0.95 * found["size"]
-    assert min(found["s"]) <= 1.05 * min(found["eager_s"])
+    assert min(found["s"]) <= (1.05 if small else 1.0) * min(found["eager_s"])
     assert found["peak"][1] - found["peak"][0] <= found["graphs"] + GIB // 2
 
 
@@ -73,7 +74,7 @@ def test_a_model_that_fits_without_its_graphs():
     assert max(found["errors"]) < CLOSE
     known = ("weights streamed:", "the model's weights", "no graph could be", "out of memory")
     assert all(reason.startswith(known) for reason in found["fallbacks"]), found["fallbacks"]
-    assert found["recorded"] <= 2
+    assert found["recorded"] <= 3
 
 
 @pytest.mark.parametrize(
@@ -102,10 +103,12 @@ def test_a_patch_with_a_network():
     assert min(found["s"]) < 0.8 * found["eager_s"]
 
 
-def test_a_network_that_does_not_fit_beside_its_model():
-    found = case("short", node="ZImageFunControlnet", name="zimage", share=0.3, n_layers=12)
-    assert max(found["errors"]) < CLOSE and only_streamed(found) and found["states"] == ["eager"]
-    assert min(found["s"]) <= 1.05 * min(found["eager_s"])
+@pytest.mark.parametrize("layers, state", [(12, "eager"), (30, "tape")])
+def test_a_network_that_does_not_fit_beside_its_model(layers, state):
+    """With fewer layers than its own table supposes, its patch is called, and what that gives must be kept."""
+    found = case("short", node="ZImageFunControlnet", name="zimage", share=0.3, n_layers=layers)
+    assert max(found["errors"]) < CLOSE and only_streamed(found) and found["states"] == [state]
+    assert min(found["s"]) <= (1.05 if state == "eager" else 1.02) * min(found["eager_s"])
 
 
 def test_two_models_by_turns():
@@ -168,7 +171,7 @@ def test_weights_of_skipped_blocks_are_not_fetched(share, model):
         assert 0 < run["far"] < 1 and min(run["s"]) < 0.6 * min(found["eager_s"])
         assert statistics.median(run["step_s"]) < 0.4 * step  # two thirds are skipped
         assert run["peak"] - found["peak"] < GIB // 2
-    assert found["states"] == ["eager"] and only_streamed(found)
+    assert found["states"] == (["eager"] if model else ["tape"]) and only_streamed(found)
 
 
 SD35 = {"name": "sd35l", "depth": 24, "context_embedder_config": {

@@ -271,5 +271,6 @@ def test_only_who_has_a_budget_is_told_to_raise_it(has_budget: bool) -> None:
     shape = stats.shape("a", 512, 512, 1)
     settings = Settings(graph_budget_mb=0, has_budget=has_budget)
     take = SimpleNamespace(graph=True, note="", program=SimpleNamespace(fetches=0))
-    TakeGraphs(stats, 0).settle(None, settings, shape, take, {}, torch.zeros(1))
+    call = SimpleNamespace(taped=SimpleNamespace(stream=None))
+    TakeGraphs(stats, 0).settle(call, settings, shape, take, {}, torch.zeros(1))
     assert (shape.state, shape.reason) == ("tape", say("no_graphs") if has_budget else "")

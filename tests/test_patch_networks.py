@@ -263,7 +263,7 @@ def test_pages_of_a_network_go_and_come_back(models, mapped, recordings, monkeyp
 
 @pytest.mark.parametrize("short", [0, 1])
 def test_a_network_that_does_not_fit_beside_its_model(models, mapped, recordings, monkeypatch, short):
-    """ComfyUI's own forward runs, and in each step no more is asked than whether it still must.
+    """Steps fetch the weights of both, and in each run no more is asked beside than whether they still must.
 
     short: which of the two has lost pages; the other one's may lie behind them.
     """
@@ -276,7 +276,7 @@ def test_a_network_that_does_not_fit_beside_its_model(models, mapped, recordings
     table.give_away(*range(table.watermark, table.count))
     asked = calls_of(monkeypatch, dynamic, "_fault")
     out = models.sample(fast, **RUN | {"steps": 8})
-    assert torch.equal(out, wanted) and not recordings
-    assert {shape["state"] for shape in shapes()} == {"eager"}
+    assert torch.equal(out, wanted) and len(recordings) <= 2
+    assert {shape["state"] for shape in shapes()} == {"tape"}
     assert all("weights streamed: of" in fallback["reason"] for fallback in fallbacks())
     assert not any(load.pages.pinned for load in loads) and len(asked) <= 2 * 8

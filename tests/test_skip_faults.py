@@ -75,7 +75,7 @@ def test_a_skipped_step_that_fails_runs_in_full(models, fresh, wanted, monkeypat
     skip, own = skipping(fresh), Program.run
     assert error(models.sample(skip, **RUN), wanted) > 1e-3
     # of the latent, the time step and the prompt; a skipped step has its feature besides
-    monkeypatch.setattr(Program, "run", lambda self, inputs: own(self, inputs) if len(inputs) == 3 else 1 / 0)
+    monkeypatch.setattr(Program, "run", lambda self, given, bound: own(self, given) if len(given) == 3 else 1 / 0)
     assert torch.equal(models.sample(skip, **RUN), wanted)
     assert last_run()["skipped"] == 0 and set(last_run()["resets"]) == {FAILED, UNRECORDED}
 

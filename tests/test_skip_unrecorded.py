@@ -18,7 +18,8 @@ from anyshape.accel.reasons import say  # noqa: E402 - the package exists from t
 from anyshape.accel.skip.schedule import full_steps  # noqa: E402
 from anyshape.accel.skip.unrecorded import NotLeftOut, UnrecordedBlocks  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
+pytest_plugins = ("tools.page_fixtures",)
+pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread", "no_stream")
 
 # Two streams that take turns in two lists, frames, a forward that calls no wrappers.
 STREAMED = ("Flux", "WAN21_T2V", "AuraFlow")

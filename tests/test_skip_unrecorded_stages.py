@@ -15,7 +15,8 @@ from anyshape.accel.reasons import say  # noqa: E402 - the package exists from t
 from anyshape.accel.skip.schedule import full_steps  # noqa: E402
 from anyshape.accel.skip.unrecorded_stages import UnrecordedStages  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread")
+pytest_plugins = ("tools.page_fixtures",)
+pytestmark = pytest.mark.usefixtures("pack", "clean_stats", "one_thread", "no_stream")
 
 STREAMS = say("weights_streamed", there="", all="").partition(":")[0]
 

@@ -276,7 +276,7 @@ def key_of(forward, *args, **kwargs):
         calls_within=False,
         in_blocks=("", frozenset()),
         obstacle=lambda *_: "",
-        streams=lambda: "",
+        streams=lambda device: "",
         mapped=None,
         hold=str,
         let_go=None,

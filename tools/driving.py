@@ -121,6 +121,16 @@ def compiled_control(control: Any) -> Any:
     return out
 
 
+def one_call(patcher: Patcher, name: str, compiled_by: Patcher | None = None) -> Any:
+    """One call of a model of the table, in bfloat16, through Compile Model's wrappers if there are any."""
+    from tools import architectures
+
+    arguments, named = architectures.in_bfloat16(*architectures.TABLE[name].inputs(1))
+    named["transformer_options"] = {**named.get("transformer_options", {}), **options_of(compiled_by or patcher)}
+    with torch.inference_mode():
+        return patcher.model.diffusion_model(*arguments, **named)
+
+
 def calls_of(patch: Any, owner: Any, name: str, noted: Callable[..., Any] = lambda *args, **kwargs: None) -> list:
     """What is ``noted`` of each call of ``owner.name`` from here on; the call is made as before."""
     seen, own = [], getattr(owner, name)

@@ -32,6 +32,11 @@ STATS_KEYS = {
 }  # fmt: skip
 
 
+def only_streamed() -> bool:
+    """Whether weights that do not fit are the one thing that kept anything from running as fast as it can."""
+    return {each["reason"].partition(":")[0] for each in fallbacks()} == {"weights streamed"}
+
+
 def error(out: Tensor, reference: Tensor) -> float:
     """||out - reference|| / ||reference|| in float32; fails on another shape or on a value that is not finite."""
     assert out.shape == reference.shape and torch.isfinite(out).all()

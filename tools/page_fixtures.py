@@ -3,9 +3,14 @@
 pytest_plugins = ("tools.page_fixtures",)       # in a file of tests
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from tools import pages
 from tools.driving import calls_of
@@ -16,8 +21,19 @@ def card(pack: ModuleType, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     """With room for all; ComfyUI maps weights in. param: ``counts``, if it is not to count."""
     if problem := pages.missing():
         pytest.skip(problem)
+    from anyshape.accel.comfy import streaming
+
     pages.use(monkeypatch)
+    monkeypatch.setattr(streaming, "LEAST", 0)  # tiny models have tiny layers
     return pages.Card(counts=getattr(request, "param", True))
+
+
+@pytest.fixture
+def no_stream(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of programs fetch no weights, as after a failure: where these do not fit, ComfyUI's own forward runs."""
+    from anyshape.accel.comfy.sampling_state import SamplingState
+
+    monkeypatch.setattr(SamplingState, "stream", lambda self, *args: None)
 
 
 @pytest.fixture
@@ -32,3 +48,51 @@ def bound(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list:
     from anyshape.accel.tape.program import Program
 
     return calls_of(monkeypatch, Program, "bind")
+
+
+def _inner(weight: Tensor) -> list[Tensor]:
+    """The tensors that a quantised weight is made of, or ``weight``."""
+    names = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else ()
+    return [getattr(weight, name) for name in names] or [weight]
+
+
+@pytest.fixture
+def written_over(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step has fetched is written over when it is done, as the next layers' weights do it on a GPU."""
+    from anyshape.accel.comfy import streaming
+
+    own = streaming.Cast
+
+    @contextmanager
+    def cast(parts: list, device: torch.device, dtype: torch.dtype) -> Iterator[list]:
+        with own(parts, device, dtype) as found:
+            pairs = zip(parts, found, strict=True)
+            lent = [each for part, pair in pairs if part._prefetch["signature"] is None for each in pair]
+            yield found
+        for tensor in [inner for weight in lent if weight is not None for inner in _inner(weight)]:
+            if tensor.ndim:
+                tensor.view(torch.uint8).fill_(pages.GARBAGE)
+
+    monkeypatch.setattr(streaming, "Cast", cast)
+
+
+@pytest.fixture
+def fetched(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many layers each step of a program has fetched."""
+    from anyshape.accel.tape.fetched import FetchedStep
+
+    return calls_of(monkeypatch, FetchedStep, "__call__", lambda step, values: len(step.parts))
+
+
+@pytest.fixture
+def streamed(tiny: Callable, card: pages.Card) -> Callable[..., tuple[Any, pages.Loads]]:
+    """(A tiny model by name, what a load of it does), with room for this share of its weights."""
+
+    def make(name: str, share: float = 0.5) -> tuple[Any, pages.Loads]:
+        patcher = tiny(name, fresh=True)
+        load = pages.Loads(patcher.model.diffusion_model, card)
+        card.pages = int(load.pages.count * share)
+        load()
+        return patcher, load
+
+    return make

@@ -107,7 +107,7 @@ class Pages:
         """Something else has this memory now."""
         for page in pages or list(self.there):
             self.there.discard(page)
-            self.memory[page * PAGE : (page + 1) * PAGE] = GARBAGE
+            ctypes.memset(self.base_addr + page * PAGE, GARBAGE, PAGE)  # which no recorder hears
 
     def turn_of(self, layer: nn.Module) -> None:
         """ComfyUI's own forward has come to ``layer``."""
@@ -176,6 +176,7 @@ def use(monkeypatch: Any) -> None:
             del s._prefetch
         return (weight, bias, (None, kept, None)) if offloadable else (weight, bias)
 
+    cast_bias_weight.__module__ = own.__module__  # as little another pack's as the function in its place
     monkeypatch.setattr(comfy.ops, "cast_bias_weight", cast_bias_weight)
     monkeypatch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", tensor_at)
     monkeypatch.setattr(vbars, "vbars_analyze", lambda device=None: 0)
@@ -228,6 +229,11 @@ class Loads:
             for name, weight in parameters.items():
                 if weight is not None:  # to another place, each time
                     part._parameters[name] = nn.Parameter(weight.detach().clone(), requires_grad=False)
+
+
+def is_clean(load: Loads) -> bool:
+    """Whether layers are as ComfyUI leaves them: no page is kept, and nothing of ours lies there."""
+    return not load.pages.pinned and not any("_prefetch" in part.__dict__ for part in load.layers)
 
 
 def loaded_unet(models: Any, card: Card) -> Loads:

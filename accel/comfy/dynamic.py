@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import comfy.model_management as mm
-import comfy.ops
 import torch
 from torch import Tensor, nn
 
@@ -25,11 +24,11 @@ from ..errors import is_out_of_memory, let_go
 from ..reasons import say
 from ..tape.named_tensors import modules_of, parts_of
 from .known_pages import KnownPages, Place, vbars
+from .layer_casts import KEYS, Cast
 from .shortages import Unfit
 from .small_weights import SmallWeights
 
 PREFETCH = "prefetch_dynamic_vbars"  # the option that has a forward's blocks fetched ahead
-KEYS = ("weight", "bias")
 ROUNDS = 5  # filling needs memory too, which may cost a page
 AGAIN = 2  # times in a run that pages are asked for which something else has pushed out
 CHUNK = 128 << 20  # bytes that are filled at once
@@ -97,7 +96,11 @@ class MappedWeights:
     @property
     def names(self) -> tuple[str, ...]:
         """Which layers these are."""
-        return tuple([path for path, part in modules_of(self._model) if is_mapped(part)])
+        return tuple(self.parts())
+
+    def parts(self) -> dict[str, nn.Module]:
+        """These layers by path."""
+        return {path: part for path, part in modules_of(self._model) if is_mapped(part)}
 
     @property
     def bytes(self) -> int:
@@ -128,7 +131,9 @@ class MappedWeights:
                 self.did_not_fit = False
                 unfit.clear()
                 return ""
-            if not turn and unfit.expects(self._free_beside(device), self._others(device)):
+            if not turn and (
+                self._lacks_room(device) or unfit.expects(self._free_beside(device), self._others(device))
+            ):
                 break
             filled = self._complete(device, dtype)
             if filled is None and not self._make_room(device):
@@ -139,8 +144,10 @@ class MappedWeights:
             unfit.add(self._free_beside(device), self._others(device))
         return self.streamed()
 
-    def still_streamed(self) -> str:
+    def still_streamed(self, device: torch.device) -> str:
         """``streamed`` if they did not fit at the last call, and still do not: one question per table; else ""."""
+        if self.did_not_fit and self._lacks_room(device):
+            return self.streamed()
         for part in self._last if self.did_not_fit else ():
             if _fault(part._v) is None:
                 return self.streamed()
@@ -149,9 +156,16 @@ class MappedWeights:
 
     def streamed(self) -> str:
         """Says why nothing of ours runs now."""
-        return say(
-            "weights_streamed", there=f"{min(self._loaded(), self.bytes) / GIB:.0f}", all=f"{self.bytes / GIB:.1f}"
-        )
+        there, every = self._told()
+        return say("weights_streamed", there=there, all=every)
+
+    def fetched(self) -> str:
+        """Says why there is no graph, where steps fetch their weights."""
+        there, every = self._told()
+        return say("weights_fetched", there=there, all=every)
+
+    def _told(self) -> tuple[str, str]:
+        return f"{min(self._loaded(), self.bytes) / GIB:.0f}", f"{self.bytes / GIB:.1f}"
 
     def hold(self) -> bool:
         """Keeps the pages, if all of them are as they were when all weights were there. Asks for none that is gone."""
@@ -256,31 +270,17 @@ class MappedWeights:
         mm.throw_exception_if_processing_interrupted()
         self._tried = True
         try:
-            self._filled_by_comfyui(parts, device, dtype)
+            if device.type == "cuda" and not self._waited:
+                torch.cuda.synchronize(device)  # what ran last may still read what is about to be written
+                self._waited = True
+            with torch.inference_mode(), Cast(parts, device, dtype):
+                pass
         except RuntimeError as error:
             if not (is_out_of_memory(error) or "VRAM" in str(error)):
                 raise
             let_go(error)
             return False
         return True
-
-    def _filled_by_comfyui(self, parts: list[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
-        if device.type == "cuda" and not self._waited:
-            torch.cuda.synchronize(device)  # what ran last may still read what is about to be written
-            self._waited = True
-        with torch.inference_mode():
-            try:
-                stream = comfy.ops.cast_modules_with_vbar(parts, None, device, None, True)
-                mm.sync_stream(device, stream)
-                for part in parts:
-                    forms = part._prefetch.get("cast_geometry") or (part._v_weight, part._v_bias)
-                    own = [getattr(form, "dtype", None) for form in forms]
-                    comfy.ops.resolve_cast_module_with_vbar(part, own[0], device, own[1], dtype, False)
-                if stream is not None:  # it may write into its buffers again once these weights are done
-                    stream.wait_stream(mm.current_stream(device))
-            finally:
-                for part in parts:
-                    _clean(part)
 
     def _make_room(self, device: torch.device) -> bool:
         """Gives the memory of graphs back, if there are any, so that the weights fit; whether that may help.
@@ -304,6 +304,14 @@ class MappedWeights:
         """Bytes that would be free beside all of the weights, if no other model and no graph kept any."""
         missing = max(0, self.bytes - self._loaded())
         return mm.get_free_memory(device) + graphs.cache(device).used_bytes + self._others(device) - missing
+
+    def _lacks_room(self, device: torch.device) -> bool:
+        """Whether they cannot fit, so that no page need be asked for: that may push out those of another table.
+
+        What torch keeps for later tensors is of no use to pages.
+        """
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else mm.get_free_memory(device)
+        return free + graphs.cache(device).used_bytes + self._others(device) < self.bytes - self._loaded()
 
     def _others(self, device: torch.device) -> int:
         """Bytes of other models' pages."""
@@ -334,17 +342,3 @@ def _spans(places: list[Place]) -> Iterator[Place]:
         own = [place for place in places if place[0] is whose]
         start = min(address for _, address, _ in own)
         yield whose, start, max(address + size for _, address, size in own) - start
-
-
-def _clean(part: nn.Module) -> None:
-    """As ComfyUI leaves a layer when it has computed."""
-    prefetch = part.__dict__.get("_prefetch")
-    if prefetch is None:
-        return
-    for key in KEYS:
-        patch = getattr(part, f"{key}_lowvram_function", None)
-        if patch is not None:
-            patch.clear_prepared()
-    if prefetch["signature"] is not None:
-        vbars.vbar_unpin(part._v)
-    del part._prefetch

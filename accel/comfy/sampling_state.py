@@ -21,6 +21,7 @@ from ..weights import ChannelsLastWeights, WeightWatch
 from . import dynamic
 from .known_code import Fingerprints
 from .steady_blocks import SteadyBlocks, brought_into_blocks
+from .streaming import StreamedWeights, is_worth_it
 from .surroundings import surroundings
 
 MOST_CHANGES = 3  # of a model in one run, at calls of one size: each costs a recording
@@ -47,6 +48,7 @@ class SamplingState:
         self._changes: Counter[ShapeKey] = Counter()  # of the model in this run, by the calls that met them
         self._restless = ""  # why it is not recorded any more
         self._steady: SteadyBlocks | None = None  # what of it may be, even so
+        self._stream: StreamedWeights | None = None
         self._moves: bool | None = None  # whether it still changes, once somebody looked
         self._look(model)
         if fingerprints.restless and not skips and _has(model, fingerprints.restless):
@@ -62,33 +64,51 @@ class SamplingState:
         self.calls_within = bool(self.within_blocks) or self._fingerprints.brings_functions()
         self._replaced = say("torch_replaced", name=replaced) if replaced else ""
         parts, tensors = self._fingerprints.parts(model)  # one walk through the model is enough
-        self._watch = WeightWatch(model, parts, tensors)
+        self._watch, self._stream = WeightWatch(model, parts, tensors), None
         self.mapped = dynamic.mapped(model, parts, self._fingerprints.pages)
         self._names = self.mapped.names if self.mapped is not None else ()
         if self._layout is not None:
             self._layout.mapped = self.mapped
             self._fingerprints.hold()  # there will be many looks
 
-    def obstacle(self, key: ShapeKey, dtype: torch.dtype) -> str:
+    @property
+    def _barred(self) -> str:
+        """Why nothing of this model may be recorded, wherever its weights are."""
+        return self._replaced or (self._restless if self._steady is None else "")
+
+    def obstacle(self, key: ShapeKey, dtype: torch.dtype, streams: str = "") -> str:
         """Says why nothing of this model may be recorded or replayed; "" if its weights are there, until ``let_go``.
 
-        dtype: of the model's inputs.
+        dtype: of the model's inputs. streams: what ``streams`` said at this call.
         """
-        if self._replaced or (self._restless and self._steady is None):
-            return self._restless or self._replaced
+        if why := self._barred or streams:
+            return why
         if self.mapped is None:
             return ""
         shortages = self._fingerprints.shortages
         return self.mapped.ready(key.device, dtype, shortages.expected(key), shortages.unfit)
 
-    def streams(self) -> str:
+    def streams(self, device: torch.device) -> str:
         """Why ComfyUI still streams the weights, or "". Asked before any look at the model, which takes longer."""
-        return self.mapped.still_streamed() if self.mapped is not None else ""
+        return self.mapped.still_streamed(device) if self.mapped is not None else ""
 
     @property
     def is_streaming(self) -> bool:
         """Whether ComfyUI streamed the weights at the last look."""
         return self.mapped is not None and self.mapped.did_not_fit
+
+    def stream(self, device: torch.device, dtype: torch.dtype, streams: str) -> StreamedWeights | None:
+        """The weights that ComfyUI streams, for programs that fetch them; None if none may run. streams: as above."""
+        if self._barred or not (streams or self.is_streaming):
+            return None
+        if self._stream is None:
+            parts = self.mapped.parts()
+            if not (is_worth_it(parts) and dynamic.maps_to(parts.values(), device)):
+                return None
+            self._stream = StreamedWeights(self.model, parts, device)
+        self._stream.dtype, self._stream.why = dtype, self.mapped.fetched()
+        self._stream.why_eager = self.mapped.streamed()
+        return None if self._stream.ended else self._stream
 
     def hold(self, key: ShapeKey) -> str:
         """Has the weights stay where they are, after ComfyUI's own layers have run; why they are gone, or ""."""

@@ -143,7 +143,7 @@ class Session:
         skips = skip is not None and skip.skips
         run = self._run(model, skips, given)
         try:
-            call = taping.call_of(model, original, given, run, fallback, self._size)
+            call = taping.call_of(model, original, given, run, fallback, self._size, may_fetch=True)
             if skip is not None and not skip.stats.entry:
                 skip.stats.entry = self._engine(model).stats.name
             in_blocks, _ = run.in_blocks

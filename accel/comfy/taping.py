@@ -25,6 +25,7 @@ from ..take import Skipping, Taped, named_features
 from ..tape.options import PLAIN
 from ..tape.patch_call import OVERRIDE
 from ..tape.state import Glance
+from ..tape.values import Weight
 from ..times import Begun, begin
 from . import dynamic, recorded_attention
 from .sampling_state import SamplingState
@@ -160,18 +161,22 @@ def obstacle(given: Given) -> str:
 
 def call_of(
     model: nn.Module, original: Callable[..., Any], given: Given, run: SamplingState | None,
-    fallback: Callable[[], Any], size_of: SizeOf, lean: bool = False, why: str = "",
+    fallback: Callable[[], Any], size_of: SizeOf, lean: bool = False, why: str = "", may_fetch: bool = False,
 ) -> Call:  # fmt: skip
     """Returns the engine's call. size_of: the latent's, from its shape. lean: see ``Tape.lean``.
 
-    why: only ComfyUI's own forward runs, if that is known.
+    why: only ComfyUI's own forward runs, if that is known. may_fetch: see ``Taped.stream``.
     """
-    why = why or obstacle(given) or (run.streams() if run is not None else "")
-    taped = None
+    why = why or obstacle(given)
+    taped = stream = None
     x, key = given.first, key_of(given)
+    streams = run.streams(x.device) if run is not None and not why else ""
+    why = why or ("" if may_fetch else streams)
     structure = run.structure(model, key) if run is not None and not why else 0
     if run is not None and not why:
-        why = run.obstacle(key, x.dtype)
+        why = run.obstacle(key, x.dtype, streams)
+        stream = run.stream(x.device, x.dtype, streams) if why and may_fetch else None
+        why = why if stream is None else ""
     changes, left = run.in_blocks if run is not None and not why else ("", frozenset())
     if changes and calls_patches(given.options):  # nobody knows what a patch reads of the model
         why = changes
@@ -195,6 +200,8 @@ def call_of(
             hold=partial(run.hold, key), let_go=run.let_go,
             no_graph=partial(run.no_graph, x.device), rest=run.rest, fetches=partial(run.fetches, x.device),
         )  # fmt: skip
+        if stream is not None:
+            taped = replace(taped, stream=stream, hold=str, lay_out=_as_they_lie, no_graph=lambda: stream.why)
     rows = len(x) if x is not None and x.ndim else 1
     width, height, frames = size_of(tuple(x.shape)) if x is not None else (0, 0, 1)
 
@@ -207,7 +214,7 @@ def call_of(
         key=key,
         inputs=given.tensors,
         eager=eager,
-        weights=run.weights() if run is not None and not why else 0,
+        weights=run.weights() if run is not None and not why and stream is None else 0,
         width=width,
         height=height,
         frames=frames,
@@ -216,6 +223,11 @@ def call_of(
         taped=taped,
         begun=given.begun,
     )
+
+
+def _as_they_lie(wanted: frozenset[Weight], known: int) -> int:
+    """No weight is laid out, because it is fetched again at the next step."""
+    return known
 
 
 def _named(run: SamplingState, options: Mapping[Any, Any], patches: Glance) -> frozenset[str] | None:

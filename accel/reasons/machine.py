@@ -48,6 +48,13 @@ REASONS = dict(
         "smaller weights (fp8, int8, 4 bit), lower the image size or the batch, or close other programs that use the "
         "GPU",
     ),
+    weights_fetched=(
+        "Use smaller weights (fp8, int8): these do not fit",
+        "weights streamed: of {all} GB about {there} GB fit into the GPU's memory beside everything else. ComfyUI "
+        "copies the rest there at every step (DynamicVRAM). The operations are fused, but there is no CUDA graph, and "
+        "where the copies take longer than the GPU's work they decide how fast it is. Load smaller weights (fp8, "
+        "int8, 4 bit), lower the image size or the batch, or close other programs that use the GPU",
+    ),
     graphs_in_the_way=(
         "Lower graph_budget_mb: the weights need the memory",
         "the model's weights did not fit beside {held} MB of graphs, so the graphs were dropped. The model runs "

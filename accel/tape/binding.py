@@ -10,7 +10,7 @@ for a run and back at its end, so the old tensor says then how the weight lay wi
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,9 +55,14 @@ def weight(modules: PartsByPath, form: WeightForm, turned: bool) -> Tensor:
 
 
 class Bound(list[Tensor | None]):
-    """A program's values before it runs: its weights and constants. lies: how those lie that may be laid out."""
+    """A program's values before it runs: its weights and constants. lies: how those lie that may be laid out.
+
+    steps, spread: what runs in the place of the program's own, where steps fetch their weights.
+    """
 
     lies: Sequence[tuple[int, tuple[int, ...]]] = ()  # (slot, strides)
+    steps: Sequence[Any] = ()
+    spread: Sequence[tuple[int, int, int]] = ()
 
     def note(self, slots: Iterable[int]) -> None:
         """Notes how the weights in these slots lie."""

@@ -17,8 +17,8 @@ from torch.nn.modules import module as torch_module
 
 from ..fingerprint import GLOBAL_HOOKS
 from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT, is_restored
+from .named_tensors import MAPPED, is_dressed, notes_of_tensor, tensors_of, undressed
 from .named_tensors import PLAIN as TENSORS
-from .named_tensors import is_dressed, notes_of_tensor, tensors_of, undressed
 from .options import PLAIN
 
 FEWEST = 3  # blocks that are worth a program
@@ -145,8 +145,10 @@ def likeness(block: nn.Module) -> Hashable | None:
                 and (name in read or type(value) is not int)  # the number of the block, say, that nobody reads
             ]
         )
-        weights = [(name, _form_of(tensor, first)) for name, tensor in tensors_of(part)]
-        parts.append((path, type(part), plain, tuple(weights)))
+        weights = [(name, _form_of(tensor, first)) for name, tensor in tensors_of(part) if name not in MAPPED]
+        # Where they are mapped in, not all of them need be there; each says in what form it would be.
+        mapped = [getattr(w, "_model_dtype", None) for w in part._parameters.values()] if "_v" in attributes else ()
+        parts.append((path, type(part), plain, tuple(weights), tuple(mapped)))
     return tuple(parts)
 
 

@@ -52,9 +52,10 @@ def compared(tape: Tape, program: Program, inputs: Sequence[Tensor]) -> Iterator
             continue
         try:
             operands = [
-                _random(value, generator) if value.leaf is None else program.leaf(value, inputs)
+                _random(value, generator) if value.leaf is None or program.fetches_its(value)
+                else program.leaf(value, inputs)
                 for value in launch.operands
-            ]
+            ]  # fmt: skip
             expected = _by_torch(program, made_by, launch, operands, inputs)
             outputs = [value.empty(tape.device) for value in launch.outputs]
             launch(operands, outputs)

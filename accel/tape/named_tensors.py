@@ -17,6 +17,8 @@ from .identity import EQUAL, bundled
 from .values import Weight
 
 PLAIN = (Tensor, nn.Parameter)
+# In place of its parameters, where ComfyUI maps a layer's weights in (DynamicVRAM).
+MAPPED = ("_v_weight", "_v_bias")
 MARK = "_anyshape"  # of a recording that goes on, at a tensor
 DEPTH_OF_NOTES = 10  # containers in one another
 PLAIN_NOTES = frozenset((bool, int, float, str, type(None), torch.Size, torch.dtype, set))
@@ -251,10 +253,13 @@ def resolve(modules: PartsByPath, weight: Weight) -> Tensor:
         if (kept := modules.others.get(weight.number, weight).ref()) is None:
             raise KeyError(weight.name)
         return kept
-    part: Any = modules[weight.module]
     name, *inner = weight.name.split(":")
-    tensor = getattr(part, name)
-    for attribute in inner:
+    return inner_of(getattr(modules[weight.module], name), inner)
+
+
+def inner_of(tensor: Any, names: Iterable[str]) -> Tensor:
+    """What lies in ``tensor`` under these names, one below the other, as ``inner_tensors`` gives them."""
+    for attribute in names:
         if attribute.isdigit():
             return noted_by(tensor)[int(attribute)]
         tensor.__tensor_flatten__()  # some classes name their parts only then

@@ -5,8 +5,7 @@ structure) and emptied by ``unbind`` when ComfyUI unloads it.
 """
 
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,79 +17,16 @@ from ..preparing import look
 from . import cost
 from .binding import Bound, Loose, copy_over, form_of, loose, spread, there, tight, weight
 from .called_patches import BETWEEN, LiveCall
-from .group import FUSE
+from .fetched import Fetch, Sources, with_fetches
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
-from .layout import lies_oddly, lying_so
 from .named_tensors import NO_OTHERS, OfPatch, PartsByPath
 from .plan import Plan, unfused
 from .reuse import Outlines
+from .steps import Called, Launched, Slot, run_of
 from .values import Constant, Derived, Input, Operation, Resident, Spread, Tape, Value, Weight, replaced
 
 LONG_WORK = 2.5e13  # multiplications that take a GPU longer than the host takes to capture them: 60 ms of an H200
-
-
-@dataclass(slots=True)
-class Step:
-    """One call or one launch: takes what it reads from a program's values, and puts there what it makes."""
-
-    outputs: tuple[int, ...]  # slots; -1: nobody wants it
-    free: tuple[int, ...] = field(default=(), kw_only=True)  # slots that nobody reads afterwards
-
-
-@dataclass(slots=True)
-class Launched(Step):
-    """A kernel."""
-
-    run: Launch
-    args: tuple[int, ...]
-    device: torch.device
-
-    def __call__(self, values: list[Tensor | None]) -> None:
-        """Launches it."""
-        pairs = zip(self.run.outputs, self.outputs, strict=True)
-        # a part of a join lies in the join's memory
-        outputs = [value.empty(self.device) if value.base is None else values[slot] for value, slot in pairs]
-        self.run([values[slot] for slot in self.args], outputs)
-        for slot, tensor in zip(self.outputs, outputs, strict=True):
-            values[slot] = tensor
-
-
-@dataclass(slots=True)
-class Called(Step):
-    """An operation.
-
-    places: (argument, slot) of one whose slots are arguments of their own; None where they lie in lists, say.
-    """
-
-    run: Callable[..., Any]
-    args: tuple
-    kwargs: dict[str, Any]
-    places: tuple[tuple[int, int], ...] | None = None
-
-    def __call__(self, values: list[Tensor | None]) -> None:
-        """Calls it."""
-        if self.places is None:
-            args, kwargs = _filled(self.args, values), _filled(self.kwargs, values)
-        else:
-            args, kwargs = list(self.args), self.kwargs
-            for place, slot in self.places:
-                args[place] = values[slot]
-        out = self.run(*args, **kwargs)
-        if not isinstance(out, (tuple, list)):
-            if self.outputs and self.outputs[0] >= 0:
-                values[self.outputs[0]] = out
-            return
-        for slot, tensor in zip(self.outputs, out, strict=False):
-            if slot >= 0:
-                values[slot] = tensor
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Where a value lies in the list that a run fills."""
-
-    number: int
 
 
 class Program:
@@ -144,6 +80,8 @@ class Program:
         self._turned = frozenset(self._slots[v] for v in tape.permuted if v in self._slots)
         self.permuted = frozenset(v.leaf for v in tape.permuted if v in self._slots)  # may lie in channels_last
         self._count = len(self._slots)
+        # what lies in a weight's memory, without being the weight
+        self._lent = frozenset(n for v, n in self._slots.items() if v.leaf is None and isinstance(v.root.leaf, Weight))
         self._bound: Bound | Loose | None = None
         self.others = NO_OTHERS  # of patches, to which it is bound
         self._state: Hashable = None  # for which what stays on the device was copied there
@@ -153,8 +91,8 @@ class Program:
     def _number(self, value: Value) -> int:
         return self._slots.setdefault(value, len(self._slots))
 
-    def _slot(self, value: Value) -> _Slot:
-        return _Slot(self._number(value))
+    def _slot(self, value: Value) -> Slot:
+        return Slot(self._number(value))
 
     def _step(self, step: Operation | Launch) -> Launched | Called:
         slots = self._slots
@@ -165,9 +103,9 @@ class Program:
         flat = [(place, number(item, len(slots))) for place, item in enumerate(step.args) if type(item) is Value]
         if len(flat) == len(step.inputs):
             args = tuple([None if type(item) is Value else item for item in step.args])
-            return Called(outputs, _run_of(step, self._written), args, step.kwargs, tuple(flat))
+            return Called(outputs, run_of(step, self._written), args, step.kwargs, tuple(flat))
         args, kwargs = replaced(step.args, Value, self._slot), replaced(step.kwargs, Value, self._slot)
-        return Called(outputs, _run_of(step, self._written), args, kwargs)
+        return Called(outputs, run_of(step, self._written), args, kwargs)
 
     def _free(self, steps: Sequence[Operation | Launch], tape: Tape) -> None:
         """Each step frees what nobody reads after it."""
@@ -206,6 +144,34 @@ class Program:
             bound[slot] = make(*(bound[source] for source in sources))
         copy_over(bound, self.resident)
         bound.note(self._turned)
+        return bound
+
+    def fetching(
+        self, module: nn.Module, fetch: Fetch, is_fetched: Callable[[nn.Module], bool],
+        others: Mapping[int, OfPatch] = NO_OTHERS,
+    ) -> Bound:  # fmt: skip
+        """As ``bound_to``, but each step fetches what it reads of those parts of the module that ``is_fetched``.
+
+        It holds these parts. Raises ``NotBound`` where that cannot be.
+        """
+        modules = PartsByPath(module, others)
+        forms = zip(self.weight_slots, self._weights, strict=True)
+        sources = Sources(
+            {slot: (form, slot in self._turned) for slot, form in forms},
+            {slot: (make, of) for slot, make, of in self._derived},
+            {slot: (of, rows) for slot, of, rows in self._spread},
+        )
+        steps, filled = with_fetches(self._steps, sources, self._lent, modules, fetch, is_fetched)
+        bound = Bound([None] * self._count)
+        for slot, tensor in self._fixed:
+            bound[slot] = tensor
+        for slot, (form, turned) in sources.weights.items():
+            if slot not in filled:
+                bound[slot] = weight(modules, form, turned)
+        for slot, (make, of) in sources.made.items():
+            if slot not in filled:
+                bound[slot] = make(*(bound[each] for each in of))
+        bound.steps, bound.spread = steps, [each for each in self._spread if each[0] not in filled]
         return bound
 
     def bound_with(self, known: Mapping[Value, Tensor]) -> Bound:
@@ -258,6 +224,10 @@ class Program:
             return value.leaf.tensor
         return self._bound[self._slots[value]]
 
+    def fetches_its(self, value: Value) -> bool:
+        """Whether a leaf that the program reads is there for one step alone: a weight, or what is made of some."""
+        return self._bound is None and isinstance(value.leaf, (Weight, Derived, Spread))
+
     def run(self, inputs: Sequence[Tensor], bound: Bound | None = None) -> Any:
         """The forward's result for these inputs; inference tensors only where the caller is in inference mode.
 
@@ -271,12 +241,13 @@ class Program:
     def _execute(
         self, inputs: Sequence[Tensor], seen: Callable[[int, Tensor], None] | None, bound: Bound | None = None
     ) -> Any:
-        values = list(tight(self._bound) if bound is None else bound)  # another thread may have let go meanwhile
+        bound = tight(self._bound) if bound is None else bound  # another thread may have let go meanwhile
+        values, steps = list(bound), bound.steps or self._steps
         for slot, index in self._inputs:
             values[slot] = inputs[index]
-        spread(values, self._spread)
+        spread(values, bound.spread if bound.steps else self._spread)
         waits = self.device.type == "cpu"  # each step is done when it returns, and one may take seconds
-        for step in self._steps:
+        for step in steps:
             if waits:
                 look()
             step(values)
@@ -285,7 +256,7 @@ class Program:
                     seen(slot, values[slot])
             for slot in step.free:
                 values[slot] = None
-        return replaced(self._output, _Slot, lambda slot: values[slot.number])
+        return replaced(self._output, Slot, lambda slot: values[slot.number])
 
 
 def _calls(steps: Sequence[Operation | Launch]) -> frozenset[Hashable]:
@@ -309,41 +280,3 @@ def _is_known(operation: Operation) -> bool:
     own = getattr(operation.func, "own", _called(operation.func))
     schema = getattr(own, "_schema", None)
     return own is torch.empty_strided or (schema is not None and (schema.name.startswith("aten::") or is_ours(own)))
-
-
-def _run_of(operation: Operation, written: Collection[Value]) -> Callable[..., Any]:
-    """What runs an operation; one of another library that works in place may give nothing back, where we want it.
-
-    written: whose memory something is written into.
-    """
-    first = operation.outputs[0]
-    alone = len(operation.outputs) == 1 and first is not None and first.base is None
-    # what a kernel might have computed reads what kernels store: if that lies otherwise than recorded, so would this
-    chosen = alone and (first.order is not None or operation.kind == FUSE or lies_oddly(first.shape, first.stride))
-    if chosen and not operation.opaque and operation.writes is None:
-        places = tuple(d for d, n in enumerate(first.shape) if n != 1)
-        apart = operation.traits.maybe_view and (first in written or operation.inputs[0].root in written)
-        return partial(lying_so, operation.func, first.stride, places, apart)
-    if operation.writes is None or operation.opaque or operation.func._schema.name.startswith("aten::"):
-        return operation.func
-    func, place = operation.func, operation.traits.writes
-    name = func._schema.arguments[place].name
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        func(*args, **kwargs)
-        return args[place] if place < len(args) else kwargs[name]
-
-    return run
-
-
-def _filled(structure: Any, values: list[Tensor | None]) -> Any:
-    kind = type(structure)
-    if kind is _Slot:
-        return values[structure.number]
-    if kind is tuple:
-        return tuple([_filled(item, values) for item in structure])
-    if kind is list:
-        return [_filled(item, values) for item in structure]
-    if kind is dict:
-        return {name: _filled(item, values) for name, item in structure.items()}
-    return structure

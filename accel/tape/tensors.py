@@ -40,6 +40,7 @@ class Tensors:
         self._refuse, self._count, self._token = refuse, 0, object()
         self._known: dict[int, tuple[Value, Tensor]] = {}  # leaves by the tensor's id, which keeping it makes safe
         self._weights = NamedTensors(module)
+        self._fetched: dict[Weight, Value] = {}
         self.turned: frozenset[Weight] = frozenset()  # lie channels last, and not so on the tape
         self._earlier = _CONSTANTS.setdefault(module, {})
         self.held: dict[int, Tensor] = {}  # what patches keep: their state is a guard
@@ -60,6 +61,21 @@ class Tensors:
         value = Value(undressed(tensor), self.next(), leaf)
         self._known[id(tensor)] = value, tensor
         return value
+
+    def fetched(self, tensor: Tensor, weight: Weight) -> None:
+        """A weight in memory that is another weight's later: ``tensor`` bears its mark, and is not kept."""
+        if weight not in self._fetched:
+            self._fetched[weight] = Value(undressed(tensor), self.next(), weight)
+        tensor._anyshape = self._token, self._fetched[weight]
+
+    def renamed(self, value: Value, weight: Weight) -> Value | None:
+        """Of a weight that was ``fetched``: another one of its form, which need not be there; None of any other."""
+        if value.leaf not in self._fetched:
+            return None
+        if weight not in self._fetched:
+            self._fetched[weight] = value.again(self.next(), None)
+            self._fetched[weight].leaf = weight
+        return self._fetched[weight]
 
     def constant(self, tensor: Tensor, operation: Operation | None, base: Value | None) -> Value:
         """What is the same at each replay; made by ``operation``, if that is known."""
@@ -197,4 +213,5 @@ class Tensors:
             tensor.__dict__.pop("_anyshape", None)
         self._known.clear()
         self.held.clear()
+        self._fetched.clear()
         self._weights = self.memories = None

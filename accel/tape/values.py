@@ -238,7 +238,8 @@ class Tape:
     size of the call may have, so that their kernels are compiled with the others. lean: memory counts for more than
     time, as in a VAE, whose features are a hundred times as large as its weights. So nothing that is only as large as a
     feature is kept between two calls, and nothing is kept alive to be read later. resident: there is room on the device
-    for what layers copy there from main memory at each call.
+    for what layers copy there from main memory at each call. streamed: weights are on the device only while a step
+    reads them (see ``fetched``), so no step reads those of many layers.
     """
 
     operations: list[Operation]
@@ -249,6 +250,7 @@ class Tape:
     ahead: list[Operation] = field(default_factory=list)
     lean: bool = False
     resident: bool = False
+    streamed: bool = False
 
     @property
     def outputs(self) -> list[Value]:

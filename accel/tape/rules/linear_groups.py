@@ -26,6 +26,8 @@ ALIGNED = 8  # channels of the input, for wide loads
 
 def join(tape: Tape) -> str:
     """Joins linear layers of few rows that share an input, and those after them. Sums in another order than eager."""
+    if tape.streamed:  # all their weights at once may be a large part of the model
+        return ""
     first: dict[int, Operation] = {}
     gone: set[int] = set()
     products = [operation for operation in tape.operations if operation.func is aten.linear.default]

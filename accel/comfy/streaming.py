@@ -1,0 +1,143 @@
+"""Weights that do not fit, which ComfyUI copies to the GPU as its layers need them (DynamicVRAM), under our programs.
+
+A program's step fetches its weights as the layer would that it stands for: by ComfyUI's own code, in the same order,
+into the same memory. Pages that are there are used as they are. While a forward is recorded, it is ComfyUI's own layers
+that fetch: each finds notes of ours in the place of those of a prefetch, and what they fetch gets its name.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tape.binding import Bound, NotBound
+from ..tape.named_tensors import MAPPED, OfPatch, inner_tensors
+from ..tape.program import Program
+from ..tape.record import Recorder
+from ..tape.values import Weight
+from .layer_casts import KEYS, Cast
+
+NOTES = "_prefetch"
+# Bytes of a layer, on average. To fetch one takes the host 0.2 to 0.4 ms, in which so many are copied: with smaller
+# ones it is the host that a step waits for, and kernels gain nothing (SDXL, 7 MB a layer, H200).
+LEAST = 10 << 20
+BESIDE = 1  # earlier layers whose weights stay while the next one's are fetched: an operation may read two layers'
+
+
+class _Ahead(dict):
+    """A layer's notes of its prefetch: asked whether the weights are there, it fetches them."""
+
+    def __init__(self, fetch: Callable[[], None]) -> None:
+        super().__init__(signature=None)
+        self._fetch = fetch
+
+    def __getitem__(self, key: str) -> Any:
+        if key != "resident":
+            return super().__getitem__(key)
+        self._fetch()
+        return True
+
+
+def is_worth_it(parts: Mapping[str, nn.Module]) -> bool:
+    """Whether steps may gain anything by fetching the weights of these layers."""
+    return sum(part._v[2] for part in parts.values()) >= LEAST * len(parts)
+
+
+class StreamedWeights:
+    """Those of one model. Holds it: keep it no longer than a sampling run. parts: by path, those that are mapped in."""
+
+    def __init__(self, model: nn.Module, parts: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._model, self._parts, self._device = model, parts, device
+        self._mapped = set(parts.values())
+        self._bound: dict[Program, Bound] = {}
+        self.dtype = torch.float32  # of the inputs of the call that is on
+        self.why = self.why_eager = ""  # what the user reads of it, and where nothing of ours runs
+        self.ended = False
+
+    def end(self) -> str:
+        """Something failed: for the rest of the run ComfyUI's own forward fetches the weights. Says so."""
+        self.ended = True
+        return self.why_eager
+
+    def bound(self, program: Program, others: Mapping[int, OfPatch]) -> Bound:
+        """The program's values, for ``Program.run``: its steps fetch their weights. Raises ``NotBound``."""
+        if program not in self._bound:
+            self._bound[program] = program.fetching(self._model, self.fetched, self._mapped.__contains__, others)
+        return self._bound[program]
+
+    def fetched(self, parts: Sequence[nn.Module]) -> Cast:
+        """In the body, the weights of these layers are on the GPU. Raises ``NotBound``."""
+        if any(map(_has_functions, parts)):
+            raise NotBound("a function of weights would be applied twice")
+        return Cast(parts, self._device, self.dtype)
+
+    @contextmanager
+    def _named(self, part: nn.Module) -> Iterator[None]:
+        """In the body, the weights of a layer are there under the names that they have in its pages."""
+        with self.fetched([part]) as ((*weights,),):
+            before = {name: part.__dict__.get(name) for name in MAPPED}
+            if part._prefetch["signature"] is None:  # they do not lie in its pages
+                part.__dict__.update(zip(MAPPED, weights, strict=True))
+            try:
+                yield
+            finally:
+                if part._prefetch["signature"] is None:
+                    for name, old in before.items():
+                        if old is None:
+                            part.__dict__.pop(name, None)
+                        else:
+                            part.__dict__[name] = old
+
+    @contextmanager
+    def in_forward(self, recorder: Recorder) -> Iterator[None]:
+        """The body is ComfyUI's own forward, which ``recorder`` hears."""
+        there: OrderedDict[nn.Module, ExitStack] = OrderedDict()
+
+        def let_go(count: int) -> None:
+            while len(there) > count:
+                part, stack = there.popitem(last=False)
+                with recorder.not_listening():
+                    stack.close()
+                part.__dict__[NOTES] = notes[part]
+
+        def fetch(path: str, part: nn.Module) -> None:
+            if part in there:
+                return
+            let_go(BESIDE)
+            part.__dict__.pop(NOTES)
+            stack = ExitStack()
+            with recorder.not_listening():
+                stack.enter_context(self._named(part))
+                for name in MAPPED:
+                    _name(recorder, stack, path, name, part.__dict__.get(name))
+            stack.callback(part.__dict__.__setitem__, NOTES, part.__dict__[NOTES])  # its own, which it then clears
+            part.__dict__[NOTES], there[part] = notes[part], stack
+
+        notes = {
+            part: _Ahead(lambda path=path, part=part: fetch(path, part))
+            for path, part in self._parts.items()
+            if not _has_functions(part)
+        }
+        try:
+            for part, ahead in notes.items():
+                part.__dict__[NOTES] = ahead
+            yield
+        finally:
+            let_go(0)
+            for part in notes:
+                part.__dict__.pop(NOTES, None)
+
+
+def _has_functions(part: nn.Module) -> bool:
+    """Whether something is done to its weights besides patches: by ``cast``, and by the layer once more."""
+    return any(getattr(part, f"{key}_function", None) for key in KEYS)
+
+
+def _name(recorder: Recorder, stack: ExitStack, path: str, name: str, weight: Tensor | None) -> None:
+    """Tells the recorder what ``weight`` is, until the stack is closed."""
+    for full, tensor in inner_tensors(name, weight) if weight is not None else ():
+        recorder.fetched(tensor, Weight(path, full))
+        stack.callback(tensor.__dict__.pop, "_anyshape", None)
