@@ -119,6 +119,7 @@ def test_a_forward_that_fails_leaves_layers_as_they_were(models, streamed):
 def test_small_layers_are_left_to_comfyui(models, streamed, recordings, monkeypatch):
     """The host is what their steps wait for."""
     from anyshape.accel.comfy import streaming
+    from anyshape.accel.comfy.sampling_state import SamplingState
 
     patcher, load = streamed("ZImage")
     sizes = [part._v[2] for part in load.layers]
@@ -129,6 +130,19 @@ def test_small_layers_are_left_to_comfyui(models, streamed, recordings, monkeypa
         load()
         assert torch.equal(models.sample(compiled(patcher), **RUN), wanted) and pages.is_clean(load)
         assert shapes()[-1]["state"] == state and bool(recordings) == (state == "tape")
+        looks = calls_of(monkeypatch, SamplingState, "structure")
+        models.sample(compiled(patcher), **RUN)
+        assert len(looks) == (1 if state == "eager" else RUN["steps"])  # which takes longer than to ask for a page
+
+
+def test_a_forward_that_fetches_its_blocks_ahead_is_left_to_comfyui(streamed, recordings):
+    """It waits less for its weights than steps would. Whether these gain enough was not measured."""
+    from tools.architectures import patchers
+
+    patcher, load = streamed("LTXAV")
+    wanted = patchers.forward(patcher, "LTXAV", 3)
+    assert torch.equal(patchers.forward(compiled(patcher), "LTXAV", 3), wanted) and pages.is_clean(load)
+    assert shapes()[0]["state"] == "eager" and not recordings and only_streamed()
 
 
 def test_a_patch_whose_results_must_be_kept(models, streamed, recordings):

@@ -24,6 +24,7 @@ from .steady_blocks import SteadyBlocks, brought_into_blocks
 from .streaming import StreamedWeights, is_worth_it
 from .surroundings import surroundings
 
+PREFETCHES = "make_prefetch_queue"  # ComfyUI's, of forwards that have whole blocks fetched ahead (LTX-2)
 MOST_CHANGES = 3  # of a model in one run, at calls of one size: each costs a recording
 NUMBERS = itertools.count(1)  # of runs
 
@@ -97,15 +98,20 @@ class SamplingState:
         """Whether ComfyUI streamed the weights at the last look."""
         return self.mapped is not None and self.mapped.did_not_fit
 
+    @property
+    def may_fetch(self) -> bool:
+        """Whether steps of programs may fetch weights, as far as that is known."""
+        return self._stream is None or not self._stream.ended
+
     def stream(self, device: torch.device, dtype: torch.dtype, streams: str) -> StreamedWeights | None:
         """The weights that ComfyUI streams, for programs that fetch them; None if none may run. streams: as above."""
         if self._barred or not (streams or self.is_streaming):
             return None
-        if self._stream is None:
+        if self._stream is None:  # it is not known yet
             parts = self.mapped.parts()
-            if not (is_worth_it(parts) and dynamic.maps_to(parts.values(), device)):
-                return None
             self._stream = StreamedWeights(self.model, parts, device)
+            gains = is_worth_it(parts) and PREFETCHES not in self.read.names
+            self._stream.ended = not (gains and dynamic.maps_to(parts.values(), device))
         self._stream.dtype, self._stream.why = dtype, self.mapped.fetched()
         self._stream.why_eager = self.mapped.streamed()
         return None if self._stream.ended else self._stream

@@ -171,6 +171,7 @@ def call_of(
     taped = stream = None
     x, key = given.first, key_of(given)
     streams = run.streams(x.device) if run is not None and not why else ""
+    may_fetch = may_fetch and run is not None and run.may_fetch
     why = why or ("" if may_fetch else streams)
     structure = run.structure(model, key) if run is not None and not why else 0
     if run is not None and not why:
