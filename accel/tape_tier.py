@@ -114,7 +114,6 @@ class TapeTier:
         if take.live:
             tried.append(take)
             forward.begin(take.holds, call.key.device)
-        stream = call.taped.stream
         out = self._graphs.replay(call, take, inputs) if take.graph and settings.graph_budget_mb else None
         if replayed := out is not None:
             shape.state, shape.reason, shape.note = "graph", "", take.called
@@ -127,16 +126,9 @@ class TapeTier:
                 return self._run(call, settings, shape, forward, tried)
             out = self._graphs.again(call, settings, shape, take, inputs)
             replayed = out is not None
-            try:
-                out = out if replayed else ran(take.program, call.taped, inputs, take.others)
-            except Exception as error:
-                if stream is None or not (isinstance(error, NotBound) or is_out_of_memory(error)):
-                    raise
-                let_go(error)
-                self.stats.note(shape, "eager", stream.end())
-                if call.taped.leaves_out or not forward.log:
-                    return call.eager()
-                return call.taped.forward(called_patches.replaying(call.taped.options, forward.log))
+            out = out if replayed else self._ran(call, shape, take, inputs, forward)
+            if out is None:
+                return call.eager()
         taped = call.taped
         place = take.guards.changed_state(taped.options, taped.module, taped.looks) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
@@ -146,6 +138,21 @@ class TapeTier:
         if not replayed:
             self._graphs.settle(call, settings, shape, take, inputs, out)
         return take.result(out)
+
+    def _ran(
+        self, call: Call, shape: ShapeStats, take: Take, inputs: dict[str, Tensor], forward: Forward
+    ) -> Output | None:  # fmt: skip
+        """What the program gives; None where its steps cannot fetch their weights, so that ComfyUI's forward does."""
+        try:
+            return ran(take.program, call.taped, inputs, take.others)
+        except Exception as error:
+            if call.taped.stream is None or not (isinstance(error, NotBound) or is_out_of_memory(error)):
+                raise
+            let_go(error)
+        if forward.drawn is not None:  # patches that were called keep nothing, and draw the same numbers again
+            forward.drawn.restore()
+        self.stats.note(shape, "eager", call.taped.stream.end())
+        return None
 
     def _can_fuse(self, device: torch.device) -> bool:
         """``can_fuse``; where an NVIDIA GPU cannot, the reason is counted once."""
@@ -187,8 +194,8 @@ class TapeTier:
 
     def _recorded(self, call: Call, settings: Settings, shape: ShapeStats, fuse: bool, forward: Forward) -> Any:
         # The library of convolutions plans them once for each layout of the weights, which takes longer than they do.
-        one_layout = not fuse or call.taped.lean or call.taped.stream is not None
-        turned = NONE if one_layout else self._turned.get(call.taped.structure, NONE)
+        lie_so = fuse and not (call.taped.lean or call.taped.stream is not None)
+        turned = self._turned.get(call.taped.structure, NONE) if lie_so else NONE
         call = call.laid_out(turned)
         recorded, take, tape = self._short(call, settings, fuse, turned) or self._tapes.record(
             call.tape_key, fuse, call.taped, call.inputs, turned
@@ -221,7 +228,7 @@ class TapeTier:
             self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, own())
         operations, first, known = len(tape.operations), self._maker.is_first(call, fuse, take), {*self._maker.begun}
-        take.form = type(recorded) if isinstance(recorded, (list, tuple)) else _only
+        take.form = type(recorded) if isinstance(recorded, (list, tuple)) else lambda out: tensors_of(out)[0]
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None
         try:
             out, _ = attempt(
@@ -341,7 +348,3 @@ def _apart(call: Call, take: Take, out: Any) -> Any:
 def can_fuse(device: torch.device) -> bool:
     """Whether generated kernels run on this device."""
     return devices.is_nvidia(device) and kernels.available(device)
-
-
-def _only(out: Output) -> Tensor:
-    return out if isinstance(out, Tensor) else out[0]

@@ -7,15 +7,11 @@ import pytest
 import torch
 
 from tools import pages
-from tools.architectures import is_older
 from tools.driving import calls_of, compiled
 from tools.oracles import error, fallbacks, only_streamed, shapes
 
 pytest_plugins = ("tools.page_fixtures",)
-pytestmark = [
-    pytest.mark.usefixtures("clean_stats", "one_thread", "written_over"),
-    pytest.mark.skipif(is_older(), reason="it maps no weights in"),
-]
+pytestmark = pages.IN_STREAM
 RUN = {"width": 64, "height": 64, "steps": 3, "tokens": 8}
 BLOCKS = 3
 MODELS = ("SD15", "Flux", "Chroma", "ZImage", "QwenImage", "WAN21_T2V", "CosmosT2IPredict2", "LTXV", "Krea2")
@@ -25,7 +21,10 @@ NEAR = 1e-4  # relative L2 in fp32, of fused kernels
 @pytest.mark.parametrize("share", [0.2, 0.6])
 @pytest.mark.parametrize("name", MODELS)
 def test_to_the_bit(models, streamed, recordings, fetched, name, share):
-    """Steps fetch what ComfyUI's own layers would, and as much of the model stays on the card as without us."""
+    """Steps fetch what ComfyUI's own layers would, and nearly as much of the model stays on the card.
+
+    A run asks for its last page first, which costs Krea 2 more: the last one is the largest of its layers here.
+    """
     patcher, load = streamed(name, share)
     fast = compiled(patcher)
     wanted = [models.sample(patcher, **RUN, seed=seed) for seed in range(2)]
@@ -33,7 +32,7 @@ def test_to_the_bit(models, streamed, recordings, fetched, name, share):
     load()
     for seed in range(2):
         assert torch.equal(models.sample(fast, **RUN, seed=seed), wanted[seed]), fallbacks()
-        assert pages.is_clean(load) and len(load.pages.there) >= kept // 2
+        assert pages.is_clean(load) and len(load.pages.there) >= (0.5 if name == "Krea2" else 0.9) * kept
     (shape,) = shapes()
     assert shape["state"] == "tape" and "The operations are fused" in shape["reason"] and only_streamed()
     assert len(recordings) == 1 and set(fetched) == {1}
@@ -164,12 +163,13 @@ def test_memory_that_is_too_short_for_a_program(models, streamed, fetched, monke
     from anyshape.accel.tape.program import Program
 
     patcher, load = streamed("ZImage")
-    fast, wanted = compiled(patcher), models.sample(patcher, **RUN)
+    fast, wanted, own = compiled(patcher), models.sample(patcher, **RUN), Program.run
     load()
     assert torch.equal(models.sample(fast, **RUN), wanted)
     with monkeypatch.context() as patch:
 
         def run(*args):
+            own(*args)
             raise torch.OutOfMemoryError("no memory")
 
         patch.setattr(Program, "run", run)

@@ -4,15 +4,11 @@ import pytest
 import torch
 
 from tools import pages
-from tools.architectures import is_older
 from tools.driving import calls_of, compiled, one_call
 from tools.oracles import error, fallbacks, only_streamed, shapes
 
 pytest_plugins = ("tools.page_fixtures",)
-pytestmark = [
-    pytest.mark.usefixtures("clean_stats", "one_thread", "written_over"),
-    pytest.mark.skipif(is_older(), reason="it maps no weights in"),
-]
+pytestmark = pages.IN_STREAM
 RUN = {"width": 64, "height": 64, "steps": 3, "tokens": 8}
 BLOCKS = 3
 NEAR = 1e-4  # relative L2 in fp32, of fused kernels

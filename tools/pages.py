@@ -10,14 +10,20 @@ import ctypes
 from collections import Counter
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from tools.architectures import is_older
 from tools.driving import SMALL_UNET
 
 PAGE = 4096
 ENOUGH = 1 << 20  # pages
 GARBAGE = 0xFF  # what lies in a page that was given away: not a number, in every dtype
+IN_STREAM = [  # the marks of tests in which steps fetch weights
+    pytest.mark.usefixtures("clean_stats", "one_thread", "written_over"),
+    pytest.mark.skipif(is_older(), reason="it maps no weights in"),
+]
 
 
 class Card:

@@ -177,8 +177,9 @@ class Forward:
         given = taping.take(model.forward, args, kwargs)
         fallback.run = lambda: given.call(model)
         with sampling.run(model) as run, outside_memory_plan():
-            eager = lambda: taken_apart(fallback())  # noqa: E731
-            call = taping.call_of(model, flat, given, run, eager, taping.pixels, may_fetch=True)
+            call = taping.call_of(
+                model, flat, given, run, lambda: taken_apart(fallback()), taping.pixels, may_fetch=True
+            )
             if not call.obstacle:
                 call = replace(call, batch=max(1, len(given.first) // sampling.prompts))
             out = sampling.engine(call, settings)

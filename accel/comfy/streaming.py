@@ -22,7 +22,7 @@ from .layer_casts import KEYS, Cast
 
 NOTES = "_prefetch"
 # Bytes of a layer, on average. A step of SDXL (6 MB per layer) took 0.35 ms per layer or more (H200), in which so many
-# can be copied: with small layers it is the host that a step waits for, and kernels gain nothing.
+# can be copied: with small layers a step probably waits for the host, and kernels gained nothing.
 LEAST = 10 << 20
 BESIDE = 1  # earlier layers whose weights stay while the next one's are fetched: an operation may read two layers'
 
@@ -108,13 +108,12 @@ class StreamedWeights:
                 return
             let_go(BESIDE)
             part.__dict__.pop(NOTES)
-            stack = ExitStack()
-            with recorder.not_listening():
+            with recorder.not_listening(), ExitStack() as stack:
                 stack.enter_context(self._named(part))
                 for name in MAPPED:
                     _name(recorder, stack, path, name, part.__dict__.get(name))
-            stack.callback(part.__dict__.__setitem__, NOTES, part.__dict__[NOTES])  # its own, which it then clears
-            part.__dict__[NOTES], there[part] = notes[part], stack
+                stack.callback(part.__dict__.__setitem__, NOTES, part.__dict__[NOTES])  # its own, which it then clears
+                part.__dict__[NOTES], there[part] = notes[part], stack.pop_all()
 
         notes = {
             part: _Ahead(lambda path=path, part=part: fetch(path, part))
@@ -132,7 +131,7 @@ class StreamedWeights:
 
 
 def _has_functions(part: nn.Module) -> bool:
-    """Whether something is done to its weights besides patches: by ``cast``, and by the layer once more."""
+    """Whether something is done to its weights besides patches: by ``Cast``, and by the layer once more."""
     return any(getattr(part, f"{key}_function", None) for key in KEYS)
 
 

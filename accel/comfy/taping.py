@@ -29,6 +29,7 @@ from ..tape.values import Weight
 from ..times import Begun, begin
 from . import dynamic, recorded_attention
 from .sampling_state import SamplingState
+from .streaming import StreamedWeights
 from .surroundings import autocast
 
 SAMPLED = "cond_or_uncond"  # among the options, from the sampler
@@ -167,17 +168,10 @@ def call_of(
 
     why: only ComfyUI's own forward runs, if that is known. may_fetch: see ``Taped.stream``.
     """
-    why = why or obstacle(given)
-    taped = stream = None
+    why, taped, structure, stream = why or obstacle(given), None, 0, None
     x, key = given.first, key_of(given)
-    streams = run.streams(x.device) if run is not None and not why else ""
-    may_fetch = may_fetch and run is not None and run.may_fetch
-    why = why or ("" if may_fetch else streams)
-    structure = run.structure(model, key) if run is not None and not why else 0
     if run is not None and not why:
-        why = run.obstacle(key, x.dtype, streams)
-        stream = run.stream(x.device, x.dtype, streams) if why and may_fetch else None
-        why = why if stream is None else ""
+        why, structure, stream = _looked_at(model, x, key, run, may_fetch)
     changes, left = run.in_blocks if run is not None and not why else ("", frozenset())
     if changes and calls_patches(given.options):  # nobody knows what a patch reads of the model
         why = changes
@@ -224,6 +218,18 @@ def call_of(
         taped=taped,
         begun=given.begun,
     )
+
+
+def _looked_at(
+    model: nn.Module, x: Tensor, key: ShapeKey, run: SamplingState, may_fetch: bool
+) -> tuple[str, int, StreamedWeights | None]:  # fmt: skip
+    """(Why only ComfyUI's own forward runs, or ""; the model's structure; its weights, where steps fetch them)."""
+    streams, may_fetch = run.streams(x.device), may_fetch and run.may_fetch
+    if streams and not may_fetch:
+        return streams, 0, None
+    structure, why = run.structure(model, key), run.obstacle(key, x.dtype, streams)
+    stream = run.stream(x.device, x.dtype, streams) if why and may_fetch else None
+    return why if stream is None else "", structure, stream
 
 
 def _as_they_lie(wanted: frozenset[Weight], known: int) -> int:

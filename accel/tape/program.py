@@ -5,7 +5,7 @@ structure) and emptied by ``unbind`` when ComfyUI unloads it.
 """
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -135,15 +135,22 @@ class Program:
 
     def bound_to(self, module: nn.Module, others: Mapping[int, OfPatch] = NO_OTHERS) -> Bound:
         """The weights of ``module``, for ``run``. Raises ``NotBound``."""
-        bound, modules = Bound([None] * self._count), PartsByPath(module, others)
+        bound = self._bound_to(PartsByPath(module, others))
+        copy_over(bound, self.resident)
+        bound.note(self._turned)
+        return bound
+
+    def _bound_to(self, modules: PartsByPath, but: Container[int] = ()) -> Bound:
+        """The weights of these modules. but: slots that stay empty."""
+        bound = Bound([None] * self._count)
         for slot, tensor in self._fixed:
             bound[slot] = tensor
         for slot, form in zip(self.weight_slots, self._weights, strict=True):
-            bound[slot] = weight(modules, form, slot in self._turned)
+            if slot not in but:
+                bound[slot] = weight(modules, form, slot in self._turned)
         for slot, make, sources in self._derived:
-            bound[slot] = make(*(bound[source] for source in sources))
-        copy_over(bound, self.resident)
-        bound.note(self._turned)
+            if slot not in but:
+                bound[slot] = make(*(bound[source] for source in sources))
         return bound
 
     def fetching(
@@ -162,15 +169,7 @@ class Program:
             {slot: (of, rows) for slot, of, rows in self._spread},
         )
         steps, filled = with_fetches(self._steps, sources, self._lent, modules, fetch, is_fetched)
-        bound = Bound([None] * self._count)
-        for slot, tensor in self._fixed:
-            bound[slot] = tensor
-        for slot, (form, turned) in sources.weights.items():
-            if slot not in filled:
-                bound[slot] = weight(modules, form, turned)
-        for slot, (make, of) in sources.made.items():
-            if slot not in filled:
-                bound[slot] = make(*(bound[each] for each in of))
+        bound = self._bound_to(modules, but=filled)
         bound.steps, bound.spread = steps, [each for each in self._spread if each[0] not in filled]
         return bound
 
