@@ -6,14 +6,12 @@ Each case is a process of its own (``tools.dynamic_cases``): comfy-aimdo must be
 import importlib.util
 import json
 import statistics
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 
-from tools.paths import ROOT
+from tools.dynamic_cases import in_process
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,12 +24,9 @@ GRAPHS = 2 * GIB  # the budget of a new node
 
 
 def case(scenario: str, **options: Any) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tools.dynamic_cases", scenario, json.dumps(options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)  # noqa: S603
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    print(lines[-1])
-    return json.loads(lines[-1][len("RESULT ") :])
+    found = in_process(scenario, **options)
+    print("RESULT", json.dumps(found))
+    return found
 
 
 def only_streamed(found: dict[str, Any]) -> bool:

@@ -7,6 +7,8 @@ ComfyUI is imported: so each case is a process of its own.
 
 import argparse
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,17 +30,29 @@ from tools.dynamic_vram import (
     with_weights,
     zimage,
 )  # fmt: skip
+from tools.paths import ROOT
+
+
+def in_process(scenario: str, **options: Any) -> dict[str, Any]:
+    """What a case gives in a process of its own. Raises RuntimeError with what it said, if it gave nothing."""
+    command = [sys.executable, "-m", "tools.dynamic_cases", scenario, json.dumps(options)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)  # noqa: S603
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
+    return json.loads(lines[-1][len("RESULT ") :])
 
 
 def fit(
-    share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", layers: int = 12, turns: int = 0
+    share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", layers: int = 12, turns: int = 0,
+    **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """As much memory as ``share`` of the model needs, and room for the rest. graphs: bytes for those.
 
-    name: of another model than Z-Image. turns: how many more times both run, in turn, for times on a host whose
-    other users take their part of its memory's bandwidth.
+    name: of another model than Z-Image. changes: to its config. turns: how many more times both run, in turn, for
+    times on a host whose other users take their part of its memory's bandwidth.
     """
-    watch, source = Watch(), made(name) if name else zimage(layers)
+    watch, source = Watch(), made(name, **changes) if name else zimage(layers)
     size, room = source.model_size(), room_of(source)
     with ballast(size * share + room + graphs):
         eager = [sampled(source) for _ in range(5)]
@@ -125,7 +139,7 @@ def skip(share: float, name: str = "", steps: int = 12, layers: int = 12) -> dic
         for way in (source, compiled(source)):
             skipping, message = product.skip_blocks(way, product.SkipSettings(), lambda line: None)
             begun, took = watch.recorded, []
-            for _ in range(3):  # a UNet that nearly fits is begun in vain twice, and then no more
+            for _ in range(5):  # a UNet that nearly fits is begun in vain twice, and then no more
                 took.append(sampled(skipping, each_step=True, steps=steps) | {"recorded": watch.recorded - begun})
             counted = stats.snapshot()["skip"][-1]
             runs.append({"message": message, **{key: counted[key] for key in ("full", "skipped", "resets")}})
