@@ -11,7 +11,7 @@ A block that writes into its inputs is recorded on copies of them, and what beca
 import logging
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from . import verify
 from .attempt import attempt, named
 from .block_call import Given, NotUsed, take_apart
 from .block_forwards import Blocks
-from .block_take import BlockTake, Recorded, Visit, record_block
+from .block_take import NO_GAIN, BlockTake, Recorded, Visit, record_block
 from .call import Call, Settings
 from .clock import timed
 from .errors import AnyShapeError, WrongResult, is_out_of_memory
@@ -32,10 +32,10 @@ from .reasons import say
 from .stats import STATS, ModelStats
 from .take import Taped
 from .tape import diagnose, this_forward
-from .tape.binding import NotBound, loose, tight
+from .tape.binding import Bound, NotBound, loose, tight
+from .tape.named_tensors import NO_OTHERS
 from .tape.patch_book import PatchBook
 from .tape.program import Program
-from .tape.swaps import swapped
 from .tape.values import Input, Tape, tensors_in
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ MAX_TAKES = 6  # of one key: a block that reads its own number of the options wo
 ROUNDS = 3
 LONG_MS = 30.0  # a block that takes longer is timed once
 FEW = 0.25  # of the blocks: one of 9 gained less than a look at the model takes at each call, 4 of 9 gained (H100)
-NO_GAIN = say("blocks_no_gain")
 ELSEWHERE = say("weights_elsewhere")
 PASSING = say("block_passing")
 
@@ -147,7 +146,7 @@ class BlockTier:
         if self._blocks.is_altered(path, block, visit.call.taped.altered) or self._blocks.likeness(path, block) is None:
             raise NotUsed(say("foreign_block"))
         given = take_apart(type(block), args, kwargs)
-        take = self._find(path, block, given)
+        take = self._find(visit, path, block, given)
         if take is None:
             return given
         if take.program is None:
@@ -155,7 +154,7 @@ class BlockTier:
         if why := visit.call.taped.hold():
             raise NotUsed(why)
         try:
-            out = self._replay(take, path, block, given)
+            out = self._replay(take, path, block, given, visit)
             visit.note(take)
             return (out,)
         except Exception as error:
@@ -165,20 +164,31 @@ class BlockTier:
         finally:
             visit.call.taped.let_go()
 
-    def _find(self, path: str, block: nn.Module, given: Given) -> BlockTake | None:
-        takes = self._takes.get((self._blocks.likeness(path, block), *given.key), ())
+    def _key(self, visit: Visit, path: str, block: nn.Module, given: Given) -> tuple:
+        """Of the takes that a call may find. Programs whose steps fetch weights are others."""
+        return self._blocks.likeness(path, block), *given.key, visit.call.taped.stream is not None
+
+    def _find(self, visit: Visit, path: str, block: nn.Module, given: Given) -> BlockTake | None:
+        takes = self._takes.get(self._key(visit, path, block, given), ())
         return next((take for take in takes if not take.differs(given.options, block)), None)
 
-    def _replay(self, take: BlockTake, path: str, block: nn.Module, given: Given) -> Any:
-        bound = take.bound[path] = tight(take.bound.get(path)) or take.program.bound_to(block)
-        return _written_back(*take.program.run(take.inputs(given), bound), take, given)
+    def _bound(self, visit: Visit, take: BlockTake, program: Program, path: str, block: nn.Module) -> Bound:
+        """The block's weights, for a program of the take."""
+        stream = visit.stream_of(path, block)
+        if stream is not None:
+            return stream.bound(program, NO_OTHERS)  # it keeps them, for this run
+        bound = take.bound[path] = tight(take.bound.get(path)) or program.bound_to(block)
+        return bound
+
+    def _replay(self, take: BlockTake, path: str, block: nn.Module, given: Given, visit: Visit) -> Any:
+        bound = self._bound(visit, take, take.program, path, block)
+        return take.written_back(*take.program.run(take.inputs(given), bound), given)
 
     # The first call of a structure --------------------------------------------------------------------------------
 
     def _first(self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], given: Given) -> Any:
         """The block's result, recorded; later calls find a take. The block's own errors are raised as they are."""
-        alike = self._blocks.likeness(path, block)
-        key = (alike, *given.key)
+        alike, key = self._blocks.likeness(path, block), self._key(visit, path, block, given)
         takes = self._takes.setdefault(key, [])
         self._takes.move_to_end(key)
         while len(self._takes) > MAX_KEYS:
@@ -189,7 +199,7 @@ class BlockTier:
         before, writes = [tensor.clone() for tensor in given.tensors], self._writes.setdefault(alike, set())
         while True:
             recorded, reason = attempt(
-                lambda: record_block(visit, self._patches, block, own, given, tuple(sorted(writes))),
+                lambda: record_block(visit, self._patches, path, block, own, given, tuple(sorted(writes))),
                 _reason,
                 self._passthrough,
             )
@@ -197,7 +207,7 @@ class BlockTier:
             again = isinstance(new, Input) and new.index < len(before) and new.index not in writes
             if again and recorded.take.played:  # another pack's attention, which must not be called twice: not now
                 writes.add(new.index)
-                return _written_back(recorded.out, recorded.copies, recorded.take, given)
+                return recorded.take.written_back(recorded.out, recorded.copies, given)
             if again:
                 given.tensors[new.index].copy_(before[new.index])
             if reason:  # ours, or the block's own: that one is raised again below
@@ -215,7 +225,7 @@ class BlockTier:
             visit.call.taped.let_go()
         if why:  # the next call records it
             visit.reasons[why] = None
-            return _written_back(recorded.out, recorded.copies, take, given)
+            return take.written_back(recorded.out, recorded.copies, given)
         takes.append(take)
         if not take.reason:
             try:
@@ -233,9 +243,9 @@ class BlockTier:
                 visit.call.taped.let_go()
         if done is None:
             visit.reasons[take.reason] = None
-            return _written_back(recorded.out, recorded.copies, take, given)
+            return take.written_back(recorded.out, recorded.copies, given)
         visit.note(take)
-        return _written_back(*done, take, given)
+        return take.written_back(*done, given)
 
     def _programmed(
         self, visit: Visit, path: str, block: nn.Module, own: Callable[..., Any], given: Given, before: list[Tensor],
@@ -248,35 +258,36 @@ class BlockTier:
         if not program.report.kernels:
             raise NotUsed(NO_GAIN)
         inputs = take.inputs(given)
-        program.bind(block)
-        out = program.run(inputs)
+        out = program.run(inputs, self._bound(visit, take, program, path, block))
         if visit.settings.verify:
-            program, out = self._checked(recorded, program, inputs, out, block)
-        take.bound[path] = program.bound_to(block)
-        program.unbind()
+            program, out = self._checked(visit, recorded, program, inputs, out, path, block)
         take.program = program
-        if self._find(path, block, given) is not take:
+        if self._find(visit, path, block, given) is not take:
             raise NotUsed(PASSING)
         for each in take.played:
             each.recorded = None
-        if _is_timed(visit.call.key.device) and not take.played:
+        if _is_timed(visit) and not take.played:
             take.slower = self._is_slower(visit, take, path, block, own, given, before)
         return out
 
     def _checked(
-        self, recorded: Recorded, program: Program, inputs: list[Tensor], out: Any, block: nn.Module
-    ) -> tuple[Program, Any]:
+        self, visit: Visit, recorded: Recorded, program: Program, inputs: list[Tensor], out: Any, path: str,
+        block: nn.Module,
+    ) -> tuple[Program, Any]:  # fmt: skip
         """The program, without kernels that are wrong, and its result."""
         what, wanted = f"the tape of a block ({type(block).__name__})", (*tensors_in((recorded.out, recorded.copies)),)
         try:
             verify.compare(what, (*tensors_in(out),), wanted)
             return program, out
         except WrongResult as error:
+            if visit.call.taped.stream is not None:  # what each kernel should give needs weights that stay
+                raise
             STATS.fallback(self.stats.name, str(error))
-        wrong = diagnose.wrong_kernels(recorded.tape, program, inputs, block)
-        program = Program(recorded.tape, fuse=True, wrong=wrong)
         program.bind(block)
-        out = program.run(inputs)
+        wrong = diagnose.wrong_kernels(recorded.tape, program, inputs, block)
+        program, bound = Program(recorded.tape, fuse=True, wrong=wrong), recorded.take.bound
+        bound[path] = program.bound_to(block)
+        out = program.run(inputs, bound[path])
         verify.compare(what, (*tensors_in(out),), wanted)
         return program, out
 
@@ -293,7 +304,7 @@ class BlockTier:
             given.call(own, given.options, swap)
 
         def program() -> None:
-            self._find(path, block, take_apart(type(block), given.args, given.kwargs))
+            self._find(visit, path, block, take_apart(type(block), given.args, given.kwargs))
             _, new = take.program.run(take.inputs(given), take.bound[path])
             for copy, tensor in zip(written, new, strict=True):
                 copy.copy_(tensor)
@@ -315,33 +326,15 @@ class BlockTier:
         elif not isinstance(error, (AnyShapeError, NotBound)):
             text = "".join(traceback.format_exception(error))
             log.warning("AnyShape: %s: %s\n%s", self.stats.name, take.reason, text)
-        if isinstance(error, NotBound):  # a weight has another form now: other blocks are alike
+        if isinstance(error, NotBound) and not take.streamed:  # a weight has another form now: other blocks are alike
             self._blocks.forget()
         return take.reason
-
-
-def told(visit: Visit, whole: str) -> tuple[str, str, str]:
-    """(the state, the reason, the note) of a forward whose blocks ran. whole: why all of it could not be recorded."""
-    if not visit.ran:
-        return "eager", whole, NO_GAIN if NO_GAIN in visit.reasons else ""
-    note = say("blocks", why=whole)
-    if visit.slower:
-        note += f"; {visit.slower} of {visit.ran} are no faster at this size"
-    return "tape", "; ".join(reason for reason in visit.reasons if reason != NO_GAIN), note
 
 
 def _reason(error: Exception) -> str:
     return str(error) if isinstance(error, AnyShapeError) else say("block_failed", error=named(error))
 
 
-def _written_back(out: Any, written: Sequence[Tensor], take: BlockTake, given: Given) -> Any:
-    """``out``, after the block's inputs got what it wrote into them."""
-    swap = {}
-    for place, new in zip(take.writes, written, strict=True):
-        given.tensors[place].copy_(new)
-        swap[id(new)] = given.tensors[place]
-    return swapped(out, swap) if swap else out
-
-
-def _is_timed(device: torch.device) -> bool:
-    return device.type == "cuda"  # elsewhere nothing is fused, unless a test wants it
+def _is_timed(visit: Visit) -> bool:
+    """Elsewhere nothing is fused, unless a test wants it; and fetching weights takes longer than what is timed."""
+    return visit.call.key.device.type == "cuda" and visit.call.taped.stream is None

@@ -74,6 +74,9 @@ class Stream(Protocol):
     def in_forward(self, recorder: Recorder) -> AbstractContextManager[None]:
         """The body is ComfyUI's own forward, which ``recorder`` hears."""
 
+    def of_block(self, path: str, block: nn.Module) -> "Stream":
+        """Those of one block of the model."""
+
 
 @dataclass(frozen=True)
 class Taped:

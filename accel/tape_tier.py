@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import devices, kernels
 from .attempt import attempt, named
-from .block_tier import BlockTier, told
+from .block_tier import BlockTier
 from .call import Call, Settings
 from .capture import collector_off
 from .clock import timed
@@ -175,12 +175,12 @@ class TapeTier:
 
     def _unrecorded(self, call: Call, settings: Settings, shape: ShapeStats, take: Take, fuse: bool) -> Any:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
-        if not (fuse and take.in_blocks) or call.taped.stream is not None:
+        if not (fuse and take.in_blocks):
             self.stats.note(shape, "eager", take.reason)
             return _apart(call, take, call.eager())
         with self._blocks.visit(call, settings, self._maker.is_first(call, fuse), take.reason) as visit:
             out = call.eager()
-        state, reason, note = told(visit, take.reason)
+        state, reason, note = visit.told(take.reason)
         shape.note = note or shape.note
         self.stats.note(shape, state, reason)
         return _apart(call, take, out)

@@ -2,8 +2,8 @@
 
 python -m bench.streamed [--models zimage,flux-fp8] [--share 0.5] [--json FILE]
 
-1024x1024, runs of 4 steps, best and median of ten and more by turns, each model in a process of its own
-(``tools.dynamic_cases``). The others are cut to fewer blocks, so that all weights find room in main memory.
+Runs of 4 steps at 1024x1024, videos at their own size; best and median of ten and more by turns, each model in a
+process of its own (``tools.dynamic_cases``). Some are cut to fewer blocks, so that all weights fit into main memory.
 """
 
 import argparse
@@ -13,9 +13,13 @@ from typing import Any
 from bench import measure
 from tools import embed
 from tools.dynamic_cases import in_process
+from tools.dynamic_vram import RUN
 
 CUT: dict[str, dict[str, Any]] = {"qwen": {"num_layers": 20}, "wan": {"num_layers": 16}}
-MODELS = "zimage,zimage-int8,flux-fp8,krea-int8,qwen,wan"
+MODELS = "zimage,zimage-int8,flux-fp8,krea-int8,qwen,wan,ltx2-int8,minimax-int8"
+VIDEOS = {
+    "ltx2": {"width": 768, "height": 512, "frames": 97}, "minimax": {"width": 1280, "height": 704, "frames": 33},
+}  # fmt: skip
 TURNS = 6  # beyond the first few
 
 
@@ -29,10 +33,12 @@ def main() -> None:
     embed.use_comfyui()
     for name in chosen.models.split(","):
         changes = CUT.get(name, {})
-        found = in_process("fit", name=name, share=chosen.share, graphs=0, turns=TURNS, **changes)
+        run = VIDEOS.get(name.partition("-")[0], {})
+        found = in_process("fit", name=name, share=chosen.share, graphs=0, turns=TURNS, run=run, **changes)
         eager, ours = found["eager_s"][1:], found["s"][1:]  # the first of each pins main memory, and records
         row = {
-            "model": name, "changes": changes, "share": chosen.share, "size": found["size"], "loaded": found["loaded"],
+            "model": name, "changes": changes, "run": RUN | run, "share": chosen.share,
+            "size": found["size"], "loaded": found["loaded"],
             "eager_s": min(eager), "s": min(ours), "ratio": round(min(ours) / min(eager), 4),
             "medians": [statistics.median(eager), statistics.median(ours)], "states": found["states"],
             "first_s": [found["eager_s"][0], found["s"][0]], "peak": found["peak"], "error": max(found["errors"]),

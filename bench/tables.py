@@ -49,7 +49,10 @@ AMPLIFIED = (
     "host in eager, and so does Wan at 840x968; on another host eager took 177, 170 and 176 ms (LTX-Video), 687, 748 "
     "and 659 (LTX-2), and 200 (Wan)."
 )
-STREAMED = "The best of a dozen runs by turns. The first size of a process runs its first step twice. Errors as above."
+STREAMED = (
+    "The best of a dozen runs by turns. The first size of a process runs its first step twice. Errors as above. LTX-2 "
+    "waits for the host, in ComfyUI and here."
+)
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")
 
@@ -93,7 +96,7 @@ def others(words: dict[str, Any]) -> str:
     large = max(alone, key=lambda row: (row["width"] * row["height"], row["rows"]))
     vaes, of_wan = (figures.load(figures.RESULTS / f"{name}.json") for name in ("vae", "vae-wan"))
     vae, skip = vaes["rows"][0], skip_tables.speeds()[0]
-    streamed = {row["model"]: f"{row['eager_s'] / row['s']:.2f}x" for row in figures.load(figures.STREAMED)["rows"]}
+    streamed = {row["model"]: f"{row['eager_s'] / row['s']:.2f}x" for row in figures.load(figures.STREAMED[0])["rows"]}
     return words["others"].format(
         video=size(video), wan=factor(video), sd15=factor(large), sd15_size=size(large), vae=factor(vae),
         wan_vae=factor(of_wan["rows"][0]), size=size(vae), interval=skip["interval"], steps=skip["steps"],
@@ -180,18 +183,20 @@ def dynamic_row(row: dict[str, Any], result: dict[str, Any]) -> list[str]:
 
 def streamed_part() -> str:
     """Models of which only a part fits."""
-    result = figures.load(figures.STREAMED)
-    head = "Model | Weights | GB | Fits, GB | ComfyUI, s | AnyShape, s | Faster | Error"
-    lines = table(head.split(" | "), map(streamed_row, result["rows"]))
-    title = "Weights that do not all fit (DynamicVRAM), 4 steps at 1024x1024"
-    return headed(title, result, lines, said(texts.ENGLISH, [STREAMED], wrap=True))
+    results = [figures.load(path) for path in figures.STREAMED]
+    head = "Model | Weights | Size | GB | Fits, GB | ComfyUI, s | AnyShape, s | Faster | Error"
+    lines = table(head.split(" | "), [streamed_row(row) for result in results for row in result["rows"]])
+    commands = "`, `".join(result["command"] for result in results)
+    title = "Weights that do not all fit (DynamicVRAM), 4 steps"
+    return headed(title, results[0] | {"command": commands}, lines, said(texts.ENGLISH, [STREAMED], wrap=True))
 
 
 def streamed_row(row: dict[str, Any]) -> list[str]:
     """One model."""
     model, _, form = row["model"].partition("-")
     cut = "".join(f", {count} blocks" for count in row["changes"].values())
-    sizes = [f"{amount / 1e9:.1f}" for amount in (row["size"], row["loaded"][0])]
+    shown = size(row["run"]) if "run" in row else "1024x1024"
+    sizes = [shown, *(f"{amount / 1e9:.1f}" for amount in (row["size"], row["loaded"][0]))]
     times = [f"{row['eager_s']:.3f}", f"{row['s']:.3f}", f"{row['eager_s'] / row['s']:.2f}x"]
     return [figures.MODELS[model] + cut, figures.FORMS.get(form, "bf16"), *sizes, *times, scientific(row["error"])]
 

@@ -194,9 +194,11 @@ class Keeping(nn.Module):
 def test_a_block_that_keeps_something_in_an_option_is_no_program() -> None:
     """A replay would not."""
     options, block = {"cache": []}, Keeping()
-    taped = SimpleNamespace(prepare=lambda *_: None, places=lambda *_: frozenset(), named=lambda glance: None)
+    taped = SimpleNamespace(
+        prepare=lambda *_: None, places=lambda *_: frozenset(), named=lambda glance: None, stream=None
+    )
     call = SimpleNamespace(key=SimpleNamespace(device=X.device), taped=taped)
     call_of_block = take_apart(Keeping, (X,), {"transformer_options": options})
-    recorded = record_block(Visit(call, None, True), PatchBook(), block, block.forward, call_of_block, ())
+    recorded = record_block(Visit(call, None, True), PatchBook(), "", block, block.forward, call_of_block, ())
     assert recorded.take.reason == say("block_changes_options") and len(options["cache"]) == 1
     assert torch.equal(recorded.out, X + 1)

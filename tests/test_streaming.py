@@ -134,14 +134,20 @@ def test_small_layers_are_left_to_comfyui(models, streamed, recordings, monkeypa
         assert len(looks) == (1 if state == "eager" else RUN["steps"])  # which takes longer than to ask for a page
 
 
-def test_a_forward_that_fetches_its_blocks_ahead_is_left_to_comfyui(streamed, recordings):
-    """It waits less for its weights than steps would. Whether these gain enough was not measured."""
+def test_a_forward_that_fetches_its_blocks_ahead(streamed, recordings, queued, fetched):
+    """It is recorded as any other. ComfyUI's own one still has its queue."""
     from tools.architectures import patchers
 
     patcher, load = streamed("LTXAV")
-    wanted = patchers.forward(patcher, "LTXAV", 3)
-    assert torch.equal(patchers.forward(compiled(patcher), "LTXAV", 3), wanted) and pages.is_clean(load)
-    assert shapes()[0]["state"] == "eager" and not recordings and only_streamed()
+    patcher.model_options["transformer_options"]["prefetch_dynamic_vbars"] = True
+    fast = compiled(patcher)
+    for k in (3, 3, 4):
+        made, wanted = len(queued), patchers.forward(patcher, "LTXAV", k)
+        assert len(queued) == made + 1
+        load()
+        assert torch.equal(patchers.forward(fast, "LTXAV", k), wanted) and pages.is_clean(load)
+        assert len(queued) == made + 1
+    assert {shape["state"] for shape in shapes()} == {"tape"} and len(recordings) == 2 and fetched and only_streamed()
 
 
 def test_a_patch_whose_results_must_be_kept(models, streamed, recordings):

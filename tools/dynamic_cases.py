@@ -45,30 +45,31 @@ def in_process(scenario: str, **options: Any) -> dict[str, Any]:
 
 def fit(
     share: float, mode: str = "auto", graphs: int = GRAPHS, name: str = "", layers: int = 12, turns: int = 0,
-    **changes: Any,
+    run: dict[str, int] | None = None, **changes: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """As much memory as ``share`` of the model needs, and room for the rest. graphs: bytes for those.
 
     name: of another model than Z-Image. changes: to its config. turns: how many more times both run, in turn, for
-    times on a host whose other users take their part of its memory's bandwidth.
+    times on a host whose other users take their part of its memory's bandwidth. run: changes to ``RUN``.
     """
     watch, source = Watch(), made(name, **changes) if name else zimage(layers)
-    size, room = source.model_size(), room_of(source)
+    run = run or {}
+    size, room = source.model_size(), room_of(source, **run)
     with ballast(size * share + room + graphs):
-        eager = [sampled(source) for _ in range(5)]
+        eager = [sampled(source, **run) for _ in range(5)]
         at_eager = loaded(source)
         fast = compiled(source, mode=mode)
-        runs = [sampled(fast) | {"recorded": watch.recorded} for _ in range(6)]
+        runs = [sampled(fast, **run) | {"recorded": watch.recorded} for _ in range(6)]
         at_ours = loaded(fast)
         for _ in range(turns):
-            eager.append(sampled(source))
-            runs.append(sampled(fast) | {"recorded": watch.recorded})
+            eager.append(sampled(source, **run))
+            runs.append(sampled(fast, **run) | {"recorded": watch.recorded})
         return {
             "size": size, "room": room, "loaded": [at_eager, at_ours],
-            "recorded": watch.recorded, "captured": watch.captured, "begun": [run["recorded"] for run in runs],
-            "errors": [far(run["out"], eager[-1]["out"]) for run in runs],
-            "eager_s": [run["seconds"] for run in eager], "s": [run["seconds"] for run in runs],
-            "peak": [max(run["peak"] for run in eager), max(run["peak"] for run in runs)], **told(),
+            "recorded": watch.recorded, "captured": watch.captured, "begun": [each["recorded"] for each in runs],
+            "errors": [far(each["out"], eager[-1]["out"]) for each in runs],
+            "eager_s": [each["seconds"] for each in eager], "s": [each["seconds"] for each in runs],
+            "peak": [max(each["peak"] for each in eager), max(each["peak"] for each in runs)], **told(),
         }  # fmt: skip
 
 

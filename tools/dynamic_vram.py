@@ -167,14 +167,16 @@ def sampled(patcher: Any, each_step: bool = False, **run: Any) -> dict[str, Any]
     return {"out": out, "seconds": seconds, "peak": peak[0], "steps": steps}
 
 
-def room_of(patcher: Any) -> int:
+def room_of(patcher: Any, **run: Any) -> int:
     """Bytes that a run needs besides the weights."""
     before = used() - loaded(patcher)
-    return sampled(patcher)["peak"] - before - loaded(patcher) + HEADROOM
+    return sampled(patcher, **run)["peak"] - before - loaded(patcher) + HEADROOM
 
 
 def far(one: Any, other: Any) -> float:
-    """Relative L2; 1e9 where a value is not finite."""
+    """Relative L2; 1e9 where a value is not finite. Of a video with sound: of both."""
+    if one.is_nested:
+        return max(map(far, one.unbind(), other.unbind()))
     error = ((one.float() - other.float()).norm() / other.float().norm()).item()
     return error if error == error else 1e9
 

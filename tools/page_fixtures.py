@@ -3,6 +3,7 @@
 pytest_plugins = ("tools.page_fixtures",)       # in a file of tests
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -65,9 +66,11 @@ def written_over(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
     @contextmanager
     def cast(parts: list, device: torch.device, dtype: torch.dtype) -> Iterator[list]:
+        brought = [part for part in parts if "_prefetch" in part.__dict__]  # by ComfyUI's queue, which still has them
         with own(parts, device, dtype) as found:
             pairs = zip(parts, found, strict=True)
-            lent = [each for part, pair in pairs if part._prefetch["signature"] is None for each in pair]
+            own_parts = [pair for part, pair in pairs if part not in brought and part._prefetch["signature"] is None]
+            lent = [each for pair in own_parts for each in pair]
             yield found
         for tensor in [inner for weight in lent if weight is not None for inner in _inner(weight)]:
             if tensor.ndim:
@@ -96,3 +99,24 @@ def streamed(tiny: Callable, card: pages.Card) -> Callable[..., tuple[Any, pages
         return patcher, load
 
     return make
+
+
+@pytest.fixture
+def queued(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list:
+    """ComfyUI's own prefetch queues work as on a GPU, where the options ask for them: all that were made.
+
+    On a CPU they are off, because there is no stream to copy on.
+    """
+    import comfy.model_management as mm
+    import comfy.model_prefetch
+
+    own = mm.is_device_cpu
+
+    def is_device_cpu(device: torch.device) -> bool:
+        return own(device) and sys._getframe(1).f_code.co_name != comfy.model_prefetch.make_prefetch_queue.__name__
+
+    is_device_cpu.__module__ = own.__module__  # as in ``pages.use``
+    monkeypatch.setattr(mm, "is_device_cpu", is_device_cpu)
+    monkeypatch.setattr(mm, "NUM_STREAMS", 1)
+    monkeypatch.setattr(comfy.model_prefetch, "PREFETCH_QUEUES", [])
+    return comfy.model_prefetch.PREFETCH_QUEUES

@@ -24,7 +24,6 @@ from .steady_blocks import SteadyBlocks, brought_into_blocks
 from .streaming import StreamedWeights, is_worth_it
 from .surroundings import surroundings
 
-PREFETCHES = "make_prefetch_queue"  # ComfyUI's, of forwards that have whole blocks fetched ahead (LTX-2)
 MOST_CHANGES = 3  # of a model in one run, at calls of one size: each costs a recording
 NUMBERS = itertools.count(1)  # of runs
 
@@ -110,8 +109,7 @@ class SamplingState:
         if self._stream is None:  # it is not known yet
             parts = self.mapped.parts()
             self._stream = StreamedWeights(self.model, parts, device)
-            gains = is_worth_it(parts) and PREFETCHES not in self.read.names
-            self._stream.ended = not (gains and dynamic.maps_to(parts.values(), device))
+            self._stream.ended = not (is_worth_it(parts) and dynamic.maps_to(parts.values(), device))
         self._stream.dtype, self._stream.why = dtype, self.mapped.fetched()
         self._stream.why_eager = self.mapped.streamed()
         return None if self._stream.ended else self._stream

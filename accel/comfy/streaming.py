@@ -18,9 +18,8 @@ from ..tape.named_tensors import MAPPED, OfPatch, inner_tensors
 from ..tape.program import Program
 from ..tape.record import Recorder
 from ..tape.values import Weight
-from .layer_casts import KEYS, Cast
+from .layer_casts import KEYS, NOTES, Cast, clean
 
-NOTES = "_prefetch"
 # Bytes of a layer, on average. A step of SDXL (6 MB per layer) took 0.35 ms per layer or more (H200), in which so many
 # can be copied: with small layers a step probably waits for the host, and kernels gained nothing.
 LEAST = 10 << 20
@@ -53,6 +52,7 @@ class StreamedWeights:
         self._model, self._parts, self._device = model, parts, device
         self._mapped = set(parts.values())
         self._bound: dict[Program, Bound] = {}
+        self._blocks: dict[str, StreamedWeights] = {}
         self.dtype = torch.float32  # of the inputs of the call that is on
         self.why = self.why_eager = ""  # what the user reads of it, and where nothing of ours runs
         self.ended = False
@@ -67,6 +67,15 @@ class StreamedWeights:
         if program not in self._bound:
             self._bound[program] = program.fetching(self._model, self.fetched, self._mapped.__contains__, others)
         return self._bound[program]
+
+    def of_block(self, path: str, block: nn.Module) -> "StreamedWeights":
+        """Those of one of the model's blocks, for programs and recordings of it alone."""
+        if path not in self._blocks:
+            parts = {name: part for name, part in block.named_modules() if part in self._mapped}
+            self._blocks[path] = StreamedWeights(block, parts, self._device)
+        found = self._blocks[path]
+        found.dtype, found.why = self.dtype, self.why
+        return found
 
     def fetched(self, parts: Sequence[nn.Module]) -> Cast:
         """In the body, the weights of these layers are on the GPU. Raises ``NotBound``."""
@@ -93,7 +102,7 @@ class StreamedWeights:
 
     @contextmanager
     def in_forward(self, recorder: Recorder) -> Iterator[None]:
-        """The body is ComfyUI's own forward, which ``recorder`` hears."""
+        """The body is ComfyUI's own forward, which ``recorder`` hears. What was fetched ahead for it is let go."""
         there: OrderedDict[nn.Module, ExitStack] = OrderedDict()
 
         def let_go(count: int) -> None:
@@ -120,6 +129,7 @@ class StreamedWeights:
             for path, part in self._parts.items()
             if not _has_functions(part)
         }
+        clean(self._parts.values())
         try:
             for part, ahead in notes.items():
                 part.__dict__[NOTES] = ahead
