@@ -64,6 +64,11 @@ class Call:
             return self.key
         return replace(self.key, structure=(*self.key.structure, ("weights", "fetched")))
 
+    def own(self, twice: bool) -> Output:
+        """ComfyUI's own forward. twice: it may run twice; then its features are noted, where steps are skipped."""
+        skipping = self.taped.skipping if twice else None
+        return self.eager() if skipping is None or skipping.watched is None else skipping.watched()
+
     def laid_out(self, wanted: frozenset[Weight]) -> "Call":
         """The call, with these weights of convolutions in channels_last; without any, all as ComfyUI has them."""
         weights = self.taped.lay_out(wanted, self.weights)

@@ -35,11 +35,13 @@ class Skipping:
     """What a call of a run that skips blocks asks for: the whole forward, with the features of what may be left out.
 
     depth: how many blocks at either end always run; None: as many as are cheap. key: of the call that is given the
-    features and leaves the blocks out.
+    features and leaves the blocks out. watched: ComfyUI's own forward, for one that is on no tape and may run twice: it
+    gives features, too.
     """
 
     depth: int | None
     key: Callable[[Sequence[Tensor]], ShapeKey]
+    watched: Callable[[], Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -177,9 +177,9 @@ class TapeTier:
         """ComfyUI's own forward, with programs for its blocks if it is only the whole that cannot be recorded."""
         if not (fuse and take.in_blocks):
             self.stats.note(shape, "eager", take.reason)
-            return _apart(call, take, call.eager())
+            return _apart(call, take, call.own(take.twice))
         with self._blocks.visit(call, settings, self._maker.is_first(call, fuse), take.reason) as visit:
-            out = call.eager()
+            out = call.own(take.twice)
         state, reason, note = visit.told(take.reason)
         shape.note = note or shape.note
         self.stats.note(shape, state, reason)
@@ -222,11 +222,11 @@ class TapeTier:
             return recorded if call.taped.skipping is None else FullStep(recorded, None)
         if take.reason:
             take.calls, take.live = [], []
-            # once more, as later calls will run: the same seed, the same picture
-            if fuse and take.twice:
+            # once more, as later calls will run: the same seed, the same picture, and the same features
+            if take.twice and (fuse or call.taped.skipping is not None):
                 return self._unrecorded(call, settings, shape, take, fuse)
             self.stats.note(shape, "eager", take.reason)
-            return _apart(call, take, own())
+            return own()
         operations, first, known = len(tape.operations), self._maker.is_first(call, fuse, take), {*self._maker.begun}
         take.form = type(recorded) if isinstance(recorded, (list, tuple)) else lambda out: tensors_of(out)[0]
         halves = self._halves.cut(call, take, tape) if call.taped.skipping is not None else None

@@ -63,6 +63,14 @@ def test_a_model_that_does_not_fit_is_fetched_step_by_step(share, name):
     assert found["peak"][1] - found["peak"][0] <= found["graphs"] + GIB // 2
 
 
+def test_blocks_that_do_not_fit():
+    """Of a forward that cannot be recorded whole, whose blocks ComfyUI fetches ahead."""
+    run = {"width": 1280, "height": 704, "frames": 33}
+    found = case("fit", share=0.5, graphs=0, name="minimax-int8", turns=4, run=run, num_layers=10)
+    assert max(found["errors"]) < 0.1 and only_streamed(found) and found["states"] == ["tape"]
+    assert found["loaded"][1] >= 0.95 * found["loaded"][0] and min(found["s"]) <= min(found["eager_s"])
+
+
 def test_a_model_that_fits_without_its_graphs():
     """Whatever gives way, the picture is right, and each reason says what."""
     found = case("fit", share=1.0, graphs=0)

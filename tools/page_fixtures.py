@@ -61,16 +61,16 @@ def _inner(weight: Tensor) -> list[Tensor]:
 def written_over(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step has fetched is written over when it is done, as the next layers' weights do it on a GPU."""
     from anyshape.accel.comfy import streaming
+    from anyshape.accel.comfy.layer_casts import NOTES, is_elsewhere
 
     own = streaming.Cast
 
     @contextmanager
     def cast(parts: list, device: torch.device, dtype: torch.dtype) -> Iterator[list]:
-        brought = [part for part in parts if "_prefetch" in part.__dict__]  # by ComfyUI's queue, which still has them
+        brought = [part for part in parts if NOTES in part.__dict__]  # by ComfyUI's queue, which still has them
         with own(parts, device, dtype) as found:
             pairs = zip(parts, found, strict=True)
-            own_parts = [pair for part, pair in pairs if part not in brought and part._prefetch["signature"] is None]
-            lent = [each for pair in own_parts for each in pair]
+            lent = [each for part, pair in pairs if is_elsewhere(part) and part not in brought for each in pair]
             yield found
         for tensor in [inner for weight in lent if weight is not None for inner in _inner(weight)]:
             if tensor.ndim:

@@ -19,34 +19,61 @@ class Cast:
     They lie in the layers' pages where there is room; else in memory that later casts write over, once all that was
     launched in the body is done, and patched weights are rounded as those in pages. Those that ComfyUI's prefetch queue
     has brought stay as long as it keeps them. dtype: of the model's inputs, in which patches are computed. No generator
-    makes it, because each layer of each step waits for one.
+    makes it, because each layer of each step waits for one; and of a layer whose weights are in its pages, as those of
+    most are, no more is asked than that.
     """
 
-    __slots__ = ("_device", "_dtype", "_own", "_parts", "_stream")
+    __slots__ = ("_device", "_dtype", "_held", "_own", "_parts", "_stream")
 
     def __init__(self, parts: Sequence[nn.Module], device: torch.device, dtype: torch.dtype) -> None:
         self._parts, self._device, self._dtype = parts, device, dtype
-        self._own = [part for part in parts if NOTES not in part.__dict__]
 
     def __enter__(self) -> list[tuple[Tensor | None, Tensor | None]]:
-        device, dtype = self._device, self._dtype
+        self._own, self._held, self._stream = list[nn.Module](), list[nn.Module](), None
         try:
-            self._stream = comfy.ops.cast_modules_with_vbar(self._own, None, device, None, True)
-            mm.sync_stream(device, self._stream)
-            found = []
-            for part in self._parts:
-                forms = part._prefetch.get("cast_geometry") or (part._v_weight, part._v_bias)
-                own = [getattr(form, "dtype", None) for form in forms]
-                found.append(comfy.ops.resolve_cast_module_with_vbar(part, own[0], device, own[1], dtype, True))
-            return found
+            there = [self._there(part) for part in self._parts]
+            if self._own:
+                self._stream = comfy.ops.cast_modules_with_vbar(self._own, None, self._device, None, True)
+                mm.sync_stream(self._device, self._stream)
+            pairs = zip(self._parts, there, strict=True)
+            return [self._fetched(part) if found is None else found for part, found in pairs]
         except BaseException:
-            clean(self._own)
+            self._let_go()
             raise
 
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:  # it may write into its buffers again once these weights are done
             self._stream.wait_stream(mm.current_stream(self._device))
+        self._let_go()
+
+    def _there(self, part: nn.Module) -> tuple[Tensor | None, Tensor | None] | None:
+        """The weights in a layer's pages, which stay; None if something must be fetched, or was."""
+        if NOTES in part.__dict__:
+            return None
+        signature = vbars.vbar_fault(part._v)
+        if signature is not None:
+            if vbars.vbar_signature_compare(signature, part._v_signature):
+                self._held.append(part)
+                return part._v_weight, part._v_bias
+            vbars.vbar_unpin(part._v)
+        self._own.append(part)
+        return None
+
+    def _fetched(self, part: nn.Module) -> tuple[Tensor | None, Tensor | None]:
+        forms = part._prefetch.get("cast_geometry") or (part._v_weight, part._v_bias)
+        own = [getattr(form, "dtype", None) for form in forms]
+        return comfy.ops.resolve_cast_module_with_vbar(part, own[0], self._device, own[1], self._dtype, True)
+
+    def _let_go(self) -> None:
+        for part in self._held:
+            vbars.vbar_unpin(part._v)
         clean(self._own)
+
+
+def is_elsewhere(part: nn.Module) -> bool:
+    """Whether a layer's weights were fetched, and not into its pages."""
+    notes = part.__dict__.get(NOTES)
+    return notes is not None and notes["signature"] is None
 
 
 def clean(parts: Iterable[nn.Module]) -> None:

@@ -16,7 +16,7 @@ from ..call import Call, Settings
 from ..engine import Engine
 from ..frames import together
 from ..reasons import say
-from ..skip.features import RUN_KEY, UNRECORDED, Features, Programs, SkipRun
+from ..skip.features import RUN_KEY, UNRECORDED, Elsewhere, Features, Programs, SkipRun
 from ..skip.unrecorded import NotLeftOut, UnrecordedBlocks
 from ..skip.unrecorded_stages import UnrecordedStages
 from ..stats import STATS
@@ -154,24 +154,32 @@ class Session:
                 if skip is not None:
                     skip.in_full(call.obstacle or in_blocks or skip.why_all_full)
                 return self._engine(model)(call, self.settings)
-            return self._skipping(model, call, skip, given)
+            return self._skipping(model, call, skip, given, run)
         finally:
             run.let_go()
             if not self._depth:  # no sampling run will end this one
                 run.close()
 
-    def _skipping(self, model: nn.Module, call: Call, skip: SkipRun, given: taping.Given) -> Tensor:
-        """A call of a run that skips blocks."""
+    def _skipping(
+        self, model: nn.Module, call: Call, skip: SkipRun, given: taping.Given, run: sampling_state.SamplingState
+    ) -> Tensor:
+        """A call of a run that skips blocks. Where it turns out to be on no tape, later ones are ``_apart``."""
         engine, first = self._engine(model), next(iter(call.inputs.values()))
+        may_leave_out, found = _may_leave_out(model, given), list[Features | str]()
 
-        def full() -> tuple[Tensor, Features | str]:
-            out = engine(taping.in_full(call, skip.depth), self.settings)
+        def full() -> tuple[Tensor, Features | Elsewhere | str | None]:
+            watched = _watched(_row(model, skip), model, call, found) if may_leave_out else None
+            states = run.foreign_states()
+            out = engine(taping.in_full(call, skip.depth, watched), self.settings)
             if not isinstance(out, FullStep):
                 return out, UNRECORDED
             if out.apart:
-                if _may_leave_out(model, given):
-                    skip.refused[id(model)] = out.apart
-                return out.out, None if id(model) in skip.refused else UNRECORDED
+                if not may_leave_out:
+                    return out.out, UNRECORDED
+                skip.refused[id(model)] = out.apart
+                if not found or isinstance(found[-1], str) or run.kept(states):
+                    return out.out, None
+                return out.out, Elsewhere(_prompts(skip, given.options, call, "apart"), found[-1])
             skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (out.depth, out.share))
             return out.out, out.features
 
@@ -186,16 +194,8 @@ class Session:
     ) -> Tensor:  # fmt: skip
         """As ``_skipping``, where the forward is on no tape: ComfyUI's own, with blocks left out. why: it is not."""
         engine, first = self._engine(model), next(iter(call.inputs.values()))
-        row = skip.unrecorded.get(id(model))
-        if row is None:
-            kind = UnrecordedStages if blocks.stages(model) else UnrecordedBlocks
-            row = skip.unrecorded[id(model)] = kind(model, skip.depth, INTERRUPTS)
-        found: list[Features | str] = []
-
-        def whole() -> Tensor:
-            out, features = row.full(model, call.eager, len(first))
-            found.append(features)
-            return out
+        row, found = _row(model, skip), list[Features | str]()
+        whole = _watched(row, model, call, found)
 
         def full() -> tuple[Tensor, Features | str | None]:
             states = run.foreign_states()
@@ -247,6 +247,28 @@ def _why_apart(
     """Why this forward is on no tape, where its blocks may be left out all the same; else ""."""
     why = call.obstacle if call.taped is None and run.is_streaming else skip.refused.get(id(model), "")
     return why if why and _may_leave_out(model, given) else ""
+
+
+def _row(model: nn.Module, skip: SkipRun) -> UnrecordedBlocks | UnrecordedStages:
+    """The blocks that may be left out of the model's own forward, in this run."""
+    row = skip.unrecorded.get(id(model))
+    if row is None:
+        kind = UnrecordedStages if blocks.stages(model) else UnrecordedBlocks
+        row = skip.unrecorded[id(model)] = kind(model, skip.depth, INTERRUPTS)
+    return row
+
+
+def _watched(
+    row: UnrecordedBlocks | UnrecordedStages, model: nn.Module, call: Call, found: list[Features | str]
+) -> Callable[[], Any]:
+    """The call's own forward. Its features, or why there are none, come into ``found``."""
+
+    def whole() -> Any:
+        out, features = row.full(model, call.eager, len(next(iter(call.inputs.values()))))
+        found.append(features)
+        return out
+
+    return whole
 
 
 def _may_leave_out(model: nn.Module, given: taping.Given) -> bool:

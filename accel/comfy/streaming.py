@@ -18,7 +18,7 @@ from ..tape.named_tensors import MAPPED, OfPatch, inner_tensors
 from ..tape.program import Program
 from ..tape.record import Recorder
 from ..tape.values import Weight
-from .layer_casts import KEYS, NOTES, Cast, clean
+from .layer_casts import KEYS, NOTES, Cast, clean, is_elsewhere
 
 # Bytes of a layer, on average. A step of SDXL (6 MB per layer) took 0.35 ms per layer or more (H200), in which so many
 # can be copied: with small layers a step probably waits for the host, and kernels gained nothing.
@@ -88,12 +88,13 @@ class StreamedWeights:
         """In the body, the weights of a layer are there under the names that they have in its pages."""
         with self.fetched([part]) as ((*weights,),):
             before = {name: part.__dict__.get(name) for name in MAPPED}
-            if part._prefetch["signature"] is None:  # they do not lie in its pages
+            is_lent = is_elsewhere(part)
+            if is_lent:
                 part.__dict__.update(zip(MAPPED, weights, strict=True))
             try:
                 yield
             finally:
-                if part._prefetch["signature"] is None:
+                if is_lent:
                     for name, old in before.items():
                         if old is None:
                             part.__dict__.pop(name, None)
@@ -121,7 +122,8 @@ class StreamedWeights:
                 stack.enter_context(self._named(part))
                 for name in MAPPED:
                     _name(recorder, stack, path, name, part.__dict__.get(name))
-                stack.callback(part.__dict__.__setitem__, NOTES, part.__dict__[NOTES])  # its own, which it then clears
+                if NOTES in part.__dict__:  # its own, which it then clears
+                    stack.callback(part.__dict__.__setitem__, NOTES, part.__dict__[NOTES])
                 part.__dict__[NOTES], there[part] = notes[part], stack.pop_all()
 
         notes = {

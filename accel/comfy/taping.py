@@ -253,9 +253,9 @@ def key_of(given: Given) -> ShapeKey:
     return shape_key(given.tensors, _structure(given))
 
 
-def in_full(call: Call, depth: int | None) -> Call:
-    """``call`` at a full step of a run that skips blocks: its result is a ``tapes.FullStep``."""
-    skipping = Skipping(depth, lambda features: skipped(call, depth, features).key)
+def in_full(call: Call, depth: int | None, watched: Callable[[], Any] | None) -> Call:
+    """``call`` at a full step of a run that skips blocks: its result is a ``FullStep``. watched: see ``Skipping``."""
+    skipping = Skipping(depth, lambda features: skipped(call, depth, features).key, watched)
     taped = replace(call.taped, skipping=skipping)
     return replace(call, key=_step(call, "full", depth, call.inputs), taped=taped)
 

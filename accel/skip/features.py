@@ -48,11 +48,18 @@ class Part(NamedTuple):
     device: torch.device
 
 
+class Elsewhere(NamedTuple):
+    """Features of other parts than those of the call: it turned out to be on no tape. prompts: theirs."""
+
+    prompts: Sequence[Hashable]
+    features: Features
+
+
 @dataclass(frozen=True)
 class Programs:
     """One call's two ways. ``full`` gives (output, features; why there never are any; or None if just not now)."""
 
-    full: Callable[[], tuple[Tensor, Features | str | None]]
+    full: Callable[[], tuple[Tensor, Features | Elsewhere | str | None]]
     skipped: Callable[[Features], Tensor | None]  # given what it may write into; None where it cannot
 
 
@@ -125,6 +132,9 @@ class SkipRun:
             reason = FAILED  # or a batch of another size: in full, and the next one can
         out, features = programs.full()
         self.stats.count(skipped=False, reason=reason)
+        if isinstance(features, Elsewhere):
+            parts = [Part(prompt, shape, x.dtype, x.device) for prompt in features.prompts]
+            features = features.features
         if isinstance(features, str):
             self._never |= dict.fromkeys(parts, features)
         elif features is not None:

@@ -4,8 +4,9 @@ So a program runs where its model's weights do not fit, in the memory that Comfy
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager
+from copy import copy
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -33,28 +34,32 @@ class Sources:
 
 
 class FetchedStep:
-    """A step, with the weights that it reads.
+    """A step, with the weights that it reads: of any such module, until it is ``on`` one.
 
     slots: of those, and of what is made of them. views: what takes parts of them, in order. kept: slots of small
     weights of the same layers, which later steps read.
     """
 
-    def __init__(
-        self, step: Ours, fetch: Fetch, modules: PartsByPath, slots: list[int], views: list[Ours], kept: list[int],
-        of: Sources,
-    ) -> None:  # fmt: skip
+    def __init__(self, step: Ours, slots: list[int], views: list[Ours], kept: list[int], of: Sources) -> None:
         lent = [slot for view in views for slot in view.outputs if slot >= 0]
-        self._step, self._views, self._fetch = step, views, fetch
+        self._step, self._views = step, views
         self.outputs, self.free = step.outputs, (*step.free, *(each for each in slots if each not in kept), *lent)
         weights = [slot for slot in dict.fromkeys((*kept, *slots)) if slot in of.weights]
-        layers = list(dict.fromkeys(of.weights[slot][0].leaf.module for slot in weights))
-        self.parts = [modules[layer] for layer in layers]
+        self._layers = layers = list(dict.fromkeys(of.weights[slot][0].leaf.module for slot in weights))
         self._weights = [
             _Place(slot, layers.index(form.leaf.module), form, turned, slot in kept)
             for slot, (form, turned) in ((slot, of.weights[slot]) for slot in weights)
         ]
         self._made = [(slot, *of.made[slot]) for slot in slots if slot in of.made]
         self._wide = [(slot, *of.wide[slot]) for slot in slots if slot in of.wide]
+        self.parts: list[nn.Module] = []
+        self._fetch: Fetch
+
+    def on(self, modules: PartsByPath, fetch: Fetch) -> "FetchedStep":
+        """The step on the weights of these modules. It holds them."""
+        found = copy(self)
+        found.parts, found._fetch = [modules[layer] for layer in self._layers], fetch
+        return found
 
     def __call__(self, values: list[Tensor | None]) -> None:
         """Runs the step. Raises ``NotBound`` where a weight is not as it was recorded."""
@@ -107,16 +112,15 @@ class _Need:
 
 
 def with_fetches(
-    steps: Sequence[Ours], sources: Sources, lent: frozenset[int], modules: PartsByPath, fetch: Fetch,
-    is_fetched: Callable[[nn.Module], bool],
-) -> tuple[list[Ours | FetchedStep], set[int]]:  # fmt: skip
-    """The steps, each with its weights; and the slots that are filled for a step alone.
+    steps: Sequence[Ours], sources: Sources, lent: frozenset[int], fetched: Container[str]
+) -> tuple[list[Ours | FetchedStep], set[int]]:
+    """The steps, each with its weights; and the slots that are filled for a step alone. fetched: paths of layers.
 
     lent: slots of what lies in the memory of a weight; what gives such runs before each step that reads it. Raises
     ``NotBound`` where it reads something else, too.
     """
     mapped = {slot: form for slot, (form, _) in sources.weights.items() if form.leaf.name.startswith(MAPPED)}
-    layers = {slot: form.leaf.module for slot, form in mapped.items() if is_fetched(modules[form.leaf.module])}
+    layers = {slot: form.leaf.module for slot, form in mapped.items() if form.leaf.module in fetched}
     filled = set(layers) | {slot for slot, (_, of) in sources.made.items() if not layers.keys().isdisjoint(of)}
     filled |= {slot for slot, (of, _) in sources.wide.items() if of in layers}
     needs = list(_needs(steps, sources, lent, set(layers), filled))
@@ -133,7 +137,7 @@ def with_fetches(
         kept = [slot for layer in own for slot in small.get(layer, ()) if slot not in there and last[slot] > place]
         there.update(kept)
         fetching = left or need.views
-        found.append(FetchedStep(need.step, fetch, modules, left, need.views, kept, sources) if fetching else need.step)
+        found.append(FetchedStep(need.step, left, need.views, kept, sources) if fetching else need.step)
     return found, filled
 
 

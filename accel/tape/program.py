@@ -17,10 +17,10 @@ from ..preparing import look
 from . import cost
 from .binding import Bound, Loose, copy_over, form_of, loose, spread, there, tight, weight
 from .called_patches import BETWEEN, LiveCall
-from .fetched import Fetch, Sources, with_fetches
+from .fetched import Fetch, FetchedStep, Sources, with_fetches
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
-from .named_tensors import NO_OTHERS, OfPatch, PartsByPath
+from .named_tensors import MAPPED, NO_OTHERS, OfPatch, PartsByPath
 from .plan import Plan, unfused
 from .reuse import Outlines
 from .steps import Called, Launched, Slot, run_of
@@ -82,6 +82,7 @@ class Program:
         self._count = len(self._slots)
         # what lies in a weight's memory, without being the weight
         self._lent = frozenset(n for v, n in self._slots.items() if v.leaf is None and isinstance(v.root.leaf, Weight))
+        self._fetching: tuple[frozenset[str], list[Launched | Called | FetchedStep], set[int]] | None = None
         self._bound: Bound | Loose | None = None
         self.others = NO_OTHERS  # of patches, to which it is bound
         self._state: Hashable = None  # for which what stays on the device was copied there
@@ -162,16 +163,24 @@ class Program:
         It holds these parts. Raises ``NotBound`` where that cannot be.
         """
         modules = PartsByPath(module, others)
-        forms = zip(self.weight_slots, self._weights, strict=True)
-        sources = Sources(
-            {slot: (form, slot in self._turned) for slot, form in forms},
-            {slot: (make, of) for slot, make, of in self._derived},
-            {slot: (of, rows) for slot, of, rows in self._spread},
-        )
-        steps, filled = with_fetches(self._steps, sources, self._lent, modules, fetch, is_fetched)
+        layers = dict.fromkeys(form.leaf.module for form in self._weights if form.leaf.name.startswith(MAPPED))
+        steps, filled = self._with_fetches(frozenset(layer for layer in layers if is_fetched(modules[layer])))
         bound = self._bound_to(modules, but=filled)
-        bound.steps, bound.spread = steps, [each for each in self._spread if each[0] not in filled]
+        bound.steps = [step.on(modules, fetch) if isinstance(step, FetchedStep) else step for step in steps]
+        bound.spread = [each for each in self._spread if each[0] not in filled]
         return bound
+
+    def _with_fetches(self, fetched: frozenset[str]) -> tuple[list[Launched | Called | FetchedStep], set[int]]:
+        """As the function. It is the same for blocks that are alike, and in each run."""
+        if self._fetching is None or self._fetching[0] != fetched:
+            forms = zip(self.weight_slots, self._weights, strict=True)
+            sources = Sources(
+                {slot: (form, slot in self._turned) for slot, form in forms},
+                {slot: (make, of) for slot, make, of in self._derived},
+                {slot: (of, rows) for slot, of, rows in self._spread},
+            )
+            self._fetching = fetched, *with_fetches(self._steps, sources, self._lent, fetched)
+        return self._fetching[1:]
 
     def bound_with(self, known: Mapping[Value, Tensor]) -> Bound:
         """For ``run``: these values, and constants, in the place of weights and of what operations have made."""
