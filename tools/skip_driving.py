@@ -46,6 +46,7 @@ class Call(NamedTuple):
     skipped: bool
     sigma: float
     stored: bool = False  # features of it were
+    first: bool = False  # of their kind: the model is on no tape any more
 
 
 def log_calls(patch: Any, log: list[Call]) -> None:
@@ -66,9 +67,9 @@ def log_calls(patch: Any, log: list[Call]) -> None:
         log.append(Call(False, self._sigma()))
         in_full(self, reason)
 
-    def stored(self: Any, *args: Any) -> None:
-        log[-1] = log[-1]._replace(stored=True)
-        store(self, *args)
+    def stored(self: Any, parts: list, *args: Any) -> None:
+        log[-1] = log[-1]._replace(stored=True, first=any(part not in self._entries for part in parts))
+        store(self, parts, *args)
 
     patch.setattr(SkipRun, "call", called)
     patch.setattr(SkipRun, "in_full", counted_in_full)
@@ -106,6 +107,7 @@ def following(patcher: Any, log: list[Call], depth: int) -> Any:
         if not call.stored:
             return own()
         out, features = made.full(model, own, len(args[0]))
+        histories = [] if call.first else histories
         histories = histories or [SkipSettings().history(())() for _ in features]
         for history, feature in zip(histories, features, strict=True):
             history.add(sigma, feature)

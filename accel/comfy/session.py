@@ -6,7 +6,7 @@ A sampling run may skip blocks (``skip.run``): then a forward is one of two prog
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from comfy.patcher_extension import WrapperExecutor, WrappersMP, add_wrapper, get_all_wrappers
 from torch import Tensor, nn
@@ -165,11 +165,10 @@ class Session:
     ) -> Tensor:
         """A call of a run that skips blocks. Where it turns out to be on no tape, later ones are ``_apart``."""
         engine, first = self._engine(model), next(iter(call.inputs.values()))
-        may_leave_out, found = _may_leave_out(model, given), list[Features | str]()
+        may_leave_out, found = _may_leave_out(model, given), list[_Watched]()
 
         def full() -> tuple[Tensor, Features | Elsewhere | str | None]:
-            watched = _watched(_row(model, skip), model, call, found) if may_leave_out else None
-            states = run.foreign_states()
+            watched = _watched(model, skip, call, run, found) if may_leave_out else None
             out = engine(taping.in_full(call, skip.depth, watched), self.settings)
             if not isinstance(out, FullStep):
                 return out, UNRECORDED
@@ -177,9 +176,10 @@ class Session:
                 if not may_leave_out:
                     return out.out, UNRECORDED
                 skip.refused[id(model)] = out.apart
-                if not found or isinstance(found[-1], str) or run.kept(states):
+                features = found[-1].of(run) if found else ""
+                if isinstance(features, str):
                     return out.out, None
-                return out.out, Elsewhere(_prompts(skip, given.options, call, "apart"), found[-1])
+                return out.out, Elsewhere(_prompts(skip, given.options, call, "apart"), features)
             skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (out.depth, out.share))
             return out.out, out.features
 
@@ -194,14 +194,13 @@ class Session:
     ) -> Tensor:  # fmt: skip
         """As ``_skipping``, where the forward is on no tape: ComfyUI's own, with blocks left out. why: it is not."""
         engine, first = self._engine(model), next(iter(call.inputs.values()))
-        row, found = _row(model, skip), list[Features | str]()
-        whole = _watched(row, model, call, found)
+        row, found = _row(model, skip), list[_Watched]()
+        whole = _watched(model, skip, call, run, found)
 
         def full() -> tuple[Tensor, Features | str | None]:
-            states = run.foreign_states()
             out = engine(taping.apart(call, skip.depth, why, whole), self.settings)
             skip.stats.depth, skip.stats.share = max((skip.stats.depth, skip.stats.share), (row.depth, row.share))
-            return out, run.kept(states) or found[-1]
+            return out, found[-1].of(run)
 
         def skipped(features: Features) -> Tensor | None:
             def rest() -> Tensor | None:
@@ -258,14 +257,26 @@ def _row(model: nn.Module, skip: SkipRun) -> UnrecordedBlocks | UnrecordedStages
     return row
 
 
+class _Watched(NamedTuple):
+    """What a watched forward gave besides its result. states: of other packs' code in the model, before it."""
+
+    features: Features | str
+    states: tuple
+
+    def of(self, run: sampling_state.SamplingState) -> Features | str:
+        """The features, or why there are none. Asked behind the forward, when no block has a forward of ours."""
+        return run.kept(self.states) or self.features
+
+
 def _watched(
-    row: UnrecordedBlocks | UnrecordedStages, model: nn.Module, call: Call, found: list[Features | str]
+    model: nn.Module, skip: SkipRun, call: Call, run: sampling_state.SamplingState, found: list[_Watched]
 ) -> Callable[[], Any]:
-    """The call's own forward. Its features, or why there are none, come into ``found``."""
+    """The call's own forward. What was seen of it comes into ``found``."""
 
     def whole() -> Any:
-        out, features = row.full(model, call.eager, len(next(iter(call.inputs.values()))))
-        found.append(features)
+        rows, states = len(next(iter(call.inputs.values()))), run.foreign_states()
+        out, features = _row(model, skip).full(model, call.eager, rows)
+        found.append(_Watched(features, states))
         return out
 
     return whole
