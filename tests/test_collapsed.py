@@ -22,6 +22,7 @@ PLACES = {"1": (120, 160), "2": (120, 330), "3": (120, 600), "4": (420, 160), "5
           "7": (1070, 160), "8": (1260, 160)}  # fmt: skip
 MODEL = 4
 BYPASSED = 4  # of a node's `mode`
+PLACE = "id => { const n = app.graph.getNodeById(id); return [...n.pos, n.width]; }"
 COLLAPSED = "id => app.graph.getNodeById(id).flags.collapsed === true"
 
 
@@ -76,10 +77,16 @@ def show(page: WebPage, shapes: list[dict[str, Any]]) -> None:
 
 def painted(page: WebPage, colour: tuple[int, ...]) -> np.ndarray:
     """Where the collapsed title has this colour, [height, width] of bools, in pixels of the page."""
-    place = page.page.evaluate("id => { const n = app.graph.getNodeById(id); return [...n.pos, n.width]; }", MODEL)
-    (left, bottom), width = page._on_page(*place[:2]), place[2]
-    clip = {"x": left, "y": bottom - 30, "width": width, "height": 30}
-    picture = np.asarray(Image.open(io.BytesIO(page.page.screenshot(clip=clip))).convert("RGB"), dtype=int)
+
+    def shot() -> tuple[float, bytes]:
+        x, y, width = page.page.evaluate(PLACE, MODEL)
+        left, bottom = page._on_page(x, y)
+        return width, page.page.screenshot(clip={"x": left, "y": bottom - 30, "width": width, "height": 30})
+
+    before, now = None, shot()
+    while now != before:  # its title is measured when it is drawn
+        before, now = now, shot()
+    picture = np.asarray(Image.open(io.BytesIO(now[1])).convert("RGB"), dtype=int)
     return np.abs(picture - np.array(colour)).max(axis=-1) <= 3
 
 
