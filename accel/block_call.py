@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .errors import AnyShapeError
@@ -99,7 +100,7 @@ def _walk(item: Any, given: Given, places: dict[int, int], inside: bool = False)
         key.append(OPTIONS)
     elif kind is FunctionType and _walk_function(item, given, places, inside):
         return
-    elif isinstance(item, NUMBERS) or (kind is FunctionType and given.functions):
+    elif isinstance(item, NUMBERS) or kind is torch.Size or (kind is FunctionType and given.functions):
         key.append((kind, item))
     elif kind is list or kind is tuple:
         key.append((kind, len(item)))

@@ -76,6 +76,12 @@ def test_tensors_in_an_object_are_the_calls_and_the_rest_is_its_key() -> None:
     assert all(given(X, *other).key != call.key for other in others)
 
 
+def test_a_shape_among_the_arguments_is_part_of_the_key() -> None:
+    call = given(X, X.shape)
+    assert call.tensors[0] is X and call.key == given(X, torch.Size((2, 3))).key
+    assert call.key not in (given(X, Y.shape).key, given(X, (2, 3)).key)
+
+
 def test_an_object_that_the_block_changed_is_seen() -> None:
     frames = Frames(X, 3)
     call = given(frames)

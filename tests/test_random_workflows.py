@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from tools import architectures, random_workflows
+from tools import architectures, random_rooms, random_workflows
+from tools.oracles import fallbacks
 
 pytestmark = pytest.mark.skipif(architectures.is_older(), reason="it has not all of these models")
 
@@ -13,6 +14,13 @@ pytestmark = pytest.mark.skipif(architectures.is_older(), reason="it has not all
 @pytest.mark.usefixtures("models")
 def test_pictures_are_comfyuis(number):
     assert list(random_workflows.compared(number)) == []
+
+
+@pytest.mark.parametrize("number", (2, 6))  # the first one reads a value back, the other does not
+@pytest.mark.usefixtures("models", "clean_stats")
+def test_pictures_where_weights_do_not_fit(number):
+    assert list(random_rooms.compared(number)) == []
+    assert any(reason["reason"].startswith("weights streamed") for reason in fallbacks())
 
 
 def test_workflows_differ_in_everything():

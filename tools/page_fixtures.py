@@ -4,14 +4,12 @@ pytest_plugins = ("tools.page_fixtures",)       # in a file of tests
 """
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tools import pages
 from tools.driving import calls_of
@@ -51,32 +49,10 @@ def bound(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list:
     return calls_of(monkeypatch, Program, "bind")
 
 
-def _inner(weight: Tensor) -> list[Tensor]:
-    """The tensors that a quantised weight is made of, or ``weight``."""
-    names = weight.__tensor_flatten__()[0] if hasattr(weight, "__tensor_flatten__") else ()
-    return [getattr(weight, name) for name in names] or [weight]
-
-
 @pytest.fixture
 def written_over(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step has fetched is written over when it is done, as the next layers' weights do it on a GPU."""
-    from anyshape.accel.comfy import streaming
-    from anyshape.accel.comfy.layer_casts import NOTES, is_elsewhere
-
-    own = streaming.Cast
-
-    @contextmanager
-    def cast(parts: list, device: torch.device, dtype: torch.dtype) -> Iterator[list]:
-        brought = [part for part in parts if NOTES in part.__dict__]  # by ComfyUI's queue, which still has them
-        with own(parts, device, dtype) as found:
-            pairs = zip(parts, found, strict=True)
-            lent = [each for part, pair in pairs if is_elsewhere(part) and part not in brought for each in pair]
-            yield found
-        for tensor in [inner for weight in lent if weight is not None for inner in _inner(weight)]:
-            if tensor.ndim:
-                tensor.view(torch.uint8).fill_(pages.GARBAGE)
-
-    monkeypatch.setattr(streaming, "Cast", cast)
+    pages.write_over(monkeypatch)
 
 
 @pytest.fixture

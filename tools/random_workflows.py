@@ -152,11 +152,11 @@ class World:
 
         self._kind, self._fast, self._models = kind, fast, models
         self._made: dict[Any, Any] = {}
-        self._model = (
+        self.model = (
             models.unet("sd15", dtype, **driving.DEEP_UNET) if kind == "unet"
             else patchers.make(kind, dtype, blocks=blocks)
         )  # fmt: skip
-        self._control = models.controlnet_for(self._model) if kind == "unet" else None
+        self._control = models.controlnet_for(self.model) if kind == "unet" else None
 
     def picture(self, flow: Workflow, seed: int) -> Tensor:
         """The latent of one run."""
@@ -185,7 +185,7 @@ class World:
         from tools.driving import compiled, skipping
 
         known = nodes_of(self._kind)
-        model, done = self._model, ()
+        model, done = self.model, ()
         for step in (*flow.loras, *flow.nodes):
             done += ((step, flow.mode) if step == OURS else step,)
             if done in self._made:
@@ -205,9 +205,9 @@ class World:
     def _lora(self, seed: int) -> dict[str, Tensor]:
         from tools.loras import of_layers
 
-        weights = self._model.model.diffusion_model.named_parameters()
+        weights = self.model.model.diffusion_model.named_parameters()
         layers = [name.removesuffix(".weight") for name, each in weights if name.endswith(".weight") and each.ndim == 2]
-        return of_layers(self._model, *random.Random(seed).sample(layers, LAYERS))
+        return of_layers(self.model, *random.Random(seed).sample(layers, LAYERS))
 
     def _with_lora(self, model: Any, seed: int, strength: float) -> Any:
         from tools.loras import with_lora
@@ -218,9 +218,9 @@ class World:
         import nodes
         from tools.loras import hooked
 
-        first = self._models.conditioning(self._model, flow.tokens, seed + 2)
-        second = self._models.conditioning(self._model, flow.tokens, seed + 3)
-        longer = self._models.conditioning(self._model, 2 * flow.tokens, seed + 4)
+        first = self._models.conditioning(self.model, flow.tokens, seed + 2)
+        second = self._models.conditioning(self.model, flow.tokens, seed + 3)
+        longer = self._models.conditioning(self.model, 2 * flow.tokens, seed + 4)
         combined = nodes.ConditioningCombine().combine
         if flow.prompt == "longer":
             first = longer
@@ -270,22 +270,26 @@ def _by_comfyui(world: World, flows: list[tuple[int, Workflow]]) -> list[tuple[i
     return usable
 
 
-def compared(number: int) -> Iterator[Far]:
-    """What is wrong with one draw. Nothing is said of runs with which ComfyUI itself fails."""
+def compared(number: int, made: Callable[..., World] = World, hooks: bool = True) -> Iterator[Far]:
+    """What is wrong with one draw. Nothing is said of runs with which ComfyUI itself fails.
+
+    made: given what ``World`` is, which is to draw the same for both. hooks: whether prompts may have some.
+    """
     from tools.oracles import error
     from tools.recording import plan_kernels
 
     draw = random.Random(f"workflows {number}")
     kind, skips, fused = draw.choice(MODELS), draw.random() < 0.3, draw.random() < 0.7
     dtype = torch.float32 if skips else draw.choice((torch.float32, torch.float32, torch.bfloat16))
-    flows, what = list(workflows(draw, kind, skips)), {"dtype": dtype, "blocks": BLOCKS if skips else 0}
-    usable = _by_comfyui(World(kind, fast=False, **what), list(enumerate(flows)))
+    flows = [flow for flow in workflows(draw, kind, skips) if hooks or flow.hook is None]
+    what = {"dtype": dtype, "blocks": BLOCKS if skips else 0}
+    usable = _by_comfyui(made(kind, fast=False, **what), list(enumerate(flows)))
     if len(usable) < len(flows):  # a run that failed may have prepared something for a later one
-        usable = _by_comfyui(World(kind, fast=False, **what), [(run, flow) for run, flow, _ in usable])
+        usable = _by_comfyui(made(kind, fast=False, **what), [(run, flow) for run, flow, _ in usable])
     with pytest.MonkeyPatch.context() as patch:
         if fused:
             plan_kernels(patch)
-        ours, past = World(kind, fast=True, **what), []
+        ours, past = made(kind, fast=True, **what), []
         for run, flow, wanted in usable:
             past.append(f"[{flow}]")
             try:
