@@ -51,7 +51,7 @@ AMPLIFIED = (
 )
 STREAMED = (
     "The best of a dozen runs by turns. The first size of a process runs its first step twice. Errors as above. LTX-2 "
-    "waits for the host, in ComfyUI and here."
+    "probably waits for the host, in ComfyUI and here."
 )
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")
