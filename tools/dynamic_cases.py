@@ -7,11 +7,10 @@ ComfyUI is imported: so each case is a process of its own.
 
 import argparse
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+from tools.case_process import result_of, tell
 from tools.dynamic_networks import networks, short
 from tools.dynamic_vram import (
     GIB,
@@ -30,17 +29,11 @@ from tools.dynamic_vram import (
     with_weights,
     zimage,
 )  # fmt: skip
-from tools.paths import ROOT
 
 
 def in_process(scenario: str, **options: Any) -> dict[str, Any]:
     """What a case gives in a process of its own. Raises RuntimeError with what it said, if it gave nothing."""
-    command = [sys.executable, "-m", "tools.dynamic_cases", scenario, json.dumps(options)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)  # noqa: S603
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
-    return json.loads(lines[-1][len("RESULT ") :])
+    return result_of("tools.dynamic_cases", scenario, json.dumps(options))
 
 
 def fit(
@@ -316,7 +309,7 @@ def main() -> None:
     parser.add_argument("options", nargs="?", default="{}", help="of the case, as JSON")
     given = parser.parse_args()
     start()
-    print("RESULT " + json.dumps(CASES[given.case](**json.loads(given.options))), flush=True)  # noqa: T201
+    tell(CASES[given.case](**json.loads(given.options)))
 
 
 if __name__ == "__main__":

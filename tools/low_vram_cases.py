@@ -6,15 +6,14 @@ of its own. On a CPU all of it runs, but nothing is anywhere else.
 """
 
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from typing import Any
 
 from tools import embed
-from tools.paths import OLDER_COMFYUI, ROOT
+from tools.case_process import result_of, tell
+from tools.paths import OLDER_COMFYUI
 
 MODEL = {"depth": 3, "depth_single_blocks": 6}  # of bench.models.flux: 4 GB in bfloat16
 CALLS = 4  # in a run
@@ -25,13 +24,8 @@ def in_process(**options: Any) -> dict[str, Any]:
 
     Raises RuntimeError with what it said, if it gave nothing.
     """
-    command = [sys.executable, "-m", "tools.low_vram_cases", json.dumps(options)]
     bed = {"COMFYUI_PATH": str(OLDER_COMFYUI)} if OLDER_COMFYUI.is_dir() else {}
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | bed, capture_output=True, text=True, timeout=500)  # noqa: S603
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not lines:
-        raise RuntimeError(done.stdout[-2000:] + done.stderr[-4000:])
-    return json.loads(lines[-1][len("RESULT ") :])
+    return result_of("tools.low_vram_cases", json.dumps(options), env=bed)
 
 
 def start(streams: int) -> None:
@@ -143,7 +137,7 @@ def main() -> None:
     """Runs one case."""
     options = json.loads(sys.argv[1])
     start(options.pop("streams", 2))
-    print("RESULT " + json.dumps(partly(**options)), flush=True)  # noqa: T201
+    tell(partly(**options))
 
 
 if __name__ == "__main__":
