@@ -2,8 +2,9 @@
 
 python -m bench.streamed [--models zimage,flux-fp8] [--share 0.5] [--json FILE]
 
-Runs of 4 steps at 1024x1024, videos at their own size; best and median of ten and more by turns, each model in a
-process of its own (``tools.dynamic_cases``). Some are cut to fewer blocks, so that all weights fit into main memory.
+Runs of 4 steps at 1024x1024, videos at their own size; best and median of ten of ComfyUI's and eleven of ours, the last
+six by turns. Each model has a process to itself (``tools.dynamic_cases``). Some are cut to fewer blocks, so that all
+weights fit into main memory. A little more than ``share`` fits (``loaded``).
 """
 
 import argparse

@@ -50,8 +50,8 @@ AMPLIFIED = (
     "and 659 (LTX-2), and 200 (Wan)."
 )
 STREAMED = (
-    "The best of a dozen runs by turns. The first size of a process runs its first step twice. Errors as above. LTX-2 "
-    "probably waits for the host, in ComfyUI and here."
+    "The best of ten runs of ComfyUI and of eleven of AnyShape, the last six by turns. The first size of a process "
+    "runs its first step twice. Errors as above. LTX-2 probably waits for the host, in ComfyUI and here."
 )
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")
@@ -195,7 +195,7 @@ def streamed_row(row: dict[str, Any]) -> list[str]:
     """One model."""
     model, _, form = row["model"].partition("-")
     cut = "".join(f", {count} blocks" for count in row["changes"].values())
-    shown = size(row["run"]) if "run" in row else "1024x1024"
+    shown = size(row["run"]) if "run" in row else "1024x1024"  # before the size was written down
     sizes = [shown, *(f"{amount / 1e9:.1f}" for amount in (row["size"], row["loaded"][0]))]
     times = [f"{row['eager_s']:.3f}", f"{row['s']:.3f}", f"{row['eager_s'] / row['s']:.2f}x"]
     return [figures.MODELS[model] + cut, figures.FORMS.get(form, "bf16"), *sizes, *times, scientific(row["error"])]

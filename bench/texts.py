@@ -7,7 +7,7 @@ ENGLISH = {
     "to": " to ",
     "conditions": "One {gpu}, torch {torch}, Triton {triton}, ComfyUI {comfyui}, {dates}.",
     "legend": "Milliseconds per model call: plain ComfyUI → with AnyShape. SDXL and SD3.5 run with CFG. Weights are random, which does not affect speed.",
-    "others": "VAE decode: SDXL at {size} {vae}, Wan 2.1 at {video} {wan_vae}. Wan 2.1 14B at {video}: {wan}. Where only half of the weights fit on the GPU (ComfyUI 0.33.0): Flux in fp8 {streamed}, Z-Image {of_zimage}. On top of Compile Model, Skip Blocks (interval {interval}, {steps} steps) speeds sampling up again: {skip}. SD1.5 at {sd15_size}: {sd15}.",
+    "others": "VAE decode: SDXL at {size} {vae}, Wan 2.1 at {video} {wan_vae}. Wan 2.1 14B at {video}: {wan}. Where little more than half of the weights fit on the GPU (ComfyUI 0.33.0): Flux in fp8 {streamed}, Z-Image {of_zimage}. On top of Compile Model, Skip Blocks (interval {interval}, {steps} steps) speeds sampling up again: {skip}. SD1.5 at {sd15_size}: {sd15}.",
     "plot": "Seconds for the first prompt and for all prompts together, one line per method",
     "mixed": "The mixed run: {count} prompts, each with another size or batch, {steps} Euler steps each, all costs included. {runs}.",
     "names": {
@@ -31,7 +31,7 @@ CHINESE = {
     "to": " 至 ",
     "conditions": "一张 {gpu}，torch {torch}，Triton {triton}，ComfyUI {comfyui}，{dates}。",
     "legend": "每次模型调用的毫秒数：ComfyUI 原版 → 使用 AnyShape。SDXL 和 SD3.5 开启 CFG。测试使用随机权重，不影响速度。",
-    "others": "VAE 解码：SDXL {size} {vae}，Wan 2.1 {video} {wan_vae}。Wan 2.1 14B {video}：{wan}。GPU 只放得下一半权重时（ComfyUI 0.33.0）：fp8 的 Flux {streamed}，Z-Image {of_zimage}。在“编译模型”的基础上，“跳过模块”（间隔 {interval}，{steps} 步）还能进一步加快采样：{skip}。SD1.5 {sd15_size}：{sd15}。",
+    "others": "VAE 解码：SDXL {size} {vae}，Wan 2.1 {video} {wan_vae}。Wan 2.1 14B {video}：{wan}。GPU 只放得下一半多一点的权重时（ComfyUI 0.33.0）：fp8 的 Flux {streamed}，Z-Image {of_zimage}。在“编译模型”的基础上，“跳过模块”（间隔 {interval}，{steps} 步）还能进一步加快采样：{skip}。SD1.5 {sd15_size}：{sd15}。",
     "plot": "第一个提示词和全部提示词的用时（秒），每种方法一条线",
     "mixed": "混合测试：{count} 个提示词，尺寸或批量各不相同，每个 {steps} 步 Euler，计入全部开销。{runs}。",
     "names": {

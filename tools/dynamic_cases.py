@@ -32,7 +32,7 @@ from tools.dynamic_vram import (
 
 
 def in_process(scenario: str, **options: Any) -> dict[str, Any]:
-    """What a case gives in a process of its own. Raises RuntimeError with what it said, if it gave nothing."""
+    """What a case gives in a separate process. Raises RuntimeError with what it said, if it gave nothing."""
     return result_of("tools.dynamic_cases", scenario, json.dumps(options))
 
 
