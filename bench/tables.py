@@ -51,7 +51,7 @@ AMPLIFIED = (
 )
 STREAMED = (
     "The best of ten runs of ComfyUI and of eleven of AnyShape, the last six by turns. The first size of a process "
-    "runs its first step twice. Errors as above. LTX-2 probably waits for the host, in ComfyUI and here."
+    "runs its first step twice. Errors as above. MiniMax H3 was measured before small layers were fetched together."
 )
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")
@@ -186,7 +186,7 @@ def streamed_part() -> str:
     results = [figures.load(path) for path in figures.STREAMED]
     head = "Model | Weights | Size | GB | Fits, GB | ComfyUI, s | AnyShape, s | Faster | Error"
     lines = table(head.split(" | "), [streamed_row(row) for result in results for row in result["rows"]])
-    commands = "`, `".join(result["command"] for result in results)
+    commands = "`, `".join(dict.fromkeys(result["command"] for result in results))
     title = "Weights that do not all fit (DynamicVRAM), 4 steps"
     return headed(title, results[0] | {"command": commands}, lines, said(texts.ENGLISH, [STREAMED], wrap=True))
 
@@ -195,8 +195,7 @@ def streamed_row(row: dict[str, Any]) -> list[str]:
     """One model."""
     model, _, form = row["model"].partition("-")
     cut = "".join(f", {count} blocks" for count in row["changes"].values())
-    shown = size(row["run"]) if "run" in row else "1024x1024"  # before the size was written down
-    sizes = [shown, *(f"{amount / 1e9:.1f}" for amount in (row["size"], row["loaded"][0]))]
+    sizes = [size(row["run"]), *(f"{amount / 1e9:.1f}" for amount in (row["size"], row["loaded"][0]))]
     times = [f"{row['eager_s']:.3f}", f"{row['s']:.3f}", f"{row['eager_s'] / row['s']:.2f}x"]
     return [figures.MODELS[model] + cut, figures.FORMS.get(form, "bf16"), *sizes, *times, scientific(row["error"])]
 

@@ -23,7 +23,8 @@ NEAR = 1e-4  # relative L2 in fp32, of fused kernels
 def test_to_the_bit(models, streamed, recordings, fetched, name, share):
     """Steps fetch what ComfyUI's own layers would, and nearly as much of the model stays on the card.
 
-    A run asks for its last page first, which costs Krea 2 more: the last one is the largest of its layers here.
+    Small layers come together, in the memory that ComfyUI's two buffers need for the largest ones. (Wan's are of about
+    one size.) A run asks for its last page first, which costs Krea 2 more: the last one is the largest of its layers.
     """
     patcher, load = streamed(name, share)
     fast = compiled(patcher)
@@ -35,7 +36,10 @@ def test_to_the_bit(models, streamed, recordings, fetched, name, share):
         assert pages.is_clean(load) and len(load.pages.there) >= (0.5 if name == "Krea2" else 0.9) * kept
     (shape,) = shapes()
     assert shape["state"] == "tape" and "The operations are fused" in shape["reason"] and only_streamed()
-    assert len(recordings) == 1 and set(fetched) == {1}
+    sizes = {part: sum(each.nbytes for each in (part.weight, part.bias) if each is not None) for part in load.layers}
+    room = sorted(sizes.values())[-2]
+    assert len(recordings) == 1 and any(len(parts) > 1 for parts in fetched) == (name != "WAN21_T2V")
+    assert all(len(parts) == 1 or sum(sizes[part] for part in parts) <= room for parts in fetched)
 
 
 def test_it_is_recorded_again_where_the_weights_fit(models, streamed, card, recordings, fetched):

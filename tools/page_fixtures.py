@@ -56,11 +56,11 @@ def written_over(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fetched(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers each step of a program has fetched."""
-    from anyshape.accel.tape.fetched import FetchedStep
+def fetched(pack: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[torch.nn.Module]]:
+    """The layers of each fetch of a program."""
+    from anyshape.accel.tape.fetched import FetchedSteps
 
-    return calls_of(monkeypatch, FetchedStep, "__call__", lambda step, values: len(step.parts))
+    return calls_of(monkeypatch, FetchedSteps, "__call__", lambda steps, values: steps.parts)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from ..preparing import look
 from . import cost
 from .binding import Bound, Loose, copy_over, form_of, loose, spread, there, tight, weight
 from .called_patches import BETWEEN, LiveCall
-from .fetched import Fetch, FetchedStep, Sources, with_fetches
+from .fetched import AnyStep, Fetch, FetchedSteps, Sources, with_fetches
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
 from .named_tensors import MAPPED, NO_OTHERS, OfPatch, PartsByPath
@@ -82,7 +82,7 @@ class Program:
         self._count = len(self._slots)
         # what lies in a weight's memory, without being the weight
         self._lent = frozenset(n for v, n in self._slots.items() if v.leaf is None and isinstance(v.root.leaf, Weight))
-        self._fetching: tuple[frozenset[str], list[Launched | Called | FetchedStep], set[int]] | None = None
+        self._fetching: tuple[frozenset[str], list[AnyStep], set[int]] | None = None
         self._bound: Bound | Loose | None = None
         self.others = NO_OTHERS  # of patches, to which it is bound
         self._state: Hashable = None  # for which what stays on the device was copied there
@@ -158,7 +158,7 @@ class Program:
         self, module: nn.Module, fetch: Fetch, is_fetched: Callable[[nn.Module], bool],
         others: Mapping[int, OfPatch] = NO_OTHERS,
     ) -> Bound:  # fmt: skip
-        """As ``bound_to``, but each step fetches what it reads of those parts of the module that ``is_fetched``.
+        """As ``bound_to``, but steps fetch what they read of those parts of the module that ``is_fetched``.
 
         It holds these parts. Raises ``NotBound`` where that cannot be.
         """
@@ -166,11 +166,11 @@ class Program:
         layers = dict.fromkeys(form.leaf.module for form in self._weights if form.leaf.name.startswith(MAPPED))
         steps, filled = self._with_fetches(frozenset(layer for layer in layers if is_fetched(modules[layer])))
         bound = self._bound_to(modules, but=filled)
-        bound.steps = [step.on(modules, fetch) if isinstance(step, FetchedStep) else step for step in steps]
+        bound.steps = [step.on(modules, fetch) if isinstance(step, FetchedSteps) else step for step in steps]
         bound.spread = [each for each in self._spread if each[0] not in filled]
         return bound
 
-    def _with_fetches(self, fetched: frozenset[str]) -> tuple[list[Launched | Called | FetchedStep], set[int]]:
+    def _with_fetches(self, fetched: frozenset[str]) -> tuple[list[AnyStep], set[int]]:
         """As the function. It is the same for blocks that are alike, and in each run."""
         if self._fetching is None or self._fetching[0] != fetched:
             forms = zip(self.weight_slots, self._weights, strict=True)
