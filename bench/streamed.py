@@ -17,7 +17,7 @@ from tools.dynamic_cases import in_process
 from tools.dynamic_vram import RUN
 
 CUT: dict[str, dict[str, Any]] = {"qwen": {"num_layers": 20}, "wan": {"num_layers": 16}}
-MODELS = "zimage,zimage-int8,flux-fp8,krea-int8,qwen,wan,ltx2-int8,minimax-int8"
+MODELS = "sdxl,zimage,zimage-int8,flux-fp8,krea-int8,qwen,wan,minimax-int8,ltx2-int8"
 VIDEOS = {
     "ltx2": {"width": 768, "height": 512, "frames": 97}, "minimax": {"width": 1280, "height": 704, "frames": 33},
 }  # fmt: skip

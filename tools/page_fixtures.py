@@ -20,10 +20,7 @@ def card(pack: ModuleType, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     """With room for all; ComfyUI maps weights in. param: ``counts``, if it is not to count."""
     if problem := pages.missing():
         pytest.skip(problem)
-    from anyshape.accel.comfy import streaming
-
     pages.use(monkeypatch)
-    monkeypatch.setattr(streaming, "LEAST", 0)  # tiny models have tiny layers
     return pages.Card(counts=getattr(request, "param", True))
 
 

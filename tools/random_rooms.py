@@ -50,7 +50,6 @@ class Room(World):
 
 def compared(number: int) -> Iterator[Far]:
     """What is wrong with one draw."""
-    from anyshape.accel.comfy import streaming
     from comfy.model_patcher import ModelPatcher
 
     loads: dict[int, pages.Loads] = {}
@@ -65,7 +64,6 @@ def compared(number: int) -> Iterator[Far]:
     with pytest.MonkeyPatch.context() as patch:
         pages.use(patch)
         pages.write_over(patch)
-        patch.setattr(streaming, "LEAST", 0)
         patch.setattr(ModelPatcher, "load", load)
         yield from workflows_compared(
             number, lambda kind, fast, **what: Room(kind, fast, number, reads, loads, **what), hooks=False

@@ -21,7 +21,7 @@ from ..weights import ChannelsLastWeights, WeightWatch
 from . import dynamic
 from .known_code import Fingerprints
 from .steady_blocks import SteadyBlocks, brought_into_blocks
-from .streaming import StreamedWeights, is_worth_it
+from .streaming import StreamedWeights
 from .surroundings import surroundings
 
 MOST_CHANGES = 3  # of a model in one run, at calls of one size: each costs a recording
@@ -109,7 +109,7 @@ class SamplingState:
         if self._stream is None:  # it is not known yet
             parts = self.mapped.parts()
             self._stream = StreamedWeights(self.model, parts, device)
-            self._stream.ended = not (is_worth_it(parts) and dynamic.maps_to(parts.values(), device))
+            self._stream.ended = not dynamic.maps_to(parts.values(), device)
         self._stream.dtype, self._stream.why = dtype, self.mapped.fetched()
         self._stream.why_eager = self.mapped.streamed()
         return None if self._stream.ended else self._stream

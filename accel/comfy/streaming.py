@@ -20,9 +20,6 @@ from ..tape.record import Recorder
 from ..tape.values import Weight
 from .layer_casts import KEYS, NOTES, Cast, clean, is_elsewhere
 
-# Bytes of a layer, on average. A step of SDXL (6 MB per layer) took 0.35 ms per layer or more (H200), in which so many
-# can be copied: with small layers a step probably waits for the host, and kernels gained nothing.
-LEAST = 10 << 20
 BESIDE = 1  # earlier layers whose weights stay while the next one's are fetched: an operation may read two layers'
 
 
@@ -38,11 +35,6 @@ class _Ahead(dict):
             return super().__getitem__(key)
         self._fetch()
         return True
-
-
-def is_worth_it(parts: Mapping[str, nn.Module]) -> bool:
-    """Whether steps may gain anything by fetching the weights of these layers."""
-    return sum(part._v[2] for part in parts.values()) >= LEAST * len(parts)
 
 
 class StreamedWeights:
