@@ -10,13 +10,13 @@ from .take import Take
 
 
 class Own:
-    """ComfyUI's own result of a first call. like: what it looks like; void after a short recording."""
+    """ComfyUI's own result of a first call. like: what it looks like; None or void in a take that is short."""
 
     def __init__(self, call: Call, take: Take, recorded: Any) -> None:
         self._call, self._take, self.like = call, take, recorded
 
     def __call__(self) -> Any:
-        """The result: what was recorded or, after a short recording, what ComfyUI's forward gives now."""
+        """The result: what was recorded or, where the take is short, what ComfyUI's forward gives now."""
         if self._take.short:
             clock = Clock(self._call.key.device)
             self.like = clock.run(self._call.eager)

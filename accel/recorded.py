@@ -28,16 +28,20 @@ class Recorded:
     """A call whose forward is recorded, once: ``forward``, then ``take``.
 
     again: one more recording may go better. moves: the forward left something behind in the model. changed: what of
-    the model is another than before.
+    the model is another than before. is_void: there is no result of the forward that could be used.
     """
 
     def __init__(
         self, key: ShapeKey, taped: Taped, inputs: Mapping[str, Tensor], blocks: Blocks, book: PatchBook,
-        turned: frozenset[Weight] = NONE, short: bool = False,
+        turned: frozenset[Weight] = NONE, short: bool = False, in_blocks: bool = False,
     ) -> None:  # fmt: skip
-        """turned: see ``Recorder``. short: see ``BlockCopies``."""
-        self.again, self.moves, self.changed = False, False, ""
-        self._taped, self._blocks, self._book, self._short = taped, blocks, book, short
+        """turned: see ``Recorder``. short: see ``BlockCopies``.
+
+        in_blocks: if the whole cannot be recorded, the forward runs once more, on programs of its blocks. So it is
+        broken off where that shows.
+        """
+        self.again, self.moves, self.changed, self.is_void = False, False, "", short
+        self._taped, self._blocks, self._book = taped, blocks, book
         self._device = key.device
         self._recorder = recorder = Recorder(list(inputs.values()), taped.module, key.device, turned)
         recorder.lean, recorder.short = taped.lean, short
@@ -48,9 +52,11 @@ class Recorded:
         self._clock, self._watched = Clock(key.device), Watched(taped.foreign, recorder)
         self._copies = BlockCopies(recorder, blocks, taped.places, short, taped.altered)
         self._calls = BlockCalls(recorder) if taped.skipping is not None else None
+        if in_blocks and not (short or taped.meets_others):  # code of others may count its calls
+            recorder.refuse.breaks_off = self._breaks_off
 
     def forward(self, copying: bool) -> tuple[Any, Tape | None]:
-        """(ComfyUI's own result, the tape). copying: blocks that are like an earlier one are copied.
+        """(ComfyUI's own result, unless it ``is_void``; the tape). copying: blocks like an earlier one are copied.
 
         Errors are those of ComfyUI's own forward.
         """
@@ -66,6 +72,11 @@ class Recorded:
             self._tape.streamed = self._taped.stream is not None
         self._recorder.guarded(self._patches.finish)
         return out, self._tape
+
+    def _breaks_off(self) -> bool:
+        """Whether the forward ends here: unless blocks that were taken for alike may be why it cannot be recorded."""
+        self.is_void = not (self._copies.count or self._recorder.calls_packs)
+        return self.is_void
 
     def _noted_forward(self, copying: bool) -> Any:
         """The forward, with its blocks watched or copied."""
@@ -101,9 +112,9 @@ class Recorded:
         if reason.startswith(FETCHED):  # ComfyUI fetches weights ahead of the blocks, into other memory
             take.reason = low_vram(taped.module, self._device) or reason
         take.run = taped.run
-        take.code, take.held, take.short = () if reason else watched.states, watched.held, self._short
+        take.code, take.held, take.short = () if reason else watched.states, watched.held, self.is_void
         self._called(take)
-        take.clock, take.copies = None if self._short else self._clock, self._copies.count
+        take.clock, take.copies = None if self.is_void else self._clock, self._copies.count
         take.left_out = self._copies.left_out
         take.calls = self._calls.calls if self._calls is not None and self._tape is not None else []
         take.again = self.again or bool(self.changed and taped.skipping)

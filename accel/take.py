@@ -153,7 +153,7 @@ class Take:
     clock: Clock | None = None  # of the whole forward, where one ran
     copies: int = 0  # blocks that were written down as copies of others
     left_out: int = 0  # of these, did not run
-    short: bool = False  # its forward's result is void
+    short: bool = False  # its forward's result is void: blocks were left out, or it was broken off
     calls: list[BlockCall] = field(default_factory=list)  # of blocks, until the tape is cut
     features: int = 0  # results behind the forward's own
     depth: int = 0  # blocks at either end that always run

@@ -219,7 +219,7 @@ class TapeTier:
             take.reason = take.reason or call.taped.stream.end()
         if take.again:
             shape.state, shape.reason = "eager", take.reason
-            return recorded if call.taped.skipping is None else FullStep(recorded, None)
+            return own() if call.taped.skipping is None else FullStep(own(), None)
         if take.reason:
             take.calls, take.live = [], []
             # once more, as later calls will run: the same seed, the same picture, and the same features

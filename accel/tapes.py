@@ -152,22 +152,22 @@ class Tapes:
         self, key: ShapeKey, fuse: bool, taped: Taped, inputs: Mapping[str, Tensor], turned: frozenset[Weight] = NONE,
         short: bool = False,
     ) -> tuple[Any, Take, Tape | None]:  # fmt: skip
-        """(ComfyUI's own result, the new take, its tape). Errors are those of ComfyUI's own forward.
+        """(ComfyUI's own result, the new take, its tape), see ``Own``. Errors are those of ComfyUI's own forward.
 
         turned, short: see ``Recorded``; a short take without a tape is not kept.
         """
-        recorded = Recorded(key, taped, inputs, self._blocks, self.patches, turned, short)
+        recorded = Recorded(key, taped, inputs, self._blocks, self.patches, turned, short, in_blocks=fuse)
         out, tape = recorded.forward(copying=self._one_by_one != taped.structure)
         take = recorded.take(next(self._numbers))
         with self._lock:
-            if self._may_keep(key, fuse, taped, take, recorded):
+            if not (short and take.reason) and self._may_keep(key, fuse, taped, take, recorded):
                 self.keep(key, fuse, take)
                 return out, take, None if take.reason else tape
         return out, take, None
 
     def _may_keep(self, key: ShapeKey, fuse: bool, taped: Taped, take: Take, recorded: Recorded) -> bool:
         """Whether ``find`` may find the take. Otherwise the next call is recorded once more, by what is noted here."""
-        if recorded.again or (take.short and take.reason):
+        if recorded.again:
             return False
         if recorded.changed and not self._has_changed:  # perhaps its first forward makes what it has from now on
             self._has_changed = take.again = True

@@ -2,12 +2,12 @@
 
 It refuses, and says why, whatever a later replay could not repeat: a value that came back to the host, random numbers,
 writes into inputs or weights, memory that nothing on the tape has written, tensors from nowhere, tensors that the model
-keeps for its next call. After a refusal, and after a fault of the recorder's own, the forward goes on as if nobody had
-listened. One operation costs about 15 µs, most of them torch's for calling a mode.
+keeps for its next call. After a refusal that does not end it (``Refusal``), and after a fault of the recorder's own,
+the forward goes on as if nobody had listened. One operation costs about 15 µs, most of them torch's for calling a mode.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from .blanks import blank
 from .called_patches import Played
 from .kept import kept_tensor
 from .named_tensors import PLAIN, Memories, is_dressed
-from .refusals import RANDOM, UNWRITTEN, HostReads, Refusal, World
+from .refusals import RANDOM, UNWRITTEN, BrokenOff, HostReads, Refusal, World
 from .tensors import Tensors
 from .traits import DROPOUTS, Traits, draws, read_by, traits
 from .unplanned import ATTENTION, CONVOLUTION, format_of, heard, instead, void
@@ -261,8 +261,7 @@ class Recorder(TorchDispatchMode):
             if known.unwritten:
                 self.writes.left_out(value)
             elif known.fills is not None:
-                number = known.fill(args, kwargs)
-                if number is not None:
+                if (number := known.fill(args, kwargs)) is not None:
                     self._blanks.kept(value, result, number)
 
     def _obstacle(
@@ -280,11 +279,9 @@ class Recorder(TorchDispatchMode):
 
     def _base(self, known: Traits, args: tuple, inputs: list[Value], result: Tensor) -> Value | None:
         """The value whose memory ``result`` shares, or None."""
-        if known.view and inputs and isinstance(args[0], Tensor):
-            return inputs[0].root
-        if known.maybe_view and inputs and isinstance(args[0], Tensor) and _is_view(args, result):
-            return inputs[0].root
-        return None
+        if not (inputs and isinstance(args[0], Tensor)):
+            return None
+        return inputs[0].root if known.view or (known.maybe_view and _is_view(args, result)) else None
 
     def _append(self, operation: Operation, results: Sequence[Any], bases: Sequence[Value | None] = ()) -> None:
         self.writes.read(operation.inputs)
@@ -338,11 +335,15 @@ def _is_view(args: tuple, result: Tensor) -> bool:
 
 
 def record(forward: Callable[[], Any], recorder: Recorder) -> tuple[Any, Tape | None]:
-    """Returns (``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why."""
+    """Returns (``forward``'s result, its tape or None). Without a tape ``recorder.refusal`` says why.
+
+    There is no result, either, where that broke the forward off: see ``Refusal``.
+    """
     reads = HostReads(recorder.read_back) if recorder.device.type == "cpu" else nullcontext()
     untouched = UNTOUCHED.watched(lambda place: recorder.refuse(say("changes_itself", change=place)))
+    out = None
     with torch.inference_mode(), reads, untouched:
-        with library_calls.noted(recorder), recorder.within, recorder:
+        with suppress(BrokenOff), library_calls.noted(recorder), recorder.within, recorder:
             out = forward()
         tape = recorder.guarded(lambda: recorder.finish(out))
         recorder.close(out)

@@ -26,21 +26,33 @@ NO_ORIGIN = say("no_origin", shape="[").partition("[")[0]
 APART = UNWRITTEN, NO_ORIGIN  # what code that computes apart from torch looks like
 # Refused forwards that may run once more: they have changed nothing.
 FETCHED = (STREAMS, NO_ORIGIN)  # what weights look like that do not lie on the GPU
-HARMLESS = (*CAME_BACK, say("read_back"), *FETCHED)
+BACK = (*CAME_BACK, say("read_back"))
+HARMLESS = (*BACK, *FETCHED)
 # Refused for what the model's code does, whatever the size and wherever weights lie.
-OF_THE_CODE = (*CAME_BACK, say("read_back"), NO_ORIGIN, say("changes_itself", change=""))
+OF_THE_CODE = (*BACK, NO_ORIGIN, say("changes_itself", change=""))
 OURS = str(Path(__file__).resolve().parent.parent)
 LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patcher_extension.py")
 
 
+class BrokenOff(BaseException):
+    """Ends a forward that is to run once more: no code of its own catches it as an error."""
+
+
 class Refusal:
-    """Why there is no tape, with the place in the code, or ""; the first reason counts."""
+    """Why there is no tape, with the place in the code, or ""; the first reason counts.
+
+    breaks_off: asked where a value came back to the host; if it says so, the forward ends there, by ``BrokenOff``.
+    """
 
     def __init__(self) -> None:
         self.reason = ""
+        self.breaks_off: Callable[[], bool] = bool
 
     def __call__(self, reason: str) -> None:
+        is_first = not self.reason
         self.reason = self.reason or f"{reason} ({_place()})"
+        if is_first and reason in BACK and self.breaks_off():
+            raise BrokenOff
 
 
 class World:

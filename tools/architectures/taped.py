@@ -106,6 +106,8 @@ class Recording:
         with torch.inference_mode():
             key = shape_key(self._given.tensors, {})
             self.out, take, self.tape = Tapes().record(key, True, taped, self._given.tensors, short=short)
+        if self.out is None:  # it was broken off
+            self.out = self.eager()
         self.refusal, self._calls = take.reason, take.calls
         self.copies, self.left_out = take.copies, take.left_out
         self.inputs = list(take.inputs(self._given.tensors, self._given.options).values())
