@@ -21,18 +21,18 @@ FORWARD = [
     "comfy.known_code.Fingerprints.of", "comfy.sampling_state.SamplingState.structure",
     "comfy.sampling_state.SamplingState.weights", "comfy.known_code.foreign_code", "comfy.taping._structure",
     "comfy.session.sampling_state.SamplingState", "weights.WeightWatch.__init__", "weights.WeightWatch.fingerprint",
-    "engine.Engine._run", "tape_tier.TapeTier.run", "tape_tier.TapeTier._recorded", "tapes.Tapes.find",
+    "engine.Engine._run", "tape_tier.TapeTier.run", "first_call.FirstCalls._recorded", "tapes.Tapes.find",
     "tapes.Tapes.record", "recorded.Recorder", "recorded.Patches", "recorded.Patches.finish", "foreign.states_of",
     "foreign.Watched.kept", "tape.this_forward.forward", "tape.record.traits", "maker.Program", "tape_tier.bound",
-    "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape", "times.CallTimes.measure",
-    "functions_read.FunctionsRead.hold", "fingerprint.Watch.__init__",
+    "first_call.bound", "tape.program.Program.run", "maker.verify.compare", "stats.ModelStats.shape",
+    "times.CallTimes.measure", "functions_read.FunctionsRead.hold", "fingerprint.Watch.__init__",
 ]  # fmt: skip
 # The same of a patch of another node, which is called in each forward.
 PATCHED = [
     "tape.state.Glance.look", "tape.patches.look_at", "tape.patches.code_of", "tape.patch_call.template",
     "tape.called_patches.perform", "tape.called_patches.LiveCall.record", "tape.called_patches.LiveCall.__call__",
     "tape.patch_call.perform", "tape.patch_call._form",
-    "tape.record.Recorder.step", "tape.called_patches.at", "tape_tier.waits_for_host",
+    "tape.record.Recorder.step", "tape.called_patches.at", "first_call.waits_for_host",
 ]  # fmt: skip
 
 SKIPPING = [
@@ -52,7 +52,7 @@ MENDED = {FORWARD[0]: FUSED, "maker.Program": "eager", "tape.program.Program.run
 # program that is being made, run and compared; and of a run that skips, its beginning, its calls and its end.
 BROKEN_OFF = [
     "comfy.taping.take", "comfy.sampling_state.SamplingState.weights", "engine.Engine._run",
-    "tape_tier.TapeTier._recorded", "tape.record.traits", "recorded.Patches.finish", "maker.Program",
+    "first_call.FirstCalls._recorded", "tape.record.traits", "recorded.Patches.finish", "maker.Program",
     "tape.program.Program.run", "verify.compare",
 ]  # fmt: skip
 SKIPPING_BROKEN_OFF = [

@@ -141,12 +141,12 @@ def test_lora_on_and_off(models, name, dtype):
 @pytest.mark.parametrize("busy", [True, False])
 def test_patches_without_a_graph(models, monkeypatch, busy):
     """A small model leaves the card waiting for the host, so ComfyUI's own forward runs. busy: as if it did not."""
-    from anyshape.accel import tape_tier
+    from anyshape.accel import first_call
     from anyshape.accel.reasons import say
     from anyshape.accel.take_graphs import NO_GRAPHS
 
     if busy:
-        monkeypatch.setattr(tape_tier, "waits_for_host", lambda tape: False)
+        monkeypatch.setattr(first_call, "waits_for_host", lambda tape: False)
     patcher = small(models, "sd15")
     calls = []
 

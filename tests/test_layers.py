@@ -21,7 +21,8 @@ LAYERS = (
     ("tape", "fingerprint", "foreign", "functions_read", "origin", "parts_seen"),
     ("block_call", "block_calls", "block_copies", "block_forwards", "capture", "clock", "graphs", "last_sizes",
      "recorded", "skip", "size_list", "take", "tapes", "verify", "weights"),
-    ("block_take", "block_tier", "call", "halves", "maker", "own_result", "sensitivity", "take_graphs", "tape_tier"),
+    ("block_take", "block_tier", "call", "first_call", "halves", "maker", "own_result", "sensitivity", "take_graphs",
+     "tape_tier"),
     ("engine",),
     ("comfy",),
 )  # fmt: skip

@@ -25,9 +25,9 @@ def count(patcher):
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_comfyuis_own_forward_runs_where_the_host_is_the_limit(models, fresh, monkeypatch, waits):
-    from anyshape.accel import tape_tier
+    from anyshape.accel import first_call
 
-    monkeypatch.setattr(tape_tier, "waits_for_host", lambda tape: waits)
+    monkeypatch.setattr(first_call, "waits_for_host", lambda tape: waits)
     eager, fast = (with_patch(each, count) for each in (fresh, compiled(fresh, graph_budget_mb=0)))
     for seed in range(3):
         assert_equal(models, eager, fast, seed=seed)
@@ -41,9 +41,9 @@ def test_comfyuis_own_forward_runs_where_the_host_is_the_limit(models, fresh, mo
 
 
 def test_a_budget_that_is_raised_brings_the_tape_back(models, fresh, monkeypatch):
-    from anyshape.accel import tape_tier
+    from anyshape.accel import first_call
 
-    monkeypatch.setattr(tape_tier, "waits_for_host", lambda tape: True)
+    monkeypatch.setattr(first_call, "waits_for_host", lambda tape: True)
     patched = with_patch(fresh, count)
     for budget, state in ((0, "eager"), (512, "tape"), (0, "eager"), (512, "tape")):  # a CPU has no graph either way
         run(models, compiled(patched, graph_budget_mb=budget))

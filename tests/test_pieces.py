@@ -12,8 +12,8 @@ from tools.patching import CLOSE, assert_equal, run, with_patch
 embed.bare_pack()
 
 from anyshape.accel import graphs  # noqa: E402 - the package exists from the line above on
+from anyshape.accel.first_call import FirstCalls  # noqa: E402
 from anyshape.accel.tape.pieces import Memory, Pieces, captured_here  # noqa: E402
-from anyshape.accel.tape_tier import TapeTier  # noqa: E402
 
 from tools.captures import CpuGraph, InPieces, only_cache  # noqa: E402
 
@@ -73,14 +73,14 @@ def test_what_a_call_raises_ends_the_replay() -> None:
 @pytest.fixture
 def capturer(monkeypatch):
     """A model's second call captures a graph, as on a GPU."""
-    made = TapeTier._programmed
+    made = FirstCalls._programmed
 
     def programmed(self, call, settings, shape, take, *others):
         out = made(self, call, settings, shape, take, *others)
         take.graph = True
         return out
 
-    monkeypatch.setattr(TapeTier, "_programmed", programmed)
+    monkeypatch.setattr(FirstCalls, "_programmed", programmed)
     capturer = InPieces()
     only_cache(monkeypatch, capturer)
     return capturer

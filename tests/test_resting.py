@@ -52,7 +52,7 @@ def test_calls_that_gain_nothing(pack, looks, monkeypatch):
     assert message == ""
     with monkeypatch.context() as patched:
         patched.setattr(sampling_state.SamplingState, "is_elsewhere", lambda self, device: True)
-        patched.setattr("anyshape.accel.tape_tier.obstacle", lambda tape, module=None: WHY)
+        patched.setattr("anyshape.accel.first_call.obstacle", lambda tape, module=None: WHY)
         patched.setattr(block_tier, "record_block", refused)
         for seed in range(3):
             forward(fast, seed)

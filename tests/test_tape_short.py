@@ -14,7 +14,7 @@ from tools.oracles import reasons
 
 embed.bare_pack()
 
-from anyshape.accel import maker, stats, tape_tier  # noqa: E402 - the package exists from the line above on
+from anyshape.accel import first_call, maker, stats, tape_tier  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.call import Call, Settings  # noqa: E402
 from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
@@ -251,7 +251,7 @@ def test_a_program_that_fails_costs_no_result(bench, monkeypatch) -> None:
     def fail(*args):
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(tape_tier, "bound", fail)
+    monkeypatch.setattr(first_call, "bound", fail)
     assert bench.ran(SIZES[2]) == 1 + COUNT
 
 
