@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .fingerprint import global_hooks, objects_of, shown
 from .functions_read import FunctionsRead
@@ -14,10 +14,11 @@ from .origin import is_beside_comfyui, is_known, is_of_known, origin, whose
 from .parts_seen import FORWARDS
 from .reasons import say
 from .tape.code_names import is_library, names_of
-from .tape.named_tensors import classes_of, parts_of
+from .tape.named_tensors import PLAIN, classes_of, modules_of, parts_of
 from .tape.options import NotedOptions, Reads
 from .tape.record import Recorder
-from .tape.state import HELD, State, is_held, look_at
+from .tape.state import CONTAINERS, DICTS, HELD, OF_MODULES, State, is_held, look_at
+from .tape.unchanged import Unchanged
 
 BUILT_IN = ("scaled_dot_product_attention", "linear", "gelu", "conv1d", "conv2d", "conv3d")  # not in Python
 METHODS = (staticmethod, classmethod, property)
@@ -81,6 +82,19 @@ def brought_into(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """As ``foreign_code``, of the module and its classes alone."""
     yield from [(f"{shown(module, key)} of {whose(value)}", value) for key, value in _of_parts(module)]
     yield from _of_classes(parts_of(module))
+    yield from _kept_in_parts(module)
+
+
+def _kept_in_parts(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Lists and dicts of tensors or modules in parts of other packs' classes: torch has no names for such tensors."""
+    for path, part in modules_of(module):
+        if is_known(type(part)):
+            continue
+        for name in part.__dict__.keys() - OF_MODULES:
+            value = part.__dict__[name]
+            items = value.values() if isinstance(value, DICTS) else value if isinstance(value, CONTAINERS) else ()
+            if any(isinstance(each, (Tensor, nn.Module)) for each in items):
+                yield f"{path}.{name} of {whose(type(part))}", value
 
 
 def called_within(modules: Sequence[nn.Module]) -> list[Any]:
@@ -162,13 +176,17 @@ class Watched:
     """Other packs' code in a model while a forward is recorded: what it may read, and what it keeps.
 
     Code that puts the options of each forward into an attribute keeps nothing that a replay lacks, if a replay puts
-    them there too. states: of the code, before. held: the attributes into which this forward put them. again: one of
-    them was not known before, so the forward is to be recorded once more.
+    them there too. Tensors that the code has (a LoRA's, say) are read where they lie, at each replay. states: of the
+    code, before. held: the attributes into which this forward put options. again: one of them was not known before, so
+    the forward is to be recorded once more.
     """
 
     def __init__(self, foreign: Sequence[tuple[str, Any]], recorder: Recorder) -> None:
         self._foreign, self._module, self.again = foreign, recorder.module, False
-        self.states, self.held = states_of(foreign, recorder.module), []
+        seen = Unchanged()
+        self.states, self.held = look_at([code for _, code in foreign], recorder.module, seen=seen), []
+        theirs = (each for each in seen.new_tensors() if each.device == recorder.device and type(each) in PLAIN)
+        recorder.held.update({id(each): each for each in theirs})
         known = [place for place in self._places() if place.is_known]
         self._earlier = [(place, place.value, NotedOptions(place.value, _Earlier(recorder))) for place in known]
         for place, _, noted in self._earlier:
