@@ -67,7 +67,10 @@ class Recorded:
             with stream.in_forward(self._recorder) if stream is not None else nullcontext():
                 return self._clock.run(lambda: self._noted_forward(copying))
 
-        out, self._tape = record(forward, self._recorder)
+        try:
+            out, self._tape = record(forward, self._recorder)
+        finally:
+            self._recorder.refuse.breaks_off = bool  # or each would hold the other
         if self._tape is not None:
             self._tape.streamed = self._taped.stream is not None
         self._recorder.guarded(self._patches.finish)
