@@ -22,6 +22,14 @@ HOLDERS = (
     "attribute of the layer", "attribute of its class", "module", "set of names", "method", "class", "cache", "array",
     "slots", "queue", "thread", "context",
 )  # fmt: skip
+TENSORS = (  # holders of tensors, by which layers multiply as they lie
+    "tensor",
+    "another tensor",
+    "memory of a tensor",
+    "list of tensors",
+    "module in a list",
+    "another module in a list",
+)
 WHERE = ("function", "function", "forward", "forward", "hook", "pre-hook", "method", "layer", "convolution")
 WHEN = ("never", "each step", "once", "in turns", "between runs", "each call", "first call", "made again")
 MORE = (*WHERE, "method of a layer", "another method", "attribute", "whole", "whole of the class")
@@ -52,6 +60,7 @@ class Store:
         self.module.gain = 1.0
         self.slots, self.kind, self.thread = Slots(), type("Settings", (), {"gain": 1.0}), threading.local()
         self.slots.gain = self.thread.gain = 1.0
+        self.tensors, self.modules = [torch.ones(1)], [_module(1.0)]
         self.array, self.queue = numpy.ones(1), collections.deque([1.0])
         self.context = contextvars.ContextVar("gain", default=1.0)
         self.put: Callable[[float], None] = lambda gain: None
@@ -61,7 +70,7 @@ class Store:
         gain, held, inner, items, named = 1.0, self.object, self.inner, self.list, self.dict
         tensor, module, names, layer = self.tensor, self.module, self.names, self.layer
         slots, kind, thread, array, queue = self.slots, self.kind, self.thread, self.array, self.queue
-        context = self.context
+        context, tensors, modules = self.context, self.tensors, self.modules
 
         def closed() -> float:
             return gain
@@ -83,6 +92,12 @@ class Store:
             "dict": (lambda: named["gain"], lambda new: named.update(gain=new)),
             "tensor": (lambda: tensor, lambda new: tensor.fill_(new)),
             "another tensor": (lambda: held.gain, lambda new: setattr(held, "gain", torch.full((1,), new))),
+            "memory of a tensor": (lambda: tensor, lambda new: setattr(tensor, "data", torch.full((1,), new))),
+            "list of tensors": (lambda: tensors[0], lambda new: tensors.__setitem__(0, torch.full((1,), new))),
+            "module in a list": (lambda: modules[0].weight, lambda new: modules[0].weight.fill_(new)),
+            "another module in a list": (
+                lambda: modules[0].weight, lambda new: modules.__setitem__(0, _module(new)),
+            ),
             "default": (with_default, lambda new: setattr(with_default, "__defaults__", (new,))),
             "partial": (functools.partial(_of_list, items), lambda new: items.__setitem__(0, new)),
             "attribute of the layer": (
@@ -116,6 +131,13 @@ class Store:
         return read()
 
 
+def _module(gain: float) -> nn.Module:
+    """Of one weight."""
+    made = nn.Linear(1, 1, bias=False)
+    made.weight = nn.Parameter(torch.full((1,), gain), requires_grad=False)
+    return made
+
+
 def _of_list(items: list[float]) -> float:
     return items[0]
 
@@ -145,13 +167,14 @@ def _around_own(own: Callable[..., Any], read: Callable[[], Any], *args: Any, **
 
 
 class Change:
-    """One change of a pack's. where: the places that it is drawn from. steps: of a run. whole: by what it is called."""
+    """One change of a pack's. where, holders: what it is drawn from. steps: of a run. whole: by what it is called."""
 
     def __init__(
-        self, seed: int, where: Sequence[str] = WHERE, steps: int = STEPS, whole: Sequence[str] = ("forward",)
+        self, seed: int, where: Sequence[str] = WHERE, steps: int = STEPS, whole: Sequence[str] = ("forward",),
+        holders: Sequence[str] = HOLDERS,
     ) -> None:  # fmt: skip
         draw = random.Random(seed)
-        self.where, self.holder, self.when = draw.choice(where), draw.choice(HOLDERS), draw.choice(WHEN)
+        self.where, self.holder, self.when = draw.choice(where), draw.choice(holders), draw.choice(WHEN)
         self.place, self.name = draw.random(), ""
         self.form = FORMS[0] if where is WHERE else draw.choice(FORMS)
         self._steps, self._whole = steps, draw.choice(whole)

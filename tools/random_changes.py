@@ -1,6 +1,6 @@
 """Random changes that another pack makes to a model or to ComfyUI's functions: are the pictures ComfyUI's?
 
-    python -m tools.random_changes [--kind models|forms|vaes|controls|skips] [--first 0] [--seconds 60]
+    python -m tools.random_changes [--kind models|forms|tensors|vaes|controls|skips] [--first 0] [--seconds 60]
 
 A pack's function stands at random in the place of a layer's forward, of a class's method or of a function that the
 model's code calls, or hooks a layer. What it does follows from a number that lies somewhere at random: in its closure,
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tools import random_patches
-from tools.pack_changes import MORE, ONLY_CLASSES, STEPS, WHERE, Change
+from tools.pack_changes import HOLDERS, MORE, ONLY_CLASSES, STEPS, TENSORS, WHERE, Change
 from tools.random_patches import ROUNDING, SIZES
 
 MODELS = ("QwenImage", "Flux", "ZImage", "WAN21_T2V", "SD15", "Anima")
@@ -52,6 +52,7 @@ class Drawn(NamedTuple):
     steps: int = STEPS
     whole: Sequence[str] = ("forward",)
     close: float = ROUNDING
+    holders: Sequence[str] = HOLDERS
 
 
 def models(draw: random.Random) -> Drawn:
@@ -78,6 +79,11 @@ def models(draw: random.Random) -> Drawn:
 def forms(draw: random.Random) -> Drawn:
     """As ``models``, where the function may be an object too, say, and stand in more places."""
     return models(draw)._replace(where=MORE, whole=("forward", "_forward"))
+
+
+def tensors(draw: random.Random) -> Drawn:
+    """As ``forms``, where the number is a tensor, which may lie in a list, or in a module in one."""
+    return forms(draw)._replace(holders=TENSORS)
 
 
 def vaes(draw: random.Random) -> Drawn:
@@ -169,7 +175,7 @@ def skips(draw: random.Random) -> Drawn:
     return Drawn(what, pictures, steps=skip_driving.STEPS, close=SKIPPED)
 
 
-KINDS = {each.__name__: each for each in (models, forms, vaes, controls, skips)}
+KINDS = {each.__name__: each for each in (models, forms, tensors, vaes, controls, skips)}
 SKIPPED = 1e-3  # of what is forecast, and goes on from there
 
 
@@ -209,7 +215,7 @@ def compared(number: int, kind: str = "models") -> Iterator[Far]:
     seeds = [draw.randint(0, 10**6) for _ in range(draw.choice((1, 1, 2)))]
 
     def pictures(fast: bool) -> list[Tensor]:
-        changes = [Change(seed, drawn.where, drawn.steps, drawn.whole) for seed in seeds]
+        changes = [Change(seed, drawn.where, drawn.steps, drawn.whole, drawn.holders) for seed in seeds]
         with ExitStack() as stack:
             out = list(drawn.pictures(fast, changes, stack))
         shown.append("; ".join(map(str, changes)))
