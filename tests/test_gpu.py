@@ -138,6 +138,24 @@ def test_lora_on_and_off(models, name, dtype):
     assert error(again, plain) < 1e-3 < close < error(with_lora, plain)
 
 
+def test_a_lora_of_a_hook(models):
+    """Another pack's, with its weights in a closure: the graph reads them where they lie."""
+    patcher = small(models, "sd15")
+    layers = [part for part in patcher.model.diffusion_model.modules() if isinstance(part, torch.nn.Linear)][-6:]
+    for layer in layers:
+        down, up = (0.05 * torch.randn(4, layer.out_features, device="cuda", dtype=torch.float16) for _ in range(2))
+        layer.register_forward_hook(lambda layer, args, out, down=down, up=up: out + out @ down.T @ up)
+    plain, fast, pictures = small(models, "sd15"), compiled(patcher), []
+    plain.model.load_state_dict(patcher.model.state_dict())
+    for amount in (1.0, 3.0):
+        for layer in layers:
+            next(iter(layer._forward_hooks.values())).__defaults__[1].mul_(amount)
+        pictures += [models.sample(fast, 512, 512, steps=3)]
+        assert error(pictures[-1], models.sample(patcher, 512, 512, steps=3)) < 1e-2
+    assert error(*pictures) > 2e-2 < error(pictures[0], models.sample(plain, 512, 512, steps=3))
+    assert [shape["state"] for shape in shapes()] == ["graph"] and shapes()[0]["replays"] == 5
+
+
 @pytest.mark.parametrize("busy", [True, False])
 def test_patches_without_a_graph(models, monkeypatch, busy):
     """A small model leaves the card waiting for the host, so ComfyUI's own forward runs. busy: as if it did not."""
