@@ -1,8 +1,9 @@
 """Weights that do not fit, which ComfyUI copies to the GPU as its layers need them (DynamicVRAM), under our programs.
 
-A program's step fetches its weights as the layer would that it stands for: by ComfyUI's own code, in the same order,
-into the same memory. Pages that are there are used as they are. While a forward is recorded, it is ComfyUI's own layers
-that fetch: each finds notes of ours in the place of those of a prefetch, and what they fetch gets its name.
+A program's steps fetch their weights as the layers would that they stand for: by ComfyUI's own code, in the same order,
+into the same memory, small layers several at once. Pages that are there are used as they are. While a forward is
+recorded, it is ComfyUI's own layers that fetch: each finds notes of ours in the place of those of a prefetch, and what
+they fetch gets its name.
 """
 
 from collections import OrderedDict
