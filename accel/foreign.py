@@ -14,7 +14,7 @@ from .origin import is_beside_comfyui, is_known, is_of_known, origin, whose
 from .parts_seen import FORWARDS
 from .reasons import say
 from .tape.code_names import is_library, names_of
-from .tape.named_tensors import PLAIN, classes_of, modules_of, parts_of
+from .tape.named_tensors import classes_of, modules_of, parts_of
 from .tape.options import NotedOptions, Reads
 from .tape.record import Recorder
 from .tape.state import CONTAINERS, DICTS, HELD, OF_MODULES, State, is_held, look_at
@@ -131,9 +131,11 @@ def replaced_in_torch(functions: FunctionsRead) -> str:
     return next((name for name in names if name.removeprefix(start) not in BUILT_IN), "")
 
 
-def states_of(foreign: Sequence[tuple[str, Any]], module: nn.Module) -> tuple[State | None, ...]:
-    """``look`` at other packs' code in a model. foreign: (where it is and whose, the code)."""
-    return look_at([code for _, code in foreign], module)
+def states_of(
+    foreign: Sequence[tuple[str, Any]], module: nn.Module, seen: Unchanged | None = None
+) -> tuple[State | None, ...]:
+    """``look_at`` other packs' code in a model. foreign: (where it is and whose, the code)."""
+    return look_at([code for _, code in foreign], module, seen=seen)
 
 
 def first_kept(foreign: Sequence[tuple[str, Any]], before: tuple[State | None, ...], module: nn.Module) -> str:
@@ -184,9 +186,8 @@ class Watched:
     def __init__(self, foreign: Sequence[tuple[str, Any]], recorder: Recorder) -> None:
         self._foreign, self._module, self.again = foreign, recorder.module, False
         seen = Unchanged()
-        self.states, self.held = look_at([code for _, code in foreign], recorder.module, seen=seen), []
-        theirs = (each for each in seen.new_tensors() if each.device == recorder.device and type(each) in PLAIN)
-        recorder.held.update({id(each): each for each in theirs})
+        self.states, self.held = states_of(foreign, recorder.module, seen), []
+        recorder.hold(seen.new_tensors(), recorder.device)
         known = [place for place in self._places() if place.is_known]
         self._earlier = [(place, place.value, NotedOptions(place.value, _Earlier(recorder))) for place in known]
         for place, _, noted in self._earlier:

@@ -69,6 +69,45 @@ def test_only_examples_of_blocks_run(made, of_others):
         assert "not the whole forward: a value came back" in shapes()[-1]["note"]
 
 
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.lin(x)
+
+
+class Row(torch.nn.Module):
+    """Blocks that are alike. behind: it reads a value back behind them, not before."""
+
+    def __init__(self, behind: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([Block() for _ in range(BLOCKS)]).requires_grad_(False)
+        self.behind = behind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.behind or float(x[0, 0]) < float("inf")
+        for block in self.layers:
+            x = block(x)
+        assert not self.behind or float(x[0, 0]) < float("inf")
+        return x
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_blocks_that_were_taken_for_alike(pack, behind):
+    """They may be why a value came back, so the forward goes on, and the next one is recorded block by block."""
+    from anyshape.accel.key import shape_key
+    from anyshape.accel.take import Taped
+    from anyshape.accel.tapes import Tapes
+
+    model, x = Row(behind), torch.randn(3, 4)
+    taped = Taped(model, lambda options: model(x), {}, 0, lambda options, recorder: None)
+    out, take, tape = Tapes().record(shape_key({"x": x}, {}), True, taped, {"x": x})
+    assert tape is None and "came back" in take.reason and bool(take.copies) == behind and take.short != behind
+    assert torch.equal(out, model(x)) if behind else out is None
+
+
 def test_what_ends_a_forward(pack):
     """Only a value that came back: the first reason counts, and others may be of the call alone."""
     from anyshape.accel.tape.refusals import CAME_BACK, RANDOM, BrokenOff, Refusal

@@ -158,18 +158,20 @@ def test_skip_blocks(models, streamed, card, fetched):
     assert all(error(ours, wanted) < CLOSE for ours, wanted in zip(found[3], found[1], strict=True))
 
 
-def test_what_is_asked_of_layers(asked, forward, monkeypatch):
+def test_what_is_asked_of_layers(asked, forward, fetched, monkeypatch):
     """Those in their pages cost one question. Which steps fetch which weights is found once for all blocks and runs."""
-    import comfy.ops
+    from anyshape.accel.comfy.layer_casts import Cast
     from anyshape.accel.tape import program
 
-    patcher, fast, load = asked
+    _, fast, load = asked
     planned = calls_of(monkeypatch, program, "with_fetches")
     for _ in range(3):
         load()
         forward(fast)
     assert len(planned) == 1
-    patcher.model_options["transformer_options"][QUEUE] = False
-    cast = calls_of(monkeypatch, comfy.ops, "cast_modules_with_vbar", lambda parts, *_: len(parts))
+    fast.model_options["transformer_options"][QUEUE] = False
+    casts = calls_of(monkeypatch, Cast, "__enter__", lambda cast: cast)
+    fetched.clear()
     forward(fast)
-    assert set(cast) == {1} and len(cast) < 0.8 * len(load.layers)
+    brought = sum(len(cast._own) for cast in casts)
+    assert len(casts) == len(fetched) and 0 < brought < 0.8 * sum(len(cast._parts) for cast in casts)

@@ -39,16 +39,15 @@ class ReadyStep:
     def __init__(self, need: "_Need", of: Sources, wide: Sequence[tuple[int, int, int]]) -> None:
         self._step, self._views, self._wide = need.step, need.views, wide
         self._made = [(slot, *of.made[slot]) for slot in need.slots if slot in of.made]
-        lent = [slot for view in need.views for slot in view.outputs if slot >= 0]
-        made = [slot for slot in need.slots if slot in of.made]
-        self.outputs, self.free = need.step.outputs, (*need.step.free, *made, *(slot for slot, *_ in wide), *lent)
+        lent = (slot for view in need.views for slot in view.outputs if slot >= 0)
+        self.outputs = need.step.outputs
+        self.free = (*need.step.free, *(slot for slot, *_ in (*self._made, *wide)), *lent)
 
     def __call__(self, values: list[Tensor | None]) -> None:
         """Runs the step."""
         for slot, make, of in self._made:
             values[slot] = make(*(values[each] for each in of))
-        if self._wide:
-            spread(values, self._wide)
+        spread(values, self._wide)
         for view in self._views:
             view(values)
         self._step(values)

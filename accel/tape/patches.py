@@ -15,7 +15,7 @@ from torch import Tensor
 from ..reasons import say
 from . import called_patches, patch_call
 from .decisions import Decisions, forget
-from .named_tensors import PLAIN, modules_of
+from .named_tensors import modules_of
 from .options import MISSING, NotedOptions, Reads
 from .patch_book import PatchBook, code_of, shown
 from .record import Recorder
@@ -104,10 +104,9 @@ class Patches:
 
     def _leaves(self, tensors: Iterable[Tensor]) -> None:
         """What a patch keeps on the device is read where it lies, at each replay."""
-        for tensor in tensors:
-            if tensor.device == self._recorder.device and type(tensor) in PLAIN:
-                self._recorder.held[id(tensor)], self._recorder.calls_packs = tensor, True
-                self._reads.leaves[id(tensor)] = weakref.ref(tensor)
+        for tensor in self._recorder.hold(tensors, self._recorder.device):
+            self._recorder.calls_packs = True
+            self._reads.leaves[id(tensor)] = weakref.ref(tensor)
 
     # Written down -------------------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class Recorder(TorchDispatchMode):
         self.turned = self._tensors.turned = turned
         self.short = False  # what its forward gives is void, and how such forwards treat their model is known
         self.value, self.known, self.mark = self._tensors.value, self._tensors.known, self._tensors.mark
-        self.number, self.held, self.has_a_name = self._tensors.next, self._tensors.held, self._tensors.has_a_name
+        self.number, self.hold, self.has_a_name = self._tensors.next, self._tensors.hold, self._tensors.has_a_name
         self.fetched, self.renamed = self._tensors.fetched, self._tensors.renamed
         self.writes = Writes(self._tensors, self.refuse, self.operations)
         self.module: nn.Module | None = module  # None after the end

@@ -35,7 +35,7 @@ LIBRARIES = (OURS, str(Path(torch.__file__).parent), "comfy/ops.py", "comfy/patc
 
 
 class BrokenOff(BaseException):
-    """Ends a forward that is to run once more: no code of its own catches it as an error."""
+    """Ends a forward that is to run once more. The model's code must not catch it as an error."""
 
 
 class Refusal:

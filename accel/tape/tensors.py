@@ -6,7 +6,7 @@ that no other tensor gets it.
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -43,11 +43,17 @@ class Tensors:
         self._fetched: dict[Weight, Value] = {}
         self.turned: frozenset[Weight] = frozenset()  # lie channels last, and not so on the tape
         self._earlier = _CONSTANTS.setdefault(module, {})
-        self.held: dict[int, Tensor] = {}  # what patches keep: their state is a guard
+        self._held: dict[int, Tensor] = {}  # what other packs' code keeps: its state is a guard
         self.memories: Memories | None = None  # where the forward computes with dressed tensors
 
     def __contains__(self, tensor: Tensor) -> bool:
         return id(tensor) in self._known
+
+    def hold(self, tensors: Iterable[Tensor], device: torch.device) -> list[Tensor]:
+        """Those that other packs' code keeps on the device, which are leaves if the forward reads them. Gives these."""
+        found = [tensor for tensor in tensors if tensor.device == device and type(tensor) in PLAIN]
+        self._held.update({id(tensor): tensor for tensor in found})
+        return found
 
     # A tensor becomes known -----------------------------------------------------------------------------------------
 
@@ -139,7 +145,7 @@ class Tensors:
             return value
         if self.memories is not None and (value := self.memories.find(tensor)) is not None:
             return value
-        if id(tensor) in self.held:
+        if id(tensor) in self._held:
             return self.leaf(tensor, OfPatch.of(tensor))
         earlier = self._earlier.get(id(tensor))
         if earlier is not None and earlier() is tensor:
@@ -212,6 +218,6 @@ class Tensors:
         for tensor in tensors_in(output):
             tensor.__dict__.pop("_anyshape", None)
         self._known.clear()
-        self.held.clear()
+        self._held.clear()
         self._fetched.clear()
         self._weights = self.memories = None
