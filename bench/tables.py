@@ -51,7 +51,7 @@ AMPLIFIED = (
 )
 STREAMED = (
     "The best of ten runs of ComfyUI and of eleven of AnyShape, the last six by turns. The first size of a process "
-    "runs its first step twice. Errors as above. MiniMax H3 was measured before small layers were fetched together."
+    "runs its first step twice. Errors as above. The last command measured SDXL, MiniMax H3 and Z-Image in int8."
 )
 SIX = ("sdxl", "flux", "zimage", "qwen", "sd35l", "chroma")
 SIZES = ("1024x1024", "512x512")
@@ -185,7 +185,8 @@ def streamed_part() -> str:
     """Models of which only a part fits."""
     results = [figures.load(path) for path in figures.STREAMED]
     head = "Model | Weights | Size | GB | Fits, GB | ComfyUI, s | AnyShape, s | Faster | Error"
-    lines = table(head.split(" | "), [streamed_row(row) for result in results for row in result["rows"]])
+    newest = {row["model"]: row for result in results for row in result["rows"]}
+    lines = table(head.split(" | "), map(streamed_row, newest.values()))
     commands = "`, `".join(dict.fromkeys(result["command"] for result in results))
     title = "Weights that do not all fit (DynamicVRAM), 4 steps"
     return headed(title, results[0] | {"command": commands}, lines, said(texts.ENGLISH, [STREAMED], wrap=True))
