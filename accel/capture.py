@@ -10,7 +10,6 @@ Nothing in the pool is live between two replays, so every graph may reuse the me
 
 import contextlib
 import gc
-import inspect
 import traceback
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -21,14 +20,10 @@ from torch import Tensor
 from .allocator import addresses_are_promised
 from .errors import is_out_of_memory, let_go
 from .outputs import Output, each
+from .pools import Pool, allocating_in, end_in_pool, idle_sizes, segments_of
 from .tape.pieces import Pieces
 
 Forward = Callable[[dict[str, Tensor]], Output]
-Pool = tuple[int, int]  # torch's handle of it
-# torch's end of a capture tells the allocator nothing when the driver has refused the capture: no later one could use
-# the pool then, nor would memory that is short make torch give its cache back. The names are newest first.
-END_IN_POOL = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
-SMALL = 1 << 20  # bytes; torch serves requests up to this from other segments than larger ones
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ class Capturer:
             stream.wait_stream(current)
             with torch.cuda.stream(stream), self.replaying():
                 self._make_workspaces(dtype)
-                if addresses_are_promised() or _end_in_pool() is None:
+                if addresses_are_promised() or end_in_pool() is None:
                     run()
                 else:
                     self._run_in_pool(run)
@@ -127,7 +122,7 @@ class Capturer:
         """The pool stays reserved for the capture that follows."""
         pool, done = self._for_new_graphs(), False
         try:
-            with _allocating_in(pool):
+            with allocating_in(pool):
                 run()
             done = True
         except BaseException as error:
@@ -233,7 +228,7 @@ class Capturer:
         """Ends a capture that failed, maybe in its end. What that has to say is that it failed, and not why."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        end = _end_in_pool()
+        end = end_in_pool()
         if addresses_are_promised() or end is None:
             graph.reset()
             return
@@ -259,12 +254,12 @@ class Capturer:
         cache their memory would become someone else's once they are cleared, as torch's own graphs do it
         (``torch.compile`` with ``mode="reduce-overhead"``).
         """
-        can = not addresses_are_promised() and _end_in_pool() is not None
+        can = not addresses_are_promised() and end_in_pool() is not None
         self._workspaces = self._workspaces or torch.cuda.graph_pool_handle()
         self._multiplied = self._multiplied or dtype
         with torch.inference_mode():
             x = torch.zeros(16, 16, dtype=self._multiplied, device=self.device)
-            with _allocating_in(self._workspaces) if can else contextlib.nullcontext():
+            with allocating_in(self._workspaces) if can else contextlib.nullcontext():
                 torch.cuda.current_blas_handle()
                 torch.addmm(x[0], x, x, out=torch.empty_like(x))
 
@@ -282,9 +277,9 @@ class Capturer:
             return
         self.pool_bytes, reserved = 0, torch.cuda.memory_reserved(self.device)
         for pool in set(self._graphs.values()):
-            segments = self._segments(pool)
+            segments = segments_of(pool, torch.cuda.current_device())
             self.pool_bytes += sum(segment["total_size"] for segment in segments)
-            if sizes := [size for segment in segments for size in _idle(segment)]:
+            if sizes := [size for segment in segments for size in idle_sizes(segment)]:
                 with contextlib.suppress(RuntimeError, AttributeError):  # what lies there is then taken for free
                     self._fill(pool, sizes)
         if torch.cuda.memory_reserved(self.device) > reserved:  # not in idle blocks: it would take memory, not mark it
@@ -292,48 +287,15 @@ class Capturer:
 
     def _fill(self, pool: Pool, sizes: list[int]) -> None:
         """Each size is one of the pool's idle blocks, so the best fit is it. As ``torch.cuda.use_mem_pool``."""
-        if _end_in_pool() is None:
+        if end_in_pool() is None:
             return
         with torch.cuda.stream(self._own_stream()):
             try:
-                with _allocating_in(pool):
+                with allocating_in(pool):
                     for size in sizes:
                         self._ballast.append(torch.empty(size, dtype=torch.uint8, device=self.device))
             finally:  # torch counts its user before it may refuse it
                 torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
-
-    def _segments(self, pool: Pool) -> list[dict]:
-        """torch's account of a pool."""
-        takes_pool = "mempool_id" in inspect.signature(torch.cuda.memory_snapshot).parameters
-        segments = torch.cuda.memory_snapshot(pool) if takes_pool else torch.cuda.memory_snapshot()
-        index = torch.cuda.current_device()
-        return [s for s in segments if s.get("segment_pool_id") == pool and s["device"] == index]
-
-
-def _end_in_pool() -> Callable[[int, tuple[int, int]], None] | None:
-    """torch's own end of what a pool records; None where this torch has another name for it."""
-    return next((found for name in END_IN_POOL if (found := getattr(torch._C, name, None))), None)
-
-
-@contextlib.contextmanager
-def _allocating_in(pool: Pool) -> Iterator[None]:
-    """Within, what this thread allocates lies in ``pool``, which gets one user more. As ``torch.cuda.use_mem_pool``."""
-    index = torch.cuda.current_device()
-    begin = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-    if begin is None:
-        begin = torch._C._cuda_beginAllocateCurrentStreamToPool
-    begin(index, pool)
-    try:
-        yield
-    finally:
-        _end_in_pool()(index, pool)
-
-
-def _idle(segment: dict) -> list[int]:
-    """The sizes of a segment's blocks that can be asked for exactly."""
-    if segment["segment_type"] != "large":
-        return []
-    return [block["size"] for block in segment["blocks"] if block["state"] == "inactive" and block["size"] > SMALL]
 
 
 @contextlib.contextmanager

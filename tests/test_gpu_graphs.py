@@ -103,6 +103,19 @@ def test_what_comfyui_takes_for_free_is(cache, comfy):
 
 
 @native
+def test_pools_of_a_long_session(cache):
+    """torch numbers pools on and on. With the 257th the process ended (see ``pools``)."""
+    while max(torch.cuda.graph_pool_handle()) <= 256:
+        pass
+    for index in range(20):  # without graphs a pool is gone, so each has another
+        name = capture(cache, torch.ones(16 * FLOATS + index, device="cuda"), blow_up=8)
+        assert cache._capturer.pool_bytes >= 8 * 16 * MIB
+        x = torch.rand(name.key.inputs[0].shape, device="cuda")
+        assert torch.allclose(cache.replay(name, 0, {"x": x}), forward({"x": x}, 8))
+        cache.clear()
+
+
+@native
 def test_the_ballast_takes_nothing_and_is_out_of_the_way_of_captures(cache):
     """Later graphs use the pool's memory again, whatever lay in it; the largest first, so that it never grows."""
     names, reserved = [], []

@@ -15,7 +15,7 @@ from tools.paths import ROOT
 # From the bottom up. A name stands for a module of accel, or for a folder of it.
 LAYERS = (
     ("allocator", "attempt", "bounded", "devices", "errors", "fleet", "frames", "gain", "key", "minimum", "outputs",
-     "preparing", "prompt_calls", "reasons", "skip_stats", "stats", "times", "totals", "wording"),
+     "pools", "preparing", "prompt_calls", "reasons", "skip_stats", "stats", "times", "totals", "wording"),
     ("artifacts",),
     ("kernels",),
     ("tape", "fingerprint", "foreign", "functions_read", "origin", "parts_seen"),
