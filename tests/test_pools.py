@@ -23,7 +23,7 @@ def large() -> int:
 
 
 def test_a_handles_number_outlives_looks_at_its_pool():
-    """torch 2.11 gives back a reference of it at each look: a long session of ComfyUI ended there."""
+    """torch 2.11 gives back a reference of it at each look: a long session of ComfyUI would end there."""
     number = large()
     held = [number] * 100  # so that a fault fails this test alone
     before = sys.getrefcount(number)
