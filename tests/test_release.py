@@ -90,6 +90,12 @@ def test_only_a_tag_publishes_and_only_after_the_checks(publishing) -> None:
     assert "python3 -m tools.comfy_cli publish" in commands(jobs["publish"])
 
 
+def test_each_python_of_the_matrix_runs_the_tests() -> None:
+    """.ci/run takes the system's Python unless it is told another."""
+    (told,) = [step["env"] for step in workflow("ci.yml")["jobs"]["test"]["steps"] if step.get("run") == ".ci/run"]
+    assert told == {"PYTHON": "python3"} and '"${PYTHON:-}"' in (ROOT / ".ci/run").read_text()
+
+
 def test_both_archives_are_kept_for_the_release_page(publishing) -> None:
     (kept,) = [
         step["with"] for step in publishing["jobs"]["publish"]["steps"] if "upload-artifact" in step.get("uses", "")
