@@ -37,10 +37,10 @@ def page(opened_pages, server) -> WebPage:
         "5": node("AnyShapeCompileVAE", vae=["1", 1], enabled=True),
     }
     shown.load_workflow(flow, PLACES)
-    shown.select(MODEL)
 
-    def collapse() -> None:  # the page may still be busy with what was loaded when the key is pressed
+    def collapse() -> None:  # what was loaded may come so late that it takes the selection away, or the key's meaning
         if not shown.page.evaluate(COLLAPSED, MODEL):
+            shown.select(MODEL)
             shown.page.keyboard.press("Alt+c")
 
     patiently(collapse, lambda patience: shown.page.wait_for_function(COLLAPSED, arg=MODEL, timeout=patience))
