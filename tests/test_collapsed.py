@@ -38,7 +38,7 @@ def page(opened_pages, server) -> WebPage:
     }
     shown.load_workflow(flow, PLACES)
 
-    def collapse() -> None:  # what was loaded may come so late that it takes the selection away, or the key's meaning
+    def collapse() -> None:  # once the key did nothing, however often it was pressed: so the node is selected too
         if not shown.page.evaluate(COLLAPSED, MODEL):
             shown.select(MODEL)
             shown.page.keyboard.press("Alt+c")

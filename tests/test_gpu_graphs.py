@@ -104,7 +104,7 @@ def test_what_comfyui_takes_for_free_is(cache, comfy):
 
 @native
 def test_pools_of_a_long_session(cache):
-    """torch numbers pools on and on. With the 257th the process ended (see ``pools``)."""
+    """torch numbers pools on and on. Looks at those beyond the 256th could end the process (see ``pools``)."""
     while max(torch.cuda.graph_pool_handle()) <= 256:
         pass
     for index in range(20):  # without graphs a pool is gone, so each has another

@@ -18,7 +18,7 @@ NUMBER = 1_000_000_009  # beyond those that Python keeps for good, as of a proce
 
 
 def large() -> int:
-    """An object of its own, whatever other code has the same number."""
+    """A new object, whatever other code has the same number."""
     return int(str(NUMBER))
 
 
