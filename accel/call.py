@@ -56,6 +56,7 @@ class Call:
     taped: Taped | None = None  # how to record it; None where it cannot be
     obstacle: str = ""  # why only eager is right; "" if what was recorded is
     begun: Begun | None = None  # when our looks at it began; None: with the engine
+    afresh: "Callable[[], Call | None]" = lambda: None  # the same call, with another look at the model; None: none pays
 
     @property
     def tape_key(self) -> ShapeKey:

@@ -87,6 +87,9 @@ class FirstCalls:
         if take.holds and call.taped.stream is not None:  # what patches gave is kept, and would push weights out
             take.reason = take.reason or call.taped.stream.end()
         if take.again:
+            # each run of one seed is to skip the same steps, so the first one needs features, too
+            if take.afresh and (again := call.afresh()) is not None:
+                return self._recorded(again, settings, shape, fuse, forward)
             shape.state, shape.reason = "eager", take.reason
             return own() if call.taped.skipping is None else FullStep(own(), None)
         if take.reason:

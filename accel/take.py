@@ -136,6 +136,7 @@ class Take:
     heir: bool = False  # it was recorded with other patches of the same code
     run: int | None = None  # of the recording; where there is none: the one that it stands for, None: for all
     again: bool = False  # the reason is mended: the next call is recorded once more
+    afresh: bool = False  # and this one may be
     among: frozenset = NONE  # the patches of other packs in its options
     live: list[LiveCall | Played] = field(default_factory=list)  # patches that are called at each replay
     holds: bool = False  # what those give is kept in a replay: they must not be called twice

@@ -171,6 +171,7 @@ class Tapes:
             return False
         if recorded.changed and not self._has_changed:  # perhaps its first forward makes what it has from now on
             self._has_changed = take.again = True
+            take.afresh = not (recorded.moves or taped.meets_others)  # what is kept, or counted, is not to be twice
         if take.reason and take.copies:  # perhaps that is why
             self._one_by_one = taped.structure
             take.again = take.again or (taped.skipping is not None and not take.twice)

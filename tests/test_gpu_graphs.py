@@ -17,6 +17,7 @@ from anyshape.accel.call import Call, Settings  # noqa: E402
 from anyshape.accel.engine import Engine  # noqa: E402
 from anyshape.accel.errors import CaptureFailed  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
+from anyshape.accel.pools import segments_of  # noqa: E402
 from anyshape.accel.take import Taped  # noqa: E402
 
 from tools.gpu_captures import FLOATS, MIB, capture, comfy_free, fits, forward, in_use  # noqa: E402
@@ -146,7 +147,7 @@ def test_no_workspace_of_a_library_lies_in_the_pool(cache):
     name = capture(cache, torch.rand(512 * 512, device="cuda"), run=products, program="products")
     cache._capturer._ballast.clear()
     torch.cuda.synchronize()
-    segments = cache._capturer._segments(cache._capturer._pool)
+    segments = segments_of(cache._capturer._pool, torch.cuda.current_device())
     live = [block for s in segments for block in s["blocks"] if block["state"] != "inactive"]
     assert live == []
     x = torch.rand(512 * 512, device="cuda")

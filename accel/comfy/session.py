@@ -154,22 +154,24 @@ class Session:
                 if skip is not None:
                     skip.in_full(call.obstacle or in_blocks or skip.why_all_full)
                 return self._engine(model)(call, self.settings)
-            return self._skipping(model, call, skip, given, run)
+            return self._skipping(model, original, call, skip, given, run)
         finally:
             run.let_go()
             if not self._depth:  # no sampling run will end this one
                 run.close()
 
     def _skipping(
-        self, model: nn.Module, call: Call, skip: SkipRun, given: taping.Given, run: sampling_state.SamplingState
-    ) -> Tensor:
+        self, model: nn.Module, original: Callable[..., Tensor], call: Call, skip: SkipRun, given: taping.Given,
+        run: sampling_state.SamplingState,
+    ) -> Tensor:  # fmt: skip
         """A call of a run that skips blocks. Where it turns out to be on no tape, later ones are ``_apart``."""
         engine, first = self._engine(model), next(iter(call.inputs.values()))
         may_leave_out, found = _may_leave_out(model, given), list[_Watched]()
+        looked_at = partial(taping.call_of, model, original, given, run, call.eager, self._size, may_fetch=True)
 
         def full() -> tuple[Tensor, Features | Elsewhere | str | None]:
             watched = _watched(model, skip, call, run, found) if may_leave_out else None
-            out = engine(taping.in_full(call, skip.depth, watched), self.settings)
+            out = engine(taping.in_full(call, skip.depth, watched, looked_at), self.settings)
             if not isinstance(out, FullStep):
                 return out, UNRECORDED
             if out.apart:

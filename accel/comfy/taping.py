@@ -253,11 +253,21 @@ def key_of(given: Given) -> ShapeKey:
     return shape_key(given.tensors, _structure(given))
 
 
-def in_full(call: Call, depth: int | None, watched: Callable[[], Any] | None) -> Call:
-    """``call`` at a full step of a run that skips blocks: its result is a ``FullStep``. watched: see ``Skipping``."""
+def in_full(
+    call: Call, depth: int | None, watched: Callable[[], Any] | None, looked_at: Callable[[], Call] | None = None
+) -> Call:
+    """``call`` at a full step of a run that skips blocks: its result is a ``FullStep``. watched: see ``Skipping``.
+
+    looked_at: ``call``, with another look at the model.
+    """
     skipping = Skipping(depth, lambda features: skipped(call, depth, features).key, watched)
     taped = replace(call.taped, skipping=skipping)
-    return replace(call, key=_step(call, "full", depth, call.inputs), taped=taped)
+
+    def afresh() -> Call | None:
+        again = looked_at() if looked_at is not None else None
+        return in_full(again, depth, watched) if again is not None and again.taped is not None else None
+
+    return replace(call, key=_step(call, "full", depth, call.inputs), taped=taped, afresh=afresh)
 
 
 def skipped(call: Call, depth: int | None, features: Sequence[Tensor]) -> Call:
