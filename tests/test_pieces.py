@@ -12,10 +12,9 @@ from tools.patching import CLOSE, assert_equal, run, with_patch
 embed.bare_pack()
 
 from anyshape.accel import graphs  # noqa: E402 - the package exists from the line above on
-from anyshape.accel.first_call import FirstCalls  # noqa: E402
 from anyshape.accel.tape.pieces import Memory, Pieces, captured_here  # noqa: E402
 
-from tools.captures import CpuGraph, InPieces, only_cache  # noqa: E402
+from tools.captures import CpuGraph, as_on_a_gpu  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -73,17 +72,7 @@ def test_what_a_call_raises_ends_the_replay() -> None:
 @pytest.fixture
 def capturer(monkeypatch):
     """A model's second call captures a graph, as on a GPU."""
-    made = FirstCalls._programmed
-
-    def programmed(self, call, settings, shape, take, *others):
-        out = made(self, call, settings, shape, take, *others)
-        take.graph = True
-        return out
-
-    monkeypatch.setattr(FirstCalls, "_programmed", programmed)
-    capturer = InPieces()
-    only_cache(monkeypatch, capturer)
-    return capturer
+    return as_on_a_gpu(monkeypatch)
 
 
 def test_patches_run_between_the_pieces(models, fresh, capturer):
@@ -99,6 +88,27 @@ def test_patches_run_between_the_pieces(models, fresh, capturer):
     for patched in (False, True, False):  # what is told is about the latest call
         assert_equal(models, *(eager, fast) if patched else (fresh, compiled(fresh)))
         assert bool(shapes()[-1]["note"]) == patched
+
+
+def test_a_tensor_that_a_patch_gets_twice_is_one_tensor(models, fresh, capturer):
+    """As queries, keys and values are before self-attention (HyperTile): what it gives back is told by that."""
+
+    def same(log):
+        def patched(patcher):
+            def patch(n, k, v, options):
+                log.append(n is k is v)
+                return n * (1 + len(log) / 50), k, v
+
+            patcher.set_model_attn1_patch(patch)
+
+        return patched
+
+    called, expected = [], []
+    eager, fast = with_patch(fresh, same(expected)), with_patch(compiled(fresh), same(called))
+    for seed in range(2):
+        assert_equal(models, eager, fast, seed=seed)
+    assert called == expected and all(expected)
+    assert shapes()[-1]["state"] == "graph" and shapes()[-1]["replays"] > 3 and not fallbacks()
 
 
 def test_a_graphs_memory_is_not_a_patchs_to_write_or_keep(models, fresh, capturer):

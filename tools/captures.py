@@ -8,7 +8,9 @@ import torch
 from anyshape.accel import graphs, stats
 from anyshape.accel.capture import Recording
 from anyshape.accel.errors import CaptureFailed
+from anyshape.accel.first_call import FirstCalls
 from anyshape.accel.graphs import GraphCache, Name
+from anyshape.accel.take import Take
 from anyshape.accel.tape.pieces import Pieces
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,6 +109,20 @@ class InPieces(Capturer):
         graph.capture_end()
         self.captures, self.live = self.captures + 1, self.live + 1
         return graph, self.driver
+
+
+def as_on_a_gpu(monkeypatch: Any) -> InPieces:
+    """From the second call of a size on, models run on graphs, in pieces around the code of others; what makes them."""
+    own, capturer = FirstCalls._programmed, InPieces()
+
+    def programmed(self: FirstCalls, call: Any, settings: Any, shape: Any, take: Take, *others: Any) -> Any:
+        out = own(self, call, settings, shape, take, *others)
+        take.graph = self._uses_graphs and call.taped.stream is None and not take.program.fetches
+        return out
+
+    monkeypatch.setattr(FirstCalls, "_programmed", programmed)
+    only_cache(monkeypatch, capturer)
+    return capturer
 
 
 def only_cache(monkeypatch: Any, capturer: Capturer) -> GraphCache:

@@ -6,7 +6,7 @@ A pack's function stands at random in the place of a layer's forward, of a class
 model's code calls, or hooks a layer. What it does follows from a number that lies somewhere at random: in its closure,
 in an object, a list, a dict, a tensor, in the layer. That number changes never, in each step, once, between runs, in
 each call or in the first one; or the function is made again. Half of the models read a value back, so that their
-blocks are recorded one by one. On a CPU. The number of a draw makes it again.
+blocks are recorded one by one. On a CPU, half of the draws on graphs (``captures``). A draw's number makes it again.
 
 Of a VAE both ways are called, of a ControlNet the model's latent is compared. A run that skips blocks is compared with
 ComfyUI's own operations, which leave the same blocks out of the same steps (``tools.skip_driving``).
@@ -208,6 +208,7 @@ def _shown(kind: str, reads_back: bool, fused: bool, *more: str) -> str:
 
 def compared(number: int, kind: str = "models") -> Iterator[Far]:
     """What is wrong with one draw. Nothing is said of changes with which ComfyUI itself fails."""
+    from tools import captures
     from tools.oracles import error
 
     draw = random.Random(number if kind == "models" else f"{kind} {number}")
@@ -217,6 +218,8 @@ def compared(number: int, kind: str = "models") -> Iterator[Far]:
     def pictures(fast: bool) -> list[Tensor]:
         changes = [Change(seed, drawn.where, drawn.steps, drawn.whole, drawn.holders) for seed in seeds]
         with ExitStack() as stack:
+            if fast and random_patches.on_graphs(f"{kind} {number}"):
+                captures.as_on_a_gpu(stack.enter_context(pytest.MonkeyPatch.context()))
             out = list(drawn.pictures(fast, changes, stack))
         shown.append("; ".join(map(str, changes)))
         return out

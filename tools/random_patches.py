@@ -5,7 +5,7 @@
 A patch does at random what patches do: it writes into its tensors or into parts of them, gives them back as they are,
 or others, counts its calls, keeps what it saw, draws random numbers, reads and writes options, and acts always, later,
 in turns or at some noise levels. One to three of them are put on a model, which is sampled at three sizes, first
-without us. On a CPU. The number of a draw makes it again.
+without us. On a CPU, half of the draws on graphs as a GPU has them (``captures``). The number of a draw makes it again.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -127,6 +128,7 @@ class RandomPatch:
 def compared(number: int) -> Iterator[Far]:
     """What is wrong with one draw. Nothing is said of patches with which ComfyUI itself fails."""
     from bench import models
+    from tools import captures
     from tools.architectures import patchers
     from tools.driving import compiled
     from tools.oracles import error
@@ -156,10 +158,18 @@ def compared(number: int) -> Iterator[Far]:
     if not all(out.isfinite().all() for out, _ in wanted):
         return
     shown = "; ".join(str(RandomPatch(*each)) for each in chosen)
-    for run, (ours, theirs) in enumerate(zip(pictures(patched(compiled(patcher))), wanted, strict=True)):
-        far, drawn = error(ours[0], theirs[0]), torch.equal(ours[1], theirs[1])
-        if far > ROUNDING or not drawn:
-            yield Far(number, kind, shown, run, far, drawn)
+    with pytest.MonkeyPatch.context() as patch:
+        if on_graphs(f"patches {number}"):
+            captures.as_on_a_gpu(patch)
+        for run, (ours, theirs) in enumerate(zip(pictures(patched(compiled(patcher))), wanted, strict=True)):
+            far, drawn = error(ours[0], theirs[0]), torch.equal(ours[1], theirs[1])
+            if far > ROUNDING or not drawn:
+                yield Far(number, kind, shown, run, far, drawn)
+
+
+def on_graphs(draw: str) -> bool:
+    """Whether ours of this draw runs on graphs, as on a GPU: half of them do."""
+    return random.Random(f"{draw} on graphs").random() < 0.5
 
 
 def run(what: str, compared: Callable[..., Iterable[Any]], kinds: Sequence[str] = ()) -> None:

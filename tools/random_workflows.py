@@ -6,7 +6,7 @@ A model stays loaded while a person changes the workflow from run to run: nodes 
 around Compile Model, networks that such nodes bring, LoRAs, hooks on prompts, ControlNets, prompts for areas, for masks
 and for a part of the steps, prompts of other lengths, sizes, batches, samplers. Some runs are those of before, with the
 nodes' outputs from ComfyUI's cache; before some, everything is unloaded. Some draws have Skip Blocks as well, with and
-without Compile Model. On a CPU. The number of a draw makes it again.
+without Compile Model. On a CPU, half of the draws on graphs (``captures``). The number of a draw makes it again.
 """
 
 import random
@@ -275,6 +275,7 @@ def compared(number: int, made: Callable[..., World] = World, hooks: bool = True
 
     made: given what ``World`` is, which is to draw the same for both. hooks: whether prompts may have some.
     """
+    from tools import captures
     from tools.oracles import error
     from tools.recording import plan_kernels
 
@@ -289,6 +290,8 @@ def compared(number: int, made: Callable[..., World] = World, hooks: bool = True
     with pytest.MonkeyPatch.context() as patch:
         if fused:
             plan_kernels(patch)
+        if random_patches.on_graphs(f"workflows {number}"):
+            captures.as_on_a_gpu(patch)
         ours, past = made(kind, fast=True, **what), []
         for run, flow, wanted in usable:
             past.append(f"[{flow}]")

@@ -23,7 +23,7 @@ from .patch_call import KINDS, Done, give_back, perform, tensors_of_call
 from .pieces import Form, between, captured_here
 from .swaps import swapped
 from .this_forward import now
-from .values import replaced, wrapped
+from .values import once_each, replaced, wrapped
 
 
 class FormChanged(Exception):
@@ -107,7 +107,7 @@ class Played:
 
     def _apart(self, *args: Any, **kwargs: Any) -> list[Tensor]:
         """Between two pieces of a graph. It gets copies: it may keep them, and a graph's memory is not its to read."""
-        args, kwargs = replaced((args, kwargs), Tensor, torch.clone)
+        args, kwargs = replaced((args, kwargs), Tensor, once_each(torch.clone))
         out = self(*args, **kwargs)
         like = self._form
         if not isinstance(out, Tensor) or (out.shape, out.dtype, out.device) != (like.shape, like.dtype, like.device):

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .values import replaced
+from .values import once_each, replaced
 
 EMPTY = "The CUDA Graph is empty"  # torch's warning about a piece without a kernel: two calls in a row
 _HERE = threading.local()
@@ -44,7 +44,7 @@ class Memory:
 
     def __init__(self, tensor: Tensor) -> None:
         self._form, self._address = Form.of(tensor), tensor.data_ptr()
-        self._tensor = None if tensor.is_cuda and tensor.numel() else tensor
+        self._tensor = None if tensor.is_cuda and tensor.numel() else tensor.detach()  # another tensor, as on a GPU
 
     def tensor(self) -> Tensor:
         """What lies there now. Until the piece before has run once, there may be nothing."""
@@ -67,7 +67,8 @@ def between(
 
     A call must not write into what it is given, and not keep it.
     """
-    places, into = replaced((args, kwargs), Tensor, Memory), [None if out is None else Memory(out) for out in outs]
+    places = replaced((args, kwargs), Tensor, once_each(Memory))
+    into = [None if out is None else Memory(out) for out in outs]
 
     def run() -> None:
         with torch.inference_mode():  # as in ``Program.run``

@@ -320,6 +320,18 @@ def replaced(structure: Any, kind: type, new: Callable[[Any], Any]) -> Any:
     return structure
 
 
+def once_each(new: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``new`` for ``replaced``, where what is there twice is one thing, in its place too."""
+    made: dict[int, tuple[Any, Any]] = {}  # each with what it is made of, whose id is nobody else's meanwhile
+
+    def once(item: Any) -> Any:
+        if id(item) not in made:
+            made[id(item)] = item, new(item)
+        return made[id(item)][1]
+
+    return once
+
+
 def wrapped(item: Any, proxy: Callable[[tuple, Callable[..., Any]], Any], place: tuple) -> Any:
     """Nested containers with ``proxy(place, function)`` in place of each function in them."""
     if isinstance(item, dict):
