@@ -212,3 +212,22 @@ def test_what_is_kept_goes_with_the_file(models, patcher):
     del control
     gc.collect()
     assert engine() is None and len(control_lora._FILES) == known - 1
+
+
+def test_networks_of_other_code_have_other_numbers(pack):
+    """Also where one changes in mid-run, before and after it was built again: a shared number is a wrong picture."""
+    from anyshape.accel.comfy.control_lora import SameForm
+
+    def built(gain):
+        made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SiLU())
+        made.gain = gain
+        return made
+
+    known, numbers = SameForm(), {}
+    for gains in ((1, 2, 3), (3, 4), (5, 6), (6, 1)):
+        network = built(gains[0])
+        for gain in gains:
+            network.gain = gain
+            numbers.setdefault(known.of(network), set()).add(gain)
+    assert all(len(gains) == 1 for gains in numbers.values()), numbers
+    assert known.of(built(1)) == known.of(built(1))

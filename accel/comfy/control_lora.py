@@ -72,6 +72,10 @@ class SameForm(Fingerprints):
         last = self._current
         if last is None or last.is_of(model):
             return super().of(model)
-        self._number += not last.fits(model)
+        self._earlier.clear()  # those look at the networks that they are of
+        if not last.fits(model):
+            self.release()
+            self._current = None
+            return super().of(model)
         self._current = ModuleFingerprint(model)
         return self._number
