@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tools.adapters import Adapter, attending, counting, widths
+from tools.adapters import Adapter, attending, counting, tripled, widths
 from tools.driving import compiled
 from tools.gpu_captures import FLOATS, MIB, capture, in_use
 from tools.on_gpu import small
@@ -36,6 +36,15 @@ def test_patches_run_between_the_pieces(models):
         assert_close(models, "sd15", eager, fast, **at)
         assert called == expected
         assert_close(models, "sd15", patcher, plain, **at)
+    assert {shape["state"] for shape in shapes()} == {"graph"} and not fallbacks()
+
+
+def test_a_tensor_that_a_patch_gets_twice_is_one_tensor(models):
+    patcher, called, expected = small(models, "sd15"), [], []
+    eager, fast = with_patch(patcher, tripled(expected)), with_patch(compiled(patcher), tripled(called))
+    for seed, (width, height, batch) in enumerate(SIZES):
+        assert_close(models, "sd15", eager, fast, width=width, height=height, batch=batch, steps=4, seed=seed)
+    assert called == expected and all(expected)
     assert {shape["state"] for shape in shapes()} == {"graph"} and not fallbacks()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tools import embed
-from tools.adapters import counting
+from tools.adapters import counting, tripled
 from tools.driving import SMALL_UNET, compiled
 from tools.oracles import error, fallbacks, shapes
 from tools.patching import CLOSE, assert_equal, run, with_patch
@@ -91,20 +91,9 @@ def test_patches_run_between_the_pieces(models, fresh, capturer):
 
 
 def test_a_tensor_that_a_patch_gets_twice_is_one_tensor(models, fresh, capturer):
-    """As queries, keys and values are before self-attention (HyperTile): what it gives back is told by that."""
-
-    def same(log):
-        def patched(patcher):
-            def patch(n, k, v, options):
-                log.append(n is k is v)
-                return n * (1 + len(log) / 50), k, v
-
-            patcher.set_model_attn1_patch(patch)
-
-        return patched
-
+    """What it gives back is told by that."""
     called, expected = [], []
-    eager, fast = with_patch(fresh, same(expected)), with_patch(compiled(fresh), same(called))
+    eager, fast = with_patch(fresh, tripled(expected)), with_patch(compiled(fresh), tripled(called))
     for seed in range(2):
         assert_equal(models, eager, fast, seed=seed)
     assert called == expected and all(expected)

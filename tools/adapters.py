@@ -69,6 +69,19 @@ def attending(adapter: Adapter, seed: int = 0, **settings: float) -> Callable[[P
     return set_patches
 
 
+def tripled(calls: list[bool]) -> Callable[[Patcher], None]:
+    """Sets a patch before self-attention, which gets one tensor as queries, keys and values, as HyperTile does.
+
+    Whether it does is added to ``calls``, by whose number the queries are scaled.
+    """
+
+    def patch(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        calls.append(q is k is v)
+        return q * (1 + len(calls) / 500), k, v
+
+    return lambda patcher: patcher.set_model_attn1_patch(patch)
+
+
 def counting(calls: list[float], noted: Callable[[Tensor], object] = lambda query: None) -> Callable[[Patcher], None]:
     """Sets patches that must be called: attention that adds the noise level to ``calls``, and a scale by their count.
 

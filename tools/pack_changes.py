@@ -17,6 +17,8 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from tools.draws import device
+
 HOLDERS = (
     "closure", "object", "object in an object", "list", "dict", "tensor", "another tensor", "default", "partial",
     "attribute of the layer", "attribute of its class", "module", "set of names", "method", "class", "cache", "array",
@@ -55,12 +57,12 @@ class Store:
         self.holder, self.always, self.calls, self.layer = holder, always, 0, types.SimpleNamespace()
         self.object, self.inner = types.SimpleNamespace(gain=1.0), types.SimpleNamespace(inner=None)
         self.inner.inner = self.object
-        self.list, self.dict, self.tensor, self.names = [1.0], {"gain": 1.0}, torch.ones(1), {"g10"}
+        self.list, self.dict, self.tensor, self.names = [1.0], {"gain": 1.0}, torch.ones(1, device=device()), {"g10"}
         self.module = types.ModuleType("a_pack")
         self.module.gain = 1.0
         self.slots, self.kind, self.thread = Slots(), type("Settings", (), {"gain": 1.0}), threading.local()
         self.slots.gain = self.thread.gain = 1.0
-        self.tensors, self.modules = [torch.ones(1)], [_module(1.0)]
+        self.tensors, self.modules = [torch.ones(1, device=device())], [_module(1.0)]
         self.array, self.queue = numpy.ones(1), collections.deque([1.0])
         self.context = contextvars.ContextVar("gain", default=1.0)
         self.put: Callable[[float], None] = lambda gain: None
@@ -91,9 +93,9 @@ class Store:
             "list": (lambda: items[0], lambda new: items.__setitem__(0, new)),
             "dict": (lambda: named["gain"], lambda new: named.update(gain=new)),
             "tensor": (lambda: tensor, lambda new: tensor.fill_(new)),
-            "another tensor": (lambda: held.gain, lambda new: setattr(held, "gain", torch.full((1,), new))),
-            "memory of a tensor": (lambda: tensor, lambda new: setattr(tensor, "data", torch.full((1,), new))),
-            "list of tensors": (lambda: tensors[0], lambda new: tensors.__setitem__(0, torch.full((1,), new))),
+            "another tensor": (lambda: held.gain, lambda new: setattr(held, "gain", _tensor(new))),
+            "memory of a tensor": (lambda: tensor, lambda new: setattr(tensor, "data", _tensor(new))),
+            "list of tensors": (lambda: tensors[0], lambda new: tensors.__setitem__(0, _tensor(new))),
             "module in a list": (lambda: modules[0].weight, lambda new: modules[0].weight.fill_(new)),
             "another module in a list": (
                 lambda: modules[0].weight, lambda new: modules.__setitem__(0, _module(new)),
@@ -134,8 +136,12 @@ class Store:
 def _module(gain: float) -> nn.Module:
     """Of one weight."""
     made = nn.Linear(1, 1, bias=False)
-    made.weight = nn.Parameter(torch.full((1,), gain), requires_grad=False)
+    made.weight = nn.Parameter(_tensor(gain), requires_grad=False)
     return made
+
+
+def _tensor(gain: float) -> Tensor:
+    return torch.full((1,), gain, device=device())
 
 
 def _of_list(items: list[float]) -> float:

@@ -6,7 +6,7 @@ A pack's function stands at random in the place of a layer's forward, of a class
 model's code calls, or hooks a layer. What it does follows from a number that lies somewhere at random: in its closure,
 in an object, a list, a dict, a tensor, in the layer. That number changes never, in each step, once, between runs, in
 each call or in the first one; or the function is made again. Half of the models read a value back, so that their
-blocks are recorded one by one. On a CPU, half of the draws on graphs (``captures``). A draw's number makes it again.
+blocks are recorded one by one. On a GPU or a CPU (``tools.draws``). The number of a draw makes it again.
 
 Of a VAE both ways are called, of a ControlNet the model's latent is compared. A run that skips blocks is compared with
 ComfyUI's own operations, which leave the same blocks out of the same steps (``tools.skip_driving``).
@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools import random_patches
+from tools import draws
 from tools.pack_changes import HOLDERS, MORE, ONLY_CLASSES, STEPS, TENSORS, WHERE, Change
-from tools.random_patches import ROUNDING, SIZES
+from tools.random_patches import SIZES
 
 MODELS = ("QwenImage", "Flux", "ZImage", "WAN21_T2V", "SD15", "Anima")
 VAES = ("SD", "Flux", "SVD", "TAESD", "HunyuanVideo", "Wan 2.1, Qwen-Image", "Wan 2.2", "LTX", "TAEHV", "Mage-Flow")
@@ -44,14 +44,18 @@ class Far(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """What a pack changes. pictures: given whether ours takes part, the changes, and what ends them."""
+    """What a pack changes. pictures: given whether ours takes part, the changes, and what ends them.
+
+    fused: whether operations fuse. skips: whether steps are skipped.
+    """
 
     what: str
     pictures: Callable[[bool, Sequence[Change], ExitStack], Iterator[Tensor]]
+    fused: bool
     where: Sequence[str] = MORE
     steps: int = STEPS
     whole: Sequence[str] = ("forward",)
-    close: float = ROUNDING
+    skips: bool = False
     holders: Sequence[str] = HOLDERS
 
 
@@ -65,15 +69,15 @@ def models(draw: random.Random) -> Drawn:
     kind, reads_back, fused = draw.choice(MODELS), draw.random() < 0.5, draw.random() < 0.7
 
     def pictures(fast: bool, changes: Sequence[Change], stack: ExitStack) -> Iterator[Tensor]:
-        patcher = patchers.make(kind)
+        patcher = patchers.make(kind, device=draws.device())
         if reads_back:
             read_back(patcher.model.diffusion_model)
-        _begin(changes, patcher.model.diffusion_model, stack, fast and fused)
+        _begin(changes, patcher.model.diffusion_model, stack)
         model = compiled(patcher) if fast else patcher
         for run in _runs(changes, kind):
             yield models.sample(model, steps=STEPS, **run)
 
-    return Drawn(_shown(kind, reads_back, fused), pictures, WHERE)
+    return Drawn(_shown(kind, reads_back, fused), pictures, fused, WHERE)
 
 
 def forms(draw: random.Random) -> Drawn:
@@ -102,7 +106,7 @@ def vaes(draw: random.Random) -> Drawn:
                 read_back(vae.first_stage_model, way, lambda x, *_, **__: x)
         own = vae.first_stage_model
         vae = compiled_vae(vae) if fast else vae
-        _begin(changes, vae.first_stage_model if behind else own, stack, fast and fused)
+        _begin(changes, vae.first_stage_model if behind else own, stack)
         for run, size in enumerate((0, 1, 0)):
             for call in range(CALLS):
                 for change in changes:
@@ -112,7 +116,7 @@ def vaes(draw: random.Random) -> Drawn:
                         yield getattr(vae.first_stage_model, way)(*entry.inputs(way, size))
 
     what = _shown(kind, reads_back, fused, "behind ours" if behind else "before ours")
-    return Drawn(what, pictures, steps=CALLS, whole=entry.ways)
+    return Drawn(what, pictures, fused, steps=CALLS, whole=entry.ways)
 
 
 def controls(draw: random.Random) -> Drawn:
@@ -134,14 +138,14 @@ def controls(draw: random.Random) -> Drawn:
         network = models.controlnet_for(patcher).control_model if kind == "lora" else control.control_model
         if reads_back and kind != "lora":
             read_back(network, "forward", lambda x, *_, **__: x)
-        _begin(changes, network, stack, fast and fused)
+        _begin(changes, network, stack)
         model = compiled(patcher) if fast and model_too else patcher
         steer = steering(*[compiled_control(control) if fast else control] * count)
         for run in _runs(changes, kind):
             yield models.sample(model, steps=CONTROL_STEPS, steer=steer, **run)
 
     what = _shown(kind, reads_back, fused, f"{count} controls", "the model too" if model_too else "")
-    return Drawn(what, pictures, ONLY_CLASSES if kind == "lora" else MORE, CONTROL_STEPS)
+    return Drawn(what, pictures, fused, ONLY_CLASSES if kind == "lora" else MORE, CONTROL_STEPS)
 
 
 def skips(draw: random.Random) -> Drawn:
@@ -156,10 +160,10 @@ def skips(draw: random.Random) -> Drawn:
     order, interval, log = draw.choice(ORDERS), draw.choice((1, 2, 3)), []
 
     def pictures(fast: bool, changes: Sequence[Change], stack: ExitStack) -> Iterator[Tensor]:
-        patcher = patchers.make(kind, blocks=skip_driving.BLOCKS)
+        patcher = patchers.make(kind, device=draws.device(), blocks=skip_driving.BLOCKS)
         if reads_back:
             read_back(patcher.model.diffusion_model)
-        _begin(changes, patcher.model.diffusion_model, stack, fast and fused)
+        _begin(changes, patcher.model.diffusion_model, stack)
         if fast:
             skip_driving.log_calls(stack.enter_context(pytest.MonkeyPatch.context()), log)
             model = compiled(patcher) if order == "behind" else patcher
@@ -172,20 +176,15 @@ def skips(draw: random.Random) -> Drawn:
             yield models.sample(model, steps=skip_driving.STEPS, **run)
 
     what = _shown(kind, reads_back, fused, f"Skip Blocks {order}", f"every {interval}")
-    return Drawn(what, pictures, steps=skip_driving.STEPS, close=SKIPPED)
+    return Drawn(what, pictures, fused, steps=skip_driving.STEPS, skips=True)
 
 
 KINDS = {each.__name__: each for each in (models, forms, tensors, vaes, controls, skips)}
-SKIPPED = 1e-3  # of what is forecast, and goes on from there
 
 
-def _begin(changes: Sequence[Change], model: Any, stack: ExitStack, fused: bool) -> None:
-    from tools.recording import plan_kernels
-
+def _begin(changes: Sequence[Change], model: Any, stack: ExitStack) -> None:
     for change in changes:
         change.begin(model, stack)
-    if fused:
-        plan_kernels(stack.enter_context(pytest.MonkeyPatch.context()))
 
 
 def _runs(changes: Sequence[Change], kind: str) -> Iterator[dict[str, Any]]:
@@ -208,7 +207,6 @@ def _shown(kind: str, reads_back: bool, fused: bool, *more: str) -> str:
 
 def compared(number: int, kind: str = "models") -> Iterator[Far]:
     """What is wrong with one draw. Nothing is said of changes with which ComfyUI itself fails."""
-    from tools import captures
     from tools.oracles import error
 
     draw = random.Random(number if kind == "models" else f"{kind} {number}")
@@ -218,8 +216,8 @@ def compared(number: int, kind: str = "models") -> Iterator[Far]:
     def pictures(fast: bool) -> list[Tensor]:
         changes = [Change(seed, drawn.where, drawn.steps, drawn.whole, drawn.holders) for seed in seeds]
         with ExitStack() as stack:
-            if fast and random_patches.on_graphs(f"{kind} {number}"):
-                captures.as_on_a_gpu(stack.enter_context(pytest.MonkeyPatch.context()))
+            if fast:
+                draws.stand_in(stack.enter_context(pytest.MonkeyPatch.context()), f"{kind} {number}", drawn.fused)
             out = list(drawn.pictures(fast, changes, stack))
         shown.append("; ".join(map(str, changes)))
         return out
@@ -237,12 +235,13 @@ def compared(number: int, kind: str = "models") -> Iterator[Far]:
     if not all(out.isfinite().all() for out in wanted):
         return
     what = f"{drawn.what}; {shown[-1]}"
+    close = draws.skipped() if drawn.skips else draws.rounding()
     if failed is not None:
         raise RuntimeError(f"{kind} {number}: {what}") from failed
     for run, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
-        if (far := error(mine, theirs)) > drawn.close:
+        if (far := error(mine, theirs)) > close:
             yield Far(number, what, run, far)
 
 
 if __name__ == "__main__":
-    random_patches.run(__doc__, compared, tuple(KINDS))
+    draws.run(__doc__, compared, tuple(KINDS))

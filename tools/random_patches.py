@@ -5,21 +5,18 @@
 A patch does at random what patches do: it writes into its tensors or into parts of them, gives them back as they are,
 or others, counts its calls, keeps what it saw, draws random numbers, reads and writes options, and acts always, later,
 in turns or at some noise levels. One to three of them are put on a model, which is sampled at three sizes, first
-without us. On a CPU, half of the draws on graphs as a GPU has them (``captures``). The number of a draw makes it again.
+without us. On a GPU or a CPU (``tools.draws``). The number of a draw makes it again.
 """
 
-import argparse
-import os
 import random
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tools import embed
+from tools import draws
 
 PLACES = {  # by kind of model in tools.architectures
     "SD15": (
@@ -38,7 +35,6 @@ NAMED = ("q", "k", "v")  # what the attention patches of transformers give, in a
 TIMES = ("always", "always", "late", "in turns", "by level", "by level, read back")
 ACTS = ("write", "write a part", "new", "view", "clone", "write an option", "read an option", "draw", "write another")
 SIZES = ((128, 128), (192, 128), (128, 128))
-ROUNDING = 1e-5  # of copies that lie in memory otherwise
 
 
 class Far(NamedTuple):
@@ -121,14 +117,13 @@ class RandomPatch:
         if act == "read an option":
             return now * options.get("factor", 1.0)
         if act == "draw":
-            return now + 0.01 * torch.randn(now.shape)
+            return now + 0.01 * torch.randn(now.shape, device=now.device)
         return now.clone() if act == "clone" else now.transpose(-1, -2).transpose(-1, -2)
 
 
 def compared(number: int) -> Iterator[Far]:
     """What is wrong with one draw. Nothing is said of patches with which ComfyUI itself fails."""
     from bench import models
-    from tools import captures
     from tools.architectures import patchers
     from tools.driving import compiled
     from tools.oracles import error
@@ -136,7 +131,7 @@ def compared(number: int) -> Iterator[Far]:
     draw = random.Random(number)
     kind = draw.choice(list(PLACES))
     chosen = [(draw.randint(0, 10**6), draw.choice(PLACES[kind])) for _ in range(draw.randint(1, 3))]
-    patcher = patchers.make(kind)
+    patcher = patchers.make(kind, device=draws.device())
 
     def patched(model: Any) -> Any:
         model = model.clone()
@@ -144,12 +139,12 @@ def compared(number: int) -> Iterator[Far]:
             model.set_model_patch(type(f"Patch{seed}", (RandomPatch,), {})(seed, place), place)
         return model
 
-    def pictures(model: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    def pictures(model: Any) -> Iterator[tuple[Tensor, list[Tensor]]]:
         for seed, (width, height) in enumerate(SIZES):
             torch.manual_seed(seed)
             run = {"width": width, "height": height, "frames": 5 if kind.startswith("WAN") else 1, "cfg": 3.0}
             out = models.sample(model, steps=4, seed=seed, tokens=24, **run)
-            yield out, torch.get_rng_state()
+            yield out, draws.generators()
 
     try:
         wanted = list(pictures(patched(patcher)))
@@ -159,41 +154,12 @@ def compared(number: int) -> Iterator[Far]:
         return
     shown = "; ".join(str(RandomPatch(*each)) for each in chosen)
     with pytest.MonkeyPatch.context() as patch:
-        if on_graphs(f"patches {number}"):
-            captures.as_on_a_gpu(patch)
+        draws.stand_in(patch, f"patches {number}", fused=False)
         for run, (ours, theirs) in enumerate(zip(pictures(patched(compiled(patcher))), wanted, strict=True)):
-            far, drawn = error(ours[0], theirs[0]), torch.equal(ours[1], theirs[1])
-            if far > ROUNDING or not drawn:
+            far, drawn = error(ours[0], theirs[0]), all(map(torch.equal, ours[1], theirs[1]))
+            if far > draws.rounding() or not drawn:
                 yield Far(number, kind, shown, run, far, drawn)
 
 
-def on_graphs(draw: str) -> bool:
-    """Whether ours of this draw runs on graphs, as on a GPU: half of them do."""
-    return random.Random(f"{draw} on graphs").random() < 0.5
-
-
-def run(what: str, compared: Callable[..., Iterable[Any]], kinds: Sequence[str] = ()) -> None:
-    """The command of a module of draws: what ``compared`` finds wrong with each. what: the module's docstring.
-
-    kinds: of draws; ``compared`` is given one of them.
-    """
-    parser = argparse.ArgumentParser(description=what.splitlines()[0])
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    if kinds:
-        parser.add_argument("--kind", choices=kinds, default=kinds[0])
-    chosen = parser.parse_args()
-    embed.use_comfyui()
-    embed.load_pack(store=False)
-    until, number, wrong = time.monotonic() + chosen.seconds, chosen.first, 0
-    while time.monotonic() < until:
-        for far in compared(number, chosen.kind) if kinds else compared(number):
-            wrong += 1
-            print(far, flush=True)
-        number += 1
-    print(f"draws {chosen.first} to {number - 1}: {wrong or 'no'} pictures are wrong")
-    os._exit(bool(wrong))  # whatever threads are left
-
-
 if __name__ == "__main__":
-    run(__doc__, compared)
+    draws.run(__doc__, compared)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from tools import pages, random_patches
+from tools import draws, pages
 from tools.random_workflows import Far, Workflow, World
 from tools.random_workflows import compared as workflows_compared
 from tools.skip_driving import BLOCKS
@@ -71,4 +71,4 @@ def compared(number: int) -> Iterator[Far]:
 
 
 if __name__ == "__main__":
-    random_patches.run(__doc__, compared)
+    draws.run(__doc__, compared)

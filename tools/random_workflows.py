@@ -6,7 +6,7 @@ A model stays loaded while a person changes the workflow from run to run: nodes 
 around Compile Model, networks that such nodes bring, LoRAs, hooks on prompts, ControlNets, prompts for areas, for masks
 and for a part of the steps, prompts of other lengths, sizes, batches, samplers. Some runs are those of before, with the
 nodes' outputs from ComfyUI's cache; before some, everything is unloaded. Some draws have Skip Blocks as well, with and
-without Compile Model. On a CPU, half of the draws on graphs (``captures``). The number of a draw makes it again.
+without Compile Model. On a GPU or a CPU (``tools.draws``). The number of a draw makes it again.
 """
 
 import random
@@ -18,8 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tools import random_patches
-from tools.random_patches import ROUNDING
+from tools import draws
 from tools.skip_driving import BLOCKS
 
 RUNS = 6
@@ -30,7 +29,6 @@ SAMPLERS = (
 )  # fmt: skip
 PROMPTS = ("one", "one", "longer", "area", "masked", "late", "three", "averaged", "joined", "zeroed")
 OURS, SKIP = "Compile Model", "Skip Blocks"
-SKIPPED = 1e-3  # as far as a picture may be off: what is forecast goes on from numbers that were rounded otherwise
 # Of any transformer, besides guidance. Of Flux and of UNets everything that ``tools.comfy_nodes`` has.
 OF_TRANSFORMERS = (
     "ModelSamplingSD3", "ModelSamplingAuraFlow", "ScaleROPE", "SkipLayerGuidanceDiT", "SkipLayerGuidanceDiTSimple",
@@ -154,7 +152,7 @@ class World:
         self._made: dict[Any, Any] = {}
         self.model = (
             models.unet("sd15", dtype, **driving.DEEP_UNET) if kind == "unet"
-            else patchers.make(kind, dtype, blocks=blocks)
+            else patchers.make(kind, dtype, draws.device(), blocks=blocks)
         )  # fmt: skip
         self._control = models.controlnet_for(self.model) if kind == "unet" else None
 
@@ -275,23 +273,20 @@ def compared(number: int, made: Callable[..., World] = World, hooks: bool = True
 
     made: given what ``World`` is, which is to draw the same for both. hooks: whether prompts may have some.
     """
-    from tools import captures
     from tools.oracles import error
-    from tools.recording import plan_kernels
 
     draw = random.Random(f"workflows {number}")
     kind, skips, fused = draw.choice(MODELS), draw.random() < 0.3, draw.random() < 0.7
     dtype = torch.float32 if skips else draw.choice((torch.float32, torch.float32, torch.bfloat16))
+    if draws.device() == "cuda":
+        dtype = torch.float32  # in 16 bits, rounding carries such models too far to tell
     flows = [flow for flow in workflows(draw, kind, skips) if hooks or flow.hook is None]
     what = {"dtype": dtype, "blocks": BLOCKS if skips else 0}
     usable = _by_comfyui(made(kind, fast=False, **what), list(enumerate(flows)))
     if len(usable) < len(flows):  # a run that failed may have prepared something for a later one
         usable = _by_comfyui(made(kind, fast=False, **what), [(run, flow) for run, flow, _ in usable])
     with pytest.MonkeyPatch.context() as patch:
-        if fused:
-            plan_kernels(patch)
-        if random_patches.on_graphs(f"workflows {number}"):
-            captures.as_on_a_gpu(patch)
+        draws.stand_in(patch, f"workflows {number}", fused)
         ours, past = made(kind, fast=True, **what), []
         for run, flow, wanted in usable:
             past.append(f"[{flow}]")
@@ -299,9 +294,9 @@ def compared(number: int, made: Callable[..., World] = World, hooks: bool = True
                 far = error(ours.picture(flow, run), wanted)
             except Exception as fault:
                 raise RuntimeError(f"workflows {number}, {kind}: {' '.join(past)}") from fault
-            if far > (SKIPPED if SKIP in flow.nodes else ROUNDING):
+            if far > (draws.skipped() if SKIP in flow.nodes else draws.rounding()):
                 yield Far(number, f"{kind} {dtype}", run, far, " ".join(past))
 
 
 if __name__ == "__main__":
-    random_patches.run(__doc__, compared)
+    draws.run(__doc__, compared)
