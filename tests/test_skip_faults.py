@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tools import embed
-from tools.driving import SMALL_UNET, UNETS, compiled, skip_with_message, skipping
+from tools.driving import SMALL_UNET, UNETS, compiled, sample_tiny, skip_with_message, skipping
 from tools.oracles import counted, error, fallbacks, last_run
-from tools.skip_driving import PLANNED, RUN, STEPS
+from tools.skip_driving import BLOCKS, PLANNED, RUN, STEPS
 
 embed.bare_pack()
 
@@ -31,6 +31,23 @@ def test_a_model_without_repeated_blocks_passes_through(models):
     out, message = skip_with_message(flux)
     assert message == "Flux has no repeated blocks: no blocks are skipped, and it runs as without this node"
     assert not out.wrappers and fallbacks()[-1]["reason"] == message
+
+
+def test_a_patch_that_is_called_between_the_blocks(pack, one_thread):
+    """As DiffSynth's ControlNets stand there: the run says that, and not how much work each block is."""
+    from tools.architectures import patchers
+
+    patcher, calls = patchers.make("QwenImage", blocks=BLOCKS), []
+
+    def counting(args):
+        calls.append(1)
+        return args | {"img": args["img"] * (1 + len(calls) / 1000)}
+
+    patcher.set_model_patch(counting, "double_block")
+    wanted = sample_tiny(patcher, "QwenImage", steps=STEPS)
+    calls.clear()
+    assert torch.equal(sample_tiny(skipping(patcher), "QwenImage", steps=STEPS), wanted)
+    assert any("patch is called between its blocks" in reason for reason in last_run()["resets"])
 
 
 def test_a_depth_that_the_model_does_not_have(models):

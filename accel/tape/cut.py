@@ -27,6 +27,7 @@ aten = torch.ops.aten
 
 MAX_SHARE = 0.1  # of the forward's work that a skipped step may have under depth auto
 LEAST_SHARE = 0.2  # of the work that must be left out, or leaving it out gains nothing
+CALLED = "another node's patch is called between its blocks"
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def _straightened(copies: Copies, value: Value) -> Value:
 
 def _around_blocks(tape: Tape, calls: Sequence[BlockCall], depth: int | None, rows: int, given: int) -> Cut:
     run = middle.find(tape, calls)
-    first, last, share = _ends(tape, run, depth)
+    first, last, share = _ends(tape, calls, run, depth)
     identity = _Identity(tape, run[first : last + 1])
     streams = identity.streams()
     _check(tape, streams, rows)
@@ -142,13 +143,16 @@ def _around_blocks(tape: Tape, calls: Sequence[BlockCall], depth: int | None, ro
     return Cut(tape, skipped, len(streams), first, share)
 
 
-def _ends(tape: Tape, run: Sequence[Passing], depth: int | None) -> tuple[int, int, float]:
+def _ends(
+    tape: Tape, calls: Sequence[BlockCall], run: Sequence[Passing], depth: int | None
+) -> tuple[int, int, float]:  # fmt: skip
     """(the first and the last block of the middle, the share of work without it)."""
     here = {id(operation) for operation in tape.operations}
     work = [cost.of_all(o for o in each.call.operations if id(o) in here) for each in run]
     total, count = cost.of_all(tape.operations) or 1.0, len(run)
     if sum(work) < LEAST_SHARE * total:
-        raise NotCut(f"its repeated blocks are only {sum(work) / total:.0%} of its work")
+        few = f"its repeated blocks are only {sum(work) / total:.0%} of its work"
+        raise NotCut(CALLED if _calls_between(tape, calls) else few)
     usable = [at for at in range((count + 1) // 2) if not any(passing.must_run for passing in run[at : count - at])]
     if not usable:
         raise NotCut("its blocks write into tensors that they are given, or change their memory layout")
@@ -160,6 +164,14 @@ def _ends(tape: Tape, run: Sequence[Passing], depth: int | None) -> tuple[int, i
     else:
         chosen = max([usable[0], *(at for at in usable if left[at] <= MAX_SHARE)])
     return chosen, count - 1 - chosen, left[chosen]
+
+
+def _calls_between(tape: Tape, calls: Sequence[BlockCall]) -> bool:
+    """Whether other packs' code, which is called in each forward, parts the blocks from one another."""
+    inside = {id(operation) for call in calls for operation in call.operations}
+    places = [place for place, operation in enumerate(tape.operations) if id(operation) in inside]
+    between = tape.operations[min(places) : max(places)]
+    return any(getattr(operation.func, "lives", False) and id(operation) not in inside for operation in between)
 
 
 class _Identity:
@@ -219,7 +231,7 @@ def _sum_of(a: Value, b: Value) -> tuple[int, ...]:
 def _full(tape: Tape, identity: _Identity, streams: Sequence[Value]) -> None:
     """Gives back what the middle added, too."""
     if any(getattr(operation.func, "lives", False) for operation in identity.between):
-        raise NotCut("another node's patch is called between its blocks")
+        raise NotCut(CALLED)
     copies = Copies(lambda value: value, identity.continues, identity.copied)
     for operation in identity.between:
         copies.copy(operation)
