@@ -117,7 +117,8 @@ def as_on_a_gpu(monkeypatch: Any) -> InPieces:
 
     def programmed(self: FirstCalls, call: Any, settings: Any, shape: Any, take: Take, *others: Any) -> Any:
         out = own(self, call, settings, shape, take, *others)
-        take.graph = self._uses_graphs and call.taped.stream is None and not take.program.fetches
+        able = take.program is not None and not take.program.fetches
+        take.graph = self._uses_graphs and call.taped.stream is None and able
         return out
 
     monkeypatch.setattr(FirstCalls, "_programmed", programmed)
