@@ -46,13 +46,8 @@ def stand_in(patch: Any, draw: str, fused: bool) -> None:
         return
     if fused:
         plan_kernels(patch)
-    if on_graphs(draw):
+    if random.Random(f"{draw} on graphs").random() < 0.5:
         captures.as_on_a_gpu(patch)
-
-
-def on_graphs(draw: str) -> bool:
-    """Whether ours of this draw has graphs on a CPU."""
-    return random.Random(f"{draw} on graphs").random() < 0.5
 
 
 def run(what: str, compared: Callable[..., Iterable[Any]], kinds: Sequence[str] = ()) -> None:

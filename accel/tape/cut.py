@@ -170,7 +170,7 @@ def _calls_between(tape: Tape, calls: Sequence[BlockCall]) -> bool:
     """Whether other packs' code, which is called in each forward, parts the blocks from one another."""
     inside = {id(operation) for call in calls for operation in call.operations}
     places = [place for place, operation in enumerate(tape.operations) if id(operation) in inside]
-    between = tape.operations[min(places) : max(places)]
+    between = tape.operations[places[0] : places[-1]]
     return any(getattr(operation.func, "lives", False) and id(operation) not in inside for operation in between)
 
 
