@@ -19,6 +19,7 @@ from tools.driving import (
 )
 from tools.oracles import FUSED, error, fallbacks, shapes
 from tools.patching import changing_in_mid_run
+from tools.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -235,13 +236,18 @@ def test_torch_compile(models, tiny, kind, parts):
         return torch_compiled(model, "eager", COMPILED_PARTS[kind] if parts == "some blocks" else ())
 
     from anyshape.accel.comfy.entries import passed_by
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
 
+    clear_compilation_metrics()
     fast, plain = compiled(tiny[kind]), models.sample(tiny[kind], **RUNS[kind])
     for both in (compiling(fast), compiled(compiling(tiny[kind]))):
         assert error(models.sample(both, **RUNS[kind]), plain) < CLOSE
         assert ("bypasses Compile Model" in passed_by(both)()) == (
             parts == "the whole model"
         )  # the node's line says so
+    traced = [each.co_filename for each in get_compilation_metrics()]
+    assert parts == "some blocks" or traced
+    assert not [name for name in traced if name.startswith(str(ROOT / "accel"))]  # dynamo compiles nothing of ours
     if parts == "some blocks":
         assert {s["state"] for s in shapes()} == {FUSED} and shapes()[0]["reason"] == ""  # what they compute is taped
     else:

@@ -20,13 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..attempt import Passthrough, attempt, failed
 from ..block_call import is_plain
 from ..block_forwards import Blocks
 from ..reasons import say
 from ..tape.cut import LEAST_SHARE, MAX_SHARE
+from ..tape.modes import Operations
 from ..tape.traits import traits
 from ..tape.values import replaced, tensors_in
 
@@ -110,7 +110,7 @@ def _middle(model: nn.Module, paths: Sequence[str], depth: int | None) -> tuple[
     return row[chosen : len(row) - chosen], chosen, left[chosen]
 
 
-class _FullStep(TorchDispatchMode):
+class _FullStep(Operations):
     """Watches a forward for rows of blocks, and keeps what each added. What fails here costs the features alone."""
 
     def __init__(self, middle: frozenset[str], batch: int, name: str, passthrough: Passthrough) -> None:
@@ -125,11 +125,6 @@ class _FullStep(TorchDispatchMode):
         self._last: dict[int, Tensor] = {}  # what the row's latest block gave, until somebody uses it
         self._harmless = set[Any]()  # operations that write into nothing
         self._passed: list[weakref.ref[Tensor]] = []  # and what the one before gave
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """As in ``tape.record.Recorder``."""
-        return False
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Sequence[type], args: tuple = (), kwargs: dict[str, Any] | None = None

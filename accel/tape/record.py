@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from ..attempt import named
 from ..reasons import say
@@ -22,6 +22,7 @@ from . import aliasing, library_calls
 from .blanks import blank
 from .called_patches import Played
 from .kept import kept_tensor
+from .modes import Operations
 from .named_tensors import PLAIN, Memories, is_dressed
 from .refusals import RANDOM, UNWRITTEN, BrokenOff, HostReads, Refusal, World
 from .tensors import Tensors
@@ -48,7 +49,7 @@ class _Place(NamedTuple):
     reason: str
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(Operations):
     """Records between ``__enter__`` and ``__exit__``. ``refuse`` gives up.
 
     turned: weights of convolutions that lie channels last, for programs that read them so. On the tape they, and what
@@ -81,11 +82,6 @@ class Recorder(TorchDispatchMode):
         self.lean = False  # memory counts for more than time: see ``Tape.lean``
         self._blanks, self._wrapped = self.writes.blanks, Wrapped(self)
         self.inputs = [self._tensors.leaf(tensor, Input(index)) for index, tensor in enumerate(inputs)]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """False keeps torch from importing ``torch._dynamo`` at a mode's first use, which takes seconds."""
-        return False
 
     def add_input(self, tensor: Tensor) -> None:
         """One more input: a tensor that the forward took from its options."""
