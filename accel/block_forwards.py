@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from .origin import is_called_by_others
-from .parts_seen import PartsSeen, is_restored, settings_of
+from .parts_seen import PartsSeen, is_restored, original, settings_of
 from .tape import blocks
 
 # What runs in place of a block's own forward: (path, block, its own forward, arguments, keyword arguments) -> result
@@ -130,7 +130,8 @@ class Blocks:
         def install(path: str, block: nn.Module, name: str) -> None:
             before = block.__dict__.get(name)
             mine = before is None or getattr(before, "thread", None) == thread
-            if mine or is_restored(block, name):  # else it is somebody else's
+            compiled = name == "forward" and original(block) is not block  # another node's way to run its own
+            if mine or compiled or is_restored(block, name):  # else it is somebody else's
                 ours = _Installed(run, path, block, name, getattr(block, name))
                 ours.thread, ours.before = thread, before
                 installed.append((block, name, ours))

@@ -6,6 +6,7 @@ lists and the like, and by identity what may be called. Holds no part and no fun
 """
 
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -56,6 +57,12 @@ def is_restored(part: nn.Module, name: str) -> bool:
         and method.__self__ is part
         and method.__func__ is getattr(type(part), name, None)
     )
+
+
+def original(part: nn.Module) -> nn.Module:
+    """What ``torch.compile`` made a part of; the part itself otherwise."""
+    dynamo = sys.modules.get("torch._dynamo")
+    return part._orig_mod if dynamo is not None and isinstance(part, dynamo.OptimizedModule) else part
 
 
 class PartsSeen:

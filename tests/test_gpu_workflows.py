@@ -195,11 +195,17 @@ def test_torch_compile(models, patchers, kind, parts):
     def compiling(model):
         return torch_compiled(model, "inductor", COMPILED_PARTS[kind] if parts == "some blocks" else ())
 
+    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
+
     fast, plain = compiled(patcher), models.sample(patcher, **RUNS[kind])
     models.sample(fast, **RUNS[kind])
     for both in (compiling(fast), compiled(compiling(patcher))):
         assert error(models.sample(both, **RUNS[kind]), plain) < CLOSE
     assert_graph_again(models, {kind: patcher}, {kind: fast}, kind)
+    clear_compilation_metrics()
+    other = RUNS[kind] | {"width": RUNS[kind]["width"] + 64}
+    assert error(models.sample(compiling(patcher), **other), models.sample(patcher, **other)) < CLOSE
+    assert get_compilation_metrics()  # as if ours had never recorded what they compile
 
 
 # Batches ----------------------------------------------------------------------------------------------------------

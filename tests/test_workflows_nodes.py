@@ -5,11 +5,9 @@ import inspect
 import pytest
 import torch
 
-from tools.comfy_nodes import CALLED, GUIDANCE, NODES, OWN_RUNS, TAPED, WITHOUT_EFFECT, extras, node, torch_compiled
+from tools.comfy_nodes import CALLED, GUIDANCE, NODES, OWN_RUNS, TAPED, WITHOUT_EFFECT, extras, node
 from tools.driving import (
-    COMPILED_PARTS,
     DEEP_UNET,
-    ONE_LEVEL_UNET,
     SMALL_UNET,
     calls_of,
     compiled,
@@ -19,7 +17,6 @@ from tools.driving import (
 )
 from tools.oracles import FUSED, error, fallbacks, shapes
 from tools.patching import changing_in_mid_run
-from tools.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 
@@ -215,53 +212,3 @@ def test_what_a_graph_must_not_outlive(models, warm, monkeypatch):
     finally:
         matmul.allow_fp16_accumulation ^= True
     assert fingerprint() == first
-
-
-# torch.compile by others ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tiny(models):
-    """Models that torch.compile traces in seconds: of one level, with one transformer in the middle."""
-    few = {"transformer_depth": [0], "transformer_depth_output": [0, 0], "transformer_depth_middle": 1}
-    return {"unet": models.unet("sd15", torch.float32, **ONE_LEVEL_UNET | few)}
-
-
-@pytest.mark.parametrize("parts", ["the whole model", "some blocks"])
-@pytest.mark.parametrize("kind", RUNS)
-def test_torch_compile(models, tiny, kind, parts):
-    """ComfyUI's TorchCompileModel (the whole model: ours steps aside), and other packs' use of its function."""
-
-    def compiling(model):
-        return torch_compiled(model, "eager", COMPILED_PARTS[kind] if parts == "some blocks" else ())
-
-    from anyshape.accel.comfy.entries import passed_by
-    from torch._dynamo.utils import clear_compilation_metrics, get_compilation_metrics
-
-    clear_compilation_metrics()
-    fast, plain = compiled(tiny[kind]), models.sample(tiny[kind], **RUNS[kind])
-    for both in (compiling(fast), compiled(compiling(tiny[kind]))):
-        assert error(models.sample(both, **RUNS[kind]), plain) < CLOSE
-        assert ("bypasses Compile Model" in passed_by(both)()) == (
-            parts == "the whole model"
-        )  # the node's line says so
-    traced = [each.co_filename for each in get_compilation_metrics()]
-    assert parts == "some blocks" or traced
-    assert not [name for name in traced if name.startswith(str(ROOT / "accel"))]  # dynamo compiles nothing of ours
-    if parts == "some blocks":
-        assert {s["state"] for s in shapes()} == {FUSED} and shapes()[0]["reason"] == ""  # what they compute is taped
-    else:
-        assert shapes() == []
-        assert any("bypasses Compile Model" in f["reason"] for f in fallbacks())
-    assert error(models.sample(fast, **RUNS[kind]), plain) < CLOSE
-    assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
-    assert passed_by(fast)() == "" == passed_by(tiny[kind])()
-
-
-def test_a_compiled_model_as_an_object_patch(models, tiny):
-    """The older way: the diffusion model itself is exchanged for a compiled one."""
-    for order in ("before", "after"):
-        model = compiled(tiny["unet"]) if order == "before" else tiny["unet"].clone()
-        model.add_object_patch("diffusion_model", torch.compile(model.model.diffusion_model, backend="eager"))
-        model = compiled(model) if order == "after" else model
-        assert error(models.sample(model, **RUNS["unet"]), models.sample(tiny["unet"], **RUNS["unet"])) < CLOSE

@@ -15,11 +15,12 @@ from comfy.patcher_extension import CallbacksMP
 from .. import devices
 from ..attempt import attempt, failed
 from ..engine import Engine
+from ..parts_seen import original
 from ..reasons import say
 from ..stats import STATS
 from .attach import KEY, let_go_on_detach
 from .control_lora import file_of
-from .controlnet_run import NAME, Sampling, shadow_of
+from .controlnet_run import NAME, Forward, Sampling, shadow_of
 from .surroundings import INTERRUPTS
 
 
@@ -117,17 +118,30 @@ class CompiledControlNet(Compiled, comfy.controlnet.ControlNet):
     def take_over(self, control: comfy.controlnet.ControlNet, verify: bool) -> None:
         """The network of ``control`` is this one's, too."""
         self.control_model = shadow_of(control.control_model, verify)
+        self._forward: Forward = self.control_model.forward  # another node may put something around the network
         self._load_by(control.control_model_wrapped.clone())  # ComfyUI takes it for the same model
+
+    def begin(self, model: Any) -> None:  # noqa: D102
+        if self.control_model.__dict__.get("forward") is not self._forward:
+            STATS.fallback(NAME, say("control_passed_by"))
+        super().begin(model)
 
     def _load_by(self, patcher: ModelPatcher) -> None:
         """The network's weights are loaded and unloaded by ``patcher``."""
         patcher.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, let_go_on_detach)
         self.control_model_wrapped = patcher
 
+    def copy(self) -> "CompiledControlNet":  # noqa: D102
+        c = super().copy()
+        c._forward = self._forward
+        return c
+
     def deepclone_multigpu(self, *args: Any, **kwargs: Any) -> "CompiledControlNet":  # noqa: D102
         c = super().deepclone_multigpu(*args, **kwargs)  # whose patcher is of the copy's shadow
-        made = c.control_model_wrapped
-        c._load_by(type(made)(c.control_model.forward.network, made.load_device, made.offload_device))
+        forward = original(c.control_model).__dict__.get("forward")
+        if isinstance(forward, Forward):
+            made, c._forward = c.control_model_wrapped, forward
+            c._load_by(type(made)(forward.network, made.load_device, made.offload_device))
         return c
 
     def cleanup(self) -> None:  # noqa: D102
@@ -137,7 +151,7 @@ class CompiledControlNet(Compiled, comfy.controlnet.ControlNet):
     @property
     def sampling(self) -> Sampling:
         """What is known of the network while it is sampled."""
-        return self.control_model.forward.sampling
+        return self._forward.sampling
 
 
 class CompiledControlNetSD35(CompiledControlNet, comfy.controlnet.ControlNetSD35):

@@ -10,6 +10,11 @@ REASONS = dict(
         "without it the run is faster. And a video that is made block by block (SamplerARVideo) needs ComfyUI's own "
         "forward",
     ),
+    control_passed_by=(
+        "Put Compile ControlNet after the other node",
+        "this run bypasses Compile ControlNet: another node compiles its network as a whole (TorchCompileControlNet), "
+        "or has put another in its place. Put Compile ControlNet after that node, or use one of the two",
+    ),
     patch_called=(
         "another node's patch is called ({patch})",
         "in each forward another node's patch is called {calls} times ({patch}); what is between the calls is fast",

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..attempt import Passthrough, attempt, failed
 from ..block_call import is_plain
 from ..block_forwards import Blocks
+from ..parts_seen import original
 from ..reasons import say
 from ..tape.cut import LEAST_SHARE, MAX_SHARE
 from ..tape.modes import Operations
@@ -137,7 +138,7 @@ class _FullStep(Operations):
 
     def call(self, path: str, block: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Runs in place of a block's own forward."""
-        self._guarded(lambda: self._enter(path, type(block), args, kwargs))
+        self._guarded(lambda: self._enter(path, type(original(block)), args, kwargs))
         out = own(*args, **kwargs)
         self._guarded(lambda: self._leave(path, out))
         return out

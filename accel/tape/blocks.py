@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..fingerprint import GLOBAL_HOOKS
-from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT, is_restored
+from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT, is_restored, original
 from .named_tensors import MAPPED, is_dressed, notes_of_tensor, tensors_of, undressed
 from .named_tensors import PLAIN as TENSORS
 from .options import PLAIN
@@ -125,6 +125,8 @@ def _form(block: nn.Module) -> tuple:
 
 def likeness(block: nn.Module) -> Hashable | None:
     """Equal for blocks that are alike; None for one that is to be left alone. Its own ``forward`` may be ours now."""
+    if original(block) is not block:  # each has functions of its own
+        return None
     parts: list[Hashable] = []
     read = frozenset().union(*(_names_read(kind) for kind in {type(part) for part in block.modules()}))
     first: dict[int, int] = {}  # tensors that are shared within the block
