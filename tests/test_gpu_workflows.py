@@ -202,6 +202,8 @@ def test_torch_compile(models, patchers, kind, parts):
     for both in (compiling(fast), compiled(compiling(patcher))):
         assert error(models.sample(both, **RUNS[kind]), plain) < CLOSE
     assert_graph_again(models, {kind: patcher}, {kind: fast}, kind)
+    if parts == "the whole model":
+        return
     clear_compilation_metrics()
     other = RUNS[kind] | {"width": RUNS[kind]["width"] + 64}
     assert error(models.sample(compiling(patcher), **other), models.sample(patcher, **other)) < CLOSE
