@@ -1,5 +1,7 @@
 """What other nodes give to ``torch.compile``, beside ours: on the CPU, with the backend ``eager``."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -74,6 +76,20 @@ def test_a_model(models, tiny, parts):
     assert error(models.sample(fast, **SHORT_RUN), plain) < CLOSE
     assert shapes()[-1]["state"] == FUSED and shapes()[-1]["reason"] == ""
     assert passed_by(fast)() == "" == passed_by(tiny)()
+
+
+def test_threads_that_record_side_by_side(pack):
+    """What others have compiled runs as it was written until the last of them is done, and not longer."""
+    from anyshape.accel.tape.modes import Operations
+    from torch._dynamo import eval_frame
+
+    threads, modes = [ThreadPoolExecutor(1) for _ in range(2)], [Operations() for _ in range(2)]
+    stances = [eval_frame._stance.stance]
+    for done in (Operations.__enter__, lambda mode: Operations.__exit__(mode, None, None, None)):
+        for thread, mode in zip(threads, modes, strict=True):
+            thread.submit(done, mode).result()
+            stances.append(eval_frame._stance.stance)
+    assert stances == ["default", "force_eager", "force_eager", "force_eager", "default"]
 
 
 def test_a_model_as_an_object_patch(models, tiny):

@@ -1,7 +1,8 @@
 """What sees each operation of torch's while a forward runs."""
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from contextlib import AbstractContextManager, suppress
 from types import TracebackType
 
 import torch
@@ -22,12 +23,12 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._entered: list[AbstractContextManager] = []  # it may be within itself
+        self._depth = 0  # it may be within itself
 
     def __enter__(self) -> "Operations":
-        entered = nullcontext() if self._entered else _as_written()
-        entered.__enter__()
-        self._entered.append(entered)
+        if not self._depth:
+            _AS_WRITTEN.__enter__()
+        self._depth += 1
         return super().__enter__()
 
     def __exit__(
@@ -36,14 +37,30 @@ class Operations(TorchDispatchMode):
         try:
             super().__exit__(kind, error, trace)
         finally:
-            self._entered.pop().__exit__(kind, error, trace)
+            self._depth -= 1
+            if not self._depth:
+                _AS_WRITTEN.__exit__()
 
 
-def _as_written() -> AbstractContextManager:
-    """Within it, what ``torch.compile`` made of some code runs that code. It holds for all threads."""
-    if "torch._dynamo" not in sys.modules:  # then nobody has compiled anything
-        return nullcontext()
-    try:
-        return torch.compiler.set_stance("force_eager")
-    except RuntimeError:  # somebody compiled what called this forward
-        return nullcontext()
+class _AsWritten:
+    """Within it, what ``torch.compile`` made of some code runs that code: from the first thread's on to the last's."""
+
+    def __init__(self) -> None:
+        self._lock, self._threads = threading.Lock(), 0
+        self._stance: AbstractContextManager | None = None
+
+    def __enter__(self) -> None:
+        with self._lock, suppress(RuntimeError):  # raised where somebody compiled what called this forward
+            self._threads += 1
+            if self._stance is None and "torch._dynamo" in sys.modules:  # else nobody has compiled anything
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock, suppress(RuntimeError):
+            self._threads -= 1
+            if self._stance is not None and not self._threads:
+                self._stance.__exit__(None, None, None)
+                self._stance = None
+
+
+_AS_WRITTEN = _AsWritten()
