@@ -61,8 +61,8 @@ def is_restored(part: nn.Module, name: str) -> bool:
 
 def original(part: nn.Module) -> nn.Module:
     """What ``torch.compile`` made a part of; the part itself otherwise."""
-    dynamo = sys.modules.get("torch._dynamo")
-    return part._orig_mod if dynamo is not None and isinstance(part, dynamo.OptimizedModule) else part
+    kind = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", None)  # not while that is being imported
+    return part._orig_mod if kind is not None and isinstance(part, kind) else part
 
 
 class PartsSeen:
