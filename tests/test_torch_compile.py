@@ -120,6 +120,24 @@ def test_blocks_that_are_skipped(models, recorded):
     assert [(run["full"], run["skipped"]) for run in stats.snapshot()["skip"]] == [(3, 6)] * 2
 
 
+def test_attention(models):
+    """Another node's is called and not recorded: it runs as it was compiled, in the recorded forward too."""
+    from tools.architectures import patchers
+
+    def backend(graph, _):
+        return lambda *args: (ran.append(graph), graph(*args))[1]
+
+    scaled, ran = torch.compile(lambda q: q * 1.01, backend=backend), []
+    model = patchers.make("WAN21_T2V", torch.float32)
+    model.model_options["transformer_options"]["optimized_attention_override"] = (
+        lambda func, q, *args, **kwargs: func(scaled(q), *args, **kwargs)
+    )  # fmt: skip
+    plain = models.sample(model, **SHORT_RUN, frames=5)
+    wanted, ran[:] = len(ran), []
+    assert error(models.sample(compiled(model), **SHORT_RUN, frames=5), plain) < CLOSE
+    assert len(ran) == wanted > 2 and {s["state"] for s in shapes()} == {FUSED}
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_controlnet(models, tiny, order):
     """order: of the other node, which puts what it compiled into the object that it is given."""

@@ -2,7 +2,8 @@
 
 import sys
 import threading
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 
 import torch
@@ -40,6 +41,15 @@ class Operations(TorchDispatchMode):
             self._depth -= 1
             if not self._depth:
                 _AS_WRITTEN.__exit__()
+
+    @contextmanager
+    def left(self) -> Iterator[None]:
+        """The body runs as without the mode: what others gave to ``torch.compile`` is compiled, too."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
 
 class _AsWritten:

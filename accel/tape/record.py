@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass
-from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..attempt import named
 from ..reasons import say
@@ -104,7 +104,7 @@ class Recorder(Operations):
         """The body's operations cost nothing and are not written down: the caller does that."""
         self._paused, paused = True, self._paused
         try:
-            with _pop_mode_temporarily() if _get_current_dispatch_mode() is self else nullcontext():
+            with self.left() if _get_current_dispatch_mode() is self else nullcontext():
                 yield
         finally:
             self._paused = paused
