@@ -13,6 +13,7 @@ from tools.driving import (
     compiled,
     compiled_control,
     compiled_vae,
+    skip_with_message,
     skipping,
 )
 from tools.oracles import FUSED, error, fallbacks, shapes
@@ -99,6 +100,18 @@ def test_a_model_as_an_object_patch(models, tiny):
         model.add_object_patch("diffusion_model", torch.compile(model.model.diffusion_model, backend="eager"))
         model = compiled(model) if order == "after" else model
         assert error(models.sample(model, **SHORT_RUN), models.sample(tiny, **SHORT_RUN)) < CLOSE
+
+
+def test_a_model_whose_blocks_should_be_skipped(models, tiny):
+    """The whole is compiled, our part included: no block is skipped, and Skip Blocks says why."""
+    run, lines = SHORT_RUN | {"steps": 9}, []
+    skips, message = skip_with_message(torch_compiled(tiny, "eager"), tell=lines.append, interval=3)
+    assert message == "" and error(models.sample(skips, **run), models.sample(tiny, **run)) < CLOSE
+    (line,) = lines
+    assert "bypasses Skip Blocks" in line and line in [f["reason"] for f in fallbacks()]
+    plain = skipping(tiny, interval=3)
+    models.sample(plain, **run)
+    assert [f["count"] for f in fallbacks() if "bypasses Skip Blocks" in f["reason"]] == [1]
 
 
 @pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "read back"])

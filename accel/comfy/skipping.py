@@ -27,6 +27,7 @@ from .surroundings import INTERRUPTS
 
 KEY = "anyshape.skip"
 STATE = "anyshape.skip.state"  # what is known of the model during one run
+PASSED_BY = say("skip_passed_by")
 SELF_PACED = ("dpm_fast_function", "dpm_adaptive_function")  # KSAMPLER's names of samplers that ignore the sigmas
 
 Tell = Callable[[str], None]
@@ -117,6 +118,7 @@ class _Skipping:
 
     def __init__(self, settings: SkipSettings, name: str, tell: Tell) -> None:
         self.settings, self.name, self.tell = settings, name, tell
+        self._evaluations = 0  # of all runs that have ended
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Skipping":
         """As ``Session``: a copy of ``model_options`` is of the same node."""
@@ -131,11 +133,14 @@ class _Skipping:
         guider, options, (run, call) = executor.class_obj, executor.class_obj.model_options, begun
         guider.model_options = create_model_options_clone(options)
         guider.model_options.setdefault("transformer_options", {})[RUN_KEY] = run
+        before, done = self._evaluations, False
         try:
-            return executor(*call.args, **call.kwargs)
+            out = executor(*call.args, **call.kwargs)
+            done = len(call.arguments["sigmas"]) > 1
+            return out
         finally:
             guider.model_options = options
-            attempt(lambda: self._end(run), failed(self.name, "the end of Skip Blocks"), INTERRUPTS)
+            attempt(lambda: self._end(run, done, before), failed(self.name, "the end of Skip Blocks"), INTERRUPTS)
 
     def _begin(self, executor: WrapperExecutor, args: tuple, kwargs: dict) -> tuple[SkipRun, inspect.BoundArguments]:
         """(the run, the call of the sampler with a callback that moves it on)."""
@@ -144,9 +149,17 @@ class _Skipping:
         call.arguments["callback"] = _stepping(run, call.arguments.get("callback"))
         return run, call
 
-    def _end(self, run: SkipRun) -> None:
+    def _end(self, run: SkipRun, done: bool, before: int) -> None:
+        """done: the run had steps, and ended by itself. before: the evaluations when it began.
+
+        A run within it, as some samplers make them, has ended and was counted.
+        """
         run.close()
-        self.tell(summary(run.stats))
+        self._evaluations += run.stats.full + run.stats.skipped
+        passed = done and self._evaluations == before
+        if passed:
+            STATS.fallback(self.name, PASSED_BY)
+        self.tell(PASSED_BY if passed else summary(run.stats))
 
     def predicting(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
         """PREDICT_NOISE: the calls of the model until the next one are one evaluation."""

@@ -185,6 +185,11 @@ REASONS = dict(
         "Remove Skip Blocks: it does not fit this model",
         "{why}: no blocks are skipped, and it runs as without this node",
     ),
+    skip_passed_by=(
+        "Another node or the sampler runs the model by itself",
+        "this run bypasses Skip Blocks, so no blocks were skipped. Another node or the sampler calls the model by "
+        "itself, as a node does that compiles the model as a whole (TorchCompileModel): without it blocks are skipped",
+    ),
     no_such_depth=(
         "Lower depth: 0 to {deepest} here",
         "depth is {depth}, but this model has 0 to {deepest}, so auto is used",
