@@ -192,4 +192,4 @@ def test_a_run_behind_skip_blocks_gains_what_a_clock_around_it_says(models):
     assert by_step["full"]["factor"] < total["factor"] < by_step["skipped"]["factor"]
     # the sampler's own work is in both runs: a share of ours that grows with what is saved
     assert total["factor"] > own / ours / 1.3
-    assert 1e3 * total["saved_seconds"] == pytest.approx(own - ours, rel=0.25)
+    assert 1e3 * total["saved_seconds"] == pytest.approx(own - ours, rel=0.1)

@@ -100,9 +100,9 @@ class Compiled(metaclass=StandIn):
         super().pre_run(model, *args, **kwargs)
         attempt(lambda: self.begin(model), failed(NAME, "a run's beginning"), INTERRUPTS)
 
-    def begin(self, model: Any) -> None:
-        """A sampling run of ``model`` begins."""
-        self.sampling.begin(self, getattr(model, "current_patcher", None))
+    def begin(self, model: Any) -> bool:
+        """A sampling run of ``model`` begins; False if it has begun. ComfyUI says so once for each prompt."""
+        return self.sampling.begin(self, getattr(model, "current_patcher", None))
 
     @property
     def engine(self) -> Engine:
@@ -121,10 +121,11 @@ class CompiledControlNet(Compiled, comfy.controlnet.ControlNet):
         self._forward: Forward = self.control_model.forward  # another node may put something around the network
         self._load_by(control.control_model_wrapped.clone())  # ComfyUI takes it for the same model
 
-    def begin(self, model: Any) -> None:  # noqa: D102
-        if self.control_model.__dict__.get("forward") is not self._forward:
+    def begin(self, model: Any) -> bool:  # noqa: D102
+        begins = super().begin(model)
+        if begins and self.control_model.__dict__.get("forward") is not self._forward:
             STATS.fallback(NAME, say("control_passed_by"))
-        super().begin(model)
+        return begins
 
     def _load_by(self, patcher: ModelPatcher) -> None:
         """The network's weights are loaded and unloaded by ``patcher``."""
@@ -174,9 +175,9 @@ class CompiledControlLora(Compiled, comfy.controlnet.ControlLora):
         c._file, c._verify = self._file, self._verify
         return c
 
-    def begin(self, model: Any) -> None:  # noqa: D102
+    def begin(self, model: Any) -> bool:  # noqa: D102
         self._file.built(self, model.diffusion_model, self._verify)
-        super().begin(model)
+        return super().begin(model)
 
     def cleanup(self) -> None:  # noqa: D102
         self._file.over(self)

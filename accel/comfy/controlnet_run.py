@@ -52,16 +52,17 @@ class Sampling:
         self._run: sampling_state.SamplingState | None = None
         self._lock = threading.RLock()
 
-    def begin(self, control: comfy.controlnet.ControlNet, patcher: ModelPatcher | None) -> None:
-        """Begins a run of ``patcher`` for ``control``. ComfyUI calls this once for each prompt that has it."""
+    def begin(self, control: comfy.controlnet.ControlNet, patcher: ModelPatcher | None) -> bool:
+        """Begins a run of ``patcher`` for ``control``; False if it has begun."""
         with self._lock:
             if control in self._users:
-                return
+                return False
             self._users.add(control)
             of_model = settings_of(patcher)
             self.settings = Settings(graph_budget_mb=of_model.graph_budget_mb, timed=of_model.timed)
         if patcher is not None:  # a run that breaks off is cleaned up on its model's side alone
             patcher.add_callback_with_key(CallbacksMP.ON_CLEANUP, RUN_KEY, _Ending(self, control))
+        return True
 
     def end(self, control: comfy.controlnet.ControlNet) -> None:
         """Ends the run of ``control``. After the last one, the weights are as ComfyUI had them."""

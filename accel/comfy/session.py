@@ -33,16 +33,17 @@ PASSED_BY = say("passed_by")
 class Session:
     """The wrappers of one compiled patcher (and of its clones), and the runs in progress.
 
-    ahead: conds are copied to the model's device before the first step.
+    ahead: conds are copied to the model's device before the first step. bypassed: what is said of a run none of whose
+    calls comes through here.
     """
 
     def __init__(
         self, settings: Settings, name: str, engine: Callable[[nn.Module], Engine], size: taping.SizeOf | None = None,
-        ahead: bool = True,
+        ahead: bool = True, bypassed: str = PASSED_BY,
     ) -> None:  # fmt: skip
         self.name = name
         self.settings = settings
-        self._ahead = ahead
+        self._ahead, self._bypassed = ahead, bypassed
         self._size = size or taping.pixels
         self._engine = engine
         # by id of the diffusion model; several threads sample several models
@@ -67,7 +68,7 @@ class Session:
                 out = together(lambda: executor(*args, **kwargs))
             if len(_sigmas(args, kwargs)) > 1:
                 passed = self._calls == calls and not self._is_inside(executor.class_obj)
-                self.passed_by = PASSED_BY if passed else ""
+                self.passed_by = self._bypassed if passed else ""
                 if self.passed_by:
                     STATS.fallback(self.name, self.passed_by)
             return out
@@ -81,7 +82,13 @@ class Session:
         """Whether other packs' wrappers are around ours: they may give what they forecast or kept, and call nobody."""
         options = getattr(guider, "model_options", None)
         found = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, options, True) if isinstance(options, dict) else ()
-        return bool(found) and found[0] != self.forward
+        for each in found:
+            wrapper = getattr(each, "__wrapped__", each)
+            if wrapper == self.forward:
+                return False
+            if not isinstance(getattr(wrapper, "__self__", None), Session):
+                return True
+        return bool(found)
 
     def _before_steps(self, guider: Any) -> None:
         """Has ``sampler`` called in this run, unless another pack has a wrapper there: some run only by themselves."""

@@ -4,9 +4,9 @@ The run's state is made when sampling starts and travels in ``transformer_option
 hold none of it. The sampler's callback tells which step it is at, so that nothing is read back from the GPU.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from comfy.model_patcher import ModelPatcher, create_model_options_clone
@@ -51,17 +51,17 @@ def _made(patcher: ModelPatcher, name: str, settings: SkipSettings, tell: Tell) 
         STATS.fallback(name, message)
         return without_skipping(patcher), message
     clone = without_skipping(patcher)  # of two Skip Blocks nodes in a row, the last one decides
-    skipping = _Skipping(settings, name, tell)
     # without Compile Model the steps are ComfyUI's own operations, recorded
     own = Settings(mode="exact", graph_budget_mb=0, has_budget=False)
-    session = Session(own, name, attach.engine_of(clone), attach.size_of(clone), ahead=False)
+    session = Session(own, name, attach.engine_of(clone), attach.size_of(clone), ahead=False, bypassed=PASSED_BY)
+    skipping = _Skipping(settings, name, tell, session)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, KEY, skipping.sampling)
     clone.add_wrapper_with_key(WrappersMP.OUTER_SAMPLE, STATE, _unless_compiled(session.sampling))
     clone.add_wrapper_with_key(WrappersMP.PREDICT_NOISE, KEY, skipping.predicting)
     clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, KEY, _unless_compiled(session.forward))
     clone.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, attach.let_go_on_detach)
     if attach.session_of(clone) is None:
-        attach.put_around(clone, KEY, partial(_around, session))
+        attach.put_around(clone, KEY, functools.partial(_around, session))
     return clone, _depth_message(settings, deepest)
 
 
@@ -95,6 +95,7 @@ def _depth_message(settings: SkipSettings, deepest: int) -> str:
 def _unless_compiled(ours: Callable[..., Any]) -> Callable[..., Any]:
     """A wrapper that is ``ours``, of a ``Session``, unless Compile Model's does the same anyway."""
 
+    @functools.wraps(ours)
     def wrapper(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         compiled = any(isinstance(getattr(each, "__self__", None), Session) for each in executor.wrappers)
         return executor(*args, **kwargs) if compiled else ours(executor, *args, **kwargs)
@@ -114,11 +115,10 @@ def _around(session: Session, model: nn.Module, original: Callable[..., Any]) ->
 
 
 class _Skipping:
-    """The wrappers of one Skip Blocks node: its settings, and nothing of any run."""
+    """The wrappers of one Skip Blocks node: its settings, and nothing of any run. session: without Compile Model."""
 
-    def __init__(self, settings: SkipSettings, name: str, tell: Tell) -> None:
-        self.settings, self.name, self.tell = settings, name, tell
-        self._evaluations = 0  # of all runs that have ended
+    def __init__(self, settings: SkipSettings, name: str, tell: Tell, session: Session) -> None:
+        self.settings, self.name, self.tell, self._session = settings, name, tell, session
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Skipping":
         """As ``Session``: a copy of ``model_options`` is of the same node."""
@@ -133,14 +133,11 @@ class _Skipping:
         guider, options, (run, call) = executor.class_obj, executor.class_obj.model_options, begun
         guider.model_options = create_model_options_clone(options)
         guider.model_options.setdefault("transformer_options", {})[RUN_KEY] = run
-        before, done = self._evaluations, False
         try:
-            out = executor(*call.args, **call.kwargs)
-            done = len(call.arguments["sigmas"]) > 1
-            return out
+            return executor(*call.args, **call.kwargs)
         finally:
             guider.model_options = options
-            attempt(lambda: self._end(run, done, before), failed(self.name, "the end of Skip Blocks"), INTERRUPTS)
+            attempt(lambda: self._end(run), failed(self.name, "the end of Skip Blocks"), INTERRUPTS)
 
     def _begin(self, executor: WrapperExecutor, args: tuple, kwargs: dict) -> tuple[SkipRun, inspect.BoundArguments]:
         """(the run, the call of the sampler with a callback that moves it on)."""
@@ -149,17 +146,10 @@ class _Skipping:
         call.arguments["callback"] = _stepping(run, call.arguments.get("callback"))
         return run, call
 
-    def _end(self, run: SkipRun, done: bool, before: int) -> None:
-        """done: the run had steps, and ended by itself. before: the evaluations when it began.
-
-        A run within it, as some samplers make them, has ended and was counted.
-        """
+    def _end(self, run: SkipRun) -> None:
         run.close()
-        self._evaluations += run.stats.full + run.stats.skipped
-        passed = done and self._evaluations == before
-        if passed:
-            STATS.fallback(self.name, PASSED_BY)
-        self.tell(PASSED_BY if passed else summary(run.stats))
+        met = run.stats.full + run.stats.skipped
+        self.tell((not met and self._session.passed_by) or summary(run.stats))
 
     def predicting(self, executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Tensor:
         """PREDICT_NOISE: the calls of the model until the next one are one evaluation."""

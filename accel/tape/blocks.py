@@ -125,7 +125,7 @@ def _form(block: nn.Module) -> tuple:
 
 def likeness(block: nn.Module) -> Hashable | None:
     """Equal for blocks that are alike; None for one that is to be left alone. Its own ``forward`` may be ours now."""
-    if original(block) is not block:  # each has functions of its own
+    if original(block) is not block:  # each has its own functions
         return None
     parts: list[Hashable] = []
     read = frozenset().union(*(_names_read(kind) for kind in {type(part) for part in block.modules()}))
