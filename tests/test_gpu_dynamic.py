@@ -62,6 +62,11 @@ def test_a_model_that_does_not_fit_is_fetched_step_by_step(share, name):
     assert found["peak"][1] - found["peak"][0] <= found["graphs"] + GIB // 2
 
 
+def test_weights_of_several_layers_at_once():
+    found = case("together", share=0.3)
+    assert max(found["errors"]) < CLOSE and only_streamed(found) and found["states"] == ["tape"]
+
+
 def test_blocks_that_do_not_fit():
     """Of a forward that cannot be recorded whole, whose blocks ComfyUI fetches ahead."""
     run = {"width": 1280, "height": 704, "frames": 33}
@@ -110,7 +115,7 @@ def test_a_network_that_does_not_fit_beside_its_model(layers, state):
     """With fewer layers than its own table supposes, its patch is called, and what that gives must be kept."""
     found = case("short", node="ZImageFunControlnet", name="zimage", share=0.3, n_layers=layers)
     assert max(found["errors"]) < CLOSE and only_streamed(found) and found["states"] == [state]
-    assert min(found["s"]) <= (1.05 if state == "eager" else 1.02) * min(found["eager_s"])
+    assert min(found["s"]) <= 1.02 * min(found["eager_s"])
 
 
 def test_two_models_by_turns():

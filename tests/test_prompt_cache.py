@@ -1,14 +1,11 @@
 """A model that keeps what it computes of a prompt during a run: its blocks are fast, and forget earlier runs."""
 
-import importlib.util
-import sys
-
 import pytest
 import torch
 
+from tools import embed
 from tools.driving import calls_of, compiled
 from tools.oracles import error, fallbacks, shapes
-from tools.paths import ROOT
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
 CLOSE = 1e-5
@@ -18,13 +15,9 @@ OTHERS = ({"width": 144}, {"seed": 1}, {"tokens": 27}, {}, {"batch": 2}, {"cfg":
 
 
 @pytest.fixture
-def model(models, monkeypatch):
+def model(models):
     """As if it were a model of ComfyUI's."""
-    spec = importlib.util.spec_from_file_location("comfy.ldm.prompt_cache", ROOT / "tools" / "prompt_cache.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module.make()
+    return embed.as_comfyuis("prompt_cache").make()
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tools import pages
+from tools import embed, pages
 from tools.driving import calls_of, compiled, one_call
 from tools.oracles import error, fallbacks, only_streamed, shapes
 
@@ -34,6 +34,29 @@ def test_parts_of_weights(models, load, card, monkeypatch, fetched):
     models.sample(fast, **RUN)
     one_run = [part for parts in layers[: len(layers) // RUN["steps"]] for part in parts]
     assert len(set(one_run)) == len(one_run)  # a layer that two steps read is fetched once
+
+
+@pytest.fixture
+def cast_together(pack, monkeypatch):
+    """Z-Image's feed-forwards ask for the weights of three layers before they compute with any of them."""
+    from comfy.ldm.lumina.model import FeedForward
+
+    loaded = embed.as_comfyuis("cast_together")
+    monkeypatch.setattr(FeedForward, "forward", loaded.forward)
+    return loaded
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6, 2.0])
+def test_weights_of_several_layers_at_once(models, streamed, recordings, cast_together, share):
+    """What was fetched for one is not written over by what is fetched for the next, and pages stay."""
+    patcher, load = streamed("ZImage", share)
+    fast = compiled(patcher)
+    for seed in range(2):
+        wanted = models.sample(patcher, **RUN, seed=seed)
+        assert torch.equal(models.sample(fast, **RUN, seed=seed), wanted), fallbacks()
+        assert pages.is_clean(load)
+    assert cast_together.loose == []
+    assert len(recordings) == 1 and {shape["state"] for shape in shapes()} == {"tape"}
 
 
 def test_a_lora(models, streamed, recordings):

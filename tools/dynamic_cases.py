@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from tools import embed
 from tools.case_process import result_of, tell
 from tools.dynamic_networks import networks, short
 from tools.dynamic_vram import (
@@ -64,6 +65,14 @@ def fit(
             "eager_s": [each["seconds"] for each in eager], "s": [each["seconds"] for each in runs],
             "peak": [max(each["peak"] for each in eager), max(each["peak"] for each in runs)], **told(),
         }  # fmt: skip
+
+
+def together(share: float) -> dict[str, Any]:
+    """As ``fit``, with feed-forwards that ask for the weights of three layers before they compute with any of them."""
+    from comfy.ldm.lumina.model import FeedForward
+
+    FeedForward.forward = embed.as_comfyuis("cast_together").forward
+    return fit(share, graphs=0)
 
 
 def evict(name: str = "zimage", **changes: Any) -> dict[str, Any]:
@@ -297,7 +306,7 @@ def split(name: str = "zimage", behind: bool = False, skipping: bool = False, **
 
 
 CASES: dict[str, Callable[..., dict[str, Any]]] = {
-    "fit": fit, "evict": evict, "switch": switch, "lora": lora, "untold": untold, "vae": vae,
+    "fit": fit, "together": together, "evict": evict, "switch": switch, "lora": lora, "untold": untold, "vae": vae,
     "skip": skip, "split": split, "sizes": sizes, "warm": warm, "networks": networks, "short": short,
 }  # fmt: skip
 

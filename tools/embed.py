@@ -123,6 +123,15 @@ def load_demo() -> ModuleType:
     return _run_init(bare_demo())
 
 
+def as_comfyuis(name: str) -> ModuleType:
+    """The module ``tools.name``, as one of ComfyUI's: what it defines is no other pack's code."""
+    full = f"comfy.ldm.{name}"
+    spec = importlib.util.spec_from_file_location(full, ROOT / "tools" / f"{name}.py")
+    sys.modules[full] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _package(name: str, folder: Path) -> ModuleType:
     """Register `folder` as the package `name`; its `__init__.py` is not run yet."""
     if name not in sys.modules:

@@ -128,6 +128,10 @@ class Pages:
             if page >= self.watermark and page in self.there and not self.pins[page]:
                 self.give_away(page)
 
+    def is_held(self, address: int, size: int) -> bool:
+        """Whether what is there of it stays."""
+        return all(self.pins[page] for page in self._range(address, size) if page in self.there)
+
     def loaded_size(self) -> int:
         return len(self.there) * PAGE
 

@@ -77,15 +77,20 @@ class StreamedWeights:
         return Cast(parts, self._device, self.dtype)
 
     @contextmanager
-    def _named(self, part: nn.Module) -> Iterator[None]:
-        """In the body, the weights of a layer are there under the names that they have in its pages."""
+    def _named(self, part: nn.Module) -> Iterator[bool]:
+        """In the body, the weights of a layer are there under the names that they have in its pages.
+
+        Gives whether they are a copy, which stays as long as somebody has it: what is fetched lies in memory that the
+        next layers' weights are written into, and code may ask for several layers' before it reads any of them.
+        """
         with self.fetched([part]) as ((*weights,),):
             before = {name: part.__dict__.get(name) for name in MAPPED}
             is_lent = is_elsewhere(part)
             if is_lent:
-                part.__dict__.update(zip(MAPPED, weights, strict=True))
+                copies = [None if weight is None else weight.clone() for weight in weights]
+                part.__dict__.update(zip(MAPPED, copies, strict=True))
             try:
-                yield
+                yield is_lent
             finally:
                 if is_lent:
                     for name, old in before.items():
@@ -98,6 +103,8 @@ class StreamedWeights:
     def in_forward(self, recorder: Recorder) -> Iterator[None]:
         """The body is ComfyUI's own forward, which ``recorder`` hears. What was fetched ahead for it is let go."""
         there: OrderedDict[nn.Module, ExitStack] = OrderedDict()
+        marked: list[Tensor] = []  # in pages
+        heard = 0  # operations, before the latest fetch
 
         def let_go(count: int) -> None:
             while len(there) > count:
@@ -107,14 +114,18 @@ class StreamedWeights:
                 part.__dict__[NOTES] = notes[part]
 
         def fetch(path: str, part: nn.Module) -> None:
+            nonlocal heard
             if part in there:
                 return
-            let_go(BESIDE)
+            if len(recorder.operations) != heard:  # else nothing has read what came before: it is asked for with this
+                let_go(BESIDE)
+            heard = len(recorder.operations)
             part.__dict__.pop(NOTES)
             with recorder.not_listening(), ExitStack() as stack:
-                stack.enter_context(self._named(part))
+                is_copy = stack.enter_context(self._named(part))
                 for name in MAPPED:
-                    _name(recorder, stack, path, name, part.__dict__.get(name))
+                    named = _name(recorder, path, name, part.__dict__.get(name))
+                    marked.extend([] if is_copy else named)
                 if NOTES in part.__dict__:  # its own, which it then clears
                     stack.callback(part.__dict__.__setitem__, NOTES, part.__dict__[NOTES])
                 part.__dict__[NOTES], there[part] = notes[part], stack.pop_all()
@@ -133,6 +144,8 @@ class StreamedWeights:
             let_go(0)
             for part in notes:
                 part.__dict__.pop(NOTES, None)
+            for tensor in marked:
+                tensor.__dict__.pop("_anyshape", None)
 
 
 def _has_functions(part: nn.Module) -> bool:
@@ -140,8 +153,9 @@ def _has_functions(part: nn.Module) -> bool:
     return any(getattr(part, f"{key}_function", None) for key in KEYS)
 
 
-def _name(recorder: Recorder, stack: ExitStack, path: str, name: str, weight: Tensor | None) -> None:
-    """Tells the recorder what ``weight`` is, until the stack is closed."""
-    for full, tensor in inner_tensors(name, weight) if weight is not None else ():
+def _name(recorder: Recorder, path: str, name: str, weight: Tensor | None) -> list[Tensor]:
+    """Tells the recorder what ``weight`` is; the tensors that bear its mark now."""
+    found = list(inner_tensors(name, weight)) if weight is not None else []
+    for full, tensor in found:
         recorder.fetched(tensor, Weight(path, full))
-        stack.callback(tensor.__dict__.pop, "_anyshape", None)
+    return [tensor for _, tensor in found]
