@@ -41,21 +41,19 @@ def cast_together(pack, monkeypatch):
     """Z-Image's feed-forwards ask for the weights of three layers before they compute with any of them."""
     from comfy.ldm.lumina.model import FeedForward
 
-    loaded = embed.as_comfyuis("cast_together")
-    monkeypatch.setattr(FeedForward, "forward", loaded.forward)
-    return loaded
+    monkeypatch.setattr(FeedForward, "forward", embed.as_comfyuis("cast_together").forward)
 
 
+@pytest.mark.usefixtures("cast_together")
 @pytest.mark.parametrize("share", [0.2, 0.6, 2.0])
-def test_weights_of_several_layers_at_once(models, streamed, recordings, cast_together, share):
-    """What was fetched for one is not written over by what is fetched for the next, and pages stay."""
+def test_weights_of_several_layers_at_once(models, streamed, recordings, share):
+    """What was fetched for one is not written over by what is fetched for the next."""
     patcher, load = streamed("ZImage", share)
     fast = compiled(patcher)
     for seed in range(2):
         wanted = models.sample(patcher, **RUN, seed=seed)
         assert torch.equal(models.sample(fast, **RUN, seed=seed), wanted), fallbacks()
         assert pages.is_clean(load)
-    assert cast_together.loose == []
     assert len(recordings) == 1 and {shape["state"] for shape in shapes()} == {"tape"}
 
 

@@ -13,8 +13,6 @@ import comfy_aimdo.model_vbar as vbars
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-loose: list[nn.Module] = []  # layers whose pages might have gone before their weights were read, on ``tools.pages``
-
 
 def are_there(layers: Sequence[nn.Module]) -> bool:
     """Whether the weights of layers that nothing was fetched for lie in their pages."""
@@ -26,12 +24,6 @@ def are_there(layers: Sequence[nn.Module]) -> bool:
         if not is_there:
             return False
     return True
-
-
-def is_held(layer: nn.Module) -> bool:
-    """Whether the pages of its weights stay. Those of comfy-aimdo's own do not tell."""
-    table, address, size = layer._v
-    return not hasattr(table, "is_held") or table.is_held(address, size)
 
 
 @contextmanager
@@ -56,6 +48,5 @@ def forward(self: Any, x: Tensor) -> Tensor:
     with together(layers, x) as weights:
         if weights is None:
             return self.w2(F.silu(self.w1(x)) * self.w3(x))
-        loose.extend(layer for layer in layers if not is_held(layer))
         gate, up, down = weights
         return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)

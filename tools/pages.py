@@ -128,10 +128,6 @@ class Pages:
             if page >= self.watermark and page in self.there and not self.pins[page]:
                 self.give_away(page)
 
-    def is_held(self, address: int, size: int) -> bool:
-        """Whether what is there of it stays."""
-        return all(self.pins[page] for page in self._range(address, size) if page in self.there)
-
     def loaded_size(self) -> int:
         return len(self.there) * PAGE
 
@@ -198,7 +194,7 @@ def use(monkeypatch: Any) -> None:
 def write_over(monkeypatch: Any) -> None:
     """Has what a step of ours has fetched be written over when it is done, as the next layers' weights do it."""
     from anyshape.accel.comfy import streaming
-    from anyshape.accel.comfy.layer_casts import NOTES, is_elsewhere
+    from anyshape.accel.comfy.layer_casts import NOTES
 
     own = streaming.Cast
 
@@ -206,8 +202,11 @@ def write_over(monkeypatch: Any) -> None:
     def cast(parts: list, device: torch.device, dtype: torch.dtype) -> Iterator[list]:
         brought = [part for part in parts if NOTES in part.__dict__]  # by ComfyUI's queue, which still has them
         with own(parts, device, dtype) as found:
-            pairs = zip(parts, found, strict=True)
-            lent = [each for part, pair in pairs if is_elsewhere(part) and part not in brought for each in pair]
+            lent: list[Tensor | None] = []
+            for part, pair in zip(parts, found, strict=True):
+                notes = part.__dict__.get(NOTES)
+                if notes is not None and notes["signature"] is None and part not in brought:
+                    lent += pair
             yield found
         for tensor in [inner for weight in lent if weight is not None for inner in _inner(weight)]:
             if tensor.ndim:

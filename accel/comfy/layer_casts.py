@@ -70,12 +70,6 @@ class Cast:
         clean(self._own)
 
 
-def is_elsewhere(part: nn.Module) -> bool:
-    """Whether a layer's weights were fetched, and not into its pages."""
-    notes = part.__dict__.get(NOTES)
-    return notes is not None and notes["signature"] is None
-
-
 def clean(parts: Iterable[nn.Module]) -> None:
     """Leaves layers as ComfyUI does when they have computed."""
     for part in parts:

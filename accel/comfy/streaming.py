@@ -6,7 +6,6 @@ recorded, it is ComfyUI's own layers that fetch: each finds notes of ours in the
 they fetch gets its name.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -19,9 +18,7 @@ from ..tape.named_tensors import MAPPED, OfPatch, inner_tensors
 from ..tape.program import Program
 from ..tape.record import Recorder
 from ..tape.values import Weight
-from .layer_casts import KEYS, NOTES, Cast, clean, is_elsewhere
-
-BESIDE = 1  # earlier layers whose weights stay while the next one's are fetched: an operation may read two layers'
+from .layer_casts import KEYS, NOTES, Cast, clean
 
 
 class _Ahead(dict):
@@ -77,58 +74,45 @@ class StreamedWeights:
         return Cast(parts, self._device, self.dtype)
 
     @contextmanager
-    def _named(self, part: nn.Module) -> Iterator[bool]:
-        """In the body, the weights of a layer are there under the names that they have in its pages.
+    def _named(self, part: nn.Module) -> Iterator[list[Tensor | None]]:
+        """In the body, copies of a layer's weights have the names that these have in its pages.
 
-        Gives whether they are a copy, which stays as long as somebody has it: what is fetched lies in memory that the
-        next layers' weights are written into, and code may ask for several layers' before it reads any of them.
+        Copies, because code may ask for several layers' weights before it reads any of them: what is fetched lies in
+        memory that the next layers' weights are written into, and pages may give way to others.
         """
         with self.fetched([part]) as ((*weights,),):
-            before = {name: part.__dict__.get(name) for name in MAPPED}
-            is_lent = is_elsewhere(part)
-            if is_lent:
-                copies = [None if weight is None else weight.clone() for weight in weights]
-                part.__dict__.update(zip(MAPPED, copies, strict=True))
-            try:
-                yield is_lent
-            finally:
-                if is_lent:
-                    for name, old in before.items():
-                        if old is None:
-                            part.__dict__.pop(name, None)
-                        else:
-                            part.__dict__[name] = old
+            copies = [None if weight is None else weight.clone() for weight in weights]
+        before = {name: part.__dict__[name] for name in MAPPED if name in part.__dict__}
+        part.__dict__.update(zip(MAPPED, copies, strict=True))
+        try:
+            yield copies
+        finally:
+            for name in MAPPED:
+                part.__dict__.pop(name)
+            part.__dict__.update(before)
 
     @contextmanager
     def in_forward(self, recorder: Recorder) -> Iterator[None]:
         """The body is ComfyUI's own forward, which ``recorder`` hears. What was fetched ahead for it is let go."""
-        there: OrderedDict[nn.Module, ExitStack] = OrderedDict()
-        marked: list[Tensor] = []  # in pages
-        heard = 0  # operations, before the latest fetch
+        there: dict[nn.Module, ExitStack] = {}  # what was fetched last
 
-        def let_go(count: int) -> None:
-            while len(there) > count:
-                part, stack = there.popitem(last=False)
-                with recorder.not_listening():
-                    stack.close()
+        def let_go() -> None:
+            for part, stack in there.items():
+                stack.close()
                 part.__dict__[NOTES] = notes[part]
+            there.clear()
 
         def fetch(path: str, part: nn.Module) -> None:
-            nonlocal heard
             if part in there:
                 return
-            if len(recorder.operations) != heard:  # else nothing has read what came before: it is asked for with this
-                let_go(BESIDE)
-            heard = len(recorder.operations)
+            let_go()
             part.__dict__.pop(NOTES)
             with recorder.not_listening(), ExitStack() as stack:
-                is_copy = stack.enter_context(self._named(part))
-                for name in MAPPED:
-                    named = _name(recorder, path, name, part.__dict__.get(name))
-                    marked.extend([] if is_copy else named)
-                if NOTES in part.__dict__:  # its own, which it then clears
-                    stack.callback(part.__dict__.__setitem__, NOTES, part.__dict__[NOTES])
+                copies = stack.enter_context(self._named(part))
                 part.__dict__[NOTES], there[part] = notes[part], stack.pop_all()
+            for name, weight in zip(MAPPED, copies, strict=True):
+                for full, tensor in inner_tensors(name, weight) if weight is not None else ():
+                    recorder.fetched(tensor, Weight(path, full))
 
         notes = {
             part: _Ahead(lambda path=path, part=part: fetch(path, part))
@@ -141,21 +125,11 @@ class StreamedWeights:
                 part.__dict__[NOTES] = ahead
             yield
         finally:
-            let_go(0)
+            let_go()
             for part in notes:
                 part.__dict__.pop(NOTES, None)
-            for tensor in marked:
-                tensor.__dict__.pop("_anyshape", None)
 
 
 def _has_functions(part: nn.Module) -> bool:
     """Whether something is done to its weights besides patches: by ``Cast``, and by the layer once more."""
     return any(getattr(part, f"{key}_function", None) for key in KEYS)
-
-
-def _name(recorder: Recorder, path: str, name: str, weight: Tensor | None) -> list[Tensor]:
-    """Tells the recorder what ``weight`` is; the tensors that bear its mark now."""
-    found = list(inner_tensors(name, weight)) if weight is not None else []
-    for full, tensor in found:
-        recorder.fetched(tensor, Weight(path, full))
-    return [tensor for _, tensor in found]

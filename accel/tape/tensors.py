@@ -69,7 +69,7 @@ class Tensors:
         return value
 
     def fetched(self, tensor: Tensor, weight: Weight) -> None:
-        """A weight in memory that is another weight's later: ``tensor`` bears its mark, and is not kept."""
+        """A copy of a weight, which is gone when its layer has computed: ``tensor`` bears its mark, and is not kept."""
         if weight not in self._fetched:
             self._fetched[weight] = Value(undressed(tensor), self.next(), weight)
         tensor._anyshape = self._token, self._fetched[weight]
