@@ -7,7 +7,7 @@ they fetch gets its name.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,42 +74,31 @@ class StreamedWeights:
         return Cast(parts, self._device, self.dtype)
 
     @contextmanager
-    def _named(self, part: nn.Module) -> Iterator[list[Tensor | None]]:
-        """In the body, copies of a layer's weights have the names that these have in its pages.
-
-        Copies, because code may ask for several layers' weights before it reads any of them: what is fetched lies in
-        memory that the next layers' weights are written into, and pages may give way to others.
-        """
-        with self.fetched([part]) as ((*weights,),):
-            copies = [None if weight is None else weight.clone() for weight in weights]
-        before = {name: part.__dict__[name] for name in MAPPED if name in part.__dict__}
-        part.__dict__.update(zip(MAPPED, copies, strict=True))
-        try:
-            yield copies
-        finally:
-            for name in MAPPED:
-                part.__dict__.pop(name)
-            part.__dict__.update(before)
-
-    @contextmanager
     def in_forward(self, recorder: Recorder) -> Iterator[None]:
-        """The body is ComfyUI's own forward, which ``recorder`` hears. What was fetched ahead for it is let go."""
-        there: dict[nn.Module, ExitStack] = {}  # what was fetched last
+        """The body is ComfyUI's own forward, which ``recorder`` hears. What was fetched ahead for it is let go.
+
+        Its layers get copies of their weights, under the names that these have in their pages. For code may ask for
+        several layers' weights before it reads any of them: what is fetched lies in memory that the next layers'
+        weights are written into, and pages may give way to others.
+        """
+        latest: dict[nn.Module, dict[str, Tensor | None]] = {}  # the layer that was fetched last: what it had before
 
         def let_go() -> None:
-            for part, stack in there.items():
-                stack.close()
-                part.__dict__[NOTES] = notes[part]
-            there.clear()
+            for part, before in latest.items():
+                for name in MAPPED:
+                    del part.__dict__[name]
+                part.__dict__.update(before)
+            latest.clear()
 
         def fetch(path: str, part: nn.Module) -> None:
-            if part in there:
+            if part in latest:
                 return
             let_go()
-            part.__dict__.pop(NOTES)
-            with recorder.not_listening(), ExitStack() as stack:
-                copies = stack.enter_context(self._named(part))
-                part.__dict__[NOTES], there[part] = notes[part], stack.pop_all()
+            part.__dict__.pop(NOTES, None)
+            with recorder.not_listening(), self.fetched([part]) as ((*weights,),):
+                copies = [None if weight is None else weight.clone() for weight in weights]
+            latest[part] = {name: part.__dict__[name] for name in MAPPED if name in part.__dict__}
+            part.__dict__.update(zip(MAPPED, copies, strict=True), **{NOTES: notes[part]})
             for name, weight in zip(MAPPED, copies, strict=True):
                 for full, tensor in inner_tensors(name, weight) if weight is not None else ():
                     recorder.fetched(tensor, Weight(path, full))
