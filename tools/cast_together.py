@@ -1,7 +1,8 @@
 """A gated feed-forward of the weights of all its layers at once, where they are on the GPU.
 
-ComfyUI since 0.38 has such parts for kernels that are a whole feed-forward (Z-Image in int8). The tests cannot have
-that version, so they put this ``forward`` in the place of ComfyUI's. Call `tools.embed.use_comfyui()` first.
+A file of Z-Image that is newer than ComfyUI 0.33 has such parts, for kernels that are a whole feed-forward in int8. The
+tests cannot have that version, so they put this ``forward`` in the place of ComfyUI's. Call
+`tools.embed.use_comfyui()` first.
 """
 
 from collections.abc import Iterator, Sequence

@@ -2,8 +2,8 @@
 
 A program's steps fetch their weights as the layers would that they stand for: by ComfyUI's own code, in the same order,
 into the same memory, small layers several at once. Pages that are there are used as they are. While a forward is
-recorded, it is ComfyUI's own layers that fetch: each finds notes of ours in the place of those of a prefetch, and what
-they fetch gets its name.
+recorded, it is ComfyUI's own layers that fetch: each finds notes of ours in the place of those of a prefetch, and gets
+copies of its weights, which bear their names.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -98,7 +98,8 @@ class StreamedWeights:
             with recorder.not_listening(), self.fetched([part]) as ((*weights,),):
                 copies = [None if weight is None else weight.clone() for weight in weights]
             latest[part] = {name: part.__dict__[name] for name in MAPPED if name in part.__dict__}
-            part.__dict__.update(zip(MAPPED, copies, strict=True), **{NOTES: notes[part]})
+            part.__dict__.update(zip(MAPPED, copies, strict=True))
+            part.__dict__[NOTES] = notes[part]
             for name, weight in zip(MAPPED, copies, strict=True):
                 for full, tensor in inner_tensors(name, weight) if weight is not None else ():
                     recorder.fetched(tensor, Weight(path, full))
