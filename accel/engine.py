@@ -8,6 +8,7 @@ we never change it.
 import logging
 import time
 import traceback
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,8 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._tape = TapeTier(self.stats, id(self), self.passthrough, self.uses_graphs)
+        # Not as a ``__del__``, which would find this module empty where Python ends.
+        weakref.finalize(self, graphs.abandon, id(self)).atexit = False
 
     def __call__(self, call: Call, settings: Settings) -> Output:
         """The model's output for ``call``, in the fastest way that is safe."""
@@ -160,6 +163,3 @@ class Engine:
     def release(self) -> None:
         """Releases the weights and keeps the recordings. For a model without graphs, after each of its calls."""
         self._tape.release()
-
-    def __del__(self) -> None:
-        graphs.abandon(id(self))

@@ -172,7 +172,7 @@ class GraphCache:
             self._drop_abandoned()
 
     def abandon(self, owner: int) -> None:
-        """``drop_owner`` at the next call. For ``__del__``, which may run at any place, within a capture too."""
+        """``drop_owner`` at the next call. For an object's end, which may come at any place, within a capture too."""
         self._abandoned.append(owner)
 
     def clear(self) -> None:
@@ -332,7 +332,7 @@ def drop_owner(owner: int) -> None:
 
 
 def abandon(owner: int) -> None:
-    """``drop_owner``, as soon as a call on the device has begun that is no ``__del__``."""
+    """``drop_owner``, as soon as a call on the device has begun that is not an object's end."""
     for device_cache in list(_CACHES.values()):
         device_cache.abandon(owner)
 

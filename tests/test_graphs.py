@@ -1,6 +1,7 @@
 """What graphs cost, which give way to which, and whose they are. On the CPU: only the capture itself is replaced."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ from tools.driving import in_threads
 
 embed.bare_pack()
 
-from anyshape.accel import graphs  # noqa: E402 - the package exists from the line above on
+from anyshape.accel import engine, graphs  # noqa: E402 - the package exists from the line above on
 from anyshape.accel.capture import Recording  # noqa: E402
 from anyshape.accel.graphs import Name  # noqa: E402
 from anyshape.accel.key import shape_key  # noqa: E402
+from anyshape.accel.stats import STATS  # noqa: E402
 
 from tools.captures import BUDGET, Capturer, capture, held, name, only_cache, recording  # noqa: E402
 
@@ -229,13 +231,23 @@ def test_a_program_runs_once_on_the_captures_stream_before_it_is_captured(cache,
 
 
 def test_an_owner_that_is_gone_is_dropped_by_the_next_call(cache, capturer) -> None:
-    """The collector may run at any place, so ``__del__`` frees nothing itself."""
+    """The collector may run at any place, so the end of an engine frees nothing itself."""
     capture(cache, a=10)
     cache.capture(name("b", owner=1), recording(5), BUDGET)
     graphs.abandon(0)
     assert capturer.live == 2
     cache.replay(name("b", owner=1), 0, {"x": torch.ones(5, dtype=torch.uint8)})
     assert capturer.live == 1 and cache.used_bytes == 5
+
+
+def test_the_end_of_an_engine_says_so_where_python_ends_too(cache, monkeypatch) -> None:
+    """Then its module may have been emptied."""
+    made = engine.Engine(STATS.model("Gone", "model"))
+    owner = id(made)
+    monkeypatch.setattr(engine, "graphs", None)
+    del made
+    gc.collect()
+    assert owner in cache._abandoned
 
 
 def test_caches_may_be_made_while_others_are_dropped(cache, monkeypatch) -> None:
