@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tools.driving import SMALL_RUN, compiled, randn, skipping
-from tools.oracles import counted, error, shapes
+from tools.oracles import counted, error, fallbacks, shapes
 from tools.skip_driving import RUN
 
 pytestmark = pytest.mark.usefixtures("clean_stats")
@@ -149,6 +149,49 @@ def test_a_forward_that_a_run_puts_into_a_model_whose_own_calls_no_wrappers(mode
         assert error(models.sample(way(node(ours)), **run), wanted[way]) < CLOSE
     # and without our node it is the model's own again
     assert error(models.sample(ours, **run), models.sample(plain, **run)) == 0.0
+
+
+def without_wrappers(own):
+    """As ComfyUI-Fluxtapoz's and ComfyUI-HunyuanLoom's models."""
+
+    class Other(own):
+        def forward(self, *args, **kwargs):
+            return self._forward(*args, **kwargs) * 1.25
+
+    return Other
+
+
+def with_wrappers(own):
+    class Other(own):
+        def forward(self, *args, transformer_options, **kwargs):
+            from comfy.patcher_extension import WrapperExecutor, WrappersMP, get_all_wrappers
+
+            wrappers = get_all_wrappers(WrappersMP.DIFFUSION_MODEL, transformer_options)
+            call = WrapperExecutor.new_class_executor(super().forward, self, wrappers).execute
+            return call(*args, transformer_options=transformer_options, **kwargs) * 1.25
+
+    return Other
+
+
+@pytest.mark.parametrize("skips", [False, True], ids=["compiled", "skipping"])
+@pytest.mark.parametrize("name, make", [("Flux", without_wrappers), ("SD3", with_wrappers)], ids=["Flux", "SD3"])
+def test_a_class_that_a_node_gives_the_model(models, name, make, skips):
+    """After our node, and it takes it away again: whether the forward calls wrappers is another thing each time."""
+    from tools.architectures import patchers
+
+    run = RUN | {"width": 128, "height": 128, "tokens": 24} | ({} if skips else {"steps": 3})
+    plain, ours = patchers.make(name, blocks=4), patchers.make(name, blocks=4)
+    eager, fast = (skipping(plain), skipping(compiled(ours))) if skips else (plain, compiled(ours))
+    networks = [patcher.model.diffusion_model for patcher in (plain, ours)]
+    own, results = type(networks[0]), []
+    other = make(own)
+    for kind in (own, other, own, other):
+        for network in networks:
+            network.__class__ = kind
+        results.append(models.sample(eager, **run))
+        assert error(models.sample(fast, **run), results[-1]) < CLOSE
+        assert not fallbacks() and {shape["state"] for shape in shapes()} == {"tape"}
+    assert error(*results[:2]) > 0.01
 
 
 def test_a_node_that_runs_again_records_nothing_again(models, fusing, recordings):

@@ -121,17 +121,16 @@ class Around:
 
 
 def put_around(patcher: ModelPatcher, key: str, around: MakesForward) -> None:
-    """If the model's forward calls no wrappers, puts what ``around`` makes of it in its place.
+    """Where the model's forward calls no wrappers, puts what ``around`` makes of it in its place.
 
+    Looked at in each call: another pack's node may give the model a class of its own, whose forward calls none.
     key: the node's, for ``remove_forward``.
     """
     kind = type(patcher.model.diffusion_model)
-    if _calls_wrappers(kind):
-        return
 
     def applied(executor: WrapperExecutor, *args: Any, **kwargs: Any) -> Any:
         model = executor.class_obj.diffusion_model
-        if not isinstance(model, kind):  # what torch.compile made of it
+        if not isinstance(model, kind) or _calls_wrappers(type(model)):  # no instance: what torch.compile made of it
             return executor(*args, **kwargs)
         there = model.__dict__.get("forward")
         if isinstance(there, Around):  # another node of ours
