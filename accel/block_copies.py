@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from .block_call import Given, NotUsed, is_plain, take_apart
 from .block_forwards import Blocks
+from .tape.layer_calls import LayerCall
 from .tape.named_tensors import PartsByPath, modules_of, resolve, tensors_of
 from .tape.options import MISSING, NotedOptions, frozen
 from .tape.record import Recorder
@@ -95,7 +96,7 @@ class BlockCopies:
                 else:
                     self.left_out += 1
             self.count += 1
-            recorder.guarded(lambda: self._copied(found.example, found.values, found.given, out))
+            recorder.guarded(lambda: self._copied(found, path, out))
             return out
         if found is None:
             return own(*args, **kwargs)
@@ -186,9 +187,9 @@ class BlockCopies:
             found[old] = new
         return None if self._recorder.is_deaf else found
 
-    def _copied(self, example: Example, values: dict[Value, Value], given: Given, out: Any) -> None:
+    def _copied(self, copy: _Copy, path: str, out: Any) -> None:
         """Writes down the operations of the example with other values, and which tensor is which of them."""
-        recorder = self._recorder
+        recorder, example, values, given = self._recorder, copy.example, copy.values, copy.given
         pairs = list(_pairs(example.out, out))
         if not all(isinstance(new, Tensor) if isinstance(old, Value) else old == new for old, new in pairs):
             recorder.refuse("blocks that are alike gave different results")
@@ -199,8 +200,9 @@ class BlockCopies:
             example.recipe = [_Line.of(operation) for operation in example.operations]
         for line in example.recipe:
             operation = line.operation
+            func = operation.func.at(example.path, path) if isinstance(operation.func, LayerCall) else operation.func
             copied = Operation(
-                operation.func, line.arguments(get), line.named(get), [get(value, value) for value in operation.inputs],
+                func, line.arguments(get), line.named(get), [get(value, value) for value in operation.inputs],
                 writes=get(operation.writes, operation.writes), opaque=operation.opaque, like=operation,
             )  # fmt: skip
             for value in operation.outputs:

@@ -1,19 +1,20 @@
 """One forward of ComfyUI's while it is recorded: what watches it, and the take that comes of it."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from .block_calls import BlockCalls
 from .block_copies import BlockCopies
-from .block_forwards import Blocks
+from .block_forwards import Blocks, Ours
 from .clock import Clock
 from .foreign import Watched
 from .key import ShapeKey
 from .reasons import say
 from .take import NONE, Take, Taped
+from .tape import layer_calls
 from .tape.guards import Guards
 from .tape.options import NotedOptions, Reads
 from .tape.patch_book import PatchBook
@@ -86,8 +87,24 @@ class Recorded:
         taped, blocks, recorder = self._taped, self._blocks, self._recorder
         in_blocks = self._copies.forward if copying and not taped.lean else _own
         if in_blocks is _own and self._calls is None:
-            return taped.forward(self._noted)
+            with self._layers(()):
+                return taped.forward(self._noted)
         recorder.guarded(lambda: blocks.look(taped.module, taped.structure))
+        with self._layers(blocks.paths):
+            return self._in_blocks(in_blocks)
+
+    def _layers(self, paths: Sequence[str]) -> AbstractContextManager[None]:
+        """Within it, calls of other packs' layers may become steps. paths: of blocks, whose likeness is seen before."""
+        module, layers = self._taped.module, Blocks()
+        if self._taped.foreign and self._taped.stream is None:
+            layers.paths = self._recorder.guarded(lambda: layer_calls.paths(module)) or []
+        if layers.paths:
+            self._recorder.guarded(lambda: [self._blocks.likeness(path, module.get_submodule(path)) for path in paths])
+        return layers.ours(module, layer_calls.LayerCalls(self._recorder, module).forward)
+
+    def _in_blocks(self, in_blocks: Ours) -> Any:
+        """The forward, with this in place of its blocks' own."""
+        taped, blocks, recorder = self._taped, self._blocks, self._recorder
         if taped.meets_others:
             recorder.guarded(lambda: blocks.watch(taped.module, again=True))
         if self._calls is None:

@@ -69,6 +69,43 @@ def test_a_lora_on_and_off(models, load, recordings):
     assert_fast()
 
 
+def test_a_lora_on_a_layer_of_another_pack(models, load, card, recordings):
+    """What it makes of the weight depends on the dtype that the pack's code asks for, where all fits and where not."""
+    import comfy.ops
+    from comfy.model_patcher import LowVramPatch
+
+    layer = next(part for part in load.layers if isinstance(part, nn.Linear))
+    (name,) = (f"{name}.weight" for name, part in load.model.named_modules() if part is layer)
+
+    class Other(type(layer)):
+        def forward(self, x):
+            weight, bias, _ = comfy.ops.cast_bias_weight(
+                self, None, torch.float64, x.device, bias_dtype=x.dtype, offloadable=True
+            )
+            return nn.functional.linear(x, weight.to(x.dtype), bias)
+
+    class Patch(LowVramPatch):
+        def __call__(self, weight):
+            return weight * (1.5 if weight.dtype == torch.float64 else 1.0)
+
+    layer.__class__ = Other
+    fast, source = compiled(load.patcher), load.patcher
+    plain = models.sample(fast, **SMALL_RUN)
+    patches = {
+        name: lambda key: Patch(key, {key: [(1.0, ("diff", (torch.zeros_like(layer.weight),)), 1.0, None, None)]})
+    }
+    for room in (card.pages, card.pages, load.pages.count // 2):
+        card.pages = room
+        load(patches, dirty=True)
+        wanted = models.sample(source, **SMALL_RUN)
+        load(patches, dirty=True)
+        assert error(models.sample(fast, **SMALL_RUN), wanted) < CLOSE < error(wanted, plain), room
+    load(dirty=True)
+    assert error(models.sample(fast, **SMALL_RUN), plain) < CLOSE and recordings
+    said = {found["reason"] for found in fallbacks()}
+    assert any("put a LoRA on their weights themselves" in reason for reason in said)
+
+
 def test_a_layer_that_is_no_longer_mapped_is_recorded_again(models, load, recordings):
     """A LoRA that changes a weight's size is loaded as a whole: what lies in its pages is of nobody."""
     fast, source = compiled(load.patcher), load.patcher

@@ -19,12 +19,12 @@ import comfy.model_management as mm
 import torch
 from torch import Tensor, nn
 
-from .. import graphs
+from .. import graphs, origin
 from ..errors import is_out_of_memory, let_go
 from ..reasons import say
 from ..tape.named_tensors import modules_of, parts_of
 from .known_pages import KnownPages, Place, vbars
-from .layer_casts import KEYS, Cast
+from .layer_casts import KEYS, Cast, casts_itself, to_fill
 from .shortages import Unfit
 from .small_weights import SmallWeights
 
@@ -78,6 +78,7 @@ class MappedWeights:
     def __init__(self, model: nn.Module, parts: list[nn.Module], known: KnownPages) -> None:
         self._model, self._parts = model, sorted(parts, key=lambda part: part._v[1])
         self._dicts = [part.__dict__ for part in self._parts]
+        self._alone = [part for part in self._parts if casts_itself(part)]
         self._places: list[Place] = [part._v for part in self._parts]
         # Of each table the part whose page goes first: the model's, and those of companions.
         self._last = list({id(part._v[0]): part for part in self._parts}.values())
@@ -131,6 +132,9 @@ class MappedWeights:
                 self.did_not_fit = False
                 unfit.clear()
                 return ""
+            if (part := to_fill(self._alone)) is not None:
+                self.did_not_fit = False
+                return say("casts_itself", name=origin.whose(type(part)))
             if not turn and (
                 self._lacks_room(device) or unfit.expects(self._free_beside(device), self._others(device))
             ):

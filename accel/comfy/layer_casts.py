@@ -7,6 +7,7 @@ import comfy.ops
 import torch
 from torch import Tensor, nn
 
+from ..origin import is_known
 from .known_pages import vbars
 
 KEYS = ("weight", "bias")
@@ -68,6 +69,26 @@ class Cast:
         for part in self._held:
             vbars.vbar_unpin(part._v)
         clean(self._own)
+
+
+def casts_itself(part: nn.Module) -> bool:
+    """Whether a LoRA lies on a layer of another pack's, which is not to be put on its weight by ``Cast``.
+
+    What it makes of the weight depends on the dtypes in which that pack's code asks for it: int8 and its scale, say.
+    """
+    patched = any(getattr(part, f"{key}_lowvram_function", None) is not None for key in KEYS)
+    return patched and not is_known(type(part))
+
+
+def to_fill(parts: Iterable[nn.Module]) -> nn.Module | None:
+    """The first of these layers that has its pages, but not yet its weights in them."""
+    for part in parts:
+        signature = vbars.vbar_fault(part._v)
+        if signature is not None:
+            vbars.vbar_unpin(part._v)
+            if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)):
+                return part
+    return None
 
 
 def clean(parts: Iterable[nn.Module]) -> None:

@@ -18,7 +18,7 @@ from ..tape.named_tensors import MAPPED, OfPatch, inner_tensors
 from ..tape.program import Program
 from ..tape.record import Recorder
 from ..tape.values import Weight
-from .layer_casts import KEYS, NOTES, Cast, clean
+from .layer_casts import KEYS, NOTES, Cast, casts_itself, clean
 
 
 class _Ahead(dict):
@@ -69,8 +69,8 @@ class StreamedWeights:
 
     def fetched(self, parts: Sequence[nn.Module]) -> Cast:
         """In the body, the weights of these layers are on the GPU. Raises ``NotBound``."""
-        if any(map(_has_functions, parts)):
-            raise NotBound("a function of weights would be applied twice")
+        if any(map(_is_for_itself, parts)):
+            raise NotBound("a function of weights would be applied twice, or otherwise")
         return Cast(parts, self._device, self.dtype)
 
     @contextmanager
@@ -107,7 +107,7 @@ class StreamedWeights:
         notes = {
             part: _Ahead(lambda path=path, part=part: fetch(path, part))
             for path, part in self._parts.items()
-            if not _has_functions(part)
+            if not _is_for_itself(part)
         }
         clean(self._parts.values())
         try:
@@ -120,6 +120,6 @@ class StreamedWeights:
                 part.__dict__.pop(NOTES, None)
 
 
-def _has_functions(part: nn.Module) -> bool:
-    """Whether something is done to its weights besides patches: by ``Cast``, and by the layer once more."""
-    return any(getattr(part, f"{key}_function", None) for key in KEYS)
+def _is_for_itself(part: nn.Module) -> bool:
+    """Whether something is done to its weights that ``Cast`` would do once more, or otherwise."""
+    return any(getattr(part, f"{key}_function", None) for key in KEYS) or casts_itself(part)

@@ -34,6 +34,11 @@ REASONS = dict(
         "Free VRAM: a part of the model is not on the GPU",
         "its weights are in main memory (low VRAM) or on another GPU, so it runs as without this node",
     ),
+    casts_itself=(
+        "Run it again: a LoRA was put on the weights",
+        "layers of another pack ({name}) put a LoRA on their weights themselves, in the first forward after a load. "
+        "That one is ComfyUI's own; the next ones are faster",
+    ),
     patches_fetched=(
         "no CUDA graph: a LoRA is copied to the GPU at each step",
         "layers of another pack (GGUF, say) put a LoRA of {need} MB on their weights at each step and copy it from "

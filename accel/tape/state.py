@@ -28,6 +28,7 @@ from .identity import EQUAL, Role, Same, TensorRole, slots_of
 from .named_tensors import parts_of
 from .unchanged import Unchanged, form_of
 
+COMPILES = "triton."  # its kernels keep what they compiled, and which of their forms is the fastest
 MOST = 1500  # objects in the state of one patch, and in that of a module that belongs to patches
 MOST_IN_ALL = 100_000  # objects of looks at the same time
 CONTAINERS = (list, tuple, collections.deque)
@@ -206,7 +207,10 @@ class _Look:
         if isinstance(value, types.SimpleNamespace):
             return kind, Role(value), tuple(self._attributes(value))
         if is_library(kind.__module__) and not kind.__module__.startswith("comfy"):
-            if type(kind) is type and not callable(value):  # a generator, a lock, a file: what it holds is hidden
+            is_kernel = kind.__module__.startswith(COMPILES)
+            if type(kind) is type and not (
+                callable(value) or is_kernel
+            ):  # a generator, a lock: what it holds is hidden
                 raise _Unknown
             self._glance.hides |= callable(value)
             return "same", Same(value)  # torch's own operations

@@ -1,0 +1,87 @@
+"""Layers of other packs that compute past torch: each of their calls is one step of the tape.
+
+Such a layer starts kernels of its own (int8 and 4 bit layers do), and to a recorder its result is memory that nothing
+has written. What was written down of that call is dropped then, as for operations (``wrapped``), and the call becomes
+one step. At each replay the layer that is there then is called, with all that it does to its weights.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..origin import is_known
+from .named_tensors import PLAIN
+from .refusals import UNWRITTEN
+from .values import tensors_in
+
+PLAIN_TYPES = (Tensor, int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A call of a layer's forward. model: what ``path`` names it in."""
+
+    model: weakref.ref[nn.Module]
+    path: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer gives."""
+        return self.model().get_submodule(self.path).forward(*args, **kwargs)
+
+    def at(self, path: str, other: str) -> "LayerCall":
+        """The same layer of another block. path, other: of the two blocks."""
+        return replace(self, path=other + self.path.removeprefix(path))
+
+
+def paths(model: nn.Module) -> list[str]:
+    """Of the layers, and larger parts, that are of other packs' classes."""
+    return [path for path, part in model.named_modules() if path and not is_known(type(part))]
+
+
+class LayerCalls:
+    """What runs in place of such layers' forwards while ``recorder`` listens."""
+
+    def __init__(self, recorder: Any, model: nn.Module) -> None:
+        self._recorder, self._model = recorder, weakref.ref(model)
+
+    def forward(self, path: str, layer: nn.Module, own: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The layer's own result."""
+        recorder = self._recorder
+        if recorder.is_deaf or recorder.module is None:  # a pack that took this for the layer's own has kept it
+            return own(*args, **kwargs)
+        before = recorder.place()
+        out = own(*args, **kwargs)
+        if recorder.guarded(lambda: self._is_apart(before, args, kwargs, out) and recorder.back_to(before)):
+            call, results = LayerCall(self._model, path), out if isinstance(out, (tuple, list)) else [out]
+            recorder.guarded(lambda: recorder.step(call, args, results, kwargs))
+        return out
+
+    def _is_apart(self, before: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
+        """Whether the layer has computed ``out`` past torch, and did nothing else that a step could not repeat."""
+        recorder, results = self._recorder, out if isinstance(out, (tuple, list)) else [out]
+        if not (results and all([type(result) in PLAIN for result in results])):
+            return False
+        unwritten = not recorder.refusal and recorder.writes.are_missing([recorder.value(each) for each in results])
+        if not (unwritten or recorder.refusal.startswith(UNWRITTEN)):
+            return False
+        if not all([isinstance(each, PLAIN_TYPES) for each in _items((args, kwargs))]):  # options, say
+            return False
+        if any(torch._C._is_alias_of(result, each) for result in results for each in tensors_in((args, kwargs))):
+            return False
+        written = (each.writes.root for each in recorder.operations[before.operations :] if each.writes is not None)
+        return all(root.number >= before.number for root in written)
+
+
+def _items(given: Any) -> Iterator[Any]:
+    """What is in nested lists, tuples and dicts."""
+    if isinstance(given, (tuple, list)):
+        for each in given:
+            yield from _items(each)
+    elif type(given) is dict:
+        yield from _items(list(given.values()))
+    else:
+        yield given

@@ -1,0 +1,166 @@
+"""Layers of other packs that compute past torch's dispatcher, as with kernels of their own: on the CPU."""
+
+import ctypes
+
+import pytest
+import torch
+import triton
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tools.driving import compiled, sample_tiny, skipping
+from tools.oracles import error, fallbacks, shapes
+
+pytestmark = pytest.mark.usefixtures("clean_stats", "one_thread")
+
+NAME = "ZImage"
+SIZES = ((8, 8), (10, 6), (6, 14), (8, 12), (8, 8))  # of latents
+CLOSE = 1e-5
+
+
+def past_torch(x, weight, bias=None):
+    """As a kernel gives it that torch knows nothing of."""
+    out = torch.empty(*x.shape[:-1], len(weight), dtype=x.dtype)
+    with _disable_current_modes():
+        found = nn.functional.linear(x, weight, bias).contiguous()
+        ctypes.memmove(out.data_ptr(), found.data_ptr(), found.nbytes)
+    return out
+
+
+class Layer(nn.Module):
+    """A pack's, in the place of a linear layer of the model's."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, x):
+        return past_torch(x, self.weight, self.bias)
+
+
+class Pair(Layer):
+    """It has a layer below, whose weight alone it reads, as a fused projection does."""
+
+    def __init__(self, layer):
+        super().__init__(layer)
+        self.inner = Layer(layer)
+
+    def forward(self, x):
+        return past_torch(x * 2, self.inner.weight, self.bias) * 0.5
+
+
+@triton.autotune(configs=[triton.Config({})], key=["n"])
+@triton.jit
+def kernel(x, n):
+    """Keeps what it compiled, and which of its forms is the fastest."""
+
+
+class Named(Layer):
+    """Its code names a kernel, which it starts on a GPU."""
+
+    def forward(self, x):
+        if x.is_cuda:
+            kernel[(1,)](x, x.numel())
+        return past_torch(x, self.weight, self.bias)
+
+
+class Writing(Layer):
+    """It writes into what it is given."""
+
+    def forward(self, x):
+        x.mul_(1.01)
+        return past_torch(x, self.weight, self.bias)
+
+
+def swap(patcher, kind, where=("feed_forward",)):
+    """The model with this class of layers."""
+    for name, part in list(patcher.model.diffusion_model.named_modules()):
+        for own, layer in list(part.named_children()):
+            if isinstance(layer, nn.Linear) and any(word in name for word in where):
+                setattr(part, own, kind(layer))
+    return patcher
+
+
+def make(kind, where=("feed_forward",)):
+    from tools.architectures import patchers
+
+    return swap(patchers.make(NAME, blocks=4), kind, where)
+
+
+def check(plain, fast, sizes=SIZES, near=0.0, **run):
+    """Each size, at which the two differ by no more than ``near``."""
+    for seed, (height, width) in enumerate(sizes):
+        given = {"name": NAME, "seed": seed, "height": height, "width": width, "steps": 2} | run
+        assert error(sample_tiny(fast, **given), sample_tiny(plain, **given)) <= near, (height, width, fallbacks())
+
+
+def layer_calls(patcher):
+    """How many steps of a recording are calls of layers; how many blocks were copied."""
+    from anyshape.accel.tape.layer_calls import LayerCall
+    from anyshape.accel.tapes import Tapes
+
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        record = Tapes.record
+
+        def recording(*args, **kwargs):
+            out, take, tape = record(*args, **kwargs)
+            found.append((sum(isinstance(each.func, LayerCall) for each in tape.operations), take.copies))
+            return out, take, tape
+
+        patch.setattr(Tapes, "record", recording)
+        sample_tiny(patcher, NAME, height=16, width=16)
+    return found[-1]
+
+
+@pytest.mark.parametrize("kind", [Layer, Pair, Named])
+def test_each_call_is_a_step(kind):
+    """In blocks that are copies of an earlier one, too: there it is their layer's."""
+    plain, fast = make(kind), compiled(make(kind))
+    check(plain, fast)
+    assert {shape["state"] for shape in shapes()} == {"tape"} and not fallbacks()
+    calls, copies = layer_calls(fast)
+    layers = sum(type(part) is kind for part in fast.model.diffusion_model.modules())
+    assert calls == layers > 10 and copies >= 2
+
+
+@pytest.mark.usefixtures("fusing")
+def test_short_recordings(recordings):
+    """Layers of blocks that are left out are not called, and the program calls them all."""
+    plain, fast = make(Layer, ("feed_forward", "attention")), compiled(make(Layer, ("feed_forward", "attention")))
+    check(plain, fast, near=CLOSE)
+    assert {shape["state"] for shape in shapes()} == {"tape"} and len(recordings) == len(set(SIZES))
+
+
+CHANGES = {
+    "a weight in place": lambda part: part.weight.data.mul_(1.5),
+    "another weight": lambda part: setattr(part, "weight", nn.Parameter(part.weight.data * 1.5)),
+    "another forward": lambda part: setattr(part, "forward", lambda x: past_torch(x * 1.5, part.weight)),
+    "a hook": lambda part: part.register_forward_hook(lambda layer, args, out: out * 1.5),
+    "a setting": lambda part: setattr(part, "bias", None if part.bias is not None else torch.ones(len(part.weight))),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_layer_that_changes_between_two_runs(name):
+    plain, ours = make(Layer), make(Layer)
+    fast = compiled(ours)
+    check(plain, fast, SIZES[:2])
+    before = sample_tiny(plain, NAME)
+    with torch.inference_mode():
+        for patcher in (plain, ours):
+            CHANGES[name](patcher.model.diffusion_model.layers[1].feed_forward.w1)
+    assert error(sample_tiny(plain, NAME), before) > 1e-4
+    check(plain, fast, SIZES[:2])
+
+
+def test_what_a_step_could_not_repeat_is_not_one():
+    check(make(Writing), compiled(make(Writing)))
+    assert {shape["state"] for shape in shapes()} == {"eager"}
+    assert all("bypassed torch's dispatcher" in found["reason"] for found in fallbacks())
+
+
+def test_skip_blocks():
+    plain, fast = skipping(make(Layer)), skipping(compiled(make(Layer)))
+    check(plain, fast, [(8, 8), (10, 6), (8, 8)], near=CLOSE, steps=20)
+    assert {shape["state"] for shape in shapes()} == {"tape"} and not fallbacks()
