@@ -124,6 +124,32 @@ def test_each_call_is_a_step(kind):
     assert calls == layers > 10 and copies >= 2
 
 
+class Shared(nn.Module):
+    """It calls a layer that is not below it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.all = [layer]
+
+    def forward(self, x):
+        return self.all[0](x)
+
+
+def test_a_layer_that_all_blocks_call():
+    def shared():
+        patcher = make(Layer)
+        network = patcher.model.diffusion_model
+        network.every = network.layers[0].feed_forward.w1
+        for block in network.layers:
+            block.feed_forward.w1 = Shared(network.every)
+        return patcher
+
+    plain, fast = shared(), compiled(shared())
+    check(plain, fast)
+    assert {shape["state"] for shape in shapes()} == {"tape"} and not fallbacks()
+    assert layer_calls(fast)[1] >= 2
+
+
 @pytest.mark.usefixtures("fusing")
 def test_short_recordings(recordings):
     """Layers of blocks that are left out are not called, and the program calls them all."""

@@ -33,8 +33,9 @@ class LayerCall:
         return self.model().get_submodule(self.path).forward(*args, **kwargs)
 
     def at(self, path: str, other: str) -> "LayerCall":
-        """The same layer of another block. path, other: of the two blocks."""
-        return replace(self, path=other + self.path.removeprefix(path))
+        """The same layer of another block; one that is no block's stays. path, other: of the two blocks."""
+        inside = f"{self.path}.".startswith(f"{path}.")
+        return replace(self, path=other + self.path.removeprefix(path)) if inside else self
 
 
 def paths(model: nn.Module) -> list[str]:
