@@ -1,6 +1,7 @@
 """Layers of other packs that compute past torch's dispatcher, as with kernels of their own: on the CPU."""
 
 import ctypes
+import importlib
 
 import pytest
 import torch
@@ -148,6 +149,31 @@ def test_a_layer_that_all_blocks_call():
     check(plain, fast)
     assert {shape["state"] for shape in shapes()} == {"tape"} and not fallbacks()
     assert layer_calls(fast)[1] >= 2
+
+
+READ = {
+    "by nobody": "",
+    "by a function": "def look(model): return model.shown",
+    "by its name": "def look(model): return getattr(model, 'shown')",
+    "with all others": "def look(model): return vars(model)",
+    "as one of all": "def look(model): return [getattr(model, name) for name in dir(model)]",
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_what_a_model_only_shows_may_be_read_beside_a_packs_layer(name, pack, monkeypatch, tmp_path):
+    """Anima keeps a dict of activations that nothing reads, and is recorded with such layers, too."""
+    from anyshape.accel.tape.kept import kept_tensor
+
+    place = f"a_pack_that_reads_{name.replace(' ', '_')}"
+    (tmp_path / f"{place}.py").write_text(f"from torch import nn\nclass Layer(nn.Module): pass\n{READ[name]}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    beside = importlib.import_module(place)
+    model = nn.Sequential(beside.Layer())
+    model.shown = {"x": torch.ones(1)}
+    assert kept_tensor(model, lambda tensor: True) == ("" if name == "by nobody" else "shown")
+    model[0].own = [torch.ones(1)]
+    assert kept_tensor(model, lambda tensor: True) in ("shown", "0.own")
 
 
 @pytest.mark.usefixtures("fusing")

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from ..origin import is_known
 from ..parts_seen import is_hooked
+from .code_names import names_of
 from .named_tensors import modules_of, parts_of
+from .untouched import AROUND, code_beside
 from .values import tensors_in
 
 HOLDERS = frozenset((Tensor, nn.Parameter, list, tuple, dict, OrderedDict, defaultdict))
@@ -27,7 +29,7 @@ def kept_tensor(module: nn.Module, depends: Callable[[Tensor], bool]) -> str:
             if name in TABLES or type(value) not in HOLDERS or (name, id(value)) in seen:
                 continue
             seen.add((name, id(value)))
-            if any(map(depends, tensors_in(value))) and _is_read(module, name):
+            if any(map(depends, tensors_in(value))) and _is_read(module, part, name):
                 return f"{path}.{name}".lstrip(".")
         for name, value in part._buffers.items():
             if value is not None and depends(value):
@@ -35,16 +37,23 @@ def kept_tensor(module: nn.Module, depends: Callable[[Tensor], bool]) -> str:
     return ""
 
 
-def _is_read(module: nn.Module, name: str) -> bool:
-    """Whether code of the model reads an attribute of this name. Some models only write one, to look at it by hand."""
+def _is_read(module: nn.Module, part: nn.Module, name: str) -> bool:
+    """Whether code of the model reads this attribute of a part. Some models only write one, to look at it by hand.
+
+    Beside layers of other packs, all code counts that is in the file of their class.
+    """
     parts = parts_of(module)
-    kinds = {kind for part in parts for kind in type(part).__mro__}
-    if not all(map(is_known, kinds)) or any(map(is_hooked, parts)):
-        return True  # another pack's code may read it anywhere
+    kinds = {kind for each in parts for kind in type(each).__mro__}
+    if not all(map(is_known, type(part).__mro__)) or any(map(is_hooked, parts)):
+        return True  # its own pack's code may read it anywhere, and so may a hook, which is given its part
+    foreign = [code for kind in kinds if not is_known(kind) for code in code_beside(kind)]
+    if any(names_of(code) & {*AROUND, "dir"} for code in foreign):
+        return True
     owners = [vars(kind) for kind in kinds if not _is_of_torch(kind)]
-    owners += [part.__dict__ for part in parts]
+    owners += [each.__dict__ for each in parts]
     functions = (getattr(item, "__func__", item) for owner in owners for item in list(owner.values()))
     codes = [code for function in functions if isinstance(code := getattr(function, "__code__", None), CodeType)]
+    codes += foreign
     while codes:
         code = codes.pop()
         if name in code.co_names and any(

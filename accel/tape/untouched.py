@@ -61,7 +61,7 @@ class Untouched:
             or any(name in vars(base) for base in kind.__mro__)
             or type(kind) is not type
             or kind.__getattribute__ is not object.__getattribute__
-            or any(names_of(code) & AROUND for code in _code_beside(kind))
+            or any(names_of(code) & AROUND for code in code_beside(kind))
         )
 
     def touched(self, kind: type, name: str) -> None:
@@ -121,7 +121,7 @@ class _Watched:
         del part.__dict__[self._name]
 
 
-def _code_beside(kind: type) -> Iterator[types.CodeType]:
+def code_beside(kind: type) -> Iterator[types.CodeType]:
     """The code of a class, of its bases that are another pack's, and of the functions in their files."""
     bases = [base for base in kind.__mro__ if not is_known(base)]
     files = {base.__module__: vars(sys.modules[base.__module__]) for base in bases if base.__module__ in sys.modules}
