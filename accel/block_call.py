@@ -140,12 +140,3 @@ def _walk_function(function: FunctionType, given: Given, places: dict[int, int],
         return False
     finally:
         given.entered.pop()
-
-
-def is_plain(out: Any) -> bool:
-    """Whether a result is made of tensors, numbers and plain containers of them."""
-    if type(out) in (list, tuple):
-        return all(map(is_plain, out))
-    if type(out) is dict:
-        return all(map(is_plain, out.values()))
-    return isinstance(out, (Tensor, *NUMBERS))

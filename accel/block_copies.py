@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .block_call import Given, NotUsed, is_plain, take_apart
+from .block_call import Given, NotUsed, take_apart
 from .block_forwards import Blocks
+from .tape.blocks import is_plain
 from .tape.layer_calls import LayerCall
 from .tape.named_tensors import PartsByPath, modules_of, resolve, tensors_of
 from .tape.options import MISSING, NotedOptions, frozen

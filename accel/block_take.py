@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .block_call import Given, is_plain
+from .block_call import Given
 from .call import Call, Settings
 from .reasons import say
 from .take import Stream
 from .tape.binding import Bound
+from .tape.blocks import is_plain
 from .tape.called_patches import Played
 from .tape.guards import Guards
 from .tape.options import NotedOptions, Reads

@@ -123,7 +123,7 @@ class Around:
 def put_around(patcher: ModelPatcher, key: str, around: MakesForward) -> None:
     """Where the model's forward calls no wrappers, puts what ``around`` makes of it in its place.
 
-    Looked at in each call: another pack's node may give the model a class of its own, whose forward calls none.
+    Looked at in each call: another pack's node may give the model another class, whose forward calls none.
     key: the node's, for ``remove_forward``.
     """
     kind = type(patcher.model.diffusion_model)

@@ -23,8 +23,8 @@ from .. import graphs, origin
 from ..errors import is_out_of_memory, let_go
 from ..reasons import say
 from ..tape.named_tensors import modules_of, parts_of
-from .known_pages import KnownPages, Place, vbars
-from .layer_casts import KEYS, Cast, casts_itself, to_fill
+from .known_pages import KnownPages, Place, spans, vbars
+from .layer_casts import KEYS, Cast, casts_itself
 from .shortages import Unfit
 from .small_weights import SmallWeights
 
@@ -82,7 +82,7 @@ class MappedWeights:
         self._places: list[Place] = [part._v for part in self._parts]
         # Of each table the part whose page goes first: the model's, and those of companions.
         self._last = list({id(part._v[0]): part for part in self._parts}.values())
-        self._spans = list(_spans(self._places))
+        self._spans = list(spans(self._places))
         self._known = known
         known.look(self._places)
         self._fitted = False  # in this run
@@ -132,7 +132,7 @@ class MappedWeights:
                 self.did_not_fit = False
                 unfit.clear()
                 return ""
-            if (part := to_fill(self._alone)) is not None:
+            if (part := next((each for each in self._alone if _is_filled(each) is False), None)) is not None:
                 self.did_not_fit = False
                 return say("casts_itself", name=origin.whose(type(part)))
             if not turn and (
@@ -254,11 +254,9 @@ class MappedWeights:
         stale: list[nn.Module] = []
         filled, size = 0, 0
         for part in (*self._last, *self._parts):
-            signature = _fault(part._v)
-            if signature is None:
+            if (there := _is_filled(part)) is None:
                 return None
-            vbars.vbar_unpin(part._v)
-            if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)) and part not in stale:
+            if not there and part not in stale:
                 stale.append(part)
                 size += part._v[2]
                 if size >= CHUNK:
@@ -340,9 +338,10 @@ def _fault(place: Place) -> Any:
         return None
 
 
-def _spans(places: list[Place]) -> Iterator[Place]:
-    """From the first to the last byte of each one's pages: asked for as one."""
-    for whose in {id(place[0]): place[0] for place in places}.values():
-        own = [place for place in places if place[0] is whose]
-        start = min(address for _, address, _ in own)
-        yield whose, start, max(address + size for _, address, size in own) - start
+def _is_filled(part: nn.Module) -> bool | None:
+    """Whether the weights of a layer lie in its pages; None if those do not fit."""
+    signature = _fault(part._v)
+    if signature is None:
+        return None
+    vbars.vbar_unpin(part._v)
+    return bool(vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)))

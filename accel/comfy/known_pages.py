@@ -5,7 +5,7 @@ layer's, which took SDXL 8 ms of a GPU's host. It holds no weights, and no pages
 """
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 try:
@@ -55,3 +55,11 @@ class KnownPages:
             return False
         same = zip(layers, places, noted.filled, strict=True)
         return all([own.get("_v") is place and own.get("_v_signature") is filled for own, place, filled in same])
+
+
+def spans(places: list[Place]) -> Iterator[Place]:
+    """From the first to the last byte of each one's pages: asked for as one."""
+    for whose in {id(place[0]): place[0] for place in places}.values():
+        own = [place for place in places if place[0] is whose]
+        start = min(address for _, address, _ in own)
+        yield whose, start, max(address + size for _, address, size in own) - start

@@ -80,17 +80,6 @@ def casts_itself(part: nn.Module) -> bool:
     return patched and not is_known(type(part))
 
 
-def to_fill(parts: Iterable[nn.Module]) -> nn.Module | None:
-    """The first of these layers that has its pages, but not yet its weights in them."""
-    for part in parts:
-        signature = vbars.vbar_fault(part._v)
-        if signature is not None:
-            vbars.vbar_unpin(part._v)
-            if not vbars.vbar_signature_compare(signature, getattr(part, "_v_signature", None)):
-                return part
-    return None
-
-
 def clean(parts: Iterable[nn.Module]) -> None:
     """Leaves layers as ComfyUI does when they have computed."""
     for part in parts:

@@ -22,10 +22,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..attempt import Passthrough, attempt, failed
-from ..block_call import is_plain
 from ..block_forwards import Blocks
 from ..parts_seen import original
 from ..reasons import say
+from ..tape.blocks import is_plain
 from ..tape.cut import LEAST_SHARE, MAX_SHARE
 from ..tape.modes import Operations
 from ..tape.traits import traits

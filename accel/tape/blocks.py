@@ -209,3 +209,12 @@ def _seen(value: Any) -> Hashable:
     if type(value) is functools.partial:  # each block has its own, of the same function
         return functools.partial, id(value.func), _seen(value.args), _seen(value.keywords)
     return type(value), id(value)
+
+
+def is_plain(out: Any) -> bool:
+    """Whether arguments or results are made of tensors, numbers and plain containers of them."""
+    if type(out) in (list, tuple):
+        return all(map(is_plain, out))
+    if type(out) is dict:
+        return all(map(is_plain, out.values()))
+    return isinstance(out, (Tensor, *NUMBERS))

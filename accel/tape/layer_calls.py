@@ -1,24 +1,23 @@
 """Layers of other packs that compute past torch: each of their calls is one step of the tape.
 
-Such a layer starts kernels of its own (int8 and 4 bit layers do), and to a recorder its result is memory that nothing
+Such a layer starts its own kernels (int8 and 4 bit layers do), and to a recorder its result is memory that nothing
 has written. What was written down of that call is dropped then, as for operations (``wrapped``), and the call becomes
 one step. At each replay the layer that is there then is called, with all that it does to its weights.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..origin import is_known
+from .blocks import is_plain
 from .named_tensors import PLAIN
 from .refusals import UNWRITTEN
 from .values import tensors_in
-
-PLAIN_TYPES = (Tensor, int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True)
@@ -56,33 +55,22 @@ class LayerCalls:
             return own(*args, **kwargs)
         before = recorder.place()
         out = own(*args, **kwargs)
-        if recorder.guarded(lambda: self._is_apart(before, args, kwargs, out) and recorder.back_to(before)):
-            call, results = LayerCall(self._model, path), out if isinstance(out, (tuple, list)) else [out]
-            recorder.guarded(lambda: recorder.step(call, args, results, kwargs))
+        results = out if isinstance(out, (tuple, list)) else [out]
+        if recorder.guarded(lambda: self._is_apart(before, args, kwargs, results) and recorder.back_to(before)):
+            recorder.guarded(lambda: recorder.step(LayerCall(self._model, path), args, results, kwargs))
         return out
 
-    def _is_apart(self, before: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> bool:
-        """Whether the layer has computed ``out`` past torch, and did nothing else that a step could not repeat."""
-        recorder, results = self._recorder, out if isinstance(out, (tuple, list)) else [out]
+    def _is_apart(self, before: Any, args: tuple, kwargs: dict[str, Any], results: Sequence[Any]) -> bool:
+        """Whether the layer has computed these past torch, and did nothing else that a step could not repeat."""
+        recorder = self._recorder
         if not (results and all([type(result) in PLAIN for result in results])):
             return False
         unwritten = not recorder.refusal and recorder.writes.are_missing([recorder.value(each) for each in results])
         if not (unwritten or recorder.refusal.startswith(UNWRITTEN)):
             return False
-        if not all([isinstance(each, PLAIN_TYPES) for each in _items((args, kwargs))]):  # options, say
+        if not is_plain((args, kwargs)):  # with options, say
             return False
         if any(torch._C._is_alias_of(result, each) for result in results for each in tensors_in((args, kwargs))):
             return False
         written = (each.writes.root for each in recorder.operations[before.operations :] if each.writes is not None)
         return all(root.number >= before.number for root in written)
-
-
-def _items(given: Any) -> Iterator[Any]:
-    """What is in nested lists, tuples and dicts."""
-    if isinstance(given, (tuple, list)):
-        for each in given:
-            yield from _items(each)
-    elif type(given) is dict:
-        yield from _items(list(given.values()))
-    else:
-        yield given
