@@ -4,7 +4,7 @@ import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Container, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from .origin import is_called_by_others
 from .parts_seen import PartsSeen, is_restored, original, settings_of
 from .tape import blocks
+from .tape.layer_calls import LayerCalls, paths
 
 # What runs in place of a block's own forward: (path, block, its own forward, arguments, keyword arguments) -> result
 Ours = Callable[[str, nn.Module, Callable[..., Any], tuple, dict[str, Any]], Any]
@@ -151,6 +152,13 @@ class Blocks:
                         del block.__dict__[name]
                         if ours.before is not None:
                             block.__dict__[name] = ours.before
+
+
+def packs_layers(recorder: Any, model: nn.Module) -> AbstractContextManager[None]:
+    """Within it, calls of other packs' layers in ``model`` may become steps of what ``recorder`` writes down."""
+    layers = Blocks()
+    layers.paths = recorder.guarded(lambda: paths(model)) or []
+    return layers.ours(model, LayerCalls(recorder, model).forward)
 
 
 def _below(block: nn.Module) -> list[nn.Module]:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .block_call import Given
+from .block_forwards import packs_layers
 from .call import Call, Settings
 from .reasons import say
 from .take import Stream
@@ -122,7 +123,8 @@ def record_block(
     def forward() -> tuple[Any, list[Tensor]]:
         copies.extend(given.tensors[place].clone() for place in writes)
         swap = {id(given.tensors[place]): copy for place, copy in zip(writes, copies, strict=True)}
-        with nullcontext() if stream is None else stream.in_forward(recorder):
+        layers = packs_layers(recorder, block) if visit.call.taped.calls_layers else nullcontext()
+        with layers, nullcontext() if stream is None else stream.in_forward(recorder):
             return given.call(own, noted, swap), list(copies)
 
     (out, _), tape = record(forward, recorder)

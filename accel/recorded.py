@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from .block_calls import BlockCalls
 from .block_copies import BlockCopies
-from .block_forwards import Blocks, Ours
+from .block_forwards import Blocks, Ours, packs_layers
 from .clock import Clock
 from .foreign import Watched
 from .key import ShapeKey
 from .reasons import say
 from .take import NONE, Take, Taped
-from .tape import layer_calls
 from .tape.guards import Guards
 from .tape.options import NotedOptions, Reads
 from .tape.patch_book import PatchBook
@@ -95,12 +94,11 @@ class Recorded:
 
     def _layers(self, paths: Sequence[str]) -> AbstractContextManager[None]:
         """Within it, calls of other packs' layers may become steps. paths: of blocks, whose likeness is seen before."""
-        module, layers = self._taped.module, Blocks()
-        if self._taped.foreign and self._taped.stream is None:
-            layers.paths = self._recorder.guarded(lambda: layer_calls.paths(module)) or []
-        if layers.paths:
-            self._recorder.guarded(lambda: [self._blocks.likeness(path, module.get_submodule(path)) for path in paths])
-        return layers.ours(module, layer_calls.LayerCalls(self._recorder, module).forward)
+        taped, module = self._taped, self._taped.module
+        if not taped.calls_layers:
+            return nullcontext()
+        self._recorder.guarded(lambda: [self._blocks.likeness(path, module.get_submodule(path)) for path in paths])
+        return packs_layers(self._recorder, module)
 
     def _in_blocks(self, in_blocks: Ours) -> Any:
         """The forward, with this in place of its blocks' own."""

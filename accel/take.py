@@ -121,6 +121,11 @@ class Taped:
         """Whether other packs' code may run in it."""
         return self.calls_others or bool(self.foreign)
 
+    @property
+    def calls_layers(self) -> bool:
+        """Whether calls of other packs' layers may be steps. Where weights are fetched, nobody knows what they read."""
+        return bool(self.foreign) and self.stream is None
+
 
 @dataclass(eq=False)
 class Take:

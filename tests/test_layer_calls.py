@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tools.driving import compiled, sample_tiny, skipping
 from tools.oracles import error, fallbacks, shapes
+from tools.patching import read_back
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "one_thread")
 
@@ -204,6 +205,25 @@ def test_a_layer_that_changes_between_two_runs(name):
             CHANGES[name](patcher.model.diffusion_model.layers[1].feed_forward.w1)
     assert error(sample_tiny(plain, NAME), before) > 1e-4
     check(plain, fast, SIZES[:2])
+
+
+@pytest.mark.usefixtures("fusing")
+@pytest.mark.parametrize("where", ["feed_forward", "attention"])
+def test_blocks_of_a_forward_that_reads_a_value_back(where, block_programs):
+    """One program serves all blocks, and calls the layers of the one that it runs for."""
+    plain, ours = make(Layer, (where,)), make(Layer, (where,))
+    read_back(ours.model.diffusion_model)
+    fast = compiled(ours)
+    check(plain, fast, near=CLOSE)
+    assert {shape["state"] for shape in shapes()} == {"tape"}
+    assert set(block_programs) >= {f"layers.{number}" for number in range(4)}
+    before = sample_tiny(fast, NAME)
+    for patcher in (plain, ours):
+        block = patcher.model.diffusion_model.layers[2]
+        layer = block.feed_forward.w2 if where == "feed_forward" else block.attention.out
+        layer.weight = nn.Parameter(layer.weight.data.roll(1, 0))
+    check(plain, fast, SIZES[:2], near=CLOSE)
+    assert error(sample_tiny(fast, NAME), before) > 1e-4
 
 
 def test_what_a_step_could_not_repeat_is_not_one():

@@ -57,7 +57,8 @@ def weight(modules: PartsByPath, form: WeightForm, turned: bool) -> Tensor:
 class Bound(list[Tensor | None]):
     """A program's values before it runs: its weights and constants. lies: how those lie that may be laid out.
 
-    steps, spread: what runs in the place of the program's own, where steps fetch their weights.
+    steps, spread: what runs in the place of the program's own, where steps fetch their weights, or call layers of
+    another block than the one that was recorded.
     """
 
     lies: Sequence[tuple[int, tuple[int, ...]]] = ()  # (slot, strides)
@@ -119,14 +120,14 @@ class Loose:
 
     def __init__(self, bound: Bound, slots: Sequence[int]) -> None:
         self._refs = [(slot, weakref.ref(bound[slot])) for slot in slots]
-        self._others, self._lies = list(bound), bound.lies
+        self._others, self._lies, self._steps, self._spread = list(bound), bound.lies, bound.steps, bound.spread
         for slot in slots:
             self._others[slot] = None
 
     def tight(self) -> Bound | None:
         """All of it; None if a weight is gone."""
         bound = Bound(self._others)
-        bound.lies = self._lies
+        bound.lies, bound.steps, bound.spread = self._lies, self._steps, self._spread
         for slot, ref in self._refs:
             bound[slot] = tensor = ref()
             if tensor is None:

@@ -31,6 +31,10 @@ class LayerCall:
         """What the layer gives."""
         return self.model().get_submodule(self.path).forward(*args, **kwargs)
 
+    def of(self, model: nn.Module) -> "LayerCall":
+        """The same layer of another model, or block, of this structure."""
+        return self if self.model() is model else replace(self, model=weakref.ref(model))
+
     def at(self, path: str, other: str) -> "LayerCall":
         """The same layer of another block; one that is no block's stays. path, other: of the two blocks."""
         inside = f"{self.path}.".startswith(f"{path}.")

@@ -6,6 +6,7 @@ structure) and emptied by ``unbind`` when ComfyUI unloads it.
 
 import time
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from .called_patches import BETWEEN, LiveCall
 from .fetched import AnyStep, Fetch, FetchedSteps, Sources, with_fetches
 from .hand_kernels import compiling
 from .kernels import Launch, compile_all
+from .layer_calls import LayerCall
 from .named_tensors import MAPPED, NO_OTHERS, OfPatch, PartsByPath
 from .plan import Plan, unfused
 from .reuse import Outlines
@@ -139,6 +141,8 @@ class Program:
         bound = self._bound_to(PartsByPath(module, others))
         copy_over(bound, self.resident)
         bound.note(self._turned)
+        if any(isinstance(step.run, LayerCall) for step in self._steps):
+            bound.steps, bound.spread = [_on(module, step) for step in self._steps], self._spread
         return bound
 
     def _bound_to(self, modules: PartsByPath, but: Container[int] = ()) -> Bound:
@@ -265,6 +269,11 @@ class Program:
             for slot in step.free:
                 values[slot] = None
         return replaced(self._output, Slot, lambda slot: values[slot.number])
+
+
+def _on(module: nn.Module, step: Launched | Called) -> Launched | Called:
+    """The step; if it calls a layer, that of this module."""
+    return replace(step, run=step.run.of(module)) if isinstance(step.run, LayerCall) else step
 
 
 def _calls(steps: Sequence[Operation | Launch]) -> frozenset[Hashable]:
