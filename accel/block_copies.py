@@ -13,7 +13,7 @@ program with the forward, after which blocks are recorded one by one.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -271,19 +271,9 @@ class _Seen:
         # of a plain dict nobody knows what is read
         self._heard: dict[Any, Any] = {} if passed is None or isinstance(passed, NotedOptions) else dict(passed)
 
-    @contextmanager
-    def listening(self, passed: Mapping[Any, Any] | None) -> Iterator[None]:
+    def listening(self, passed: Mapping[Any, Any] | None) -> AbstractContextManager[None]:
         """The body is the block's call with these options."""
-        if not isinstance(passed, NotedOptions):
-            yield
-            return
-        outer, passed.heard = passed.heard, self._heard
-        try:
-            yield
-        finally:
-            passed.heard = outer
-            if outer is not None:
-                outer.update(self._heard)
+        return passed.heard_in(self._heard) if isinstance(passed, NotedOptions) else nullcontext()
 
     def wrote(self) -> bool:
         """Whether the block wrote into its options. Called once, after the block's call."""

@@ -226,6 +226,70 @@ def test_blocks_of_a_forward_that_reads_a_value_back(where, block_programs):
     assert error(sample_tiny(fast, NAME), before) > 1e-4
 
 
+class Attending(nn.Module):
+    """In the place of an attention. It takes the model's options, and reads some of them by itself."""
+
+    def __init__(self, attention):
+        super().__init__()
+        self.qkv, self.out = attention.qkv, attention.out
+
+    def forward(self, x, mask, freqs, transformer_options):
+        part = past_torch(x, self.qkv.weight)[..., : x.shape[-1]]
+        found = past_torch(part, self.out.weight) + x * self.share(transformer_options)
+        return past_torch(found, torch.eye(x.shape[-1]))
+
+    @staticmethod
+    def share(options):
+        return options.get("share", 0.25)
+
+
+class Calling(Attending):
+    """What it reads there is a function."""
+
+    @staticmethod
+    def share(options):
+        return options["shared"](0.5)
+
+
+class Noting(Attending):
+    """It writes into the options."""
+
+    @staticmethod
+    def share(options):
+        options["calls"] = options.get("calls", 0) + 1
+        return 0.25
+
+
+class Asking(Attending):
+    """What it reads there is a tensor."""
+
+    @staticmethod
+    def share(options):
+        return options["sigmas"].mean() / 10
+
+
+@pytest.mark.parametrize("kind", [Attending, Calling, Noting, Asking])
+def test_a_layer_that_takes_options(kind):
+    """What it reads of them is a part of its step, if that is plain; other numbers there are another recording."""
+
+    def attending():
+        patcher = make(Layer)
+        for block in patcher.model.diffusion_model.layers:
+            block.attention = kind(block.attention)
+        return patcher
+
+    def halved(share):
+        return share / 2
+
+    plain, fast = attending(), compiled(attending())
+    given = {"shared": halved} if kind is Calling else {}
+    for options in ({}, {"share": 0.5}, {}):
+        check(plain, fast, SIZES[:2], options=options | given)
+    if kind is Attending:
+        assert error(*[sample_tiny(plain, NAME, options={"share": share}) for share in (0.25, 0.5)]) > 1e-3
+    assert {shape["state"] for shape in shapes()} == {"tape" if kind is Attending else "eager"}
+
+
 def test_what_a_step_could_not_repeat_is_not_one():
     check(make(Writing), compiled(make(Writing)))
     assert {shape["state"] for shape in shapes()} == {"eager"}

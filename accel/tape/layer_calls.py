@@ -16,7 +16,9 @@ from torch import nn
 from ..origin import is_known
 from .blocks import is_plain
 from .named_tensors import PLAIN
+from .options import NotedOptions
 from .refusals import UNWRITTEN
+from .swaps import swapped
 from .values import tensors_in
 
 
@@ -57,8 +59,17 @@ class LayerCalls:
         recorder = self._recorder
         if recorder.is_deaf or recorder.module is None:  # a pack that took this for the layer's own has kept it
             return own(*args, **kwargs)
-        before = recorder.place()
-        out = own(*args, **kwargs)
+        before, seen = recorder.place(), dict[Any, Any]()
+        options = next((each for each in (*args, *kwargs.values()) if isinstance(each, NotedOptions)), None)
+        if options is None:
+            out = own(*args, **kwargs)
+        else:  # what it reads of them it gets at each replay
+            had = list(map(id, dict.values(options)))
+            with options.heard_in(seen):
+                out = own(*args, **kwargs)
+            if list(map(id, dict.values(options))) != had or any(True for _ in tensors_in(seen)):
+                return out
+            args, kwargs = swapped((args, kwargs), {id(options): seen})
         results = out if isinstance(out, (tuple, list)) else [out]
         if recorder.guarded(lambda: self._is_apart(before, args, kwargs, results) and recorder.back_to(before)):
             recorder.guarded(lambda: recorder.step(LayerCall(self._model, path), args, results, kwargs))
@@ -72,7 +83,7 @@ class LayerCalls:
         unwritten = not recorder.refusal and recorder.writes.are_missing([recorder.value(each) for each in results])
         if not (unwritten or recorder.refusal.startswith(UNWRITTEN)):
             return False
-        if not is_plain((args, kwargs)):  # with options, say
+        if not is_plain((args, kwargs)):  # with a function among the options that it reads, say
             return False
         if any(torch._C._is_alias_of(result, each) for result in results for each in tensors_in((args, kwargs))):
             return False

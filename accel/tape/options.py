@@ -8,6 +8,7 @@ Tensors are inputs of the tape.
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -124,6 +125,17 @@ class NotedOptions(MutableMapping, dict):
             dict.pop(self, key, None)
         else:
             dict.__setitem__(self, key, value)
+
+    @contextmanager
+    def heard_in(self, heard: dict[Any, Any]) -> Iterator[None]:
+        """While the body runs, what it reads is noted in ``heard``, too."""
+        outer, self.heard = self.heard, heard
+        try:
+            yield
+        finally:
+            self.heard = outer
+            if outer is not None:
+                outer.update(heard)
 
     def notes(self, key: Any) -> bool:
         """Whether what is there is the caller's, whose reads are noted."""
