@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import importlib.util
 
 import pytest
 import torch
@@ -288,6 +289,36 @@ def test_a_layer_that_takes_options(kind):
     if kind is Attending:
         assert error(*[sample_tiny(plain, NAME, options={"share": share}) for share in (0.25, 0.5)]) > 1e-3
     assert {shape["state"] for shape in shapes()} == {"tape" if kind is Attending else "eager"}
+
+
+FILE = """
+from torch import nn
+
+class Layer(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.bias, self.scale = layer.weight, layer.bias, 1
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias) * self.scale
+"""
+
+
+def test_a_class_whose_file_is_no_module_that_can_be_found(tmp_path):
+    """Some packs load their files so. Blocks that differ in a number which its code reads are not alike."""
+    (tmp_path / "layer.py").write_text(FILE)
+    spec = importlib.util.spec_from_file_location("a_packs.layer", tmp_path / "layer.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def scaled():
+        patcher = make(module.Layer)
+        for number, block in enumerate(patcher.model.diffusion_model.layers):
+            block.feed_forward.w1.scale = 1 + number
+        return patcher
+
+    check(scaled(), compiled(scaled()))
+    assert {shape["state"] for shape in shapes()} == {"tape"} and not fallbacks()
 
 
 def test_what_a_step_could_not_repeat_is_not_one():

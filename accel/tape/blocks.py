@@ -6,7 +6,6 @@ weight. A block that somebody hooked, or that changes its weights at each call, 
 
 import functools
 import inspect
-import sys
 from collections.abc import Hashable, Iterator
 from types import CodeType
 from typing import Any
@@ -17,6 +16,7 @@ from torch.nn.modules import module as torch_module
 
 from ..fingerprint import GLOBAL_HOOKS
 from ..parts_seen import FORWARDS, FUNCTIONS, HOOKS, LEFT_OUT, is_restored, original
+from .code_names import beside
 from .named_tensors import MAPPED, is_dressed, notes_of_tensor, tensors_of, undressed
 from .named_tensors import PLAIN as TENSORS
 from .options import PLAIN
@@ -178,9 +178,10 @@ def _form_of(tensor: Tensor, first: dict[int, int]) -> Hashable:
 @functools.cache
 def _names_read(kind: type) -> frozenset[str]:
     """The names in the code of a class and of all else in the files of it and of its bases, but for constructors."""
-    files = {base.__module__ for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))}
+    bases = [base for base in kind.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
+    files = {id(there): there for base in bases for there in beside(base)}
     names: set[str] = set()
-    for thing in [thing for file in files for thing in list(vars(sys.modules[file]).values())]:
+    for thing in [*bases, *[thing for file in files.values() for thing in list(file.values())]]:
         methods = vars(thing).items() if isinstance(thing, type) else [("", thing)]
         for name, method in methods:
             code = getattr(inspect.unwrap(getattr(method, "__func__", method)), "__code__", None)

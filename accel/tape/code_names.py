@@ -44,6 +44,18 @@ def names_of(code: types.CodeType) -> frozenset[str]:
     return frozenset(names)
 
 
+def beside(kind: type) -> list[dict[str, object]]:
+    """What there is in the file of a class, by name.
+
+    Not every pack's file is a module that can be found by its name, and another one may have that name.
+    """
+    functions = [each for each in vars(kind).values() if isinstance(each, types.FunctionType)]
+    found = [each.__globals__ for each in functions if each.__module__ == kind.__module__]
+    if kind.__module__ in sys.modules:
+        found.append(vars(sys.modules[kind.__module__]))
+    return list({id(names): names for names in found}.values())
+
+
 def imported_by(function: types.FunctionType) -> list[types.ModuleType]:
     """The modules that a function's code imports while it runs, of those that are loaded."""
     package = function.__globals__.get("__package__") or ""

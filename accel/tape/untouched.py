@@ -9,7 +9,6 @@ A descriptor in the class watches while a forward is recorded. Instances find an
 without it. What another thread touches counts as well: that costs a recording.
 """
 
-import sys
 import threading
 import types
 import weakref
@@ -20,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..origin import is_known
-from .code_names import names_of
+from .code_names import beside, names_of
 
 AROUND = frozenset(("__dict__", "vars"))  # by which code reads an attribute unseen
 Names = weakref.WeakKeyDictionary[type, set[str]]
@@ -124,7 +123,7 @@ class _Watched:
 def code_beside(kind: type) -> Iterator[types.CodeType]:
     """The code of a class, of its bases that are another pack's, and of the functions in their files."""
     bases = [base for base in kind.__mro__ if not is_known(base)]
-    files = {base.__module__: vars(sys.modules[base.__module__]) for base in bases if base.__module__ in sys.modules}
+    files = {id(names): names for base in bases for names in beside(base)}
     for there in [*map(vars, bases), *files.values()]:
         for value in list(there.values()):
             function = getattr(value, "fget", None) or getattr(value, "__func__", value)
