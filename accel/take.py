@@ -123,8 +123,8 @@ class Taped:
 
     @property
     def calls_layers(self) -> bool:
-        """Whether calls of other packs' layers may be steps. Where weights are fetched, nobody knows what they read."""
-        return bool(self.foreign) and self.stream is None
+        """Whether calls of other packs' layers may be steps."""
+        return bool(self.foreign)
 
 
 @dataclass(eq=False)

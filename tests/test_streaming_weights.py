@@ -1,11 +1,16 @@
 """Weights that steps of programs fetch (DynamicVRAM): patched, quantised and cast ones, and parts of them."""
 
+import ctypes
+
 import pytest
 import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tools import embed, pages
 from tools.driving import calls_of, compiled, one_call
 from tools.oracles import error, fallbacks, only_streamed, shapes
+from tools.patching import read_back
 
 pytest_plugins = ("tools.page_fixtures",)
 pytestmark = pages.IN_STREAM
@@ -34,6 +39,47 @@ def test_parts_of_weights(models, load, card, monkeypatch, fetched):
     models.sample(fast, **RUN)
     one_run = [part for parts in layers[: len(layers) // RUN["steps"]] for part in parts]
     assert len(set(one_run)) == len(one_run)  # a layer that two steps read is fetched once
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_layers_of_another_pack_fetch_their_own(models, streamed, monkeypatch, fetched, fusing, in_blocks, share):
+    """They compute past torch, and ask for their weights in a dtype of their own: never while others lie there."""
+    import comfy.ops
+    from anyshape.accel.tape.fetched import FetchedSteps
+    from anyshape.accel.tape.layer_calls import LayerCall
+
+    patcher, load = streamed("ZImage", share)
+    network, under, own = patcher.model.diffusion_model, [], FetchedSteps.__call__
+    linear = type(network.layers[0].feed_forward.w1)
+
+    class Other(linear):
+        def forward(self, x):
+            weight, bias, stream = comfy.ops.cast_bias_weight(self, None, torch.float64, x.device, x.dtype, True)
+            with _disable_current_modes():
+                found = nn.functional.linear(x.to(torch.float64), weight, bias).to(x.dtype)
+            out = torch.empty(found.shape, dtype=x.dtype)
+            ctypes.memmove(out.data_ptr(), found.data_ptr(), found.nbytes)
+            comfy.ops.uncast_bias_weight(self, weight, bias, stream)
+            return out
+
+    def call(steps, values):
+        under.append(steps)
+        own(steps, values)
+        under.pop()
+
+    monkeypatch.setattr(FetchedSteps, "__call__", call)
+    called = calls_of(monkeypatch, LayerCall, "__call__", lambda *_: len(under))
+    for block in network.layers:
+        block.feed_forward.w1.__class__ = block.feed_forward.w2.__class__ = Other
+    wanted = [models.sample(patcher, **RUN, seed=seed) for seed in range(2)]
+    if in_blocks:
+        read_back(network)
+    fast = compiled(patcher)
+    load()
+    for seed in range(2):
+        assert error(models.sample(fast, **RUN, seed=seed), wanted[seed]) < NEAR and pages.is_clean(load)
+    assert shapes()[0]["state"] == "tape" and only_streamed() and called and not any(called), fallbacks()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from .binding import NotBound, WeightForm, spread
+from .layer_calls import LayerCall
 from .named_tensors import MAPPED, PartsByPath, inner_of
 from .steps import Called, Launched
 
@@ -171,6 +172,8 @@ def _together(
     while begin < len(needs):
         own, end, size = dict[str, None](), begin, 0
         for place in range(begin, len(needs)):
+            if isinstance(needs[place].step.run, LayerCall):  # it fetches its own, into the same memory
+                break
             read = dict.fromkeys(layers[slot] for slot in needs[place].slots if slot in layers and slot not in there)
             more = sum(needed[layer] for layer in read if layer not in own)
             if (more and own and size + more > room) or not (own or read):
@@ -213,6 +216,8 @@ def _needs(
                 raise NotBound("a part of a weight is taken by what a value decides")
             lenders.update((slot, step) for slot in step.outputs if slot >= 0)
             continue
+        if theirs and isinstance(step.run, LayerCall):
+            raise NotBound("a layer of another pack is given a weight")
         needed = [each for slot in theirs for each in below(slot)]
         slots = dict.fromkeys(each for each in needed if isinstance(each, int))
         views = {id(each): each for each in needed if not isinstance(each, int)}

@@ -170,7 +170,9 @@ class Program:
         layers = dict.fromkeys(form.leaf.module for form in self._weights if form.leaf.name.startswith(MAPPED))
         steps, filled = self._with_fetches(frozenset(layer for layer in layers if is_fetched(modules[layer])))
         bound = self._bound_to(modules, but=filled)
-        bound.steps = [step.on(modules, fetch) if isinstance(step, FetchedSteps) else step for step in steps]
+        bound.steps = [
+            step.on(modules, fetch) if isinstance(step, FetchedSteps) else _on(module, step) for step in steps
+        ]
         bound.spread = [each for each in self._spread if each[0] not in filled]
         return bound
 
@@ -271,9 +273,10 @@ class Program:
         return replaced(self._output, Slot, lambda slot: values[slot.number])
 
 
-def _on(module: nn.Module, step: Launched | Called) -> Launched | Called:
+def _on(module: nn.Module, step: AnyStep) -> AnyStep:
     """The step; if it calls a layer, that of this module."""
-    return replace(step, run=step.run.of(module)) if isinstance(step.run, LayerCall) else step
+    is_call = isinstance(step, Called) and isinstance(step.run, LayerCall)
+    return replace(step, run=step.run.of(module)) if is_call else step
 
 
 def _calls(steps: Sequence[Operation | Launch]) -> frozenset[Hashable]:
