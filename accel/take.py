@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from .clock import Clock
@@ -13,18 +12,15 @@ from .foreign import Held
 from .key import ShapeKey
 from .outputs import Output, flat
 from .tape.binding import Bound
-from .tape.called_patches import FormChanged, LiveCall, Played
+from .tape.called_patches import LiveCall, Played
 from .tape.guards import Guards
 from .tape.looks import Looks
 from .tape.middle import BlockCall
 from .tape.named_tensors import NO_OTHERS, OfPatch
 from .tape.options import NotedOptions
-from .tape.patch_call import Done
 from .tape.program import Program
 from .tape.record import Recorder
-from .tape.refusals import Generators
 from .tape.state import Glance
-from .tape.this_forward import Forward
 from .tape.values import Weight
 
 NONE: frozenset = frozenset()
@@ -171,23 +167,6 @@ class Take:
     def inputs(self, given: Mapping[str, Tensor], options: Mapping[Any, Any]) -> dict[str, Tensor]:
         """The call's tensors and those that the forward takes from its options."""
         return dict(given) | {f"option {key}": options[key] for key in self.guards.tensors}
-
-    def not_again(
-        self, error: FormChanged, forward: Forward, taped: Taped, device: torch.device
-    ) -> list[tuple[tuple, Done | None]] | None:  # fmt: skip
-        """What patches gave in a forward that is broken off, where they must not be called twice; None if they may be.
-
-        They may unless they keep something. One whose recording saw nothing of it may have begun just now. Those that
-        have begun to draw random numbers draw the same ones again.
-        """
-        if forward.keeps:
-            return forward.log
-        kept = error.done is not None and self.guards.is_changed(error.place, taped.options, taped.module)
-        if kept:
-            error.done.drawn = Generators.now(device)
-        if forward.drawn is not None:
-            forward.drawn.restore()
-        return [*forward.log[:-1], (error.place, error.done)] if kept else None
 
     def own(self, out: Any) -> Any:
         """The forward's own results among the program's."""

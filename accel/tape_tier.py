@@ -3,6 +3,7 @@
 The first call of a size is another file's (``first_call``).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,19 +60,17 @@ class TapeTier:
                 try:
                     return self._run(call, settings, shape, forward, tried)
                 except called_patches.FormChanged as error:
-                    given = tried[-1].not_again(error, forward, call.taped, call.key.device)
+                    given = forward.broken_off()
                     if given is None and len(tried) < MAX_FORMS:
                         continue  # it was in vain, and changed nothing: another recording may fit
                     self._tapes.misfit(tried[-1], error, call.taped.options)
                     self.stats.note(shape, "eager", say("patch_form", patch=error.name))
-                    if not given or call.taped.leaves_out:
-                        return call.eager()
-                    return call.taped.forward(called_patches.replaying(call.taped.options, given))
+                    return _eager(call, given)
 
     def _run(self, call: Call, settings: Settings, shape: ShapeStats, forward: Forward, tried: list[Take]) -> Any:
         """As ``run``. Raises ``FormChanged``, with the take at the end of ``tried``."""
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
-        key = call.tape_key
+        key, taped = call.tape_key, call.taped
         take = self._tapes.find(key, fuse, call.taped, tried)
         if take is None:
             self._graphs.drop(self._tapes.over())
@@ -99,7 +98,7 @@ class TapeTier:
         inputs = take.inputs(call.inputs, call.taped.options)
         if take.live:
             tried.append(take)
-            forward.begin(take.holds, call.key.device)
+            forward.begin(take.holds, call.key.device, lambda patch: taped.looks.at([patch], taped.module)[0])
         out = self._graphs.replay(call, take, inputs) if take.graph and settings.graph_budget_mb else None
         if replayed := out is not None:
             shape.state, shape.reason, shape.note = "graph", "", take.called
@@ -112,10 +111,9 @@ class TapeTier:
                 return self._run(call, settings, shape, forward, tried)
             out = self._graphs.again(call, settings, shape, take, inputs)
             replayed = out is not None
-            out = out if replayed else self._ran(call, shape, take, inputs, forward)
+            out = out if replayed else self._ran(call, shape, take, inputs)
             if out is None:
-                return call.eager()
-        taped = call.taped
+                return _eager(call, forward.broken_off())
         place = take.guards.changed_state(taped.options, taped.module, taped.looks) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
             raise called_patches.FormChanged(code_of(at(call.taped.options, place)))
@@ -125,9 +123,7 @@ class TapeTier:
             self._graphs.settle(call, settings, shape, take, inputs, out)
         return take.result(out)
 
-    def _ran(
-        self, call: Call, shape: ShapeStats, take: Take, inputs: dict[str, Tensor], forward: Forward
-    ) -> Output | None:  # fmt: skip
+    def _ran(self, call: Call, shape: ShapeStats, take: Take, inputs: dict[str, Tensor]) -> Output | None:
         """What the program gives; None where its steps cannot fetch their weights, so that ComfyUI's forward does."""
         try:
             return ran(take.program, call.taped, inputs, take.others)
@@ -135,8 +131,6 @@ class TapeTier:
             if call.taped.stream is None or not (isinstance(error, NotBound) or is_out_of_memory(error)):
                 raise
             let_go(error)
-        if forward.drawn is not None:  # patches that were called keep nothing, and draw the same numbers again
-            forward.drawn.restore()
         self.stats.note(shape, "eager", call.taped.stream.end())
         return None
 
@@ -170,6 +164,13 @@ class TapeTier:
         shape.note = note or shape.note
         self.stats.note(shape, state, reason)
         return _apart(call, take, out)
+
+
+def _eager(call: Call, given: Sequence[tuple[tuple, Any]] | None) -> Any:
+    """ComfyUI's own forward. given: what patches gave in one that was broken off, which they may keep."""
+    if not given or call.taped.leaves_out:
+        return call.eager()
+    return call.taped.forward(called_patches.replaying(call.taped.options, given))
 
 
 def _apart(call: Call, take: Take, out: Any) -> Any:

@@ -29,12 +29,12 @@ from .values import once_each, replaced, wrapped
 class FormChanged(Exception):
     """Raised where a patch returns another form of result than in the recording. who: its code.
 
-    place: where it is in the options. done: that call of it.
+    place: where it is in the options.
     """
 
-    def __init__(self, who: Any, place: tuple = (), done: "Done | None" = None) -> None:
+    def __init__(self, who: Any, place: tuple = ()) -> None:
         super().__init__("a patch gave another form of result")
-        self.who, self.place, self.done = who, place, done
+        self.who, self.place = who, place
 
     @property
     def name(self) -> str:
@@ -72,10 +72,10 @@ class LiveCall:
             return [form.empty().zero_() for form in self.forms]
         if this.playing and self.recorded is not None:
             return [tensor.clone() for tensor in self.recorded]
-        done = perform(at(this.options, self.place), args, kwargs, this.options)
-        this.log.append((self.place, done.apart() if this.keeps else None))
+        patch = at(this.options, self.place)
+        done = this.call(self.place, patch, lambda: perform(patch, args, kwargs, this.options))
         if done.form != self.form or not done.fits or done.written & self.shared != self.written:
-            raise FormChanged(self.who, self.place, done)
+            raise FormChanged(self.who, self.place)
         return done.tensors
 
     def record(self, done: Done) -> None:

@@ -11,7 +11,6 @@ from .decisions import followed
 from .likeness import Pairs, differing
 from .looks import Looks
 from .options import MISSING, Reads, frozen, tensor_spec
-from .state import look
 from .this_forward import numbers_of
 
 
@@ -103,11 +102,6 @@ class Guards:
             if key not in free and old != frozen(options.get(key, MISSING), key in self._used):
                 return str(key)
         return ""
-
-    def is_changed(self, place: tuple, options: Mapping[Any, Any], module: nn.Module) -> bool:
-        """Whether the patch there, which is called, is in another state than when it was recorded."""
-        before = self._called.get(place)
-        return before is None or look(at(options, place), module) != before
 
     def changed_state(
         self, options: Mapping[Any, Any], module: nn.Module | None, looks: Looks | None = None

@@ -8,7 +8,7 @@ from torch import nn
 from .state import State, look_at
 from .unchanged import Unchanged
 
-MOST_KNOWN = 64  # looks of a run
+MOST_KNOWN = 256  # looks of a run
 
 
 class Looks:

@@ -1,7 +1,7 @@
 """The forward that this thread runs: what patches of other packs that are called in it get, give, and have read."""
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,9 @@ _HERE = threading.local()
 class Forward:
     """One forward of the model. playing: patches give what they gave while it was recorded, and are not called.
 
-    silent: they give zeros, and are not called. log: the places of those that were called, and what they gave if
-    ``keeps``: a forward that is broken off must not call them twice. drawn: if not ``keeps``, generators before it.
+    silent: they give zeros, and are not called. log: the places of those that were called, and what they gave since
+    one of them ``keeps`` something: a forward that is broken off must not call them twice. look: at what a patch keeps
+    now. drawn: where the recording did not show that any does, generators before the forward.
     levels: tensors of the options as patches get them, by the tensors' ids.
     """
 
@@ -30,11 +31,35 @@ class Forward:
     log: list[tuple[tuple, Any]] = field(default_factory=list)
     keeps: bool = False
     drawn: Generators | None = None
+    look: Callable[[Any], Any] = id
     levels: dict[int, Tensor] = field(default_factory=dict)
 
-    def begin(self, holds: bool, device: torch.device) -> None:
+    def begin(self, holds: bool, device: torch.device, look: Callable[[Any], Any]) -> None:
         """A program runs in it. holds: its patches keep something, as their recording has shown."""
         self.log, self.keeps, self.drawn = [], holds, None if holds else Generators.now(device)
+        self.look, self._device = look, device
+
+    def broken_off(self) -> list[tuple[tuple, Any]] | None:
+        """What patches gave in it, where they must not be called twice; None if they may be.
+
+        They may unless they keep something. Those that have begun to draw random numbers draw the same ones again.
+        """
+        if self.drawn is not None:
+            self.drawn.restore()
+        return self.log if self.keeps else None
+
+    def call(self, place: tuple, patch: Any, perform: Callable[[], Any]) -> Any:
+        """A program calls the patch there. What that gave."""
+        before = None if self.keeps else self.look(patch)
+        done = perform()
+        if not self.keeps:
+            after = self.look(patch)
+            self.keeps = after is None or (after is not before and after != before)
+        kept = done.apart() if self.keeps else None
+        if kept is not None and self.drawn is not None:  # those before it may be called again, and draw again
+            kept.drawn = Generators.now(self._device)
+        self.log.append((place, kept))
+        return done
 
 
 def now() -> Forward | None:
