@@ -154,10 +154,17 @@ class Blocks:
                             block.__dict__[name] = ours.before
 
 
-def packs_layers(recorder: Any, model: nn.Module) -> AbstractContextManager[None]:
-    """Within it, calls of other packs' layers in ``model`` may become steps of what ``recorder`` writes down."""
+def packs_layers(
+    recorder: Any, model: nn.Module, before: Callable[[], Any] = bool
+) -> AbstractContextManager[None]:  # fmt: skip
+    """Within it, calls of other packs' layers in ``model`` may become steps of what ``recorder`` writes down.
+
+    before: called if there are any.
+    """
     layers = Blocks()
     layers.paths = recorder.guarded(lambda: paths(model)) or []
+    if layers.paths:
+        recorder.guarded(before)
     return layers.ours(model, LayerCalls(recorder, model).forward)
 
 

@@ -123,7 +123,7 @@ def record_block(
     def forward() -> tuple[Any, list[Tensor]]:
         copies.extend(given.tensors[place].clone() for place in writes)
         swap = {id(given.tensors[place]): copy for place, copy in zip(writes, copies, strict=True)}
-        layers = packs_layers(recorder, block) if visit.call.taped.calls_layers else nullcontext()
+        layers = packs_layers(recorder, block) if visit.call.taped.foreign else nullcontext()
         with layers, nullcontext() if stream is None else stream.in_forward(recorder):
             return given.call(own, noted, swap), list(copies)
 

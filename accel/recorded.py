@@ -94,11 +94,12 @@ class Recorded:
 
     def _layers(self, paths: Sequence[str]) -> AbstractContextManager[None]:
         """Within it, calls of other packs' layers may become steps. paths: of blocks, whose likeness is seen before."""
-        taped, module = self._taped, self._taped.module
-        if not taped.calls_layers:
+        module, likeness = self._taped.module, self._blocks.likeness
+        if not self._taped.foreign:
             return nullcontext()
-        self._recorder.guarded(lambda: [self._blocks.likeness(path, module.get_submodule(path)) for path in paths])
-        return packs_layers(self._recorder, module)
+        return packs_layers(
+            self._recorder, module, lambda: [likeness(path, module.get_submodule(path)) for path in paths]
+        )
 
     def _in_blocks(self, in_blocks: Ours) -> Any:
         """The forward, with this in place of its blocks' own."""

@@ -117,11 +117,6 @@ class Taped:
         """Whether other packs' code may run in it."""
         return self.calls_others or bool(self.foreign)
 
-    @property
-    def calls_layers(self) -> bool:
-        """Whether calls of other packs' layers may be steps."""
-        return bool(self.foreign)
-
 
 @dataclass(eq=False)
 class Take:

@@ -202,7 +202,7 @@ def test_a_block_that_keeps_something_in_an_option_is_no_program() -> None:
     options, block = {"cache": []}, Keeping()
     taped = SimpleNamespace(
         prepare=lambda *_: None, places=lambda *_: frozenset(), named=lambda glance: None, stream=None,
-        calls_layers=False,
+        foreign=(),
     )  # fmt: skip
     call = SimpleNamespace(key=SimpleNamespace(device=X.device), taped=taped)
     call_of_block = take_apart(Keeping, (X,), {"transformer_options": options})

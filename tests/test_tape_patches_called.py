@@ -3,6 +3,8 @@
 On the CPU; whatever a patch does and whenever it changes its mind, the picture is eager's.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -33,6 +35,32 @@ def test_a_patch_for_some_steps_alone(models, fresh, recordings):
     assert take.live and take.used and "what is between the calls is fast" in take.called
     name = patch.__qualname__.replace(".<locals>.", ".")
     assert f"called {len(take.live)} times ({name})" in take.called
+
+
+def test_a_patch_that_begins_to_keep_something_is_not_called_twice(pack):
+    """From there on what patches gave is kept for a forward in eager, which calls those before it again."""
+    from anyshape.accel.tape.this_forward import Forward
+
+    def call(patch, number):
+        def perform():
+            numbers.append(torch.rand(()))
+            kept.update({patch: number} if number else {})
+            return SimpleNamespace(apart=lambda: SimpleNamespace(patch=patch))
+
+        return this.call((patch,), patch, perform)
+
+    kept, numbers, this = {}, [], Forward({})
+    torch.manual_seed(0)
+    this.begin(False, torch.device("cpu"), lambda patch: (patch, kept.get(patch)))
+    call("first", 0)
+    assert this.broken_off() is None and torch.rand(()) == numbers[0]
+    for patch, number in (("second", 1), ("third", 0)):
+        call(patch, number)
+    (before, begins, after) = this.broken_off()
+    assert before == (("first",), None) and (begins[1].patch, after[1].patch) == ("second", "third")
+    assert torch.rand(()) == numbers[0]  # of the first one, again
+    begins[1].drawn.restore()
+    assert torch.rand(()) == numbers[2]  # of the third one
 
 
 def test_a_step_counter(models, fresh, recordings):
