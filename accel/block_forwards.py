@@ -154,9 +154,7 @@ class Blocks:
                             block.__dict__[name] = ours.before
 
 
-def packs_layers(
-    recorder: Any, model: nn.Module, before: Callable[[], Any] = bool
-) -> AbstractContextManager[None]:  # fmt: skip
+def packs_layers(recorder: Any, model: nn.Module, before: Callable[[], Any] = bool) -> AbstractContextManager[None]:
     """Within it, calls of other packs' layers in ``model`` may become steps of what ``recorder`` writes down.
 
     before: called if there are any.

@@ -71,16 +71,16 @@ class TapeTier:
         """As ``run``. Raises ``FormChanged``, with the take at the end of ``tried``."""
         fuse = settings.mode == "auto" and self._can_fuse(call.key.device)
         key, taped = call.tape_key, call.taped
-        take = self._tapes.find(key, fuse, call.taped, tried)
+        take = self._tapes.find(key, fuse, taped, tried)
         if take is None:
             self._graphs.drop(self._tapes.over())
-            if reason := call.taped.leaves_out and GONE or self._tapes.in_vain(key, fuse, call.taped):
+            if reason := taped.leaves_out and GONE or self._tapes.in_vain(key, fuse, taped):
                 self.stats.note(shape, "eager", reason)
                 return call.eager()
-            take = self._tapes.heir(key, fuse, call.taped, tried)
+            take = self._tapes.heir(key, fuse, taped, tried)
         if take is None:
             out = self._first.run(call, settings, shape, fuse, forward)
-            if tried and (new := self._tapes.find(key, fuse, call.taped, tried)) is not None:
+            if tried and (new := self._tapes.find(key, fuse, taped, tried)) is not None:
                 self._tapes.first(new)
             return out
         if take.program is None:
@@ -93,9 +93,9 @@ class TapeTier:
             return call.eager()
         self._tapes.patches.went_well(take.guards.writes_down)
         for place in take.held:
-            place.put(call.taped.options)
+            place.put(taped.options)
         call = call.laid_out(take.program.permuted)
-        inputs = take.inputs(call.inputs, call.taped.options)
+        inputs = take.inputs(call.inputs, taped.options)
         if take.live:
             tried.append(take)
             forward.begin(take.holds, call.key.device, lambda patch: taped.looks.at([patch], taped.module)[0])
@@ -105,7 +105,7 @@ class TapeTier:
             shape.replays += 1
         else:
             try:
-                bound(take, call.taped, call.weights)
+                bound(take, taped, call.weights)
             except NotBound:  # other weights altogether
                 self._tapes.forget(take.program)
                 return self._run(call, settings, shape, forward, tried)
@@ -116,7 +116,7 @@ class TapeTier:
                 return _eager(call, forward.broken_off())
         place = take.guards.changed_state(taped.options, taped.module, taped.looks) if take.holds else None
         if place is not None:  # a patch that is called has changed what one that is written down reads
-            raise called_patches.FormChanged(code_of(at(call.taped.options, place)))
+            raise called_patches.FormChanged(code_of(at(taped.options, place)))
         if take.live and len(tried) > 1:
             self._tapes.first(take)
         if not replayed:

@@ -3,13 +3,16 @@
 Each patch of ``PATCHES`` logs where it is called.
 """
 
+import ctypes
 import functools
 import sys
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tools.architectures.table import parts_of
 from tools.oracles import error
@@ -175,6 +178,15 @@ def reading(model: Any, read: Callable[[Tensor, Options], Tensor]) -> Callable[.
         return read(forward(*args, **kwargs), kwargs["transformer_options"])
 
     return ours
+
+
+def past_torch(compute: Callable[[], Tensor]) -> Tensor:
+    """What ``compute`` gives on the CPU, as a kernel gives it that torch knows nothing of."""
+    with _disable_current_modes():
+        found = compute().contiguous()
+    out = torch.empty(found.shape, dtype=found.dtype)
+    ctypes.memmove(out.data_ptr(), found.data_ptr(), found.nbytes)
+    return out
 
 
 def read_back(

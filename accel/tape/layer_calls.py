@@ -67,7 +67,7 @@ class LayerCalls:
             had = list(map(id, dict.values(options)))
             with options.heard_in(seen):
                 out = own(*args, **kwargs)
-            if list(map(id, dict.values(options))) != had or any(True for _ in tensors_in(seen)):
+            if list(map(id, dict.values(options))) != had or next(tensors_in(seen), None) is not None:
                 return out
             args, kwargs = swapped((args, kwargs), {id(options): seen})
         results = out if isinstance(out, (tuple, list)) else [out]

@@ -37,7 +37,7 @@ class Forward:
     def begin(self, holds: bool, device: torch.device, look: Callable[[Any], Any]) -> None:
         """A program runs in it. holds: its patches keep something, as their recording has shown."""
         self.log, self.keeps, self.drawn = [], holds, None if holds else Generators.now(device)
-        self.look, self._device = look, device
+        self.look = look
 
     def broken_off(self) -> list[tuple[tuple, Any]] | None:
         """What patches gave in it, where they must not be called twice; None if they may be.
@@ -57,7 +57,7 @@ class Forward:
             self.keeps = after is None or (after is not before and after != before)
         kept = done.apart() if self.keeps else None
         if kept is not None and self.drawn is not None:  # those before it may be called again, and draw again
-            kept.drawn = Generators.now(self._device)
+            kept.drawn = Generators.now(self.drawn.device)
         self.log.append((place, kept))
         return done
 
