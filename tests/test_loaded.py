@@ -101,6 +101,16 @@ def test_arguments_are_where_they_belong(started, monkeypatch):
 
 
 @compiling_here
+@pytest.mark.parametrize(("options", "contracts"), [({}, True), ({"enable_fp_fusion": False}, False)])
+def test_whether_products_and_sums_contract_is_not_left_to_triton(started, monkeypatch, options, contracts):
+    """Its versions differ in that, and the environment may say so."""
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
+    kernel = module_of(OF_ALL_KINDS, "of_all_kinds").of_all_kinds
+    made = compiling.compiled(kernel, 0, (torch.zeros(64), 2, 3, 4, 0.1, 0.2, torch.zeros(64), 64), (1,), options)
+    assert made.metadata.enable_fp_fusion is contracts
+
+
+@compiling_here
 def test_descriptors_become_maps(started, monkeypatch):
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -180,7 +190,7 @@ def test_where_triton_compiles_in_another_way(monkeypatch):
     monkeypatch.setattr(triton.JITFunction, "run", run)
     kernel = module_of(OF_ALL_KINDS, "of_all_kinds").of_all_kinds
     assert compiling.compiled(kernel, 0, (1,), (2,), {"num_warps": 8}) == "compiled"
-    assert asked == [((2,), True, {"num_warps": 8})]
+    assert asked == [((2,), True, compiling.FUSION | {"num_warps": 8})]
 
 
 @pytest.mark.parametrize("interpreted", [True, False])

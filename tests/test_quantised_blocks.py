@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("pack", "one_thread", "clean_stats")
 FORMS = ("int8_tensorwise", "int8_convrot", "float8_e4m3fn", "mxfp8", "nvfp4", "convrot_w4a4", "asym_w4a8_int8")
 KIND = "QuantizedTensor"
 CLOSE = 1e-5  # relative L2 in fp32
-RUN = {"width": 128, "height": 64, "steps": 2}
+RUN = {"width": 128, "height": 64, "steps": 2, "tokens": 24}
 
 
 def make(quantised: Any, patch: pytest.MonkeyPatch, name: str, form: str, dtype: torch.dtype, **deep: int) -> Any:

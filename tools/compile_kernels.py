@@ -13,6 +13,7 @@ from tools import embed
 
 embed.bare_pack()
 
+from anyshape.accel.kernels.compiling import FUSION  # noqa: E402
 from anyshape.accel.kernels.linear_geglu import linear_geglu_kernel  # noqa: E402
 from anyshape.accel.kernels.triton_ops import KERNELS  # noqa: E402
 
@@ -60,7 +61,7 @@ def source(kernel: triton.JITFunction) -> ASTSource:
 
 def compile_for(kernel: triton.JITFunction, capability: int) -> CompiledKernel:
     """``kernel`` as machine code for one compute capability (75 for 7.5)."""
-    return triton.compile(source(kernel), target=GPUTarget("cuda", capability, 32))
+    return triton.compile(source(kernel), target=GPUTarget("cuda", capability, 32), options=FUSION)
 
 
 def main() -> None:

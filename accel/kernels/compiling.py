@@ -11,6 +11,9 @@ from triton.backends.compiler import GPUTarget
 
 from .helpers import HELPERS, among
 
+# Unless a kernel says otherwise. Triton 3.9 warns where nobody says so, and 3.10 takes the opposite.
+FUSION = {"enable_fp_fusion": True}
+
 
 def compiled(kernel: Any, device: int, args: tuple, grid: tuple[int, ...], options: dict[str, Any]) -> Any:
     """``kernel.warmup(*args, grid=grid, **options)`` for the device of this number: what Triton compiled.
@@ -22,6 +25,7 @@ def compiled(kernel: Any, device: int, args: tuple, grid: tuple[int, ...], optio
     if device not in caches:
         caches[device] = bind(kernel)
     HELPERS.may_compile(kernel, device)
+    options = FUSION | options
     return JITFunction.warmup(SimpleNamespace(run=functools.partial(run, kernel)), *args, grid=grid, **options)
 
 
