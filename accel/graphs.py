@@ -208,6 +208,8 @@ class GraphCache:
     def _keep(self, name: Name, record: Callable[[], CapturedGraph]) -> int:
         """Records and files a graph; the least recently used give way, and one that is too large alone is refused."""
         self._entries[name] = record()
+        if self._entries[name].own_bytes > self._budget:  # as another program may have taken memory meanwhile
+            self._again(name, record)
         crowded = len(self._entries) > 1
         self._evict_down_to(self._budget, keep=self._pinned() | {name})
         if self.used_bytes > self._budget and self._pinned() - {name}:
@@ -215,17 +217,18 @@ class GraphCache:
             self._drop(name)
             raise NoRoom(budget_is_full(self._budget))
         if self.used_bytes > self._budget and crowded:  # the pool shrinks only when empty: this graph begins a new one
-            self._drop(name)
-            self._entries[name] = record()
+            self._again(name, record)
         if self.used_bytes > self._budget:
-            need = self.used_bytes
+            need = self.used_bytes // MIB
             self._drop(name)
-            raise CaptureFailed(
-                say("budget_small", need=need // MIB, budget=self._budget // MIB, wanted=need // MIB + 64)
-            )
+            raise CaptureFailed(say("budget_small", need=need, budget=self._budget // MIB, wanted=need + 64))
         self._pin(name)
         self._report()
         return self._entries[name].bytes
+
+    def _again(self, name: Name, record: Callable[[], CapturedGraph]) -> None:
+        self._drop(name)
+        self._entries[name] = record()
 
     def _record_or_make_room(self, name: Name, recording: Recording) -> CapturedGraph:
         if self._capturer.broken:
@@ -252,8 +255,7 @@ class GraphCache:
         """What the user reads of a capture that failed."""
         if self._capturer.broken:
             return CaptureFailed(say("capture_broken", error=self._capturer.broken))
-        first, *_ = str(error).splitlines() or [type(error).__name__]  # the driver's errors go on for six lines
-        first = ". ".join(first.split(". ")[:2])  # and torch's with its account of memory
+        first = ". ".join((str(error).splitlines() or [type(error).__name__])[0].split(". ")[:2])  # without its details
         if memory_was_short(error) or self._capturer.free_bytes() < LITTLE:
             return NoRoom(say("capture_no_memory", error=first))
         return CaptureFailed(say("capture_failed", error=first))
@@ -338,9 +340,7 @@ def abandon(owner: int) -> None:
 
 
 def clear() -> None:
-    """Gives the memory of every graph back. Any thread may ask, also while models run: a replay or a capture is waited
-    for, and the next call of a shape captures it again.
-    """
+    """Gives every graph's memory back, once no replay or capture runs. The next call of a shape captures it again."""
     for device_cache in list(_CACHES.values()):
         device_cache.clear()
 

@@ -124,6 +124,15 @@ def test_one_that_is_too_large_alone_is_refused_for_good(cache) -> None:
     assert capture(cache, budget=BUDGET + 1, a=10) == {}  # another budget, another answer
 
 
+def test_memory_that_another_program_takes_meanwhile_costs_no_graph(cache, capturer) -> None:
+    """What the driver keeps for a graph is measured by the device's free memory, and once more if it is too much."""
+    capture(cache, a=40)
+    taken = iter([BUDGET, 0])
+    capturer.capture = lambda *given, own=capturer.capture, **more: (own(*given, **more)[0], next(taken))
+    assert capture(cache, b=50) == {}
+    assert held(cache) == {"a", "b"} and cache.used_bytes == 90 and capturer.live == 2
+
+
 def test_pinned_graphs_stay_and_others_give_way(cache) -> None:
     capture(cache, old=70)
     with cache.pinning() as pins:
