@@ -26,7 +26,8 @@ class _Installed(functools.partial):
     """A forward of ours on a block."""
 
     thread: int  # that it answers in
-    before: "_Installed | None"  # what it took the place of
+    before: Any  # what it took the place of: one of ours, or somebody else's; None if nothing was there
+    over_others: bool
 
 
 @dataclass
@@ -113,12 +114,18 @@ class Blocks:
 
     @contextmanager
     def ours(
-        self, model: nn.Module, forward: Ours, but: Container[str] = (), methods: Ours | None = None
+        self,
+        model: nn.Module,
+        forward: Ours,
+        but: Container[str] = (),
+        methods: Ours | None = None,
+        others: bool = False,
     ) -> Iterator[None]:
         """While the body runs, ``forward`` runs in place of each block's own, in this thread. but: paths of others.
 
         Within one another, the inner body's is called first, and the outer's is what it takes for the block's own.
         methods: runs in place of other methods that blocks may be called by, see ``blocks.methods``.
+        others: whether it runs in place of what somebody else has put there, too.
         """
         installed: list[tuple[nn.Module, str, _Installed]] = []
         thread = threading.get_ident()
@@ -130,11 +137,12 @@ class Blocks:
 
         def install(path: str, block: nn.Module, name: str) -> None:
             before = block.__dict__.get(name)
-            mine = before is None or getattr(before, "thread", None) == thread
+            mine = before is None or (getattr(before, "thread", None) == thread and not before.over_others)
             compiled = name == "forward" and original(block) is not block  # another node's way to run its own
-            if mine or compiled or is_restored(block, name):  # else it is somebody else's
+            free = mine or compiled or is_restored(block, name)  # else it is somebody else's
+            if free or others:
                 ours = _Installed(run, path, block, name, getattr(block, name))
-                ours.thread, ours.before = thread, before
+                ours.thread, ours.before, ours.over_others = thread, before, not free
                 installed.append((block, name, ours))
                 block.__dict__[name] = ours
 
@@ -163,7 +171,7 @@ def packs_layers(recorder: Any, model: nn.Module, before: Callable[[], Any] = bo
     layers.paths = recorder.guarded(lambda: paths(model)) or []
     if layers.paths:
         recorder.guarded(before)
-    return layers.ours(model, LayerCalls(recorder, model).forward)
+    return layers.ours(model, LayerCalls(recorder, model).forward, others=True)
 
 
 def _below(block: nn.Module) -> list[nn.Module]:

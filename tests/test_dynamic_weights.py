@@ -3,6 +3,8 @@
 As in ``test_dynamic``, with the page table of ``tools.pages``.
 """
 
+import types
+
 import pytest
 import torch
 from torch import nn
@@ -69,7 +71,8 @@ def test_a_lora_on_and_off(models, load, recordings):
     assert_fast()
 
 
-def test_a_lora_on_a_layer_of_another_pack(models, load, card, recordings):
+@pytest.mark.parametrize("place", ["class", "forward"])
+def test_a_lora_on_a_layer_of_another_pack(models, load, card, recordings, place):
     """What it makes of the weight depends on the dtype that the pack's code asks for, where all fits and where not."""
     import comfy.ops
     from comfy.model_patcher import LowVramPatch
@@ -88,7 +91,10 @@ def test_a_lora_on_a_layer_of_another_pack(models, load, card, recordings):
         def __call__(self, weight):
             return weight * (1.5 if weight.dtype == torch.float64 else 1.0)
 
-    layer.__class__ = Other
+    if place == "class":
+        layer.__class__ = Other
+    else:
+        layer.forward = types.MethodType(Other.forward, layer)
     fast, source = compiled(load.patcher), load.patcher
     plain = models.sample(fast, **SMALL_RUN)
     patches = {

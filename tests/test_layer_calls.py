@@ -8,32 +8,12 @@ import torch
 import triton
 from torch import nn
 
-from tools import patching
 from tools.driving import compiled, sample_tiny, skipping
 from tools.oracles import error, fallbacks, shapes
+from tools.packs_layers import CLOSE, NAME, SIZES, Layer, check, layer_calls, make, past_torch
 from tools.patching import read_back
 
 pytestmark = pytest.mark.usefixtures("clean_stats", "one_thread")
-
-NAME = "ZImage"
-SIZES = ((8, 8), (10, 6), (6, 14), (8, 12), (8, 8))  # of latents
-CLOSE = 1e-5
-
-
-def past_torch(x, weight, bias=None):
-    """A product, as a pack's own kernel gives it."""
-    return patching.past_torch(lambda: nn.functional.linear(x, weight, bias))
-
-
-class Layer(nn.Module):
-    """A pack's, in the place of a linear layer of the model's."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.weight, self.bias = layer.weight, layer.bias
-
-    def forward(self, x):
-        return past_torch(x, self.weight, self.bias)
 
 
 class Pair(Layer):
@@ -68,47 +48,6 @@ class Writing(Layer):
     def forward(self, x):
         x.mul_(1.01)
         return past_torch(x, self.weight, self.bias)
-
-
-def swap(patcher, kind, where=("feed_forward",)):
-    """The model with this class of layers."""
-    for name, part in list(patcher.model.diffusion_model.named_modules()):
-        for own, layer in list(part.named_children()):
-            if isinstance(layer, nn.Linear) and any(word in name for word in where):
-                setattr(part, own, kind(layer))
-    return patcher
-
-
-def make(kind, where=("feed_forward",)):
-    from tools.architectures import patchers
-
-    return swap(patchers.make(NAME, blocks=4), kind, where)
-
-
-def check(plain, fast, sizes=SIZES, near=0.0, **run):
-    """Each size, at which the two differ by no more than ``near``."""
-    for seed, (height, width) in enumerate(sizes):
-        given = {"name": NAME, "seed": seed, "height": height, "width": width, "steps": 2} | run
-        assert error(sample_tiny(fast, **given), sample_tiny(plain, **given)) <= near, (height, width, fallbacks())
-
-
-def layer_calls(patcher):
-    """How many steps of a recording are calls of layers; how many blocks were copied."""
-    from anyshape.accel.tape.layer_calls import LayerCall
-    from anyshape.accel.tapes import Tapes
-
-    found = []
-    with pytest.MonkeyPatch.context() as patch:
-        record = Tapes.record
-
-        def recording(*args, **kwargs):
-            out, take, tape = record(*args, **kwargs)
-            found.append((sum(isinstance(each.func, LayerCall) for each in tape.operations), take.copies))
-            return out, take, tape
-
-        patch.setattr(Tapes, "record", recording)
-        sample_tiny(patcher, NAME, height=16, width=16)
-    return found[-1]
 
 
 @pytest.mark.parametrize("kind", [Layer, Pair, Named])

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .. import graphs, origin
 from ..errors import is_out_of_memory, let_go
 from ..reasons import say
+from ..tape.layer_calls import brought
 from ..tape.named_tensors import modules_of, parts_of
 from .known_pages import KnownPages, Place, spans, vbars
 from .layer_casts import KEYS, Cast, casts_itself
@@ -134,7 +135,7 @@ class MappedWeights:
                 return ""
             if (part := next((each for each in self._alone if _is_filled(each) is False), None)) is not None:
                 self.did_not_fit = False
-                return say("casts_itself", name=origin.whose(type(part)))
+                return say("casts_itself", name=origin.whose(brought(part)))
             if not turn and (
                 self._lacks_room(device) or unfit.expects(self._free_beside(device), self._others(device))
             ):

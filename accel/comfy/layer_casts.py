@@ -7,7 +7,7 @@ import comfy.ops
 import torch
 from torch import Tensor, nn
 
-from ..origin import is_known
+from ..tape.layer_calls import brought
 from .known_pages import vbars
 
 KEYS = ("weight", "bias")
@@ -72,12 +72,12 @@ class Cast:
 
 
 def casts_itself(part: nn.Module) -> bool:
-    """Whether a LoRA lies on a layer of another pack's, which is not to be put on its weight by ``Cast``.
+    """Whether a LoRA lies on a layer that another pack's code computes, so that ``Cast`` must not put it there.
 
     What it makes of the weight depends on the dtypes in which that pack's code asks for it: int8 and its scale, say.
     """
     patched = any(getattr(part, f"{key}_lowvram_function", None) is not None for key in KEYS)
-    return patched and not is_known(type(part))
+    return patched and brought(part) is not None
 
 
 def clean(parts: Iterable[nn.Module]) -> None:

@@ -1,8 +1,9 @@
 """Layers of other packs that compute past torch: each of their calls is one step of the tape.
 
 Such a layer starts its own kernels (int8 and 4 bit layers do), and to a recorder its result is memory that nothing
-has written. What was written down of that call is dropped then, as for operations (``wrapped``), and the call becomes
-one step. At each replay the layer that is there then is called, with all that it does to its weights.
+has written. It may be ComfyUI's own layer, with a pack's forward in the place of its own. What was written down of that
+call is dropped then, as for operations (``wrapped``), and the call becomes one step. At each replay the layer that is
+there then is called, with all that it does to its weights.
 """
 
 import weakref
@@ -43,9 +44,15 @@ class LayerCall:
         return replace(self, path=other + self.path.removeprefix(path)) if inside else self
 
 
+def brought(part: nn.Module) -> Any:
+    """The class of a layer, or the forward that it runs, if that is another pack's; None otherwise."""
+    forward = part.__dict__.get("forward") or getattr(type(part), "forward", None)
+    return next((each for each in (type(part), forward) if not is_known(each)), None)
+
+
 def paths(model: nn.Module) -> list[str]:
-    """Of the layers, and larger parts, that are of other packs' classes."""
-    return [path for path, part in model.named_modules() if path and not is_known(type(part))]
+    """Of the layers, and larger parts, of which other packs brought the class or the forward."""
+    return [path for path, part in model.named_modules() if path and brought(part) is not None]
 
 
 class LayerCalls:
