@@ -1,11 +1,13 @@
 """Layers of other packs that compute past torch: each of their calls is one step of the tape.
 
 Such a layer starts its own kernels (int8 and 4 bit layers do), and to a recorder its result is memory that nothing
-has written. It may be ComfyUI's own layer, with a pack's forward in the place of its own. What was written down of that
+has written. It may be ComfyUI's own layer, with a pack's method in the place of its own. What was written down of that
 call is dropped then, as for operations (``wrapped``), and the call becomes one step. At each replay the layer that is
 there then is called, with all that it does to its weights.
 """
 
+import functools
+import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +23,8 @@ from .options import NotedOptions
 from .refusals import UNWRITTEN
 from .swaps import swapped
 from .values import tensors_in
+
+CALLED = (types.FunctionType, types.MethodType, functools.partial)
 
 
 @dataclass(frozen=True)
@@ -45,13 +49,13 @@ class LayerCall:
 
 
 def brought(part: nn.Module) -> Any:
-    """The class of a layer, or the forward that it runs, if that is another pack's; None otherwise."""
-    forward = part.__dict__.get("forward") or getattr(type(part), "forward", None)
-    return next((each for each in (type(part), forward) if not is_known(each)), None)
+    """The class of a layer, or what it has in the place of a method, if that is another pack's; None otherwise."""
+    own = [each for each in part.__dict__.values() if isinstance(each, CALLED)]
+    return next((each for each in (type(part), getattr(type(part), "forward", None), *own) if not is_known(each)), None)
 
 
 def paths(model: nn.Module) -> list[str]:
-    """Of the layers, and larger parts, of which other packs brought the class or the forward."""
+    """Of the layers, and larger parts, of which other packs brought the class or a method."""
     return [path for path, part in model.named_modules() if path and brought(part) is not None]
 
 
