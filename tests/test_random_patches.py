@@ -6,7 +6,7 @@ from tools import architectures, random_patches
 
 pytestmark = pytest.mark.skipif(architectures.is_older(), reason="it has not all of these models")
 DRAWS = 6
-ONCE_WRONG = (103, 116, 559, 20176, 30151, 70396, 100249, 520077)
+ONCE_WRONG = (103, 116, 559, 20176, 30151, 70396, 100249, 520077, 561046)
 
 
 @pytest.mark.parametrize("number", [*range(DRAWS), *ONCE_WRONG])

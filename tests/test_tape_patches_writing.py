@@ -187,7 +187,7 @@ def test_what_a_patch_was_given_is_let_go(pack):
 
 
 def test_parts_of_one_tensor():
-    from anyshape.accel.tape.patches import _lie_apart
+    from anyshape.accel.tape.overlaps import lie_apart
 
     x = torch.zeros(2, 8, 6, 4)
     for a, b, wanted in (
@@ -196,7 +196,7 @@ def test_parts_of_one_tensor():
         (x[:, :3].transpose(1, 2), x[:, 3:].transpose(1, 2), True), (x[:, :3], x[:, 3:].transpose(1, 2), False),
         (x[:, ::2], x[:, 1::2], True), (x[:1, :2].expand(3, 2, 6, 4), x[:1, 2:].expand(3, 6, 6, 4), True),
     ):  # fmt: skip
-        assert _lie_apart(a, b) == wanted  # in doubt they do not
+        assert lie_apart(a, b) == wanted  # in doubt they do not
 
 
 def test_what_a_patch_gave_is_not_what_was_made_of_it(models, fresh):
@@ -253,3 +253,25 @@ def test_a_patch_gives_back_a_view_and_the_next_one_writes_into_it(models, fresh
         return model
 
     assert_as_eager(models, fresh, patched)
+
+
+def test_copies_lie_in_one_another_as_their_originals_do(pack) -> None:
+    """What one patch has given back as a view, the next one gets beside the tensor that it is of."""
+    from anyshape.accel.tape.overlaps import copies
+
+    def of_whole(whole):
+        rows, across = whole[2:4], whole.transpose(0, 1)
+        return [whole[1:3], whole, across, rows, rows.view(-1), torch.ones(3)]
+
+    def of_slices(whole):  # as q, k and v are of one product: none has an element of another
+        q, k, v = whole.chunk(3, dim=1)
+        return [q, k, v, v.view(v.shape), whole[:, :0]]
+
+    for made in (of_whole, of_slices):
+        tensors = made(torch.arange(48.0).view(8, 6))
+        found = list(copies(tensors).values())
+        assert all(map(torch.equal, found, tensors))
+        for place in range(len(tensors)):
+            for each in (found, tensors):
+                each[place].mul_(2).add_(place)
+            assert all(map(torch.equal, found, tensors)), place

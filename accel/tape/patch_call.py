@@ -16,6 +16,7 @@ from .guards import at
 from .identity import EQUAL, ids_in
 from .layout import spread_out
 from .options import COPIED_ALONG, MISSING, NotedOptions
+from .overlaps import copies
 from .refusals import Generators
 from .swaps import swapped
 from .this_forward import level_of
@@ -210,19 +211,16 @@ class _Filling:
     own: what the forward itself had written into each of these.
     """
 
-    def __init__(self, raw: Mapping[Any, Any]) -> None:
+    def __init__(self, raw: Mapping[Any, Any], templates: tuple) -> None:
         self._raw, self.own = raw, []
         self._theirs = {name: level_of(item) if type(item) is Tensor else item for name, item in raw.items()}
-        self.copies: dict[int, Tensor] = {}
+        self.copies = copies(tensors_of_call(templates, frozenset()))
         self.given: list[dict[Any, Any]] = []
         self.looks: list[Callable[[], dict[Any, Any]]] = []
 
     def filled(self, item: Any) -> Any:
         """``item`` with copies of tensors, and with the caller's options where the template says so."""
         if isinstance(item, Tensor):
-            if id(item) not in self.copies:
-                with torch.inference_mode(False), torch.no_grad():  # torch counts what is written into such a tensor
-                    self.copies[id(item)] = item.clone()
             return self.copies[id(item)]
         if type(item) is dict and OPTIONS in item:
             return self._options(item)
@@ -248,7 +246,7 @@ class _Filling:
 
 def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any, Any]) -> Done:
     """Calls a patch with arguments made from their templates."""
-    filling = _Filling(raw)
+    filling = _Filling(raw, (args, kwargs))
     args, kwargs = filling.filled(args), filling.filled(kwargs)
     mine, given, looks = list(filling.copies.values()), filling.given, filling.looks
     versions, before = [copy._version for copy in mine], [look() for look in looks]
@@ -260,6 +258,7 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
     copied = {id(tensor): number for number, tensor in enumerate(mine)}
     echoes: list[Echo] = []
     memory = {tensor.untyped_storage().data_ptr() for tensor in mine}
+    shared = len(memory) < len(mine)
     swap: dict[int, Any] = {}
     for tensor in tensors_of_call((out, wrote), skipped):
         if id(tensor) in swap or (id(tensor) in tensors and id(tensor) not in copied):
@@ -277,6 +276,9 @@ def perform(patch: Callable[..., Any], args: Any, kwargs: Any, raw: Mapping[Any,
         out, wrote = swapped((out, wrote), swap | {id(options): options for options in given})
     numbers = {key: number for number, key in enumerate(tensors)}
     found = list(tensors.values())
+    if shared:  # a tape has a value for each
+        alone = {id(tensor): tensor.clone() for tensor in mine}
+        mine, found = [alone[id(tensor)] for tensor in mine], [alone.get(id(tensor), tensor) for tensor in found]
     form = _form((out, wrote), numbers, skipped, owners), tuple([(tuple(t.shape), t.dtype, t.device) for t in found])
     fits = all(_may_write(new, own, owners) for new, own in zip(wrote, filling.own, strict=True))
     return Done(out, mine, written, echoes, found, form, wrote if any(wrote) else None, fits)

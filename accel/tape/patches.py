@@ -17,6 +17,7 @@ from . import called_patches, patch_call
 from .decisions import Decisions, forget
 from .named_tensors import modules_of
 from .options import MISSING, NotedOptions, Reads
+from .overlaps import lie_apart
 from .patch_book import PatchBook, code_of, shown
 from .record import Recorder
 from .refusals import Generators
@@ -193,7 +194,7 @@ class Patches:
             others = (each for each in originals if each is not tensor and value(each).root is root)
             # It was written past torch's counts, is a part of what else the patch was given, or an echo.
             wrong |= root.leaf is not None or number not in done.written
-            wrong |= not all(_lie_apart(tensor, each) for each in others) or self._is_shared(root)
+            wrong |= not all(lie_apart(tensor, each) for each in others) or self._is_shared(root)
         return wrong
 
     def _is_shared(self, echo: Value) -> bool:
@@ -272,21 +273,6 @@ def _each(item: Any, noting: Callable[[Any], Any]) -> Any:
             if isinstance(each, dict) and (noted := noting(each)) is not each:
                 item[name] = noted  # the model's own dict: the patch may write into it
     return found
-
-
-def _lie_apart(a: Tensor, b: Tensor) -> bool:
-    """Whether two views of one memory have no element in common, as two parts of each row have none."""
-    if a.stride() != b.stride():
-        return False
-    first, second = sorted((a, b), key=Tensor.storage_offset)
-    gap, whole = second.storage_offset() - first.storage_offset(), a.untyped_storage().nbytes()
-    for step, size, other in sorted(zip(a.stride(), first.shape, second.shape, strict=True), reverse=True):
-        if not step or size == other == 1:
-            continue
-        if not gap % step and size <= gap // step and (gap // step + other) * step <= whole:
-            return True
-        whole = step
-    return False
 
 
 def _once(given: Any) -> list[Tensor]:
