@@ -27,7 +27,7 @@ class _Installed(functools.partial):
 
     thread: int  # that it answers in
     before: Any  # what it took the place of: one of ours, or somebody else's; None if nothing was there
-    over_others: bool
+    over_others: bool  # whether that is somebody else's
 
 
 @dataclass
@@ -114,18 +114,14 @@ class Blocks:
 
     @contextmanager
     def ours(
-        self,
-        model: nn.Module,
-        forward: Ours,
-        but: Container[str] = (),
-        methods: Ours | None = None,
-        others: bool = False,
-    ) -> Iterator[None]:
+        self, model: nn.Module, forward: Ours, but: Container[str] = (), methods: Ours | None = None,
+        over_others: bool = False,
+    ) -> Iterator[None]:  # fmt: skip
         """While the body runs, ``forward`` runs in place of each block's own, in this thread. but: paths of others.
 
         Within one another, the inner body's is called first, and the outer's is what it takes for the block's own.
         methods: runs in place of other methods that blocks may be called by, see ``blocks.methods``.
-        others: whether it runs in place of what somebody else has put there, too.
+        over_others: whether it runs in place of what somebody else has put there, too.
         """
         installed: list[tuple[nn.Module, str, _Installed]] = []
         thread = threading.get_ident()
@@ -140,7 +136,7 @@ class Blocks:
             mine = before is None or (getattr(before, "thread", None) == thread and not before.over_others)
             compiled = name == "forward" and original(block) is not block  # another node's way to run its own
             free = mine or compiled or is_restored(block, name)  # else it is somebody else's
-            if free or others:
+            if free or over_others:
                 ours = _Installed(run, path, block, name, getattr(block, name))
                 ours.thread, ours.before, ours.over_others = thread, before, not free
                 installed.append((block, name, ours))
@@ -171,7 +167,7 @@ def packs_layers(recorder: Any, model: nn.Module, before: Callable[[], Any] = bo
     layers.paths = recorder.guarded(lambda: paths(model)) or []
     if layers.paths:
         recorder.guarded(before)
-    return layers.ours(model, LayerCalls(recorder, model).forward, others=True)
+    return layers.ours(model, LayerCalls(recorder, model).forward, over_others=True)
 
 
 def _below(block: nn.Module) -> list[nn.Module]:

@@ -79,3 +79,4 @@ def test_where_the_whole_cannot_be_recorded(fusing):
     plain, ours = make(with_forward), make(with_forward)
     read_back(ours.model.diffusion_model)
     check(plain, compiled(ours), near=CLOSE)
+    assert {shape["state"] for shape in shapes()} == {"eager"}
