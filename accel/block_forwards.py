@@ -26,8 +26,8 @@ class _Installed(functools.partial):
     """A forward of ours on a block."""
 
     thread: int  # that it answers in
-    before: Any  # what it took the place of: one of ours, or somebody else's; None if nothing was there
-    over_others: bool  # whether that is somebody else's
+    before: Any  # what it took the place of: one of ours, or another pack's; None if nothing was there
+    over_others: bool  # whether that is another pack's
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Blocks:
 
         Within one another, the inner body's is called first, and the outer's is what it takes for the block's own.
         methods: runs in place of other methods that blocks may be called by, see ``blocks.methods``.
-        over_others: whether it runs in place of what somebody else has put there, too.
+        over_others: whether it runs in place of what another pack has put there, too.
         """
         installed: list[tuple[nn.Module, str, _Installed]] = []
         thread = threading.get_ident()
@@ -136,7 +136,7 @@ class Blocks:
             mine = before is None or (getattr(before, "thread", None) == thread and not before.over_others)
             compiled = name == "forward" and original(block) is not block  # another node's way to run its own
             free = mine or compiled or is_restored(block, name)  # else it is somebody else's
-            if free or over_others:
+            if free or (over_others and not isinstance(before, _Installed)):  # what another thread put there stays
                 ours = _Installed(run, path, block, name, getattr(block, name))
                 ours.thread, ours.before, ours.over_others = thread, before, not free
                 installed.append((block, name, ours))

@@ -1,10 +1,12 @@
 """Forwards that other packs put in the place of those of ComfyUI's layers, and that compute past torch: on the CPU."""
 
 import functools
+import threading
 import types
 
 import pytest
 import torch
+from torch import nn
 
 from tools.driving import compiled, sample_tiny, skipping
 from tools.oracles import error, fallbacks, shapes
@@ -15,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("clean_stats", "one_thread")
 
 
 def with_forward(layer):
-    """ComfyUI's own layer, with a pack's forward in the place of its own."""
+    """ComfyUI's layer, whose forward a pack has replaced."""
     bias = layer.bias
 
     def forward(self, x, scale=1.0):
@@ -80,3 +82,28 @@ def test_where_the_whole_cannot_be_recorded(fusing):
     read_back(ours.model.diffusion_model)
     check(plain, compiled(ours), near=CLOSE)
     assert {shape["state"] for shape in shapes()} == {"eager"}
+
+
+def test_two_threads_leave_a_packs_forward_where_it_was(pack):
+    """Each puts forwards of ours before it. The one that was there first ends first."""
+    from anyshape.accel.block_forwards import Blocks
+
+    model = nn.Sequential(with_forward(nn.Linear(3, 3)))
+    theirs, layers, entered, done = model[0].forward, Blocks(), threading.Event(), threading.Event()
+    layers.paths = ["0"]
+
+    def ours():
+        return layers.ours(model, lambda path, layer, own, args, kwargs: own(*args, **kwargs), over_others=True)
+
+    def first():
+        with ours():
+            entered.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    entered.wait(10)
+    with ours():
+        done.set()
+        thread.join()
+    assert model[0].forward is theirs

@@ -1,9 +1,9 @@
 """Layers of other packs that compute past torch: each of their calls is one step of the tape.
 
 Such a layer starts its own kernels (int8 and 4 bit layers do), and to a recorder its result is memory that nothing
-has written. It may be ComfyUI's own layer, with a pack's method in the place of its own. What was written down of that
-call is dropped then, as for operations (``wrapped``), and the call becomes one step. At each replay the layer that is
-there then is called, with all that it does to its weights.
+has written. It may also be ComfyUI's layer, in which a pack has replaced a method. What was written down of that call
+is dropped then, as for operations (``wrapped``), and the call becomes one step. At each replay the layer that is there
+then is called, with all that it does to its weights.
 """
 
 import functools

@@ -27,14 +27,16 @@ def copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     So whoever writes into one of the copies changes the others as he would change the tensors.
     """
     each, made = {id(tensor): tensor for tensor in tensors}, dict[int, Tensor]()
-    memory: dict[int, list[int]] = {}  # those that were copied, by where their memory begins
+    memory: dict[int, list[tuple[Tensor, Tensor]]] = {}  # those that were copied, by where their memory begins
     with torch.inference_mode(False), torch.no_grad():  # torch counts what is written into such a tensor
         for key, tensor in sorted(each.items(), key=lambda item: item[1].numel(), reverse=True):
-            others = memory.setdefault(tensor.untyped_storage().data_ptr(), [])
-            parts = (_part(tensor, each[other], made[other]) for other in others)
-            part = next((part for part in parts if part is not None), None)
-            made[key] = tensor.clone() if part is None else part
-            others += [key] if part is None else []
+            copied = memory.setdefault(tensor.untyped_storage().data_ptr(), [])
+            parts = (_part(tensor, whole, copy) for whole, copy in copied)
+            found = next((part for part in parts if part is not None), None)
+            if found is None:
+                found = tensor.clone()
+                copied.append((tensor, found))
+            made[key] = found
     return {key: made[key] for key in each}
 
 
