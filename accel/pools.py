@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 Pool = tuple[int, int]  # torch's handle of it
-# torch's end of a capture tells the allocator nothing when the driver has refused the capture: no later one could use
-# the pool then, nor would memory that is short make torch give its cache back. The names are newest first.
+# torch's end of a capture tells the allocator nothing when the driver has refused the capture (2.15 does): no later one
+# could use the pool then, nor would memory that is short make torch give its cache back. The names are newest first.
 END_IN_POOL = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
 SMALL = 1 << 20  # bytes; torch serves requests up to this from other segments than larger ones
 

@@ -66,6 +66,28 @@ def test_what_a_call_raises_ends_the_replay() -> None:
     assert (float(x), float(out)) == (1, 0)
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_piece_whose_end_fails_is_not_ended_again(pieces) -> None:
+    """Whoever breaks a capture off ends it, whatever failed in it. A second end would be an error for somebody else."""
+    ends = []
+
+    class Graph(CpuGraph):
+        def capture_end(self) -> None:
+            super().capture_end()
+            ends.append(self)
+            if len(ends) == pieces:
+                raise RuntimeError("the driver refuses the capture")
+
+    graph = Pieces(Graph)
+    graph.capture_begin()
+    with pytest.raises(RuntimeError, match="refuses"):
+        for _ in range(pieces):
+            graph.cut(lambda: None)
+    for _ in range(2):
+        graph.capture_end()
+    assert len(ends) == pieces and captured_here() is None
+
+
 # Models whose patches are called -----------------------------------------------------------------------------------
 
 

@@ -98,6 +98,7 @@ class Pieces:
         self._graphs: list[Any] = []
         self._calls: list[Callable[[], None]] = []
         self._how: dict[str, Any] = {}
+        self._is_open = False  # a piece is being captured
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -114,9 +115,14 @@ class Pieces:
         self._begin()
 
     def capture_end(self) -> None:
-        """Ends the last piece."""
+        """Ends the last piece.
+
+        One whose end has failed is over: another end would be refused, and with torch 2.15 that error meets whoever
+        allocates next.
+        """
         _HERE.graph = None
-        self._end()
+        if self._is_open:
+            self._end()
 
     def replay(self) -> None:
         """Runs all of it on the current stream. What a call between two pieces raises ends it."""
@@ -133,8 +139,10 @@ class Pieces:
     def _begin(self) -> None:
         self._graphs.append(self._new())
         self._graphs[-1].capture_begin(**self._how)
+        self._is_open = True
 
     def _end(self) -> None:
+        self._is_open = False
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", EMPTY)
             self._graphs[-1].capture_end()
