@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layout import contiguous, lie_alike
 from .traits import TRUTHS, traits
 from .values import Operation, Value, replaced, values_in
 
@@ -46,9 +47,8 @@ def settle(operations: Sequence[Operation], outputs: Sequence[Value], apart: boo
         functional = None if seen_after or (target.base is not None and not apart) else functional_of(operation)
         kwargs = {name: item for name, item in operation.kwargs.items() if name != OUT}
         given = len(kwargs) < len(operation.kwargs)  # the memory of the result, which may lie otherwise than its own
-        if functional is None or (
-            (given or target.base is not None) and not _lies_the_same(functional, operation, kwargs)
-        ):
+        oddly = given or target.base is not None or not lie_alike(target.shape, target.stride, contiguous(target.shape))
+        if functional is None or oddly and not _lies_the_same(functional, operation, kwargs):
             _share(operation, target, by_root)
             continue
         operation.func, operation.writes = functional, None
@@ -98,13 +98,23 @@ def _without_out(func: Any) -> Any:
 
 def _lies_the_same(functional: Any, operation: Operation, kwargs: dict[str, Any]) -> bool:
     """Whether a new result lies in memory as what was written did: later views of it count on that."""
-    target = operation.writes
+    target, made = operation.writes, made_by(functional, operation.args, kwargs)
+    return made is not None and made.stride() == target.stride and made.dtype == target.dtype
+
+
+def made_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """A tensor without memory that lies as the one result of an operation of torch's; None where torch cannot say."""
 
     def form(value: Value) -> Tensor:
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="meta")
+        device = "cpu" if value.scalar() is not None else "meta"
+        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
 
-    made = functional(*replaced(operation.args, Value, form), **replaced(kwargs, Value, form))
-    return made.stride() == target.stride and made.dtype == target.dtype
+    args, kwargs = replaced((args, {name: item for name, item in kwargs.items() if name != "device"}), Value, form)
+    try:
+        made = func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError):
+        return None
+    return made if isinstance(made, Tensor) else None
 
 
 def needed(operations: Sequence[Operation], outputs: Sequence[Value], calls: bool = True) -> list[Operation]:

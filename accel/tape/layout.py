@@ -285,8 +285,11 @@ def dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def copied(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """A copy with this stride."""
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    """A copy with this stride. Where that is 0, the elements must be the same."""
+    out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
+    once = tuple([slice(None) if step else slice(0, 1) for step in stride]) if 0 in stride else ...
+    out[once].copy_(tensor[once])
+    return out
 
 
 @functools.lru_cache(maxsize=4096)
@@ -298,7 +301,9 @@ def lies_oddly(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """
     if 1 not in shape:
         return False
-    usual = dense(shape, outermost_first(stride))
+    usual = contiguous(shape)
+    if not lie_alike(shape, stride, usual):
+        usual = dense(shape, outermost_first(stride))
     return any(n == 1 and own != new for n, own, new in zip(shape, stride, usual, strict=True))
 
 

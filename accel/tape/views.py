@@ -173,7 +173,7 @@ def reshaped(operation: Operation) -> Sizes:
     for group in aligned(operation):
         new = out[group.out0 : group.out1]
         old = tuple(size for size in sizes[group.src0 : group.src1] if size is not ONE)
-        if not old:
+        if not old or not new:  # ones come, or a size that is 1 goes
             result += [ONE] * len(new)
         elif (cut := old[0].cut) and cut[0] == old and [size.value for size in cut[1]] == list(new):
             result += cut[1]

@@ -75,18 +75,7 @@ def made_of(operation: Operation) -> torch.Tensor | None:
     """
     if operation.opaque or not operation.func._schema.name.startswith("aten::") or len(operation.outputs) != 1:
         return None
-
-    def form(value: Value) -> torch.Tensor:
-        device = "cpu" if value.scalar() is not None else "meta"
-        return torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device=device)
-
-    args, kwargs = replaced((operation.args, operation.kwargs), Value, form)
-    kwargs.pop("device", None)
-    try:
-        made = operation.func(*args, **kwargs)
-    except (RuntimeError, NotImplementedError):
-        return None
-    return made if isinstance(made, torch.Tensor) else None
+    return aliasing.made_by(operation.func, operation.args, operation.kwargs)
 
 
 def prune(tape: Tape) -> None:

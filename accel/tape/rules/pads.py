@@ -32,10 +32,11 @@ def fold(tape: Tape) -> str:
             flat = [width for pair in reversed(left) for width in pair]
             edits.become(operation, aten.constant_pad_nd.default, (operation.inputs[0], flat), operation.inputs)
             _shrink(operation, left)
-        else:
+        elif any(map(any, widths)) or operation.inputs[0].stride == operation.outputs[0].stride:
             gone.add(id(operation))
             same[operation.outputs[0]] = operation.inputs[0]
     tape.operations[:] = [operation for operation in tape.operations if id(operation) not in gone]
+    edits.rebase(tape.operations, same)
     return ""
 
 

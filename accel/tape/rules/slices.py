@@ -63,7 +63,7 @@ def _drop_copies(tape: Tape) -> None:
         if result is None or source in given_back or result in given_back and operation.traits.view:
             continue
         if operation.traits.name in ALIASES:
-            if result.shape != source.shape or source.root in written:
+            if (result.shape, result.stride) != (source.shape, source.stride) or source.root in written:
                 continue
             same[result] = source
         elif operation.func is aten.clone.default and _is_made_for(source, operation, readers):
