@@ -2,7 +2,7 @@
 
 import pytest
 
-from tools import random_changes, random_patches, random_workflows
+from tools import random_changes, random_forwards, random_patches, random_workflows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("models", "exact_float32", "no_graphs_left")]
 
@@ -15,6 +15,12 @@ def test_patches(number):
 @pytest.mark.parametrize(("kind", "number"), [("models", 0), ("forms", 0), ("skips", 1), ("controls", 20081)])
 def test_changes(kind, number):
     assert list(random_changes.compared(number, kind)) == []
+
+
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("kind", random_forwards.IDIOMS)
+def test_forwards(kind, number):
+    assert list(random_forwards.wrong(number, kind)) == []
 
 
 @pytest.mark.parametrize("number", [0, 30012])  # the second one was once wrong

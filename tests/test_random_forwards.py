@@ -10,14 +10,14 @@ from tools import random_forwards
 pytestmark = pytest.mark.usefixtures("pack", "one_thread")
 
 
-ONCE_WRONG = {"tokens": (19,), "pictures": (11, 94, 277), "videos": (116, 137)}
+ONCE_WRONG = {"tokens": (19,), "pictures": (11, 94), "videos": (116, 137)}
 DRAWS = [(kind, number) for kind, wrong in ONCE_WRONG.items() for number in (*range(8), *wrong)]
 
 
 @pytest.mark.parametrize("kind, number", DRAWS)
 def test_as_eager_at_every_size(kind, number):
     for far in random_forwards.compared(kind, number):
-        assert far.unfused == 0.0 and far.fused <= random_forwards.FUSED, far
+        assert not far.is_wrong, far
 
 
 class PartOfAJoin(nn.Module):
@@ -155,3 +155,15 @@ def test_what_is_copied_by_a_rule_lies_as_the_copy_did(model, size):
     """Or the copy stays."""
     _, right = programmed(model(), torch.randn(size))
     assert right
+
+
+@pytest.mark.parametrize("shape", [(1, 32, 1, 1), (4, 1, 1), (1, 32, 5, 3), (2, 1, 3)])
+@pytest.mark.parametrize("places", [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0), (1, 2, 0, 3)])
+def test_strides_that_new_memory_might_not_have(pack, shape, places):
+    """Those that one of two operations of torch's does not give back."""
+    from anyshape.accel.tape.layout import dense, lies_oddly
+
+    given = torch.empty_strided(shape, dense(shape, [d for d in places if d < len(shape)]))
+    kept = all((given + other).stride() == given.stride() for other in (1, given))
+    assert kept or lies_oddly(shape, given.stride())
+    assert not lies_oddly(shape, torch.empty(shape).stride())

@@ -32,7 +32,7 @@ def inputs(seed: int = 0, *shape: int) -> Tensor:
 
 def taped(model: nn.Module, *tensors: Tensor) -> tuple[Any, Tape | None, str]:
     """(the forward's result, tape or None, why not)."""
-    recorder = Recorder(list(tensors), model, CPU)
+    recorder = Recorder(list(tensors), model, tensors[0].device)
     out, tape = record(lambda: model(*tensors), recorder)
     return out, tape, recorder.refusal
 

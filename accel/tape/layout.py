@@ -294,17 +294,18 @@ def copied(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def lies_oddly(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether a dimension of one element has a stride that new memory would not give it.
+    """Whether a dimension of one element has a stride that new memory would not give it, or might not.
 
     What was changed in place keeps such a stride of a view that it was copied from. torch looks at it: by it, padding
-    takes one picture for channels last or not.
+    takes one picture for channels last or not. Where memory is in order, some operations give it the strides of new
+    memory, and others (adding a number) keep the order that strides say.
     """
     if 1 not in shape:
         return False
-    usual = contiguous(shape)
-    if not lie_alike(shape, stride, usual):
-        usual = dense(shape, outermost_first(stride))
-    return any(n == 1 and own != new for n, own, new in zip(shape, stride, usual, strict=True))
+    usual = kept = dense(shape, outermost_first(stride))
+    if lie_alike(shape, stride, contiguous(shape)):
+        usual = contiguous(shape)
+    return any(n == 1 and not own == new == old for n, own, new, old in zip(shape, stride, usual, kept, strict=True))
 
 
 def lying_so(

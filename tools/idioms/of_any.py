@@ -28,7 +28,7 @@ def chosen(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Ten
 
 @any_kind
 def in_16_bits(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
-    return (F.silu(a.bfloat16()) * b.bfloat16()).float()
+    return (F.silu(a.bfloat16()) * b.bfloat16()).to(a.dtype)
 
 
 @any_kind

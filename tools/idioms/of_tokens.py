@@ -122,9 +122,9 @@ def vector_over_all(model: Any, number: int, a: Tensor, b: Tensor, vector: Tenso
 
 @tokens
 def complex_rotary(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
-    x = torch.view_as_complex(a.reshape(*a.shape[:2], HALF, 2).contiguous())
-    t = torch.polar(torch.ones_like(b[..., :HALF]), b[..., :HALF])
-    return torch.view_as_real(x * t).flatten(-2)
+    x = torch.view_as_complex(a.float().reshape(*a.shape[:2], HALF, 2).contiguous())
+    angles = b[..., :HALF].float()
+    return torch.view_as_real(x * torch.polar(torch.ones_like(angles), angles)).flatten(-2).to(a.dtype)
 
 
 @tokens
@@ -156,8 +156,9 @@ def einsum(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Ten
 
 @tokens
 def positions(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
-    p = torch.arange(a.shape[1], dtype=torch.float32)[:, None] * torch.exp(-torch.arange(HALF) / HALF)[None]
-    return a + torch.cat([p.cos(), p.sin()], -1)[None] * b
+    place, each = (torch.arange(n, dtype=torch.float32, device=a.device) for n in (a.shape[1], HALF))
+    p = place[:, None] * torch.exp(-each / HALF)[None]
+    return a + torch.cat([p.cos(), p.sin()], -1)[None].to(a.dtype) * b
 
 
 @tokens
@@ -214,7 +215,7 @@ def over_and_over(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor)
 
 @tokens
 def gather(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
-    order = torch.arange(a.shape[1] - 1, -1, -1)
+    order = torch.arange(a.shape[1] - 1, -1, -1, device=a.device)
     return a[:, order] + torch.index_select(b, 1, order)
 
 
