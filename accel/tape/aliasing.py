@@ -47,8 +47,9 @@ def settle(operations: Sequence[Operation], outputs: Sequence[Value], apart: boo
         functional = None if seen_after or (target.base is not None and not apart) else functional_of(operation)
         kwargs = {name: item for name, item in operation.kwargs.items() if name != OUT}
         given = len(kwargs) < len(operation.kwargs)  # the memory of the result, which may lie otherwise than its own
-        oddly = given or target.base is not None or not lie_alike(target.shape, target.stride, contiguous(target.shape))
-        if functional is None or oddly and not _lies_the_same(functional, operation, kwargs):
+        is_view = given or target.base is not None
+        is_plain = not is_view and lie_alike(target.shape, target.stride, contiguous(target.shape))
+        if functional is None or not (is_plain or _lies_the_same(functional, operation, kwargs, is_view)):
             _share(operation, target, by_root)
             continue
         operation.func, operation.writes = functional, None
@@ -96,10 +97,15 @@ def _without_out(func: Any) -> Any:
     return None
 
 
-def _lies_the_same(functional: Any, operation: Operation, kwargs: dict[str, Any]) -> bool:
-    """Whether a new result lies in memory as what was written did: later views of it count on that."""
+def _lies_the_same(functional: Any, operation: Operation, kwargs: dict[str, Any], exactly: bool) -> bool:
+    """Whether a new result lies in memory as what was written did: later views of it count on that.
+
+    exactly: along what is 1 as well. Where that is all, a step keeps the strides (``layout.lies_oddly``).
+    """
     target, made = operation.writes, made_by(functional, operation.args, kwargs)
-    return made is not None and made.stride() == target.stride and made.dtype == target.dtype
+    if made is None or made.dtype != target.dtype:
+        return False
+    return made.stride() == target.stride or not exactly and lie_alike(target.shape, made.stride(), target.stride)
 
 
 def made_by(func: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:

@@ -28,11 +28,12 @@ def fold(tape: Tape) -> str:
         if widths is None or {operation.inputs[0].root, operation.outputs[0]} & (written | given_back):
             continue
         left = _folded(operation, widths, readers)
+        is_copy = not any(map(any, widths))  # which others may view
         if any(map(any, left)):
             flat = [width for pair in reversed(left) for width in pair]
             edits.become(operation, aten.constant_pad_nd.default, (operation.inputs[0], flat), operation.inputs)
             _shrink(operation, left)
-        elif any(map(any, widths)) or operation.inputs[0].stride == operation.outputs[0].stride:
+        elif not is_copy or operation.inputs[0].stride == operation.outputs[0].stride:
             gone.add(id(operation))
             same[operation.outputs[0]] = operation.inputs[0]
     tape.operations[:] = [operation for operation in tape.operations if id(operation) not in gone]
