@@ -50,10 +50,15 @@ def stand_in(patch: Any, draw: str, fused: bool) -> None:
         captures.as_on_a_gpu(patch)
 
 
-def run(what: str, compared: Callable[..., Iterable[Any]], kinds: Sequence[str] = ()) -> None:
+def run(
+    what: str,
+    compared: Callable[..., Iterable[Any]],
+    kinds: Sequence[str] = (),
+    ready: Callable[[], None] | None = None,
+) -> None:
     """The command of a module of draws: what ``compared`` finds wrong with each. what: the module's docstring.
 
-    kinds: of draws; ``compared`` is given one of them.
+    kinds: of draws; ``compared`` is given one of them. ready: called once the pack is loaded.
     """
     parser = argparse.ArgumentParser(description=what.splitlines()[0])
     parser.add_argument("--first", type=int, default=0)
@@ -63,6 +68,8 @@ def run(what: str, compared: Callable[..., Iterable[Any]], kinds: Sequence[str] 
     chosen = parser.parse_args()
     embed.use_comfyui()
     embed.load_pack(store=False)
+    if ready is not None:
+        ready()
     torch.backends.cudnn.allow_tf32 = False
     until, number, wrong = time.monotonic() + chosen.seconds, chosen.first, 0
     while number == chosen.first or time.monotonic() < until:

@@ -47,9 +47,9 @@ def settle(operations: Sequence[Operation], outputs: Sequence[Value], apart: boo
         functional = None if seen_after or (target.base is not None and not apart) else functional_of(operation)
         kwargs = {name: item for name, item in operation.kwargs.items() if name != OUT}
         given = len(kwargs) < len(operation.kwargs)  # the memory of the result, which may lie otherwise than its own
-        is_view = given or target.base is not None
-        is_plain = not is_view and lie_alike(target.shape, target.stride, contiguous(target.shape))
-        if functional is None or not (is_plain or _lies_the_same(functional, operation, kwargs, is_view)):
+        is_lent = given or target.base is not None
+        is_plain = not is_lent and lie_alike(target.shape, target.stride, contiguous(target.shape))
+        if functional is None or not (is_plain or _lies_the_same(functional, operation, kwargs, exactly=is_lent)):
             _share(operation, target, by_root)
             continue
         operation.func, operation.writes = functional, None

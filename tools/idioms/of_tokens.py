@@ -239,7 +239,7 @@ def group_norm_of_tokens(model: Any, number: int, a: Tensor, b: Tensor, vector: 
 
 
 @tokens
-def gates_of_six(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
+def gates_of_parts(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
     g = model.modulate(vector)[:, None].unflatten(-1, (4, HALF)).unbind(2)
     x = torch.cat([a[..., :HALF] * g[0] + g[1], a[..., HALF:] * g[2]], -1)
     return x + b * torch.cat([g[3], g[0]], -1)
