@@ -1,11 +1,11 @@
-"""Random forwards over tokens, pictures or videos, and how far their programs are from eager.
+"""Random forwards over tokens, pictures, videos or sounds, and how far their programs are from eager.
 
-    python -m tools.random_forwards [--kind tokens|pictures|videos] [--first 0] [--seconds 60]
+    python -m tools.random_forwards [--kind tokens|pictures|videos|sounds] [--first 0] [--seconds 60]
 
 A forward is a chain of ``idioms`` that models are made of (norms, modulation, gates, rotary embeddings, joins, writes
 in place, views, attention), each on two random earlier results. Its inputs lie in memory as they were drawn to. It is
 recorded at three sizes one after the other, so that plans are reused, and compared on inputs that were not recorded.
-The number of a forward makes it again.
+The number of a forward makes it again, until there are other idioms.
 """
 
 import importlib
@@ -19,26 +19,57 @@ from torch import Tensor, nn
 
 from tools import draws, embed
 from tools.architectures.table import parts_of
-from tools.idioms import CHANNELS, GROUPS, IDIOMS, VECTOR
+from tools.idioms import CHANNELS, GROUPS, IDIOMS, VECTOR, Idiom
 
-SIZES = {  # batch and tokens; batch, height and width; batch, frames, height and width
+SIZES = {  # batch and tokens; batch, height and width; batch, frames, height and width; batch and length
     "tokens": [(2, 6), (1, 9), (3, 4), (1, 1), (2, 2), (1, 17), (4, 1)],
     "pictures": [(2, 4, 6), (1, 5, 3), (3, 2, 2), (2, 1, 2), (2, 3, 3), (1, 8, 4), (1, 1, 1), (2, 6, 1)],
     "videos": [(1, 3, 4, 6), (2, 1, 3, 5), (1, 5, 2, 2), (1, 2, 4, 3), (1, 1, 6, 4), (1, 1, 1, 3), (2, 1, 2, 1)],
+    "sounds": [(2, 6), (1, 9), (3, 4), (1, 1), (2, 2), (1, 17), (4, 1)],
 }
-LONGEST = {"tokens": 16, "pictures": 9, "videos": 8}
+LONGEST = {"tokens": 16, "pictures": 9, "videos": 8, "sounds": 12}
 FUSED = {torch.float32: 2e-3, torch.float16: 2e-2}  # relative; some operations round to 16 bits anyway
 UNFUSED = {torch.float32: 1e-5, torch.float16: 1e-2}  # on a GPU, whose libraries add in another order; else exact
 
 
-class RandomForward(nn.Module):
-    """The forward of this number. x and y of one size, vector [batch, 24]."""
+class Link(NamedTuple):
+    """An idiom of a chain, and what it is given: of which layer, and which two earlier results.
 
-    def __init__(self, kind: str, number: int) -> None:
+    first, second: from 0 to 1. first: the newest result below 0.6, else from the oldest on. second: from the oldest on.
+    """
+
+    idiom: Idiom
+    layer: int = 0
+    first: float = 0.0
+    second: float = 0.0
+
+
+class Draw(NamedTuple):
+    """A forward. results: how many of the newest it gives. laid: the place in ``LAID``."""
+
+    chain: Sequence[Link]
+    sizes: Sequence[tuple[int, ...]]
+    results: int = 1
+    laid: int = 0
+    dtype: torch.dtype = torch.float32
+
+
+def drawn(kind: str, number: int) -> Draw:
+    """The forward of this number."""
+    draw, idioms = random.Random(f"{kind} {number}"), IDIOMS[kind]
+    count = draw.randint(3, LONGEST[kind])
+    chain = [Link(draw.choice(idioms), draw.randrange(9), draw.random(), draw.random()) for _ in range(count)]
+    sizes, laid = draw.sample(SIZES[kind], 3), draw.choice((0, draw.randrange(len(LAID))))
+    return Draw(chain, sizes, draw.randint(1, 3), laid, draw.choice((torch.float32, torch.float16)))
+
+
+class RandomForward(nn.Module):
+    """The forward of this draw. x and y of one size, vector [batch, 24]."""
+
+    def __init__(self, kind: str, draw: Draw, seed: int = 0) -> None:
         super().__init__()
-        self.kind = kind
-        drawn = random.Random(f"{kind} {number}")
-        torch.manual_seed(number)
+        self.kind, self.draw = kind, draw
+        torch.manual_seed(seed)
         self.lins = nn.ModuleList(nn.Linear(CHANNELS, CHANNELS) for _ in range(4))
         self.wide = nn.ModuleList(nn.Linear(CHANNELS, 2 * CHANNELS) for _ in range(2))
         self.norms = nn.ParameterList(nn.Parameter(torch.rand(CHANNELS) + 0.5) for _ in range(3))
@@ -50,29 +81,21 @@ class RandomForward(nn.Module):
         self.videos = nn.ModuleList(nn.Conv3d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
         self.embed, self.modulate = nn.Linear(VECTOR, CHANNELS), nn.Linear(VECTOR, 2 * CHANNELS)
         self.requires_grad_(False)
-        idioms, count = IDIOMS[kind], drawn.randint(3, LONGEST[kind])
-        self.chain = [(drawn.choice(idioms), drawn.randrange(9), drawn.random(), drawn.random()) for _ in range(count)]
-        self.results = drawn.randint(1, 3)
-        self.sizes = drawn.sample(SIZES[kind], 3)
-        self.laid = drawn.choice((0, drawn.randrange(len(LAID))))
-        self.to(draws.device(), drawn.choice((torch.float32, torch.float16)))
+        self.to(draws.device(), draw.dtype)
 
     def forward(self, x: Tensor, y: Tensor, vector: Tensor) -> tuple[Tensor, ...]:
         made = [x, y]
-        for idiom, number, first, second in self.chain:
+        for idiom, layer, first, second in self.draw.chain:
             a = made[-1 if first < 0.6 else int((first - 0.6) / 0.4 * len(made))]
-            made.append(idiom(self, number, a, made[int(second * len(made))], vector))
-        return tuple(made[-self.results :])
+            made.append(idiom(self, layer, a, made[int(second * len(made))], vector))
+        return tuple(made[-self.draw.results :])
 
     def inputs(self, seed: int, size: Sequence[int]) -> list[Tensor]:
         """Random ones of a size."""
         drawn, like = torch.Generator().manual_seed(seed), self.norms[0]
         shape = (*size, CHANNELS) if self.kind == "tokens" else (size[0], CHANNELS, *size[1:])
         x, y, vector = (torch.randn(each, generator=drawn).to(like) for each in (shape, shape, (size[0], VECTOR)))
-        return [*LAID[self.laid](x, y), vector]
-
-    def __str__(self) -> str:
-        return " ".join(idiom.__name__ for idiom, *_ in self.chain)
+        return [*LAID[self.draw.laid](x, y), vector]
 
 
 # Comparing them ---------------------------------------------------------------------------------------------------
@@ -103,8 +126,8 @@ LAID: list[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = [
 ]
 
 
-def compared(kind: str, number: int) -> Iterator[Far]:
-    """The forward of this number at each of its sizes, but for 16 bits whose numbers are not finite.
+def compared(kind: str, draw: Draw, number: int = 0) -> Iterator[Far]:
+    """A forward at each of its sizes, but for 16 bits whose numbers are not finite. number: of its random numbers.
 
     Raises ``AssertionError`` where it is not recorded.
     """
@@ -115,11 +138,11 @@ def compared(kind: str, number: int) -> Iterator[Far]:
     from tools.architectures.taped import far
     from tools.small_forwards import taped
 
-    model, outlines = RandomForward(kind, number), Outlines()
-    for size in model.sizes:
+    model, outlines = RandomForward(kind, draw, number), Outlines()
+    for size in draw.sizes:
         with torch.inference_mode():
             _, tape, refusal = taped(model, *model.inputs(number, size))
-            assert tape is not None, f"{kind} {number} at {size}: {refusal} ({model})"
+            assert tape is not None, f"{kind} {number} at {size}: {refusal}"
             given = model.inputs(number + 1_000_000, size)
             wanted, errors = parts_of(model(*model.inputs(number + 1_000_000, size))), []
             for fuse in (False, True):
@@ -129,21 +152,22 @@ def compared(kind: str, number: int) -> Iterator[Far]:
                 program.bind(model)
                 kept = model.inputs(number + 1_000_000, size)
                 errors.append(far(program.run(kept), wanted))
-                assert all(map(torch.equal, kept, given)), f"{kind} {number} at {size}: writes into an input ({model})"
-        dtype = model.norms[0].dtype
+                assert all(map(torch.equal, kept, given)), f"{kind} {number} at {size}: writes into an input"
         # 16 bits do not hold every chain's numbers
-        if dtype == torch.float32 or all(bool(tensor.isfinite().all()) for tensor in wanted):
-            yield Far(size, dtype, *errors)
+        if draw.dtype == torch.float32 or all(bool(tensor.isfinite().all()) for tensor in wanted):
+            yield Far(size, draw.dtype, *errors)
 
 
 def wrong(number: int, kind: str) -> Iterator[str]:
     """What ``compared`` finds that rounding does not explain."""
+    draw = drawn(kind, number)
+    what = " ".join(link.idiom.__name__ for link in draw.chain)
     try:
-        for far in compared(kind, number):
+        for far in compared(kind, draw, number):
             if far.is_wrong:
-                yield f"{kind} {number} {far} {RandomForward(kind, number)}"
+                yield f"{kind} {number} {far} {what}"
     except Exception as error:  # noqa: BLE001  a kernel that reads beside its tensors, say
-        yield f"{kind} {number} {type(error).__name__}: {error} {RandomForward(kind, number)}"
+        yield f"{kind} {number} {type(error).__name__}: {error} {what}"
 
 
 def interpreted() -> None:

@@ -8,7 +8,7 @@ from . import group, joins, quantisers, repeats, singles, static_sizes, views
 from .group import FUSE, Group
 from .index import number
 from .kernels import ALIGNED, Launch
-from .layout import Layouts
+from .layout import Layouts, contiguous
 from .pointwise import COSTLY
 from .structure import planned
 from .terms import NoKernel
@@ -195,7 +195,8 @@ class Plan(Schedule):
             return True
         readers = [user for user in self._users.get(value, ()) if user is not None]
         moves = not any(reader.kind == group.CALL and not singles.is_steady(reader) for reader in readers)
-        return not (moves or self.layouts.is_straight(value))
+        # torch looks at the strides of dimensions of 1, too: by them a convolution takes a picture for channels last
+        return not (moves or self.layouts.is_straight(value) and value.stride == contiguous(value.shape))
 
     def _joins(self, value: Value, inside: dict[Value, Operation]) -> bool:
         """Whether ``value`` is a join of parts that can each be stored where it belongs, by a kernel of its own."""

@@ -12,8 +12,8 @@ from torch import Tensor
 CHANNELS, HEADS, GROUPS, VECTOR = 32, 2, 8, 24
 HALF = CHANNELS // 2
 Idiom = Callable[[Any, int, Tensor, Tensor, Tensor], Tensor]
-# [batch, tokens, channels]; [batch, channels, height, width]; [batch, channels, frames, height, width]
-IDIOMS: dict[str, list[Idiom]] = {"tokens": [], "pictures": [], "videos": []}
+# [batch, tokens, channels]; [batch, channels, ...]: height, width; frames, height, width; length
+IDIOMS: dict[str, list[Idiom]] = {"tokens": [], "pictures": [], "videos": [], "sounds": []}
 
 
 def over(*kinds: str) -> Callable[[Idiom], Idiom]:
@@ -27,7 +27,7 @@ def over(*kinds: str) -> Callable[[Idiom], Idiom]:
     return known
 
 
-tokens, pictures, videos, any_kind = over("tokens"), over("pictures"), over("videos"), over(*IDIOMS)
+tokens, pictures, videos, sounds, any_kind = *map(over, IDIOMS), over(*IDIOMS)
 
-for name in ("of_any", "of_tokens", "of_pictures", "of_videos"):  # they use what is above
+for name in ("of_any", "of_tokens", "of_streams", "of_pictures", "of_videos", "of_sounds"):  # they use what is above
     import_module(f"{__name__}.{name}")
