@@ -21,6 +21,7 @@ from .allocator import addresses_are_promised
 from .errors import is_out_of_memory, let_go
 from .outputs import Output, each
 from .pools import Pool, allocating_in, end_in_pool, idle_sizes, segments_of
+from .tape.layout import copied, fill
 from .tape.pieces import Pieces
 
 Forward = Callable[[dict[str, Tensor]], Output]
@@ -42,6 +43,10 @@ class Recording:
     calls: frozenset[Hashable] = frozenset()
     # Its first run keeps the GPU busy for longer than the host needs for the capture, which then costs no time.
     is_long: bool = False
+
+    def static(self) -> dict[str, Tensor]:
+        """Memory with its inputs in it, and with their strides, gaps included: by these the program reads it."""
+        return {name: copied(tensor, tensor.stride()) for name, tensor in self.inputs.items()}
 
 
 @dataclass
@@ -66,7 +71,7 @@ class CapturedGraph:
     def replay(self, inputs: dict[str, Tensor]) -> Output:
         """Replays the forward on ``inputs``. The caller owns the result."""
         for name, static in self.inputs.items():
-            static.copy_(inputs[name])
+            fill(static, inputs[name])
         self.graph.replay()
         return each(Tensor.clone, self.output)
 

@@ -263,7 +263,7 @@ class GraphCache:
     def _record(self, name: Name, recording: Recording) -> CapturedGraph:
         # Normal tensors, not inference tensors: a later call may replay outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            static = {what: torch.empty_like(value).copy_(value) for what, value in recording.inputs.items()}
+            static = recording.static()
             output = each(torch.empty_like, recording.output)
 
         def run() -> None:

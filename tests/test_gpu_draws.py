@@ -2,7 +2,8 @@
 
 import pytest
 
-from tools import random_changes, random_forwards, random_patches, random_workflows
+from tools import random_blocks, random_changes, random_forwards, random_patches, random_workflows
+from tools.idioms import IDIOMS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("models", "exact_float32", "no_graphs_left")]
 
@@ -18,9 +19,10 @@ def test_changes(kind, number):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("kind", random_forwards.IDIOMS)
-def test_forwards(kind, number):
-    assert list(random_forwards.wrong(number, kind)) == []
+@pytest.mark.parametrize("kind", IDIOMS)
+@pytest.mark.parametrize("draws", [random_forwards, random_blocks])
+def test_forwards(draws, kind, number):
+    assert list(draws.wrong(number, kind)) == []
 
 
 @pytest.mark.parametrize("number", [0, 30012])  # the second one was once wrong

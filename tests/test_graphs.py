@@ -45,6 +45,30 @@ def test_the_run_before_a_capture_gives_the_first_result(cache, capturer) -> Non
     assert int(first.sum()) == 28
 
 
+WHOLE = torch.arange(24.0).view(2, 3, 4)
+LAID = {
+    "a view with gaps": WHOLE[:, :2],
+    "the same rows several times": WHOLE[:, :1].expand(2, 3, 4),
+    "the same numbers several times": WHOLE[..., :1].contiguous().expand(2, 3, 4),
+    "turned around": WHOLE.transpose(0, 2),
+}
+
+
+@pytest.mark.parametrize("what", LAID)
+def test_inputs_lie_as_those_that_the_program_was_made_for(cache, what) -> None:
+    """A kernel reads them by their strides, at the first call and at later ones."""
+    x = LAID[what]
+    given = dataclasses.replace(
+        recording(), inputs={"x": x}, output=torch.zeros(x.shape), wanted=True,
+        forward=lambda inputs: inputs["x"].as_strided(x.shape, x.stride()) * 2,
+    )  # fmt: skip
+    cache.capture(name("a"), given, 10 * BUDGET)
+    assert torch.equal(cache.result(name("a")), x * 2)
+    static = cache._entries[name("a")].inputs["x"]
+    cache.replay(name("a"), given.weights, {"x": x + 1})
+    assert static.stride() == x.stride() and torch.equal(static, x + 1)
+
+
 def test_workspaces_are_made_by_a_product_of_a_dtype_that_the_model_has(cache, capturer) -> None:
     """In a new process, another one's kernels would be loaded for it."""
     given = recording(8)

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tools import random_forwards
-from tools.idioms import of_any, of_pictures, of_sounds, of_tokens, of_videos
-from tools.random_forwards import Draw, Link
+from tools import random_blocks, random_forwards
+from tools.idioms import of_any, of_pictures, of_sounds, of_streams, of_tokens, of_videos
+from tools.random_forwards import Draw, Link, RandomForward
 
 pytestmark = pytest.mark.usefixtures("pack", "one_thread")
 
@@ -17,6 +17,11 @@ pytestmark = pytest.mark.usefixtures("pack", "one_thread")
 def test_as_eager_at_every_size(kind, number):
     found = list(random_forwards.compared(kind, random_forwards.drawn(kind, number), number))
     assert len(found) == 3 and not any(far.is_wrong for far in found), found
+
+
+@pytest.mark.parametrize("kind, number", [("tokens", 0), ("pictures", 1), ("videos", 2), ("sounds", 3)])
+def test_repeated_blocks_in_the_engine(clean_stats, kind, number):
+    assert list(random_blocks.wrong(number, kind)) == []
 
 
 ONCE_WRONG = {
@@ -136,6 +141,44 @@ class PadOfNothing(nn.Module):
         return patches.permute(0, 1, 3, 5, 2, 4) * 1.1
 
 
+class AskedBeside(nn.Module):
+    """A join of halves of heads, within joins that ask it for channels which it never gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = [Link(of_tokens.rotary), Link(of_streams.table_of_modulation)]
+        second = [Link(of_any.guided), Link(of_tokens.written_channels), Link(of_streams.turned_by_cat)]
+        chains = [first, second, [Link(of_streams.turned_by_cat)], [Link(of_tokens.complex_rotary)]]
+        self.parts = nn.ModuleList(RandomForward("tokens", Draw(chain, [], results=2)) for chain in chains)
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, *blocks, after = self.parts
+        x, y = before(x, x[:, :, :] * 0.5, vector := x[:, 0, :24])
+        for block in blocks:
+            x.add_(block(x, y, vector)[-1].tanh(), alpha=0.1)
+        return after(x, y, vector)[-1]
+
+
+class JoinedAgain(nn.Module):
+    """Joins within joins, each read by the next at three places: the lines of one kernel would double with each."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for _ in range(18):
+            y = torch.cat([torch.cat([y[:, :1] * y[:, :1], y[:, 1:] + 1], 1) * y, x], 1)[:, : x.shape[1]].tanh()
+        return y
+
+
+class ReadTwice(nn.Module):
+    """A long chain, each value of which is read twice by the next, to something that no kernel computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for _ in range(30):
+            y = y * torch.sigmoid(y) + y
+        return y.cumsum(1)
+
+
 def programmed(model: nn.Module, x: Tensor, fuse: bool = True):
     """(its program, whether that gives what eager gives)."""
     from anyshape.accel.tape import rules
@@ -195,3 +238,17 @@ def test_strides_that_new_memory_might_not_have(pack, shape, places):
     kept = all((given + other).stride() == given.stride() for other in (1, given))
     assert kept or lies_oddly(shape, given.stride())
     assert not lies_oddly(shape, torch.empty(shape).stride())
+
+
+def test_what_a_join_never_gives_is_asked_for():
+    program, right = programmed(AskedBeside(), torch.randn(1, 9, 32))
+    assert program.launches and right
+
+
+@pytest.mark.parametrize("model", [JoinedAgain, ReadTwice])
+def test_a_chain_is_planned_in_a_time_that_does_not_double_with_its_length(model):
+    from anyshape.accel.tape.kernel_lines import MOST_LINES
+
+    program, right = programmed(model(), torch.randn(2, 5, 32))
+    assert program.launches and right
+    assert all(launch.source.text.count("\n") < 2 * MOST_LINES for launch in program.launches)

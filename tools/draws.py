@@ -46,8 +46,13 @@ def stand_in(patch: Any, draw: str, fused: bool) -> None:
         return
     if fused:
         plan_kernels(patch)
-    if random.Random(f"{draw} on graphs").random() < 0.5:
+    if has_graphs(draw):
         captures.as_on_a_gpu(patch)
+
+
+def has_graphs(draw: str) -> bool:
+    """Whether this draw has graphs on a CPU."""
+    return random.Random(f"{draw} on graphs").random() < 0.5
 
 
 def run(

@@ -6,8 +6,11 @@ from typing import Any
 import torch
 
 from .index import UNIT, Axis, Digit, Index, Number
-from .terms import EVERYWHERE, FLOATS, Indices, Mask, Term
+from .terms import EVERYWHERE, FLOATS, Indices, Mask, NoKernel, Term
 from .values import Size, Value
+
+# Joins within joins compute their parts once for each place that they are asked for: their number doubles with each.
+MOST_LINES = 300  # ComfyUI's own models need 125 at most
 
 
 class KernelLines(ABC):
@@ -37,7 +40,9 @@ class KernelLines(ABC):
         return self.let(f"{term.name}.to({FLOATS[dtype]}).to(tl.float32)", term.axes)
 
     def let(self, expression: str, axes: frozenset[str]) -> Term:
-        """A new variable."""
+        """A new variable. Raises ``NoKernel`` for one too many."""
+        if self._count >= MOST_LINES:
+            raise NoKernel("a kernel of too many lines")
         name = f"t{self._count}"
         self._count += 1
         self.lines.append(f"{name} = {expression}")

@@ -287,9 +287,17 @@ def dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 def copied(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """A copy with this stride. Where that is 0, the elements must be the same."""
     out = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device)
-    once = tuple([slice(None) if step else slice(0, 1) for step in stride]) if 0 in stride else ...
-    out[once].copy_(tensor[once])
+    fill(out, tensor)
     return out
+
+
+def fill(place: Tensor, tensor: Tensor) -> None:
+    """Copies into ``place``. Where its stride is 0, the elements must be the same."""
+    stride = place.stride()
+    if 0 in stride:
+        once = tuple([slice(None) if step else slice(0, 1) for step in stride])
+        place, tensor = place[once], tensor[once]
+    place.copy_(tensor)
 
 
 @functools.lru_cache(maxsize=4096)

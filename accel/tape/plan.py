@@ -173,9 +173,12 @@ class Plan(Schedule):
         done here leaves ``stored`` and ``inside``.
         """
         steps: Steps = []
+        tables: set[Value] = set()  # what sines or cosines in this group lead to
         for value, operation in list(inside.items()):
+            if operation.traits.name in ("sin", "cos") or any(given in tables for given in operation.inputs):
+                tables.add(value)
             if value in stored:
-                early = _is_table(value, inside) and any(value in other.inputs for other in inside.values())
+                early = value in tables and any(value in other.inputs for other in inside.values())
             else:
                 costly = operation.traits.name in COSTLY
                 early = costly and any(_is_spread(value, result) for result in stored)
@@ -187,6 +190,7 @@ class Plan(Schedule):
                 steps.append(operation)
             stored[:] = [other for other in stored if other is not value]
             del inside[value]
+            tables.discard(value)
         return steps
 
     def _stays(self, value: Value) -> bool:
@@ -250,14 +254,6 @@ class Plan(Schedule):
                 values.update(value for value in operation.outputs if value is not None)
         early = [operation for operation in members if operation not in late]
         return [*self._fused(early), *self._fused(late)]
-
-
-def _is_table(value: Value, inside: dict[Value, Operation]) -> bool:
-    """Whether sines or cosines are computed on the way to ``value``."""
-    operation = inside.get(value)
-    if operation is None:
-        return False
-    return operation.traits.name in ("sin", "cos") or any(_is_table(given, inside) for given in operation.inputs)
 
 
 def _is_spread(value: Value, result: Value) -> bool:

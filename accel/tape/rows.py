@@ -41,6 +41,8 @@ def joined(kernel: KernelLines, operation: Operation, name: str, value: Value, i
             axes = condition.axes | term.axes | result.axes
             result = kernel.let(f"tl.where({condition.name}, {term.name}, {result.name})", axes)
         start = end
+    if result is None:  # a join around this one asks for what it never gives
+        return kernel.let("c * 0.0", frozenset("c"))
     return kernel.rounded(result, value.dtype)
 
 

@@ -62,7 +62,8 @@ def sound_tokens(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) 
 
 @sounds
 def sound_attention(model: Any, number: int, a: Tensor, b: Tensor, vector: Tensor) -> Tensor:
-    q, k = (x.unflatten(1, (HEADS, -1)).transpose(2, 3) for x in (a, b))
+    laid = torch.contiguous_format  # torch's kernels refuse an odd stride, even along what is 1
+    q, k = (x.unflatten(1, (HEADS, -1)).transpose(2, 3).clone(memory_format=laid) for x in (a, b))
     return F.scaled_dot_product_attention(q, k, k).transpose(2, 3).flatten(1, 2)
 
 
