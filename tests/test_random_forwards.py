@@ -153,7 +153,7 @@ class AskedBeside(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         before, *blocks, after = self.parts
-        x, y = before(x, x[:, :, :] * 0.5, vector := x[:, 0, :24])
+        x, y = before(x, x * 0.5, vector := x[:, 0, :24])
         for block in blocks:
             x.add_(block(x, y, vector)[-1].tanh(), alpha=0.1)
         return after(x, y, vector)[-1]

@@ -2,9 +2,9 @@
 
     python -m tools.random_blocks [--kind tokens|pictures|videos|sounds] [--first 0] [--seconds 60]
 
-Each block is a chain of ``idioms`` with weights of its own, over one stream or two, which it may write into. The engine
-is asked for random sizes in turns, so that later ones are recorded short (one block of each kind) and run on plans of
-earlier ones. The number of a model makes it again, until there are other idioms.
+Blocks are chains of ``idioms``, alike but for their weights, over one stream or two, which they may write into. The
+engine is asked for random sizes in turns, so that later ones are recorded short (one block of each kind) and run on
+plans of earlier ones. The number of a model makes it again, until there are other idioms.
 """
 
 import os
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tools import draws, embed
 from tools.idioms import IDIOMS
-from tools.random_forwards import FUSED, LAID, SIZES, Draw, Link, RandomForward, interpreted
+from tools.random_forwards import FUSED, LAID, SIZES, Draw, RandomForward, chain_of, interpreted
 
 COUNT, CALLS = 4, 9  # blocks of each kind; calls of the engine
 WAYS = ("one stream", "in place", "two streams", "a view", "by turns")
@@ -29,7 +29,7 @@ class RandomBlocks(nn.Module):
     def __init__(self, kind: str, number: int) -> None:
         super().__init__()
         draw = random.Random(f"blocks {kind} {number}")
-        chains = [_chain(kind, draw) for _ in range(4)]
+        chains = [chain_of(kind, draw, draw.randint(2, 4)) for _ in range(4)]
         self.way, self.reads_back = draw.choice(WAYS), draw.random() < 0.3
         self.sizes = [draw.choice(SIZES[kind]) for _ in range(CALLS)]
         made = [RandomForward(kind, Draw(chain, [], results=2), number + i) for i, chain in enumerate(chains)]
@@ -61,11 +61,6 @@ class RandomBlocks(nn.Module):
         """Random ones of a size."""
         x, y, vector = self.before.inputs(seed, size)
         return [*LAID[self.laid](x, y), vector]
-
-
-def _chain(kind: str, draw: random.Random) -> list[Link]:
-    count = draw.randint(2, 4)
-    return [Link(draw.choice(IDIOMS[kind]), draw.randrange(9), draw.random(), draw.random()) for _ in range(count)]
 
 
 def _moved(model: RandomBlocks, given: Sequence[Tensor], wanted: Tensor) -> float:
@@ -113,7 +108,7 @@ def wrong(number: int, kind: str) -> Iterator[str]:
                 yield f"{kind} {number} call {place} at {size} of {model.sizes}: {error:.3g} {model.what}"
                 return
     for reason in reasons():
-        if model.reads_back and "came back" in reason:  # where blocks are too small to gain
+        if model.reads_back and "came back" in reason:  # its blocks have nothing to fuse, or this draw has no kernels
             continue
         yield f"{kind} {number} {model.sizes}: {reason} {model.what}"
 

@@ -54,11 +54,15 @@ class Draw(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+def chain_of(kind: str, draw: random.Random, count: int) -> list[Link]:
+    """So many random links."""
+    return [Link(draw.choice(IDIOMS[kind]), draw.randrange(9), draw.random(), draw.random()) for _ in range(count)]
+
+
 def drawn(kind: str, number: int) -> Draw:
     """The forward of this number."""
-    draw, idioms = random.Random(f"{kind} {number}"), IDIOMS[kind]
-    count = draw.randint(3, LONGEST[kind])
-    chain = [Link(draw.choice(idioms), draw.randrange(9), draw.random(), draw.random()) for _ in range(count)]
+    draw = random.Random(f"{kind} {number}")
+    chain = chain_of(kind, draw, draw.randint(3, LONGEST[kind]))
     sizes, laid = draw.sample(SIZES[kind], 3), draw.choice((0, draw.randrange(len(LAID))))
     return Draw(chain, sizes, draw.randint(1, 3), laid, draw.choice((torch.float32, torch.float16)))
 

@@ -87,7 +87,7 @@ def gelu_tanh(x):
 """,
 }
 
-# Near 0 by Taylor's series: what is left of a difference of 1 would be 0, and no longer have its sign.
+# Near 0 by Taylor's series: the difference from 1 would round to 0 for small numbers, and lose their sign.
 INTERPRETED_TANH = (
     "tl.where(tl.abs(x) < 0.3, x - x * x * x * (1 / 3 - x * x * (2 / 15 - x * x * (17 / 315 - x * x * (62 / 2835)))), "
     "2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0)"
