@@ -169,6 +169,21 @@ class JoinedAgain(nn.Module):
         return y
 
 
+class LongAndNormed(nn.Module):
+    """A norm of whole rows, and a chain that reads it."""
+
+    def __init__(self, columns: int) -> None:
+        super().__init__()
+        self.wide, self.norm = nn.Linear(8, columns), nn.RMSNorm(columns)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wide(x)
+        y = self.norm(x)
+        for _ in range(40):
+            y = y * torch.sigmoid(y) + x
+        return y
+
+
 class ReadTwice(nn.Module):
     """A long chain, each value of which is read twice by the next, to something that no kernel computes."""
 
@@ -252,3 +267,17 @@ def test_a_chain_is_planned_in_a_time_that_does_not_double_with_its_length(model
     program, right = programmed(model(), torch.randn(2, 5, 32))
     assert program.launches and right
     assert all(launch.source.text.count("\n") < 2 * MOST_LINES for launch in program.launches)
+
+
+LONG = {"joins": JoinedAgain(), "512": LongAndNormed(512), "5120": LongAndNormed(5120)}
+
+
+@pytest.mark.parametrize("model", LONG.values(), ids=LONG)
+def test_the_longer_a_kernel_the_fewer_elements_has_each_thread(model):
+    """ptxas takes minutes for both: 75 s for 300 lines with 32 elements."""
+    program, right = programmed(model, torch.randn(2, 5, 8))
+    sources = [launch.source for launch in program.launches]
+    assert right and sources
+    for source in sources:
+        lines, elements = source.text.count("\n"), source.rows * source.columns // (32 * source.warps)
+        assert lines <= 100 or elements <= 4, (source.name, lines, elements)

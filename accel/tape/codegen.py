@@ -28,6 +28,8 @@ LOOSE_COLUMNS = 256  # of a block, where they are a size of the call
 TILE_ROWS, TILE_COLUMNS = (4, 64), 256
 REDUCTIONS = frozenset(("layer_norm", "rms_norm", "mean", LENGTH, quantisers.BY_ROWS))
 LONG_CODE = re.compile(r"tl\.(sin|cos)\(")  # for each element of a thread: the compiler takes a second for 32 of them
+LONG_LINES = 80  # of joins within joins, say: with 32 elements per thread, ptxas took 12 s for 118 lines, 75 for 300
+MOST_WORK = 5000  # lines times elements per thread: a row that is summed cannot be cut
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,8 @@ def _assembled(
 ) -> Source:  # fmt: skip
     column, tile = loops.column.size, loops.tile
     power = _power(column.value) if column.static else 0
-    block = BLOCK // 8 if any(LONG_CODE.search(line) for line in lowering.lines) else BLOCK
+    is_long = len(lowering.lines) > LONG_LINES or any(LONG_CODE.search(line) for line in lowering.lines)
+    block = BLOCK // 8 if is_long else BLOCK
     filled = lowering.reduces and _is_filled(column.value, tile.size.value if tile is not None else 1)
     if filled:
         block = min(block, BLOCK // 2)
@@ -240,6 +243,9 @@ def _assembled(
         columns = power if lowering.reduces else min(power, COLUMNS, block)
         rows = max(1, min(32, block // columns))
     single = lowering.reduces or tile is not None  # one block holds all columns
+    warps = _warps(rows, columns, filled)
+    if len(lowering.lines) * rows * columns > MOST_WORK * 32 * warps:
+        raise NoKernel("a kernel of too many lines")
     body = _head(loops, lowering, single, large)
     body += lowering.lines
     for k, (result, value) in enumerate(zip(results, outputs, strict=True)):
@@ -257,7 +263,7 @@ def _assembled(
     text += "\n    ".join(body) + "\n"
     others = tuple(axis.size for axis in loops.lead if axis is not tile)
     return Source(
-        text, name, rows, columns, _warps(rows, columns, filled), tile is not None, others, column,
+        text, name, rows, columns, warps, tile is not None, others, column,
         tuple(lowering.operands), tuple(outputs), tuple(lowering.integers), tuple(lowering.floats), large,
     )  # fmt: skip
 
